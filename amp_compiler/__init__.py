@@ -1,0 +1,1 @@
+"""Automatic mixed precision as a compiler pass over traced graphs."""

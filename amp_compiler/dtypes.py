@@ -1,0 +1,130 @@
+"""Element types, without torch, ONNX or NumPy: the frontends translate theirs to these."""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import NamedTuple
+
+from amp_compiler.errors import AmpError
+
+
+class FloatFormat(NamedTuple):
+    """Facts of a binary floating-point format (IEEE 754-2019; bfloat16 as in torch)."""
+
+    max: float
+    smallest_normal: float
+    smallest_subnormal: float
+    eps: float
+
+
+class DType(enum.Enum):
+    """Element type of a value; `.value` is the name that torch and NumPy use.
+
+    Example:
+        >>> DType("bfloat16").short, DType.FLOAT32.itemsize
+        ('bf16', 4)
+    """
+
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
+    FLOAT32 = "float32"
+    FLOAT64 = "float64"
+    FLOAT8 = "float8"
+    INT8 = "int8"
+    INT16 = "int16"
+    INT32 = "int32"
+    INT64 = "int64"
+    UINT8 = "uint8"
+    UINT16 = "uint16"
+    UINT32 = "uint32"
+    UINT64 = "uint64"
+    BOOL = "bool"
+    COMPLEX32 = "complex32"
+    COMPLEX64 = "complex64"
+    COMPLEX128 = "complex128"
+    OTHER = "other"  # strings, quantized, sub-byte types, symbolic scalars: never touched
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element (0 where an element has no fixed size)."""
+        return _ITEMSIZE.get(self, 0)
+
+    @property
+    def is_float(self) -> bool:
+        """True for the real floating-point types that casts may be placed on."""
+        return self in FLOATS
+
+    @property
+    def short(self) -> str:
+        """The short name that tables and graph text use: `fp16`, `bf16`, `fp32`, `i64`, …"""
+        return _SHORT.get(self, self.value)
+
+    @property
+    def format(self) -> FloatFormat:
+        """Range and precision of a floating-point type.
+
+        Raises:
+            AmpError: for a type that is not a real floating-point type.
+        """
+        if self not in _FORMATS:
+            raise AmpError(f"{self.value} has no floating-point format")
+        return _FORMATS[self]
+
+    def holds(self, number: float) -> bool:
+        """True where `number` is neither turned into an infinity nor flushed to zero.
+
+        Example:
+            >>> DType.FLOAT16.holds(65504.0), DType.FLOAT16.holds(-3.4e38), DType.FLOAT16.holds(0.0)
+            (True, False, True)
+        """
+        if number == 0 or not math.isfinite(number):
+            return True
+        fmt = self.format
+        return fmt.smallest_subnormal <= abs(number) <= fmt.max
+
+
+FLOATS = frozenset({DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32, DType.FLOAT64})
+LOW_TYPES = {"fp16": DType.FLOAT16, "bf16": DType.BFLOAT16}
+
+_ITEMSIZE = {
+    DType.FLOAT16: 2, DType.BFLOAT16: 2, DType.FLOAT32: 4, DType.FLOAT64: 8, DType.FLOAT8: 1,
+    DType.INT8: 1, DType.INT16: 2, DType.INT32: 4, DType.INT64: 8,
+    DType.UINT8: 1, DType.UINT16: 2, DType.UINT32: 4, DType.UINT64: 8,
+    DType.BOOL: 1, DType.COMPLEX32: 4, DType.COMPLEX64: 8, DType.COMPLEX128: 16,
+}  # fmt: skip
+_SHORT = {
+    DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "fp32", DType.FLOAT64: "fp64",
+    DType.FLOAT8: "fp8", DType.INT8: "i8", DType.INT16: "i16", DType.INT32: "i32", DType.INT64: "i64",
+    DType.UINT8: "u8", DType.UINT16: "u16", DType.UINT32: "u32", DType.UINT64: "u64",
+    DType.COMPLEX32: "c32", DType.COMPLEX64: "c64", DType.COMPLEX128: "c128",
+}  # fmt: skip
+_FORMATS = {
+    DType.FLOAT16: FloatFormat(65504.0, 2.0**-14, 2.0**-24, 2.0**-10),
+    DType.BFLOAT16: FloatFormat(float.fromhex("0x1.fep127"), 2.0**-126, 2.0**-133, 2.0**-7),
+    DType.FLOAT32: FloatFormat(float.fromhex("0x1.fffffep127"), 2.0**-126, 2.0**-149, 2.0**-23),
+    DType.FLOAT64: FloatFormat(float.fromhex("0x1.fffffffffffffp1023"), 2.0**-1022, 2.0**-1074, 2.0**-52),
+}
+_BY_SHORT = {dtype.short: dtype for dtype in DType}
+
+
+def dtype_from_short(short: str) -> DType:
+    """The type of a short name, such as `bf16`.
+
+    Raises:
+        AmpError: for a name that no type has.
+    """
+    if short not in _BY_SHORT:
+        raise AmpError(f"'{short}' names no element type", mend=f"use one of {', '.join(sorted(_BY_SHORT))}")
+    return _BY_SHORT[short]
+
+
+def low_type(name: str) -> DType:
+    """The 16-bit type of `"fp16"` or `"bf16"`.
+
+    Raises:
+        AmpError: for any other name. `"auto"` is resolved by whoever knows the device.
+    """
+    if name not in LOW_TYPES:
+        raise AmpError(f"dtype '{name}' is not a low-precision type", mend="use 'fp16' or 'bf16'")
+    return LOW_TYPES[name]

@@ -1,0 +1,69 @@
+"""The exceptions of the library. Every one says what was wrong, where, and the mend."""
+
+from __future__ import annotations
+
+
+class AmpError(Exception):
+    """Base of every error that `amp_compiler` raises on purpose.
+
+    Args:
+        what: what is wrong, in one sentence.
+        where: the place: a file with its line, a node, a user's source line.
+        mend: what the reader can do about it.
+
+    Example:
+        >>> str(AmpError("the rule matches no op", where="my.yaml:3", mend="use 'aten.linear'"))
+        "my.yaml:3: the rule matches no op; use 'aten.linear'"
+    """
+
+    def __init__(self, what: str, *, where: str = "", mend: str = "") -> None:
+        self.what, self.where, self.mend = what, where, mend
+        text = f"{where}: {what}" if where else what
+        super().__init__(f"{text}; {mend}" if mend else text)
+
+
+class RuleError(AmpError):
+    """A rule file, a rule dict or a preset name is wrong.
+
+    Args:
+        what: what is wrong.
+        file: the rule file, or `<dict>` for rules given as a Python dict.
+        line: line of the offending key or value, from 1; `None` where there is none.
+        column: column of it, from 1.
+        key: dotted path of the key in the file, such as `rules.0.match.op`.
+        mend: what to write instead.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        file: str = "",
+        line: int | None = None,
+        column: int | None = None,
+        key: str = "",
+        mend: str = "",
+    ) -> None:
+        self.file, self.line, self.column, self.key = file, line, column, key
+        where = ":".join(str(part) for part in (file, line, column) if part not in ("", None))
+        super().__init__(f"{what} (at key '{key}')" if key else what, where=where, mend=mend)
+
+
+class CaptureError(AmpError):
+    """A model cannot be turned into a graph."""
+
+
+class GraphError(AmpError):
+    """A `PrecisionGraph`, or the text of one, breaks an invariant."""
+
+
+class PassError(AmpError):
+    """A pass was given a graph that it does not accept, or made one that it must not."""
+
+
+class LoweringError(AmpError):
+    """A plan cannot be carried out on a graph, or the graph cannot be compiled for the device."""
+
+
+class OnnxError(AmpError):
+    """An ONNX model cannot be read, converted or written."""

@@ -1,0 +1,1 @@
+"""Tables for people: plans in the terminal, as HTML, plots."""

@@ -1,0 +1,1 @@
+"""What runs at training time: loss scale, update kernels."""

@@ -1,0 +1,1 @@
+"""Neutral passes and passes on FX; `PASSES` is the one table of them all."""

@@ -1,0 +1,1 @@
+"""Rule presets, the op table and their schema, as data."""
