@@ -1,1 +1,36 @@
-"""Automatic mixed precision as a compiler pass over traced graphs."""
+"""Automatic mixed precision as a compiler pass over traced graphs.
+
+Example:
+    >>> import torch, amp_compiler as amp
+    >>> model = amp.compile(torch.nn.Linear(8, 4), dtype="bf16", backend="eager")
+"""
+
+from amp_compiler.compile import CompiledModule, compile, explain
+from amp_compiler.errors import (
+    AmpError,
+    CaptureError,
+    GraphError,
+    LoweringError,
+    OnnxError,
+    PassError,
+    RuleError,
+)
+from amp_compiler.plan import PrecisionPlan
+from amp_compiler.policy import RuleSet
+from amp_compiler.rulefile import load_rules
+
+__all__ = [
+    "AmpError",
+    "CaptureError",
+    "CompiledModule",
+    "GraphError",
+    "LoweringError",
+    "OnnxError",
+    "PassError",
+    "PrecisionPlan",
+    "RuleError",
+    "RuleSet",
+    "compile",
+    "explain",
+    "load_rules",
+]

@@ -22,6 +22,7 @@ class Draft:
         ranges: calibrated largest magnitude by value name; empty without calibration.
         decisions: by node name, from `classify`.
         labels: by node name, from `assign_precision`: `low`, `fp32` or `keep`.
+        notes: by node name, from `assign_precision`: how `widest`, `follow` or an obstacle came to the label.
         casts: from `place_casts`; `None` before it ran.
     """
 
@@ -31,6 +32,7 @@ class Draft:
     ranges: Mapping[str, float] = field(default_factory=dict)
     decisions: Mapping[str, Decision] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
     casts: tuple[PlannedCast, ...] | None = None
 
     @property

@@ -142,6 +142,16 @@ class PrecisionPlan:
             write_atomically(path, text)
         return text
 
+    def to_html(self, path: str | Path) -> None:
+        """Write the plan as one self-contained HTML page, for a browser.
+
+        Raises:
+            AmpError: where the file cannot be written.
+        """
+        from amp_compiler.report.html import write_plan_html
+
+        write_plan_html(self, path)
+
     def to_text(self) -> str:
         """One line a node and one line a cast, for reading and for diffing."""
         lines = [f"plan dtype={self.dtype} rules={self.rules} device={self.device} cast_bytes={self.cast_bytes}"]

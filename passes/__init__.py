@@ -1,1 +1,42 @@
 """Neutral passes and passes on FX; `PASSES` is the one table of them all."""
+
+from __future__ import annotations
+
+import difflib
+from importlib import import_module
+from typing import Any
+
+from amp_compiler.errors import PassError
+from amp_compiler.passbase import Pass
+
+# Name of every pass, with the class that does it. The classes are imported when they are asked for, because those on FX
+# need torch and the neutral ones must do without.
+NEUTRAL = ("classify", "assign_precision", "place_casts")
+PASSES: dict[str, str] = {
+    "classify": "amp_compiler.passes.classify:Classify",
+    "assign_precision": "amp_compiler.passes.assign_precision:AssignPrecision",
+    "place_casts": "amp_compiler.passes.place_casts:PlaceCasts",
+}
+
+
+def find_pass(name: str) -> type[Pass[Any]]:
+    """The class of the pass called `name`.
+
+    Args:
+        name: a key of `PASSES`.
+
+    Raises:
+        PassError: no pass has this name.
+
+    Example:
+        >>> find_pass("place_casts").__name__
+        'PlaceCasts'
+    """
+    if name not in PASSES:
+        near = difflib.get_close_matches(name, PASSES, 1)
+        raise PassError(
+            f"'{name}' is no pass", mend=f"did you mean '{near[0]}'?" if near else f"there are {', '.join(PASSES)}"
+        )
+    module, _, attribute = PASSES[name].partition(":")
+    found: type[Pass[Any]] = getattr(import_module(module), attribute)
+    return found

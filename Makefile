@@ -1,0 +1,63 @@
+# `make help` lists the targets. Everything is installed into .venv; nothing outside this folder is changed.
+PYTHON ?= python3
+VENV   ?= .venv
+PYTEST_WORKERS ?= 2
+
+BIN     := $(abspath $(VENV))/bin
+STAMP   := $(VENV)/.installed
+PIP     := $(BIN)/python -m pip --disable-pip-version-check
+PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+SOURCES := amp_compiler passes rules tests examples benchmarks
+
+.DEFAULT_GOAL := help
+.PHONY: help setup venv demo test lint types format test-fast test-slow test-gpu bench clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## make .venv with the tested versions (done by the other targets when needed)
+venv: $(STAMP)
+
+# torch goes first and alone: it is the largest, and whatever else needs it must find the pinned one there.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "constraints.txt is for Python 3.11 or newer: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet -c constraints.txt torch
+	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP) ## train two small CNNs on handwritten digits in FP32, with torch.autocast and with amp.compile
+	$(BIN)/amp-compiler demo
+
+test: lint types test-fast ## lint, types and the test suite
+
+lint: $(STAMP) ## ruff: rules and format
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+format: $(STAMP) ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+# passes/ and rules/ become amp_compiler.passes and amp_compiler.rules only when installed, so types are checked there.
+types: $(STAMP) ## mypy --strict on an installed copy
+	@rm -rf .types build
+	$(PIP) install --quiet --no-deps --no-build-isolation --target .types .
+	cd .types && $(BIN)/python -m mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p amp_compiler
+
+test-fast: $(STAMP) ## the test suite alone, without the slow and the GPU tests
+	$(PYTEST) -n $(PYTEST_WORKERS) -m "not slow and not gpu"
+
+test-slow: $(STAMP) ## the tests marked slow
+	$(PYTEST) -m slow
+
+test-gpu: $(STAMP) ## the tests that need a CUDA device
+	$(PYTEST) -m gpu
+
+bench: $(STAMP) ## every benchmark; the numbers go to benchmarks/results/
+	@set -e; for script in $$(grep -l __main__ benchmarks/*.py); do echo "== $$script"; $(BIN)/python $$script; done
+
+clean: ## remove .venv and everything generated
+	rm -rf $(VENV) .types build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

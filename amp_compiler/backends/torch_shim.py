@@ -1,0 +1,54 @@
+"""The one place that touches torch's private interfaces, each looked for before it is used (torch 2.11 to 2.15)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from amp_compiler.errors import LoweringError
+
+
+def inductor_compile(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compile an ATen graph, forward and backward, with Inductor.
+
+    Args:
+        graph_module: flat inputs, a tuple as output; parameters are inputs. It may be changed.
+        inputs: example inputs, real or fake.
+
+    Returns:
+        A function of the same inputs that autograd can go through.
+
+    Raises:
+        LoweringError: where Inductor is not in this torch, or cannot compile the graph.
+    """
+    try:
+        from torch._inductor.compile_fx import compile_fx
+    except ImportError as cause:
+        raise LoweringError(
+            f"torch {torch.__version__} has no Inductor that this version knows", mend="use backend='eager'"
+        ) from cause
+    try:
+        return compile_fx(graph_module, list(inputs))  # type: ignore[no-any-return]
+    except Exception as cause:  # Inductor and the C++ compiler behind it raise many types
+        raise LoweringError(
+            f"Inductor cannot compile the graph: {type(cause).__name__}: {_first_line(cause)}",
+            mend="use backend='eager' to run the same graph node by node",
+        ) from cause
+
+
+def _first_line(cause: Exception) -> str:
+    lines = str(cause).strip().splitlines()
+    return lines[0] if lines else ""
+
+
+def has_native_bf16(device: torch.device) -> bool:
+    """True where the device multiplies BF16 matrices in hardware."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type == "cpu":
+        probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_arm_bf16_supported")
+        return any(bool(getattr(torch.cpu, probe)()) for probe in probes if hasattr(torch.cpu, probe))
+    return False

@@ -1,0 +1,224 @@
+"""`Program`: one captured and rewritten forward, ready to run for inputs of one signature."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+
+from amp_compiler.backends import BACKENDS
+from amp_compiler.dtypes import DType
+from amp_compiler.errors import CaptureError
+from amp_compiler.frontends.fx import apply_plan, lower, lower_graph
+from amp_compiler.frontends.fx_capture import Captured, Source, capture_module, tensor_getter
+from amp_compiler.frontends.fx_normalize import normalize
+from amp_compiler.fx_tools import CAST
+from amp_compiler.graph import ValueKind
+from amp_compiler.passes.legalize import Legalize
+from amp_compiler.pipeline import make_plan
+from amp_compiler.plan import PrecisionPlan
+from amp_compiler.policy import RuleSet
+from amp_compiler.settings import Settings, device_of
+
+
+def rewrite(
+    graph_module: fx.GraphModule, plan: PrecisionPlan, rules: RuleSet
+) -> fx.GraphModule:
+    """Carry a plan out on the normal-form graph that it was made for, in place, and fit it to the device."""
+    apply_plan(graph_module, plan)
+    return Legalize(rules.ops)(graph_module).subject
+
+
+def plan_captured(captured: Captured, rules: RuleSet, low: DType) -> PrecisionPlan:
+    """Normalise a captured graph in place and plan it."""
+    normalize(captured.graph_module)
+    return make_plan(lower(captured), rules, low)
+
+
+def rewrite_piece(
+    graph_module: fx.GraphModule, kinds: dict[str, ValueKind], rules: RuleSet, low: DType
+) -> PrecisionPlan:
+    """Plan and rewrite one flat ATen graph in place; returns the plan."""
+    normalize(graph_module)
+    plan = make_plan(lower_graph(graph_module, kinds), rules, low)
+    rewrite(graph_module, plan, rules)
+    return plan
+
+
+@dataclass
+class Program:
+    """One rewritten forward of a module.
+
+    Args:
+        captured: its graph (rewritten) with the origin of each placeholder.
+        plan: what was decided.
+        run: the graph as a function of the flat inputs.
+        weights: low-precision copies of weights that are kept between calls (inference only).
+        fetch: for each placeholder, how to get its tensor; `None` for a user input.
+    """
+
+    captured: Captured
+    plan: PrecisionPlan
+    run: Callable[..., Any]
+    weights: "KeptWeights"
+    fetch: tuple[Callable[[], torch.Tensor] | None, ...]
+
+    @property
+    def graph_module(self) -> fx.GraphModule:
+        """The rewritten graph."""
+        return self.captured.graph_module
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        """Run on the flattened user arguments."""
+        inputs = [
+            leaves[entry.index] if get is None else get()
+            for entry, get in zip(self.captured.inputs, self.fetch, strict=True)
+        ]
+        results = self.run(*inputs, *self.weights.current(inputs))
+        return pytree.tree_unflatten(list(results), self.captured.out_spec)
+
+    def accepts(self, leaves: Sequence[Any]) -> bool:
+        """True where the program was captured for inputs of these shapes, symbolic dimensions bound consistently."""
+        bound: dict[str, int] = {}
+        placeholders = self.graph_module.graph.find_nodes(op="placeholder")
+        for node, entry in zip(placeholders, self.captured.inputs, strict=False):
+            if entry.source is Source.USER and not _matches(node.meta.get("val"), leaves[entry.index], bound):
+                return False
+        return True
+
+
+def _matches(captured: Any, leaf: Any, bound: dict[str, int]) -> bool:
+    if not isinstance(captured, torch.Tensor):
+        return not isinstance(leaf, torch.Tensor)
+    if not isinstance(leaf, torch.Tensor) or leaf.dtype != captured.dtype or leaf.device.type != captured.device.type:
+        return False
+    if leaf.dim() != captured.dim():
+        return False
+    for size, actual in zip(captured.shape, leaf.shape, strict=True):
+        if isinstance(size, int):
+            if size != actual:
+                return False
+        elif not _binds(size, int(actual), bound):
+            return False
+    return True
+
+
+def _binds(size: torch.SymInt, actual: int, bound: dict[str, int]) -> bool:
+    expression = size.node.expr
+    if expression.is_symbol:
+        allowed = size.node.shape_env.var_to_range.get(expression)
+        inside = allowed is None or (actual >= allowed.lower and actual <= allowed.upper)
+        return bool(inside) and bound.setdefault(str(expression), actual) == actual
+    known = {symbol: bound.get(str(symbol)) for symbol in expression.free_symbols}
+    return None in known.values() or int(expression.subs(known)) == actual
+
+
+class KeptWeights:
+    """Low-precision copies of weights, made once and made again when a parameter changes.
+
+    A change is seen by the tensor's version counter and its address. `parameter.data.mul_()` moves neither: after such
+    a write call `.train()` or `.eval()`, which drops the copies.
+    """
+
+    def __init__(self, casts: Sequence[tuple[int, torch.dtype]] = ()) -> None:
+        self._casts = tuple(casts)
+        self._seen: list[tuple[int, int, int] | None] = [None] * len(self._casts)
+        self._copies: list[torch.Tensor | None] = [None] * len(self._casts)
+
+    def current(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The copies for today's inputs."""
+        copies: list[torch.Tensor] = []
+        for slot, (index, dtype) in enumerate(self._casts):
+            tensor = inputs[index]
+            mark = (id(tensor), tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version)
+            copy = self._copies[slot]
+            if copy is None or self._seen[slot] != mark:
+                copy = tensor.detach().to(dtype)
+                self._copies[slot], self._seen[slot] = copy, mark
+            copies.append(copy)
+        return copies
+
+    def drop(self) -> None:
+        """Forget the copies; the next call makes them again."""
+        self._seen = [None] * len(self._casts)
+
+
+def hoist_weight_casts(captured: Captured) -> KeptWeights:
+    """Move casts of parameters and buffers out of the graph, in place: each becomes a further placeholder.
+
+    Only for runs without autograd, where a cast of a weight gives the same result on every call.
+    """
+    graph = captured.graph_module.graph
+    placeholders = graph.find_nodes(op="placeholder")
+    index = {
+        node: position
+        for position, (node, entry) in enumerate(zip(placeholders, captured.inputs, strict=True))
+        if entry.source in (Source.PARAMETER, Source.BUFFER) and not node.meta.get("amp_volatile")
+    }
+    last, casts = placeholders[-1] if placeholders else None, []
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not CAST or node.args[0] not in index:
+            continue
+        casts.append((index[node.args[0]], node.args[1]))
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"{node.args[0].name}_kept_{len(casts)}")
+        last.meta = dict(node.meta)
+        node.replace_all_uses_with(last)
+        graph.erase_node(node)
+    if casts:
+        graph.lint()
+        captured.graph_module.recompile()
+    return KeptWeights(casts)
+
+
+def build_program(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings, keep_weights: bool
+) -> Program:
+    """Capture, plan, rewrite and compile a module for these arguments.
+
+    Args:
+        model: the module, in the mode in which it is to run.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        settings: the options.
+        keep_weights: keep low-precision weights between calls (no autograd).
+
+    Raises:
+        CaptureError: the module cannot be taken as one graph.
+        LoweringError: it cannot be rewritten or compiled.
+    """
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    captured = capture_module(model, args, kwargs, settings.dynamic_shapes)
+    users = sum(entry.source is Source.USER for entry in captured.inputs)
+    if users != len(leaves) or captured.in_spec != spec:
+        raise CaptureError(
+            f"capture saw {users} inputs where the call has {len(leaves)}",
+            where=type(model).__name__,
+            mend="pass arguments that pytree can flatten (tensors, numbers, lists, dicts, dataclasses)",
+        )
+    low = settings.low(device_of([*leaves, *model.parameters()]))
+    plan = plan_captured(captured, settings.rules, low)
+    rewrite(captured.graph_module, plan, settings.rules)
+    weights = hoist_weight_casts(captured) if keep_weights else KeptWeights()
+    fetch = tuple(
+        None if entry.source is Source.USER else tensor_getter(model, captured, entry) for entry in captured.inputs
+    )
+    run = BACKENDS[settings.backend](captured.graph_module, _examples(captured, leaves, fetch, weights, settings))
+    return Program(captured, plan, run, weights, fetch)
+
+
+def _examples(
+    captured: Captured, leaves: Sequence[Any], fetch: Sequence[Any], weights: KeptWeights, settings: Settings
+) -> list[Any]:
+    """Inputs to compile for: the real ones, or the symbolic ones of the capture where shapes are dynamic."""
+    real = [
+        leaves[entry.index] if get is None else get() for entry, get in zip(captured.inputs, fetch, strict=True)
+    ]
+    if settings.dynamic_shapes is None:
+        return [*real, *weights.current(real)]
+    nodes = captured.graph_module.graph.find_nodes(op="placeholder")
+    return [node.meta.get("val", value) for node, value in zip(nodes, [*real, *weights.current(real)], strict=True)]

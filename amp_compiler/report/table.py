@@ -1,0 +1,117 @@
+"""A plan as tables for the terminal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import PurePath
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from amp_compiler.plan import PlannedCast, PlannedNode, PrecisionPlan
+
+PRECISION_STYLES = {"low": "bold green", "fp32": "bold yellow", "keep": "dim"}
+
+
+def human_bytes(count: float) -> str:
+    """A number of bytes for people, in powers of 1024.
+
+    Example:
+        >>> human_bytes(532), human_bytes(3 * 1024**2)
+        ('532 B', '3.0 MiB')
+    """
+    if count < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
+        count /= 1024
+        if count < 1024:
+            return f"{count:.1f} {unit}"
+    return f"{count / 1024:.1f} TiB"
+
+
+def short_place(place: str) -> str:
+    """The `file:line` of a longer path, the folders left out.
+
+    Example:
+        >>> short_place("/home/me/project/model.py:12")
+        'model.py:12'
+    """
+    return PurePath(place).name
+
+
+def summary_line(plan: PrecisionPlan) -> str:
+    """The plan in one line: type, rules, device, nodes per precision, casts and their bytes."""
+    counts = Counter(node.precision for node in plan.nodes)
+    nodes = ", ".join(f"{counts[precision]} {precision}" for precision in PRECISION_STYLES if counts[precision])
+    own = sum(cast.explicit for cast in plan.casts)
+    casts = f"{len(plan.casts)} casts" + (f" ({own} the model's own)" if own else "")
+    return (
+        f"dtype {plan.dtype} · rules {plan.rules} · device {plan.device} · {len(plan.nodes)} nodes"
+        f"{f' ({nodes})' if nodes else ''} · {casts} move {human_bytes(plan.cast_bytes)} a forward"
+    )
+
+
+def plan_tables(plan: PrecisionPlan) -> RenderableType:
+    """The plan as rich renderables: the nodes, the casts and a summary line."""
+    parts: list[RenderableType] = [_node_table(plan.nodes)]
+    if plan.casts:
+        parts.append(_cast_table(plan.casts))
+    parts.append(Text(summary_line(plan), style="bold"))
+    return Group(*parts)
+
+
+def print_plan(plan: PrecisionPlan, console: Console | None = None) -> None:
+    """Print the plan's tables.
+
+    Args:
+        plan: what to print.
+        console: where to; the standard output by default.
+    """
+    (console or Console()).print(plan_tables(plan))
+
+
+def _node_table(nodes: tuple[PlannedNode, ...]) -> Table:
+    table = Table(title="nodes", title_justify="left", header_style="bold", expand=False)
+    for name in ("node", "op", "module", "precision", "gives", "rule", "reason", "source"):
+        table.add_column(name, overflow="fold")
+    for node in nodes:
+        # Text, not str: a name such as `x[0]` must not be read as markup.
+        table.add_row(
+            Text(node.name),
+            Text(node.op),
+            Text(node.module),
+            _precision_text(node),
+            Text(", ".join(dtype for _, dtype in node.outputs)),
+            Text(short_place(node.rule)),
+            Text(node.reason),
+            Text(short_place(node.source), style="dim"),
+        )
+    return table
+
+
+def _precision_text(node: PlannedNode) -> Text:
+    text = Text(node.precision, style=PRECISION_STYLES.get(node.precision, ""))
+    if node.asked and node.asked != node.precision:
+        text.append(f" ({node.asked})", style="dim")
+    return text
+
+
+def _cast_table(casts: tuple[PlannedCast, ...]) -> Table:
+    table = Table(title="casts", title_justify="left", header_style="bold", expand=False)
+    table.add_column("value", overflow="fold")
+    table.add_column("from")
+    table.add_column("to")
+    table.add_column("bytes", justify="right")
+    table.add_column("for", overflow="fold")
+    table.add_column("by")
+    for cast in casts:
+        table.add_row(
+            Text(cast.value),
+            cast.src,
+            cast.dst,
+            human_bytes(cast.bytes),
+            Text(", ".join(f"{name}[{index}]" for name, index in cast.users)),
+            Text("the model" if cast.explicit else "the plan"),
+        )
+    return table

@@ -1,0 +1,287 @@
+"""Random-initialised models, built from their configs, that compute their loss inside; nothing is downloaded.
+
+`build("bert")` gives (model, kwargs): the model in train mode with every dropout at 0, so that two runs of it differ
+by their arithmetic alone, and keyword arguments with labels, so that `model(**kwargs)` returns the loss and the logits.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+# Set before transformers is imported: the models come from configs, and the hub must not be asked for anything.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional as F
+
+transformers.logging.set_verbosity_error()
+logging.getLogger("transformers").setLevel(logging.ERROR)
+
+Built = tuple[nn.Module, dict[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a model is: `tiny` for tests, `small` for benchmarks."""
+
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    batch: int
+    tokens: int
+    image: int
+    classes: int = 16
+
+    @property
+    def inner(self) -> int:
+        return 2 * self.hidden
+
+
+SIZES = {
+    "tiny": Size(vocab=128, hidden=64, layers=2, heads=4, batch=2, tokens=16, image=32),
+    "small": Size(vocab=1024, hidden=256, layers=4, heads=8, batch=4, tokens=64, image=64),
+}
+
+
+class LstmLanguageModel(nn.Module):
+    """Embedding, two LSTM layers, a linear head and cross-entropy: a model that is not of transformers."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(size.vocab, size.hidden)
+        self.rnn = nn.LSTM(size.hidden, size.hidden, 2, batch_first=True)
+        self.head = nn.Linear(size.hidden, size.vocab)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden, _ = self.rnn(self.embedding(input_ids))
+        logits = self.head(hidden)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def _tokens(size: Size) -> torch.Tensor:
+    return torch.randint(3, size.vocab, (size.batch, size.tokens))
+
+
+def _text(size: Size) -> dict[str, torch.Tensor]:
+    return {"input_ids": _tokens(size), "labels": _tokens(size)}
+
+
+def _image(size: Size, side: int | None = None) -> dict[str, torch.Tensor]:
+    side = side or size.image
+    return {
+        "pixel_values": torch.randn(size.batch, 3, side, side),
+        "labels": torch.randint(0, size.classes, (size.batch,)),
+    }
+
+
+def _bert(size: Size) -> Built:
+    config = transformers.BertConfig(
+        vocab_size=size.vocab,
+        hidden_size=size.hidden,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        intermediate_size=size.inner,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    mask = torch.ones(size.batch, size.tokens, dtype=torch.long)
+    mask[0, size.tokens // 2 :] = 0
+    return transformers.BertForMaskedLM(config), {**_text(size), "attention_mask": mask}
+
+
+def _gpt2(size: Size) -> Built:
+    config = transformers.GPT2Config(
+        vocab_size=size.vocab,
+        n_embd=size.hidden,
+        n_layer=size.layers,
+        n_head=size.heads,
+        n_positions=size.tokens,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=1,
+        eos_token_id=2,
+        use_cache=False,
+    )
+    return transformers.GPT2LMHeadModel(config), _text(size)
+
+
+def _llama(size: Size) -> Built:
+    config = transformers.LlamaConfig(
+        vocab_size=size.vocab,
+        hidden_size=size.hidden,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.heads // 2,
+        intermediate_size=size.inner,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config), _text(size)
+
+
+def _t5(size: Size) -> Built:
+    config = transformers.T5Config(
+        vocab_size=size.vocab,
+        d_model=size.hidden,
+        d_kv=size.hidden // size.heads,
+        d_ff=size.inner,
+        num_layers=size.layers // 2,
+        num_heads=size.heads,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+        use_cache=False,
+    )
+    return transformers.T5ForConditionalGeneration(config), _text(size)
+
+
+def _vit(size: Size) -> Built:
+    config = transformers.ViTConfig(
+        hidden_size=size.hidden,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        intermediate_size=size.inner,
+        image_size=size.image,
+        patch_size=8,
+        num_labels=size.classes,
+    )
+    return transformers.ViTForImageClassification(config), _image(size)
+
+
+def _resnet50(size: Size) -> Built:
+    width = size.hidden // 4
+    config = transformers.ResNetConfig(
+        embedding_size=width,
+        hidden_sizes=[4 * width, 8 * width, 16 * width, 32 * width],
+        depths=[3, 4, 6, 3],
+        layer_type="bottleneck",
+        num_labels=size.classes,
+    )
+    return transformers.ResNetForImageClassification(config), _image(size, 64)
+
+
+def _convnext(size: Size) -> Built:
+    width = size.hidden // 4
+    config = transformers.ConvNextConfig(
+        hidden_sizes=[width, 2 * width, 4 * width, 8 * width],
+        depths=[1] * 4 if size.layers < 4 else [2, 2, 2, 2],
+        image_size=64,
+        num_labels=size.classes,
+    )
+    return transformers.ConvNextForImageClassification(config), _image(size, 64)
+
+
+def _whisper(size: Size) -> Built:
+    config = transformers.WhisperConfig(
+        vocab_size=size.vocab,
+        d_model=size.hidden,
+        encoder_layers=size.layers // 2,
+        decoder_layers=size.layers // 2,
+        encoder_attention_heads=size.heads,
+        decoder_attention_heads=size.heads,
+        encoder_ffn_dim=size.inner,
+        decoder_ffn_dim=size.inner,
+        num_mel_bins=16,
+        max_source_positions=size.tokens,
+        max_target_positions=size.tokens,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+        use_cache=False,
+    )
+    features = torch.randn(size.batch, 16, 2 * size.tokens)
+    return transformers.WhisperForConditionalGeneration(config), {"input_features": features, "labels": _tokens(size)}
+
+
+def _segformer(size: Size) -> Built:
+    width = size.hidden // 4
+    config = transformers.SegformerConfig(
+        hidden_sizes=[width, 2 * width, 4 * width, 4 * width],
+        num_attention_heads=[1, 2, 4, 4],
+        depths=[1, 1, 1, 1],
+        decoder_hidden_size=size.hidden,
+        num_labels=size.classes,
+        hidden_dropout_prob=0.0,
+        classifier_dropout_prob=0.0,
+        drop_path_rate=0.0,
+    )
+    images = torch.randn(size.batch, 3, 64, 64)
+    labels = torch.randint(0, size.classes, (size.batch, 64, 64))
+    return transformers.SegformerForSemanticSegmentation(config), {"pixel_values": images, "labels": labels}
+
+
+def _mamba(size: Size) -> Built:
+    config = transformers.MambaConfig(
+        vocab_size=size.vocab,
+        hidden_size=size.hidden // 2,
+        num_hidden_layers=2,
+        state_size=8,
+        use_cache=False,
+    )
+    return transformers.MambaForCausalLM(config), _text(size)
+
+
+def _rwkv(size: Size) -> Built:
+    config = transformers.RwkvConfig(
+        vocab_size=size.vocab,
+        hidden_size=size.hidden,
+        num_hidden_layers=2,
+        attention_hidden_size=size.hidden,
+        intermediate_size=size.inner,
+        context_length=size.tokens,
+        use_cache=False,
+    )
+    return transformers.RwkvForCausalLM(config), _text(size)
+
+
+def _lstm(size: Size) -> Built:
+    return LstmLanguageModel(size), _text(size)
+
+
+_BUILDERS: dict[str, Callable[[Size], Built]] = {
+    "bert": _bert,
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "t5": _t5,
+    "vit": _vit,
+    "resnet50": _resnet50,
+    "convnext": _convnext,
+    "whisper": _whisper,
+    "segformer": _segformer,
+    "mamba": _mamba,
+    "rwkv": _rwkv,
+    "lstm": _lstm,
+}
+NAMES = tuple(_BUILDERS)
+
+
+def build(name: str, size: str = "tiny", seed: int = 0) -> Built:
+    """The model `name` and keyword arguments for it, the same ones for the same seed.
+
+    Args:
+        name: one of `NAMES`.
+        size: `tiny` or `small`.
+        seed: of the weights and of the inputs.
+
+    Raises:
+        ValueError: for a name or a size that is not there.
+    """
+    if name not in _BUILDERS or size not in SIZES:
+        raise ValueError(f"{name}, {size}: the names are {', '.join(NAMES)}, the sizes {', '.join(SIZES)}")
+    torch.manual_seed(seed)
+    model, kwargs = _BUILDERS[name](SIZES[size])
+    return model.train(), kwargs
+
+
+def loss_and_logits(outputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss and the logits of what a model of this file returned."""
+    return outputs["loss"], outputs["logits"]
