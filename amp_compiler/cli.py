@@ -107,7 +107,7 @@ def rules_list() -> None:
 
     table = Table("name", "rules", "what it is for", header_style="bold")
     for name in preset_names():
-        table.add_row(name, str(len(load_rules(name).rules)), _first_comment(_preset_text(name)))
+        table.add_row(name, str(len(load_rules(name).rules)), _first_sentence(_preset_text(name)))
     Console().print(table)
 
 
@@ -150,7 +150,7 @@ def rules_schema() -> None:
 
 @app.command()
 def demo(
-    epochs: Annotated[int, typer.Option("--epochs", min=1, help="Passes over the training images.")] = 6,
+    epochs: Annotated[int, typer.Option("--epochs", min=1, help="Passes over the training images.")] = 10,
     device: Annotated[
         str, typer.Option("--device", help="`cpu`, `cuda` or `auto` (a GPU where there is one).")
     ] = "auto",
@@ -193,10 +193,14 @@ def _preset_text(name: str) -> str:
     return (files("amp_compiler.rules") / f"{name}.yaml").read_text(encoding="utf-8")
 
 
-def _first_comment(text: str) -> str:
-    """The first comment line of a rule file that says something to people."""
+def _first_sentence(text: str) -> str:
+    """The first sentence of the comment that a rule file begins with."""
+    words = []
     for line in text.splitlines():
-        words = line.lstrip("#").strip()
-        if line.startswith("#") and words and not words.startswith("yaml-language-server"):
-            return words
-    return ""
+        if not line.startswith("#"):
+            break
+        comment = line.lstrip("#").strip()
+        if not comment.startswith("yaml-language-server"):
+            words.append(comment)
+    sentence = " ".join(words).strip().partition(". ")[0]
+    return sentence.partition(": ")[2] if sentence.startswith("`") else sentence

@@ -97,6 +97,19 @@ class CompiledModule(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.__dict__["original"], name, value)
 
+    # Python looks these up on the class, past __getattr__; nn.Sequential and nn.ModuleList have them.
+    def __getitem__(self, index: Any) -> Any:
+        return self.original[index]
+
+    def __len__(self) -> int:
+        return len(self.original)
+
+    def __iter__(self) -> Any:
+        return iter(self.original)
+
+    def __bool__(self) -> bool:
+        return True
+
     @property
     def training(self) -> bool:  # type: ignore[override]
         """Train or eval mode: the original's."""

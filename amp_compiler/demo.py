@@ -110,7 +110,7 @@ def load_digits(device: torch.device | str = "cpu", train_images: int | None = N
 
 def run_demo(
     *,
-    epochs: int = 6,
+    epochs: int = 10,
     device: str = "auto",
     backend: str = "inductor",
     console: Console | None = None,
@@ -254,9 +254,9 @@ def _batches(images: int, steps: int) -> list[torch.Tensor]:
 
 def _table(rows: list[DemoRow], title: str) -> Table:
     table = Table(title=title, title_justify="left", header_style="bold")
-    table.add_column("network")
-    table.add_column("mode")
-    for column in ("test accuracy", "ms per step", "bytes cast per step", "nodes in low precision"):
+    table.add_column("network", no_wrap=True)
+    table.add_column("mode", no_wrap=True)
+    for column in ("test\naccuracy", "ms per\nstep", "bytes cast\nper step", "nodes in\n16 bit"):
         table.add_column(column, justify="right")
     for row in rows:
         low = "0" if row.low_nodes is None else f"{row.low_nodes} ops"

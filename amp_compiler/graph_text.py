@@ -7,11 +7,11 @@ r"""A `PrecisionGraph` as text, and back: for reading, for golden files, for dif
     a, b = aten.split(self=y) {split_size=4} -> fp32[2, 4], fp32[2, 4] volatile  name=split
     return a, b
 
-Blank lines and lines that begin with `#` say nothing. A dimension may be a name (`fp32[s0, 8]~64`: 64 elements by the
-hint), the rank unknown (`fp32[?]~64`). An operand may list the types that its op takes (`X=x:fp16|fp32`). A node is named
-after its first output unless `name=` says otherwise, and one without outputs is written `() = op(…)`. After the types may
-stand `module`, `type`, `source`, `region`, `phase` and `pin`. Names with other characters than letters, digits and `_./`
-are written as JSON strings.
+Blank lines and lines that begin with `#` say nothing. A dimension may be a name (`fp32[s0, 8]~64`: 64 elements by
+the hint), the rank unknown (`fp32[?]~64`). An operand may list the types that its op takes (`X=x:fp16|fp32`). A node is
+named after its first output unless `name=` says otherwise, and one without outputs is written `() = op(…)`. After the
+types may stand `module`, `type`, `source`, `region`, `phase` and `pin`. Names with other characters than letters, digits,
+`_`, `.` and `/` are written as JSON strings, and so are values with the name of a keyword.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def format_graph(graph: PrecisionGraph) -> str:
         input x: fp32[2, s0]~6
         return
     """
-    lines = [f"graph {_name(graph.device)}"]
+    lines = [f"graph {_word(graph.device)}"]
     for value in graph.values.values():
         if value.kind is not ValueKind.RESULT:
             lines.append(f"{value.kind.value} {_name(value.name)}: {_type(value)}")
@@ -112,31 +112,35 @@ def _statement(graph: PrecisionGraph, line: Line) -> bool:
 
 def _node(graph: PrecisionGraph, node: Node) -> str:
     made = ", ".join(map(_name, node.outputs)) or "()"
-    reads = ", ".join(f"{_name(operand.slot)}={_operand(operand.value, operand.allowed)}" for operand in node.inputs)
-    text = f"{made} = {_name(node.op)}({reads})"
+    reads = ", ".join(f"{_word(operand.slot)}={_operand(operand.value, operand.allowed)}" for operand in node.inputs)
+    text = f"{made} = {_word(node.op)}({reads})"
     if node.attrs:
-        text += " {" + ", ".join(f"{_name(key)}={_attr(value)}" for key, value in node.attrs.items()) + "}"
+        text += " {" + ", ".join(f"{_word(key)}={_attr(value)}" for key, value in node.attrs.items()) + "}"
     if node.outputs:
         text += " -> " + ", ".join(_type(graph.values[name]) for name in node.outputs)
     facts = []
     if not node.outputs or node.name != node.outputs[0]:
-        facts.append(f"name={_name(node.name)}")
+        facts.append(f"name={_word(node.name)}")
     facts += [
-        f"{key}={_name(value)}"
+        f"{key}={_word(value)}"
         for key, value in (("module", node.module), ("type", node.module_type), ("source", node.source))
         if value
     ]
     if node.region:
-        facts.append(f"region={_name(node.region)}")
+        facts.append(f"region={_word(node.region)}")
     if node.phase != "forward":
-        facts.append(f"phase={_name(node.phase)}")
+        facts.append(f"phase={_word(node.phase)}")
     if node.pin is not None:
-        facts.append(f"pin={_name(node.pin.precision)} {_string(node.pin.reason)}")
+        facts.append(f"pin={_word(node.pin.precision)} {_string(node.pin.reason)}")
     return text + ("  " + " ".join(facts) if facts else "")
 
 
-def _name(name: str) -> str:
-    return name if _BARE.match(name) and name not in KEYWORDS else _string(name)
+def _name(value: str) -> str:
+    return _string(value) if value in KEYWORDS else _word(value)
+
+
+def _word(text: str) -> str:
+    return text if _BARE.match(text) else _string(text)
 
 
 def _string(text: str) -> str:
@@ -163,7 +167,7 @@ def _type(value: Value) -> str:
 
 
 def _dim(dim: str) -> str:
-    return _string(dim) if dim.isdecimal() else _name(dim)
+    return _string(dim) if dim.isdecimal() else _word(dim)
 
 
 def _attr(value: Attr) -> str:

@@ -1,4 +1,4 @@
-"""Which rule decides on a node: rules compiled for speed, so that many nodes cost little more than a few look-ups each."""
+"""Which rule decides on a node: rules compiled so that a node costs little more than a few look-ups."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def parse_op_table(text: str, file: str) -> OpTable:
     root = parse_yaml(text, file)
     families = root.value.get("families") if isinstance(root.value, dict) else None
     if families is None or not isinstance(families.value, dict):
-        raise _wrong("an op table needs the mapping 'families'", file, root, "write 'families:' with one entry a family")
+        raise _wrong("an op table needs the mapping 'families'", file, root, "write 'families:' first")
     ops: dict[str, OpInfo] = {}
     about: dict[str, str] = {}
     for family, entry in families.value.items():

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 PRECISIONS = ("low", "fp32", "widest", "follow", "keep")
-DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "maia", "ipu", "meta", "privateuseone")
 COMPARISON = r"^\s*(<=|>=|==|!=|<|>)\s*[0-9]*\.?[0-9]+([eE][-+]?[0-9]+)?\s*$"
 
 Text = Annotated[str, Field(min_length=1)]
@@ -26,16 +25,31 @@ def _as_list(value: Any) -> Any:
     return value if isinstance(value, list) else [value]
 
 
+def _whole(value: Any) -> Any:
+    """`Literal[1]` alone takes `true` and `1.0`, which are equal to it."""
+    if type(value) is not int:
+        raise ValueError("the version is the whole number 1")
+    return value
+
+
 Texts = Annotated[list[Text], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=Text | list[Text])]
-Floats = Annotated[list[Float], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=Float | list[Float])]
+Floats = Annotated[
+    list[Float], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=Float | list[Float])
+]
 Lows = Annotated[list[Low], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=Low | list[Low])]
-Devices = Annotated[list[Device], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=Device | list[Device])]
+Devices = Annotated[
+    list[Device], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=Device | list[Device])
+]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 Bound = Annotated[str, Field(pattern=COMPARISON)] | Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Strict(BaseModel):
-    """Base of all: no unknown key, no silent conversion, no change afterwards."""
+    """Base of all: no unknown key, no silent conversion, no change afterwards.
+
+    A field that is not given is `None`; its type does not say so, because an empty `family:` is an error and not a
+    condition left out.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -43,57 +57,57 @@ class Strict(BaseModel):
 class MatchModel(Strict):
     """The conditions of a rule: all that are given must hold; of a list, one item must."""
 
-    family: Texts | None = Field(None, description="op family, such as matmul or softmax")
-    op: Texts | None = Field(None, description="glob on the canonical op name: aten.linear, onnx.Reduce*")
-    module: Texts | None = Field(None, description="glob on the qualified module name; * crosses dots")
-    module_type: Texts | None = Field(None, description="glob on the class name of the module")
-    node: Texts | None = Field(None, description="regular expression searched in the node name")
-    attr: Annotated[dict[Text, Scalar | list[Scalar]], Field(min_length=1)] | None = Field(
+    family: Texts = Field(None, description="op family, such as matmul or softmax")
+    op: Texts = Field(None, description="glob on the canonical op name: aten.linear, onnx.Reduce*")
+    module: Texts = Field(None, description="glob on the qualified module name; * crosses dots")
+    module_type: Texts = Field(None, description="glob on the class name of the module")
+    node: Texts = Field(None, description="regular expression searched in the node name")
+    attr: Annotated[dict[Text, Scalar | list[Scalar]], Field(min_length=1)] = Field(
         None, description="attributes of the node with the values they must have"
     )
-    inputs: Floats | None = Field(None, description="captured types: every float operand must have one of them")
-    reduction_size: Bound | None = Field(None, description='elements that one output element sums over: "> 8192" or a number')
-    absmax: Bound | None = Field(None, description='calibrated largest magnitude at the node: "> 1000"')
-    phase: Literal["forward", "backward"] | None = Field(None, description="forward or backward part of the graph")
-    device: Devices | None = Field(None, description="device type that is planned for")
-    dtype: Lows | None = Field(None, description="low type that is planned for")
+    inputs: Floats = Field(None, description="captured types: every float operand must have one of them")
+    reduction_size: Bound = Field(None, description='elements that one output element sums over: "> 8192" or a number')
+    absmax: Bound = Field(None, description='calibrated largest magnitude at the node: "> 1000"')
+    phase: Literal["forward", "backward"] = Field(None, description="forward or backward part of the graph")
+    device: Devices = Field(None, description="device type that is planned for")
+    dtype: Lows = Field(None, description="low type that is planned for")
 
 
 class BackwardModel(Strict):
     """What the gradients of a node run in."""
 
-    precision: Literal["low", "fp32"] | None = Field(None, description="precision of the gradients")
-    math: Literal["fp32", "fp16", "bf16"] | None = Field(None, description="type to accumulate gradients in")
+    precision: Literal["low", "fp32"] = Field(None, description="precision of the gradients")
+    math: Literal["fp32", "fp16", "bf16"] = Field(None, description="type to accumulate gradients in")
 
 
 class RuleModel(Strict):
     """One rule: conditions and what to do where they hold."""
 
     match: MatchModel = Field(description="conditions; {} matches every node")
-    precision: Literal["low", "fp32", "widest", "follow", "keep"] | None = Field(None, description="what the node runs in")
-    math: Literal["fp32", "fp16", "bf16"] | None = Field(None, description="type to accumulate in")
-    backward: BackwardModel | None = Field(None, description="precision of the gradients, where it differs")
-    why: Text | None = Field(None, description="the reason, shown with every decision of this rule")
+    precision: Literal["low", "fp32", "widest", "follow", "keep"] = Field(None, description="what the node runs in")
+    math: Literal["fp32", "fp16", "bf16"] = Field(None, description="type to accumulate in")
+    backward: BackwardModel = Field(None, description="precision of the gradients, where it differs")
+    why: Text = Field(None, description="the reason, shown with every decision of this rule")
 
 
 class LossScaleModel(Strict):
     """How gradients are kept inside the range of fp16."""
 
-    mode: Literal["none", "static", "dynamic", "norm_adaptive"] | None = Field(None, description="kind of loss scale")
-    init: Annotated[Finite, Field(gt=0)] | None = Field(None, description="first scale")
-    growth_factor: Annotated[Finite, Field(gt=1)] | None = Field(None, description="factor after growth_interval good steps")
-    backoff_factor: Annotated[Finite, Field(gt=0, lt=1)] | None = Field(None, description="factor after an overflow")
-    growth_interval: Annotated[int, Field(ge=1)] | None = Field(None, description="good steps until the scale grows")
-    min: Annotated[Finite, Field(gt=0)] | None = Field(None, description="floor of the scale")
-    max: Annotated[Finite, Field(gt=0)] | None = Field(None, description="ceiling of the scale")
-    hysteresis: Annotated[int, Field(ge=1)] | None = Field(None, description="overflows until the scale backs off")
+    mode: Literal["none", "static", "dynamic", "norm_adaptive"] = Field(None, description="kind of loss scale")
+    init: Annotated[Finite, Field(gt=0)] = Field(None, description="first scale")
+    growth_factor: Annotated[Finite, Field(gt=1)] = Field(None, description="factor after growth_interval good steps")
+    backoff_factor: Annotated[Finite, Field(gt=0, lt=1)] = Field(None, description="factor after an overflow")
+    growth_interval: Annotated[int, Field(ge=1)] = Field(None, description="good steps until the scale grows")
+    min: Annotated[Finite, Field(gt=0)] = Field(None, description="floor of the scale")
+    max: Annotated[Finite, Field(gt=0)] = Field(None, description="ceiling of the scale")
+    hysteresis: Annotated[int, Field(ge=1)] = Field(None, description="overflows until the scale backs off")
 
 
 class WeightsModel(Strict):
     """How the optimizer holds the parameters."""
 
-    master: Literal["fp32", "low"] | None = Field(None, description="type of the weights that the optimizer updates")
-    rounding: Literal["nearest", "stochastic", "kahan"] | None = Field(
+    master: Literal["fp32", "low"] = Field(None, description="type of the weights that the optimizer updates")
+    rounding: Literal["nearest", "stochastic", "kahan"] = Field(
         None, description="how an update is rounded where there is no FP32 master"
     )
 
@@ -103,15 +117,15 @@ class RuleFileModel(Strict):
 
     model_config = ConfigDict(title="amp_compiler rules")
 
-    version: Literal[1] = Field(description="version of the rule language")
-    extends: Text | None = Field(None, description="a built-in preset, or a path relative to this file")
-    allow: Annotated[list[Text], Field(min_length=1)] | None = Field(None, description="families and op globs to run low")
-    whitelist: Annotated[list[Text], Field(min_length=1)] | None = Field(None, description="another name of allow")
-    deny: Annotated[list[Text], Field(min_length=1)] | None = Field(None, description="families and op globs to run in FP32")
-    blacklist: Annotated[list[Text], Field(min_length=1)] | None = Field(None, description="another name of deny")
-    rules: list[RuleModel] | None = Field(None, description="rules, read top to bottom; the last match wins")
-    loss_scale: LossScaleModel | None = Field(None, description="loss scale, merged over the extended file's")
-    weights: WeightsModel | None = Field(None, description="weights, merged over the extended file's")
+    version: Annotated[Literal[1], BeforeValidator(_whole)] = Field(description="version of the rule language")
+    extends: Text = Field(None, description="a built-in preset, or a path relative to this file")
+    allow: Annotated[list[Text], Field(min_length=1)] = Field(None, description="families and op globs to run low")
+    whitelist: Annotated[list[Text], Field(min_length=1)] = Field(None, description="another name of allow")
+    deny: Annotated[list[Text], Field(min_length=1)] = Field(None, description="families and op globs to run in FP32")
+    blacklist: Annotated[list[Text], Field(min_length=1)] = Field(None, description="another name of deny")
+    rules: list[RuleModel] = Field(None, description="rules, read top to bottom; the last match wins")
+    loss_scale: LossScaleModel = Field(None, description="loss scale, merged over the extended file's")
+    weights: WeightsModel = Field(None, description="weights, merged over the extended file's")
 
 
 MODELS: dict[str, type[Strict]] = {
@@ -139,27 +153,22 @@ def schema() -> dict[str, Any]:
         'amp_compiler rules'
     """
     from amp_compiler.optable import op_table
-    from amp_compiler.rulefile import preset_names
+    from amp_compiler.rulesource import preset_names
 
     made = RuleFileModel.model_json_schema(mode="validation")
     made = {"$schema": "https://json-schema.org/draft/2020-12/schema", **made}
     families = sorted(op_table().families)
     entry = {"anyOf": [{"enum": families}, {"type": "string", "pattern": r"[.*?\[]"}]}
     for name in ("allow", "whitelist", "deny", "blacklist"):
-        for option in made["properties"][name]["anyOf"]:
-            if option.get("type") == "array":
-                option["items"] = entry
-    for option in _options(made["$defs"]["MatchModel"]["properties"]["family"]):
-        target = option.get("items", option)
-        if target.get("type") == "string":
-            target["enum"] = families
+        made["properties"][name]["items"] = entry
+    for option in made["$defs"]["MatchModel"]["properties"]["family"]["anyOf"]:
+        option.get("items", option)["enum"] = families
     made["properties"]["extends"]["examples"] = list(preset_names())
-    return made
+    return _without_null_defaults(made)
 
 
-def _options(part: dict[str, Any]) -> list[dict[str, Any]]:
-    """The alternatives of a schema, nested ones opened."""
-    found = [part]
-    for option in part.get("anyOf", []):
-        found += _options(option)
-    return found
+def _without_null_defaults(part: Any) -> Any:
+    """The schema without `default: null`, which would suggest that a null may be written."""
+    if isinstance(part, dict):
+        return {key: _without_null_defaults(item) for key, item in part.items() if key != "default" or item is not None}
+    return [_without_null_defaults(item) for item in part] if isinstance(part, list) else part

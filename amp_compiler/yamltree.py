@@ -1,7 +1,7 @@
 """YAML text, or plain Python data, as a small tree that knows line and column of every key and value.
 
 Nothing is ever constructed from the text but text, numbers, truth values, lists and mappings. Tags are refused, aliases
-are counted by what they expand to, and the plain scalars follow YAML 1.2: `on`, `yes` and `off` are text, not truth values.
+are counted by what they expand to, and plain scalars follow YAML 1.2: `on`, `yes` and `off` are text, no truth values.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -224,7 +224,9 @@ class _Builder:
             raise self.wrong("a key is not text", event, "put it in quotes, or correct the indentation")
         if tree.value in parent.value:
             first = parent.keys[tree.value].line
-            raise self.wrong(f"the key '{tree.value}' stands here a second time", event, f"it was given at line {first}")
+            raise self.wrong(
+                f"the key '{tree.value}' stands here a second time", event, f"it was given at line {first}"
+            )
 
     def scalar(self, event: Any) -> Any:
         text: str = event.value
@@ -239,14 +241,3 @@ class _Builder:
     @staticmethod
     def position(event: Any) -> tuple[int, int]:
         return event.start_mark.line + 1, event.start_mark.column + 1
-
-
-def walk(tree: Tree) -> Iterator[Tree]:
-    """The tree and every value in it, in file order."""
-    yield tree
-    if isinstance(tree.value, dict):
-        for item in tree.value.values():
-            yield from walk(item)
-    elif isinstance(tree.value, list):
-        for item in tree.value:
-            yield from walk(item)

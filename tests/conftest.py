@@ -1,0 +1,1 @@
+"""Beside the tests' helper modules, so that pytest puts this folder on the import path."""

@@ -1,0 +1,138 @@
+"""The installed package holds what it needs, and the repository holds nothing of the machine it was made on."""
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+try:
+    import tomllib
+except ImportError:  # Python 3.10
+    tomllib = None
+
+ROOT = Path(__file__).parent.parent
+# Distributions whose installed version is the platform's choice, not the constraints file's.
+PLATFORM_CHOICE = {"onnxruntime-gpu", "onnxruntime"}
+
+
+def normalized(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def constraints() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pairs = (line.split("==") for line in lines if line and not line.startswith("#"))
+    return {normalized(name): version for name, version in pairs}
+
+
+def requirement_names() -> set[str]:
+    return {
+        normalized(re.split(r"[^A-Za-z0-9_.-]", text, maxsplit=1)[0])
+        for text in metadata.requires("amp_compiler") or []
+    }
+
+
+@pytest.fixture(scope="module")
+def wheel_files(tmp_path_factory) -> set[str]:
+    """Names of the files in a wheel that is built from a copy of the sources."""
+    setuptools = pytest.importorskip("setuptools", minversion="77")
+    assert setuptools
+    tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
+    for name in ("amp_compiler", "passes", "rules"):
+        shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree / name)
+    code = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, str(out)], cwd=tree, check=True, capture_output=True)
+    (wheel,) = out.glob("*.whl")
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+@pytest.mark.parametrize("name", ["ops.yaml", "default.yaml", "fast.yaml", "safe.yaml", "schema.json", "README.md"])
+def test_the_wheel_holds_the_rule_files(wheel_files, name):
+    assert f"amp_compiler/rules/{name}" in wheel_files
+
+
+def test_the_wheel_holds_every_module_and_nothing_else(wheel_files):
+    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "amp_compiler").rglob("*.py")}
+    for folder in ("passes", "rules"):
+        sources |= {f"amp_compiler/{path.relative_to(ROOT).as_posix()}" for path in (ROOT / folder).rglob("*.py")}
+    assert {name for name in wheel_files if name.endswith(".py")} == sources
+    assert "amp_compiler/py.typed" in wheel_files
+
+
+def test_every_folder_with_code_is_a_package_of_the_distribution():
+    if tomllib is None:
+        pytest.skip("reads pyproject.toml with tomllib, of Python 3.11")
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    folders = {
+        ".".join(path.parent.relative_to(ROOT).parts)
+        for path in (ROOT / "amp_compiler").rglob("__init__.py")
+        if "__pycache__" not in path.parts
+    }
+    assert folders | {"amp_compiler.passes", "amp_compiler.rules"} == set(config["packages"])
+
+
+def test_entry_points():
+    entries = {entry.name: entry for entry in metadata.entry_points(group="console_scripts")}
+    assert entries["amp-compiler"].value == "amp_compiler.cli:main"
+    assert callable(entries["amp-compiler"].load())
+    dynamo = {entry.name: entry for entry in metadata.entry_points(group="torch_dynamo_backends")}
+    assert callable(dynamo["amp_compiler"].load())
+
+
+def test_every_requirement_has_a_tested_version():
+    missing = requirement_names() - set(constraints()) - PLATFORM_CHOICE - {"amp-compiler"}
+    assert not missing
+    assert "onnxruntime-gpu" in constraints()
+
+
+def test_constraints_name_exact_public_versions():
+    found = constraints()
+    assert found["torch"] == "2.13.0"
+    assert not [name for name, version in found.items() if "+" in version]
+
+
+def test_requirements_are_installed_as_constrained():
+    wrong = {}
+    for name, version in constraints().items():
+        try:
+            installed = metadata.version(name).partition("+")[0]
+        except metadata.PackageNotFoundError:
+            continue
+        if installed != version:
+            wrong[name] = (installed, version)
+    if wrong and not (ROOT / ".venv").is_dir():
+        pytest.skip(f"this environment was not made from constraints.txt: {wrong}")
+    assert not wrong
+
+
+def tracked_files() -> list[Path]:
+    try:
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in listed.split("\0") if name]
+
+
+def test_no_machine_paths_in_tracked_files():
+    # Spelled in parts, so that this file is not a finding of its own.
+    places = "|".join(("wor" + "k", "roo" + "t", "tm" + "p", "op" + "t", "home/(?!me/)"))
+    pattern = re.compile(rf"(?<![\w./-])/(?:{places})/?\w")
+    found = []
+    for path in tracked_files():
+        if not path.is_file():
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        for number, line in enumerate(text.splitlines(), 1):
+            if pattern.search(line):
+                found.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}")
+    assert not found
