@@ -283,8 +283,8 @@ def compile_piece(
         CaptureError, LoweringError: it cannot be traced or compiled.
     """
     traced, kinds = trace_piece(piece, inputs)
-    plan = rewrite_piece(traced, kinds, settings.rules, settings.low(device_of(inputs)))
-    return BACKENDS[settings.backend](traced, list(inputs)), plan
+    plan, emulated = rewrite_piece(traced, kinds, settings.rules, settings.low(device_of(inputs)))
+    return BACKENDS[settings.backend](traced, list(inputs), emulated), plan
 
 
 def dynamo_backend(

@@ -9,6 +9,7 @@ from amp_compiler.dtypes import DType
 from amp_compiler.graph import PrecisionGraph
 from amp_compiler.plan import PlannedCast
 from amp_compiler.policy import Context, Decision, RuleSet
+from amp_compiler.typing_rules import TypingRules
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,18 @@ class Draft:
     labels: Mapping[str, str] = field(default_factory=dict)
     notes: Mapping[str, str] = field(default_factory=dict)
     casts: tuple[PlannedCast, ...] | None = None
+    _typing: TypingRules | None = field(default=None, compare=False, repr=False)
 
     @property
     def flexible(self) -> frozenset[DType]:
         """The types that a plan may exchange for each other: FP32 and the low type."""
         return frozenset({DType.FLOAT32, self.context.low})
+
+    @property
+    def typing(self) -> TypingRules:
+        """The typing rules of the graph, made once and handed on to the drafts that follow."""
+        found = self._typing
+        if found is None or not found.fits(self.graph, self.rules.ops, self.context.low):
+            found = TypingRules(self.graph, self.rules.ops, self.context.low)
+            object.__setattr__(self, "_typing", found)
+        return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class AmpError(Exception):
     """Base of every error that `amp_compiler` raises on purpose.
@@ -67,3 +69,33 @@ class LoweringError(AmpError):
 
 class OnnxError(AmpError):
     """An ONNX model cannot be read, converted or written."""
+
+
+class LossScaleError(AmpError):
+    """Gradients stay non-finite although the loss scale can go no lower.
+
+    Args:
+        what: what is wrong.
+        parameters: qualified names of the parameters with non-finite gradients, the first ones first.
+        nodes: names of the graph nodes that made the first non-finite values.
+        mend: what the reader can do about it.
+
+    Example:
+        >>> print(LossScaleError("no finite gradient in 20 steps", parameters=["fc.weight"], nodes=["exp_1"]))
+        no finite gradient in 20 steps (first non-finite parameters: fc.weight; nodes: exp_1)
+    """
+
+    def __init__(self, what: str, *, parameters: Iterable[str] = (), nodes: Iterable[str] = (), mend: str = "") -> None:
+        self.parameters, self.nodes = tuple(parameters), tuple(nodes)
+        listed = [
+            f"{kind}: {_first(names)}"
+            for kind, names in (("parameters", self.parameters), ("nodes", self.nodes))
+            if names
+        ]
+        super().__init__(f"{what} (first non-finite {'; '.join(listed)})" if listed else what, mend=mend)
+
+
+def _first(names: tuple[str, ...], shown: int = 5) -> str:
+    """The first names as text, with the number of those left out."""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more

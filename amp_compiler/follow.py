@@ -1,10 +1,4 @@
-"""The labels of free nodes as a minimum cut over the bytes that casts and the nodes themselves move.
-
-Variable 1 is `fp32`, 0 is `low`. A value is cast at most once to each type in each region, however many nodes read the
-cast. For a value v made by p and read by u1, u2, … that costs c where p is low and any u is fp32. With one more
-variable a this is a sum of pairs: a=1 beside p=0 costs c, and u=1 beside a=0 is forbidden; the other direction
-mirrors it.
-"""
+"""What labels free nodes may have, and what every reader asks of the values between them: the facts behind the cut."""
 
 from __future__ import annotations
 
@@ -12,9 +6,8 @@ from dataclasses import dataclass, field
 
 from amp_compiler.dtypes import DType
 from amp_compiler.graph import Node, PrecisionGraph, Value
-from amp_compiler.mincut import TwoLabelProblem
 from amp_compiler.semantics import Semantics
-from amp_compiler.typing_rules import FP32, KEEP, LOW, NodeTyping, Role, TypingRules
+from amp_compiler.typing_rules import FP32, KEEP, NodeTyping, Role, TypingRules
 
 _ALIASING = "view"  # ops of this family make a new view of the same memory
 
@@ -58,21 +51,6 @@ class FollowProblem:
         self._anchors: dict[str, int | None] = {}
         self._demands: dict[str, dict[str, Demand]] = {}
 
-    def solve(self) -> dict[str, str]:
-        """Labels of all nodes, in execution order: the fixed ones, and the cheapest choice for the free ones."""
-        self._hold_exact_nodes()
-        problem = TwoLabelProblem()
-        variables = {name: problem.variable() for name in self.free}
-        builder = _CutBuilder(self, problem, variables)
-        for name in self.free:
-            builder.add_node(name)
-        for value in self._values_at_stake():
-            builder.add_value(value)
-        chosen, _ = problem.solve()
-        for name, variable in variables.items():
-            self.labels[name] = FP32 if chosen[variable] else LOW
-        return {name: self.labels[name] for name in self.graph.nodes}
-
     def keeps_bits(self, name: str) -> bool:
         """True for a node that may run low only where nobody could tell: an exact op on semantically FP32 data."""
         typing = self.typing[name]
@@ -99,13 +77,13 @@ class FollowProblem:
         """The value that a low reader of `value` reads: what was upcast, where `value` is nothing but an upcast."""
         return upcast_source(self.typing, value) or value
 
-    def _hold_exact_nodes(self) -> None:
+    def hold_exact_nodes(self) -> None:
         """Label fp32, from the end, the exact nodes of whose result somebody needs every bit."""
         for name in reversed(list(self.free)):
             if not self.keeps_bits(name):
                 continue
             made = self.typing[name].made
-            if made and not any(self._needs_bits(value) for value in made):
+            if made and not any(self.needs_bits(value) for value in made):
                 continue
             self.labels[name] = FP32
             del self.free[name]
@@ -113,24 +91,13 @@ class FollowProblem:
             wide = next(data[i].value for i in self.typing[name].data if self.semantics.wide[data[i].value])
             self.notes[name] = f"follows its fp32 input '{wide}', which rounding would change for a later reader"
 
-    def _needs_bits(self, value: str) -> bool:
+    def needs_bits(self, value: str) -> bool:
+        """True where a reader with a settled label would see that `value` was rounded to the low type."""
         demands = self.demands(value).values()
         return any(
             demand.fp32 or demand.bits or any(dtype is not self.typing.low for dtype in demand.casts)
             for demand in demands
         )
-
-    def _values_at_stake(self) -> dict[str, None]:
-        """Values that a free node reads or makes, in a fixed order; upcasts are looked through."""
-        found: dict[str, None] = {}
-        for name in self.free:
-            node, typing = self.graph.nodes[name], self.typing[name]
-            found.update((node.inputs[index].value, None) for index in typing.data)
-            for value in typing.made:
-                found[value] = None
-                for user, _ in self.graph.users(value):
-                    found.update((out, None) for out in user.outputs if upcast_source(self.typing, out) == value)
-        return found
 
     def _collect(self, value: str) -> dict[str, Demand]:
         demands: dict[str, Demand] = {}
@@ -173,10 +140,10 @@ class FollowProblem:
         demand.fp32 |= needed is DType.FLOAT32
 
     def _anchor(self, node: Node) -> int | None:
-        """The operand that counts as the one to be cast where a mixing node gets only low operands.
+        """The operand of a mixing node that must be FP32, so that the node computes in FP32.
 
-        It must be settled before the labels are: `None` where some operand is FP32 for sure, else the cheapest one. The
-        cast is left out later where another operand came to be FP32.
+        That any one of several will do is no cost that a cut can hold, so one is chosen before: `None` where some
+        operand is FP32 for sure, else the cheapest one.
         """
         if node.name not in self._anchors:
 
@@ -188,6 +155,28 @@ class FollowProblem:
 
             self._anchors[node.name] = self.typing.anchor(node, surely)
         return self._anchors[node.name]
+
+    def better_anchors(self) -> bool:
+        """Choose as anchor what came to be FP32 anyway; True where that changed an anchor.
+
+        The labels then cost no more than before, and the next cut may find better ones.
+        """
+        changed = False
+        for name, anchor in self._anchors.items():
+            if anchor is None or self.labels[name] != FP32:
+                continue
+            inputs = self.graph.nodes[name].inputs
+            wide = [
+                index
+                for index in self.typing[name].data
+                if self.typing.result(inputs[index].value, self.labels) is DType.FLOAT32
+            ]
+            if wide and anchor not in wide:
+                self._anchors[name] = wide[0]
+                changed = True
+                for operand in inputs:
+                    self._demands.pop(operand.value, None)
+        return changed
 
 
 def upcast_source(typing: TypingRules, value: str) -> str | None:
@@ -204,95 +193,6 @@ def upcast_source(typing: TypingRules, value: str) -> str | None:
     if made.dtype is not DType.FLOAT32 or made.volatile or source.volatile or source.numel != made.numel:
         return None
     return source.name
-
-
-class _CutBuilder:
-    """Writes nodes and values of a `FollowProblem` as costs."""
-
-    def __init__(self, owner: FollowProblem, problem: TwoLabelProblem, variables: dict[str, int]) -> None:
-        self.owner, self.problem, self.variables = owner, problem, variables
-        self.typing, self.values = owner.typing, owner.graph.values
-        self.low, self.fp32 = owner.typing.low.itemsize, DType.FLOAT32.itemsize
-
-    def add_node(self, name: str) -> None:
-        """The node's own reads and writes."""
-        moved = own_elements(self.typing, name)
-        self.problem.single(self.variables[name], if_zero=moved * self.low, if_one=moved * self.fp32)
-
-    def add_value(self, value: str) -> None:
-        """The casts of one value, and that nobody sees it rounded who must not."""
-        numel = self.values[value].numel
-        cost = numel * (self.low + self.fp32)
-        maker = self._maker(value)
-        source = self.owner.source(value)
-        for demand in self.owner.demands(value).values():
-            self._down(cost, demand, source)
-            if maker is None:
-                if self.owner.fixed_type(value) is self.typing.low:
-                    self._up_from_low(cost, demand)
-                continue
-            variable = self.variables[maker]
-            self._explicit(numel, demand, variable)
-            if self.owner.keeps_bits(maker):
-                for user in (*demand.takers, *demand.mixers):
-                    self.problem.pair(self.variables[user], variable, None)
-            else:
-                self._up(cost, demand, variable)
-
-    def _maker(self, value: str) -> str | None:
-        producer = self.owner.graph.producer(value)
-        return producer.name if producer is not None and producer.name in self.owner.free else None
-
-    def _up(self, cost: int, demand: Demand, variable: int) -> None:
-        if demand.fp32:
-            self.problem.single(variable, if_zero=cost)
-        elif len(demand.takers) == 1:
-            self.problem.pair(self.variables[demand.takers[0]], variable, cost)
-        elif demand.takers:
-            shared = self.problem.variable()
-            self.problem.pair(shared, variable, cost)
-            for user in demand.takers:
-                self.problem.pair(self.variables[user], shared, None)
-
-    def _up_from_low(self, cost: int, demand: Demand) -> None:
-        if demand.fp32 or not demand.takers:
-            return  # paid in any case, or never
-        shared = self.variables[demand.takers[0]] if len(demand.takers) == 1 else self.problem.variable()
-        self.problem.single(shared, if_one=cost)
-        for user in demand.takers:
-            self.problem.pair(self.variables[user], shared, None)
-
-    def _down(self, cost: int, demand: Demand, source: str) -> None:
-        """Casts to the low type; `source` is low already where `value` is only its upcast."""
-        users = (*demand.takers, *demand.mixers)
-        maker = self._maker(source)
-        if maker is None:
-            if demand.low or not users or self.owner.fixed_type(source) is not DType.FLOAT32:
-                return
-            shared = self.variables[users[0]] if len(users) == 1 else self.problem.variable()
-            self.problem.single(shared, if_zero=cost)
-            for user in users:
-                self.problem.pair(shared, self.variables[user], None)
-            return
-        variable = self.variables[maker]
-        if demand.low:
-            self.problem.single(variable, if_one=cost)
-        elif len(users) == 1:
-            self.problem.pair(variable, self.variables[users[0]], cost)
-        elif users:
-            shared = self.problem.variable()
-            self.problem.pair(variable, shared, cost)
-            for user in users:
-                self.problem.pair(shared, self.variables[user], None)
-
-    def _explicit(self, numel: int, demand: Demand, variable: int) -> None:
-        """The model's own casts of the value: each moves memory unless it changes nothing."""
-        for dtype in demand.casts:
-            self.problem.single(
-                variable,
-                if_zero=0 if dtype is self.typing.low else numel * (self.low + dtype.itemsize),
-                if_one=0 if dtype is DType.FLOAT32 else numel * (self.fp32 + dtype.itemsize),
-            )
 
 
 def own_elements(typing: TypingRules, name: str) -> int:

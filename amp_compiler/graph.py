@@ -131,7 +131,8 @@ class PrecisionGraph:
     Example:
         >>> graph = PrecisionGraph()
         >>> graph.add_value(Value("x", DType.FLOAT32, (2, 3), 6, ValueKind.INPUT))
-        >>> graph.add_node(Node("y", "aten.relu", (Operand("x", "self"),), ("y",)), [Value("y", DType.FLOAT32, (2, 3), 6)])
+        >>> relu = Node("y", "aten.relu", (Operand("x", "self"),), ("y",))
+        >>> graph.add_node(relu, [Value("y", DType.FLOAT32, (2, 3), 6)])
         >>> graph.outputs = ["y"]
         >>> graph.verify()
     """
@@ -216,7 +217,9 @@ class PrecisionGraph:
         for value in self.values.values():
             made = value.name in self._producer
             if made != (value.kind is ValueKind.RESULT):
-                raise GraphError(f"value '{value.name}' is a {value.kind.value} but {'has' if made else 'lacks'} a producer")
+                raise GraphError(
+                    f"value '{value.name}' is a {value.kind.value} but {'has' if made else 'lacks'} a producer"
+                )
             if value.numel < 0:
                 raise GraphError(f"value '{value.name}' has {value.numel} elements")
         for node in self.nodes.values():

@@ -10,8 +10,8 @@ r"""A `PrecisionGraph` as text, and back: for reading, for golden files, for dif
 Blank lines and lines that begin with `#` say nothing. A dimension may be a name (`fp32[s0, 8]~64`: 64 elements by
 the hint), the rank unknown (`fp32[?]~64`). An operand may list the types that its op takes (`X=x:fp16|fp32`). A node is
 named after its first output unless `name=` says otherwise, and one without outputs is written `() = op(…)`. After the
-types may stand `module`, `type`, `source`, `region`, `phase` and `pin`. Names with other characters than letters, digits,
-`_`, `.` and `/` are written as JSON strings, and so are values with the name of a keyword.
+types may stand `module`, `type`, `source`, `region`, `phase` and `pin`. Names with characters other than letters,
+digits, `_`, `.` and `/` are written as JSON strings, and so are values with the name of a keyword.
 """
 
 from __future__ import annotations

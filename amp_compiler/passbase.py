@@ -9,6 +9,8 @@ from typing import ClassVar, Generic, TypeVar
 from amp_compiler.errors import PassError
 
 Subject = TypeVar("Subject")
+_ORDER = "run the passes in the order of the pipeline"
+_BUG = "this is a bug of the pass; please report it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +58,17 @@ class Pass(ABC, Generic[Subject]):
         """
         wrong = self.requires(subject)
         if wrong is not None:
-            raise PassError(wrong, where=f"before pass '{self.name}'", mend="run the passes in the order of the pipeline")
+            raise PassError(wrong, where=f"before pass '{self.name}'", mend=_ORDER)
         before = self.fingerprint(subject)
         result = self.run(subject)
         wrong = self.ensures(subject, result.subject)
         if wrong is not None:
-            raise PassError(wrong, where=f"after pass '{self.name}'", mend="this is a bug of the pass; please report it")
+            raise PassError(wrong, where=f"after pass '{self.name}'", mend=_BUG)
         after = self.fingerprint(result.subject)
         if before is not None and (before != after) != result.modified:
             raise PassError(
                 f"it says modified={result.modified}, which is not true",
                 where=f"after pass '{self.name}'",
-                mend="this is a bug of the pass; please report it",
+                mend=_BUG,
             )
         return result

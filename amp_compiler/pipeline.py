@@ -58,7 +58,7 @@ def plan_of(draft: Draft) -> PrecisionPlan:
     """
     if draft.casts is None:
         raise PassError("casts were not placed yet", mend="run 'place_casts' first")
-    typing = TypingRules.of_draft(draft)
+    typing = draft.typing
     nodes = tuple(_planned(draft, typing, node) for node in draft.graph.nodes.values())
     return PrecisionPlan(draft.context.low.short, draft.rules.name, draft.context.device, nodes, draft.casts)
 

@@ -51,7 +51,10 @@ class PlannedNode:
 
 @dataclass(frozen=True, slots=True)
 class PlannedCast:
-    """One cast.
+    """One cast, or an upcast of the model that is read past.
+
+    Where `src == dst` nothing is cast: `users` read `value` itself, in place of the FP32 copy of it that the model's
+    own upcast makes.
 
     Args:
         value: the value that is cast.
@@ -164,9 +167,7 @@ class PrecisionPlan:
                 + f"  ({node.reason})"
             )
         for cast in self.casts:
-            users = ", ".join(f"{name}[{index}]" for name, index in cast.users)
-            mark = "model's own cast" if cast.explicit else "cast"
-            lines.append(f"{mark} {cast.value}: {cast.src} -> {cast.dst}, {cast.bytes} bytes, for {users}")
+            lines.append(_cast_line(cast))
         return "\n".join(lines) + "\n"
 
     def __str__(self) -> str:
@@ -176,6 +177,19 @@ class PrecisionPlan:
         """A unified diff of the two plans' text; empty where they are equal."""
         return "".join(
             difflib.unified_diff(
-                self.to_text().splitlines(keepends=True), other.to_text().splitlines(keepends=True), "this", "other", n=0
+                self.to_text().splitlines(keepends=True),
+                other.to_text().splitlines(keepends=True),
+                "this",
+                "other",
+                n=0,
             )
         )
+
+
+def _cast_line(cast: PlannedCast) -> str:
+    users = ", ".join(f"{name}[{index}]" for name, index in cast.users)
+    if cast.explicit:
+        return f"model's own cast {cast.value}: {cast.src} -> {cast.dst}, {cast.bytes} bytes"
+    if cast.src == cast.dst:
+        return f"read {cast.value} ({cast.src}) and not its upcast, for {users}"
+    return f"cast {cast.value}: {cast.src} -> {cast.dst}, {cast.bytes} bytes, for {users}"

@@ -102,7 +102,7 @@ class Comparison:
 
     def holds(self, number: float) -> bool:
         """True where `number` satisfies the bound."""
-        return _OPERATORS[self.operator](number, self.bound)
+        return bool(_OPERATORS[self.operator](number, self.bound))
 
 
 _OPERATORS = {"<": op.lt, "<=": op.le, ">": op.gt, ">=": op.ge, "==": op.eq, "!=": op.ne}

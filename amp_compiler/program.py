@@ -25,12 +25,14 @@ from amp_compiler.policy import RuleSet
 from amp_compiler.settings import Settings, device_of
 
 
-def rewrite(
-    graph_module: fx.GraphModule, plan: PrecisionPlan, rules: RuleSet
-) -> fx.GraphModule:
-    """Carry a plan out on the normal-form graph that it was made for, in place, and fit it to the device."""
+def rewrite(graph_module: fx.GraphModule, plan: PrecisionPlan, rules: RuleSet) -> bool:
+    """Carry a plan out on the normal-form graph that it was made for, in place, and fit it to the device.
+
+    Returns:
+        Whether the low type is emulated somewhere, so that every down-cast must really round.
+    """
     apply_plan(graph_module, plan)
-    return Legalize(rules.ops)(graph_module).subject
+    return Legalize(rules.ops)(graph_module).modified
 
 
 def plan_captured(captured: Captured, rules: RuleSet, low: DType) -> PrecisionPlan:
@@ -41,12 +43,11 @@ def plan_captured(captured: Captured, rules: RuleSet, low: DType) -> PrecisionPl
 
 def rewrite_piece(
     graph_module: fx.GraphModule, kinds: dict[str, ValueKind], rules: RuleSet, low: DType
-) -> PrecisionPlan:
-    """Plan and rewrite one flat ATen graph in place; returns the plan."""
+) -> tuple[PrecisionPlan, bool]:
+    """Plan and rewrite one flat ATen graph in place; returns the plan and what `rewrite` returns."""
     normalize(graph_module)
     plan = make_plan(lower_graph(graph_module, kinds), rules, low)
-    rewrite(graph_module, plan, rules)
-    return plan
+    return plan, rewrite(graph_module, plan, rules)
 
 
 @dataclass
@@ -202,12 +203,13 @@ def build_program(
         )
     low = settings.low(device_of([*leaves, *model.parameters()]))
     plan = plan_captured(captured, settings.rules, low)
-    rewrite(captured.graph_module, plan, settings.rules)
+    emulated = rewrite(captured.graph_module, plan, settings.rules)
     weights = hoist_weight_casts(captured) if keep_weights else KeptWeights()
     fetch = tuple(
         None if entry.source is Source.USER else tensor_getter(model, captured, entry) for entry in captured.inputs
     )
-    run = BACKENDS[settings.backend](captured.graph_module, _examples(captured, leaves, fetch, weights, settings))
+    examples = _examples(captured, leaves, fetch, weights, settings)
+    run = BACKENDS[settings.backend](captured.graph_module, examples, emulated)
     return Program(captured, plan, run, weights, fetch)
 
 

@@ -44,12 +44,16 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 Bound = Annotated[str, Field(pattern=COMPARISON)] | Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class Strict(BaseModel):
-    """Base of all: no unknown key, no silent conversion, no change afterwards.
+def _optional(description: str) -> Any:
+    """A key that may be left out, which gives `None`.
 
-    A field that is not given is `None`; its type does not say so, because an empty `family:` is an error and not a
-    condition left out.
+    The field's own type does not say so, because an empty `family:` is a mistake and not a condition left out.
     """
+    return Field(None, description=description)
+
+
+class Strict(BaseModel):
+    """Base of all: no unknown key, no silent conversion, no change afterwards."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -57,58 +61,58 @@ class Strict(BaseModel):
 class MatchModel(Strict):
     """The conditions of a rule: all that are given must hold; of a list, one item must."""
 
-    family: Texts = Field(None, description="op family, such as matmul or softmax")
-    op: Texts = Field(None, description="glob on the canonical op name: aten.linear, onnx.Reduce*")
-    module: Texts = Field(None, description="glob on the qualified module name; * crosses dots")
-    module_type: Texts = Field(None, description="glob on the class name of the module")
-    node: Texts = Field(None, description="regular expression searched in the node name")
-    attr: Annotated[dict[Text, Scalar | list[Scalar]], Field(min_length=1)] = Field(
-        None, description="attributes of the node with the values they must have"
+    family: Texts = _optional("op family, such as matmul or softmax")
+    op: Texts = _optional("glob on the canonical op name: aten.linear, onnx.Reduce*")
+    module: Texts = _optional("glob on the qualified module name; * crosses dots")
+    module_type: Texts = _optional("glob on the class name of the module")
+    node: Texts = _optional("regular expression searched in the node name")
+    attr: Annotated[dict[Text, Scalar | list[Scalar]], Field(min_length=1)] = _optional(
+        "attributes of the node with the values they must have"
     )
-    inputs: Floats = Field(None, description="captured types: every float operand must have one of them")
-    reduction_size: Bound = Field(None, description='elements that one output element sums over: "> 8192" or a number')
-    absmax: Bound = Field(None, description='calibrated largest magnitude at the node: "> 1000"')
-    phase: Literal["forward", "backward"] = Field(None, description="forward or backward part of the graph")
-    device: Devices = Field(None, description="device type that is planned for")
-    dtype: Lows = Field(None, description="low type that is planned for")
+    inputs: Floats = _optional("captured types: every float operand must have one of them")
+    reduction_size: Bound = _optional('elements that one output element sums over: "> 8192" or a number')
+    absmax: Bound = _optional('calibrated largest magnitude at the node: "> 1000"')
+    phase: Literal["forward", "backward"] = _optional("forward or backward part of the graph")
+    device: Devices = _optional("device type that is planned for")
+    dtype: Lows = _optional("low type that is planned for")
 
 
 class BackwardModel(Strict):
     """What the gradients of a node run in."""
 
-    precision: Literal["low", "fp32"] = Field(None, description="precision of the gradients")
-    math: Literal["fp32", "fp16", "bf16"] = Field(None, description="type to accumulate gradients in")
+    precision: Literal["low", "fp32"] = _optional("precision of the gradients")
+    math: Literal["fp32", "fp16", "bf16"] = _optional("type to accumulate gradients in")
 
 
 class RuleModel(Strict):
     """One rule: conditions and what to do where they hold."""
 
     match: MatchModel = Field(description="conditions; {} matches every node")
-    precision: Literal["low", "fp32", "widest", "follow", "keep"] = Field(None, description="what the node runs in")
-    math: Literal["fp32", "fp16", "bf16"] = Field(None, description="type to accumulate in")
-    backward: BackwardModel = Field(None, description="precision of the gradients, where it differs")
-    why: Text = Field(None, description="the reason, shown with every decision of this rule")
+    precision: Literal["low", "fp32", "widest", "follow", "keep"] = _optional("what the node runs in")
+    math: Literal["fp32", "fp16", "bf16"] = _optional("type to accumulate in")
+    backward: BackwardModel = _optional("precision of the gradients, where it differs")
+    why: Text = _optional("the reason, shown with every decision of this rule")
 
 
 class LossScaleModel(Strict):
     """How gradients are kept inside the range of fp16."""
 
-    mode: Literal["none", "static", "dynamic", "norm_adaptive"] = Field(None, description="kind of loss scale")
-    init: Annotated[Finite, Field(gt=0)] = Field(None, description="first scale")
-    growth_factor: Annotated[Finite, Field(gt=1)] = Field(None, description="factor after growth_interval good steps")
-    backoff_factor: Annotated[Finite, Field(gt=0, lt=1)] = Field(None, description="factor after an overflow")
-    growth_interval: Annotated[int, Field(ge=1)] = Field(None, description="good steps until the scale grows")
-    min: Annotated[Finite, Field(gt=0)] = Field(None, description="floor of the scale")
-    max: Annotated[Finite, Field(gt=0)] = Field(None, description="ceiling of the scale")
-    hysteresis: Annotated[int, Field(ge=1)] = Field(None, description="overflows until the scale backs off")
+    mode: Literal["none", "static", "dynamic", "norm_adaptive"] = _optional("kind of loss scale")
+    init: Annotated[Finite, Field(gt=0)] = _optional("first scale")
+    growth_factor: Annotated[Finite, Field(gt=1)] = _optional("factor after growth_interval good steps")
+    backoff_factor: Annotated[Finite, Field(gt=0, lt=1)] = _optional("factor after an overflow")
+    growth_interval: Annotated[int, Field(ge=1)] = _optional("good steps until the scale grows")
+    min: Annotated[Finite, Field(gt=0)] = _optional("floor of the scale")
+    max: Annotated[Finite, Field(gt=0)] = _optional("ceiling of the scale")
+    hysteresis: Annotated[int, Field(ge=1)] = _optional("overflows until the scale backs off")
 
 
 class WeightsModel(Strict):
     """How the optimizer holds the parameters."""
 
-    master: Literal["fp32", "low"] = Field(None, description="type of the weights that the optimizer updates")
-    rounding: Literal["nearest", "stochastic", "kahan"] = Field(
-        None, description="how an update is rounded where there is no FP32 master"
+    master: Literal["fp32", "low"] = _optional("type of the weights that the optimizer updates")
+    rounding: Literal["nearest", "stochastic", "kahan"] = _optional(
+        "how an update is rounded where there is no FP32 master"
     )
 
 
@@ -118,14 +122,14 @@ class RuleFileModel(Strict):
     model_config = ConfigDict(title="amp_compiler rules")
 
     version: Annotated[Literal[1], BeforeValidator(_whole)] = Field(description="version of the rule language")
-    extends: Text = Field(None, description="a built-in preset, or a path relative to this file")
-    allow: Annotated[list[Text], Field(min_length=1)] = Field(None, description="families and op globs to run low")
-    whitelist: Annotated[list[Text], Field(min_length=1)] = Field(None, description="another name of allow")
-    deny: Annotated[list[Text], Field(min_length=1)] = Field(None, description="families and op globs to run in FP32")
-    blacklist: Annotated[list[Text], Field(min_length=1)] = Field(None, description="another name of deny")
-    rules: list[RuleModel] = Field(None, description="rules, read top to bottom; the last match wins")
-    loss_scale: LossScaleModel = Field(None, description="loss scale, merged over the extended file's")
-    weights: WeightsModel = Field(None, description="weights, merged over the extended file's")
+    extends: Text = _optional("a built-in preset, or a path relative to this file")
+    allow: Annotated[list[Text], Field(min_length=1)] = _optional("families and op globs to run low")
+    whitelist: Annotated[list[Text], Field(min_length=1)] = _optional("another name of allow")
+    deny: Annotated[list[Text], Field(min_length=1)] = _optional("families and op globs to run in FP32")
+    blacklist: Annotated[list[Text], Field(min_length=1)] = _optional("another name of deny")
+    rules: list[RuleModel] = _optional("rules, read top to bottom; the last match wins")
+    loss_scale: LossScaleModel = _optional("loss scale, merged over the extended file's")
+    weights: WeightsModel = _optional("weights, merged over the extended file's")
 
 
 MODELS: dict[str, type[Strict]] = {
@@ -164,7 +168,8 @@ def schema() -> dict[str, Any]:
     for option in made["$defs"]["MatchModel"]["properties"]["family"]["anyOf"]:
         option.get("items", option)["enum"] = families
     made["properties"]["extends"]["examples"] = list(preset_names())
-    return _without_null_defaults(made)
+    cleaned: dict[str, Any] = _without_null_defaults(made)
+    return cleaned
 
 
 def _without_null_defaults(part: Any) -> Any:

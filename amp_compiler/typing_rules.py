@@ -10,7 +10,6 @@ import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from amp_compiler.draft import Draft
 from amp_compiler.dtypes import DType
 from amp_compiler.graph import Node, Operand, PrecisionGraph, Value
 from amp_compiler.policy import OpInfo, OpTable
@@ -79,7 +78,7 @@ class TypingRules:
     """
 
     def __init__(self, graph: PrecisionGraph, ops: OpTable, low: DType) -> None:
-        self.graph, self.low = graph, low
+        self.graph, self.ops, self.low = graph, ops, low
         self.flexible = frozenset({DType.FLOAT32, low})
         infos: dict[str, OpInfo] = {}
         self._nodes: dict[str, NodeTyping] = {}
@@ -89,10 +88,9 @@ class TypingRules:
                 info = infos[node.op] = ops.info(node.op)
             self._nodes[node.name] = self._type(node, info)
 
-    @classmethod
-    def of_draft(cls, draft: Draft) -> TypingRules:
-        """The typing rules of a draft."""
-        return cls(draft.graph, draft.rules.ops, draft.context.low)
+    def fits(self, graph: PrecisionGraph, ops: OpTable, low: DType) -> bool:
+        """True where these are the rules of that graph, as it is now, with that table and type."""
+        return self.graph is graph and self.ops is ops and self.low is low and len(self._nodes) == len(graph.nodes)
 
     def __getitem__(self, node: str) -> NodeTyping:
         return self._nodes[node]
@@ -170,18 +168,15 @@ class TypingRules:
     def _type(self, node: Node, info: OpInfo) -> NodeTyping:
         values = self.graph.values
         is_cast = node.pin is not None and node.pin.precision == "cast"
-        ranked = info.promotes and any(
-            values[operand.value].dtype.is_float and values[operand.value].rank != 0 for operand in node.inputs
+        read = [(operand, values[operand.value]) for operand in node.inputs]
+        ranked = info.promotes and any(value.dtype.is_float and value.rank != 0 for _, value in read)
+        roles = [self._role(operand, value, info, is_cast, scalars_yield=ranked) for operand, value in read]
+        data = tuple([index for index, role in enumerate(roles) if role is Role.DATA])
+        foreign = Role.OTHER in roles and any(
+            role is Role.OTHER and self._is_foreign(operand, value, info, ranked)
+            for (operand, value), role in zip(read, roles, strict=True)
         )
-        roles = [
-            self._role(operand, values[operand.value], info, is_cast, scalars_yield=ranked) for operand in node.inputs
-        ]
-        data = tuple(index for index, role in enumerate(roles) if role is Role.DATA)
-        foreign = any(
-            role is Role.OTHER and self._is_foreign(operand, values[operand.value], info, ranked)
-            for operand, role in zip(node.inputs, roles, strict=True)
-        )
-        made = tuple(name for name in node.outputs if values[name].dtype in self.flexible)
+        made = tuple([name for name in node.outputs if values[name].dtype in self.flexible])
         return NodeTyping(info, tuple(roles), data, made, is_cast, bool(data) and not is_cast and not foreign)
 
     def _role(self, operand: Operand, value: Value, info: OpInfo, is_cast: bool, *, scalars_yield: bool) -> Role:
@@ -202,4 +197,4 @@ class TypingRules:
 
 def _in_slots(slot: str, slots: frozenset[str]) -> bool:
     """True where `slot`, or the list that it is an element of (`tensors` for `tensors.1`), is in `slots`."""
-    return slot in slots or slot.partition(".")[0] in slots
+    return bool(slots) and (slot in slots or slot.partition(".")[0] in slots)

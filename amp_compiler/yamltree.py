@@ -162,25 +162,29 @@ class _Builder:
         self.stack: list[tuple[Tree, Tree | None, str | None]] = []  # container, pending key, anchor
         self.anchors: dict[str, Tree] = {}
 
-    def wrong(self, what: str, event: Any, mend: str) -> RuleError:
-        mark = event.start_mark
-        return RuleError(what, file=self.file, line=mark.line + 1, column=mark.column + 1, mend=mend)
+    def wrong(self, what: str, at: Tree | tuple[int, int], mend: str) -> RuleError:
+        line, column = (at.line, at.column) if isinstance(at, Tree) else at
+        return RuleError(what, file=self.file, line=line, column=column, mend=mend)
 
     def add(self, event: Any) -> None:
         if isinstance(event, DocumentStartEvent):
             self.documents += 1
             if self.documents > 1:
-                raise self.wrong("a second document begins", event, "keep one document in a file")
+                raise self.wrong("a second document begins", self.position(event), "keep one document in a file")
             if event.tags:
-                raise self.wrong("a tag directive has no place in a rule file", event, "remove it")
+                raise self.wrong("a tag directive has no place in a rule file", self.position(event), "remove it")
         elif isinstance(event, AliasEvent):
             if event.anchor not in self.anchors:
-                raise self.wrong(f"the alias '*{event.anchor}' names nothing complete", event, "write the value out")
+                raise self.wrong(
+                    f"the alias '*{event.anchor}' names nothing complete", self.position(event), "write the value out"
+                )
             known = self.anchors[event.anchor]
             self.attach(Tree(known.value, *self.position(event), known.keys, known.size), event)
         elif isinstance(event, (ScalarEvent, SequenceStartEvent, MappingStartEvent)):
             if getattr(event, "ctag", None) is not None or event.tag is not None:
-                raise self.wrong(f"the tag '{event.tag}' has no place in a rule file", event, "remove it")
+                raise self.wrong(
+                    f"the tag '{event.tag}' has no place in a rule file", self.position(event), "remove it"
+                )
             self.begin(event)
         elif isinstance(event, (SequenceEndEvent, MappingEndEvent)):
             tree, _, anchor = self.stack.pop()
@@ -197,7 +201,7 @@ class _Builder:
             self.attach(tree, event)
             return
         if len(self.stack) >= MAX_DEPTH:
-            raise self.wrong("it is nested too deeply", event, f"use at most {MAX_DEPTH} levels")
+            raise self.wrong("it is nested too deeply", self.position(event), f"use at most {MAX_DEPTH} levels")
         empty: Any = {} if isinstance(event, MappingStartEvent) else []
         self.stack.append((Tree(empty, *self.position(event)), None, event.anchor))
 
@@ -208,25 +212,25 @@ class _Builder:
         parent, key, anchor = self.stack[-1]
         parent.size += tree.size
         if parent.size > MAX_NODES:
-            raise self.wrong(f"more than {MAX_NODES} values, aliases expanded", event, "write a smaller file")
+            raise self.wrong(
+                f"more than {MAX_NODES} values, aliases expanded", self.position(event), "write a smaller file"
+            )
         if isinstance(parent.value, list):
             parent.value.append(tree)
         elif key is None:
-            self.check_key(parent, tree, event)
+            self.check_key(parent, tree)
             self.stack[-1] = (parent, tree, anchor)
         else:
             parent.value[str(key.value)] = tree
             parent.keys[str(key.value)] = key
             self.stack[-1] = (parent, None, anchor)
 
-    def check_key(self, parent: Tree, tree: Tree, event: Any) -> None:
+    def check_key(self, parent: Tree, tree: Tree) -> None:
         if not isinstance(tree.value, str):
-            raise self.wrong("a key is not text", event, "put it in quotes, or correct the indentation")
+            raise self.wrong("a key is not text", tree, "put it in quotes, or correct the indentation")
         if tree.value in parent.value:
             first = parent.keys[tree.value].line
-            raise self.wrong(
-                f"the key '{tree.value}' stands here a second time", event, f"it was given at line {first}"
-            )
+            raise self.wrong(f"the key '{tree.value}' stands here a second time", tree, f"it was given at line {first}")
 
     def scalar(self, event: Any) -> Any:
         text: str = event.value
@@ -234,7 +238,7 @@ class _Builder:
             return _WORDS[text]
         if _INT.fullmatch(text):
             if len(text) > 40:
-                raise self.wrong("the number is too long", event, "write a smaller number")
+                raise self.wrong("the number is too long", self.position(event), "write a smaller number")
             return int(text, 0) if text[:2] in ("0x", "0o") else int(text)
         return float(text) if _FLOAT.fullmatch(text) else text
 

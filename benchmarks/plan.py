@@ -49,7 +49,7 @@ class ChainBuilder:
             made = self._linear(f"{name}.{part}", normed, _WIDTH, _WIDTH)
             viewed = self._node(f"{name}.{part}_view", "aten.view", [("self", made)], (_TOKENS, heads[0], heads[2]))
             parts.append(self._node(f"{name}.{part}_t", "aten.transpose", [("self", viewed)], heads))
-        slots = list(zip(("query", "key", "value"), parts, strict=True)) + [("attn_mask", self.mask)]
+        slots = [*zip(("query", "key", "value"), parts, strict=True), ("attn_mask", self.mask)]
         attended = self._node(f"{name}.sdpa", "aten.scaled_dot_product_attention", slots, heads)
         merged = self._node(f"{name}.merge", "aten.reshape", [("self", attended)], (_TOKENS, _WIDTH))
         self._add(f"{name}.add1", self._linear(f"{name}.out", merged, _WIDTH, _WIDTH))
@@ -160,7 +160,9 @@ def _outcome(rows: list[dict[str, Any]]) -> str:
     worst = max(row["ratio_to_linear"] for row in rows)
     held = (not ten or max(ten) < 2) and worst <= 2
     slowest = f"10,000 nodes took at most {max(ten):.2f} s; " if ten else ""
-    return f"{slowest}time per node grew by a factor of at most {worst:.2f}: the prediction {'held' if held else 'failed'}"
+    return (
+        f"{slowest}time per node grew by a factor of at most {worst:.2f}: the prediction {'held' if held else 'failed'}"
+    )
 
 
 if __name__ == "__main__":

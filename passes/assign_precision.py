@@ -7,10 +7,11 @@ from typing import ClassVar
 
 from amp_compiler.draft import Draft
 from amp_compiler.follow import FollowProblem
+from amp_compiler.follow_cut import solve_follow
 from amp_compiler.follow_reasons import follow_notes
 from amp_compiler.passbase import Pass, PassResult
 from amp_compiler.semantics import resolve
-from amp_compiler.typing_rules import KEEP, LABELS, TypingRules
+from amp_compiler.typing_rules import KEEP, LABELS
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class AssignPrecision(Pass[Draft]):
         """Every node has a label, and nodes that cannot be moved have `keep`."""
         if list(after.labels) != list(after.graph.nodes):
             return "the labels are not those of the graph's nodes in execution order"
-        typing = TypingRules.of_draft(after)
+        typing = after.typing
         for name, label in after.labels.items():
             if label not in LABELS:
                 return f"node '{name}' has the unknown label '{label}'"
@@ -67,10 +68,10 @@ class AssignPrecision(Pass[Draft]):
 
     def run(self, subject: Draft) -> PassResult[Draft]:
         """Fill `labels` and `notes`."""
-        typing = TypingRules.of_draft(subject)
+        typing = subject.typing
         semantics = resolve(subject, typing)
         problem = FollowProblem(typing, semantics)
-        labels = problem.solve()
+        labels = solve_follow(problem)
         notes = {**semantics.notes, **problem.notes, **follow_notes(problem, labels)}
         if labels == subject.labels and notes == subject.notes:
             return PassResult(subject, False)

@@ -115,4 +115,4 @@ def _numbers(name: str, attr: Attr) -> Iterator[float]:
         yield attr
     elif isinstance(attr, int) and not isinstance(attr, bool) and name in _OPERANDS:
         # A whole number beyond every float, such as 10**400, is as good as any that does not fit.
-        yield float(attr) if abs(attr) < 1 << 1000 else math.copysign(1e300, attr)
+        yield float(attr) if abs(attr) < 1 << 1000 else 1e300 * (1 if attr > 0 else -1)

@@ -12,9 +12,8 @@ from amp_compiler.follow import FollowProblem, upcast_source
 from amp_compiler.graph import Node
 from amp_compiler.passbase import Pass, PassResult
 from amp_compiler.plan import RETURN, PlannedCast
-from amp_compiler.policy import Precision
 from amp_compiler.semantics import resolve
-from amp_compiler.typing_rules import LABELS, LOW, TypingRules
+from amp_compiler.typing_rules import LABELS, LOW
 
 Key = tuple[
     str, DType, str, int
@@ -83,7 +82,7 @@ class _Placer:
 
     def __post_init__(self) -> None:
         self.graph, self.labels = self.draft.graph, self.draft.labels
-        self.typing = TypingRules.of_draft(self.draft)
+        self.typing = self.draft.typing
         self.types = {name: self.typing.result(name, self.labels) for name in self.graph.values}
         self.orders = {name: order for order, name in enumerate((*self.graph.nodes, RETURN))}
 
@@ -155,7 +154,7 @@ def _reads(draft: Draft) -> dict[tuple[str, int], tuple[str, DType]]:
 
 
 def _wrong_types(draft: Draft) -> str | None:
-    typing, reads = TypingRules.of_draft(draft), _reads(draft)
+    typing, reads = draft.typing, _reads(draft)
     types = {name: typing.result(name, draft.labels) for name in draft.graph.values}
     for node in draft.graph.nodes.values():
         plain = ((node.name, index, operand.value) for index, operand in enumerate(node.inputs))
@@ -175,16 +174,14 @@ def _lossy_pair(draft: Draft) -> str | None:
     """An exact op that `follow` moved to the low type though a reader of it wants every bit."""
     if not draft.decisions:
         return None  # labels written by hand
-    typing = TypingRules.of_draft(draft)
+    typing = draft.typing
     semantics = resolve(draft, typing)
     problem = FollowProblem(typing, semantics)
     problem.labels = dict(draft.labels)
-    low_exact = [name for name in semantics.free if draft.labels[name] == LOW and problem.keeps_bits(name)]
-    problem.free = {}
-    for name in low_exact:
-        if draft.decisions[name].precision is Precision.FOLLOW:
-            for value in typing[name].made:
-                for demand in problem.demands(value).values():
-                    if demand.fp32 or demand.bits or any(dtype is not typing.low for dtype in demand.casts):
-                        return f"'{value}' is rounded to the low type and read in a wider one"
+    rounded = [name for name in semantics.free if draft.labels[name] == LOW and problem.keeps_bits(name)]
+    problem.free = {}  # every label is settled by now
+    for name in rounded:
+        for value in typing[name].made:
+            if problem.needs_bits(value):
+                return f"'{value}' is rounded to {typing.low.short} and read in a wider type"
     return None

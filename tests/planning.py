@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from amp_compiler.passes.assign_precision import AssignPrecision
+from amp_compiler.passes.place_casts import PlaceCasts
+
 from amp_compiler.draft import Draft
 from amp_compiler.dtypes import DType, dtype_from_short
 from amp_compiler.graph import Node, Operand, Pin, PrecisionGraph, Value
 from amp_compiler.graph_text import parse_graph
-from amp_compiler.passes.assign_precision import AssignPrecision
-from amp_compiler.passes.place_casts import PlaceCasts
 from amp_compiler.pipeline import plan_of
 from amp_compiler.plan import RETURN, PlannedCast, PrecisionPlan
 from amp_compiler.policy import Context, Decision, OpInfo, OpTable, Precision, RuleSet
@@ -62,7 +63,7 @@ RULES = RuleSet("test", (), OPS)
 def draft_of(
     graph: PrecisionGraph | str, decisions: Mapping[str, str] | None = None, low: DType = FP16, ops: OpTable = OPS
 ) -> Draft:
-    """A draft whose decisions are those of `DEFAULT` by op (`follow` for others), with `decisions` by node over them."""
+    """A draft with the decisions of `DEFAULT` by op (`follow` for others), and over them `decisions` by node."""
     if isinstance(graph, str):
         graph = parse_graph(graph)
     asked = {name: DEFAULT.get(node.op, Precision.FOLLOW) for name, node in graph.nodes.items()}
@@ -129,9 +130,3 @@ def _add_cast(graph: PrecisionGraph, cast: PlannedCast, number: int, region: str
     )
     graph.add_node(node, [Value(name, dtype_from_short(cast.dst), source.shape, source.numel)])
     return name
-
-
-def traffic(draft: Draft, labels: Mapping[str, str]) -> int:
-    """Bytes that all casts and the free nodes move under `labels`."""
-    placed = PlaceCasts().run(replace(draft, labels=dict(labels), casts=None)).subject
-    return sum(cast.bytes for cast in placed.casts or ())

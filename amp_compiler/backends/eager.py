@@ -8,6 +8,6 @@ from typing import Any
 from torch import fx
 
 
-def build(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """The graph as a function of its flat inputs; `inputs` are not needed here."""
+def build(graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bool = True) -> Callable[..., Any]:
+    """The graph as a function of its flat inputs; every cast in it rounds, and `inputs` are not needed."""
     return graph_module.forward  # type: ignore[no-any-return]

@@ -11,10 +11,10 @@ from torch import fx
 from amp_compiler.backends.torch_shim import inductor_compile
 
 
-def build(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+def build(graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bool = False) -> Callable[..., Any]:
     """Compile the graph for inputs like these; the graph itself stays as it is, for reading.
 
     Raises:
         LoweringError: where Inductor cannot compile it.
     """
-    return inductor_compile(copy.deepcopy(graph_module), inputs)
+    return inductor_compile(copy.deepcopy(graph_module), inputs, round_exactly)

@@ -11,12 +11,16 @@ from torch import fx
 from amp_compiler.errors import LoweringError
 
 
-def inductor_compile(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+def inductor_compile(
+    graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bool = False
+) -> Callable[..., Any]:
     """Compile an ATen graph, forward and backward, with Inductor.
 
     Args:
         graph_module: flat inputs, a tuple as output; parameters are inputs. It may be changed.
         inputs: example inputs, real or fake.
+        round_exactly: round wherever the graph casts down. Otherwise Inductor may keep a value in FP32 inside a fused
+            loop where the graph rounds it to 16 bits and widens it again.
 
     Returns:
         A function of the same inputs that autograd can go through.
@@ -31,7 +35,8 @@ def inductor_compile(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Cal
             f"torch {torch.__version__} has no Inductor that this version knows", mend="use backend='eager'"
         ) from cause
     try:
-        return compile_fx(graph_module, list(inputs))  # type: ignore[no-any-return]
+        patches = {"emulate_precision_casts": True} if round_exactly else None
+        return compile_fx(graph_module, list(inputs), config_patches=patches)  # type: ignore[no-any-return]
     except Exception as cause:  # Inductor and the C++ compiler behind it raise many types
         raise LoweringError(
             f"Inductor cannot compile the graph: {type(cause).__name__}: {_first_line(cause)}",

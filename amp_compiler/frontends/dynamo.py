@@ -45,6 +45,9 @@ def trace_piece(piece: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphM
             mend="exclude that part with torch.compiler.disable, or keep it out of the compiled module",
         ) from cause
     _restore_pins(traced)
+    for node, original in zip(traced.graph.find_nodes(op="placeholder"), placeholders, strict=True):
+        node._rename(original.name)
+    traced.recompile()
     kinds = {
         node.name: ValueKind.PARAMETER if isinstance(given, torch.nn.Parameter) else ValueKind.INPUT
         for node, given in zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True)

@@ -159,6 +159,8 @@ def isolate_mutations(graph: fx.Graph) -> None:
         if root not in written or base.op != "call_function" or len(members) < 2:
             continue
         made = node_tensor(base)
+        if base.target is aten.clone.default:
+            continue  # it is a copy of its own already
         if made is None or alias_sources(base) or not made.is_floating_point() or not base.all_input_nodes:
             continue
         with graph.inserting_after(base):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import io
+import logging
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -107,6 +110,17 @@ def tracing_context() -> Iterator[None]:
 
 
 @contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    target = logging.getLogger(name)
+    level = target.level
+    target.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        target.setLevel(level)
+
+
+@contextmanager
 def autocast_off() -> Iterator[None]:
     """No ambient autocast: the plan decides, not the caller's context."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
@@ -134,7 +148,8 @@ def capture_module(
         CaptureError: where the model cannot be taken as one graph; names the line of the model.
     """
     try:
-        with tracing_context():
+        # On failure torch.export prints the graph so far; the error that is raised says what matters.
+        with tracing_context(), contextlib.redirect_stderr(io.StringIO()), _quiet("torch.fx.experimental.symbolic_shapes"):
             program = torch.export.export(model, args, kwargs or {}, dynamic_shapes=dynamic_shapes, strict=False)
     except Exception as cause:  # torch.export raises whatever the model's own code or a guard raised
         raise _capture_error(cause, model) from cause

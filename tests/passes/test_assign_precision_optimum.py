@@ -3,54 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Iterator
 
 import pytest
-from planning import DEFAULT, FP16, FP32, OPS, draft_of, finish
+from planning import FP16, FP32, OPS, draft_of, finish
+from planning_random import random_graph
 
 from amp_compiler.dtypes import DType
-from amp_compiler.graph import Node, Operand, Pin, PrecisionGraph, Value, ValueKind
-from amp_compiler.passes.assign_precision import AssignPrecision
-from amp_compiler.policy import Precision
-
-CHOICES = ("linear", "layer_norm", "gelu", "relu", "view", "cat", "maximum", "split", "add", "mul", "gt", "to", "argmax")
-SLOTS = {"linear": ("input", "weight"), "layer_norm": ("input",), "gt": ("self", "other")}
-
-
-def random_graph(seed: int, free: int) -> tuple[PrecisionGraph, dict[str, str]]:
-    """A graph with about `free` nodes that follow, and the decisions for its additions."""
-    rng = random.Random(seed)
-    window = 2 + seed % 5  # a narrow one makes values with many readers
-    graph = PrecisionGraph()
-    pool = []
-    for index in range(rng.randint(1, 3)):
-        name, dtype = f"x{index}", rng.choice([FP32, FP32, FP16])
-        graph.add_value(Value(name, dtype, (rng.randint(1, 9),), rng.randint(1, 9), ValueKind.INPUT))
-        pool.append(name)
-    decisions: dict[str, str] = {}
-    count = 0
-    while count < free and len(graph.nodes) < 3 * free:
-        short = rng.choice(CHOICES)
-        op, name = f"aten.{short}", f"n{len(graph.nodes)}"
-        arity = 2 if short in ("linear", "cat", "maximum", "add", "mul", "gt") else 1
-        slots = SLOTS.get(short, ("self", "other"))
-        inputs = tuple(Operand(rng.choice(pool[-window:]), slot) for slot in slots[:arity])
-        dtype = FP16 if short == "to" and rng.random() < 0.5 else DType.BOOL if short in ("gt", "argmax") else FP32
-        numel = rng.randint(1, 9)
-        if short in ("to", "view"):
-            numel = graph.values[inputs[0].value].numel
-        outputs = (f"{name}a", f"{name}b") if short == "split" else (f"{name}a",)
-        region = rng.choice(["", "", "", "body"])
-        pin = Pin("cast", "model") if short == "to" else None
-        node = Node(name, op, inputs, outputs, region=region, pin=pin)
-        graph.add_node(node, [Value(out, dtype, (numel,), numel) for out in outputs])
-        if short == "add" and rng.random() < 0.7:
-            decisions[name] = "follow"
-        count += DEFAULT.get(op, Precision.FOLLOW) is Precision.FOLLOW or name in decisions
-        pool += [out for out in outputs if dtype.is_float]
-    graph.outputs = rng.sample(pool, min(len(pool), rng.randint(1, 2)))
-    return graph, decisions
+from amp_compiler.graph import Node, PrecisionGraph
 
 
 class Oracle:
@@ -107,6 +67,11 @@ class Oracle:
                 return None
         return min(range(len(node.inputs)), key=lambda i: (self.graph.values[node.inputs[i].value].numel, i))
 
+    def settled(self) -> bool:
+        """True where no node could be served by one of several operands."""
+        mixing = (node for node in self.graph.nodes.values() if OPS.info(node.op).promotes)
+        return all(self.anchor(node) is None for node in mixing if self.fixed.get(node.name) != "low")
+
     def reads(self, labels: dict[str, str]) -> Iterator[tuple[str, str, DType | None, bool, str]]:
         """(value, region, type that it must have, whether rounding it before would be seen, reader)."""
         for value in self.graph.outputs:
@@ -131,36 +96,40 @@ class Oracle:
         for value, region, need, seen, _ in self.reads(labels):
             dtype = self.type_of(value, labels)
             producer = self.graph.producer(value)
-            if producer is not None and producer.name in self.free and self.needs_bits(producer.name):
-                if labels[producer.name] == "low" and seen:
-                    return None
+            if seen and producer is not None and self._is_rounded(producer.name, labels):
+                return None
             if need is None or need is dtype:
                 continue
-            if producer is not None and producer.op == "aten.to" and need is FP16:
-                if self.type_of(producer.inputs[0].value, labels) is FP16:
-                    continue  # reads what was upcast
+            upcast = producer is not None and producer.op == "aten.to" and need is FP16
+            if upcast and producer is not None and self.type_of(producer.inputs[0].value, labels) is FP16:
+                continue  # reads what was upcast
             casts.add((value, need, region))
         total = sum(6 * self.graph.values[value].numel for value, _, _ in casts)
         for node in self.graph.nodes.values():
             if node.op == "aten.to":
                 src, dst = self.type_of(node.inputs[0].value, labels), self.graph.values[node.outputs[0]].dtype
                 total += 0 if src is dst else 6 * self.graph.values[node.inputs[0].value].numel
-            elif node.name in self.free and OPS.info(node.op).family != "view":
-                floats = [o.value for o in node.inputs] + [
-                    out for out in node.outputs if self.graph.values[out].dtype.is_float
-                ]
+        return total + self.own_cost(labels)
+
+    def own_cost(self, labels: dict[str, str]) -> int:
+        """Bytes that free nodes read and write."""
+        total = 0
+        for node in map(self.graph.nodes.__getitem__, self.free):
+            if OPS.info(node.op).family != "view":
+                made = [out for out in node.outputs if self.graph.values[out].dtype.is_float]
                 width = 4 if labels[node.name] == "fp32" else 2
-                total += width * sum(self.graph.values[value].numel for value in floats)
+                total += width * sum(self.graph.values[value].numel for value in [o.value for o in node.inputs] + made)
         return total
+
+    def _is_rounded(self, name: str, labels: dict[str, str]) -> bool:
+        return name in self.free and self.needs_bits(name) and labels[name] == "low"
 
     def best(self) -> tuple[int, dict[str, str]]:
         """The least cost, and of the labellings that have it the one with the fewest fp32."""
         found: tuple[int, int, dict[str, str]] | None = None
         for chosen in itertools.product(("low", "fp32"), repeat=len(self.free)):
             labels = {**self.fixed, **dict(zip(self.free, chosen, strict=True))}
-            if any(
-                labels[name] == "low" and self.needs_bits(name) and not self._has_float(name) for name in self.free
-            ):
+            if any(labels[name] == "low" and self.needs_bits(name) and not self._has_float(name) for name in self.free):
                 continue
             cost = self.cost(labels)
             if cost is not None and (found is None or (cost, chosen.count("fp32")) < found[:2]):
@@ -172,33 +141,26 @@ class Oracle:
         return any(self.graph.values[out].dtype.is_float for out in self.graph.nodes[name].outputs)
 
 
-def check(seed: int, free: int) -> None:
+def check(seed: int, free: int) -> bool:
     graph, decisions = random_graph(seed, free)
     draft = draft_of(graph, decisions)
     oracle = Oracle(graph, {name: decision.precision.value for name, decision in draft.decisions.items()})
-    labels = dict(AssignPrecision()(draft).subject.labels)
+    draft = finish(draft)
+    labels = dict(draft.labels)
     cost, best = oracle.best()
-    assert oracle.cost(labels) == cost, graph.to_text()
-    assert labels == best, graph.to_text()
-    # The casts that are placed cost no more than the optimum said.
-    casts = finish(draft).casts or ()
-    own = cost - _cast_cost(oracle, labels)
-    assert sum(cast.bytes for cast in casts) <= cost - own
-
-
-def _cast_cost(oracle: Oracle, labels: dict[str, str]) -> int:
-    """The part of a labelling's cost that is casts."""
-    free, oracle.free = oracle.free, []
-    cost = oracle.cost(labels)
-    oracle.free = free
-    assert cost is not None
-    return cost
+    placed = sum(cast.bytes for cast in draft.casts or ()) + oracle.own_cost(labels)
+    # Where one of several operands may be the wide one, the oracle settles on one ahead, which may cost more.
+    assert placed <= cost, graph.to_text()
+    if oracle.settled():
+        assert oracle.cost(labels) == placed == cost, graph.to_text()
+        assert labels == best, graph.to_text()
+    return oracle.settled()
 
 
 @pytest.mark.parametrize("start", range(0, 240, 40))
 def test_cost_is_the_optimum_on_small_graphs(start: int) -> None:
-    for seed in range(start, start + 40):
-        check(seed, free=seed % 7 + 1)
+    settled = [check(seed, free=seed % 7 + 1) for seed in range(start, start + 40)]
+    assert sum(settled) > 10
 
 
 @pytest.mark.parametrize("seed", [1000, 1001, 1002])

@@ -1,0 +1,151 @@
+"""`classify`: pins, guards, rules, and the contract of the pass."""
+
+from dataclasses import replace
+
+import pytest
+from amp_compiler.passes.classify import Classify
+
+from amp_compiler.draft import Draft
+from amp_compiler.dtypes import DType
+from amp_compiler.errors import PassError
+from amp_compiler.graph import Node, Operand, Pin, PrecisionGraph, Value, ValueKind
+from amp_compiler.policy import Context, Precision
+from amp_compiler.rulefile import load_rules
+
+FP16, BF16, F32 = DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32
+
+
+def draft_of(*nodes, types=None, rules="default", low=FP16, device="cuda"):
+    """A chain of nodes that all read `x`."""
+    graph = PrecisionGraph(device)
+    types = types or {}
+    graph.add_value(Value("x", types.get("x", F32), (4, 8), 32, ValueKind.INPUT))
+    for node in nodes:
+        graph.add_node(node, [Value(name, types.get(name, F32), (4, 8), 32) for name in node.outputs])
+    return Draft(graph, load_rules(rules), Context(low, device))
+
+
+def node(op, name="y", **facts):
+    return Node(name, op, (Operand("x", "self"),), (name,), **facts)
+
+
+def classify(*nodes, **options):
+    return Classify()(draft_of(*nodes, **options)).subject.decisions
+
+
+def test_rules_decide_with_file_line_and_reason():
+    found = classify(node("aten.linear", "a"), node("aten.softmax", "b"), node("aten.view", "c"), node("aten.add", "d"))
+    assert [found[name].precision.value for name in "abcd"] == ["low", "fp32", "follow", "widest"]
+    for decision in found.values():
+        file, _, line = decision.rule.partition(":")
+        assert file == "default.yaml" and int(line) > 1
+        assert len(decision.reason) > 10
+
+
+def test_rules_of_a_file_are_named_by_its_path(tmp_path):
+    path = tmp_path / "my.yaml"
+    path.write_text("version: 1\nextends: default\ndeny: [aten.linear]\n")
+    found = classify(node("aten.linear"), rules=path)["y"]
+    assert (found.precision, found.rule) == (Precision.FP32, f"{path}:3")
+    assert found.reason == "'aten.linear' is on the deny list"
+
+
+@pytest.mark.parametrize(("pin", "precision"), [("fp32", "fp32"), ("keep", "keep"), ("cast", "keep")])
+def test_pins_of_the_model_beat_every_rule(pin, precision):
+    found = classify(
+        node("aten.linear", pin=Pin(pin, "the model says so")),
+        rules={"version": 1, "rules": [{"match": {}, "precision": "low"}]},
+    )["y"]
+    assert (found.precision.value, found.rule, found.reason) == (precision, "", "the model says so")
+
+
+def test_no_rule_keeps_the_node():
+    found = classify(node("aten.linear"), rules={"version": 1, "allow": ["softmax"]})["y"]
+    assert found.precision is Precision.KEEP and found.reason.startswith("no rule matches")
+
+
+@pytest.mark.parametrize("dtype", [DType.INT64, DType.BOOL, DType.FLOAT8, DType.OTHER])
+def test_nodes_without_float32_data_are_kept(dtype):
+    found = classify(node("aten.linear"), types={"x": dtype, "y": dtype})["y"]
+    assert (found.precision, found.reason) == (Precision.KEEP, "no float32 data")
+
+
+def test_data_in_the_low_type_can_be_planned():
+    assert classify(node("aten.linear"), types={"x": FP16, "y": FP16})["y"].precision is Precision.LOW
+    assert classify(node("aten.linear"), types={"x": BF16, "y": BF16})["y"].precision is Precision.KEEP
+
+
+def test_an_output_alone_can_be_planned():
+    assert classify(node("aten.softmax"), types={"x": DType.INT64})["y"].precision is Precision.FP32
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT64, DType.COMPLEX64, DType.COMPLEX128, DType.COMPLEX32])
+def test_wide_and_complex_operands_are_kept(dtype):
+    found = classify(node("aten.mul"), types={"x": dtype})["y"]
+    assert found.precision is Precision.KEEP and dtype.value in found.reason and "'x'" in found.reason
+
+
+LARGE = [
+    ("aten.masked_fill", {"value": -3.4028234663852886e38}),
+    ("aten.masked_fill", {"value": -100000}),
+    ("aten.add", {"other": 1e6}),
+    ("aten.clamp", {"min": 0.0, "max": 70000.0}),
+    ("aten.add", {"scales": (1.0, 1e5)}),
+    ("aten.linear", {"anything": 1e9}),
+    ("aten.mul", {"other": 10**400}),
+]
+SMALL = [
+    ("aten.masked_fill", {"value": float("-inf")}),
+    ("aten.masked_fill", {"value": float("nan")}),
+    ("aten.masked_fill", {"value": -65504.0}),
+    ("aten.view", {"size": (100000, 2)}),
+    ("aten.view", {"size.0": 100000}),
+    ("aten.add", {"other": True, "alpha": 1}),
+    ("aten.add", {"name": "1e9"}),
+]
+
+
+@pytest.mark.parametrize(("op", "attrs"), LARGE)
+def test_numbers_beyond_fp16_run_in_fp32(op, attrs):
+    found = classify(node(op, attrs=attrs))["y"]
+    assert (found.precision, found.rule) == (Precision.FP32, "")
+    assert "would become an infinity in fp16" in found.reason
+
+
+@pytest.mark.parametrize(("op", "attrs"), SMALL)
+def test_numbers_that_fp16_holds_are_no_reason(op, attrs):
+    assert classify(node(op, attrs=attrs))["y"].rule.startswith("default.yaml")
+
+
+def test_bf16_holds_what_fp16_does_not():
+    assert classify(node("aten.masked_fill", attrs={"value": -1e30}), low=BF16)["y"].precision is Precision.FOLLOW
+    largest_float = classify(node("aten.masked_fill", attrs={"value": -3.4028234663852886e38}), low=BF16)["y"]
+    assert largest_float.precision is Precision.FP32, "bf16 rounds the smallest float to minus infinity"
+
+
+def test_numbers_do_not_matter_where_the_rule_asks_for_fp32_anyway():
+    assert classify(node("aten.softmax", attrs={"value": 1e9}))["y"].rule.startswith("default.yaml")
+
+
+def test_it_says_that_it_changed_something_and_refuses_a_second_run():
+    draft = draft_of(node("aten.linear"))
+    result = Classify()(draft)
+    assert result.modified and not draft.decisions
+    with pytest.raises(PassError, match="classified already"):
+        Classify()(result.subject)
+
+
+def test_an_empty_graph_is_not_modified():
+    result = Classify()(draft_of())
+    assert not result.modified and result.subject.decisions == {}
+
+
+def test_the_same_draft_gives_the_same_decisions():
+    draft = draft_of(node("aten.linear", "a"), node("aten.add", "b"))
+    assert Classify()(draft).subject.decisions == Classify()(replace(draft)).subject.decisions
+
+
+def test_calibrated_ranges_reach_the_rules():
+    rules = {"version": 1, "rules": [{"match": {"absmax": "> 100"}, "precision": "fp32"}]}
+    draft = replace(draft_of(node("aten.linear", "a"), rules=rules), ranges={"a": 1000.0})
+    assert Classify()(draft).subject.decisions["a"].precision is Precision.FP32

@@ -1,0 +1,90 @@
+"""FP16 on a CPU: FP32 arithmetic on rounded inputs, one rounding at the end, inf where FP16 overflows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from amp_compiler.passes.legalize import Legalize
+from torch import nn
+
+import amp_compiler as amp
+from amp_compiler.errors import PassError
+from amp_compiler.rulefile import load_rules
+
+
+def half(x: torch.Tensor) -> torch.Tensor:
+    return x.half().float()
+
+
+def make_mlp() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+
+
+def by_hand(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
+    """The MLP with every rounding written out."""
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            x = half(F.linear(half(x), half(layer.weight), half(layer.bias)))
+        else:
+            x = torch.relu(x)
+    return x
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_fp16_on_a_cpu_agrees_to_the_bit_with_rounding_by_hand(backend):
+    model = make_mlp()
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
+    actual = amp.compile(model, dtype="fp16", backend=backend)(x)
+    assert actual.dtype == torch.float32
+    assert torch.equal(actual, by_hand(model, x))
+
+
+def test_it_overflows_where_fp16_overflows_and_only_there():
+    model = make_mlp()
+    with torch.no_grad():
+        model[0].weight.mul_(3e5)
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
+    actual = amp.compile(model, dtype="fp16", backend="eager")(x)
+    expected = by_hand(model, x)
+    assert not torch.isfinite(expected).all() and torch.isfinite(model(x)).all()
+    assert torch.equal(actual, expected) or torch.equal(actual.isnan(), expected.isnan())
+    hidden = amp.compile(model[0], dtype="fp16", backend="eager")(x)
+    exact = F.linear(half(x), half(model[0].weight), half(model[0].bias))
+    assert torch.equal(hidden.isinf(), exact.abs() >= 65520)  # halfway between 65504 and 65536 rounds to inf
+
+
+def test_gradients_are_rounded_at_the_same_places():
+    model = nn.Linear(8, 4)
+    x = torch.randn(3, 8, requires_grad=True)
+    seed = torch.randn(3, 4)
+    compiled = amp.compile(model, dtype="fp16", backend="eager")
+    (gx, gw) = torch.autograd.grad(compiled(x), (x, model.weight), seed)
+    assert torch.equal(gx, half(half(seed) @ half(model.weight)))
+    assert torch.equal(gw, half(half(seed).t() @ half(x)))
+
+
+def graph_of(dtype: torch.dtype) -> torch.fx.GraphModule:
+    program = torch.export.export(nn.Linear(4, 2).to(dtype), (torch.ones(1, 4, dtype=dtype),), strict=False)
+    return program.graph_module
+
+
+def test_modified_is_true_only_where_something_changed():
+    legalize = Legalize(load_rules("default").ops)
+    assert legalize(graph_of(torch.float16)).modified
+    assert not legalize(graph_of(torch.bfloat16)).modified
+    assert not legalize(graph_of(torch.float32)).modified
+
+
+def test_twice_is_the_same_as_once():
+    legalize = Legalize(load_rules("default").ops)
+    once = legalize(graph_of(torch.float16)).subject
+    assert not legalize(once).modified
+
+
+def test_a_graph_without_types_is_refused():
+    graph = torch.fx.Graph()
+    graph.output((graph.call_function(torch.ops.aten.relu.default, (graph.placeholder("x"),)),))
+    with pytest.raises(PassError, match="carries no example value"):
+        Legalize(load_rules("default").ops)(torch.fx.GraphModule({}, graph))

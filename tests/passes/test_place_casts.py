@@ -1,0 +1,93 @@
+"""`place_casts`: what the golden files do not say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from amp_compiler.passes.assign_precision import AssignPrecision
+from amp_compiler.passes.place_casts import PlaceCasts
+from planning import draft_of, finish
+
+from amp_compiler.errors import PassError
+from amp_compiler.plan import RETURN, PlannedCast
+
+GRAPH = """graph cpu
+input x: fp32[2, 8]
+param w: fp32[8, 8]
+a = aten.linear(input=x, weight=w) -> fp32[2, 8]
+v = aten.view(self=a) -> fp32[2, 8]
+n = aten.layer_norm(input=v) -> fp32[2, 8]
+f = aten.to(self=n) -> fp16[2, 8]  pin=cast "half()"
+return n, f, n
+"""
+
+
+def test_casts_users_and_bytes() -> None:
+    casts = finish(draft_of(GRAPH)).casts
+    assert casts == (
+        PlannedCast("x", "fp32", "fp16", 96, (("a", 0),)),
+        PlannedCast("w", "fp32", "fp16", 384, (("a", 1),)),
+        PlannedCast("v", "fp16", "fp32", 96, (("n", 0),)),
+        PlannedCast("n", "fp32", "fp16", 96, explicit=True),
+    )
+
+
+def test_running_again_changes_nothing() -> None:
+    draft = finish(draft_of(GRAPH))
+    assert not AssignPrecision()(draft).modified
+    again = PlaceCasts()(draft)
+    assert not again.modified
+    assert again.subject is draft
+
+
+def test_new_labels_drop_old_casts() -> None:
+    draft = finish(draft_of(GRAPH))
+    other = replace(draft, decisions=draft_of(GRAPH, {"a": "fp32"}).decisions)
+    assert AssignPrecision()(other).subject.casts is None
+
+
+def test_labels_are_required() -> None:
+    with pytest.raises(PassError, match="before pass 'place_casts': node 'a' has no label"):
+        PlaceCasts()(draft_of(GRAPH))
+    with pytest.raises(PassError, match="before pass 'assign_precision': node 'a' has no decision"):
+        AssignPrecision()(replace(draft_of(GRAPH), decisions={}))
+
+
+def test_a_value_returned_twice_is_cast_once() -> None:
+    graph = "graph cpu\ninput x: fp32[4]\ny = aten.linear(input=x) -> fp32[4]\nreturn y, x, y\n"
+    casts = finish(draft_of(graph)).casts or ()
+    assert casts[-1].users == ((RETURN, 0), (RETURN, 2))
+
+
+def test_a_missing_cast_is_noticed() -> None:
+    draft = finish(draft_of(GRAPH))
+    assert draft.casts is not None
+    wrong = PlaceCasts().ensures(draft, replace(draft, casts=draft.casts[1:]))
+    assert wrong == "node 'a' (low) reads operand 0 in fp32, not in fp16"
+    lost = PlaceCasts().ensures(draft, replace(draft, labels={**draft.labels, "n": "low"}, casts=draft.casts[:2]))
+    assert lost == "output 0 is returned in fp16, not in fp32"
+
+
+def test_a_down_up_pair_is_noticed() -> None:
+    graph = (
+        "graph cpu\ninput x: fp32[4]\nv = aten.view(self=x) -> fp32[4]\ns = aten.softmax(self=v) -> fp32[4]\nreturn s\n"
+    )
+    draft = AssignPrecision()(draft_of(graph)).subject
+    assert draft.labels["v"] == "fp32"
+    with pytest.raises(PassError, match="'v' is rounded to fp16 and read in a wider type"):
+        PlaceCasts()(replace(draft, labels={**draft.labels, "v": "low"}))
+
+
+def test_a_mixing_node_prefers_the_cast_that_is_there() -> None:
+    """`a` is larger than `b`, but its upcast serves the softmax already."""
+    graph = """graph cpu
+input x: fp32[2, 8]
+a = aten.linear(input=x) -> fp32[2, 8]
+b = aten.linear(input=x) -> fp32[8]
+s = aten.softmax(self=a) -> fp32[2, 8]
+m = aten.add(self=a, other=b) -> fp32[2, 8]
+return s, m
+"""
+    casts = finish(draft_of(graph, {"m": "fp32"})).casts or ()
+    assert [(cast.value, cast.users) for cast in casts if cast.dst == "fp32"] == [("a", (("s", 0), ("m", 0)))]

@@ -1,0 +1,181 @@
+"""The built-in presets: what each stands for, and that each file is in order."""
+
+import re
+from importlib import resources
+
+import pytest
+
+from amp_compiler.dtypes import DType
+from amp_compiler.graph import Node, PrecisionGraph
+from amp_compiler.matching import RuleMatcher
+from amp_compiler.policy import Context
+from amp_compiler.rulefile import load_rules, preset_names
+from amp_compiler.rulemodel import MatchModel
+
+FOLDER = resources.files("amp_compiler.rules")
+
+
+def decide(preset, op, low=DType.FLOAT16, device="cuda"):
+    matcher = RuleMatcher(load_rules(preset), PrecisionGraph(device), Context(low, device))
+    return matcher.decide(Node("y", op, (), ()))
+
+
+def asked(preset, op, **context):
+    return decide(preset, op, **context).precision.value
+
+
+@pytest.mark.parametrize("preset", preset_names())
+@pytest.mark.parametrize("low", [DType.FLOAT16, DType.BFLOAT16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_op_gets_a_decision_with_a_reason(preset, low, device):
+    rules = load_rules(preset)
+    matcher = RuleMatcher(rules, PrecisionGraph(device), Context(low, device))
+    for op in [*rules.ops.ops, "mylib.unknown"]:
+        decision = matcher.decide(Node("y", op, (), ()))
+        assert decision is not None, op
+        assert decision.reason and re.fullmatch(r"[a-z0-9-]+\.yaml:\d+", decision.rule)
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_every_rule_of_a_preset_says_why(preset):
+    assert all(rule.why for rule in load_rules(preset).rules)
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_unknown_ops_never_run_low(preset):
+    assert asked(preset, "mylib.unknown") == "fp32"
+
+
+@pytest.mark.parametrize("preset", preset_names())
+@pytest.mark.parametrize("op", ["aten.zeros_like", "aten.to", "aten.bernoulli", "onnx.Cast", "onnx.Loop"])
+def test_types_that_the_model_names_are_kept(preset, op):
+    assert asked(preset, op) == "keep"
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_every_rule_decides_on_some_op(preset):
+    """A rule that later ones hide altogether is dead text."""
+    rules, alive = load_rules(preset), set()
+    for low in (DType.FLOAT16, DType.BFLOAT16):
+        for device in ("cpu", "cuda"):
+            matcher = RuleMatcher(rules, PrecisionGraph(device), Context(low, device))
+            for op in [*rules.ops.ops, "mylib.unknown"]:
+                for mode in ("constant", "reflect", "replicate"):
+                    alive.add(matcher.decide(Node("y", op, (), (), {"mode": mode})).rule)
+    own = {rule.where for rule in rules.rules if rule.where.startswith(f"{preset}.yaml")}
+    assert own - alive == set()
+
+
+TABLE = {
+    # op: default, fast, safe, apex-o1, apex-o2, apex-o3, nvcaffe, tensorflow, mxnet
+    "aten.linear": "low low low low low low low low low",
+    "aten.conv2d": "low low low low low low low low low",
+    "aten.bmm": "low low low low low low low low widest",
+    "aten.scaled_dot_product_attention": "low low fp32 low low low low low widest",
+    "aten.lstm": "low low fp32 low low low low low low",
+    "aten.batch_norm": "widest low fp32 widest low low low widest widest",
+    "aten.layer_norm": "fp32 low fp32 fp32 low low low fp32 fp32",
+    "aten.softmax": "fp32 fp32 fp32 fp32 low low fp32 widest fp32",
+    "aten.log_softmax": "fp32 fp32 fp32 fp32 low low fp32 widest fp32",
+    "aten.cross_entropy_loss": "fp32 fp32 fp32 fp32 fp32 low fp32 fp32 fp32",
+    "aten.exp": "fp32 fp32 fp32 fp32 low low low fp32 fp32",
+    "aten.sum": "fp32 fp32 fp32 fp32 low low low fp32 fp32",
+    "aten.mean": "widest widest fp32 widest low low low fp32 fp32",
+    "aten.add": "widest follow fp32 widest low low low widest widest",
+    "aten.gelu": "widest widest fp32 widest low low low fp32 widest",
+    "aten.relu": "follow follow follow follow low low low follow follow",
+    "aten.view": "follow follow follow follow low low low follow follow",
+    "aten.linalg_inv": "fp32 fp32 fp32 fp32 fp32 fp32 fp32 fp32 fp32",
+}
+ORDER = ("default", "fast", "safe", "apex-o1", "apex-o2", "apex-o3", "nvcaffe", "tensorflow", "mxnet")
+
+
+@pytest.mark.parametrize("op", TABLE)
+def test_what_the_presets_stand_for(op):
+    assert " ".join(asked(preset, op) for preset in ORDER) == TABLE[op]
+
+
+def test_the_table_covers_every_preset():
+    assert sorted(ORDER) == list(preset_names())
+
+
+TWINS = {
+    "onnx.Gemm": "aten.addmm", "onnx.MatMul": "aten.matmul", "onnx.Conv": "aten.conv2d", "onnx.LSTM": "aten.lstm",
+    "onnx.LayerNormalization": "aten.layer_norm", "onnx.InstanceNormalization": "aten.instance_norm",
+    "onnx.BatchNormalization": "aten.batch_norm", "onnx.Softmax": "aten.softmax", "onnx.Relu": "aten.relu",
+    "onnx.Gelu": "aten.gelu", "onnx.Exp": "aten.exp", "onnx.Pow": "aten.pow", "onnx.Erf": "aten.erf",
+    "onnx.ReduceSum": "aten.sum", "onnx.ReduceMean": "aten.mean", "onnx.Add": "aten.add", "onnx.Mul": "aten.mul",
+    "onnx.MaxPool": "aten.max_pool2d", "onnx.AveragePool": "aten.avg_pool2d", "onnx.Reshape": "aten.reshape",
+    "onnx.Concat": "aten.cat", "onnx.Gather": "aten.index_select", "onnx.Where": "aten.where", "onnx.Cast": "aten.to",
+    "onnx.Softplus": "aten.softplus", "onnx.PRelu": "aten.prelu", "onnx.Resize": "aten.upsample_bilinear2d",
+    "onnx.Attention": "aten.scaled_dot_product_attention", "onnx.Sigmoid": "aten.sigmoid", "onnx.Tanh": "aten.tanh",
+    "onnx.Reciprocal": "aten.reciprocal", "onnx.CumSum": "aten.cumsum", "onnx.Clip": "aten.clamp",
+    "onnx.SoftmaxCrossEntropyLoss": "aten.cross_entropy_loss", "onnx.Transpose": "aten.permute", "onnx.Pad": "aten.pad",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("preset", preset_names())
+def test_onnx_ops_are_treated_as_their_aten_twins(preset):
+    for low in (DType.FLOAT16, DType.BFLOAT16):
+        for device in ("cpu", "cuda"):
+            place = {"low": low, "device": device}
+            wrong = {op for op, twin in TWINS.items() if asked(preset, op, **place) != asked(preset, twin, **place)}
+            assert not wrong
+
+
+def test_fast_computes_norms_in_fp32_and_softmax_low_in_bf16_only():
+    assert decide("fast", "aten.layer_norm").math is DType.FLOAT32
+    assert asked("fast", "aten.softmax", low=DType.BFLOAT16) == "low"
+    assert decide("fast", "aten.softmax", low=DType.BFLOAT16).math is DType.FLOAT32
+
+
+def test_nvcaffe_has_a_backward_type_of_its_own():
+    assert decide("nvcaffe", "aten.linear").backward.value == "low"
+    assert decide("nvcaffe", "aten.linear").backward_math is DType.FLOAT32
+    assert decide("nvcaffe", "aten.nll_loss").backward.value == "fp32"
+
+
+def test_sections_of_the_presets():
+    scales = {preset: load_rules(preset).loss_scale for preset in ORDER}
+    assert {preset: scale["mode"] for preset, scale in scales.items()} == {
+        **dict.fromkeys(ORDER, "dynamic"),
+        "apex-o3": "none",
+        "nvcaffe": "static",
+    }
+    assert load_rules("apex-o3").weights == {"master": "low"}
+    assert all(load_rules(preset).weights == {"master": "fp32"} for preset in ORDER if preset != "apex-o3")
+
+
+def test_every_file_is_documented():
+    readme = FOLDER.joinpath("README.md").read_text(encoding="utf-8")
+    for entry in FOLDER.iterdir():
+        if entry.name.endswith((".yaml", ".json")):
+            assert f"`{entry.name}`" in readme, entry.name
+    for preset in preset_names():
+        first = FOLDER.joinpath(f"{preset}.yaml").read_text(encoding="utf-8").splitlines()
+        assert first[0] == "# yaml-language-server: $schema=schema.json"
+        assert first[2].startswith(f"# `{preset}`: ")
+
+
+def test_the_example_of_the_readme_loads(tmp_path):
+    readme = FOLDER.joinpath("README.md").read_text(encoding="utf-8")
+    example = re.findall(r"```yaml\n(.*?)```", readme, re.DOTALL)[0]
+    path = tmp_path / "my_rules.yaml"
+    path.write_text(example)
+    assert load_rules(path).loss_scale["mode"] == "dynamic"
+
+
+def test_the_readme_has_every_word_of_the_language():
+    readme = FOLDER.joinpath("README.md").read_text(encoding="utf-8")
+    for key in (
+        *MatchModel.model_fields,
+        "precision",
+        "math",
+        "backward",
+        "why",
+        "extends",
+        "allow",
+        "whitelist",
+        "deny",
+    ):
+        assert f"`{key}`" in readme or f"{key}:" in readme, key

@@ -1,0 +1,51 @@
+"""Golden text: `tests/golden/<pass>/*.txt`, a graph, perhaps decisions, and what the pass makes of it.
+
+Decisions come from the small table in `planning.py`; lines `node: precision` after `--- decisions` override them.
+`AMP_REGENERATE=1 pytest tests/test_golden.py` writes the expected part anew: read the diff before you keep it.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from amp_compiler.passes.assign_precision import AssignPrecision
+from planning import draft_of, finish
+
+from amp_compiler.pipeline import plan_of
+
+GOLDEN = Path(__file__).parent / "golden"
+MARK, DECISIONS = "---\n", "--- decisions\n"
+
+
+def assign(graph: str, decisions: dict[str, str]) -> str:
+    draft = AssignPrecision()(draft_of(graph, decisions)).subject
+    notes = ((name, label, draft.notes.get(name)) for name, label in draft.labels.items())
+    return "".join(f"{label:<5}{name}" + (f"  ({note})\n" if note else "\n") for name, label, note in notes)
+
+
+def place(graph: str, decisions: dict[str, str]) -> str:
+    lines = plan_of(finish(draft_of(graph, decisions))).to_text().splitlines(keepends=True)
+    return "".join(line for line in lines if line.startswith(("cast ", "read ", "model's own cast "))) or "no casts\n"
+
+
+RUNNERS = {"assign_precision": assign, "place_casts": place}
+FILES = [path for name in RUNNERS for path in sorted((GOLDEN / name).glob("*.txt"))]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_golden(path: Path) -> None:
+    given, _, expected = path.read_text(encoding="utf-8").rpartition(MARK)
+    graph, _, lines = given.partition(DECISIONS)
+    decisions = dict(line.split(": ") for line in lines.splitlines() if line)
+    found = RUNNERS[path.parent.name](graph, decisions)
+    if os.environ.get("AMP_REGENERATE"):
+        path.write_text(given + MARK + found, encoding="utf-8")
+        return
+    assert found == expected
+
+
+def test_every_pass_with_golden_files_has_a_runner() -> None:
+    assert FILES
+    assert {path.parent.name for path in FILES} == set(RUNNERS)
