@@ -29,10 +29,11 @@ def rewrite(graph_module: fx.GraphModule, plan: PrecisionPlan, rules: RuleSet) -
     """Carry a plan out on the normal-form graph that it was made for, in place, and fit it to the device.
 
     Returns:
-        Whether the low type is emulated somewhere, so that every down-cast must really round.
+        Whether the low type is emulated for want of hardware, so that every down-cast must really round.
     """
     apply_plan(graph_module, plan)
-    return Legalize(rules.ops)(graph_module).modified
+    emulated = Legalize(rules.ops)(graph_module).modified
+    return emulated and plan.device == "cpu"
 
 
 def plan_captured(captured: Captured, rules: RuleSet, low: DType) -> PrecisionPlan:

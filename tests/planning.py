@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from amp_compiler.passes.assign_precision import AssignPrecision
-from amp_compiler.passes.place_casts import PlaceCasts
-
 from amp_compiler.draft import Draft
 from amp_compiler.dtypes import DType, dtype_from_short
 from amp_compiler.graph import Node, Operand, Pin, PrecisionGraph, Value
 from amp_compiler.graph_text import parse_graph
+from amp_compiler.passes.assign_precision import AssignPrecision
+from amp_compiler.passes.place_casts import PlaceCasts
 from amp_compiler.pipeline import plan_of
 from amp_compiler.plan import RETURN, PlannedCast, PrecisionPlan
 from amp_compiler.policy import Context, Decision, OpInfo, OpTable, Precision, RuleSet

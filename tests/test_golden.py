@@ -10,9 +10,9 @@ import os
 from pathlib import Path
 
 import pytest
-from amp_compiler.passes.assign_precision import AssignPrecision
 from planning import draft_of, finish
 
+from amp_compiler.passes.assign_precision import AssignPrecision
 from amp_compiler.pipeline import plan_of
 
 GOLDEN = Path(__file__).parent / "golden"

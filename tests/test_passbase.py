@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
-from amp_compiler.passes import NEUTRAL, PASSES, find_pass
 
 from amp_compiler.errors import PassError
 from amp_compiler.passbase import Pass, PassResult
+from amp_compiler.passes import NEUTRAL, PASSES, find_pass
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 from collections import Counter
 from pathlib import PurePath
 
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from amp_compiler.plan import PlannedCast, PlannedNode, PrecisionPlan
 
+WIDE = 140
 PRECISION_STYLES = {"low": "bold green", "fp32": "bold yellow", "keep": "dim"}
 
 
@@ -52,9 +56,17 @@ def summary_line(plan: PrecisionPlan) -> str:
     )
 
 
-def plan_tables(plan: PrecisionPlan) -> RenderableType:
-    """The plan as rich renderables: the nodes, the casts and a summary line."""
-    parts: list[RenderableType] = [_node_table(plan.nodes)]
+def plan_tables(plan: PrecisionPlan, width: int = WIDE) -> RenderableType:
+    """The plan as rich renderables: the nodes, the reasons where they have a table of their own, the casts, a summary.
+
+    Args:
+        plan: what to show.
+        width: characters in a line. From `WIDE` on, each node has its reason beside it; below, the reasons stand in a
+            table of their own, one a rule.
+    """
+    parts: list[RenderableType] = [_node_table(plan.nodes, with_reason=width >= WIDE)]
+    if width < WIDE:
+        parts.append(_reason_table(plan.nodes))
     if plan.casts:
         parts.append(_cast_table(plan.casts))
     parts.append(Text(summary_line(plan), style="bold"))
@@ -68,25 +80,45 @@ def print_plan(plan: PrecisionPlan, console: Console | None = None) -> None:
         plan: what to print.
         console: where to; the standard output by default.
     """
-    (console or Console()).print(plan_tables(plan))
+    console = console or Console()
+    console.print(plan_tables(plan, console.width))
 
 
-def _node_table(nodes: tuple[PlannedNode, ...]) -> Table:
-    table = Table(title="nodes", title_justify="left", header_style="bold", expand=False)
-    for name in ("node", "op", "module", "precision", "gives", "rule", "reason", "source"):
-        table.add_column(name, overflow="fold")
-    for node in nodes:
+def plan_text(plan: PrecisionPlan, width: int = 200) -> str:
+    """The plan's tables as plain text, for a file."""
+    text = io.StringIO()
+    print_plan(plan, Console(file=text, width=width, color_system=None))
+    return text.getvalue()
+
+
+def _node_table(nodes: tuple[PlannedNode, ...], with_reason: bool) -> Table:
+    table = _table("nodes")
+    for name in ("node", "op", "precision", "gives", "rule", *(["reason"] if with_reason else []), "source"):
+        table.add_column(name, overflow="fold", no_wrap=name in ("gives", "rule"))
+    for module, group in itertools.groupby(nodes, key=lambda node: node.module):
         # Text, not str: a name such as `x[0]` must not be read as markup.
-        table.add_row(
-            Text(node.name),
-            Text(node.op),
-            Text(node.module),
-            _precision_text(node),
-            Text(", ".join(dtype for _, dtype in node.outputs)),
-            Text(short_place(node.rule)),
-            Text(node.reason),
-            Text(short_place(node.source), style="dim"),
-        )
+        table.add_row(Text(module or "(root)", style="bold cyan"))
+        for node in group:
+            table.add_row(
+                Text(f"  {node.name}"),
+                Text(node.op),
+                _precision_text(node),
+                Text(", ".join(dtype for _, dtype in node.outputs)),
+                Text(short_place(node.rule)),
+                *([Text(node.reason)] if with_reason else []),
+                Text(short_place(node.source), style="dim"),
+            )
+    return table
+
+
+def _reason_table(nodes: tuple[PlannedNode, ...]) -> Table:
+    table = _table("reasons")
+    for name in ("rule", "nodes", "reason"):
+        table.add_column(name, overflow="fold", justify="right" if name == "nodes" else "left")
+    # What follows the semicolon is about one node.
+    reasons = Counter((short_place(node.rule), node.reason.partition("; ")[0]) for node in nodes)
+    for (rule, reason), count in reasons.items():
+        table.add_row(Text(rule), str(count), Text(reason))
     return table
 
 
@@ -98,7 +130,7 @@ def _precision_text(node: PlannedNode) -> Text:
 
 
 def _cast_table(casts: tuple[PlannedCast, ...]) -> Table:
-    table = Table(title="casts", title_justify="left", header_style="bold", expand=False)
+    table = _table("casts")
     table.add_column("value", overflow="fold")
     table.add_column("from")
     table.add_column("to")
@@ -115,3 +147,15 @@ def _cast_table(casts: tuple[PlannedCast, ...]) -> Table:
             Text("the model" if cast.explicit else "the plan"),
         )
     return table
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        header_style="bold",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from amp_compiler.passes.assign_precision import AssignPrecision
 from planning import draft_of, finish, labels_of
 
+from amp_compiler.passes.assign_precision import AssignPrecision
 from amp_compiler.semantics import resolve
 from amp_compiler.typing_rules import Role
 

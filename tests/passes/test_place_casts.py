@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from amp_compiler.passes.assign_precision import AssignPrecision
-from amp_compiler.passes.place_casts import PlaceCasts
 from planning import draft_of, finish
 
 from amp_compiler.errors import PassError
+from amp_compiler.passes.assign_precision import AssignPrecision
+from amp_compiler.passes.place_casts import PlaceCasts
 from amp_compiler.plan import RETURN, PlannedCast
 
 GRAPH = """graph cpu

@@ -1,0 +1,114 @@
+"""Device functions that the Triton kernels share: the table of tensors, loads and stores, rounding."""
+
+# ruff: noqa: SIM108, SIM300
+# A conditional expression would evaluate both sides. Upper-case parameters are compile-time constants.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Each device function sees these as compile-time constants.
+COLUMNS = tl.constexpr(8)
+SIZE, PLACE, GRAD, WEIGHT, EXTRA, FIRST, SECOND, LARGEST = (tl.constexpr(i) for i in range(8))
+STOCHASTIC = tl.constexpr(1)
+KAHAN = tl.constexpr(2)
+
+
+@triton.jit
+def address(row, COLUMN: tl.constexpr, TYPE: tl.constexpr, start, ALIGNED: tl.constexpr):
+    """Pointer to the first element of this block; with `ALIGNED` a thread may load 4 elements at a time.
+
+    Four of every type, not 16 bytes: with 8 elements of a 16-bit type and 4 of fp32 per thread the compiler would move
+    values between threads through shared memory.
+    """
+    pointer = tl.load(row + COLUMN).to(tl.pointer_type(TYPE)) + start
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, TYPE.primitive_bitwidth // 2)
+    return pointer
+
+
+@triton.jit
+def read(pointer, offsets, inside, FULL: tl.constexpr):
+    """Load a block as fp32; without `FULL` the elements that are not `inside` are 0."""
+    if FULL:
+        value = tl.load(pointer + offsets)
+    else:
+        value = tl.load(pointer + offsets, mask=inside, other=0.0)
+    return value.to(tl.float32)
+
+
+@triton.jit
+def write(pointer, offsets, value, inside, FULL: tl.constexpr):
+    """Store a block in the pointer's type, rounded to nearest."""
+    value = value.to(pointer.dtype.element_ty)
+    if FULL:
+        tl.store(pointer + offsets, value)
+    else:
+        tl.store(pointer + offsets, value, mask=inside)
+
+
+@triton.jit
+def random_words(rng, place, start, BLOCK: tl.constexpr):
+    """uint32 [BLOCK]: element `e` of the tensor takes word `e % 4` of counter `(e // 4, place, update number)`."""
+    group = (start // 4) + tl.arange(0, BLOCK // 4)
+    low = (group & 0xFFFFFFFF).to(tl.uint32)
+    high = (group >> 32).to(tl.uint32)
+    zero = low * 0
+    third = zero + place.to(tl.uint32)
+    fourth = zero + (tl.load(rng + 1) & 0xFFFFFFFF).to(tl.uint32)
+    r0, r1, r2, r3 = tl.philox(tl.load(rng), low, high, third, fourth)
+    return tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), [BLOCK])
+
+
+@triton.jit
+def round_stochastically(value, words, TYPE: tl.constexpr):
+    """As `rounding.round_stochastically`, bit for bit."""
+    DROPPED: tl.constexpr = 16 if TYPE == tl.bfloat16 else 13
+    MASK: tl.constexpr = (1 << DROPPED) - 1
+    bits = value.to(tl.uint32, bitcast=True)
+    result = ((bits + (words & MASK)) & (0xFFFFFFFF - MASK)).to(tl.float32, bitcast=True).to(TYPE)
+    magnitude = tl.abs(value)
+    if TYPE == tl.float16:
+        units = magnitude * 16777216.0
+        whole = tl.floor(units)
+        chance = (words >> 8).to(tl.float32) * (1.0 / 16777216.0)
+        small = (whole + (chance < units - whole).to(tl.float32)) * (1.0 / 16777216.0)
+        sign = bits & 0x80000000
+        small = (small.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+        result = tl.where(magnitude < 0.00006103515625, small.to(TYPE), result)
+    return tl.where(magnitude < float("inf"), result, value.to(TYPE))
+
+
+@triton.jit
+def store_weight(
+    row, start, offsets, inside, new, rng,
+    WEIGHT_TYPE: tl.constexpr, EXTRA_TYPE: tl.constexpr, MODE: tl.constexpr,
+    ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store the new weight as `MODE` says; the extra tensor is given the rounding error, or a low copy."""
+    weight = address(row, WEIGHT, WEIGHT_TYPE, start, ALIGNED)
+    if MODE == STOCHASTIC:
+        words = random_words(rng, tl.load(row + PLACE), start, BLOCK)
+        write(weight, offsets, round_stochastically(new, words, WEIGHT_TYPE), inside, FULL)
+    else:
+        stored = new.to(WEIGHT_TYPE)
+        write(weight, offsets, stored, inside, FULL)
+        if EXTRA_TYPE is not None:
+            extra = address(row, EXTRA, EXTRA_TYPE, start, ALIGNED)
+            if MODE == KAHAN:
+                write(extra, offsets, new - stored.to(tl.float32), inside, FULL)
+            else:
+                write(extra, offsets, new, inside, FULL)
+
+
+@triton.jit
+def load_weight(
+    row, start, offsets, inside,
+    WEIGHT_TYPE: tl.constexpr, MODE: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """The weight in fp32, with the error of earlier roundings added where it is kept."""
+    weight = read(address(row, WEIGHT, WEIGHT_TYPE, start, ALIGNED), offsets, inside, FULL)
+    if MODE == KAHAN:
+        weight += read(address(row, EXTRA, WEIGHT_TYPE, start, ALIGNED), offsets, inside, FULL)
+    return weight
