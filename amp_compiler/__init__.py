@@ -18,6 +18,7 @@ from amp_compiler.errors import (
 from amp_compiler.plan import PrecisionPlan
 from amp_compiler.policy import RuleSet
 from amp_compiler.rulefile import load_rules
+from amp_compiler.training import TrainingStep, training_step
 
 __all__ = [
     "AmpError",
@@ -30,7 +31,9 @@ __all__ = [
     "PrecisionPlan",
     "RuleError",
     "RuleSet",
+    "TrainingStep",
     "compile",
     "explain",
     "load_rules",
+    "training_step",
 ]

@@ -182,7 +182,9 @@ class TypingRules:
     def _role(self, operand: Operand, value: Value, info: OpInfo, is_cast: bool, *, scalars_yield: bool) -> Role:
         if value.dtype not in self.flexible:
             return Role.OTHER
-        if _in_slots(operand.slot, info.keep) or (operand.allowed is not None and not self.flexible <= operand.allowed):
+        # A 16-bit parameter of a norm goes with the data: no kernel takes FP32 data beside 16-bit parameters.
+        kept = _in_slots(operand.slot, info.keep) and (value.dtype is DType.FLOAT32 or value.volatile)
+        if kept or (operand.allowed is not None and not self.flexible <= operand.allowed):
             return Role.FIXED
         if is_cast or _in_slots(operand.slot, info.any) or (scalars_yield and value.rank == 0):
             return Role.ANY

@@ -228,7 +228,7 @@ class _Builder:
 
     def _inline(self, function: Callable[..., Any], arguments: Sequence[fx.Node]) -> list[fx.Node]:
         """Trace a function of tensors and copy its nodes in; a result that is an argument comes back as that node."""
-        traced = make_fx(function, _allow_non_fake_inputs=True)(*[node.meta["val"] for node in arguments])
+        traced = make_fx(lambda *inputs: function(*inputs), _allow_non_fake_inputs=True)(*[node.meta["val"] for node in arguments])
         environment = dict(zip(traced.graph.find_nodes(op="placeholder"), arguments, strict=True))
         with self.graph.inserting_before(self.output):
             for node in traced.graph.nodes:
@@ -255,4 +255,4 @@ def lower_updates(graph_module: fx.GraphModule) -> fx.GraphModule:
             return super().call_function(target, args, kwargs)
 
     examples = [node.meta["val"] for node in graph_module.graph.find_nodes(op="placeholder")]
-    return make_fx(Opened(graph_module).run, _allow_non_fake_inputs=True)(*examples)
+    return make_fx(lambda *inputs: Opened(graph_module).run(*inputs), _allow_non_fake_inputs=True)(*examples)

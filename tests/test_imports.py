@@ -30,8 +30,9 @@ LAYERS = (
     ("follow", "rulefile"),
     ("follow_cut", "follow_reasons"),
     ("passes", "frontends", "rules"),
-    ("pipeline", "settings"),
+    ("pipeline", "settings", "optimizers"),
     ("program",),
+    ("step_program",),
     ("compile", "training", "onnx_convert"),
     ("",),
     ("demo", "model_spec"),
@@ -49,7 +50,7 @@ FORBIDDEN = (  # (importer, imported, why)
     ),
 )
 TORCH = (
-    "fx_tools", "compile", "training", "program", "settings", "demo", "model_spec", "cli", "frontends*", "backends*",
+    "fx_tools", "optimizers", "step_program", "compile", "training", "program", "settings", "demo", "model_spec", "cli", "frontends*", "backends*",
     "runtime*", "report.autocast_counter", "passes.*",
 )  # fmt: skip
 ONNX = ("frontends.onnx*", "onnx_convert", "model_spec", "cli")

@@ -1,6 +1,5 @@
 """A plan as terminal tables, as HTML, and the counter that torch.autocast is measured with."""
 
-import re
 from html.parser import HTMLParser
 
 import pytest
@@ -156,9 +155,6 @@ def test_html_escapes_what_comes_from_the_model():
     )
     text = plan_html(hostile)
     assert HOSTILE not in text
-    assert "alert" not in re.sub(r"&lt;script&gt;alert\(&#39;&amp;&#39;\)&lt;/script&gt;", "", text).replace(
-        "script&gt;", ""
-    )
     assert Page(text).tags.count("script") == 1
 
 

@@ -24,7 +24,9 @@ Tensors = Sequence[Tensor]
 
 BLOCK = 1024
 CHECK_BLOCK = 4096
-_UPDATE_OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+# 64 registers for 128 threads: eight programs fit on a multiprocessor. Without the bound ptxas aims at ten for some
+# combinations of options and spills.
+_UPDATE_OPTIONS = {"num_warps": 4, "maxnreg": 64, "enable_fp_fusion": False}
 _CHECK_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 _TABLES = TableCache()
 

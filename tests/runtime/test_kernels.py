@@ -39,7 +39,7 @@ def run_python(arguments, **environment):
 
 def test_under_the_interpreter():
     pytest.importorskip("triton")
-    arguments = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "kernels_interpreted.py"]
+    arguments = ["-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "kernels_interpreted.py"]
     done = run_python(arguments, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert re.search(r"\b1\d\d passed", done.stdout)
@@ -156,7 +156,7 @@ def test_compiled_without_spills(name, capability, tmp_path):
     report = ptxas_report(compiled_ptx(name, capability), tmp_path)
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report
     registers = int(re.search(r"Used (\d+) registers", report)[1])
-    assert registers <= 80, "with 128 threads per program, more leave too few programs on a multiprocessor"
+    assert registers <= 64, "with 128 threads per program, more leave too few programs on a multiprocessor"
 
 
 @pytest.mark.parametrize("name", ["adam", "adam, all options, unaligned", "adam, Kahan", "sgd", "check"])

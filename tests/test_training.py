@@ -1,0 +1,240 @@
+"""`amp.training_step` against plain torch loops and against `torch.autocast` with `GradScaler`."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_compiler as amp
+
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(32, 8, generator=GENERATOR)
+Y = torch.randint(0, 5, (32,), generator=GENERATOR)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        # No bias before the BatchNorm: its gradient is rounding error alone, which Adam would blow up to full steps.
+        self.a, self.norm, self.b = nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.Linear(16, 5)
+        self.unused = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.b(F.relu(self.norm(self.a(x))))
+
+
+def loss_fn(model, x, y):
+    return F.cross_entropy(model(x), y)
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, 0.1),
+    "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, dampening=0.1, weight_decay=1e-2),
+    "nesterov": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, 1e-2, weight_decay=1e-2),
+    "adamw": lambda p: torch.optim.AdamW(p, 1e-2),
+    "amsgrad": lambda p: torch.optim.AdamW(p, 1e-2, amsgrad=True),
+}
+
+
+def models() -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = Net()
+    return model, copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_plain_fp32_equals_a_torch_loop(name):
+    model, reference = models()
+    optimizer, plain = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](reference.parameters())
+    step = amp.training_step(model, loss_fn, optimizer, backend="eager", enabled=False)
+    for _ in range(20):
+        loss = step(X, Y)
+        plain.zero_grad()
+        expected = loss_fn(reference, X, Y)
+        expected.backward()
+        plain.step()
+        assert abs(float(loss - expected.detach())) < 1e-5
+    for got, wanted in zip(model.state_dict().values(), reference.state_dict().values(), strict=True):
+        if isinstance(optimizer, torch.optim.SGD):
+            assert torch.equal(got, wanted)
+        else:
+            assert torch.allclose(got, wanted, rtol=0, atol=1e-6)
+    ours, theirs = optimizer.state_dict()["state"], plain.state_dict()["state"]
+    assert {k: set(v) for k, v in ours.items()} == {k: set(v) for k, v in theirs.items()}
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_mixed_precision_learns_as_autocast_does(dtype, backend):
+    model, reference = models()
+    step = amp.training_step(
+        model, loss_fn, torch.optim.AdamW(model.parameters(), 1e-2), dtype=dtype, loss_scale=1024.0, backend=backend
+    )
+    plain = torch.optim.AdamW(reference.parameters(), 1e-2)
+    for _ in range(30):
+        loss = step(X, Y)
+        plain.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = loss_fn(reference, X, Y)
+        expected.backward()
+        plain.step()
+    assert abs(float(loss) - float(expected)) < 0.05 * float(expected)
+    assert step.plan.low_nodes >= 2
+    assert not loss.requires_grad and model.unused.weight.grad is None and model.a.weight.grad is None
+
+
+def snapshot(model, optimizer):
+    state = [t.clone() for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+    return [t.clone() for t in model.state_dict().values()] + state
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("poison", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("name", ["momentum", "adamw"])
+def test_a_step_with_a_non_finite_gradient_changes_nothing_but_the_scale(name, poison, backend):
+    model, _ = models()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    step = amp.training_step(model, loss_fn, optimizer, dtype="fp16", loss_scale="dynamic", clip_norm=1.0, backend=backend)
+    step(X, Y)
+    before = snapshot(model, optimizer)
+    bad = X.clone()
+    bad[3, 2] = poison
+    scale = float(step.loss_scale)
+    step(bad, Y)
+    assert all(torch.equal(a, b) for a, b in zip(before, snapshot(model, optimizer), strict=True))
+    assert float(step.loss_scale) == scale / 2 and int(step.skipped_steps) == 1
+    assert "a.weight" in step.nonfinite_report()
+    step(X, Y)
+    assert int(step.skipped_steps) == 1 and step.nonfinite_report() == []
+    assert not all(torch.equal(a, b) for a, b in zip(before, snapshot(model, optimizer), strict=True))
+
+
+def test_clipping_is_torchs():
+    model, reference = models()
+    step = amp.training_step(
+        model, loss_fn, torch.optim.SGD(model.parameters(), 0.1), backend="eager", enabled=False, clip_norm=0.05
+    )
+    step(X, Y)
+    plain = torch.optim.SGD(reference.parameters(), 0.1)
+    loss_fn(reference, X, Y).backward()
+    gradients = {n: p.grad.clone() for n, p in reference.named_parameters() if p.grad is not None}
+    norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
+    plain.step()
+    assert torch.allclose(step.grad_norm, norm, rtol=1e-6)
+    for got, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(got, wanted, rtol=0, atol=1e-7)
+    assert set(step.gradients()) == set(gradients)
+    assert all(torch.allclose(step.gradients()[n], g, rtol=1e-6, atol=1e-8) for n, g in gradients.items())
+
+
+@pytest.mark.parametrize("scale", [2.0**4, 2.0**12])
+def test_a_power_of_two_scale_changes_no_bit(scale):
+    results = []
+    for value in (None, scale):
+        model, _ = models()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        step = amp.training_step(model, loss_fn, optimizer, dtype="bf16", loss_scale=value, backend="eager", clip_norm=1.0)
+        for _ in range(5):
+            step(X, Y)
+        results.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_nothing_multiplies_a_gradient_by_the_scale():
+    model, _ = models()
+    step = amp.training_step(model, loss_fn, torch.optim.SGD(model.parameters(), 0.1), dtype="fp16", backend="eager")
+    step(X, Y)
+    graph = step.graph_module.graph
+    tainted = {"loss_scale"}
+    for node in graph.nodes:
+        if node.op != "call_function" or "amp_compiler" in str(node.target):
+            continue
+        value = node.meta.get("val")
+        if any(source.name in tainted for source in node.all_input_nodes):
+            product = node.target in (torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor, torch.ops.aten.div.Scalar)
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                tainted.add(node.name)
+            else:
+                assert not product, node.format_node()
+    updates = [node for node in graph.nodes if "sgd_update" in str(node.target)]
+    assert len(updates) == 2  # one for weights with a 16-bit copy, one for those of the BatchNorm
+
+
+def test_the_16_bit_weight_is_the_rounded_master():
+    model, _ = models()
+    step = amp.training_step(model, loss_fn, torch.optim.AdamW(model.parameters(), 1e-2), dtype="bf16", backend="eager")
+    for _ in range(3):
+        step(X, Y)
+    for (key, dtype), low in step._lows._copies.items():
+        master = next(p for p in model.parameters() if id(p) == key)
+        assert dtype is torch.bfloat16 and torch.equal(low, master.detach().to(dtype))
+    names = [n.name for n in step.graph_module.graph.find_nodes(op="placeholder")]
+    assert sum("_low" in name for name in names) == 3
+    with torch.no_grad():
+        model.a.weight.zero_()
+    step(X, Y)
+    assert torch.equal(step._lows.get(model.a.weight, torch.bfloat16), model.a.weight.detach().bfloat16())
+
+
+def test_schedulers_groups_and_scaler_states_carry_over():
+    model, reference = models()
+
+    def build(m):
+        groups = [{"params": m.a.parameters(), "lr": 0.1}, {"params": [*m.norm.parameters(), *m.b.parameters()], "lr": 0.01}]
+        optimizer = torch.optim.SGD(groups)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+    (ours, our_schedule), (plain, schedule) = build(model), build(reference)
+    step = amp.training_step(model, loss_fn, ours, backend="eager", enabled=False)
+    for _ in range(6):
+        step(X, Y)
+        our_schedule.step()
+        plain.zero_grad()
+        loss_fn(reference, X, Y).backward()
+        plain.step()
+        schedule.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+    scaled = amp.training_step(model, loss_fn, ours, dtype="fp16", loss_scale="dynamic", backend="eager")
+    scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
+    scaler.scale(torch.ones(()))
+    scaled.load_state_dict(scaler.state_dict())
+    assert float(scaled.loss_scale) == 512.0
+    scaler.load_state_dict(scaled.state_dict())
+
+
+def test_a_gan_with_two_models_and_two_optimizers_and_aux():
+    torch.manual_seed(0)
+    nets = {"g": nn.Linear(4, 8), "d": nn.Linear(8, 1)}
+
+    def both(models, z):
+        fake = models["g"](z)
+        return models["d"](fake).square().mean(), {"fake": fake}
+
+    optimizers = {"g": torch.optim.AdamW(nets["g"].parameters(), 1e-2), "d": torch.optim.SGD(nets["d"].parameters(), 1e-2)}
+    step = amp.training_step(nets, both, optimizers, dtype="bf16", backend="eager")
+    before = [p.detach().clone() for n in nets.values() for p in n.parameters()]
+    loss, aux = step(torch.randn(3, 4))
+    assert aux["fake"].shape == (3, 8) and loss.dim() == 0
+    assert all(not torch.equal(a, b) for a, b in zip(before, (p for n in nets.values() for p in n.parameters()), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"clip_norm": -1.0}, "positive"),
+        ({"optimizer": torch.optim.LBFGS([torch.zeros(1, requires_grad=True)])}, "no fused update for LBFGS"),
+        ({"loss_fn": lambda m, x, y: m(x)}, "one floating-point number"),
+        ({"model": {"a": 3}}, "nn.Module"),
+    ],
+)
+def test_wrong_arguments_are_named(change, text):
+    model, _ = models()
+    arguments = {"model": model, "loss_fn": loss_fn, "optimizer": torch.optim.SGD(model.parameters(), 0.1)} | change
+    options = {key: arguments.pop(key) for key in list(arguments) if key == "clip_norm"}
+    with pytest.raises(amp.AmpError, match=text):
+        amp.training_step(**arguments, **options, backend="eager")(X, Y)
