@@ -5,7 +5,8 @@ Example:
     >>> model = amp.compile(torch.nn.Linear(8, 4), dtype="bf16", backend="eager")
 """
 
-from amp_compiler.compile import CompiledModule, compile, explain
+from amp_compiler.compile import compile, explain
+from amp_compiler.compiled_module import CompiledModule
 from amp_compiler.errors import (
     AmpError,
     CaptureError,

@@ -6,6 +6,7 @@ Torch takes seconds to import, so each command imports what it needs when it run
 from __future__ import annotations
 
 import enum
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -145,7 +146,7 @@ def rules_schema() -> None:
 
     from amp_compiler.rulefile import schema
 
-    typer.echo(json.dumps(schema(), indent=2))
+    typer.echo(json.dumps(schema(), indent=1, ensure_ascii=False))
 
 
 @app.command()
@@ -194,7 +195,7 @@ def _preset_text(name: str) -> str:
 
 
 def _first_sentence(text: str) -> str:
-    """The first sentence of the comment that a rule file begins with."""
+    """What the comment at the head of a preset says first, without the preset's name and without the details."""
     words = []
     for line in text.splitlines():
         if not line.startswith("#"):
@@ -202,5 +203,5 @@ def _first_sentence(text: str) -> str:
         comment = line.lstrip("#").strip()
         if not comment.startswith("yaml-language-server"):
             words.append(comment)
-    sentence = " ".join(words).strip().partition(". ")[0]
-    return sentence.partition(": ")[2] if sentence.startswith("`") else sentence
+    sentence = re.split(r"[.;:] ", re.sub(r"^`[^`]*`:\s*", "", " ".join(words).strip()), maxsplit=1)[0]
+    return sentence.rstrip(".")

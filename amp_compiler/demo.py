@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -152,7 +153,7 @@ def run_demo(
                 name = "CNN with BatchNorm" if batch_norm else "CNN without BatchNorm"
                 task = progress.add_task(f"{name}, {mode}", total=steps)
                 run = _Run(name, mode, place, getattr(torch, low.value), backend)
-                rows.append(run.train(batch_norm, data, steps, lambda task=task: progress.advance(task)))
+                rows.append(run.train(batch_norm, data, steps, functools.partial(progress.advance, task)))
     console.print(
         _table(rows, f"{low.short} on {place.type}, {steps} steps of {BATCH} images, amp.compile by {backend}")
     )

@@ -21,7 +21,9 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
         handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     except OSError as cause:
         raise AmpError(
-            f"cannot write there: {cause.strerror}", where=str(target), mend="name a file in a folder that can be written"
+            f"cannot write there: {cause.strerror}",
+            where=str(target),
+            mend="name a file in a folder that can be written",
         ) from cause
     try:
         with os.fdopen(handle, "wb") as file:

@@ -1,4 +1,4 @@
-"""What the FX frontend and the passes on FX share: types, arguments, places of nodes, and refreshing a rewritten graph."""
+"""What the FX frontend and the passes on FX share: types, arguments, source lines, and refreshing a rewritten graph."""
 
 from __future__ import annotations
 

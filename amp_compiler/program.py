@@ -66,7 +66,7 @@ class Program:
     captured: Captured
     plan: PrecisionPlan
     run: Callable[..., Any]
-    weights: "KeptWeights"
+    weights: KeptWeights
     fetch: tuple[Callable[[], torch.Tensor] | None, ...]
 
     @property
@@ -218,9 +218,7 @@ def _examples(
     captured: Captured, leaves: Sequence[Any], fetch: Sequence[Any], weights: KeptWeights, settings: Settings
 ) -> list[Any]:
     """Inputs to compile for: the real ones, or the symbolic ones of the capture where shapes are dynamic."""
-    real = [
-        leaves[entry.index] if get is None else get() for entry, get in zip(captured.inputs, fetch, strict=True)
-    ]
+    real = [leaves[entry.index] if get is None else get() for entry, get in zip(captured.inputs, fetch, strict=True)]
     if settings.dynamic_shapes is None:
         return [*real, *weights.current(real)]
     nodes = captured.graph_module.graph.find_nodes(op="placeholder")

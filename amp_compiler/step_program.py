@@ -184,16 +184,21 @@ def build_step(
     buffers = _separate_buffers(captured)
     fetch = {entry.name: entry for entry in captured.inputs}
     getters = {
-        entry.name: tensor_getter(model, captured, entry) for entry in captured.inputs if entry.source is not Source.USER
+        entry.name: tensor_getter(model, captured, entry)
+        for entry in captured.inputs
+        if entry.source is not Source.USER
     }
-    owned = {id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]}
+    owned = {
+        id(parameter) for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
+    }
     trained = [
         name for name, get in getters.items()
         if fetch[name].source is Source.PARAMETER and get().requires_grad and id(get()) in owned
     ]  # fmt: skip
     if not trained:
         raise CaptureError(
-            "the loss depends on no parameter of the optimizer", mend="pass an optimizer over the parameters of this model"
+            "the loss depends on no parameter of the optimizer",
+            mend="pass an optimizer over the parameters of this model",
         )
     hoisted = _hoist_low_weights(captured.graph_module, trained)
     wrt = (*trained, *hoisted)
@@ -205,9 +210,9 @@ def build_step(
     masters = {id(getters[name]()): name for name in trained if name in with_gradient}
     copies = {id(getters[master]()): name for name, (master, _) in hoisted.items() if master in with_gradient}
     groups = bind(optimizers, masters, copies)
-    step = FuseUpdate(
-        tuple(group.spec for group in groups), wrt, owner, results, buffers, scale, clip_norm
-    )(joint).subject
+    step = FuseUpdate(tuple(group.spec for group in groups), wrt, owner, results, buffers, scale, clip_norm)(
+        joint
+    ).subject
     resolve = _resolvers(step, fetch, getters, hoisted, groups, scale_state, lows)
     examples = [get(leaves) for get in resolve]
     build = BACKENDS[settings.backend]

@@ -9,7 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from amp_compiler.compile import CompiledModule
+from amp_compiler.compiled_module import CompiledModule
 from amp_compiler.errors import AmpError
 from amp_compiler.frontends.fx_capture import autocast_off
 from amp_compiler.optimizers import check_optimizers
@@ -39,12 +39,12 @@ def training_step(
     Args:
         model: an `nn.Module`, or a dict, list or tuple of them.
         loss_fn: `loss_fn(model, *batch)` returns the loss (one floating-point number), or `(loss, aux)`.
-        optimizer: a `torch.optim` optimizer (AdamW, Adam, SGD), or a dict of them. Its state and `param_groups` stay the
-            single truth: schedulers, `state_dict()` and checkpoints work as always.
+        optimizer: a `torch.optim` optimizer (AdamW, Adam, SGD), or a dict of them. Its state and `param_groups` stay
+            the single truth: schedulers, `state_dict()` and checkpoints work as always.
         rules: a preset name, a path, a dict or a `RuleSet`.
         dtype: `"fp16"`, `"bf16"` or `"auto"`.
-        loss_scale: `"dynamic"`, a number, `None`, or a `LossScale`. By default the `loss_scale` section of the rules, and
-            where it says nothing: dynamic in FP16, none in BF16.
+        loss_scale: `"dynamic"`, a number, `None`, or a `LossScale`. By default the `loss_scale` section of the rules,
+            and where it says nothing: dynamic in FP16, none in BF16.
         clip_norm: largest global L2 norm of the unscaled gradients.
         dynamic_shapes: as for `torch.export.export`, for `*batch`.
         backend: `"inductor"` or `"eager"`.
@@ -139,6 +139,8 @@ class TrainingStep:
             scale = self._scale.scale.clone()
             output = program(leaves)
         self._lows.settle([parameter for group in program.groups for parameter in group.parameters])
+        for optimizer in self._optimizers:
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether a step came before theirs
         self._last = (program, output, scale)
         return output.loss if output.aux is None else (output.loss, output.aux)
 
@@ -150,7 +152,8 @@ class TrainingStep:
             return program
         if len(self._programs) >= MOST_SIGNATURES:
             raise AmpError(
-                f"the step was captured for {MOST_SIGNATURES} batch shapes", mend="pass dynamic_shapes=, or pad the batches"
+                f"the step was captured for {MOST_SIGNATURES} batch shapes",
+                mend="pass dynamic_shapes=, or pad the batches",
             )
         program = build_step(
             self._module,

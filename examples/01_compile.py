@@ -1,6 +1,6 @@
 """Mixed precision for a training loop of your own: one call, and the loop stays as it is.
 
-    python examples/01_compile.py
+python examples/01_compile.py
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Rules of your own: extend a preset, and see which rule decided what.
 
-    python examples/02_rules.py
+python examples/02_rules.py
 """
 
 from pathlib import Path
@@ -38,7 +38,7 @@ def main() -> tuple[amp.PrecisionPlan, amp.PrecisionPlan]:
     print(before.diff(after))
     print("Who decided, for the router and the softmax:\n")
     for node in after.nodes:
-        if node.rule.startswith("my_rules.yaml") or "my_rules.yaml" in node.rule:
+        if RULES.name in node.rule:
             print(f"  {node.name}: {node.precision}, by {Path(node.rule).name}: {node.reason}")
     print(f"\nbytes cast in one forward: {before.cast_bytes} -> {after.cast_bytes}")
 

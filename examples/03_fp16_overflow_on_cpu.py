@@ -43,7 +43,10 @@ def main(backend: str = "eager") -> dict[str, int]:
             "FP16": amp.compile(model, dtype="fp16", backend=backend)(x),
             "BF16": amp.compile(model, dtype="bf16", backend=backend)(x),
             "FP16, the products denied by a rule": amp.compile(
-                model, rules={"version": 1, "extends": "default", "deny": ["aten.matmul"]}, dtype="fp16", backend=backend
+                model,
+                rules={"version": 1, "extends": "default", "deny": ["aten.matmul"]},
+                dtype="fp16",
+                backend=backend,
             )(x),
             "FP16, scaled before the product": amp.compile(safe, dtype="fp16", backend=backend)(x),
         }
@@ -53,7 +56,9 @@ def main(backend: str = "eager") -> dict[str, int]:
         infinities[name] = int(scores.isinf().sum())
         finite = scores.isfinite()
         error = (scores[finite] - exact[finite]).norm() / exact[finite].norm()
-        print(f"{name:36} {infinities[name]:5} of {scores.numel()} scores are infinite, error of the others {error:.1e}")
+        print(
+            f"{name:36} {infinities[name]:5} of {scores.numel()} scores are infinite, error of the others {error:.1e}"
+        )
     return infinities
 
 

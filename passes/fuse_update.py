@@ -123,7 +123,9 @@ class _Builder:
         options = self.options
         state = self._scale_state()
         gradients = self._merged_gradients()
-        (inverse,) = self._inline(lambda *fields: options.scale.inverse(LossScaleState(*fields)) / options.divisor, state)
+        (inverse,) = self._inline(
+            lambda *fields: options.scale.inverse(LossScaleState(*fields)) / options.divisor, state
+        )
         check = self._call(torch.ops.amp_compiler.grad_check.default, [list(gradients.values()), inverse])
         norm, nonfinite, flags = (self._item(check, index) for index in range(3))
         if not options.scale.checks_finite:
@@ -228,7 +230,9 @@ class _Builder:
 
     def _inline(self, function: Callable[..., Any], arguments: Sequence[fx.Node]) -> list[fx.Node]:
         """Trace a function of tensors and copy its nodes in; a result that is an argument comes back as that node."""
-        traced = make_fx(lambda *inputs: function(*inputs), _allow_non_fake_inputs=True)(*[node.meta["val"] for node in arguments])
+        traced = make_fx(lambda *inputs: function(*inputs), _allow_non_fake_inputs=True)(
+            *[node.meta["val"] for node in arguments]
+        )
         environment = dict(zip(traced.graph.find_nodes(op="placeholder"), arguments, strict=True))
         with self.graph.inserting_before(self.output):
             for node in traced.graph.nodes:

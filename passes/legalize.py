@@ -89,7 +89,9 @@ def _emulate(graph: fx.Graph, node: fx.Node, low: torch.dtype, upcasts: dict[fx.
         if operand not in upcasts:
             with graph.inserting_before(node):
                 upcasts[operand] = _cast(graph, operand, torch.float32)
-                upcasts[operand].meta["val"] = tensor  # refreshed at the end; only its being a tensor matters until then
+                upcasts[operand].meta["val"] = (
+                    tensor  # refreshed at the end; only its being a tensor matters until then
+                )
         replace_operand(node, path, upcasts[operand])
     results = [node] if node_tensor(node) is not None else [u for u in node.users if u.target is operator.getitem]
     for result in results:

@@ -32,7 +32,7 @@ LAYERS = (
     ("passes", "frontends", "rules"),
     ("pipeline", "settings", "optimizers"),
     ("program",),
-    ("step_program",),
+    ("step_program", "compiled_module"),
     ("compile", "training", "onnx_convert"),
     ("",),
     ("demo", "model_spec"),
@@ -50,7 +50,8 @@ FORBIDDEN = (  # (importer, imported, why)
     ),
 )
 TORCH = (
-    "fx_tools", "optimizers", "step_program", "compile", "training", "program", "settings", "demo", "model_spec", "cli", "frontends*", "backends*",
+    "fx_tools", "optimizers", "step_program", "compiled_module", "compile", "training", "program",
+    "settings", "demo", "model_spec", "cli", "frontends*", "backends*",
     "runtime*", "report.autocast_counter", "passes.*",
 )  # fmt: skip
 ONNX = ("frontends.onnx*", "onnx_convert", "model_spec", "cli")

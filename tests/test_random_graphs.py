@@ -80,9 +80,7 @@ precisions = st.sampled_from(["low", "fp32", "widest", "follow"])
 families = st.sampled_from(
     ["matmul", "elementwise", "activation", "view", "movement", "softmax", "normalization", "reduction", "attention"]
 )
-rule = st.builds(
-    lambda family, precision: {"match": {"family": family}, "precision": precision}, families, precisions
-)
+rule = st.builds(lambda family, precision: {"match": {"family": family}, "precision": precision}, families, precisions)
 rule_sets = st.builds(
     lambda base, rules: {"version": 1, "extends": base, "rules": rules},
     st.sampled_from(["default", "fast", "safe"]),

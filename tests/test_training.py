@@ -99,7 +99,9 @@ def snapshot(model, optimizer):
 def test_a_step_with_a_non_finite_gradient_changes_nothing_but_the_scale(name, poison, backend):
     model, _ = models()
     optimizer = OPTIMIZERS[name](model.parameters())
-    step = amp.training_step(model, loss_fn, optimizer, dtype="fp16", loss_scale="dynamic", clip_norm=1.0, backend=backend)
+    step = amp.training_step(
+        model, loss_fn, optimizer, dtype="fp16", loss_scale="dynamic", clip_norm=1.0, backend=backend
+    )
     step(X, Y)
     before = snapshot(model, optimizer)
     bad = X.clone()
@@ -138,7 +140,9 @@ def test_a_power_of_two_scale_changes_no_bit(scale):
     for value in (None, scale):
         model, _ = models()
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-        step = amp.training_step(model, loss_fn, optimizer, dtype="bf16", loss_scale=value, backend="eager", clip_norm=1.0)
+        step = amp.training_step(
+            model, loss_fn, optimizer, dtype="bf16", loss_scale=value, backend="eager", clip_norm=1.0
+        )
         for _ in range(5):
             step(X, Y)
         results.append([p.detach().clone() for p in model.parameters()])
@@ -185,7 +189,10 @@ def test_schedulers_groups_and_scaler_states_carry_over():
     model, reference = models()
 
     def build(m):
-        groups = [{"params": m.a.parameters(), "lr": 0.1}, {"params": [*m.norm.parameters(), *m.b.parameters()], "lr": 0.01}]
+        groups = [
+            {"params": m.a.parameters(), "lr": 0.1},
+            {"params": [*m.norm.parameters(), *m.b.parameters()], "lr": 0.01},
+        ]
         optimizer = torch.optim.SGD(groups)
         return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
@@ -215,12 +222,17 @@ def test_a_gan_with_two_models_and_two_optimizers_and_aux():
         fake = models["g"](z)
         return models["d"](fake).square().mean(), {"fake": fake}
 
-    optimizers = {"g": torch.optim.AdamW(nets["g"].parameters(), 1e-2), "d": torch.optim.SGD(nets["d"].parameters(), 1e-2)}
+    optimizers = {
+        "g": torch.optim.AdamW(nets["g"].parameters(), 1e-2),
+        "d": torch.optim.SGD(nets["d"].parameters(), 1e-2),
+    }
     step = amp.training_step(nets, both, optimizers, dtype="bf16", backend="eager")
     before = [p.detach().clone() for n in nets.values() for p in n.parameters()]
     loss, aux = step(torch.randn(3, 4))
     assert aux["fake"].shape == (3, 8) and loss.dim() == 0
-    assert all(not torch.equal(a, b) for a, b in zip(before, (p for n in nets.values() for p in n.parameters()), strict=True))
+    assert all(
+        not torch.equal(a, b) for a, b in zip(before, (p for n in nets.values() for p in n.parameters()), strict=True)
+    )
 
 
 @pytest.mark.parametrize(

@@ -29,13 +29,17 @@ def inductor_compile(
         LoweringError: where Inductor is not in this torch, or cannot compile the graph.
     """
     try:
+        from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx
     except ImportError as cause:
         raise LoweringError(
             f"torch {torch.__version__} has no Inductor that this version knows", mend="use backend='eager'"
         ) from cause
     try:
-        patches = {"emulate_precision_casts": True} if round_exactly else None
+        # torch 2.13's reordering for peak memory can move a read before the scatter that it reads: behind a max-pool
+        # every gradient of a small CNN then comes out as zero, in FP32 too (tests/test_demo.py holds that).
+        wanted = {"reorder_for_peak_memory": False, "emulate_precision_casts": round_exactly}
+        patches = {name: value for name, value in wanted.items() if hasattr(config, name)}
         return compile_fx(graph_module, list(inputs), config_patches=patches)  # type: ignore[no-any-return]
     except Exception as cause:  # Inductor and the C++ compiler behind it raise many types
         raise LoweringError(

@@ -219,9 +219,7 @@ def _replace(node: fx.Node, name: str, index: int, new: fx.Node) -> None:
     if name == RETURN:
         results: Any = node.args[0]
         returned = [
-            place
-            for place, item in enumerate(results)
-            if isinstance(item, fx.Node) and node_tensor(item) is not None
+            place for place, item in enumerate(results) if isinstance(item, fx.Node) and node_tensor(item) is not None
         ]
         changed = list(results)
         changed[returned[index]] = new

@@ -149,7 +149,11 @@ def capture_module(
     """
     try:
         # On failure torch.export prints the graph so far; the error that is raised says what matters.
-        with tracing_context(), contextlib.redirect_stderr(io.StringIO()), _quiet("torch.fx.experimental.symbolic_shapes"):
+        with (
+            tracing_context(),
+            contextlib.redirect_stderr(io.StringIO()),
+            _quiet("torch.fx.experimental.symbolic_shapes"),
+        ):
             program = torch.export.export(model, args, kwargs or {}, dynamic_shapes=dynamic_shapes, strict=False)
     except Exception as cause:  # torch.export raises whatever the model's own code or a guard raised
         raise _capture_error(cause, model) from cause

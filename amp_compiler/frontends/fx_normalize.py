@@ -122,7 +122,8 @@ def _as_captured(graph: fx.Graph, result: Any, captured: fx.Node) -> Any:
         return result
     cast = graph.call_function(CAST, (result, tensor.dtype))
     cast.meta = {key: captured.meta[key] for key in ("val", "stack_trace", "nn_module_stack") if key in captured.meta}
-    cast.meta[PIN] = Pin("cast", f"result of the model's autocast region{f' at {where}' if (where := user_source(captured.meta.get('stack_trace'))) else ''}")
+    where = user_source(captured.meta.get("stack_trace"))
+    cast.meta[PIN] = Pin("cast", f"result of the model's autocast region{f' at {where}' if where else ''}")
     return cast
 
 
@@ -179,7 +180,9 @@ def _cast_reason(node: fx.Node) -> str:
 
 def _has_explicit_type(node: fx.Node) -> bool:
     reads_float = any(
-        isinstance(argument, fx.Node) and node_tensor(argument) is not None and node_tensor(argument).is_floating_point()  # type: ignore[union-attr]
+        isinstance(argument, fx.Node)
+        and node_tensor(argument) is not None
+        and node_tensor(argument).is_floating_point()  # type: ignore[union-attr]
         for _, _, argument in flat_arguments(node)
     )
     name = node.target._schema.name.removeprefix("aten::")  # type: ignore[union-attr]

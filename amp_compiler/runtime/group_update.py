@@ -78,9 +78,24 @@ def adam_update(
         decoupled: AdamW's weight decay rather than L2.
         sqrt: the square root to use.
     """
-    moments = (exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
-    options = (Storage.NEAREST, amsgrad, maximize, decoupled)
-    adam_update_low(masters, grads, *moments, [], steps, None, hyper, coef, skip, *options, sqrt=sqrt)
+    adam_update_low(
+        masters,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        max_exp_avg_sqs,
+        compensations=[],
+        steps=steps,
+        rng=None,
+        hyper=hyper,
+        coef=coef,
+        skip=skip,
+        mode=Storage.NEAREST,
+        amsgrad=amsgrad,
+        maximize=maximize,
+        decoupled=decoupled,
+        sqrt=sqrt,
+    )
     for low, master in zip(lows, masters, strict=bool(lows)):
         low.copy_(master)
 

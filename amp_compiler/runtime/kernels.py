@@ -18,7 +18,7 @@ from torch import Tensor
 
 from amp_compiler.errors import LoweringError
 from amp_compiler.runtime.rounding import Storage
-from amp_compiler.runtime.tables import Group, TableCache, is_dense
+from amp_compiler.runtime.tables import Group, TableCache, is_dense, same_layout
 
 Tensors = Sequence[Tensor]
 
@@ -71,7 +71,7 @@ def _group_options(group: Group, mode: int) -> dict[str, Any]:
 def _aligned_grads(grads: Tensors, weights: Tensors) -> list[Tensor]:
     """Gradients laid out in memory as their weights; one that is not is copied."""
     return [
-        grad if grad.stride() == weight.stride() else torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
+        grad if same_layout(grad, weight) else torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
         for grad, weight in zip(grads, weights, strict=True)
     ]
 

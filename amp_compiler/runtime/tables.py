@@ -14,6 +14,7 @@ from amp_compiler.errors import LoweringError
 COLUMNS = 8
 _FIRST_ADDRESS = 2  # before it: number of elements, place in the group
 _CACHED = 64
+_SPARE = 16  # pinned buffers kept per size
 
 Column = Sequence[Tensor]
 Types = tuple[torch.dtype | None, ...]
@@ -39,16 +40,16 @@ class Group:
 class TableCache:
     """Makes tables and keeps those that were used last, keyed by the addresses, types and layouts they were made from.
 
-    A table reaches the device by an asynchronous copy from pinned memory, so nothing waits. During the capture of a
-    CUDA graph no memory may be pinned: each table made outside a capture therefore leaves a spare pinned buffer of its
-    size for a later capture, whose copy becomes a node of the graph. Buffers used in a capture live as long as the
-    cache, because every replay reads them.
+    A table reaches the device by an asynchronous copy from pinned memory, so nothing waits. While a CUDA graph is
+    captured, pinning memory may be forbidden: every table made outside a capture therefore leaves a spare pinned buffer
+    of its size for a later capture, whose copy becomes a node of the graph. Tables and buffers that a capture used live
+    as long as the cache, because every replay reads them.
     """
 
     def __init__(self) -> None:
         self._tables: OrderedDict[object, list[Group]] = OrderedDict()
         self._spare: dict[int, list[Tensor]] = {}
-        self._captured: list[Tensor] = []
+        self._captured: list[object] = []
 
     def groups(self, columns: Sequence[Column], device: torch.device, block: int) -> list[Group]:
         """One group per combination of element types, covering all tensors.
@@ -61,15 +62,17 @@ class TableCache:
         """
         key = (device, block, tuple(tuple(_identity(tensor) for tensor in column) for column in columns))
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        found = None if capturing else self._tables.get(key)
+        found = self._tables.get(key)
         if found is None:
             found = self._build(columns, device, block, capturing)
-            if not capturing:
-                self._tables[key] = found
-                while len(self._tables) > _CACHED:
-                    self._tables.popitem(last=False)
-        elif not capturing:
-            self._tables.move_to_end(key)
+            if capturing:
+                return found  # filled by the replays only, so of no use outside the graph
+            self._tables[key] = found
+            while len(self._tables) > _CACHED:
+                self._tables.popitem(last=False)
+        self._tables.move_to_end(key)
+        if capturing:
+            self._captured.append(found)
         return found
 
     def _build(self, columns: Sequence[Column], device: torch.device, block: int, capturing: bool) -> list[Group]:
@@ -100,16 +103,18 @@ class TableCache:
         values = torch.tensor(words, dtype=torch.int64)
         if device.type != "cuda":
             return values
+        spare = self._spare.setdefault(len(words), [])
         if not capturing:
-            self._spare.setdefault(len(words), []).append(torch.empty_like(values, pin_memory=True))
+            if len(spare) < _SPARE:
+                spare.append(torch.empty_like(values, pin_memory=True))
             return values.pin_memory().to(device, non_blocking=True)
-        spare = self._spare.get(len(words))
-        if not spare:
+        try:
+            buffer = spare.pop() if spare else torch.empty_like(values, pin_memory=True)
+        except RuntimeError as cause:
             raise LoweringError(
                 "the first update of these tensors falls into the capture of a CUDA graph",
-                mend="run the step once on the same stream before capturing it",
-            )
-        buffer = spare.pop()
+                mend="run the step once before capturing it",
+            ) from cause
         buffer.copy_(values)
         self._captured.append(buffer)
         return buffer.to(device, non_blocking=True)
@@ -135,7 +140,7 @@ def _require_one_layout(tensors: Sequence[Tensor | None], device: torch.device) 
                 f"a tensor is on {tensor.device}, the others on {device}",
                 mend="move the optimizer's state to the device",
             )
-        if tensor.numel() and (tensor.stride() != present[0].stride() or not is_dense(tensor)):
+        if not same_layout(tensor, present[0]) or not is_dense(tensor):
             raise LoweringError(
                 f"tensors of shape {list(tensor.shape)} lie in memory with strides {tensor.stride()} and"
                 f" {present[0].stride()}",
@@ -143,8 +148,16 @@ def _require_one_layout(tensors: Sequence[Tensor | None], device: torch.device) 
             )
 
 
+def same_layout(first: Tensor, second: Tensor) -> bool:
+    """Whether equal positions in memory hold equal elements, for two tensors of one shape."""
+    strides = zip(first.stride(), second.stride(), first.shape, strict=True)
+    return first.numel() == 0 or all(a == b for a, b, size in strides if size != 1)
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill one piece of memory without gaps or overlap, in any order of dimensions."""
+    if tensor.numel() == 0:
+        return True
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:

@@ -151,7 +151,10 @@ def test_an_enabled_autocast_region_is_left_to_the_rules_and_keeps_its_result_ty
     assert [value.dtype.short for value in values] == ["bf16", "fp32"]
     linear = next(node for node in graph.nodes.values() if node.op == "aten.linear")
     assert linear.pin is None and graph.values[linear.outputs[0]].dtype.short == "fp32"
-    assert captured.graph_module(*[torch.ones(v.shape) for v in list(graph.values.values())[:3]])[0].dtype == torch.bfloat16
+    assert (
+        captured.graph_module(*[torch.ones(v.shape) for v in list(graph.values.values())[:3]])[0].dtype
+        == torch.bfloat16
+    )
 
 
 def test_no_grad_regions_keep_their_effect_on_gradients():

@@ -3,12 +3,12 @@
 from dataclasses import replace
 
 import pytest
-from amp_compiler.passes.classify import Classify
 
 from amp_compiler.draft import Draft
 from amp_compiler.dtypes import DType
 from amp_compiler.errors import PassError
 from amp_compiler.graph import Node, Operand, Pin, PrecisionGraph, Value, ValueKind
+from amp_compiler.passes.classify import Classify
 from amp_compiler.policy import Context, Precision
 from amp_compiler.rulefile import load_rules
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from amp_compiler.passes.legalize import Legalize
 from torch import nn
 
 import amp_compiler as amp
 from amp_compiler.errors import PassError
+from amp_compiler.passes.legalize import Legalize
 from amp_compiler.rulefile import load_rules
 
 

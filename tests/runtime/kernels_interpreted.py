@@ -89,14 +89,17 @@ def run_both(name, arguments):
     return given_
 
 
+def extras(weights, lows, mode):
+    if mode is None:
+        return [weight.to(lows) for weight in weights] if lows else []
+    return [weight * 2**-9 for weight in weights] if mode == Storage.KAHAN else []
+
+
 def adam_arguments(sizes=SIZES, lows=None, weight=torch.float32, moment=torch.float32, **options):
     amsgrad, mode = options.get("amsgrad", False), options.get("mode")
     weights = tensors(sizes, [weight])
     largest = tensors(sizes, [moment], torch.rand) if amsgrad else []
-    if mode is None:
-        extra = [w.to(lows) for w in weights] if lows else []
-    else:
-        extra = [w * 2**-9 for w in weights] if mode == Storage.KAHAN else []
+    extra = extras(weights, lows, mode)
     steps = [torch.tensor(float(i * i)) for i in range(len(sizes))]
     rng = [] if mode is None else [torch.tensor([2**40 + 17, 5])]
     hyper = torch.tensor([1e-2, options.get("beta1", 0.9), 0.999, 1e-8, options.get("decay", 0.1)], dtype=torch.float64)
@@ -110,10 +113,7 @@ def adam_arguments(sizes=SIZES, lows=None, weight=torch.float32, moment=torch.fl
 def sgd_arguments(sizes=SIZES, lows=None, weight=torch.float32, moment=torch.float32, **options):
     mode, momentum = options.get("mode"), options.get("momentum", 0.9)
     weights = tensors(sizes, [weight])
-    if mode is None:
-        extra = [w.to(lows) for w in weights] if lows else []
-    else:
-        extra = [w * 2**-9 for w in weights] if mode == Storage.KAHAN else []
+    extra = extras(weights, lows, mode)
     rng = [] if mode is None else [torch.tensor([-3, 2**33 + 1])]
     rest = [options.get("dampening", 0.0), options.get("decay", 0.0)]
     hyper = torch.tensor([1e-2, momentum, *rest], dtype=torch.float64)
@@ -147,6 +147,16 @@ def test_sgd(momentum, dampening, nesterov, decay, maximize, started):
     options = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
     lows = torch.float16 if maximize else None
     run_both("sgd_update", sgd_arguments(decay=decay, maximize=maximize, started=started, lows=lows, **options))
+
+
+def test_no_decay_leaves_an_infinite_weight_as_it_is():
+    for name, make, options in (
+        ("adam_update", adam_arguments, {"decoupled": False}),
+        ("sgd_update", sgd_arguments, {}),
+    ):
+        arguments = make((4,), decay=0.0, **options)
+        arguments[0][0][1] = float("inf")
+        assert run_both(name, arguments)[0][0][1].isinf()
 
 
 @pytest.mark.parametrize("mode", list(Storage))

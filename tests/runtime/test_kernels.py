@@ -128,6 +128,12 @@ KERNELS = {
         },
         {"BLOCK": 1024},
     ),
+    # Triton turns an argument that is 1 into a constant.
+    "check, finish, one block": (
+        "check_finish_kernel",
+        {"partials": "*fp32", "flags": "*u8", "norm": "*fp32", "nonfinite": "*fp32"},
+        {"BLOCK": 1024, "partial_count": 1, "flag_count": 1},
+    ),
 }
 
 

@@ -1,0 +1,49 @@
+"""Every example runs, and shows what its text says that it shows."""
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from amp_compiler.rulefile import load_rules
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
+
+
+def load(name: str):
+    return runpy.run_path(str(EXAMPLES / name))["main"]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_as_a_script(name):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / name], capture_output=True, text=True, check=False, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout
+
+
+def test_compile_trains(capsys):
+    losses = load("01_compile.py")(backend="eager", steps=20)
+    assert losses[-1] < 0.5 * losses[0]
+    assert "state_dict keys are the model's own: True" in capsys.readouterr().out
+
+
+def test_rules_change_what_they_say(capsys):
+    before, after = load("02_rules.py")()
+    changed = {node.name: (old.precision, node.precision) for old, node in zip(before.nodes, after.nodes, strict=True)}
+    assert changed["linear"] == ("low", "fp32")
+    assert changed["softmax"] == ("low", "fp32")
+    assert "by my_rules.yaml:" in capsys.readouterr().out
+    assert load_rules(EXAMPLES / "my_rules.yaml").rules
+
+
+def test_fp16_overflows_on_a_cpu_and_the_cures_help():
+    infinities = load("03_fp16_overflow_on_cpu.py")()
+    assert infinities.pop("FP16") > 0
+    assert set(infinities.values()) == {0}
