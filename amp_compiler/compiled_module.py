@@ -84,7 +84,7 @@ class CompiledModule(nn.Module):
             program.weights.drop()
         return self
 
-    @torch.compiler.disable(recursive=False)
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the rewritten forward; captures first where the signature is new.
 
@@ -110,15 +110,15 @@ class CompiledModule(nn.Module):
 
     def _program(self, args: Any, kwargs: Any, leaves: Sequence[Any], spec: Any) -> Program | None:
         key = self._key(leaves, spec)
-        program = self._programs.get(key)
+        program: Program | None = self._programs.get(key)
         if program is not None:
             return program
         if self.settings.dynamic_shapes is not None:
             mode = self._mode_key(spec)
             for other_key, other in list(self._programs.items()):
                 if other_key[0] == mode and other.accepts(leaves):
-                    self._programs[key] = other
-                    return other
+                    self._programs[key] = program = other
+                    return program
         keep = not torch.is_grad_enabled() and not self.original.training
         try:
             program = build_program(self.original, args, kwargs, self.settings, keep)

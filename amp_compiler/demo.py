@@ -17,7 +17,8 @@ from rich.table import Table
 from torch import nn
 from torch.nn import functional as F
 
-from amp_compiler.compile import CompiledModule, compile
+from amp_compiler.compile import compile
+from amp_compiler.compiled_module import CompiledModule
 from amp_compiler.errors import AmpError
 from amp_compiler.report.autocast_counter import count_autocast
 from amp_compiler.report.table import human_bytes

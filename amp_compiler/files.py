@@ -30,8 +30,8 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
             file.write(data)
         umask = os.umask(0)
         os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, target)
+        Path(temporary).chmod(0o666 & ~umask)
+        Path(temporary).replace(target)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise

@@ -125,6 +125,21 @@ def tensor_operands(node: fx.Node) -> list[tuple[str, tuple[Any, ...], fx.Node]]
     ]
 
 
+def results_of(graph: fx.Graph) -> list[Any]:
+    """The values that a flat graph returns, in order."""
+    results: Any = graph.output_node().args[0]
+    return list(results) if isinstance(results, (list, tuple)) else [results]
+
+
+def replace_other_uses(old: fx.Node, new: fx.Node) -> None:
+    """Let every reader of `old` but `new` itself read `new`."""
+
+    def is_other(user: fx.Node) -> bool:
+        return user is not new
+
+    old.replace_all_uses_with(new, delete_user_cb=is_other)
+
+
 def replace_operand(node: fx.Node, path: tuple[Any, ...], new: fx.Node) -> None:
     """Put `new` in the place of one argument and leave every other use of the old one alone."""
     head, rest = path[0], path[1:]

@@ -15,7 +15,7 @@ from amp_compiler.errors import AmpError, CaptureError
 from amp_compiler.frontends.fx_alias import AliasGroups, written_operands
 from amp_compiler.frontends.fx_capture import Captured, Source, capture_module, tensor_getter
 from amp_compiler.frontends.fx_normalize import normalize
-from amp_compiler.fx_tools import CAST
+from amp_compiler.fx_tools import CAST, replace_other_uses, results_of
 from amp_compiler.optimizers import BoundGroup, bind
 from amp_compiler.passes.differentiate import Differentiate
 from amp_compiler.passes.fold_loss_scale import FoldLossScale
@@ -48,7 +48,7 @@ class LossModule(nn.Module):
 
     def forward(self, *batch: Any) -> tuple[Tensor, Any]:
         """The loss and aux (`None` where the loss function gives none)."""
-        result = self.loss_fn(self.nest, *batch)
+        result = self.__dict__["loss_fn"](self.__dict__["nest"], *batch)
         loss, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             raise AmpError(
@@ -180,7 +180,7 @@ def build_step(
         emulated = rewrite(captured.graph_module, plan, settings.rules)
     else:
         normalize(captured.graph_module)
-    results = len(captured.graph_module.graph.output_node().args[0])  # type: ignore[arg-type]
+    results = len(results_of(captured.graph_module.graph))
     buffers = _separate_buffers(captured)
     fetch = {entry.name: entry for entry in captured.inputs}
     getters = {
@@ -238,10 +238,9 @@ def _separate_buffers(captured: Captured) -> tuple[str, ...]:
         with graph.inserting_after(placeholders[-1]):
             copy = graph.call_function(torch.ops.aten.clone.default, (node,))
         copy.meta["val"] = node.meta["val"]
-        node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+        replace_other_uses(node, copy)
         copies.append(copy)
-    output = graph.output_node()
-    output.args = ((*output.args[0], *copies),)  # type: ignore[misc]
+    graph.output_node().args = ((*results_of(graph), *copies),)
     graph.lint()
     captured.graph_module.recompile()
     return tuple(node.name for node in buffers)
@@ -252,23 +251,24 @@ def _hoist_low_weights(graph_module: fx.GraphModule, trained: list[str]) -> dict
     graph = graph_module.graph
     placeholders = graph.find_nodes(op="placeholder")
     by_name = {node.name: node for node in placeholders}
-    last, hoisted = placeholders[-1], {}
+    last = placeholders[-1]
+    hoisted: dict[str, tuple[str, torch.dtype]] = {}
     for name in trained:
         for node in [user for user in by_name[name].users if user.target is CAST]:
             with graph.inserting_after(last):
                 last = graph.placeholder(f"{name}_low{len(hoisted)}")
             last.meta = {**node.meta, LOW: (name, node.args[1])}
-            hoisted[last.name] = (name, node.args[1])
+            hoisted[last.name] = (name, node.args[1])  # type: ignore[assignment]
             node.replace_all_uses_with(last)
             graph.erase_node(node)
     graph.lint()
     graph_module.recompile()
-    return hoisted  # type: ignore[return-value]
+    return hoisted
 
 
 def _owners_with_gradient(joint: fx.GraphModule, owner: tuple[str, ...]) -> list[str]:
-    outputs = joint.graph.output_node().args[0]
-    gradients = outputs[len(outputs) - len(owner) :]  # type: ignore[arg-type, index]
+    outputs = results_of(joint.graph)
+    gradients = outputs[len(outputs) - len(owner) :]
     found = [name for name, gradient in zip(owner, gradients, strict=True) if isinstance(gradient, fx.Node)]
     return list(dict.fromkeys(found))
 

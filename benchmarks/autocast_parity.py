@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import models
+import torch
 from machine import machine_facts
 from parity import BYTES_BOUND, ERROR_BOUND, TORCH_TYPES, Parity, Settings, measure
 from rich.console import Console
@@ -100,6 +101,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=tuple(TORCH_TYPES), default="bf16")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--backend", choices=("eager", "inductor"), default="eager")
+    parser.add_argument("--threads", type=int, default=1, help="the models are small: more threads are seldom faster")
     parser.add_argument("--json", type=Path, help="where the numbers go; those of a default run go to results/")
     return parser.parse_args(argv)
 
@@ -115,6 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         size=options.size,
         seeds=max(1, options.seeds),
     )
+    torch.set_num_threads(options.threads)
     warnings.filterwarnings("ignore")
     console = Console(width=160)
     rows = []

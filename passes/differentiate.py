@@ -12,7 +12,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from amp_compiler.errors import LoweringError
-from amp_compiler.fx_tools import node_tensor
+from amp_compiler.fx_tools import node_tensor, results_of
 from amp_compiler.passbase import Pass, PassResult
 
 PHASE = "amp_phase"  # key in node.meta: "forward" or "backward"
@@ -54,8 +54,8 @@ class Differentiate(Pass[fx.GraphModule]):
 
     def requires(self, subject: fx.GraphModule) -> str | None:
         """The first output is a floating-point scalar, and every name in `wrt` is a placeholder."""
-        results = subject.graph.output_node().args[0]
-        loss = results[0] if isinstance(results, (list, tuple)) and results else None
+        results = results_of(subject.graph)
+        loss = results[0] if results else None
         tensor = node_tensor(loss) if isinstance(loss, fx.Node) else None
         if tensor is None or tensor.numel() != 1 or not tensor.is_floating_point():
             return f"the loss must be one floating-point number, not {_describe(tensor)}"
@@ -65,9 +65,7 @@ class Differentiate(Pass[fx.GraphModule]):
 
     def ensures(self, before: fx.GraphModule, after: fx.GraphModule) -> str | None:
         """There is one gradient, or `None`, for every name, in the shape of its placeholder."""
-        results = after.graph.output_node().args[0]
-        kept = len(before.graph.output_node().args[0])  # type: ignore[arg-type]
-        gradients = results[kept:]  # type: ignore[index]
+        gradients = results_of(after.graph)[len(results_of(before.graph)) :]
         if len(gradients) != len(self.wrt):
             return f"there are {len(gradients)} gradients for {len(self.wrt)} placeholders"
         shapes = {node.name: node_tensor(node) for node in after.graph.find_nodes(op="placeholder")}

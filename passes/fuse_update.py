@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from amp_compiler.fx_tools import node_tensor
+from amp_compiler.fx_tools import node_tensor, results_of
 from amp_compiler.passbase import Pass, PassResult
 from amp_compiler.passes.fold_loss_scale import SCALE
 from amp_compiler.runtime import fused_update  # registers the operators
@@ -95,10 +95,10 @@ class FuseUpdate(Pass[fx.GraphModule]):
 
     def requires(self, subject: fx.GraphModule) -> str | None:
         """Results, new buffers and gradients stand in the outputs as announced, and the scale is a placeholder."""
-        outputs = subject.graph.output_node().args[0]
+        outputs = results_of(subject.graph)
         expected = self.results + len(self.buffers) + len(self.gradients)
-        if len(outputs) != expected:  # type: ignore[arg-type]
-            return f"the graph returns {len(outputs)} values, not {expected}"  # type: ignore[arg-type]
+        if len(outputs) != expected:
+            return f"the graph returns {len(outputs)} values, not {expected}"
         if not any(node.name == SCALE for node in subject.graph.find_nodes(op="placeholder")):
             return f"the graph has no placeholder '{SCALE}'; run fold_loss_scale first"
         return None
@@ -117,7 +117,7 @@ class _Builder:
         self.placeholders = {node.name: node for node in self.graph.find_nodes(op="placeholder")}
         self.last = list(self.placeholders.values())[-1]
         self.output = self.graph.output_node()
-        self.outputs = list(self.output.args[0])  # type: ignore[arg-type]
+        self.outputs = results_of(self.graph)
 
     def build(self) -> None:
         options = self.options
@@ -182,9 +182,10 @@ class _Builder:
 
     def _placeholder(self, key: tuple[Any, ...], value: torch.Tensor) -> fx.Node:
         with self.graph.inserting_after(self.last):
-            self.last = self.graph.placeholder("_".join(str(part) for part in key))
-        self.last.meta = {"val": value, STATE: key}
-        return self.last
+            node = self.graph.placeholder("_".join(str(part) for part in key))
+        node.meta = {"val": value, STATE: key}
+        self.last = node
+        return node
 
     def _scale_state(self) -> list[fx.Node]:
         scale = self.placeholders[SCALE]

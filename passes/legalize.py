@@ -9,7 +9,15 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from amp_compiler.fx_tools import CAST, canonical_op, node_tensor, refresh, replace_operand, tensor_operands
+from amp_compiler.fx_tools import (
+    CAST,
+    canonical_op,
+    node_tensor,
+    refresh,
+    replace_operand,
+    replace_other_uses,
+    tensor_operands,
+)
 from amp_compiler.passbase import Pass, PassResult
 from amp_compiler.policy import OpTable
 
@@ -101,7 +109,7 @@ def _emulate(graph: fx.Graph, node: fx.Node, low: torch.dtype, upcasts: dict[fx.
         with graph.inserting_after(result):
             rounded = _cast(graph, result, low)
         rounded.meta["val"] = made
-        result.replace_all_uses_with(rounded, delete_user_cb=lambda user, own=rounded: user is not own)
+        replace_other_uses(result, rounded)
 
 
 def _cast(graph: fx.Graph, source: fx.Node, dtype: torch.dtype) -> fx.Node:

@@ -89,8 +89,10 @@ def test_return_bytes(bench):
 
 
 def test_the_results_file(bench, tmp_path, capsys):
+    threads = torch.get_num_threads()
     path = tmp_path / "deep" / "parity.json"
     code = bench["table"].main(["--models", "lstm", "--seeds", "1", "--size", "tiny", "--json", str(path)])
+    torch.set_num_threads(threads)
     assert code == 0
     assert "every model is within the bounds" in capsys.readouterr().out
     text = path.read_text(encoding="utf-8")

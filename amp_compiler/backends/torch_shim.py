@@ -40,7 +40,8 @@ def inductor_compile(
         # every gradient of a small CNN then comes out as zero, in FP32 too (tests/test_demo.py holds that).
         wanted = {"reorder_for_peak_memory": False, "emulate_precision_casts": round_exactly}
         patches = {name: value for name, value in wanted.items() if hasattr(config, name)}
-        return compile_fx(graph_module, list(inputs), config_patches=patches)  # type: ignore[no-any-return]
+        compiled: Any = compile_fx(graph_module, list(inputs), config_patches=patches)
+        return compiled  # type: ignore[no-any-return]
     except Exception as cause:  # Inductor and the C++ compiler behind it raise many types
         raise LoweringError(
             f"Inductor cannot compile the graph: {type(cause).__name__}: {_first_line(cause)}",

@@ -63,7 +63,7 @@ def _without_autocast_calls(piece: fx.GraphModule) -> fx.GraphModule:
     for node in piece.graph.nodes:
         called = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
         if called == "_enter_autocast":
-            device, _, enabled, *_ = (*node.args, *[node.kwargs.get(key) for key in ("enabled",)][len(node.args) - 2 :])
+            device, _, enabled = node.args[:3]
             regions.append((device, bool(enabled)))
             continue
         if called == "_exit_autocast":

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from amp_compiler.fx_tools import flat_arguments, node_tensor, schema_argument
+from amp_compiler.fx_tools import flat_arguments, node_tensor, replace_other_uses, schema_argument
 
 VOLATILE = "amp_volatile"  # key in node.meta
 aten = torch.ops.aten
@@ -105,7 +105,14 @@ def functionalize(graph: fx.Graph) -> None:
         if not _only_name_of_fresh_memory(members[groups.root(target)], target, node, order) or not _keeps_type(node):
             continue
         node.target = variant
-        target.replace_all_uses_with(node, delete_user_cb=lambda user, at=order[node]: order[user] > at)
+        _replace_later_uses(target, node, order)
+
+
+def _replace_later_uses(old: fx.Node, new: fx.Node, order: dict[fx.Node, int]) -> None:
+    def is_later(user: fx.Node) -> bool:
+        return order[user] > order[new]
+
+    old.replace_all_uses_with(new, delete_user_cb=is_later)
 
 
 def _functional_variant(node: fx.Node) -> torch._ops.OpOverload | None:
@@ -168,12 +175,13 @@ def isolate_mutations(graph: fx.Graph) -> None:
         copy.meta = {key: value for key, value in base.meta.items() if key != "val"}
         with unset_fake_temporarily(), torch.no_grad():
             copy.meta["val"] = made.detach().clone() if not hasattr(made, "fake_mode") else _fake_clone(made)
-        base.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+        replace_other_uses(base, copy)
 
 
 def _fake_clone(made: Any) -> torch.Tensor:
     with made.fake_mode:
-        return torch.ops.aten.clone.default(made)
+        copy: torch.Tensor = torch.ops.aten.clone.default(made)
+    return copy
 
 
 def mark_volatile(graph: fx.Graph) -> None:

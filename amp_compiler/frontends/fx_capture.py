@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
-from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.export.graph_signature import InputKind
 from torch.overrides import TorchFunctionMode
 
 from amp_compiler.errors import CaptureError
@@ -178,8 +178,7 @@ def captured_from_program(program: torch.export.ExportedProgram) -> Captured:
             )
         source, target = kinds[spec.kind], spec.target or ""
         if source is Source.USER:
-            name = spec.arg.name if not isinstance(spec.arg, ConstantArgument) else spec.arg.name
-            inputs.append(Input(name, source, index=users))
+            inputs.append(Input(spec.arg.name, source, index=users))
             users += 1
             continue
         if source is Source.CONSTANT or (source is Source.BUFFER and target in program.constants):

@@ -108,10 +108,10 @@ def _inline(
         if user.target is operator.getitem:
             with graph.inserting_before(call):
                 new = _as_captured(graph, made[user.args[1]], user)  # type: ignore[index]
-            user.replace_all_uses_with(new)
+            user.replace_all_uses_with(new)  # type: ignore[arg-type]
             graph.erase_node(user)
     if call.users:  # a region with one result that is not in a tuple
-        call.replace_all_uses_with(made[0])
+        call.replace_all_uses_with(made[0])  # type: ignore[arg-type]
     graph.erase_node(call)
 
 

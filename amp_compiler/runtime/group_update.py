@@ -167,9 +167,9 @@ def adam_update_low(
         coef: fp32 [].
         skip: fp32 [].
         mode: a `Storage`.
-        amsgrad: as in `adam_update`.
-        maximize: as in `adam_update`.
-        decoupled: as in `adam_update`.
+        amsgrad: as in `adam_update`, like the two that follow.
+        maximize: as there.
+        decoupled: as there.
         sqrt: the square root to use.
     """
     if not weights:
@@ -181,8 +181,7 @@ def adam_update_low(
         new = math.adam_step(
             widen(weight, compensation),
             math.unscale(grads[i], coef, maximize=maximize),
-            exp_avgs[i].float(),
-            exp_avg_sqs[i].float(),
+            *(exp_avgs[i].float(), exp_avg_sqs[i].float()),
             None if largest is None else largest.float(),
             math.AdamScalars(*scalars[i].unbind()),
             decoupled=decoupled,
