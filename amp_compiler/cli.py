@@ -1,7 +1,4 @@
-"""The command line: `amp-compiler explain`, `rules` and `demo`.
-
-Torch takes seconds to import, so each command imports what it needs when it runs, and `--help` is quick.
-"""
+"""The command line: `amp-compiler explain`, `rules` and `demo`. Each command imports what it needs when it runs."""
 
 from __future__ import annotations
 

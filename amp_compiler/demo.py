@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -255,11 +256,11 @@ def _batches(images: int, steps: int) -> list[torch.Tensor]:
 
 
 def _table(rows: list[DemoRow], title: str) -> Table:
-    table = Table(title=title, title_justify="left", header_style="bold")
+    table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("network", no_wrap=True)
     table.add_column("mode", no_wrap=True)
     for column in ("test\naccuracy", "ms per\nstep", "bytes cast\nper step", "nodes in\n16 bit"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         low = "0" if row.low_nodes is None else f"{row.low_nodes} ops"
         if row.nodes is not None:

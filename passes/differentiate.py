@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from amp_compiler.errors import LoweringError
 from amp_compiler.fx_tools import node_tensor, results_of
 from amp_compiler.passbase import Pass, PassResult
+from amp_compiler.runtime import lstm
 
 PHASE = "amp_phase"  # key in node.meta: "forward" or "backward"
 SEED = "amp_seed"  # key in node.meta of the node that starts the backward
@@ -87,7 +88,7 @@ class Differentiate(Pass[fx.GraphModule]):
             for place in wanted:
                 leaves[place] = inputs[place].detach().requires_grad_()
             with torch.enable_grad():
-                results = fx.Interpreter(subject).run(*leaves)
+                results = _Forward(subject).run(*leaves)
                 marks["forward"] = _traced_nodes()
                 gradients = _gradients(results[0], [leaves[place] for place in wanted])
             return [*results, *[gradients[by_name[name]] for name in self.wrt]]
@@ -105,6 +106,15 @@ class Differentiate(Pass[fx.GraphModule]):
         traced.graph.lint()
         traced.recompile()
         return PassResult(traced, True)
+
+
+class _Forward(fx.Interpreter):
+    """Runs the forward; an LSTM on a CPU runs as an operator whose backward can stand in a graph."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch.ops.aten.lstm.input and lstm.can_run(args[0], args[1]):
+            return lstm.lstm(*args, **kwargs)
+        return super().call_function(target, args, kwargs)
 
 
 def _describe(tensor: torch.Tensor | None) -> str:

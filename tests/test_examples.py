@@ -47,3 +47,18 @@ def test_fp16_overflows_on_a_cpu_and_the_cures_help():
     infinities = load("03_fp16_overflow_on_cpu.py")()
     assert infinities.pop("FP16") > 0
     assert set(infinities.values()) == {0}
+
+
+def test_a_training_step_learns_and_skips_the_damaged_batch(capsys):
+    losses = load("04_training_step.py")(steps=60)
+    assert losses[30] == float("inf") and losses[-1] < 0.6 * losses[0]
+    out = capsys.readouterr().out
+    assert "scale 32768, 1 steps skipped" in out and "run in FP16" in out
+
+
+def test_small_gradients_need_a_loss_scale():
+    results = load("05_loss_scaling.py")()
+    (first, exact, _), (_, unscaled, lost), (_, scaled, kept) = results.values()
+    assert exact < 0.1 * first
+    assert unscaled > 0.9 * first and lost > 0.9
+    assert abs(scaled - exact) < 0.05 * exact and kept < 0.01

@@ -19,7 +19,7 @@ from torch import fx, nn
 from torch.export.graph_signature import InputKind
 from torch.overrides import TorchFunctionMode
 
-from amp_compiler.errors import CaptureError
+from amp_compiler.errors import AmpError, CaptureError
 from amp_compiler.fx_tools import shorten_path
 
 
@@ -155,6 +155,8 @@ def capture_module(
             _quiet("torch.fx.experimental.symbolic_shapes"),
         ):
             program = torch.export.export(model, args, kwargs or {}, dynamic_shapes=dynamic_shapes, strict=False)
+    except AmpError:
+        raise  # said by our own code behind the model, such as a wrong loss
     except Exception as cause:  # torch.export raises whatever the model's own code or a guard raised
         raise _capture_error(cause, model) from cause
     return captured_from_program(program)
