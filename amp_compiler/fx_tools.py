@@ -125,6 +125,12 @@ def tensor_operands(node: fx.Node) -> list[tuple[str, tuple[Any, ...], fx.Node]]
     ]
 
 
+def rename_placeholder(node: fx.Node, name: str) -> None:
+    """Give a placeholder a name, in the graph and in the signature of the printed code."""
+    node._rename(name)
+    node.target = node.name
+
+
 def results_of(graph: fx.Graph) -> list[Any]:
     """The values that a flat graph returns, in order."""
     results: Any = graph.output_node().args[0]

@@ -26,9 +26,13 @@ class Experts(nn.Module):
         return sum(weights[:, i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
 
 
+def make_model() -> tuple[nn.Module, tuple[torch.Tensor]]:
+    return Experts(), (torch.randn(8, 64),)
+
+
 def main() -> tuple[amp.PrecisionPlan, amp.PrecisionPlan]:
     torch.manual_seed(0)
-    model, example = Experts(), (torch.randn(8, 64),)
+    model, example = make_model()
 
     # Planning only: nothing is compiled or run.
     before = amp.explain(model, example, rules="default", dtype="bf16")

@@ -12,7 +12,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from amp_compiler.errors import LoweringError
-from amp_compiler.fx_tools import node_tensor, results_of
+from amp_compiler.fx_tools import node_tensor, rename_placeholder, results_of
 from amp_compiler.passbase import Pass, PassResult
 from amp_compiler.runtime import lstm
 
@@ -99,7 +99,7 @@ class Differentiate(Pass[fx.GraphModule]):
             traced = make_fx(joint, _allow_non_fake_inputs=True)(*examples)
         _tag(traced.graph, marks["forward"])
         for made, original in zip(traced.graph.find_nodes(op="placeholder"), placeholders, strict=True):
-            made._rename(original.name)
+            rename_placeholder(made, original.name)
             made.meta.update({key: value for key, value in original.meta.items() if key != "val"})
         _drop_detach(traced.graph)
         traced.graph.eliminate_dead_code()

@@ -1,5 +1,6 @@
-"""Golden text: `tests/golden/<pass>/*.txt`, a graph, perhaps decisions, and what the pass makes of it.
+"""Golden text of the neutral passes: `tests/golden/<pass>/*.txt`, what goes in and what comes out.
 
+For `classify`: rules, a graph, and the decisions. For the others: a graph, perhaps decisions, and the outcome.
 Decisions come from the small table in `planning.py`; lines `node: precision` after `--- decisions` override them.
 `AMP_REGENERATE=1 pytest tests/test_golden.py` writes the expected part anew: read the diff before you keep it.
 """
@@ -10,13 +11,33 @@ import os
 from pathlib import Path
 
 import pytest
-from planning import draft_of, finish
+from planning import FP16, draft_of, finish
+from ruamel.yaml import YAML
 
+from amp_compiler.draft import Draft
+from amp_compiler.graph_text import parse_graph
+from amp_compiler.passes import PASSES
 from amp_compiler.passes.assign_precision import AssignPrecision
+from amp_compiler.passes.classify import Classify
 from amp_compiler.pipeline import plan_of
+from amp_compiler.policy import Context
+from amp_compiler.rulefile import load_rules
 
 GOLDEN = Path(__file__).parent / "golden"
-MARK, DECISIONS = "---\n", "--- decisions\n"
+MARK, DECISIONS, GRAPH = "---\n", "--- decisions\n", "--- graph\n"
+
+
+def classify(text: str, _: dict[str, str]) -> str:
+    rules, _, graph = text.partition(GRAPH)
+    draft = Draft(parse_graph(graph), load_rules(YAML(typ="safe").load(rules)), Context(FP16))
+    decisions = Classify()(draft).subject.decisions
+    return "".join(
+        f"{name}: {decision.precision.value}"
+        + (f" math={decision.math.short}" if decision.math else "")
+        + (f"  by {decision.rule}" if decision.rule else "")
+        + f"  ({decision.reason})\n"
+        for name, decision in decisions.items()
+    )
 
 
 def assign(graph: str, decisions: dict[str, str]) -> str:
@@ -30,7 +51,7 @@ def place(graph: str, decisions: dict[str, str]) -> str:
     return "".join(line for line in lines if line.startswith(("cast ", "read ", "model's own cast "))) or "no casts\n"
 
 
-RUNNERS = {"assign_precision": assign, "place_casts": place}
+RUNNERS = {"classify": classify, "assign_precision": assign, "place_casts": place}
 FILES = [path for name in RUNNERS for path in sorted((GOLDEN / name).glob("*.txt"))]
 
 
@@ -49,3 +70,4 @@ def test_golden(path: Path) -> None:
 def test_every_pass_with_golden_files_has_a_runner() -> None:
     assert FILES
     assert {path.parent.name for path in FILES} == set(RUNNERS)
+    assert {folder.name for folder in GOLDEN.iterdir()} == set(PASSES)  # those on FX: test_golden_fx.py

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from amp_compiler.errors import CaptureError
 from amp_compiler.frontends.fx_capture import tracing_context, user_frame
 from amp_compiler.frontends.fx_normalize import PIN, region_pin
-from amp_compiler.fx_tools import user_source
+from amp_compiler.fx_tools import rename_placeholder, user_source
 from amp_compiler.graph import ValueKind
 
 _REGION = "amp_region"  # key in node.meta["custom"], which tracing copies to every node that a call becomes
@@ -46,7 +46,7 @@ def trace_piece(piece: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphM
         ) from cause
     _restore_pins(traced)
     for node, original in zip(traced.graph.find_nodes(op="placeholder"), placeholders, strict=True):
-        node._rename(original.name)
+        rename_placeholder(node, original.name)
     traced.recompile()
     kinds = {
         node.name: ValueKind.PARAMETER if isinstance(given, torch.nn.Parameter) else ValueKind.INPUT

@@ -79,7 +79,9 @@ def can_run(data: Tensor, hidden: list[Tensor]) -> bool:
     return fits and torch.backends.mkldnn.is_available() and hidden[0].size(2) == hidden[1].size(2)
 
 
-def _run(data: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor, h: Tensor, c: Tensor, reverse: bool) -> Any:
+def _run(
+    data: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor, h: Tensor, c: Tensor, reverse: bool
+) -> Any:
     with torch.enable_grad():  # the workspace is made only in grad mode; nothing here requires a gradient
         return torch.ops.aten.mkldnn_rnn_layer.default(
             data.detach(), w_ih.detach(), w_hh.detach(), b_ih.detach(), b_hh.detach(), h.detach(), c.detach(),

@@ -1,0 +1,153 @@
+"""Golden text of the passes on FX: each case is a small graph, printed before and after the pass.
+
+The graphs are traced here from torch functions, so that they carry real fake tensors; the text of both sides stands in
+`tests/golden/<pass>/<case>.txt`. `AMP_REGENERATE=1 pytest tests/test_golden_fx.py` writes them anew: read the diff.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from amp_compiler.fx_tools import rename_placeholder
+from amp_compiler.passbase import Pass
+from amp_compiler.passes import PASSES, find_pass
+from amp_compiler.passes.differentiate import Differentiate
+from amp_compiler.passes.fold_loss_scale import FoldLossScale
+from amp_compiler.passes.fuse_update import FuseUpdate, UpdateGroup
+from amp_compiler.passes.legalize import Legalize
+from amp_compiler.passes.simplify_casts import SimplifyCasts
+from amp_compiler.rulefile import load_rules
+from amp_compiler.runtime.loss_scale import StaticLossScale
+
+GOLDEN = Path(__file__).parent / "golden"
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+aten = torch.ops.aten
+
+
+def trace(function: Callable[..., Any], *dtypes: torch.dtype, shape: tuple[int, ...] = (4, 4)) -> fx.GraphModule:
+    with FakeTensorMode():
+        inputs = [torch.empty(shape, dtype=dtype) for dtype in dtypes]
+    traced = make_fx(function, pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
+    for node, name in zip(traced.graph.find_nodes(op="placeholder"), "abcd", strict=False):
+        rename_placeholder(node, name)
+    traced.recompile()
+    return traced
+
+
+def printed(graph_module: fx.GraphModule) -> str:
+    text = graph_module.print_readable(print_output=False)
+    lines = [re.sub(r";  [\w, =]+ = None", "", line).rstrip() for line in text.splitlines()]
+    kept = [line for line in lines if line and not line.strip().startswith("#") and not line.startswith("class")]
+    phases = {node.name: node.meta["amp_phase"] for node in graph_module.graph.nodes if "amp_phase" in node.meta}
+    marked = []
+    for line in kept:
+        name = re.match(r"\s*(\w+)", line)
+        phase = phases.get(name[1]) if name else None
+        marked.append(line + (f"  # {phase}" if phase else ""))
+    return "\n".join(marked) + "\n"
+
+
+def differentiated(function: Callable[..., Any], wrt: tuple[str, ...], *dtypes: torch.dtype) -> fx.GraphModule:
+    return Differentiate(wrt)(trace(function, *dtypes)).subject
+
+
+def folded(function: Callable[..., Any], wrt: tuple[str, ...], *dtypes: torch.dtype) -> fx.GraphModule:
+    return FoldLossScale()(differentiated(function, wrt, *dtypes)).subject
+
+
+def mean_loss(w: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor]:
+    return ((w * x).mean(),)
+
+
+def sum_of_halves(w: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor]:
+    return (aten.to.dtype(aten.to.dtype(w, BF16) * x, F32).sum(),)
+
+
+LEGALIZE = Legalize(load_rules("default").ops)
+GROUP = UpdateGroup("sgd", ("a",), (), (("momentum_buffer", True), ("lows", False)), 4, (False, False), True)
+UPDATE = FuseUpdate((GROUP,), ("a",), ("a",), 1, (), StaticLossScale(8.0), clip_norm=1.0)
+CASES: dict[str, tuple[Pass[fx.GraphModule], Callable[[], fx.GraphModule], bool]] = {
+    "legalize/fp16_linear_on_a_cpu": (LEGALIZE, lambda: trace(lambda a, b: (aten.linear(a, b),), F16, F16), True),
+    "legalize/shared_operand_is_widened_once": (LEGALIZE, lambda: trace(lambda a: (aten.mm(a, a),), F16), True),
+    "legalize/bf16_linear_is_left_alone": (
+        LEGALIZE,
+        lambda: trace(lambda a, b: (aten.linear(a, b),), BF16, BF16),
+        False,
+    ),
+    "legalize/fp16_add_is_left_alone": (LEGALIZE, lambda: trace(lambda a, b: (a + b,), F16, F16), False),
+    "differentiate/mean_of_a_product": (Differentiate(("a",)), lambda: trace(mean_loss, F32, F32), True),
+    "differentiate/the_adjoint_of_a_cast_is_the_cast_back": (
+        Differentiate(("a",)),
+        lambda: trace(sum_of_halves, F32, BF16),
+        True,
+    ),
+    "differentiate/what_the_loss_does_not_depend_on_has_none": (
+        Differentiate(("a", "b")),
+        lambda: trace(lambda a, b: ((a * a).sum(), b + 1), F32, F32),
+        True,
+    ),
+    "fold_loss_scale/the_seed_takes_the_scale_and_the_mean": (
+        FoldLossScale(),
+        lambda: differentiated(mean_loss, ("a",), F32, F32),
+        True,
+    ),
+    "fold_loss_scale/nothing_to_seed": (
+        FoldLossScale(),
+        lambda: differentiated(lambda a, b: ((b * b).sum(),), ("a",), F32, F32),
+        False,
+    ),
+    "simplify_casts/up_and_down_again": (
+        SimplifyCasts(),
+        lambda: trace(lambda a: (aten.to.dtype(aten.to.dtype(a, F32), BF16) + 1,), BF16),
+        True,
+    ),
+    "simplify_casts/down_and_up_rounds_and_stays": (
+        SimplifyCasts(),
+        lambda: trace(lambda a: (aten.to.dtype(aten.to.dtype(a, BF16), F32),), F32),
+        False,
+    ),
+    "simplify_casts/twice_is_once": (
+        SimplifyCasts(),
+        lambda: trace(lambda a: (aten.to.dtype(a, BF16) * aten.to.dtype(a, BF16),), F32),
+        True,
+    ),
+    "simplify_casts/an_upcast_is_repeated_in_the_backward": (
+        SimplifyCasts(),
+        lambda: differentiated(lambda a, b: (aten.to.dtype(b, F32).mul(a).sum(),), ("a",), F32, BF16),
+        True,
+    ),
+    "fuse_update/sgd_with_clipping": (UPDATE, lambda: folded(mean_loss, ("a",), F32, F32), True),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_golden(case: str) -> None:
+    run, make, changes = CASES[case]
+    given = make()
+    before = printed(given)
+    result = run(given)
+    assert result.modified is changes
+    found = f"{before}---\n{printed(result.subject)}"
+    path = GOLDEN / f"{case}.txt"
+    if os.environ.get("AMP_REGENERATE"):
+        path.write_text(found, encoding="utf-8")
+    assert found == path.read_text(encoding="utf-8")
+
+
+def test_every_pass_on_fx_has_golden_text() -> None:
+    covered = {case.partition("/")[0] for case in CASES}
+    on_fx = {name for name in PASSES if "fx" in str(find_pass(name).__orig_bases__)}
+    assert covered == on_fx
+    assert {
+        str(path.relative_to(GOLDEN).with_suffix("")) for name in covered for path in (GOLDEN / name).iterdir()
+    } == set(CASES)

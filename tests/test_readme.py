@@ -1,0 +1,52 @@
+"""The README does what it says: its tables are those of the results, its examples and commands run."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import amp_compiler as amp
+from amp_compiler.rulefile import load_rules
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", TEXT, flags=re.DOTALL)
+
+
+def test_tables_are_current():
+    assert runpy.run_path(str(ROOT / "benchmarks" / "readme.py"))["render"](TEXT) == TEXT
+
+
+def test_python_examples_run_in_order(capsys):
+    scope: dict[str, object] = {}
+    for block in blocks("python"):
+        exec(block, scope)
+    assert "aten.linear" in capsys.readouterr().out
+    assert isinstance(scope["fast"], amp.CompiledModule)
+
+
+def test_the_rules_load(tmp_path):
+    (block,) = blocks("yaml")
+    path = tmp_path / "mine.yaml"
+    path.write_text(block, encoding="utf-8")
+    assert load_rules(path).rules[-1].where.startswith(str(path))
+
+
+@pytest.mark.parametrize("line", re.findall(r"^amp-compiler (.*)$", TEXT, flags=re.MULTILINE))
+def test_commands_run(line):
+    command = [sys.executable, "-c", "from amp_compiler.cli import main; main()", *line.split()]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def test_links_lead_somewhere():
+    for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
+        assert (ROOT / target).exists(), target
