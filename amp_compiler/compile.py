@@ -10,9 +10,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-from amp_compiler.compiled_module import CompiledModule, compile_piece
+from amp_compiler.compiled_module import CompiledModule
 from amp_compiler.errors import AmpError
 from amp_compiler.frontends.fx_capture import capture_module, captured_from_graph_module
+from amp_compiler.pieces import compile_piece
 from amp_compiler.plan import PrecisionPlan
 from amp_compiler.program import plan_captured
 from amp_compiler.settings import device_of, make_settings

@@ -55,6 +55,25 @@ class CaptureError(AmpError):
     """A model cannot be turned into a graph."""
 
 
+class HookError(CaptureError):
+    """A module carries a hook that a graph would not run, whole or in pieces."""
+
+
+class CustomFunctionError(CaptureError):
+    """A model applies a `torch.autograd.Function`, whose backward an exported graph would lose.
+
+    Args:
+        what: what is wrong.
+        functions: the classes.
+        where: the model.
+        mend: what to do.
+    """
+
+    def __init__(self, what: str, *, functions: tuple[type, ...] = (), where: str = "", mend: str = "") -> None:
+        self.functions = functions
+        super().__init__(what, where=where, mend=mend)
+
+
 class GraphError(AmpError):
     """A `PrecisionGraph`, or the text of one, breaks an invariant."""
 

@@ -106,9 +106,11 @@ def _argument_names(node: fx.Node) -> list[str]:
 
 def schema_argument(node: fx.Node, name: str) -> Any:
     """The argument of that schema name as the node was called; its default, or `None`, where it was left out."""
-    for slot, path, argument in flat_arguments(node):
-        if slot == name and len(path) == 1:
-            return argument
+    if name in node.kwargs:
+        return node.kwargs[name]
+    names = _argument_names(node)
+    if name in names and names.index(name) < len(node.args):
+        return node.args[names.index(name)]
     if isinstance(node.target, torch._ops.OpOverload):
         for declared in node.target._schema.arguments:
             if declared.name == name and declared.has_default_value():

@@ -105,6 +105,19 @@ class BoundGroup:
         elif values != self._written:
             self.hyper.copy_(torch.tensor(values, dtype=torch.float64), non_blocking=True)
             self._written = values
+        if self.spec.started:
+            self._find_started()
+
+    def _find_started(self) -> None:
+        """Whether SGD's momentum has begun; without dampening its first step is like any other.
+
+        It is read off the buffers, which are zeros until a step is applied, so that the optimizer's state is all there
+        is: it holds across batch shapes, skipped steps and checkpoints.
+        """
+        group = self.optimizer.param_groups[self.index]
+        if group["momentum"] and group["dampening"]:
+            begun = [self.tensor("momentum_buffer", number).any() for number in range(len(self.parameters))]
+            self.started.copy_(torch.stack(begun).any())
 
     def flags_changed(self) -> bool:
         """True where a setting that is part of the graph (amsgrad, nesterov, …) is no longer what was compiled."""
@@ -187,7 +200,6 @@ def _bind_part(
     kind, group = KINDS[type(optimizer)], optimizer.param_groups[index]
     hyper = kind.hyper(group)
     device = part[0].device
-    had_state = any(bool(optimizer.state.get(parameter)) for parameter in part)
     spec = UpdateGroup(
         kind.operator,
         tuple(masters[id(parameter)] for parameter in part),
@@ -204,5 +216,5 @@ def _bind_part(
         index,
         tuple(part),
         torch.zeros(len(hyper), dtype=torch.float64, device=device),
-        torch.tensor(float(had_state), device=device),
+        torch.ones((), device=device),
     )

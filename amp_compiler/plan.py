@@ -191,5 +191,5 @@ def _cast_line(cast: PlannedCast) -> str:
     if cast.explicit:
         return f"model's own cast {cast.value}: {cast.src} -> {cast.dst}, {cast.bytes} bytes"
     if cast.src == cast.dst:
-        return f"read {cast.value} ({cast.src}) and not its upcast, for {users}"
+        return f"read {cast.value} ({cast.src}) itself, for {users}"
     return f"cast {cast.value}: {cast.src} -> {cast.dst}, {cast.bytes} bytes, for {users}"

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from amp_compiler.backends import BACKENDS
 from amp_compiler.dtypes import DType
@@ -23,6 +24,7 @@ from amp_compiler.pipeline import make_plan
 from amp_compiler.plan import PrecisionPlan
 from amp_compiler.policy import RuleSet
 from amp_compiler.settings import Settings, device_of
+from amp_compiler.signature import traits_key
 
 
 def rewrite(graph_module: fx.GraphModule, plan: PrecisionPlan, rules: RuleSet) -> bool:
@@ -61,6 +63,7 @@ class Program:
         run: the graph as a function of the flat inputs.
         weights: low-precision copies of weights that are kept between calls (inference only).
         fetch: for each placeholder, how to get its tensor; `None` for a user input.
+        traits: form of the inputs besides their sizes.
     """
 
     captured: Captured
@@ -68,6 +71,7 @@ class Program:
     run: Callable[..., Any]
     weights: KeptWeights
     fetch: tuple[Callable[[], torch.Tensor] | None, ...]
+    traits: tuple[Any, ...] = ()
 
     @property
     def graph_module(self) -> fx.GraphModule:
@@ -85,11 +89,18 @@ class Program:
 
     def accepts(self, leaves: Sequence[Any]) -> bool:
         """True where the program was captured for inputs of these shapes, symbolic dimensions bound consistently."""
+        if traits_key(leaves) != self.traits:
+            return False
         bound: dict[str, int] = {}
         placeholders = self.graph_module.graph.find_nodes(op="placeholder")
         for node, entry in zip(placeholders, self.captured.inputs, strict=False):
             if entry.source is Source.USER and not _matches(node.meta.get("val"), leaves[entry.index], bound):
                 return False
+        try:
+            if self.captured.guards is not None:
+                self.captured.guards(*leaves)
+        except AssertionError:
+            return False
         return True
 
 
@@ -119,16 +130,39 @@ def _binds(size: torch.SymInt, actual: int, bound: dict[str, int]) -> bool:
     return None in known.values() or int(expression.subs(known)) == actual
 
 
+class UpdateCounter:
+    """Counts the optimizer steps of this process."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._watching = False
+
+    def watch(self) -> None:
+        """Start counting; later calls change nothing."""
+        if not self._watching:
+            self._watching = True
+            register_optimizer_step_post_hook(lambda *_: self.note())
+
+    def note(self) -> None:
+        """Note a step that no `torch.optim` optimizer makes itself."""
+        self.count += 1
+
+
+UPDATES = UpdateCounter()
+
+
 class KeptWeights:
     """Low-precision copies of weights, made once and made again when a parameter changes.
 
-    A change is seen by the tensor's version counter and its address. `parameter.data.mul_()` moves neither: after such
-    a write call `.train()` or `.eval()`, which drops the copies.
+    A change is seen by the tensor's version counter and its address, and after a step of any optimizer all copies are
+    made again (fused optimizers move no counter). `parameter.data.mul_()` shows nowhere: after such a write call
+    `.train()` or `.eval()`, which drops the copies.
     """
 
     def __init__(self, casts: Sequence[tuple[int, torch.dtype]] = ()) -> None:
         self._casts = tuple(casts)
-        self._seen: list[tuple[int, int, int] | None] = [None] * len(self._casts)
+        self._seen: list[tuple[int, ...] | None] = [None] * len(self._casts)
+        UPDATES.watch()
         self._copies: list[torch.Tensor | None] = [None] * len(self._casts)
 
     def current(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -136,9 +170,10 @@ class KeptWeights:
         copies: list[torch.Tensor] = []
         for slot, (index, dtype) in enumerate(self._casts):
             tensor = inputs[index]
-            mark = (id(tensor), tensor.data_ptr(), -1 if tensor.is_inference() else tensor._version)
+            counted = not tensor.is_inference()  # an inference tensor has no version counter: its copy is never kept
+            mark = (id(tensor), tensor.data_ptr(), tensor._version, UPDATES.count) if counted else None
             copy = self._copies[slot]
-            if copy is None or self._seen[slot] != mark:
+            if copy is None or mark is None or self._seen[slot] != mark:
                 copy = tensor.detach().to(dtype)
                 self._copies[slot], self._seen[slot] = copy, mark
             copies.append(copy)
@@ -211,7 +246,7 @@ def build_program(
     )
     examples = _examples(captured, leaves, fetch, weights, settings)
     run = BACKENDS[settings.backend](captured.graph_module, examples, emulated)
-    return Program(captured, plan, run, weights, fetch)
+    return Program(captured, plan, run, weights, fetch, traits_key(leaves))
 
 
 def _examples(

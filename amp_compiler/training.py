@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
@@ -14,8 +13,10 @@ from amp_compiler.errors import AmpError
 from amp_compiler.frontends.fx_capture import autocast_off
 from amp_compiler.optimizers import check_optimizers
 from amp_compiler.plan import PrecisionPlan
+from amp_compiler.program import UPDATES
 from amp_compiler.runtime.loss_scale import LossScale, LossScaleState, NoLossScale, make_loss_scale
 from amp_compiler.settings import device_of, make_settings
+from amp_compiler.signature import leaves_key, module_key
 from amp_compiler.step_program import LossModule, LowWeights, StepOutput, StepProgram, build_step
 
 MOST_SIGNATURES = 64
@@ -43,8 +44,8 @@ def training_step(
             the single truth: schedulers, `state_dict()` and checkpoints work as always.
         rules: a preset name, a path, a dict or a `RuleSet`.
         dtype: `"fp16"`, `"bf16"` or `"auto"`.
-        loss_scale: `"dynamic"`, a number, `None`, or a `LossScale`. By default the `loss_scale` section of the rules,
-            and where it says nothing: dynamic in FP16, none in BF16.
+        loss_scale: `"dynamic"`, a number, `None`, or a `LossScale`. By default none in BF16; in FP16 what the
+            `loss_scale` section of the rules says, or dynamic.
         clip_norm: largest global L2 norm of the unscaled gradients.
         dynamic_shapes: as for `torch.export.export`, for `*batch`.
         backend: `"inductor"` or `"eager"`.
@@ -117,8 +118,9 @@ class TrainingStep:
             return NoLossScale(check_finite=False)
         if loss_scale != "rules":
             return make_loss_scale(loss_scale)
-        section = self._settings.rules.loss_scale
-        return make_loss_scale(section if section else ("dynamic" if low == "fp16" else None))
+        if low != "fp16":  # BF16 has FP32's range
+            return make_loss_scale(None)
+        return make_loss_scale(self._settings.rules.loss_scale or "dynamic")
 
     def __call__(self, *batch: Any) -> Any:
         """Train on one batch.
@@ -137,7 +139,9 @@ class TrainingStep:
         with autocast_off():
             program = self._program(batch, leaves, spec)
             scale = self._scale.scale.clone()
+            self._last = None  # last step's gradients must not live through this one
             output = program(leaves)
+        UPDATES.note()
         self._lows.settle([parameter for group in program.groups for parameter in group.parameters])
         for optimizer in self._optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether a step came before theirs
@@ -145,8 +149,10 @@ class TrainingStep:
         return output.loss if output.aux is None else (output.loss, output.aux)
 
     def _program(self, batch: tuple[Any, ...], leaves: list[Any], spec: Any) -> StepProgram:
-        modes = tuple(module.training for module in self._module.modules())
-        key = (spec, modes, tuple(_leaf_key(leaf) for leaf in leaves))
+        owners = tuple(
+            tuple(map(id, group["params"])) for optimizer in self._optimizers for group in optimizer.param_groups
+        )
+        key = (spec, module_key(self._module), owners, leaves_key(leaves))
         program = self._programs.get(key)
         if program is not None and not any(group.flags_changed() for group in program.groups):
             return program
@@ -177,12 +183,12 @@ class TrainingStep:
     @property
     def loss_scale(self) -> Tensor:
         """FP32 scalar on the device: what the next loss is multiplied by."""
-        return self._scale.scale
+        return self._scale.scale.clone()
 
     @property
     def skipped_steps(self) -> Tensor:
         """INT64 scalar on the device: how many steps were skipped."""
-        return self._scale.skipped_steps
+        return self._scale.skipped_steps.clone()
 
     @property
     def grad_norm(self) -> Tensor:
@@ -241,9 +247,3 @@ class TrainingStep:
             self._programs.clear()
             self._scale_config = config
         self._scale = LossScaleState(*config.load_state_dict(state, self._device))
-
-
-def _leaf_key(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
-    return type(leaf), leaf

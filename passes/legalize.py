@@ -80,7 +80,8 @@ class Legalize(Pass[fx.GraphModule]):
         if node.op != "call_function" or node.target is operator.getitem:
             return None
         emulate = self.ops.info(canonical_op(node.target)).emulate
-        if not emulate:
+        in_place = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        if not emulate or in_place:  # an op that writes into its operand must be given the operand itself
             return None
         for _, _, operand in tensor_operands(node):
             tensor = node_tensor(operand)
@@ -94,7 +95,7 @@ def _emulate(graph: fx.Graph, node: fx.Node, low: torch.dtype, upcasts: dict[fx.
         tensor = node_tensor(operand)
         if tensor is None or tensor.dtype != low:
             continue
-        if operand not in upcasts:
+        if operand not in upcasts or operand.meta.get("amp_volatile"):  # what changes in place is widened anew
             with graph.inserting_before(node):
                 upcasts[operand] = _cast(graph, operand, torch.float32)
                 upcasts[operand].meta["val"] = (

@@ -26,9 +26,10 @@ class PlaceCasts(Pass[Draft]):
 
     A cast stands right before its first reader, in the order of execution. Memory that is changed in place is cast anew
     for each reader. What the graph returns is cast back to its captured type. Where the low type is needed of a value
-    that the model itself upcast from a low value, readers read that low value: an entry with `src == dst` and 0 bytes,
-    which means "these users read `value` itself" and inserts nothing. The model's own casts that still change a type
-    are listed with `explicit=True` and no users.
+    that the model itself upcast from a low value, readers read that low value; where the model itself has cast a value to
+    the type in which it is returned, that cast is returned. Both are entries with `src == dst` and 0 bytes, which mean
+    "these users read `value` itself" and insert nothing. The model's own casts that still change a type are listed with
+    `explicit=True` and no users.
 
     Before: x (fp32) with linear: low reading it twice, then layer_norm: fp32.
 
@@ -79,6 +80,7 @@ class _Placer:
     draft: Draft
     users: dict[Key, list[tuple[str, int]]] = field(default_factory=dict)
     position: dict[Key, tuple[int, int]] = field(default_factory=dict)
+    made: dict[tuple[str, DType], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.graph, self.labels = self.draft.graph, self.draft.labels
@@ -99,6 +101,8 @@ class _Placer:
             for index in range(len(node.inputs)):
                 needed = self.typing.need(node, index, self.labels[node.name])
                 self._require(order, node.name, index, node.inputs[index].value, needed, node.region)
+            if typing.is_cast and typing.info.family == "cast":
+                self._note_model_cast(node)
         for index, value in enumerate(self.graph.outputs):
             if self.typing.is_flexible(value):
                 self._require(len(self.graph.nodes), RETURN, index, value, self.graph.values[value].dtype, "")
@@ -114,10 +118,23 @@ class _Placer:
             source = upcast_source(self.typing, value)
             if source is not None and self.types[source] is needed:
                 value = source
+        if user == RETURN:
+            value = self.made.get((value, needed), value)
         alone = len(self.users) + 1 if self.graph.values[value].volatile else 0
         key = (value, needed, region, alone)
         self.users.setdefault(key, []).append((user, index))
         self.position[key] = min(self.position.get(key, (order, index)), (order, index))
+
+    def _note_model_cast(self, node: Node) -> None:
+        """Let what the graph returns be the result of the model's own cast, where that has the type already."""
+        source, result = self.graph.values[node.inputs[0].value], self.graph.values[node.outputs[0]]
+        if (
+            not node.region
+            and not source.volatile
+            and not result.volatile
+            and self.types[source.name] is not self.types[result.name]
+        ):
+            self.made.setdefault((source.name, self.types[result.name]), result.name)
 
     def _anchor(self, order: int, node: Node) -> None:
         """Cast one operand of a node that takes mixed types and would get only low ones."""

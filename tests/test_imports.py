@@ -25,14 +25,16 @@ LAYERS = (
     ("graph",),
     ("graph_text_parse", "passbase", "policy"),
     ("graph_text", "matching", "optable", "plan", "typing_rules", "fx_tools"),
-    ("draft", "rulemodel", "backends", "runtime", "report"),
+    ("draft", "rulemodel", "runtime", "report"),
+    ("backends",),
     ("semantics", "rulesource"),
     ("follow", "rulefile"),
     ("follow_cut", "follow_reasons"),
     ("passes", "frontends", "rules"),
-    ("pipeline", "settings", "optimizers"),
+    ("pipeline", "settings", "optimizers", "signature"),
     ("program",),
-    ("step_program", "compiled_module"),
+    ("step_program", "pieces"),
+    ("compiled_module",),
     ("compile", "training", "onnx_convert"),
     ("",),
     ("demo", "model_spec"),
@@ -50,8 +52,8 @@ FORBIDDEN = (  # (importer, imported, why)
     ),
 )
 TORCH = (
-    "fx_tools", "optimizers", "step_program", "compiled_module", "compile", "training", "program",
-    "settings", "demo", "model_spec", "cli", "frontends*", "backends*",
+    "fx_tools", "optimizers", "step_program", "compiled_module", "pieces", "signature", "compile", "training",
+    "program", "settings", "demo", "model_spec", "cli", "frontends*", "backends*",
     "runtime*", "report.autocast_counter", "passes.*",
 )  # fmt: skip
 ONNX = ("frontends.onnx*", "onnx_convert", "model_spec", "cli")

@@ -6,9 +6,11 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from amp_compiler.backends.torch_shim import inductor_compile
+from amp_compiler.runtime import lstm
 
 
 def build(graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bool = False) -> Callable[..., Any]:
@@ -17,4 +19,16 @@ def build(graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bo
     Raises:
         LoweringError: where Inductor cannot compile it.
     """
-    return inductor_compile(copy.deepcopy(graph_module), inputs, round_exactly)
+    private = copy.deepcopy(graph_module)
+    for node in private.graph.nodes:
+        # Inductor would pick oneDNN's LSTM layer, which has no workspace for its backward outside of autograd.
+        if node.target is torch.ops.aten.lstm.input and lstm.can_run(*[_example(a) for a in node.args[:2]]):
+            node.target = lstm.lstm
+    private.recompile()
+    return inductor_compile(private, inputs, round_exactly)
+
+
+def _example(argument: Any) -> Any:
+    if isinstance(argument, (list, tuple)):
+        return [_example(item) for item in argument]
+    return argument.meta["val"]

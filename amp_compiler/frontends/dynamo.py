@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_compiler.errors import CaptureError
 from amp_compiler.frontends.fx_capture import tracing_context, user_frame
-from amp_compiler.frontends.fx_normalize import PIN, region_pin
+from amp_compiler.frontends.fx_pins import PIN, region_pin
 from amp_compiler.fx_tools import rename_placeholder, user_source
 from amp_compiler.graph import ValueKind
 
@@ -35,8 +37,17 @@ def trace_piece(piece: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphM
     placeholders = piece.graph.find_nodes(op="placeholder")
     examples = [node.meta.get("example_value", given) for node, given in zip(placeholders, inputs, strict=True)]
     body = _without_autocast_calls(piece)
+    for node in piece.graph.nodes:
+        if "autograd_function_apply" in str(node.target):
+            raise CaptureError(
+                "the model applies a custom torch.autograd.Function, whose backward a traced graph would lose",
+                where=user_source(node.meta.get("stack_trace")),
+                mend="put the call under torch.compiler.disable, or use amp.compile, which does that",
+            )
+    # The piece's own fake mode: constants that it makes while it is traced must be of the same.
+    fake_mode = next((value.fake_mode for value in examples if isinstance(value, FakeTensor)), None)
     try:
-        with tracing_context(), fx_traceback.preserve_node_meta():
+        with tracing_context(), fx_traceback.preserve_node_meta(), fake_mode or contextlib.nullcontext():
             traced = make_fx(fx.Interpreter(body).run, pre_dispatch=True, _allow_non_fake_inputs=True)(*examples)
     except Exception as cause:  # tracing runs the model's own calls, which may raise anything
         raise CaptureError(

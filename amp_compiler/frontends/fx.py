@@ -13,7 +13,7 @@ from amp_compiler.dtypes import dtype_from_short
 from amp_compiler.errors import LoweringError
 from amp_compiler.frontends.fx_alias import VOLATILE
 from amp_compiler.frontends.fx_capture import Captured, Source
-from amp_compiler.frontends.fx_normalize import PIN
+from amp_compiler.frontends.fx_pins import PIN
 from amp_compiler.fx_tools import (
     CAST,
     canonical_op,

@@ -15,7 +15,10 @@ from amp_compiler.fx_tools import flat_arguments, node_tensor, replace_other_use
 VOLATILE = "amp_volatile"  # key in node.meta
 aten = torch.ops.aten
 # Ops that may return their operand itself though their schema does not say so.
-_MAY_RETURN_OPERAND = frozenset({"dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "pad"})
+_MAY_RETURN_OPERAND = frozenset(
+    {"dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "pad", "einsum", "atleast_1d",
+     "atleast_2d", "atleast_3d", "meshgrid", "broadcast_tensors", "sum_to_size", "type_as"}
+)  # fmt: skip
 # Written without a mark in the schema: batch_norm and instance_norm update their running statistics.
 _STATISTICS = frozenset({"batch_norm", "instance_norm"})
 
@@ -58,7 +61,7 @@ def alias_sources(node: fx.Node) -> list[fx.Node]:
     sources = []
     for declared in schema.arguments:
         shares = declared.alias_info is not None and bool(marks & set(declared.alias_info.before_set))
-        if shares or (name in _MAY_RETURN_OPERAND and declared.name in ("input", "self")):
+        if shares or (name in _MAY_RETURN_OPERAND and declared.name in ("input", "self", "tensors")):
             sources += _nodes(schema_argument(node, declared.name))
     return sources
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import io
 import logging
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,7 +21,8 @@ from torch import fx, nn
 from torch.export.graph_signature import InputKind
 from torch.overrides import TorchFunctionMode
 
-from amp_compiler.errors import AmpError, CaptureError
+from amp_compiler.errors import AmpError, CaptureError, CustomFunctionError, HookError
+from amp_compiler.frontends.custom_functions import recorded_functions
 from amp_compiler.fx_tools import shorten_path
 
 
@@ -59,6 +62,7 @@ class Captured:
         constants: tensors that the model's code made at capture, by name.
         in_spec: tree of `(args, kwargs)`.
         out_spec: tree of the return value.
+        guards: raises `AssertionError` for flat user inputs that a dynamic capture does not hold for.
     """
 
     graph_module: fx.GraphModule
@@ -66,6 +70,7 @@ class Captured:
     constants: dict[str, torch.Tensor]
     in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
+    guards: Callable[..., Any] | None = None
 
 
 _CASTS = frozenset(
@@ -109,6 +114,22 @@ def tracing_context() -> Iterator[None]:
             yield
 
 
+@functools.cache
+def _register_caches_once() -> None:
+    try:
+        from transformers.integrations.executorch import register_dynamic_cache_export_support
+    except ImportError:
+        return  # an older or newer transformers: its caches stay unknown to pytree, and capture says so
+    with contextlib.suppress(ValueError):  # registered by somebody else
+        register_dynamic_cache_export_support()
+
+
+def register_caches() -> None:
+    """Let `transformers`' key-value caches be taken apart as outputs, where that package is loaded."""
+    if "transformers" in sys.modules:
+        _register_caches_once()
+
+
 @contextmanager
 def _quiet(name: str) -> Iterator[None]:
     target = logging.getLogger(name)
@@ -147,10 +168,13 @@ def capture_module(
     Raises:
         CaptureError: where the model cannot be taken as one graph; names the line of the model.
     """
+    _refuse_backward_hooks(model)
     try:
+        register_caches()
         # On failure torch.export prints the graph so far; the error that is raised says what matters.
         with (
             tracing_context(),
+            recorded_functions() as custom,
             contextlib.redirect_stderr(io.StringIO()),
             _quiet("torch.fx.experimental.symbolic_shapes"),
         ):
@@ -159,11 +183,19 @@ def capture_module(
         raise  # said by our own code behind the model, such as a wrong loss
     except Exception as cause:  # torch.export raises whatever the model's own code or a guard raised
         raise _capture_error(cause, model) from cause
-    return captured_from_program(program)
+    if custom:
+        names = ", ".join(function.__name__ for function in custom)
+        raise CustomFunctionError(
+            f"the model applies the torch.autograd.Function {names}, whose backward a captured graph would lose",
+            functions=tuple(custom),
+            where=type(model).__name__,
+            mend="make it a torch.library custom op with register_autograd; amp.compile runs it between its pieces",
+        )
+    return captured_from_program(program, dynamic=dynamic_shapes is not None)
 
 
-def captured_from_program(program: torch.export.ExportedProgram) -> Captured:
-    """The captured form of a `torch.export` program."""
+def captured_from_program(program: torch.export.ExportedProgram, dynamic: bool = False) -> Captured:
+    """The captured form of a `torch.export` program; with its guards on input shapes where these are dynamic."""
     kinds = {
         InputKind.PARAMETER: Source.PARAMETER,
         InputKind.BUFFER: Source.BUFFER,
@@ -187,7 +219,12 @@ def captured_from_program(program: torch.export.ExportedProgram) -> Captured:
             constants[target] = program.constants[target]
         inputs.append(Input(spec.arg.name, source, target))
     return Captured(
-        program.graph_module, tuple(inputs), constants, program.call_spec.in_spec, program.call_spec.out_spec
+        program.graph_module,
+        tuple(inputs),
+        constants,
+        program.call_spec.in_spec,
+        program.call_spec.out_spec,
+        getattr(program.module(), "_guards_fn", None) if dynamic else None,
     )
 
 
@@ -236,6 +273,15 @@ def tensor_getter(model: nn.Module, captured: Captured, entry: Input) -> Callabl
     if leaf in table:
         return lambda: table[leaf]  # type: ignore[return-value]
     return lambda: getattr(owner, leaf)  # parametrized or plain attributes
+
+
+def _refuse_backward_hooks(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise HookError(
+                f"module '{name or type(model).__name__}' has a full backward hook, which a graph does not run",
+                mend="remove it before the call, or register it on a tensor outside of the model",
+            )
 
 
 def _capture_error(cause: Exception, model: nn.Module) -> CaptureError:

@@ -13,10 +13,11 @@ import torch
 from torch import fx
 
 from amp_compiler.frontends.fx_alias import functionalize, isolate_mutations, mark_volatile
-from amp_compiler.fx_tools import CAST, flat_arguments, node_tensor, refresh, schema_argument, user_source
+from amp_compiler.frontends.fx_pins import PIN
+from amp_compiler.frontends.fx_regions import inline_regions
+from amp_compiler.fx_tools import flat_arguments, node_tensor, refresh, schema_argument, user_source
 from amp_compiler.graph import Pin
 
-PIN = "amp_pin"  # key in node.meta
 aten = torch.ops.aten
 
 _LIKE_FACTORIES = frozenset(
@@ -33,8 +34,10 @@ def normalize(graph_module: fx.GraphModule) -> fx.GraphModule:
     `zeros_like(x)`, `relu_(y)`. After: the region's nodes, pinned to FP32; nothing; `zeros_like(x, dtype=float32)`;
     `relu(y)`.
     """
-    inline_regions(graph_module)
+    retype = inline_regions(graph_module)
     drop_type_checks(graph_module.graph)
+    if retype:
+        refresh(graph_module)
     write_out_types(graph_module.graph)
     merge_getitems(graph_module.graph)
     functionalize(graph_module.graph)
@@ -44,101 +47,6 @@ def normalize(graph_module: fx.GraphModule) -> fx.GraphModule:
     graph_module.graph.lint()
     graph_module.recompile()
     return graph_module
-
-
-def inline_regions(graph_module: fx.GraphModule) -> None:
-    """Replace `wrap_with_autocast` and `wrap_with_set_grad_enabled` by the nodes of their bodies."""
-    graph = graph_module.graph
-    inlined, retype = True, False
-    while inlined:
-        inlined = False
-        for node in list(graph.nodes):
-            target = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
-            if target == "wrap_with_autocast":
-                device, _, enabled, _, body, *operands = node.args
-                _inline(graph_module, node, body, operands, off_device=None if enabled else device)
-                inlined, retype = True, retype or bool(enabled)
-            elif target == "wrap_with_set_grad_enabled":
-                enabled, body, *operands = node.args
-                _inline(graph_module, node, body, operands, detach=not enabled)
-                inlined = True
-    graph.eliminate_dead_code(is_impure_node=_keeps)
-    graph_module.delete_all_unused_submodules()
-    if retype:  # types inside a region with autocast on were those of autocast; without it they follow from the ops
-        refresh(graph_module)
-
-
-def _keeps(node: fx.Node) -> bool:
-    # Only the get_attr of an inlined body may go: dead code of the model is none of our business here.
-    return node.op != "get_attr"
-
-
-def region_pin(device: Any, source: str) -> Pin:
-    """The pin of a node that stands in an `autocast(enabled=False)` region of the model."""
-    return Pin("fp32", f"the model's autocast('{device}', enabled=False) region{f' at {source}' if source else ''}")
-
-
-def _inline(
-    graph_module: fx.GraphModule,
-    call: fx.Node,
-    body: Any,
-    operands: list[Any],
-    off_device: Any = None,
-    detach: bool = False,
-) -> None:
-    graph = graph_module.graph
-    region: fx.GraphModule = getattr(graph_module, body.target)
-    environment: dict[fx.Node, fx.Node] = dict(zip(region.graph.find_nodes(op="placeholder"), operands, strict=True))
-    with graph.inserting_before(call):
-        for node in region.graph.nodes:
-            if node.op in ("placeholder", "output"):
-                continue
-            if node.op == "get_attr":
-                _move_attribute(graph_module, region, node.target)
-            copied = graph.node_copy(node, lambda old: environment[old])
-            environment[node] = copied
-            if off_device is not None and copied.op == "call_function" and PIN not in copied.meta:
-                copied.meta[PIN] = region_pin(off_device, user_source(copied.meta.get("stack_trace")))
-        results = region.graph.output_node().args[0]
-        flat = list(results) if isinstance(results, (list, tuple)) else [results]
-        made = [environment.get(result) if isinstance(result, fx.Node) else result for result in flat]
-        if detach:
-            made = [_detached(graph, result) for result in made]
-    for user in list(call.users):
-        if user.target is operator.getitem:
-            with graph.inserting_before(call):
-                new = _as_captured(graph, made[user.args[1]], user)  # type: ignore[index]
-            user.replace_all_uses_with(new)  # type: ignore[arg-type]
-            graph.erase_node(user)
-    if call.users:  # a region with one result that is not in a tuple
-        call.replace_all_uses_with(made[0])  # type: ignore[arg-type]
-    graph.erase_node(call)
-
-
-def _as_captured(graph: fx.Graph, result: Any, captured: fx.Node) -> Any:
-    """What leaves a region has the type that it had there: 16-bit, where autocast was on."""
-    tensor = node_tensor(captured)
-    if not isinstance(result, fx.Node) or tensor is None or tensor.dtype not in (torch.float16, torch.bfloat16):
-        return result
-    cast = graph.call_function(CAST, (result, tensor.dtype))
-    cast.meta = {key: captured.meta[key] for key in ("val", "stack_trace", "nn_module_stack") if key in captured.meta}
-    where = user_source(captured.meta.get("stack_trace"))
-    cast.meta[PIN] = Pin("cast", f"result of the model's autocast region{f' at {where}' if where else ''}")
-    return cast
-
-
-def _move_attribute(target: fx.GraphModule, region: fx.GraphModule, name: Any) -> None:
-    if not hasattr(target, name):
-        setattr(target, name, getattr(region, name))
-
-
-def _detached(graph: fx.Graph, result: Any) -> Any:
-    # no_grad is a property of the trace, not of the values: a detach at its border has the same effect on gradients.
-    if not isinstance(result, fx.Node) or node_tensor(result) is None or not node_tensor(result).is_floating_point():  # type: ignore[union-attr]
-        return result
-    new = graph.call_function(aten.detach.default, (result,))
-    new.meta = {key: value for key, value in result.meta.items() if key != PIN}
-    return new
 
 
 def drop_type_checks(graph: fx.Graph) -> None:
@@ -157,7 +65,9 @@ def write_out_types(graph: fx.Graph) -> None:
         if made is None:
             continue
         name = node.target._schema.name.removeprefix("aten::")
-        if name in _LIKE_FACTORIES and schema_argument(node, "dtype") is None:
+        if node.target is aten.view.dtype:
+            node.meta.setdefault(PIN, Pin("keep", "it reads the bits of its operand as another type"))
+        elif name in _LIKE_FACTORIES and schema_argument(node, "dtype") is None:
             node.update_kwarg("dtype", made.dtype)
         elif name in _CASTING:
             _write_out_cast(node, made)

@@ -1,0 +1,82 @@
+"""What a captured program depends on besides tensor values: the state of the module and the form of the inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp_compiler.errors import CaptureError
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def module_key(model: nn.Module) -> tuple[Any, ...]:
+    """Which modules there are, their modes and hooks, and what parameters and buffers they hold.
+
+    A plain walk over the modules' tables: it runs at every call.
+    """
+    key: list[Any] = [torch.is_grad_enabled()]
+    seen: set[int] = set()
+    pending = [model]
+    while pending:
+        module = pending.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        own = module.__dict__
+        key += (id(module), own["training"])
+        key += [tuple(own[name]) for name in _HOOKS if own[name]]
+        key += [(p.requires_grad, p.dtype) for p in own["_parameters"].values() if p is not None]
+        key += [b.dtype for b in own["_buffers"].values() if b is not None]
+        pending += [child for child in own["_modules"].values() if child is not None]
+    return tuple(key)
+
+
+def leaves_key(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """Exact form of the flattened inputs: shapes, strides, types, values of what is no tensor, and who is who.
+
+    Raises:
+        CaptureError: for an input that cannot be a key, such as an object that is not hashable.
+    """
+    first: dict[int, int] = {}
+    key = tuple(
+        (leaf.shape, leaf.stride(), leaf.dtype, leaf.device, leaf.requires_grad, first.setdefault(id(leaf), place))
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+        else _plain_key(leaf)
+        for place, leaf in enumerate(leaves)
+    )
+    try:
+        hash(key)
+    except TypeError as cause:
+        kinds = sorted({type(leaf).__name__ for leaf in leaves if type(leaf).__hash__ is None})
+        raise CaptureError(
+            f"an input of type {', '.join(kinds)} is not hashable, so calls cannot be told apart",
+            mend="pass tensors, numbers, strings, or containers of them",
+        ) from cause
+    return key
+
+
+def _plain_key(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape, leaf.layout, leaf.dtype, leaf.device, leaf.requires_grad
+    return type(leaf), repr(leaf) if isinstance(leaf, float) else leaf  # 0.0 and -0.0 differ, nan is itself
+
+
+def traits_key(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """What must be equal for a program of dynamic shapes to be used again: all but the sizes."""
+    return tuple(
+        (leaf.dim(), _order(leaf), leaf.dtype, leaf.device, leaf.requires_grad)
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+        else _plain_key(leaf)
+        for leaf in leaves
+    )
+
+
+def _order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Dimensions from the widest stride to the narrowest; contiguous tensors of any size have one order."""
+    if tensor.is_contiguous():
+        return tuple(range(tensor.dim()))
+    return tuple(sorted(range(tensor.dim()), key=lambda place: -tensor.stride(place)))

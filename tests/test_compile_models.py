@@ -1,0 +1,294 @@
+"""Models of the kinds that a capture easily gets wrong: each result and gradient against the plain module."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import amp_compiler as amp
+
+TOLERANCE = 3e-2  # a few BF16 roundings, which are 2**-9 each
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Lambda(nn.Module):
+    def __init__(self, function, **modules) -> None:
+        super().__init__()
+        self.function = function
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, *args):
+        return self.function(self, *args)
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(8, 8)
+
+
+def check(model: nn.Module, *args, backend: str = "eager", dtype: str = "bf16", times: int = 1) -> amp.CompiledModule:
+    """Outputs, parameter gradients and buffers of `times` calls agree with the plain module's."""
+    plain = copy.deepcopy(model)
+    compiled = amp.compile(model, dtype=dtype, backend=backend)
+    for _ in range(times):
+        torch.manual_seed(1)
+        expected = plain(*args)
+        torch.manual_seed(1)
+        actual = compiled(*args)
+        assert actual.dtype == expected.dtype and actual.shape == expected.shape
+        close(actual, expected)
+        if expected.requires_grad:
+            expected.sum().backward()
+            actual.sum().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        if theirs.grad is not None:
+            close(ours.grad, theirs.grad)
+    for ours, theirs in zip(model.buffers(), plain.buffers(), strict=True):
+        assert ours.requires_grad == theirs.requires_grad
+        close(ours, theirs)
+    return compiled
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    with torch.no_grad():
+        assert (actual.double() - expected.double()).norm() <= TOLERANCE * expected.double().norm() + 1e-6
+
+
+class Reverse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return -g
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_custom_function_keeps_its_backward(backend):
+    model = Lambda(lambda m, x: m.b(Reverse.apply(m.a(x))), a=linear(), b=linear())
+    compiled = check(model, X, backend=backend, times=2)
+    assert compiled.in_pieces and compiled.plan.low_nodes == 2
+    with pytest.raises(amp.CaptureError, match=r"Reverse.*register_autograd"):
+        amp.explain(model, (X,))
+
+
+def test_the_entry_point_refuses_a_custom_function():
+    model = Lambda(lambda m, x: m.b(Reverse.apply(m.a(x))), a=linear(), b=linear())
+    with pytest.raises(Exception, match=r"custom torch\.autograd\.Function"):
+        torch.compile(model, backend="amp_compiler", options={"dtype": "bf16", "backend": "eager"})(X)
+
+
+class Average(nn.Module):
+    """A running mean kept under no_grad, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = linear()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        y = self.fc(x)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(y.mean(0) * 0.1)
+        return y - self.mean
+
+
+class Clamped(nn.Module):
+    """A weight that is clamped in place before it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = linear()
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.fc.weight.clamp_(-0.1, 0.1)
+        return self.fc(x)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("make", [Average, Clamped])
+def test_in_place_updates_under_no_grad(make, backend):
+    check(make(), X, backend=backend, times=2)
+
+
+def test_spectral_norm():
+    check(nn.utils.parametrizations.spectral_norm(linear()), X, times=2)
+
+
+def test_bits_are_not_reinterpreted_in_another_width():
+    check(Lambda(lambda m, x: m.fc(x).view(torch.int32).view(torch.float32) * 1, fc=linear()), X)
+
+
+@pytest.mark.parametrize(
+    "alias", [lambda h: torch.einsum("ij->ji", h), torch.atleast_3d, lambda h: torch.broadcast_tensors(h, h[:1])[0]]
+)
+def test_writes_through_aliases_that_no_schema_marks(alias):
+    def function(m, x):
+        h = m.fc(x) * 1
+        alias(h).add_(5)
+        return h + 0
+
+    check(Lambda(function, fc=linear()), X)
+
+
+def test_writes_between_two_emulated_products():
+    def function(m, x):
+        h = m.a(x)
+        view = h[:2]
+        first = m.b(h)
+        view.mul_(50)
+        return first + m.b(h)
+
+    with torch.no_grad():  # torch's own backward refuses the write
+        check(Lambda(function, a=linear(), b=linear()), X, dtype="fp16")
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_kept_weights_follow_fused_optimizers(kind):
+    model = linear()
+    compiled = amp.compile(model, dtype="bf16", backend="eager")
+    optimizer = kind(model.parameters(), lr=0.5, fused=True)
+    for _ in range(3):
+        with torch.no_grad():
+            model.eval()
+            close(compiled(X), model(X))
+        model.train()
+        optimizer.zero_grad()
+        model(X).square().sum().backward()
+        optimizer.step()
+
+
+def test_kept_weights_of_inference_tensors():
+    with torch.inference_mode():
+        model = linear().eval()
+        compiled = amp.compile(model, dtype="bf16", backend="eager")
+        compiled(X)
+        model.weight.mul_(3)
+        close(compiled(X), model(X))
+
+
+def test_a_causal_mask_made_in_the_model_runs_in_pieces():
+    def function(m, x):
+        mask = torch.ones(4, 4).triu(1).bool()
+        y = m.fc(x)
+        if y.sum() > 1e9:
+            return y
+        return (y @ y.t()).masked_fill(mask, 0.0) + torch.arange(4)
+
+    compiled = check(Lambda(function, fc=linear()), X)
+    assert compiled.in_pieces and compiled.plan.low_nodes >= 2
+
+
+def test_packed_sequences():
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.fc, self.rnn = nn.Linear(8, 8), nn.LSTM(8, 8, batch_first=True)
+
+        def forward(self, x, lengths):
+            packed = nn.utils.rnn.pack_padded_sequence(self.fc(x), lengths, batch_first=True)
+            return nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0]
+
+    model, x = Packed(), torch.randn(2, 5, 8)
+    compiled = amp.compile(model, dtype="bf16", backend="eager")
+    try:
+        close(compiled(x, torch.tensor([5, 3])), model(x, torch.tensor([5, 3])))
+    except amp.CaptureError as error:
+        assert "nothing of Packed was captured" in str(error)  # said, not run in FP32 unseen
+
+
+def test_a_wrong_call_does_not_decide_for_later_ones():
+    compiled = amp.compile(linear(), dtype="bf16", backend="eager")
+    with pytest.raises(amp.CaptureError):
+        compiled(torch.randn(4, 9))
+    close(compiled(X), compiled.original(X))
+    assert not compiled.in_pieces
+
+
+def test_a_region_for_another_device_means_nothing():
+    def function(m, x):
+        with torch.autocast("cuda", enabled=False):
+            return m.fc(x)
+
+    assert check(Lambda(function, fc=linear()), X).plan.low_nodes == 1
+
+
+def test_nested_regions():
+    def function(m, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = m.a(x)
+            with torch.autocast("cpu", enabled=False):
+                z = m.b(y.float())
+            return m.a(z) + y
+
+    plan = check(Lambda(function, a=linear(), b=linear()), X).plan
+    assert [node.precision for node in plan.nodes if node.op == "aten.linear"] == ["low", "fp32", "low"]
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_an_lstm(backend):
+    torch.manual_seed(0)
+    model = Lambda(lambda m, x: m.rnn(x)[0], rnn=nn.LSTM(8, 8))
+    check(model, torch.randn(5, 2, 8), backend=backend)
+
+
+def test_backward_hooks_are_refused():
+    model = linear()
+    model.register_full_backward_hook(lambda module, inputs, outputs: None)
+    with pytest.raises(amp.CaptureError, match="full backward hook"):
+        amp.compile(model, dtype="bf16", backend="eager")(X)
+
+
+def test_a_replaced_submodule_is_seen():
+    model = nn.Sequential(linear(), nn.ReLU())
+    compiled = amp.compile(model, dtype="bf16", backend="eager")
+    compiled(X)
+    model[1] = nn.Tanh()
+    close(compiled(X), model(X))
+
+
+def test_dynamic_shapes_capture_again_for_what_they_do_not_cover():
+    model = Lambda(lambda m, x, k: m.fc(x) * (k if x.shape[0] % 2 == 0 else 10.0), fc=linear())
+    compiled = amp.compile(model, dtype="bf16", backend="eager", dynamic_shapes=(({0: torch.export.Dim.AUTO}, None),))
+    for rows, factor in ((4, 2.0), (6, 2.0), (6, 5.0), (9, 2.0)):
+        x = torch.randn(rows, 8)
+        close(compiled(x, factor), model(x, factor))
+
+
+def test_the_same_tensor_twice_is_another_signature():
+    model = Lambda(lambda m, a, b: m.fc(a.add_(1)) + b, fc=linear())
+    compiled = amp.compile(model, dtype="bf16", backend="eager")
+    close(compiled(X.clone(), X.clone()), model(X.clone(), X.clone()))
+    one, two = X.clone(), X.clone()
+    close(compiled(one, one), model(two, two))
+
+
+def test_unhashable_arguments_are_named():
+    class Options:
+        __hash__ = None
+
+    compiled = amp.compile(Lambda(lambda m, x, o: m.fc(x), fc=linear()), dtype="bf16", backend="eager")
+    with pytest.raises(amp.CaptureError, match="Options is not hashable"):
+        compiled(X, Options())
+
+
+def test_hugging_face_models_with_a_cache():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0
+    )
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    compiled = amp.compile(model, dtype="bf16", backend="eager")
+    ids = torch.arange(8)[None]
+    actual, expected = compiled(ids), model(ids)
+    close(actual.logits, expected.logits)
+    assert actual.past_key_values is not None
