@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -125,6 +126,12 @@ def explain(
         captured = captured_from_graph_module(copy.deepcopy(model))
         tensors = [node.meta.get("val") for node in captured.graph_module.graph.nodes]
         return plan_captured(captured, settings.rules, settings.low(device_of(tensors)))
+    if isinstance(model, (str, Path)):
+        raise AmpError(
+            "amp.explain does not read files yet, ONNX ones included",
+            where=str(model),
+            mend="pass the nn.Module itself",
+        )
     if not isinstance(model, nn.Module):
         raise AmpError(
             f"amp.explain cannot read a {type(model).__name__}", mend="pass an nn.Module or an FX GraphModule"

@@ -137,7 +137,9 @@ class CompiledModule(nn.Module):
         except CaptureError as cause:
             return Pieces(self.original, self.settings, cause, device_of([*leaves, *self.original.parameters()]))
         self._programs[key] = program
-        if len(self._programs) == MANY_SIGNATURES:
+        # A model may hang hooks on its modules when it first runs; they were in place while it was traced.
+        self._programs[(key[0][0], module_key(self.original)), key[1]] = program
+        if len(self._programs) in (MANY_SIGNATURES, MANY_SIGNATURES + 1):
             logger.warning(
                 "%s was captured for %d input signatures; pass dynamic_shapes= to amp.compile, or pad the inputs",
                 type(self.original).__name__,

@@ -32,6 +32,9 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
         os.umask(umask)
         Path(temporary).chmod(0o666 & ~umask)
         Path(temporary).replace(target)
+    except OSError as cause:
+        Path(temporary).unlink(missing_ok=True)
+        raise AmpError(f"cannot write there: {cause.strerror}", where=str(target), mend="name a file") from cause
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise

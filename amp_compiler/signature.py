@@ -79,4 +79,5 @@ def _order(tensor: torch.Tensor) -> tuple[int, ...]:
     """Dimensions from the widest stride to the narrowest; contiguous tensors of any size have one order."""
     if tensor.is_contiguous():
         return tuple(range(tensor.dim()))
-    return tuple(sorted(range(tensor.dim()), key=lambda place: -tensor.stride(place)))
+    strides = tensor.stride()
+    return tuple(sorted(range(tensor.dim()), key=lambda place: -strides[place]))

@@ -25,6 +25,7 @@ from amp_compiler.plan import PrecisionPlan
 from amp_compiler.program import plan_captured, rewrite
 from amp_compiler.runtime.loss_scale_base import LossScale, LossScaleState
 from amp_compiler.settings import Settings, device_of
+from amp_compiler.step_state import GradientSums, LowWeights
 
 LOW = "amp_low"  # key in node.meta of a placeholder for a 16-bit weight: (position of its master, torch dtype)
 
@@ -116,32 +117,6 @@ class StepProgram:
         return StepOutput(loss, aux, norm, flags, tuple(flat[self.results + 3 :]))
 
 
-class LowWeights:
-    """The 16-bit copies of the masters: state, written by the update, made again only when a master changed outside."""
-
-    def __init__(self) -> None:
-        self._copies: dict[tuple[int, torch.dtype], Tensor] = {}
-        self._marks: dict[tuple[int, torch.dtype], tuple[int, int]] = {}
-
-    def get(self, master: Tensor, dtype: torch.dtype) -> Tensor:
-        """The copy of a master; the same tensor at every step."""
-        key, mark = (id(master), dtype), (master.data_ptr(), master._version)
-        copy = self._copies.get(key)
-        if copy is None or copy.shape != master.shape or copy.device != master.device:
-            copy = self._copies[key] = master.detach().to(dtype)
-        elif self._marks.get(key) != mark:
-            copy.copy_(master.detach())
-        self._marks[key] = mark
-        return copy
-
-    def settle(self, masters: Sequence[Tensor]) -> None:
-        """Note that the update has just written these masters together with their copies."""
-        for master in masters:
-            for key in self._copies:
-                if key[0] == id(master):
-                    self._marks[key] = (master.data_ptr(), master._version)
-
-
 def build_step(
     model: LossModule,
     batch: tuple[Any, ...],
@@ -153,6 +128,9 @@ def build_step(
     *,
     clip_norm: float | None = None,
     enabled: bool = True,
+    sums: GradientSums | None = None,
+    gather: str = "",
+    divisor: int = 1,
 ) -> StepProgram:
     """Capture, plan, rewrite, differentiate, fuse and compile one training step.
 
@@ -166,6 +144,9 @@ def build_step(
         lows: the 16-bit weights, shared by all programs of a step.
         clip_norm: largest global gradient norm.
         enabled: mixed precision; without it the same graph in FP32.
+        sums: sums of gradients over several batches, shared by all programs of a step.
+        gather: as for `FuseUpdate`.
+        divisor: number of batches whose gradients are averaged.
 
     Raises:
         CaptureError: the loss cannot be captured as one graph.
@@ -210,10 +191,11 @@ def build_step(
     masters = {id(getters[name]()): name for name in trained if name in with_gradient}
     copies = {id(getters[master]()): name for name, (master, _) in hoisted.items() if master in with_gradient}
     groups = bind(optimizers, masters, copies)
-    step = FuseUpdate(tuple(group.spec for group in groups), wrt, owner, results, buffers, scale, clip_norm)(
-        joint
-    ).subject
-    resolve = _resolvers(step, fetch, getters, hoisted, groups, scale_state, lows)
+    fuse = FuseUpdate(
+        tuple(group.spec for group in groups), wrt, owner, results, buffers, scale, clip_norm, divisor, gather
+    )
+    step = fuse(joint).subject
+    resolve = _resolvers(step, fetch, getters, hoisted, groups, scale_state, lows, sums or GradientSums())
     examples = [get(leaves) for get in resolve]
     build = BACKENDS[settings.backend]
     with torch.no_grad():
@@ -281,6 +263,7 @@ def _resolvers(
     groups: list[BoundGroup],
     scale_state: Callable[[], LossScaleState],
     lows: LowWeights,
+    sums: GradientSums,
 ) -> list[Callable[[Sequence[Any]], Any]]:
     """For each placeholder of the step graph, how to get its tensor at run time."""
 
@@ -289,6 +272,8 @@ def _resolvers(
             column, group, number = node.meta[STATE]
             if column == "scale":
                 return lambda leaves: getattr(scale_state(), group)
+            if column == "sum":
+                return lambda leaves: sums.get(getters[group]())
             return lambda leaves: groups[group].tensor(column, number)
         if node.name in hoisted:
             master, dtype = hoisted[node.name]

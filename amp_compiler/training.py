@@ -17,7 +17,8 @@ from amp_compiler.program import UPDATES
 from amp_compiler.runtime.loss_scale import LossScale, LossScaleState, NoLossScale, make_loss_scale
 from amp_compiler.settings import device_of, make_settings
 from amp_compiler.signature import leaves_key, module_key
-from amp_compiler.step_program import LossModule, LowWeights, StepOutput, StepProgram, build_step
+from amp_compiler.step_program import LossModule, StepOutput, StepProgram, build_step
+from amp_compiler.step_state import GradientSums, LowWeights
 
 MOST_SIGNATURES = 64
 
@@ -31,6 +32,7 @@ def training_step(
     dtype: str = "auto",
     loss_scale: Any = "rules",
     clip_norm: float | None = None,
+    accumulate: int = 1,
     dynamic_shapes: Any = None,
     backend: str = "inductor",
     enabled: bool = True,
@@ -47,6 +49,7 @@ def training_step(
         loss_scale: `"dynamic"`, a number, `None`, or a `LossScale`. By default none in BF16; in FP16 what the
             `loss_scale` section of the rules says, or dynamic.
         clip_norm: largest global L2 norm of the unscaled gradients.
+        accumulate: number of calls whose gradients are averaged, in FP32, before the weights are updated.
         dynamic_shapes: as for `torch.export.export`, for `*batch`.
         backend: `"inductor"` or `"eager"`.
         enabled: mixed precision; without it the same step in plain FP32.
@@ -74,6 +77,7 @@ def training_step(
         dtype=dtype,
         loss_scale=loss_scale,
         clip_norm=clip_norm,
+        accumulate=accumulate,
         dynamic_shapes=dynamic_shapes,
         backend=backend,
         enabled=enabled,
@@ -93,6 +97,7 @@ class TrainingStep:
         dtype: str,
         loss_scale: Any,
         clip_norm: float | None,
+        accumulate: int,
         dynamic_shapes: Any,
         backend: str,
         enabled: bool,
@@ -101,6 +106,10 @@ class TrainingStep:
             model = model.original
         if clip_norm is not None and not clip_norm > 0:
             raise AmpError(f"clip_norm={clip_norm!r}", mend="pass a positive number, or None for no clipping")
+        if not isinstance(accumulate, int) or accumulate < 1:
+            raise AmpError(f"accumulate={accumulate!r}", mend="pass a whole number from 1 on")
+        self._accumulate, self._gathered = accumulate, 0
+        self._sums = GradientSums()
         self._settings = make_settings(rules, dtype, backend, dynamic_shapes)
         self._module = LossModule(model, loss_fn)
         self._optimizers = check_optimizers(optimizer)
@@ -141,6 +150,7 @@ class TrainingStep:
             scale = self._scale.scale.clone()
             self._last = None  # last step's gradients must not live through this one
             output = program(leaves)
+        self._gathered = (self._gathered + 1) % self._accumulate
         UPDATES.note()
         self._lows.settle([parameter for group in program.groups for parameter in group.parameters])
         for optimizer in self._optimizers:
@@ -152,7 +162,8 @@ class TrainingStep:
         owners = tuple(
             tuple(map(id, group["params"])) for optimizer in self._optimizers for group in optimizer.param_groups
         )
-        key = (spec, module_key(self._module), owners, leaves_key(leaves))
+        gather = "" if self._accumulate == 1 else "use" if self._gathered == self._accumulate - 1 else "add"
+        key = (spec, module_key(self._module), owners, gather, leaves_key(leaves))
         program = self._programs.get(key)
         if program is not None and not any(group.flags_changed() for group in program.groups):
             return program
@@ -171,6 +182,9 @@ class TrainingStep:
             self._lows,
             clip_norm=self._clip_norm,
             enabled=self._enabled,
+            sums=self._sums,
+            gather=gather,
+            divisor=self._accumulate,
         )
         self._programs[key] = program
         return program
@@ -213,10 +227,14 @@ class TrainingStep:
         return self._seen()[0].graph_module
 
     def gradients(self) -> dict[str, Tensor]:
-        """The last step's unscaled FP32 gradients by parameter name, before clipping; for logging."""
+        """The last step's unscaled FP32 gradients by parameter name, before clipping; for logging.
+
+        While batches are gathered, their sum so far divided by `accumulate`.
+        """
         program, output, scale = self._seen()
         return {
-            name: gradient.float() / scale for name, gradient in zip(program.updated, output.gradients, strict=True)
+            name: gradient.float() / (scale * self._accumulate)
+            for name, gradient in zip(program.updated, output.gradients, strict=True)
         }
 
     def nonfinite_report(self) -> list[str]:

@@ -81,6 +81,8 @@ class FuseUpdate(Pass[fx.GraphModule]):
         scale: the loss scale.
         clip_norm: largest global norm, `None` for no clipping.
         divisor: what gradients are divided by besides the scale (number of accumulated batches).
+        gather: `"add"` only adds the gradients to FP32 sums, and updates nothing but buffers; `"use"` adds the sums to
+            the gradients, updates, and clears the sums; empty for neither.
     """
 
     groups: tuple[UpdateGroup, ...]
@@ -91,6 +93,7 @@ class FuseUpdate(Pass[fx.GraphModule]):
     scale: LossScale
     clip_norm: float | None = None
     divisor: int = 1
+    gather: str = ""
     name: ClassVar[str] = "fuse_update"
 
     def requires(self, subject: fx.GraphModule) -> str | None:
@@ -123,6 +126,8 @@ class _Builder:
         options = self.options
         state = self._scale_state()
         gradients = self._merged_gradients()
+        if options.gather:
+            gradients = self._gathered(gradients)
         (inverse,) = self._inline(
             lambda *fields: options.scale.inverse(LossScaleState(*fields)) / options.divisor, state
         )
@@ -130,11 +135,12 @@ class _Builder:
         norm, nonfinite, flags = (self._item(check, index) for index in range(3))
         if not options.scale.checks_finite:
             (nonfinite,) = self._inline(torch.zeros_like, [nonfinite])
-        (coef,) = self._inline(self._coefficient, [inverse, norm])
-        for index, group in enumerate(options.groups):
-            self._update(index, group, gradients, coef, nonfinite)
         self._commit_buffers(nonfinite)
-        self._commit_scale(state, nonfinite, norm)
+        if options.gather != "add":
+            (coef,) = self._inline(self._coefficient, [inverse, norm])
+            for index, group in enumerate(options.groups):
+                self._update(index, group, gradients, coef, nonfinite)
+            self._commit_scale(state, nonfinite, norm)
         kept = self.outputs[: options.results]
         with self.graph.inserting_before(self.output):
             self.output.args = ((*kept, norm, nonfinite, flags, *gradients.values()),)
@@ -155,6 +161,20 @@ class _Builder:
                 (gradient,) = self._inline(lambda a, b: a.float() + b.float(), [merged[owner], gradient])
             merged[owner] = gradient
         return merged
+
+    def _gathered(self, gradients: dict[str, fx.Node]) -> dict[str, fx.Node]:
+        """The gradients of this batch added, in FP32, to those of the batches before; the sums are kept or cleared."""
+        totals: dict[str, fx.Node] = {}
+        for number, (name, gradient) in enumerate(gradients.items()):
+            tensor = node_tensor(gradient)
+            value = tensor.new_empty(tensor.shape, dtype=torch.float32)  # type: ignore[union-attr]
+            kept = self._placeholder(("sum", name, number), value)
+            (totals[name],) = self._inline(lambda a, b: a + b.float(), [kept, gradient])
+            if self.options.gather == "add":
+                self._call(torch.ops.aten.copy_.default, [kept, totals[name]])
+            else:
+                self._call(torch.ops.aten.zero_.default, [kept])
+        return totals
 
     def _update(
         self, index: int, group: UpdateGroup, gradients: dict[str, fx.Node], coef: fx.Node, skip: fx.Node

@@ -26,10 +26,10 @@ class PlaceCasts(Pass[Draft]):
 
     A cast stands right before its first reader, in the order of execution. Memory that is changed in place is cast anew
     for each reader. What the graph returns is cast back to its captured type. Where the low type is needed of a value
-    that the model itself upcast from a low value, readers read that low value; where the model itself has cast a value to
-    the type in which it is returned, that cast is returned. Both are entries with `src == dst` and 0 bytes, which mean
-    "these users read `value` itself" and insert nothing. The model's own casts that still change a type are listed with
-    `explicit=True` and no users.
+    that the model itself upcast from a low value, readers read that low value; where the model itself has cast a value
+    to the type in which it is returned, that cast is returned. Both are entries with `src == dst` and 0 bytes, which
+    mean "these users read `value` itself" and insert nothing. The model's own casts that still change a type are listed
+    with `explicit=True` and no users.
 
     Before: x (fp32) with linear: low reading it twice, then layer_norm: fp32.
 

@@ -31,7 +31,7 @@ LAYERS = (
     ("follow", "rulefile"),
     ("follow_cut", "follow_reasons"),
     ("passes", "frontends", "rules"),
-    ("pipeline", "settings", "optimizers", "signature"),
+    ("pipeline", "settings", "optimizers", "signature", "step_state"),
     ("program",),
     ("step_program", "pieces"),
     ("compiled_module",),
@@ -39,6 +39,7 @@ LAYERS = (
     ("",),
     ("demo", "model_spec"),
     ("cli",),
+    ("__main__",),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 LAZY = {("graph", "graph_text"), ("plan", "report"), ("rulemodel", "rulesource")}
@@ -52,8 +53,8 @@ FORBIDDEN = (  # (importer, imported, why)
     ),
 )
 TORCH = (
-    "fx_tools", "optimizers", "step_program", "compiled_module", "pieces", "signature", "compile", "training",
-    "program", "settings", "demo", "model_spec", "cli", "frontends*", "backends*",
+    "fx_tools", "optimizers", "step_state", "step_program", "compiled_module", "pieces", "signature", "compile",
+    "training", "program", "settings", "demo", "model_spec", "cli", "frontends*", "backends*",
     "runtime*", "report.autocast_counter", "passes.*",
 )  # fmt: skip
 ONNX = ("frontends.onnx*", "onnx_convert", "model_spec", "cli")

@@ -214,6 +214,90 @@ def test_schedulers_groups_and_scaler_states_carry_over():
     scaler.load_state_dict(scaled.state_dict())
 
 
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_accumulated_batches_are_averaged(backend):
+    class Plain(nn.Module):  # without BatchNorm, whose statistics differ between one large batch and two small ones
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 5)
+
+        def forward(self, x):
+            return self.b(F.relu(self.a(x)))
+
+    torch.manual_seed(0)
+    model = Plain()
+    reference = copy.deepcopy(model)
+    step = amp.training_step(
+        model,
+        loss_fn,
+        torch.optim.SGD(model.parameters(), 0.1),
+        accumulate=2,
+        enabled=False,
+        backend=backend,
+        clip_norm=0.5,
+    )
+    whole = amp.training_step(
+        reference, loss_fn, torch.optim.SGD(reference.parameters(), 0.1), enabled=False, backend=backend, clip_norm=0.5
+    )
+    for _ in range(3):
+        before = [p.detach().clone() for p in model.parameters()]
+        step(X[:16], Y[:16])
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        step(X[16:], Y[16:])
+        whole(X, Y)
+        for got, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.allclose(got, wanted, rtol=0, atol=1e-6)
+        assert torch.allclose(step.grad_norm, whole.grad_norm, rtol=1e-5)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_one_bad_batch_skips_the_whole_accumulated_step(place):
+    model, _ = models()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    step = amp.training_step(
+        model, loss_fn, optimizer, dtype="fp16", loss_scale="dynamic", accumulate=2, backend="eager"
+    )
+    step(X, Y), step(X, Y)
+    before = [p.detach().clone() for p in model.parameters()]
+    for number in range(2):
+        step(X * float("inf") if number == place else X, Y)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert int(step.skipped_steps) == 1
+    step(X, Y), step(X, Y)
+    assert int(step.skipped_steps) == 1
+    assert not all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_momentum_survives_skips_shapes_and_checkpoints():
+    def run(disturb: bool) -> list[torch.Tensor]:
+        model, _ = models()
+        optimizer = OPTIMIZERS["momentum"](model.parameters())
+        step = amp.training_step(model, loss_fn, optimizer, dtype="fp16", loss_scale=128.0, backend="eager")
+        if disturb:
+            step(X * float("inf"), Y)
+        step(X[:8], Y[:8]), step(X[:8], Y[:8])
+        if disturb:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        step(X, Y)
+        return [p.detach().clone() for p in model.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(False), run(True), strict=True))
+
+
+def test_parameters_that_come_later_are_trained():
+    model, _ = models()
+    model.a.weight.requires_grad_(False)
+    optimizer = torch.optim.SGD([model.a.weight, model.b.weight], 0.1)
+    step = amp.training_step(model, loss_fn, optimizer, backend="eager", dtype="bf16")
+    frozen, bias = model.a.weight.detach().clone(), model.b.bias.detach().clone()
+    step(X, Y)
+    assert torch.equal(frozen, model.a.weight) and torch.equal(bias, model.b.bias)
+    model.a.weight.requires_grad_(True)
+    optimizer.add_param_group({"params": [model.b.bias]})
+    step(X, Y)
+    assert not torch.equal(frozen, model.a.weight) and not torch.equal(bias, model.b.bias)
+
+
 def test_a_gan_with_two_models_and_two_optimizers_and_aux():
     torch.manual_seed(0)
     nets = {"g": nn.Linear(4, 8), "d": nn.Linear(8, 1)}

@@ -52,4 +52,4 @@ class OpaqueFunctions:
                 if original is None:
                     del function.forward
                 else:
-                    function.forward = original
+                    function.forward = original  # type: ignore[method-assign]
