@@ -139,7 +139,7 @@ class CompiledModule(nn.Module):
         self._programs[key] = program
         # A model may hang hooks on its modules when it first runs; they were in place while it was traced.
         self._programs[(key[0][0], module_key(self.original)), key[1]] = program
-        if len(self._programs) in (MANY_SIGNATURES, MANY_SIGNATURES + 1):
+        if len({id(one) for one in self._programs.values()}) == MANY_SIGNATURES:
             logger.warning(
                 "%s was captured for %d input signatures; pass dynamic_shapes= to amp.compile, or pad the inputs",
                 type(self.original).__name__,
