@@ -17,7 +17,8 @@ from amp_compiler.program import UPDATES
 from amp_compiler.runtime.loss_scale import LossScale, LossScaleState, NoLossScale, make_loss_scale
 from amp_compiler.settings import device_of, make_settings
 from amp_compiler.signature import leaves_key, module_key
-from amp_compiler.step_program import LossModule, StepOutput, StepProgram, build_step
+from amp_compiler.step_build import StepOptions, StepState, build_step
+from amp_compiler.step_program import LossModule, StepOutput, StepProgram
 from amp_compiler.step_state import GradientSums, LowWeights
 
 MOST_SIGNATURES = 64
@@ -109,7 +110,6 @@ class TrainingStep:
         if not isinstance(accumulate, int) or accumulate < 1:
             raise AmpError(f"accumulate={accumulate!r}", mend="pass a whole number from 1 on")
         self._accumulate, self._gathered = accumulate, 0
-        self._sums = GradientSums()
         self._settings = make_settings(rules, dtype, backend, dynamic_shapes)
         self._module = LossModule(model, loss_fn)
         self._optimizers = check_optimizers(optimizer)
@@ -118,6 +118,7 @@ class TrainingStep:
         self._scale_config = self._choose_scale(loss_scale)
         self._scale = self._scale_config.init(self._device)
         self._lows = LowWeights()
+        self._state = StepState(lambda: self._scale, self._lows, GradientSums())
         self._programs: dict[Any, StepProgram] = {}
         self._last: tuple[StepProgram, StepOutput, Tensor] | None = None
 
@@ -172,20 +173,16 @@ class TrainingStep:
                 f"the step was captured for {MOST_SIGNATURES} batch shapes",
                 mend="pass dynamic_shapes=, or pad the batches",
             )
-        program = build_step(
-            self._module,
-            batch,
+        options = StepOptions(
             self._settings,
             self._optimizers,
             self._scale_config,
-            lambda: self._scale,
-            self._lows,
-            clip_norm=self._clip_norm,
-            enabled=self._enabled,
-            sums=self._sums,
-            gather=gather,
-            divisor=self._accumulate,
+            self._clip_norm,
+            self._enabled,
+            self._accumulate,
+            gather,
         )
+        program = build_step(self._module, batch, options, self._state)
         self._programs[key] = program
         return program
 

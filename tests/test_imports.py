@@ -34,7 +34,7 @@ LAYERS = (
     ("pipeline", "settings", "optimizers", "signature", "step_state"),
     ("program",),
     ("step_program", "pieces"),
-    ("compiled_module",),
+    ("compiled_module", "step_build"),
     ("compile", "training", "onnx_convert"),
     ("",),
     ("demo", "model_spec"),
@@ -53,8 +53,8 @@ FORBIDDEN = (  # (importer, imported, why)
     ),
 )
 TORCH = (
-    "fx_tools", "optimizers", "step_state", "step_program", "compiled_module", "pieces", "signature", "compile",
-    "training", "program", "settings", "demo", "model_spec", "cli", "frontends*", "backends*",
+    "fx_tools", "optimizers", "step_state", "step_program", "step_build", "compiled_module", "pieces", "signature",
+    "compile", "training", "program", "settings", "demo", "model_spec", "cli", "frontends*", "backends*",
     "runtime*", "report.autocast_counter", "passes.*",
 )  # fmt: skip
 ONNX = ("frontends.onnx*", "onnx_convert", "model_spec", "cli")

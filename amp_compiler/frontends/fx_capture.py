@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import functools
 import io
 import logging
-import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from amp_compiler.errors import AmpError, CaptureError, CustomFunctionError, HookError
 from amp_compiler.frontends.custom_functions import recorded_functions
+from amp_compiler.frontends.transformers_caches import register_caches
 from amp_compiler.fx_tools import shorten_path
 
 
@@ -112,22 +111,6 @@ def tracing_context() -> Iterator[None]:
         warnings.simplefilter("ignore")
         with autocast_off(), KeepCastsApart():
             yield
-
-
-@functools.cache
-def _register_caches_once() -> None:
-    try:
-        from transformers.integrations.executorch import register_dynamic_cache_export_support
-    except ImportError:
-        return  # an older or newer transformers: its caches stay unknown to pytree, and capture says so
-    with contextlib.suppress(ValueError):  # registered by somebody else
-        register_dynamic_cache_export_support()
-
-
-def register_caches() -> None:
-    """Let `transformers`' key-value caches be taken apart as outputs, where that package is loaded."""
-    if "transformers" in sys.modules:
-        _register_caches_once()
 
 
 @contextmanager
