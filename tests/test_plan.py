@@ -40,7 +40,7 @@ def test_text_tells_kinds_of_casts_apart() -> None:
         "fp32 é = aten.linear ->   module=fc  rule=default.yaml:4  (tensor cores)",
         "cast x: fp32 -> fp16, 96 bytes, for y[0], return[1]",
         "model's own cast h: fp16 -> fp32, 12 bytes",
-        "read h (fp16) and not its upcast, for z[0]",
+        "read h (fp16) itself, for z[0]",
     ]
 
 
