@@ -257,4 +257,14 @@ def _examples(
     if settings.dynamic_shapes is None:
         return [*real, *weights.current(real)]
     nodes = captured.graph_module.graph.find_nodes(op="placeholder")
-    return [node.meta.get("val", value) for node, value in zip(nodes, [*real, *weights.current(real)], strict=True)]
+    return [
+        _symbolic(node.meta.get("val", value), value)
+        for node, value in zip(nodes, [*real, *weights.current(real)], strict=True)
+    ]
+
+
+def _symbolic(captured: Any, real: Any) -> Any:
+    """The captured stand-in of an input, requiring a gradient where the real one does: capture does not note that."""
+    if isinstance(captured, torch.Tensor) and isinstance(real, torch.Tensor) and real.requires_grad:
+        return captured.detach().requires_grad_()
+    return captured

@@ -162,10 +162,15 @@ def test_dynamic_shapes_capture_once(backend):
         backend=backend,
         dynamic_shapes=({0: torch.export.Dim.DYNAMIC},),
     )
-    reference = model.original
+    reference = copy.deepcopy(model.original)
     for size in (4, 7, 9):
         x = torch.randn(size, 8)
-        assert error(model(x), reference(x)) < BF16_ERROR
+        actual, expected = model(x), reference(x)
+        assert error(actual, expected) < BF16_ERROR
+        actual.square().mul(x).sum().backward()
+        expected.square().mul(x).sum().backward()
+    for got, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+        assert error(got.grad, wanted.grad) < 2 * BF16_ERROR
     assert len({id(program) for program in model._programs.values()}) == 1
 
 
@@ -234,7 +239,9 @@ def test_a_model_that_nobody_can_take_is_named_with_its_line():
             y = x.reshape(3, 1000)
             return y
 
-    with pytest.raises(amp.CaptureError, match=r"test_compile\.py:\d+: neither torch\.export nor Dynamo.*3, 1000.*; if"):
+    with pytest.raises(
+        amp.CaptureError, match=r"test_compile\.py:\d+: neither torch\.export nor Dynamo.*3, 1000.*; if"
+    ):
         amp.compile(Broken(), dtype="bf16", backend="eager")(X)
 
 
