@@ -40,21 +40,21 @@ def check(model: nn.Module, *args, backend: str = "eager", dtype: str = "bf16", 
         torch.manual_seed(1)
         actual = compiled(*args)
         assert actual.dtype == expected.dtype and actual.shape == expected.shape
-        close(actual, expected)
+        check_close(actual, expected)
         if expected.requires_grad:
             expected.sum().backward()
             actual.sum().backward()
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert (ours.grad is None) == (theirs.grad is None)
         if theirs.grad is not None:
-            close(ours.grad, theirs.grad)
+            check_close(ours.grad, theirs.grad)
     for ours, theirs in zip(model.buffers(), plain.buffers(), strict=True):
         assert ours.requires_grad == theirs.requires_grad
-        close(ours, theirs)
+        check_close(ours, theirs)
     return compiled
 
 
-def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+def check_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     with torch.no_grad():
         assert (actual.double() - expected.double()).norm() <= TOLERANCE * expected.double().norm() + 1e-6
 
@@ -158,7 +158,7 @@ def test_kept_weights_follow_fused_optimizers(kind):
     for _ in range(3):
         with torch.no_grad():
             model.eval()
-            close(compiled(X), model(X))
+            check_close(compiled(X), model(X))
         model.train()
         optimizer.zero_grad()
         model(X).square().sum().backward()
@@ -171,7 +171,7 @@ def test_kept_weights_of_inference_tensors():
         compiled = amp.compile(model, dtype="bf16", backend="eager")
         compiled(X)
         model.weight.mul_(3)
-        close(compiled(X), model(X))
+        check_close(compiled(X), model(X))
 
 
 def test_a_causal_mask_made_in_the_model_runs_in_pieces():
@@ -200,7 +200,7 @@ def test_packed_sequences():
     model, x = Packed(), torch.randn(2, 5, 8)
     compiled = amp.compile(model, dtype="bf16", backend="eager")
     try:
-        close(compiled(x, torch.tensor([5, 3])), model(x, torch.tensor([5, 3])))
+        check_close(compiled(x, torch.tensor([5, 3])), model(x, torch.tensor([5, 3])))
     except amp.CaptureError as error:
         assert "nothing of Packed was captured" in str(error)  # said, not run in FP32 unseen
 
@@ -209,7 +209,7 @@ def test_a_wrong_call_does_not_decide_for_later_ones():
     compiled = amp.compile(linear(), dtype="bf16", backend="eager")
     with pytest.raises(amp.CaptureError):
         compiled(torch.randn(4, 9))
-    close(compiled(X), compiled.original(X))
+    check_close(compiled(X), compiled.original(X))
     assert not compiled.in_pieces
 
 
@@ -252,7 +252,7 @@ def test_a_replaced_submodule_is_seen():
     compiled = amp.compile(model, dtype="bf16", backend="eager")
     compiled(X)
     model[1] = nn.Tanh()
-    close(compiled(X), model(X))
+    check_close(compiled(X), model(X))
 
 
 def test_dynamic_shapes_capture_again_for_what_they_do_not_cover():
@@ -260,15 +260,15 @@ def test_dynamic_shapes_capture_again_for_what_they_do_not_cover():
     compiled = amp.compile(model, dtype="bf16", backend="eager", dynamic_shapes=(({0: torch.export.Dim.AUTO}, None),))
     for rows, factor in ((4, 2.0), (6, 2.0), (6, 5.0), (9, 2.0)):
         x = torch.randn(rows, 8)
-        close(compiled(x, factor), model(x, factor))
+        check_close(compiled(x, factor), model(x, factor))
 
 
 def test_the_same_tensor_twice_is_another_signature():
     model = Lambda(lambda m, a, b: m.fc(a.add_(1)) + b, fc=linear())
     compiled = amp.compile(model, dtype="bf16", backend="eager")
-    close(compiled(X.clone(), X.clone()), model(X.clone(), X.clone()))
+    check_close(compiled(X.clone(), X.clone()), model(X.clone(), X.clone()))
     one, two = X.clone(), X.clone()
-    close(compiled(one, one), model(two, two))
+    check_close(compiled(one, one), model(two, two))
 
 
 def test_unhashable_arguments_are_named():
@@ -290,5 +290,5 @@ def test_hugging_face_models_with_a_cache():
     compiled = amp.compile(model, dtype="bf16", backend="eager")
     ids = torch.arange(8)[None]
     actual, expected = compiled(ids), model(ids)
-    close(actual.logits, expected.logits)
+    check_close(actual.logits, expected.logits)
     assert actual.past_key_values is not None
