@@ -1,7 +1,7 @@
 """Minimum of a sum of two-label costs, by s-t minimum cut: exact, deterministic, and fast on long thin graphs.
 
-networkx has maximum flow too. On one chain of 10,000 variables its fastest algorithm for that (`preflow_push`) takes
-2.6 times as long, `boykov_kolmogorov` 29 times, and none of them says which of several minimum cuts it gives.
+networkx has maximum flow too, but it is slower on long chains, and none of its algorithms says which of several minimum
+cuts it gives.
 
 The algorithm is highest-label push-relabel with gap and global relabelling (Goldberg and Tarjan, "A new approach to the
 maximum-flow problem", 1988; Cherkassky and Goldberg, "On implementing push-relabel", 1997), first phase only: a maximum

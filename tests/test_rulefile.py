@@ -126,7 +126,8 @@ def test_a_dict_has_keys_for_places():
 
 
 def test_ops_of_other_namespaces_are_taken_as_they_are():
-    load_rules(match(op=["mylib.attention", "torchvision.*", "com.microsoft.Gelu"]))
+    names = ["mylib.attention", "torchvision.*", "com.microsoft.Gelu"]
+    assert load_rules(match(op=names)).rules[0].match.op == tuple(names)
 
 
 def test_an_empty_match_matches_everything_and_must_be_written():
