@@ -13,7 +13,7 @@ SOURCES := amp_compiler passes rules tests examples benchmarks
 export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup venv demo test lint types format test-fast test-slow test-gpu bench clean
+.PHONY: help setup venv demo test lint types format test-fast test-slow test-gpu bench bench-onnx clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +60,21 @@ test-gpu: $(STAMP) ## the tests that need a CUDA device
 
 bench: $(STAMP) ## every benchmark; the numbers go to benchmarks/results/
 	@set -e; for script in $$(grep -l __main__ benchmarks/*.py); do echo "== $$script"; $(BIN)/python $$script; done
+
+# The other converters pin packages in their own way, so they live apart. ModelOpt imports torch, the largest of what it
+# needs: the project's own serves, found behind the peers' packages.
+PEERS := $(VENV)/peers
+$(PEERS)/.installed: $(STAMP)
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip --disable-pip-version-check install --quiet \
+	  onnx onnxruntime onnxconverter-common sympy onnx-graphsurgeon onnxslim lief polygraphy nvidia-ml-py
+	$(PEERS)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps nvidia-modelopt
+	$(BIN)/python -c 'import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])' \
+	  > $$($(PEERS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/project.pth
+	@touch $@
+
+bench-onnx: $(PEERS)/.installed ## ONNX conversion beside three other converters, installed in an environment of their own
+	$(BIN)/python -m benchmarks.onnx_convert --peers $(PEERS)/bin/python
 
 clean: ## remove .venv and everything generated
 	rm -rf $(VENV) .types build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

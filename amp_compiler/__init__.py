@@ -16,6 +16,8 @@ from amp_compiler.errors import (
     PassError,
     RuleError,
 )
+from amp_compiler.frontends.onnx_to_fx import onnx_to_fx
+from amp_compiler.onnx_convert import Conversion, convert_onnx
 from amp_compiler.plan import PrecisionPlan
 from amp_compiler.policy import RuleSet
 from amp_compiler.rulefile import load_rules
@@ -25,6 +27,7 @@ __all__ = [
     "AmpError",
     "CaptureError",
     "CompiledModule",
+    "Conversion",
     "GraphError",
     "LoweringError",
     "OnnxError",
@@ -34,7 +37,9 @@ __all__ = [
     "RuleSet",
     "TrainingStep",
     "compile",
+    "convert_onnx",
     "explain",
     "load_rules",
+    "onnx_to_fx",
     "training_step",
 ]

@@ -1,4 +1,4 @@
-"""The command line: `amp-compiler explain`, `rules` and `demo`. Each command imports what it needs when it runs."""
+"""The command line: `explain`, `convert`, `rules` and `demo`. Each command imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -35,6 +35,13 @@ class LowType(str, enum.Enum):
     """What `--dtype` takes."""
 
     AUTO = "auto"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+
+class StoredType(str, enum.Enum):
+    """What `convert --dtype` takes: a file is not made for one device."""
+
     FP16 = "fp16"
     BF16 = "bf16"
 
@@ -93,6 +100,49 @@ def explain(
             print_plan(plan)
         else:
             _emit(plan_text(plan), output)
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="IN.onnx", help="The FP32 model; it is never changed.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT.onnx", help="The file to write.")],
+    rules: RulesOption = "default",
+    dtype: Annotated[StoredType, typer.Option("--dtype", help="The 16-bit type.")] = StoredType.FP16,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibrate", metavar="DATA", help="An npz file of inputs, or a folder of them: one batch a file."
+        ),
+    ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Run both models, with true rounding, on the calibration data or random inputs."),
+    ] = False,
+    tolerance: Annotated[
+        float | None,
+        typer.Option("--tolerance", min=0, help="Largest relative error that passes: 0.01 in fp16, 0.08 in bf16."),
+    ] = None,
+    report: Annotated[Path | None, typer.Option("--report", help="Write the plan as a page for the browser.")] = None,
+    keep_io_types: Annotated[
+        bool, typer.Option("--keep-io-types/--no-keep-io-types", help="Inputs and outputs keep their types.")
+    ] = True,
+    json_: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+) -> None:
+    """Convert an ONNX model to mixed precision. Exit codes: 1 no conversion, 2 wrong usage, 3 failed verification."""
+    from rich.console import Console
+
+    from amp_compiler.cli_convert import ConvertOptions, run_convert
+
+    options = ConvertOptions(
+        source, output, rules, dtype.value, calibrate, verify, tolerance, report, keep_io_types=keep_io_types
+    )
+    summary = run_convert(options)
+    if json_:
+        typer.echo(summary.to_json(), nl=False)
+    else:
+        summary.print(Console())
+    if summary.failed:
+        raise typer.Exit(3)
 
 
 @rules_app.command("list")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,14 +13,16 @@ from torch import fx, nn
 from amp_compiler.compiled_module import CompiledModule
 from amp_compiler.errors import AmpError
 from amp_compiler.frontends.fx_capture import capture_module, captured_from_graph_module
+from amp_compiler.frontends.onnx_to_fx import module_of
+from amp_compiler.onnx_plan import explain_onnx, is_onnx
 from amp_compiler.pieces import compile_piece
 from amp_compiler.plan import PrecisionPlan
 from amp_compiler.program import plan_captured
-from amp_compiler.settings import device_of, make_settings
+from amp_compiler.settings import AUTO, device_of, make_settings
 
 
 def compile(
-    model: nn.Module,
+    model: Any,
     *,
     rules: Any = "default",
     dtype: str = "auto",
@@ -31,7 +32,8 @@ def compile(
     """Compile a module for mixed precision.
 
     Args:
-        model: any `nn.Module`; it is captured at the first call for each input signature.
+        model: any `nn.Module`, or an ONNX model (a path or a `ModelProto`, see `amp.onnx_to_fx`); it is captured at
+            the first call for each input signature.
         rules: a preset name, a path, a dict or a `RuleSet`.
         dtype: `"fp16"`, `"bf16"`, or `"auto"` (BF16 where the device computes it natively, else FP16).
         dynamic_shapes: as for `torch.export.export`; without it every new input shape is captured anew.
@@ -49,6 +51,7 @@ def compile(
         >>> model(torch.ones(2, 8)).dtype
         torch.float32
     """
+    model = module_of(model)
     if not isinstance(model, nn.Module):
         raise AmpError(
             f"amp.compile takes an nn.Module, not a {type(model).__name__}",
@@ -100,10 +103,10 @@ def explain(
     """Plan the precision of a model without compiling or running it.
 
     Args:
-        model: an `nn.Module`, or an FX `GraphModule` in ATen IR as `torch.export` gives.
+        model: an `nn.Module`, an FX `GraphModule` in ATen IR as `torch.export` gives, or an ONNX path or `ModelProto`.
         example_args: a tuple of positional arguments, a dict of keyword arguments, a pair of both, or one tensor.
         rules: as for `compile`.
-        dtype: as for `compile`.
+        dtype: as for `compile`; `"auto"` is FP16 for an ONNX model, whose device is not known.
         dynamic_shapes: as for `torch.export.export`.
 
     Returns:
@@ -111,6 +114,7 @@ def explain(
 
     Raises:
         CaptureError: the model cannot be captured.
+        OnnxError: the ONNX model cannot be read.
         RuleError: the rules cannot be loaded.
 
     Example:
@@ -126,15 +130,12 @@ def explain(
         captured = captured_from_graph_module(copy.deepcopy(model))
         tensors = [node.meta.get("val") for node in captured.graph_module.graph.nodes]
         return plan_captured(captured, settings.rules, settings.low(device_of(tensors)))
-    if isinstance(model, (str, Path)):
-        raise AmpError(
-            "amp.explain does not read files yet, ONNX ones included",
-            where=str(model),
-            mend="pass the nn.Module itself",
-        )
+    if is_onnx(model):
+        return explain_onnx(model, rules=settings.rules, dtype="fp16" if dtype == AUTO else dtype)
     if not isinstance(model, nn.Module):
         raise AmpError(
-            f"amp.explain cannot read a {type(model).__name__}", mend="pass an nn.Module or an FX GraphModule"
+            f"amp.explain cannot read a {type(model).__name__}",
+            mend="pass an nn.Module, an FX GraphModule, or an ONNX path or ModelProto",
         )
     args, kwargs = split_example(example_args)
     captured = capture_module(model, args, kwargs, dynamic_shapes)

@@ -56,8 +56,7 @@ class FollowProblem:
         typing = self.typing[name]
         if not typing.info.exact:
             return False
-        node = self.graph.nodes[name]
-        return any(self.semantics.wide[node.inputs[index].value] for index in typing.data)
+        return self.semantics.widest(self.graph.nodes[name], typing.data) is not None
 
     def demands(self, value: str) -> dict[str, Demand]:
         """By region, what the users of `value` ask of it. Fixed labels must be known; the answer is kept."""
@@ -87,8 +86,7 @@ class FollowProblem:
                 continue
             self.labels[name] = FP32
             del self.free[name]
-            data = self.graph.nodes[name].inputs
-            wide = next(data[i].value for i in self.typing[name].data if self.semantics.wide[data[i].value])
+            wide = self.semantics.widest(self.graph.nodes[name], self.typing[name].data)
             self.notes[name] = f"follows its fp32 input '{wide}', which rounding would change for a later reader"
 
     def needs_bits(self, value: str) -> bool:

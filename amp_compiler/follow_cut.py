@@ -74,7 +74,7 @@ class _CutBuilder:
     def add_value(self, value: str) -> None:
         """The casts of one value, and that nobody sees it rounded who must not."""
         numel = self.values[value].numel
-        cost = numel * (self.low + self.fp32)
+        cost = 0 if self.owner.graph.is_folded(value) else numel * (self.low + self.fp32)
         maker = self._maker(value)
         source = self.owner.source(value)
         for demand in self.owner.demands(value).values():

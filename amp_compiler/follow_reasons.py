@@ -85,6 +85,8 @@ class _Counts:
         return found
 
     def _casts(self, value: str, low_users: int, fp32_users: int, dtype: DType, source: DType) -> int:
+        if self.problem.graph.is_folded(value):
+            return 0
         count = (low_users > 0 and source is DType.FLOAT32) + (fp32_users > 0 and dtype is self.typing.low)
         return count * self.problem.graph.values[value].numel * (self.low + self.fp32)
 

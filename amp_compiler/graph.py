@@ -67,11 +67,13 @@ class Operand:
         value: name of the value read.
         slot: name of the argument in the op's schema, such as `weight`; `tensors.1` for the second of a list.
         allowed: types that the op takes there, where the frontend knows them (ONNX type constraints); else `None`.
+        tied: the op wants it in the type of its data, so that the op table cannot keep it in another one.
     """
 
     value: str
     slot: str
     allowed: frozenset[DType] | None = None
+    tied: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,7 @@ class PrecisionGraph:
 
     Args:
         device: type of the device that it runs on: `cpu`, `cuda`, …
+        folds: a cast of a parameter or constant is done once on the stored data and costs nothing at run time.
 
     Example:
         >>> graph = PrecisionGraph()
@@ -137,8 +140,8 @@ class PrecisionGraph:
         >>> graph.verify()
     """
 
-    def __init__(self, device: str = "cpu") -> None:
-        self.device = device
+    def __init__(self, device: str = "cpu", *, folds: bool = False) -> None:
+        self.device, self.folds = device, folds
         self.values: dict[str, Value] = {}
         self.nodes: dict[str, Node] = {}
         self.outputs: list[str] = []
@@ -179,6 +182,10 @@ class PrecisionGraph:
         for index, operand in enumerate(node.inputs):
             self._users[operand.value].append((node.name, index))
         self.nodes[node.name] = node
+
+    def is_folded(self, value: str) -> bool:
+        """True where a cast of `value` costs nothing at run time."""
+        return self.folds and self.values[value].kind in (ValueKind.PARAMETER, ValueKind.CONSTANT)
 
     def producer(self, value: str) -> Node | None:
         """The node that makes `value`; `None` for inputs, parameters, buffers and constants."""

@@ -10,6 +10,7 @@ r"""A `PrecisionGraph` as text, and back: for reading, for golden files, for dif
 Blank lines and lines that begin with `#` say nothing. A dimension may be a name (`fp32[s0, 8]~64`: 64 elements by
 the hint), the rank unknown (`fp32[?]~64`). An operand may list the types that its op takes (`X=x:fp16|fp32`). A node is
 named after its first output unless `name=` says otherwise, and one without outputs is written `() = op(…)`. After the
+allowed types may stand `tied` (`X=x:fp16|fp32|tied`), and after the device `folds`. After the result
 types may stand `module`, `type`, `source`, `region`, `phase` and `pin`. Names with characters other than letters,
 digits, `_`, `.` and `/` are written as JSON strings, and so are values with the name of a keyword.
 """
@@ -20,9 +21,8 @@ import json
 import math
 import re
 
-from amp_compiler.dtypes import DType
 from amp_compiler.errors import AmpError
-from amp_compiler.graph import Attr, Node, PrecisionGraph, Value, ValueKind
+from amp_compiler.graph import Attr, Node, Operand, PrecisionGraph, Value, ValueKind
 from amp_compiler.graph_text_parse import KEYWORDS, Line, parse_node, parse_source, parse_value_names
 
 _BARE = re.compile(r"[A-Za-z0-9_./]+\Z")
@@ -43,7 +43,7 @@ def format_graph(graph: PrecisionGraph) -> str:
         input x: fp32[2, s0]~6
         return
     """
-    lines = [f"graph {_word(graph.device)}"]
+    lines = [f"graph {_word(graph.device)}" + (" folds" if graph.folds else "")]
     for value in graph.values.values():
         if value.kind is not ValueKind.RESULT:
             lines.append(f"{value.kind.value} {_name(value.name)}: {_type(value)}")
@@ -75,7 +75,7 @@ def parse_graph(text: str) -> PrecisionGraph:
         line = Line(content, number)
         if graph is None:
             line.take("graph")
-            graph = PrecisionGraph(line.name())
+            graph = PrecisionGraph(line.name(), folds=line.skip("folds"))
             line.end()
             continue
         if returned:
@@ -112,7 +112,7 @@ def _statement(graph: PrecisionGraph, line: Line) -> bool:
 
 def _node(graph: PrecisionGraph, node: Node) -> str:
     made = ", ".join(map(_name, node.outputs)) or "()"
-    reads = ", ".join(f"{_word(operand.slot)}={_operand(operand.value, operand.allowed)}" for operand in node.inputs)
+    reads = ", ".join(f"{_word(operand.slot)}={_operand(operand)}" for operand in node.inputs)
     text = f"{made} = {_word(node.op)}({reads})"
     if node.attrs:
         text += " {" + ", ".join(f"{_word(key)}={_attr(value)}" for key, value in node.attrs.items()) + "}"
@@ -149,10 +149,11 @@ def _string(text: str) -> str:
     return "".join(f"\\u{ord(char):04x}" if char in "\x7f\x85\u2028\u2029" else char for char in plain)
 
 
-def _operand(value: str, allowed: frozenset[DType] | None) -> str:
-    if allowed is None:
-        return _name(value)
-    return f"{_name(value)}:{'|'.join(sorted(dtype.short for dtype in allowed)) or 'none'}"
+def _operand(operand: Operand) -> str:
+    if operand.allowed is None:
+        return _name(operand.value) + (":tied" if operand.tied else "")
+    words = sorted(dtype.short for dtype in operand.allowed) or ["none"]
+    return f"{_name(operand.value)}:{'|'.join(words + ['tied'] * operand.tied)}"
 
 
 def _type(value: Value) -> str:

@@ -210,10 +210,12 @@ def _operand(line: Line) -> Operand:
     value = line.name()
     if not line.skip(":"):
         return Operand(value, slot)
-    if line.skip("none"):
-        return Operand(value, slot, frozenset())
-    allowed = {_dtype(line)}
+    if line.skip("tied"):
+        return Operand(value, slot, tied=True)
+    allowed = set() if line.skip("none") else {_dtype(line)}
     while line.skip("|"):
+        if line.skip("tied"):
+            return Operand(value, slot, frozenset(allowed), tied=True)
         allowed.add(_dtype(line))
     return Operand(value, slot, frozenset(allowed))
 

@@ -14,6 +14,7 @@ from amp_compiler.graph import Node, ValueKind
 from amp_compiler.policy import Precision
 from amp_compiler.typing_rules import FP32, KEEP, LOW, TypingRules
 
+_VIEW = "view"
 _SHARED = "shares memory that is changed in place"
 
 
@@ -26,12 +27,27 @@ class Semantics:
         fixed: label of every node that is not free.
         free: the nodes whose label is to be chosen, in execution order.
         notes: by node name, how `widest`, `follow` or an obstacle came to its label.
+        stored: values that are stored data, or views of them, whose rounding costs nothing: beside other operands they
+            do not count, as numbers do not beside tensors in torch.
     """
 
     wide: dict[str, bool] = field(default_factory=dict)
+    stored: set[str] = field(default_factory=set)
     fixed: dict[str, str] = field(default_factory=dict)
     free: list[str] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)
+
+    def widest(self, node: Node, data: tuple[int, ...]) -> str | None:
+        """The first data operand that counts and is semantically FP32, `None` where all are low.
+
+        Args:
+            node: the node.
+            data: indices of its data operands.
+        """
+        names = [node.inputs[index].value for index in data]
+        if self.stored:
+            names = [name for name in names if name not in self.stored] or names
+        return next((name for name in names if self.wide[name]), None)
 
 
 def resolve(draft: Draft, typing: TypingRules) -> Semantics:
@@ -68,6 +84,8 @@ class _Walk:
         for value in draft.graph.values.values():
             if value.kind is not ValueKind.RESULT and value.dtype in typing.flexible:
                 self.found.wide[value.name] = value.dtype is DType.FLOAT32
+                if draft.graph.folds and value.kind is not ValueKind.INPUT:
+                    self.found.stored.add(value.name)
         self.memory_wide: dict[str, bool] = {}
         self.disagreeing: set[str] = set()
 
@@ -97,18 +115,13 @@ class _Walk:
             wide = label == FP32
         for name in typing.made:
             found.wide[name] = self.draft.graph.values[name].dtype is DType.FLOAT32 if label == KEEP else wide
+        if found.stored and typing.info.family == _VIEW and typing.data:
+            data = [node.inputs[index].value for index in typing.data]
+            found.stored.update(typing.made if found.stored.issuperset(data) else ())
         self._agree(typing.made, writes)
 
     def _widest(self, node: Node) -> str | None:
-        """The first data operand that is semantically FP32, `None` where all are low."""
-        return next(
-            (
-                node.inputs[index].value
-                for index in self.typing[node.name].data
-                if self.found.wide[node.inputs[index].value]
-            ),
-            None,
-        )
+        return self.found.widest(node, self.typing[node.name].data)
 
     def _in_kept_memory(self, node: Node, precision: Precision) -> str:
         values = self.draft.graph.values

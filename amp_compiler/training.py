@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from amp_compiler.compiled_module import CompiledModule
 from amp_compiler.errors import AmpError
 from amp_compiler.frontends.fx_capture import autocast_off
+from amp_compiler.frontends.onnx_to_fx import trained_module
 from amp_compiler.optimizers import check_optimizers
 from amp_compiler.plan import PrecisionPlan
 from amp_compiler.program import UPDATES
@@ -41,10 +42,12 @@ def training_step(
     """Make a training step: one compiled graph that runs forward, backward and update.
 
     Args:
-        model: an `nn.Module`, or a dict, list or tuple of them.
+        model: an `nn.Module`, an ONNX model (a path or a `ModelProto`), or a dict, list or tuple of them.
+            `step.model` is the module that is trained.
         loss_fn: `loss_fn(model, *batch)` returns the loss (one floating-point number), or `(loss, aux)`.
-        optimizer: a `torch.optim` optimizer (AdamW, Adam, SGD), or a dict of them. Its state and `param_groups` stay
-            the single truth: schedulers, `state_dict()` and checkpoints work as always.
+        optimizer: a `torch.optim` optimizer (AdamW, Adam, SGD), a dict of them, or a function that makes one from a
+            list of parameters, as an ONNX path needs: `lambda parameters: torch.optim.AdamW(parameters, 1e-4)`. Its
+            state and `param_groups` stay the single truth: schedulers, `state_dict()` and checkpoints work as always.
         rules: a preset name, a path, a dict or a `RuleSet`.
         dtype: `"fp16"`, `"bf16"` or `"auto"`.
         loss_scale: `"dynamic"`, a number, `None`, or a `LossScale`. By default none in BF16; in FP16 what the
@@ -105,6 +108,8 @@ class TrainingStep:
     ) -> None:
         if isinstance(model, CompiledModule):
             model = model.original
+        model, optimizer = trained_module(model, optimizer)
+        self.model = model
         if clip_norm is not None and not clip_norm > 0:
             raise AmpError(f"clip_norm={clip_norm!r}", mend="pass a positive number, or None for no clipping")
         if not isinstance(accumulate, int) or accumulate < 1:

@@ -184,9 +184,12 @@ class TypingRules:
             return Role.OTHER
         # A 16-bit parameter of a norm goes with the data: no kernel takes FP32 data beside 16-bit parameters.
         kept = _in_slots(operand.slot, info.keep) and (value.dtype is DType.FLOAT32 or value.volatile)
+        kept = kept and not operand.tied
         if kept or (operand.allowed is not None and not self.flexible <= operand.allowed):
             return Role.FIXED
-        if is_cast or _in_slots(operand.slot, info.any) or (scalars_yield and value.rank == 0):
+        if is_cast or (scalars_yield and value.rank == 0):
+            return Role.ANY
+        if _in_slots(operand.slot, info.any) and not operand.tied:
             return Role.ANY
         return Role.DATA
 

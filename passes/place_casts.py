@@ -147,7 +147,8 @@ class _Placer:
     def _cast(self, key: Key) -> PlannedCast:
         value, dst, _, _ = key
         src = self.types[value]
-        moved = 0 if src is dst else self.graph.values[value].numel * (src.itemsize + dst.itemsize)
+        free = src is dst or self.graph.is_folded(value)
+        moved = 0 if free else self.graph.values[value].numel * (src.itemsize + dst.itemsize)
         users = sorted(self.users[key], key=lambda user: (self.orders[user[0]], user[1]))
         return PlannedCast(value, src.short, dst.short, moved, tuple(users))
 

@@ -30,14 +30,17 @@ LAYERS = (
     ("semantics", "rulesource"),
     ("follow", "rulefile"),
     ("follow_cut", "follow_reasons"),
+    ("onnx_run", "onnx_run_types", "onnx_trace"),
+    ("onnx_batches", "onnx_run_taps", "onnx_emulate"),
+    ("onnx_calibrate", "onnx_verify"),
     ("passes", "frontends", "rules"),
     ("pipeline", "settings", "optimizers", "signature", "step_state"),
-    ("program",),
+    ("program", "onnx_plan"),
     ("step_program", "pieces"),
     ("compiled_module", "step_build"),
     ("compile", "training", "onnx_convert"),
     ("",),
-    ("demo", "model_spec"),
+    ("demo", "model_spec", "cli_convert"),
     ("cli",),
     ("__main__",),
 )
@@ -57,7 +60,7 @@ TORCH = (
     "compile", "training", "program", "settings", "demo", "model_spec", "cli", "frontends*", "backends*",
     "runtime*", "report.autocast_counter", "passes.*",
 )  # fmt: skip
-ONNX = ("frontends.onnx*", "onnx_convert", "model_spec", "cli")
+ONNX = ("frontends.onnx*", "onnx_*", "model_spec", "cli")
 NEUTRAL_PASSES = ("passes", "passes.classify", "passes.assign_precision", "passes.place_casts")
 
 

@@ -1,0 +1,64 @@
+"""ONNX's own inference of types and shapes, on a copy of the model that holds no large data."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import onnx
+import onnx.shape_inference
+
+from amp_compiler.errors import OnnxError
+
+_SMALL = 1024  # elements up to which inference is given the data of an initializer
+
+
+def stripped(proto: onnx.ModelProto, folder: Path | None = None) -> onnx.ModelProto:
+    """A copy for inference, in which large initializers have a type and a shape and no data."""
+    light = onnx.ModelProto(ir_version=proto.ir_version)
+    light.opset_import.extend(proto.opset_import)
+    light.functions.extend(proto.functions)
+    graph = proto.graph
+    light.graph.name = graph.name
+    for kind in ("node", "input", "output", "value_info"):
+        getattr(light.graph, kind).extend(getattr(graph, kind))
+    for tensor in graph.initializer:
+        light.graph.initializer.append(_stub(tensor, folder))
+    return light
+
+
+def _stub(tensor: onnx.TensorProto, folder: Path | None) -> onnx.TensorProto:
+    if math.prod(tensor.dims) > _SMALL:
+        return onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+    if tensor.data_location != onnx.TensorProto.EXTERNAL:
+        return tensor
+    small = onnx.TensorProto()
+    small.CopyFrom(tensor)
+    try:
+        onnx.external_data_helper.load_external_data_for_tensor(small, str(folder or ""))
+    except (OSError, ValueError, onnx.checker.ValidationError) as cause:
+        raise OnnxError(
+            f"the external data of '{tensor.name}' cannot be read: {cause}",
+            mend="keep the data files beside the model, and give the path of the model",
+        ) from cause
+    small.data_location = onnx.TensorProto.DEFAULT
+    del small.external_data[:]
+    return small
+
+
+def infer(light: onnx.ModelProto, *, strict: bool = False) -> onnx.ModelProto:
+    """ONNX's own shape and type inference.
+
+    Args:
+        light: a model made by `stripped`.
+        strict: every disagreement of types is an error.
+
+    Raises:
+        OnnxError: inference found the model inconsistent.
+    """
+    try:
+        return onnx.shape_inference.infer_shapes(light, check_type=strict, strict_mode=strict, data_prop=True)
+    except (onnx.shape_inference.InferenceError, ValueError, RuntimeError) as cause:
+        raise OnnxError(
+            f"ONNX's own inference finds it inconsistent: {cause}", mend="run onnx.checker.check_model on it"
+        ) from cause

@@ -1,0 +1,185 @@
+"""Running ONNX models for calibration and verification: loading and sessions.
+
+Models run in ONNX Runtime on the CPU with graph optimisations off, so that every value of the file exists. Weights in
+external files stay there: ONNX Runtime maps them itself.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto
+
+from amp_compiler.errors import OnnxError
+
+Batch = Mapping[str, Any]
+ORT, REFERENCE = "onnxruntime", "onnx.reference"
+FREE_INITIALIZERS = 4  # IR version from which an initializer need not be an input too
+LIMIT = 2**31 - 1  # bytes that one protobuf message can hold
+LOW_TYPES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+FLOAT_TYPES = (TensorProto.FLOAT, TensorProto.DOUBLE, *LOW_TYPES)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model without the weights that lie in external files.
+
+    Args:
+        proto: the model; shared with the caller where a proto was given, so never changed.
+        folder: where its external files are; `None` for a model given as a proto.
+        name: what error messages call it.
+    """
+
+    proto: onnx.ModelProto
+    folder: Path | None
+    name: str
+
+
+def load(model: onnx.ModelProto | str | Path) -> LoadedModel:
+    """Read a model; the data of external weights is left where it is.
+
+    Raises:
+        OnnxError: the file is missing or no ONNX model, or a proto refers to external files.
+    """
+    if isinstance(model, onnx.ModelProto):
+        if any(_external(tensor) for tensor in model.graph.initializer):
+            raise OnnxError(
+                "the ModelProto refers to external data, and not to where it is",
+                mend="give the model's path, or load it with onnx.load(path)",
+            )
+        return LoadedModel(model, None, model.graph.name or "<model>")
+    path = Path(model)
+    if not path.is_file():
+        raise OnnxError("no such file", where=str(path), mend="name an ONNX file")
+    try:
+        proto = onnx.load(path, load_external_data=False)
+    except Exception as cause:  # protobuf's DecodeError and others
+        raise OnnxError(f"it is not an ONNX model: {cause}", where=str(path), mend="name an ONNX file") from cause
+    return LoadedModel(proto, path.resolve().parent, str(path))
+
+
+def _external(tensor: TensorProto) -> bool:
+    return tensor.data_location == TensorProto.EXTERNAL
+
+
+def stored_bytes(path: str | Path) -> int:
+    """Size of a model's file and of the external files that it refers to, in bytes.
+
+    Raises:
+        OnnxError: there is no such model, or a file of it is missing.
+    """
+    loaded = load(path)
+    names = {
+        entry.value
+        for tensor in loaded.proto.graph.initializer
+        if _external(tensor)
+        for entry in tensor.external_data
+        if entry.key == "location"
+    }
+    files = [Path(path), *(Path(path).parent / name for name in sorted(names))]
+    for file in files:
+        if not file.is_file():
+            raise OnnxError("a file of the model is missing", where=str(file), mend="put it beside the model")
+    return sum(file.stat().st_size for file in files)
+
+
+class Runner:
+    """Runs one model again and again, in ONNX Runtime, or where it lacks an operator in ONNX's reference evaluator.
+
+    Args:
+        proto: the model.
+        folder: where its external weights are.
+        name: what error messages call it.
+
+    Raises:
+        OnnxError: neither can run the model, or it is over 2 GB and given as one proto.
+    """
+
+    def __init__(self, proto: onnx.ModelProto, folder: Path | None, name: str = "<model>") -> None:
+        import onnxruntime as ort
+
+        self.name, self.engine = name, ORT
+        options = ort.SessionOptions()
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        # Nodes run in the file's order: a tap then reads its value at once, and the value is freed (see onnx_taps).
+        options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
+        options.log_severity_level = 4
+        options.enable_mem_pattern = False
+        if folder is not None:
+            options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+        proto = _without_duplicate_names(proto)
+        self._session: Any
+        try:
+            self._session = ort.InferenceSession(_bytes(proto, name), options, providers=["CPUExecutionProvider"])
+        except OnnxError:
+            raise
+        except Exception as cause:  # noqa: BLE001  ORT's errors share no base class but Exception
+            self._session = self._reference(proto, folder, cause)
+
+    def _reference(self, proto: onnx.ModelProto, folder: Path | None, why: Exception) -> Any:
+        from onnx.reference import ReferenceEvaluator
+
+        self.engine = REFERENCE
+        try:
+            if any(_external(tensor) for tensor in proto.graph.initializer):
+                raise NotImplementedError("external data")
+            return ReferenceEvaluator(proto)
+        except Exception as cause:
+            raise OnnxError(
+                f"the model cannot be run: {_one_line(why)}",
+                where=self.name,
+                mend="check it with onnx.checker, or use a newer onnxruntime",
+            ) from cause
+
+    def run(self, batch: Batch) -> dict[str, Any]:
+        """All outputs of one batch, by name.
+
+        Raises:
+            OnnxError: an operator failed on these values.
+        """
+        names = [output.name for output in self._session.get_outputs()] if self.engine == ORT else None
+        # A NumPy scalar, which arithmetic makes of an array without dimensions, is an array here.
+        feeds = {name: np.asarray(value) if isinstance(value, np.generic) else value for name, value in batch.items()}
+        try:
+            made = self._session.run(names, feeds)
+        except Exception as cause:
+            raise OnnxError(
+                f"the model cannot be run on this batch: {_one_line(cause)}",
+                where=self.name,
+                mend="give inputs of the shapes and values that the model is made for",
+            ) from cause
+        return dict(zip(names or self._session.output_names, made, strict=True))
+
+
+def _without_duplicate_names(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """The model, or where two nodes have one name, which ONNX Runtime refuses, a copy in which they have none."""
+    counts = Counter(node.name for node in proto.graph.node)
+    if all(count == 1 or not name for name, count in counts.items()):
+        return proto
+    copy = onnx.ModelProto()
+    copy.CopyFrom(proto)
+    for node in copy.graph.node:
+        if counts[node.name] > 1:
+            node.name = ""
+    return copy
+
+
+def _bytes(proto: onnx.ModelProto, name: str) -> bytes:
+    try:
+        data: bytes = proto.SerializeToString()
+    except Exception as cause:  # protobuf raises its own error over 2 GB
+        raise OnnxError("it is too large for one proto", where=name, mend="save it with external data") from cause
+    if len(data) > LIMIT:
+        raise OnnxError("it is over 2 GB", where=name, mend="save it with external data, and give its path")
+    return data
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) < 400 else f"{text[:400]}…"

@@ -1,0 +1,202 @@
+"""Models that torch exports to ONNX come back: same outputs, same gradients, same training."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import amp_compiler as amp
+
+transformers = pytest.importorskip("transformers")
+
+IDS = torch.arange(14).reshape(2, 7) + 3  # no padding token: ONNX does not say that its row is frozen
+TEXT = {
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 50,
+    "max_position_embeddings": 32,
+}  # fmt: skip
+
+
+def image() -> torch.Tensor:
+    return torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+class Logits(nn.Module):
+    """A transformers model with positional arguments, whose output is its logits."""
+
+    def __init__(self, model: nn.Module, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.model, self.names = model, names
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        cache = {"use_cache": False} if hasattr(self.model.config, "use_cache") else {}
+        return self.model(**dict(zip(self.names, args, strict=True)), **cache).logits
+
+
+def bert() -> tuple[nn.Module, Any]:
+    model = transformers.BertForSequenceClassification(transformers.BertConfig(**TEXT))
+    return Logits(model, ("input_ids", "attention_mask")), (IDS, torch.ones_like(IDS))
+
+
+def gpt2() -> tuple[nn.Module, Any]:
+    config = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=50, n_positions=32)
+    return Logits(transformers.GPT2LMHeadModel(config), ("input_ids",)), (IDS,)
+
+
+def llama() -> tuple[nn.Module, Any]:
+    config = transformers.LlamaConfig(**{**TEXT, "num_hidden_layers": 1}, num_key_value_heads=1)
+    return Logits(transformers.LlamaForCausalLM(config), ("input_ids",)), (IDS,)
+
+
+def t5() -> tuple[nn.Module, Any]:
+    config = transformers.T5Config(
+        d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=50, attn_implementation="eager"
+    )
+    return Logits(transformers.T5ForConditionalGeneration(config), ("input_ids", "decoder_input_ids")), (
+        IDS,
+        IDS[:, :5],
+    )
+
+
+def vit() -> tuple[nn.Module, Any]:
+    config = transformers.ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, image_size=32, patch_size=8
+    )
+    return Logits(transformers.ViTForImageClassification(config), ("pixel_values",)), (image(),)
+
+
+def resnet() -> tuple[nn.Module, Any]:
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="bottleneck")
+    return Logits(transformers.ResNetForImageClassification(config), ("pixel_values",)), (image(),)
+
+
+def convnext() -> tuple[nn.Module, Any]:
+    config = transformers.ConvNextConfig(hidden_sizes=[8, 16], depths=[1, 1], num_stages=2)
+    return Logits(transformers.ConvNextForImageClassification(config), ("pixel_values",)), (image(),)
+
+
+def whisper() -> tuple[nn.Module, Any]:
+    config = transformers.WhisperConfig(
+        d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=50, num_mel_bins=8, max_source_positions=16,
+        max_target_positions=16, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+    )  # fmt: skip
+    features = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(1))
+    model = transformers.WhisperForConditionalGeneration(config)
+    return Logits(model, ("input_features", "decoder_input_ids")), (features, IDS[:, :5])
+
+
+def segformer() -> tuple[nn.Module, Any]:
+    config = transformers.SegformerConfig(
+        hidden_sizes=[8, 16], depths=[1, 1], num_encoder_blocks=2, num_attention_heads=[1, 2], sr_ratios=[2, 1],
+        patch_sizes=[7, 3], strides=[4, 2], mlp_ratios=[2, 2], decoder_hidden_size=16,
+    )  # fmt: skip
+    return Logits(transformers.SegformerForSemanticSegmentation(config), ("pixel_values",)), (image(),)
+
+
+def made(build: Callable[[], tuple[nn.Module, Any]]) -> tuple[nn.Module, Any]:
+    """A model in eval mode whose parameters all differ, so that none can stand for another."""
+    torch.manual_seed(0)
+    model, args = build()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    return model.eval(), args
+
+
+def exported(model: nn.Module, args: Any, *, optimize: bool = False, dynamic_shapes: Any = None) -> Any:
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.onnx.export(
+            model, args, dynamo=True, optimize=optimize, verbose=False, dynamic_shapes=dynamic_shapes
+        )
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).detach().norm() / wanted.detach().norm())
+
+
+@pytest.mark.parametrize(
+    "build",
+    [bert, convnext, gpt2, llama, resnet, segformer, t5, vit, whisper],
+    ids=lambda build: build.__name__,
+)
+def test_outputs_gradients_and_names_are_the_torch_models(build, tmp_path):
+    model, args = made(build)
+    path = tmp_path / "m.onnx"
+    exported(model, args).save(path)
+    module = amp.onnx_to_fx(path)
+    wanted = model(*args)
+    outputs = module(*args)
+    found = outputs[0] if isinstance(outputs, tuple) else outputs
+    assert relative(found, wanted) < 1e-4
+    weights = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(2))
+    (wanted * weights).sum().backward()
+    (found * weights).sum().backward()
+    theirs = {name: one for name, one in model.named_parameters() if one.grad is not None}
+    mine = dict(module.named_parameters())
+    # A tied weight may be known by its other name.
+    tied = {
+        id(one): [n for n, same in model.named_parameters(remove_duplicate=False) if same is one]
+        for one in theirs.values()
+    }
+    scale = max(float(one.grad.norm()) for one in theirs.values())
+    for name, parameter in theirs.items():
+        there = [mine[other] for other in tied[id(parameter)] if other in mine]
+        assert there, f"no parameter for {name}"
+        error = float((there[0].grad - parameter.grad).norm())
+        assert error <= 1e-4 * float(parameter.grad.norm()) + 1e-7 * scale, name
+    assert set(mine) <= {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+
+@pytest.mark.parametrize("build", [vit])
+def test_an_optimized_export_with_a_dynamic_batch(build):
+    model, args = made(build)
+    program = exported(model, args, optimize=True, dynamic_shapes=(({0: torch.export.Dim.DYNAMIC},),))
+    module = amp.onnx_to_fx(program.model)
+    larger = tuple(torch.cat([one, one.flip(0), one]) for one in args)
+    with torch.no_grad():
+        assert relative(module(*larger), model(*larger)) < 1e-4
+        compiled = amp.compile(module, dtype="bf16", backend="eager", dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+        for given in (args, larger):
+            assert relative(compiled(*given), model(*given)) < 1e-2
+
+
+def test_compile_and_train_from_a_path(tmp_path):
+    ort = pytest.importorskip("onnxruntime")
+    model, args = made(resnet)
+    path = tmp_path / "m.onnx"
+    exported(model, args).save(path)
+    session = ort.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    wanted = torch.from_numpy(session.run(None, {session.get_inputs()[0].name: args[0].numpy()})[0])
+    compiled = amp.compile(str(path), dtype="bf16", backend="eager")
+    with torch.no_grad():
+        found = compiled(*args)
+    assert 0 < relative(found, wanted) < 1e-2
+    assert any(node.precision == "low" and "conv" in node.op for node in compiled.plan.nodes)
+
+    target = torch.zeros_like(wanted)
+    loss_fn = lambda m, x, y: (m(x) - y).square().mean()  # noqa: E731
+    step = amp.training_step(
+        path, loss_fn, lambda parameters: torch.optim.SGD(parameters, 0.05), dtype="bf16", backend="eager"
+    )
+    reference = torch.optim.SGD(model.parameters(), 0.05)
+    losses: list[float] = []
+    for _ in range(4):
+        mine = float(step(*args, target))
+        loss = loss_fn(model, *args, target)
+        losses.append(float(loss))
+        reference.zero_grad()
+        loss.backward()
+        reference.step()
+        assert mine == pytest.approx(losses[-1], abs=1e-2 * losses[0])
+    assert losses[-1] < 0.5 * losses[0]
+    weights = dict(step.model.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert relative(weights[name].detach(), parameter.detach()) < 2e-2, name
