@@ -11,6 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from amp_compiler.errors import AmpError
+from amp_compiler.fx_tools import results_of
 from amp_compiler.optimizers import BoundGroup
 from amp_compiler.plan import PrecisionPlan
 
@@ -90,6 +91,10 @@ class StepProgram:
     resolve: list[Callable[[Sequence[Any]], Any]]
     out_spec: pytree.TreeSpec
     results: int
+
+    def gradient_node(self, number: int) -> fx.Node:
+        """The node of the graph that gives the gradient of a parameter of `updated`."""
+        return results_of(self.graph_module.graph)[self.results + 3 + number]  # type: ignore[no-any-return]
 
     def __call__(self, leaves: Sequence[Any]) -> StepOutput:
         """Run one step on the flattened batch."""

@@ -19,6 +19,7 @@ from amp_compiler.settings import device_of, make_settings
 from amp_compiler.signature import leaves_key, module_key
 from amp_compiler.step_build import StepOptions, StepState, build_step
 from amp_compiler.step_program import LossModule, StepOutput, StepProgram
+from amp_compiler.step_report import NonfiniteReport, report_nonfinite
 from amp_compiler.step_state import GradientSums, LowWeights
 
 MOST_SIGNATURES = 64
@@ -121,6 +122,7 @@ class TrainingStep:
         self._state = StepState(lambda: self._scale, self._lows, GradientSums())
         self._programs: dict[Any, StepProgram] = {}
         self._last: tuple[StepProgram, StepOutput, Tensor] | None = None
+        self._leaves: list[Any] = []
 
     def _choose_scale(self, loss_scale: Any) -> LossScale:
         low = self._settings.low(self._device).short
@@ -156,7 +158,7 @@ class TrainingStep:
         self._lows.settle([parameter for group in program.groups for parameter in group.parameters])
         for optimizer in self._optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether a step came before theirs
-        self._last = (program, output, scale)
+        self._last, self._leaves = (program, output, scale), leaves
         return output.loss if output.aux is None else (output.loss, output.aux)
 
     def _program(self, batch: tuple[Any, ...], leaves: list[Any], spec: Any) -> StepProgram:
@@ -234,18 +236,24 @@ class TrainingStep:
             for name, gradient in zip(program.updated, output.gradients, strict=True)
         }
 
-    def nonfinite_report(self) -> list[str]:
-        """Names of the parameters whose gradient was not finite in the last step. This reads from the device."""
-        program, output, _ = self._seen()
-        return [name for name, flag in zip(program.updated, output.flags.tolist(), strict=True) if flag]
+    def nonfinite_report(self) -> NonfiniteReport:
+        """Which gradients of the last step were not finite, and the first nodes that made such values.
+
+        Until it is asked for, only flags are kept, on the device. This reads them, and where the step was skipped it
+        runs its forward and backward once more, node by node, on the last batch.
+        """
+        program, output, scale = self._seen()
+        leaves = self._leaves if self._scale_config.checks_finite else None
+        return report_nonfinite(program, output.flags.tolist(), leaves, scale)
 
     def check(self) -> None:
         """Raise where the scale is at its floor and gradients stay non-finite. This reads from the device.
 
         Raises:
-            LossScaleError: names the first parameters with non-finite gradients.
+            LossScaleError: names the first parameters with non-finite gradients and the nodes that made them.
         """
-        self._scale_config.check(self._scale, parameters=self.nonfinite_report())
+        report = self.nonfinite_report()
+        self._scale_config.check(self._scale, parameters=report.parameters, nodes=map(str, report.nodes))
 
     def state_dict(self) -> dict[str, Any]:
         """The loss scale, with the keys of `torch.amp.GradScaler.state_dict()`."""

@@ -34,7 +34,7 @@ LAYERS = (
     ("pipeline", "settings", "optimizers", "signature", "step_state"),
     ("program",),
     ("step_program", "pieces"),
-    ("compiled_module", "step_build"),
+    ("compiled_module", "step_build", "step_report"),
     ("compile", "training", "onnx_convert"),
     ("",),
     ("demo", "model_spec"),
@@ -55,7 +55,7 @@ FORBIDDEN = (  # (importer, imported, why)
 TORCH = (
     "fx_tools", "optimizers", "step_state", "step_program", "step_build", "compiled_module", "pieces", "signature",
     "compile", "training", "program", "settings", "demo", "model_spec", "cli", "frontends*", "backends*",
-    "runtime*", "report.autocast_counter", "passes.*",
+    "runtime*", "report.autocast_counter", "passes.*", "step_report",
 )  # fmt: skip
 ONNX = ("frontends.onnx*", "onnx_convert", "model_spec", "cli")
 NEUTRAL_PASSES = ("passes", "passes.classify", "passes.assign_precision", "passes.place_casts")
