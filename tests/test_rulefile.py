@@ -12,8 +12,8 @@ from amp_compiler.dtypes import DType
 from amp_compiler.errors import RuleError
 from amp_compiler.policy import Comparison, Precision, RuleSet
 from amp_compiler.rulefile import load_rules, preset_names, schema
-from amp_compiler.runtime.loss_scale import make_loss_scale
 from amp_compiler.rulemodel import RuleFileModel, RuleModel
+from amp_compiler.runtime.loss_scale import make_loss_scale
 from amp_compiler.yamltree import MAX_BYTES, parse_yaml
 
 
