@@ -141,16 +141,17 @@ class _Replay(fx.Interpreter):
     def __init__(self, program: StepProgram, leaves: Sequence[Any], scale: Tensor) -> None:
         super().__init__(program.graph_module, garbage_collect_values=True)
         self.program, self.leaves, self.scale = program, leaves, scale
+        self.source = program.graph_module.graph
         self.states: dict[fx.Node, _State] = {}
 
     def run_again(self) -> None:
         """Run up to the update."""
-        for node, resolve in zip(self.module.graph.find_nodes(op="placeholder"), self.program.resolve, strict=True):
+        for node, resolve in zip(self.source.find_nodes(op="placeholder"), self.program.resolve, strict=True):
             if all(user.meta.get(PHASE) == "update" for user in node.users):
                 continue
             is_scale = node.meta.get(STATE) == ("scale", "scale", 0)
             self._note(node, self.scale if is_scale else resolve(self.leaves))
-        for node in self.module.graph.nodes:
+        for node in self.source.nodes:
             if node.op in ("call_function", "get_attr") and node.meta.get(PHASE) != "update":
                 self._note(node, self.run_node(node))
                 for done in self.user_to_last_uses.get(node, ()):

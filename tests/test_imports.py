@@ -27,14 +27,18 @@ LAYERS = (
     ("graph_text", "matching", "optable", "plan", "typing_rules", "fx_tools"),
     ("draft", "rulemodel", "runtime", "report"),
     ("backends",),
-    ("semantics", "rulesource"),
-    ("follow", "rulefile"),
+    ("semantics", "rulesource", "state_types"),
+    ("follow", "rulefile", "master_weights"),
     ("follow_cut", "follow_reasons"),
     ("passes", "frontends", "rules"),
+    ("traced_calls", "traced_state"),
+    ("traced_optimizers",),
     ("pipeline", "settings", "optimizers", "signature", "step_state"),
+    ("input_form",),
     ("program",),
-    ("step_program", "pieces"),
+    ("step_program", "pieces", "step_split", "step_weights"),
     ("compiled_module", "step_build", "step_report"),
+    ("step_readings",),
     ("compile", "training", "onnx_convert"),
     ("",),
     ("demo", "model_spec"),
@@ -55,7 +59,9 @@ FORBIDDEN = (  # (importer, imported, why)
 TORCH = (
     "fx_tools", "optimizers", "step_state", "step_program", "step_build", "compiled_module", "pieces", "signature",
     "compile", "training", "program", "settings", "demo", "model_spec", "cli", "frontends*", "backends*",
-    "runtime*", "report.autocast_counter", "passes.*", "step_report",
+    "runtime*", "report.autocast_counter", "passes.*", "step_report", "step_split", "step_readings", "input_form",
+    "master_weights", "state_types", "step_weights", "traced_calls",
+    "traced_state", "traced_optimizers",
 )  # fmt: skip
 ONNX = ("frontends.onnx*", "onnx_convert", "model_spec", "cli")
 NEUTRAL_PASSES = ("passes", "passes.classify", "passes.assign_precision", "passes.place_casts")

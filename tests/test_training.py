@@ -323,7 +323,7 @@ def test_a_gan_with_two_models_and_two_optimizers_and_aux():
     ("change", "text"),
     [
         ({"clip_norm": -1.0}, "positive"),
-        ({"optimizer": torch.optim.LBFGS([torch.zeros(1, requires_grad=True)])}, "no fused update for LBFGS"),
+        ({"optimizer": torch.optim.LBFGS([torch.zeros(1, requires_grad=True)])}, "LBFGS"),
         ({"loss_fn": lambda m, x, y: m(x)}, "one floating-point number"),
         ({"model": {"a": 3}}, "nn.Module"),
     ],

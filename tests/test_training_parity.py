@@ -78,8 +78,8 @@ def loss_fn(model, inputs, targets):
     return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
 
 
-# Model, batches, steps, learning rate. A CNN without BatchNorm first stands on a plateau, and the last bit decides when it
-# leaves it; a narrow one at a high rate is then as far from itself, started one part in a million aside, as from autocast.
+# Model, batches, steps, learning rate. A CNN without BatchNorm first stands on a plateau, and the last bit decides when
+# it leaves it; a narrow one at a high rate is then as far from itself, started a millionth aside, as from autocast.
 TASKS = {
     "cnn with batch norm": (lambda: SmallCnn(True, width=8), digit_batches, 60, 1e-3),
     "cnn": (lambda: SmallCnn(False, width=16), digit_batches, 200, 5e-4),
