@@ -30,7 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP) ## train two small CNNs on handwritten digits in FP32, with torch.autocast and with amp.compile
+demo: $(STAMP) ## train two small CNNs on handwritten digits in FP32, with torch.autocast and with amp.training_step
 	$(BIN)/amp-compiler demo
 
 test: lint types test-fast ## lint, types and the test suite
@@ -55,7 +55,7 @@ test-fast: $(STAMP) ## the test suite alone, without the slow and the GPU tests
 test-slow: $(STAMP) ## the tests marked slow
 	$(PYTEST) -m slow
 
-test-gpu: $(STAMP) ## the tests that need a CUDA device
+test-gpu: $(STAMP) ## the tests that need a CUDA device, with a table of them
 	$(PYTEST) -m gpu
 
 bench: $(STAMP) ## every benchmark; the numbers go to benchmarks/results/

@@ -126,7 +126,7 @@ class CompiledModule(nn.Module):
     def _capture(self, key: Any, args: Any, kwargs: Any, leaves: Sequence[Any]) -> Program | Pieces:
         if self.settings.dynamic_shapes is not None:
             for (mode, _), other in list(self._programs.items()):
-                if mode == key[0] and other.accepts(leaves):
+                if mode == key[0] and other.form.accepts(leaves):
                     self._programs[key] = other
                     return other  # type: ignore[no-any-return]
         keep = not torch.is_grad_enabled() and not self.original.training

@@ -1,4 +1,4 @@
-"""The demo: two small CNNs learn handwritten digits in FP32, with `torch.autocast` and with `amp.compile`."""
+"""The demo: two small CNNs learn handwritten digits in FP32, with `torch.autocast` and with `amp.training_step`."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from amp_compiler.compile import compile
-from amp_compiler.compiled_module import CompiledModule
 from amp_compiler.errors import AmpError
+from amp_compiler.fx_tools import cast_bytes
 from amp_compiler.report.autocast_counter import count_autocast
 from amp_compiler.report.table import human_bytes
 from amp_compiler.settings import make_settings
+from amp_compiler.training import TrainingStep, training_step
 
 BATCH = 64
 WARM_UP = 3  # steps that the median leaves out: compilation, and the allocator's first requests
-FP32, AUTOCAST, COMPILED = "FP32", "torch.autocast", "amp.compile"
+FP32, AUTOCAST, STEP = "FP32", "torch.autocast", "amp.training_step"
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class DemoRow:
 
     Args:
         model: which of the two networks.
-        mode: FP32, torch.autocast or amp.compile.
+        mode: FP32, torch.autocast or amp.training_step.
         accuracy: share of the test images that were read right.
         ms_per_step: median over the steps, without the first few.
         cast_bytes: bytes that casts move in one forward.
@@ -124,7 +125,7 @@ def run_demo(
     Args:
         epochs: passes over the training images.
         device: `cpu`, `cuda`, or `auto`: the GPU where there is one.
-        backend: what runs the model that `amp.compile` made.
+        backend: what runs the step that `amp.training_step` made.
         console: where to print; the standard output by default.
         train_images: use only so many training images, for a quick run.
 
@@ -151,13 +152,13 @@ def run_demo(
     rows = []
     with Progress(*columns, console=console) as progress:
         for batch_norm in (True, False):
-            for mode in (FP32, AUTOCAST, COMPILED):
-                name = "CNN with BatchNorm" if batch_norm else "CNN without BatchNorm"
+            for mode in (FP32, AUTOCAST, STEP):
+                name = "BatchNorm CNN" if batch_norm else "plain CNN"
                 task = progress.add_task(f"{name}, {mode}", total=steps)
                 run = _Run(name, mode, place, getattr(torch, low.value), backend)
                 rows.append(run.train(batch_norm, data, steps, functools.partial(progress.advance, task)))
     console.print(
-        _table(rows, f"{low.short} on {place.type}, {steps} steps of {BATCH} images, amp.compile by {backend}")
+        _table(rows, f"{low.short} on {place.type}, {steps} steps of {BATCH} images, amp.training_step by {backend}")
     )
     return rows
 
@@ -185,27 +186,20 @@ class _Run:
     def train(self, batch_norm: bool, data: Digits, steps: int, advance: Callable[[], object]) -> DemoRow:
         """Train from the same start and on the same batches as every other mode, then test."""
         torch.manual_seed(0)
-        plain = SmallCnn(batch_norm).to(self.device)
-        model: nn.Module = plain
-        if self.mode == COMPILED:
-            model = compile(plain, dtype="fp16" if self.low is torch.float16 else "bf16", backend=self.backend)
+        model = SmallCnn(batch_norm).to(self.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        # FP16 gradients underflow without a scale; for the other types the scaler is told to do nothing.
-        scaler = torch.amp.GradScaler(self.device.type, enabled=self.mode != FP32 and self.low is torch.float16)
+        step = self._our_step(model, optimizer) if self.mode == STEP else self._torch_step(model, optimizer)
         order = _batches(len(data.train_labels), steps)
         times = []
         for index in order:
             images, labels = data.train_images[index], data.train_labels[index]
             start = self._now()
-            optimizer.zero_grad()
-            with self._autocast():
-                loss = F.cross_entropy(model(images), labels)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            step(images, labels)
             times.append(self._now() - start)
             advance()
-        cast_bytes, low_nodes, nodes = self._casts(model, data.train_images[order[0]], data.train_labels[order[0]])
+        cast_bytes, low_nodes, nodes = self._casts(
+            step, model, data.train_images[order[0]], data.train_labels[order[0]]
+        )
         return DemoRow(
             self.name,
             self.mode,
@@ -215,6 +209,27 @@ class _Run:
             low_nodes=low_nodes,
             nodes=nodes,
         )
+
+    @property
+    def _dtype(self) -> str:
+        return "fp16" if self.low is torch.float16 else "bf16"
+
+    def _our_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingStep:
+        return training_step(model, _loss, optimizer, dtype=self._dtype, backend=self.backend)
+
+    def _torch_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., object]:
+        # FP16 gradients underflow without a scale; for the other types the scaler is told to do nothing.
+        scaler = torch.amp.GradScaler(self.device.type, enabled=self.mode != FP32 and self.low is torch.float16)
+
+        def step(images: torch.Tensor, labels: torch.Tensor) -> None:
+            optimizer.zero_grad()
+            with self._autocast():
+                loss = _loss(model, images, labels)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+        return step
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
         if self.mode == AUTOCAST:
@@ -227,23 +242,27 @@ class _Run:
         return time.perf_counter()
 
     def _casts(
-        self, model: nn.Module, images: torch.Tensor, labels: torch.Tensor
+        self, step: Callable[..., object], model: nn.Module, images: torch.Tensor, labels: torch.Tensor
     ) -> tuple[int, int | None, int | None]:
         """Bytes cast by one forward, nodes in low precision, and nodes in all."""
-        if isinstance(model, CompiledModule):
-            return model.plan.cast_bytes, model.plan.low_nodes, len(model.plan.nodes)
+        if isinstance(step, TrainingStep):
+            return cast_bytes(step.graph_module.graph, "forward"), step.plan.low_nodes, len(step.plan.nodes)
         if self.mode == AUTOCAST:
-            counter = count_autocast(
-                lambda: F.cross_entropy(model(images), labels), device=self.device.type, dtype=self.low
-            )
+            counter = count_autocast(lambda: _loss(model, images, labels), device=self.device.type, dtype=self.low)
             return counter.cast_bytes, counter.low_ops, None
         return 0, None, None
 
     def _test(self, model: nn.Module, data: Digits) -> float:
         model.eval()
+        # In the types that it was trained in; one batch is not worth compiling for.
+        run = compile(model, dtype=self._dtype, backend="eager") if self.mode == STEP else model
         with torch.no_grad(), self._autocast():
-            right = model(data.test_images).argmax(1) == data.test_labels
+            right = run(data.test_images).argmax(1) == data.test_labels
         return float(right.float().mean())
+
+
+def _loss(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(images), labels)
 
 
 def _batches(images: int, steps: int) -> list[torch.Tensor]:
@@ -259,7 +278,7 @@ def _table(rows: list[DemoRow], title: str) -> Table:
     table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("network", no_wrap=True)
     table.add_column("mode", no_wrap=True)
-    for column in ("test\naccuracy", "ms per\nstep", "bytes cast\nper step", "nodes in\n16 bit"):
+    for column in ("test\naccuracy", "ms /\nstep", "cast in\nforward", "nodes\nin 16 bit"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         low = "0" if row.low_nodes is None else f"{row.low_nodes} ops"
@@ -272,6 +291,6 @@ def _table(rows: list[DemoRow], title: str) -> Table:
             f"{row.ms_per_step:.2f}",
             human_bytes(row.cast_bytes),
             low,
-            end_section=row.mode == COMPILED,
+            end_section=row.mode == STEP,
         )
     return table

@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from amp_compiler.errors import AmpError
-from amp_compiler.passes.fuse_update import UpdateGroup
+from amp_compiler.master_weights import COMPENSATION
+from amp_compiler.passes.update_group import UpdateGroup
+from amp_compiler.runtime.rounding import Storage
+from amp_compiler.state_types import LOW_TYPES, retyped
+from amp_compiler.traced_optimizers import L1_DECAY, TracedGroup, bind_traced, check_traceable
 
 _ADAM_COLUMNS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
@@ -35,12 +39,18 @@ def _adam_state(state: dict[str, Any], parameter: Tensor, group: Mapping[str, An
         state["step"] = torch.as_tensor(step, dtype=torch.float32).to(parameter.device)
     for column in _ADAM_COLUMNS[: 3 if group["amsgrad"] else 2]:
         if column not in state:
-            state[column] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state[column] = _zeros(parameter)
+
+
+def _zeros(parameter: Tensor) -> Tensor:
+    """New state in the layout of a parameter, in FP32 where it is 16-bit."""
+    dtype = torch.float32 if parameter.dtype in LOW_TYPES else parameter.dtype
+    return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
 
 
 def _sgd_state(state: dict[str, Any], parameter: Tensor, group: Mapping[str, Any]) -> None:
     if group["momentum"] and state.get("momentum_buffer") is None:
-        state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        state["momentum_buffer"] = _zeros(parameter)
 
 
 _ADAM = _Kind(
@@ -48,14 +58,14 @@ _ADAM = _Kind(
     lambda group: (("exp_avg", True), ("exp_avg_sq", True), ("max_exp_avg_sq", bool(group["amsgrad"])), ("lows", True),
                    ("step", True)),
     lambda optimizer, group: (bool(group["amsgrad"]), bool(group["maximize"]), _decoupled(optimizer, group)),
-    lambda group: (group["lr"], *group["betas"], group["eps"], group["weight_decay"]),
+    lambda group: (group["lr"], *group["betas"], group["eps"], group["weight_decay"], _l1(group)),
     _adam_state,
 )  # fmt: skip
 _SGD = _Kind(
     "sgd",
     lambda group: (("momentum_buffer", bool(group["momentum"])), ("lows", True)),
     lambda optimizer, group: (bool(group["nesterov"]), bool(group["maximize"])),
-    lambda group: (group["lr"], group["momentum"], group["dampening"], group["weight_decay"]),
+    lambda group: (group["lr"], group["momentum"], group["dampening"], group["weight_decay"], _l1(group)),
     _sgd_state,
     started=True,
 )
@@ -66,8 +76,22 @@ KINDS: dict[type[torch.optim.Optimizer], _Kind] = {
 }
 
 
+def _l1(group: Mapping[str, Any]) -> Any:
+    """The L1 decay of a group, an extra key that torch keeps and does not read; it is 0 where there is none."""
+    return group.get(L1_DECAY, 0.0)
+
+
 def _decoupled(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
     return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
+
+
+def _columns(kind: _Kind, group: Mapping[str, Any], storage: int | None) -> tuple[tuple[str, bool], ...]:
+    """State lists of the operator; without masters the list of 16-bit copies gives way to the compensations."""
+    columns = kind.columns(group)
+    if storage is None:
+        return columns
+    kahan = (COMPENSATION, storage == Storage.KAHAN)
+    return tuple(kahan if column == "lows" else (column, used) for column, used in columns)
 
 
 @dataclass
@@ -123,7 +147,7 @@ class BoundGroup:
         """True where a setting that is part of the graph (amsgrad, nesterov, …) is no longer what was compiled."""
         group = self.optimizer.param_groups[self.index]
         same = self.kind.flags(self.optimizer, group) == self.spec.flags
-        return not same or self.kind.columns(group) != self.spec.columns
+        return not same or _columns(self.kind, group, self.spec.storage) != self.spec.columns
 
     def tensor(self, column: str, number: int) -> Tensor:
         """Today's state tensor of one parameter; made first where the optimizer has none yet."""
@@ -135,6 +159,12 @@ class BoundGroup:
         state = self.optimizer.state[parameter]
         if column not in state or (column == "step" and state[column].device != parameter.device):
             self.kind.state(state, parameter, self.optimizer.param_groups[self.index])
+        if column == COMPENSATION:
+            zeros = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state.setdefault(COMPENSATION, zeros)
+            return retyped(state, column, parameter.dtype, low=True)
+        if self.spec.moment is not None and column != "step":
+            return retyped(state, column, self.spec.moment, low=self.spec.storage is not None)
         return state[column]  # type: ignore[no-any-return]
 
 
@@ -145,7 +175,8 @@ def check_optimizers(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
         optimizer: a `torch.optim` object or a dict of them.
 
     Raises:
-        AmpError: for anything else, for a kind without a fused update, and for a parameter in two optimizers.
+        AmpError: for anything else, for an optimizer that can be neither fused nor traced, for a parameter in two
+            optimizers, and for an L1 decay that is no number of at least 0.
     """
     given = tuple(optimizer.values()) if isinstance(optimizer, Mapping) else (optimizer,)
     seen: set[int] = set()
@@ -153,8 +184,11 @@ def check_optimizers(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
         if not isinstance(one, torch.optim.Optimizer):
             raise AmpError(f"optimizer is a {type(one).__name__}", mend="pass a torch.optim object, or a dict of them")
         if type(one) not in KINDS:
-            known = ", ".join(kind.__name__ for kind in KINDS)
-            raise AmpError(f"there is no fused update for {type(one).__name__}", mend=f"use one of {known}")
+            check_traceable(one)
+        for group in one.param_groups:
+            decay = _l1(group)
+            if not isinstance(decay, Tensor) and (not isinstance(decay, (int, float)) or not decay >= 0):
+                raise AmpError(f"{L1_DECAY} is {decay!r}", mend="give a number of at least 0")
         for parameter in _parameters(one):
             if id(parameter) in seen:
                 raise AmpError("a parameter stands in two optimizers or groups", mend="give each parameter one owner")
@@ -162,31 +196,62 @@ def check_optimizers(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
     return given
 
 
+def check_storage(optimizers: Sequence[torch.optim.Optimizer], low: bool) -> None:
+    """Refuse weights without FP32 masters for optimizers whose update cannot store them.
+
+    Args:
+        optimizers: checked optimizers.
+        low: whether the weights have no masters.
+
+    Raises:
+        AmpError: names the first optimizer without such an update.
+    """
+    for one in optimizers if low else ():
+        if type(one) not in KINDS:
+            known = ", ".join(kind.__name__ for kind in KINDS)
+            raise AmpError(
+                f"{type(one).__name__} updates FP32 masters only, and the rules say weights: {{master: low}}",
+                mend=f"use one of {known}, or weights: {{master: fp32}}",
+            )
+
+
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def bind(
-    optimizers: Sequence[torch.optim.Optimizer], masters: Mapping[int, str], lows: Mapping[int, str]
-) -> list[BoundGroup]:
+    optimizers: Sequence[torch.optim.Optimizer],
+    masters: Mapping[int, str],
+    lows: Mapping[int, str],
+    stored: Mapping[int, Storage] | None = None,
+) -> list[BoundGroup | TracedGroup]:
     """Split the parameters that have gradients into update groups.
 
     Args:
         optimizers: checked optimizers.
         masters: placeholder name of each parameter that has a gradient, by `id`.
         lows: placeholder name of its 16-bit copy, by `id`, where it has one.
+        stored: how a 16-bit parameter without a master is stored, by `id`.
 
     Returns:
-        One group per optimizer group, device and presence and type of a 16-bit copy.
+        One group per optimizer group, device, type, presence of a 16-bit copy and storage; one in all for an
+        optimizer whose own code is traced.
     """
-    bound: list[BoundGroup] = []
+    stored = stored or {}
+    bound: list[BoundGroup | TracedGroup] = []
     for optimizer in optimizers:
+        if type(optimizer) not in KINDS:
+            bound += bind_traced(optimizer, masters, lows, stored)
+            continue
         for index, group in enumerate(optimizer.param_groups):
-            parts: dict[tuple[torch.device, bool], list[Tensor]] = {}
+            parts: dict[tuple[Any, ...], list[Tensor]] = {}
             for parameter in group["params"]:
                 if id(parameter) in masters:
-                    parts.setdefault((parameter.device, id(parameter) in lows), []).append(parameter)
-            bound += [_bind_part(optimizer, index, part, masters, lows) for part in parts.values()]
+                    key = (parameter.device, parameter.dtype, id(parameter) in lows, stored.get(id(parameter)))
+                    parts.setdefault(key, []).append(parameter)
+            bound += [
+                _bind_part(optimizer, index, part, masters, lows, stored.get(id(part[0]))) for part in parts.values()
+            ]
     return bound
 
 
@@ -196,18 +261,24 @@ def _bind_part(
     part: list[Tensor],
     masters: Mapping[int, str],
     lows: Mapping[int, str],
+    storage: Storage | None,
 ) -> BoundGroup:
     kind, group = KINDS[type(optimizer)], optimizer.param_groups[index]
     hyper = kind.hyper(group)
-    device = part[0].device
+    device, dtype = part[0].device, part[0].dtype
+    moment = torch.float32 if dtype in LOW_TYPES else None
+    if storage is not None and kind.operator == "sgd":
+        moment = dtype  # as NVCaffe; Adam's second moment would stagnate in 16 bits, where 0.999 * v rounds to v
     spec = UpdateGroup(
-        kind.operator,
+        kind.operator if storage is None else f"{kind.operator}_low",
         tuple(masters[id(parameter)] for parameter in part),
         tuple(lows[id(parameter)] for parameter in part if id(parameter) in lows),
-        kind.columns(group),
+        _columns(kind, group, storage),
         len(hyper),
         kind.flags(optimizer, group),
         kind.started,
+        storage,
+        moment,
     )
     return BoundGroup(
         spec,

@@ -10,7 +10,7 @@ from amp_compiler.errors import PassError
 from amp_compiler.graph import Node, PrecisionGraph
 from amp_compiler.passes import NEUTRAL, find_pass
 from amp_compiler.plan import PlannedNode, PrecisionPlan
-from amp_compiler.policy import Context, Decision, RuleSet
+from amp_compiler.policy import Context, Decision, Precision, RuleSet
 from amp_compiler.typing_rules import TypingRules
 
 
@@ -77,9 +77,15 @@ def _planned(draft: Draft, typing: TypingRules, node: Node) -> PlannedNode:
         source=node.source,
         outputs=tuple((name, typing.result(name, draft.labels).short) for name in node.outputs),
         math=decision.math.short if decision.math else "",
-        backward=decision.backward.value if decision.backward else "",
+        backward=_backward(decision, draft.labels[node.name]),
         backward_math=decision.backward_math.short if decision.backward_math else "",
     )
+
+
+def _backward(decision: Decision, label: str) -> str:
+    """The type of the gradients; the node's own where it could not be moved from its captured type."""
+    stays = label == "keep" and decision.precision is not Precision.KEEP
+    return "" if decision.backward is None or stays else decision.backward.value
 
 
 def _reason(decision: Decision, note: str) -> str:

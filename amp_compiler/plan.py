@@ -162,6 +162,7 @@ class PrecisionPlan:
             made = ", ".join(dtype for _, dtype in node.outputs)
             lines.append(
                 f"{node.precision:<5}{node.name} = {node.op} -> {made}"
+                + (f"  backward={node.backward}" if node.backward not in ("", node.precision) else "")
                 + (f"  module={node.module}" if node.module else "")
                 + (f"  rule={node.rule}" if node.rule else "")
                 + f"  ({node.reason})"

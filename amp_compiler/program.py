@@ -12,30 +12,58 @@ from torch import fx, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from amp_compiler.backends import BACKENDS
-from amp_compiler.dtypes import DType
+from amp_compiler.dtypes import DType, dtype_from_short
 from amp_compiler.errors import CaptureError
 from amp_compiler.frontends.fx import apply_plan, lower, lower_graph
 from amp_compiler.frontends.fx_capture import Captured, Source, capture_module, tensor_getter
 from amp_compiler.frontends.fx_normalize import normalize
-from amp_compiler.fx_tools import CAST
+from amp_compiler.fx_tools import CAST, torch_dtype
 from amp_compiler.graph import ValueKind
+from amp_compiler.input_form import InputForm
 from amp_compiler.passes.legalize import Legalize
+from amp_compiler.passes.type_backward import BACKWARD, BACKWARD_RULE, TypeBackward, emulates
 from amp_compiler.pipeline import make_plan
 from amp_compiler.plan import PrecisionPlan
 from amp_compiler.policy import RuleSet
 from amp_compiler.settings import Settings, device_of
-from amp_compiler.signature import traits_key
 
 
-def rewrite(graph_module: fx.GraphModule, plan: PrecisionPlan, rules: RuleSet) -> bool:
+def rewrite(
+    graph_module: fx.GraphModule,
+    plan: PrecisionPlan,
+    rules: RuleSet,
+    *,
+    differentiable: bool = True,
+    past_weights: bool = False,
+) -> bool:
     """Carry a plan out on the normal-form graph that it was made for, in place, and fit it to the device.
+
+    Args:
+        graph_module: the graph.
+        plan: its plan.
+        rules: the rules that it was made by.
+        differentiable: whether gradients will be asked for; without, what the plan says of them is left out.
+        past_weights: as for `TypeBackward`.
 
     Returns:
         Whether the low type is emulated for want of hardware, so that every down-cast must really round.
     """
     apply_plan(graph_module, plan)
-    emulated = Legalize(rules.ops)(graph_module).modified
+    if differentiable:
+        _mark_backward(graph_module.graph, plan)
+        TypeBackward(rules.ops, past_weights)(graph_module)
+    emulated = Legalize(rules.ops)(graph_module).modified or emulates(graph_module.graph)
     return emulated and plan.device == "cpu"
+
+
+def _mark_backward(graph: fx.Graph, plan: PrecisionPlan) -> None:
+    """Note on each node the type that the plan gives its gradients."""
+    types = {"low": torch_dtype(dtype_from_short(plan.dtype)), "fp32": torch.float32}
+    planned = {node.name: node for node in plan.nodes if node.backward}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.name in planned:
+            node.meta[BACKWARD] = types[planned[node.name].backward]
+            node.meta[BACKWARD_RULE] = planned[node.name].rule
 
 
 def plan_captured(captured: Captured, rules: RuleSet, low: DType) -> PrecisionPlan:
@@ -50,7 +78,7 @@ def rewrite_piece(
     """Plan and rewrite one flat ATen graph in place; returns the plan and what `rewrite` returns."""
     normalize(graph_module)
     plan = make_plan(lower_graph(graph_module, kinds), rules, low)
-    return plan, rewrite(graph_module, plan, rules)
+    return plan, rewrite(graph_module, plan, rules, past_weights=True)
 
 
 @dataclass
@@ -63,7 +91,7 @@ class Program:
         run: the graph as a function of the flat inputs.
         weights: low-precision copies of weights that are kept between calls (inference only).
         fetch: for each placeholder, how to get its tensor; `None` for a user input.
-        traits: form of the inputs besides their sizes.
+        form: which inputs it can be used for.
     """
 
     captured: Captured
@@ -71,7 +99,7 @@ class Program:
     run: Callable[..., Any]
     weights: KeptWeights
     fetch: tuple[Callable[[], torch.Tensor] | None, ...]
-    traits: tuple[Any, ...] = ()
+    form: InputForm
 
     @property
     def graph_module(self) -> fx.GraphModule:
@@ -86,48 +114,6 @@ class Program:
         ]
         results = self.run(*inputs, *self.weights.current(inputs))
         return pytree.tree_unflatten(list(results), self.captured.out_spec)
-
-    def accepts(self, leaves: Sequence[Any]) -> bool:
-        """True where the program was captured for inputs of these shapes, symbolic dimensions bound consistently."""
-        if traits_key(leaves) != self.traits:
-            return False
-        bound: dict[str, int] = {}
-        placeholders = self.graph_module.graph.find_nodes(op="placeholder")
-        for node, entry in zip(placeholders, self.captured.inputs, strict=False):
-            if entry.source is Source.USER and not _matches(node.meta.get("val"), leaves[entry.index], bound):
-                return False
-        try:
-            if self.captured.guards is not None:
-                self.captured.guards(*leaves)
-        except AssertionError:
-            return False
-        return True
-
-
-def _matches(captured: Any, leaf: Any, bound: dict[str, int]) -> bool:
-    if not isinstance(captured, torch.Tensor):
-        return not isinstance(leaf, torch.Tensor)
-    if not isinstance(leaf, torch.Tensor) or leaf.dtype != captured.dtype or leaf.device.type != captured.device.type:
-        return False
-    if leaf.dim() != captured.dim():
-        return False
-    for size, actual in zip(captured.shape, leaf.shape, strict=True):
-        if isinstance(size, int):
-            if size != actual:
-                return False
-        elif not _binds(size, int(actual), bound):
-            return False
-    return True
-
-
-def _binds(size: torch.SymInt, actual: int, bound: dict[str, int]) -> bool:
-    expression = size.node.expr
-    if expression.is_symbol:
-        allowed = size.node.shape_env.var_to_range.get(expression)
-        inside = allowed is None or (actual >= allowed.lower and actual <= allowed.upper)
-        return bool(inside) and bound.setdefault(str(expression), actual) == actual
-    known = {symbol: bound.get(str(symbol)) for symbol in expression.free_symbols}
-    return None in known.values() or int(expression.subs(known)) == actual
 
 
 class UpdateCounter:
@@ -237,16 +223,17 @@ def build_program(
             where=type(model).__name__,
             mend="pass arguments that pytree can flatten (tensors, numbers, lists, dicts, dataclasses)",
         )
+    form = InputForm.of(captured, leaves)
     low = settings.low(device_of([*leaves, *model.parameters()]))
     plan = plan_captured(captured, settings.rules, low)
-    emulated = rewrite(captured.graph_module, plan, settings.rules)
+    emulated = rewrite(captured.graph_module, plan, settings.rules, differentiable=not keep_weights, past_weights=True)
     weights = hoist_weight_casts(captured) if keep_weights else KeptWeights()
     fetch = tuple(
         None if entry.source is Source.USER else tensor_getter(model, captured, entry) for entry in captured.inputs
     )
     examples = _examples(captured, leaves, fetch, weights, settings)
     run = BACKENDS[settings.backend](captured.graph_module, examples, emulated)
-    return Program(captured, plan, run, weights, fetch, traits_key(leaves))
+    return Program(captured, plan, run, weights, fetch, form)
 
 
 def _examples(

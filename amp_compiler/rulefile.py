@@ -169,6 +169,11 @@ def _rule(model: RuleModel, source: Source, path: Keys, table: OpTable) -> Rule:
     backward = _given(model.backward)
     if model.precision is None and model.math is None and not backward:
         raise mark.error("the rule asks for nothing", "add 'precision:', 'math:' or 'backward:'")
+    if backward.get("math", "fp32") != "fp32":
+        raise source.mark((*path, "backward", "math")).error(
+            f"no kernel accumulates gradients in {backward['math']}: 16-bit ones accumulate in FP32",
+            "write 'math: fp32', or leave it out",
+        )
     return Rule(
         where=mark.where,
         match=_matcher(model.match, source, (*path, "match"), table),

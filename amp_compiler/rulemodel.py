@@ -105,6 +105,9 @@ class LossScaleModel(Strict):
     min: Annotated[Finite, Field(gt=0)] = _optional("floor of the scale")
     max: Annotated[Finite, Field(gt=0)] = _optional("ceiling of the scale")
     hysteresis: Annotated[int, Field(ge=1)] = _optional("overflows until the scale backs off")
+    patience: Annotated[int, Field(ge=1)] = _optional("overflows in a row at the floor until training stops")
+    target_norm: Annotated[Finite, Field(gt=0)] = _optional("norm_adaptive: norm that scaled gradients are brought to")
+    check_finite: bool = _optional("none: skip steps with gradients that are not finite all the same")
 
 
 class WeightsModel(Strict):

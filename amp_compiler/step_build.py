@@ -10,27 +10,31 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from amp_compiler.backends import BACKENDS
 from amp_compiler.errors import CaptureError
 from amp_compiler.frontends.fx_alias import AliasGroups, written_operands
 from amp_compiler.frontends.fx_capture import Captured, Input, Source, capture_module, tensor_getter
 from amp_compiler.frontends.fx_normalize import normalize
-from amp_compiler.fx_tools import CAST, replace_other_uses, results_of
+from amp_compiler.fx_tools import replace_other_uses, results_of, torch_dtype
+from amp_compiler.input_form import InputForm
+from amp_compiler.master_weights import COMPENSATION, WeightState, check_types, widened
 from amp_compiler.optimizers import BoundGroup, bind
 from amp_compiler.passes.differentiate import Differentiate
 from amp_compiler.passes.fold_loss_scale import FoldLossScale
-from amp_compiler.passes.fuse_update import STATE, FuseUpdate, lower_updates
+from amp_compiler.passes.fuse_update import STATE, FuseUpdate
 from amp_compiler.passes.simplify_casts import SimplifyCasts
 from amp_compiler.plan import PrecisionPlan
 from amp_compiler.program import plan_captured, rewrite
+from amp_compiler.runtime.cuda_graph import GraphedRun, GraphSettings
+from amp_compiler.runtime.graph_obstacle import graph_obstacle
 from amp_compiler.runtime.loss_scale_base import LossScale, LossScaleState
 from amp_compiler.settings import Settings, device_of
 from amp_compiler.step_program import LossModule, StepProgram
+from amp_compiler.step_split import compile_step
 from amp_compiler.step_state import GradientSums, LowWeights
+from amp_compiler.step_weights import PlacedWeights, insert_upcasts, place_weights
+from amp_compiler.traced_optimizers import TracedGroup
 
-LOW = "amp_low"  # key in node.meta of a placeholder for a 16-bit weight: (its master's placeholder, torch dtype)
 Getters = dict[str, Callable[[], Tensor]]
-Hoisted = dict[str, tuple[str, torch.dtype]]
 
 
 @dataclass(frozen=True)
@@ -64,11 +68,15 @@ class StepState:
         scale: gives the loss scale's present state.
         lows: the 16-bit weights.
         sums: sums of gradients over several batches.
+        graphs: what their CUDA graphs share.
+        weights: FP32 masters of 16-bit parameters, or what storage without masters needs.
     """
 
     scale: Callable[[], LossScaleState]
     lows: LowWeights
     sums: GradientSums
+    graphs: GraphSettings
+    weights: WeightState
 
 
 def build_step(model: LossModule, batch: tuple[Any, ...], options: StepOptions, state: StepState) -> StepProgram:
@@ -85,7 +93,10 @@ def build_step(model: LossModule, batch: tuple[Any, ...], options: StepOptions, 
         LoweringError: the graph cannot be compiled.
     """
     leaves, _ = pytree.tree_flatten((batch, {}))
-    captured, plan, emulated = _forward(model, batch, leaves, options)
+    low = torch_dtype(options.settings.low(device_of([*leaves, *model.parameters()])))
+    check_parameters(model, options.optimizers, low, options.enabled)
+    with widened(model.parameters()):
+        captured, form, plan, emulated = _forward(model, batch, leaves, options)
     results = len(results_of(captured.graph_module.graph))
     buffers = _separate_buffers(captured)
     entries = {entry.name: entry for entry in captured.inputs}
@@ -95,38 +106,60 @@ def build_step(model: LossModule, batch: tuple[Any, ...], options: StepOptions, 
         if entry.source is not Source.USER
     }
     trained = _trained(entries, getters, options.optimizers)
-    hoisted = _hoist_low_weights(captured.graph_module, trained)
-    wrt = (*trained, *hoisted)
-    owner = (*trained, *[master for master, _ in hoisted.values()])
+    held = {name: get for name, get in getters.items() if entries[name].source is Source.PARAMETER}
+    storage = state.weights.storage
+    placed = place_weights(captured.graph_module, trained, held, storage, low, options.settings.rules.ops)
+    wrt, owner = placed.wrt, placed.owner
     joint = Differentiate(wrt)(captured.graph_module).subject
+    insert_upcasts(joint, placed)
     FoldLossScale()(joint)
     SimplifyCasts()(joint)
     updated = _owners_with_gradient(joint, owner)
-    masters = {id(getters[name]()): name for name in updated}
-    copies = {id(getters[master]()): name for name, (master, _) in hoisted.items() if master in updated}
-    groups = bind(options.optimizers, masters, copies)
+    groups = bind(options.optimizers, *placed.for_update(updated, held, storage))
     specs = tuple(group.spec for group in groups)
     fuse = FuseUpdate(
         specs, wrt, owner, results, buffers, options.scale, options.clip_norm, options.divisor, options.gather
     )
     step = fuse(joint).subject
-    resolve = _resolvers(step, entries, getters, hoisted, groups, state)
-    run = _compiled(step, [get(leaves) for get in resolve], options.settings.backend, emulated)
-    names = tuple(entries[name].target.partition(".")[2] for name in updated)
-    return StepProgram(step, plan, groups, names, run, resolve, captured.out_spec, results)
+    resolve = _resolvers(step, entries, getters, placed, groups, options.optimizers, state)
+    placeholders = step.graph.find_nodes(op="placeholder")
+    dynamic = options.settings.dynamic_shapes is not None
+    examples = [node.meta["val"] for node in placeholders] if dynamic else [get(leaves) for get in resolve]
+    compiled = compile_step(step, examples, options.settings.backend, emulated)
+    inputs = [node.name for node in placeholders]
+    known = {*placed.wrt, *getters, *[node.name for node in placeholders if STATE in node.meta]}
+    places = [place for place, name in enumerate(inputs) if name not in known]
+    why_not = _no_cuda_graph(step, options.settings)
+    run = GraphedRun(compiled, inputs, places, results + 3, state.graphs, why_not)
+    names = tuple(entries[placed.parameter(name)].target.partition(".")[2] for name in updated)
+    return StepProgram(step, plan, groups, names, run, resolve, captured.out_spec, results, form)
 
 
 def _forward(
     model: LossModule, batch: tuple[Any, ...], leaves: Sequence[Any], options: StepOptions
-) -> tuple[Captured, PrecisionPlan | None, bool]:
-    """Capture the loss and rewrite it; also says whether the low type is emulated."""
+) -> tuple[Captured, InputForm, PrecisionPlan | None, bool]:
+    """Capture the loss and rewrite it; also says for which batches, and whether the low type is emulated."""
     captured = capture_module(model, batch, {}, options.settings.dynamic_shapes)
+    form = InputForm.of(captured, leaves)
     if not options.enabled:
         normalize(captured.graph_module)
-        return captured, None, False
+        return captured, form, None, False
     low = options.settings.low(device_of([*leaves, *model.parameters()]))
     plan = plan_captured(captured, options.settings.rules, low)
-    return captured, plan, rewrite(captured.graph_module, plan, options.settings.rules)
+    return captured, form, plan, rewrite(captured.graph_module, plan, options.settings.rules)
+
+
+def check_parameters(
+    model: LossModule, optimizers: Sequence[torch.optim.Optimizer], low: torch.dtype, enabled: bool
+) -> None:
+    """Refuse parameters of types that a step cannot train; see `master_weights.check_types`.
+
+    Raises:
+        AmpError: names the first of them.
+    """
+    owned = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    named = ((name.partition(".")[2], parameter) for name, parameter in model.named_parameters())
+    check_types(named, owned, low, enabled)
 
 
 def _trained(entries: dict[str, Input], getters: Getters, optimizers: Sequence[torch.optim.Optimizer]) -> list[str]:
@@ -147,9 +180,13 @@ def _trained(entries: dict[str, Input], getters: Getters, optimizers: Sequence[t
     return trained
 
 
-def _compiled(step: fx.GraphModule, examples: list[Any], backend: str, emulated: bool) -> Callable[..., Any]:
-    with torch.no_grad():
-        return BACKENDS[backend](step if backend == "eager" else lower_updates(step), examples, emulated)
+def _no_cuda_graph(step: fx.GraphModule, settings: Settings) -> str:
+    """Why the step cannot be replayed as a CUDA graph, as far as it is known before it runs."""
+    if settings.backend == "eager":
+        return "backend='eager' runs the step node by node"
+    if settings.dynamic_shapes is not None:
+        return "the shapes are dynamic (dynamic_shapes=)"
+    return graph_obstacle(step.graph)
 
 
 def _separate_buffers(captured: Captured) -> tuple[str, ...]:
@@ -176,26 +213,6 @@ def _separate_buffers(captured: Captured) -> tuple[str, ...]:
     return tuple(node.name for node in buffers)
 
 
-def _hoist_low_weights(graph_module: fx.GraphModule, trained: list[str]) -> Hoisted:
-    """Turn each cast of a trained weight into a placeholder; returns its master's placeholder and its type by name."""
-    graph = graph_module.graph
-    placeholders = graph.find_nodes(op="placeholder")
-    by_name = {node.name: node for node in placeholders}
-    last = placeholders[-1]
-    hoisted: Hoisted = {}
-    for name in trained:
-        for node in [user for user in by_name[name].users if user.target is CAST]:
-            with graph.inserting_after(last):
-                last = graph.placeholder(f"{name}_low{len(hoisted)}")
-            last.meta = {**node.meta, LOW: (name, node.args[1])}
-            hoisted[last.name] = (name, node.args[1])  # type: ignore[assignment]
-            node.replace_all_uses_with(last)
-            graph.erase_node(node)
-    graph.lint()
-    graph_module.recompile()
-    return hoisted
-
-
 def _owners_with_gradient(joint: fx.GraphModule, owner: tuple[str, ...]) -> list[str]:
     outputs = results_of(joint.graph)
     gradients = outputs[len(outputs) - len(owner) :]
@@ -207,11 +224,18 @@ def _resolvers(
     step: fx.GraphModule,
     entries: dict[str, Input],
     getters: Getters,
-    hoisted: Hoisted,
-    groups: list[BoundGroup],
+    placed: PlacedWeights,
+    groups: list[BoundGroup | TracedGroup],
+    optimizers: Sequence[torch.optim.Optimizer],
     state: StepState,
 ) -> list[Callable[[Sequence[Any]], Any]]:
     """For each placeholder of the step graph, how to get its tensor at run time."""
+
+    holders = {id(p): one for one in optimizers for group in one.param_groups for p in group["params"]}
+
+    def master(get: Callable[[], Tensor]) -> Tensor:
+        parameter = get()
+        return state.weights.masters.get(parameter, holders[id(parameter)].state[parameter])
 
     def resolver(node: fx.Node) -> Callable[[Sequence[Any]], Any]:
         if STATE in node.meta:
@@ -219,11 +243,19 @@ def _resolvers(
             if column == "scale":
                 return lambda leaves: getattr(state.scale(), group)
             if column == "sum":
-                return lambda leaves: state.sums.get(getters[group]())
+                return lambda leaves: state.sums.get(getters[placed.parameter(group)]())
+            if column == "rng":
+                return lambda leaves: state.weights.rounding.tensor
+            if column == COMPENSATION:
+                parameter = groups[group].parameters[number]
+                check = state.weights.compensations.checked
+                return lambda leaves: check(parameter, groups[group].tensor(column, number))
             return lambda leaves: groups[group].tensor(column, number)
-        if node.name in hoisted:
-            master, dtype = hoisted[node.name]
-            return lambda leaves: state.lows.get(getters[master](), dtype)
+        if node.name in placed.copies:
+            name, dtype = placed.copies[node.name]
+            return lambda leaves: state.lows.get(getters[name](), dtype)
+        if node.name in placed.masters:
+            return lambda leaves: master(getters[placed.masters[node.name]])
         if node.name in getters:
             return lambda leaves: getters[node.name]().detach()
         index = entries[node.name].index

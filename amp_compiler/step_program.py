@@ -11,8 +11,13 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
 from amp_compiler.errors import AmpError
+from amp_compiler.fx_tools import results_of
+from amp_compiler.input_form import InputForm
 from amp_compiler.optimizers import BoundGroup
 from amp_compiler.plan import PrecisionPlan
+from amp_compiler.runtime.cuda_graph import GraphedRun
+from amp_compiler.state_types import LOW_TYPES
+from amp_compiler.traced_optimizers import TracedGroup
 
 
 class LossModule(nn.Module):
@@ -41,7 +46,8 @@ class LossModule(nn.Module):
                 f"loss_fn returned {_describe(loss)} as the loss",
                 mend="return one floating-point number, or (loss, aux)",
             )
-        return loss, aux
+        # A 16-bit loss could not hold the loss scale that the backward starts from.
+        return loss.float() if loss.dtype in LOW_TYPES else loss, aux
 
 
 def _describe(loss: Any) -> str:
@@ -76,20 +82,26 @@ class StepProgram:
         plan: what was decided for the forward; `None` in plain FP32.
         groups: the update groups.
         updated: qualified names of the updated parameters, in the order of the gradients.
-        run: the compiled graph.
+        run: the compiled graph, replayed as a CUDA graph where it can be.
         resolve: one function per placeholder, from the batch leaves to its tensor.
         out_spec: tree of `(loss, aux)`.
         results: number of flat values in it.
+        form: which batches it can be used for.
     """
 
     graph_module: fx.GraphModule
     plan: PrecisionPlan | None
-    groups: list[BoundGroup]
+    groups: list[BoundGroup | TracedGroup]
     updated: tuple[str, ...]
-    run: Callable[..., Any]
+    run: GraphedRun
     resolve: list[Callable[[Sequence[Any]], Any]]
     out_spec: pytree.TreeSpec
     results: int
+    form: InputForm
+
+    def gradient_node(self, number: int) -> fx.Node:
+        """The node of the graph that gives the gradient of a parameter of `updated`."""
+        return results_of(self.graph_module.graph)[self.results + 3 + number]  # type: ignore[no-any-return]
 
     def __call__(self, leaves: Sequence[Any]) -> StepOutput:
         """Run one step on the flattened batch."""

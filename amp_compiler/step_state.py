@@ -35,14 +35,14 @@ class LowWeights:
 
 
 class GradientSums:
-    """FP32 sums of the gradients of several batches, one per master, zero at first."""
+    """FP32 sums of the gradients of several batches, one per parameter, zero at first."""
 
     def __init__(self) -> None:
         self._sums: dict[int, Tensor] = {}
 
-    def get(self, master: Tensor) -> Tensor:
-        """The sum of a master's gradients; the same tensor at every step."""
-        found = self._sums.get(id(master))
-        if found is None or found.shape != master.shape or found.device != master.device:
-            found = self._sums[id(master)] = torch.zeros_like(master, dtype=torch.float32)
+    def get(self, parameter: Tensor) -> Tensor:
+        """The sum of a parameter's gradients; the same tensor at every step."""
+        found = self._sums.get(id(parameter))
+        if found is None or found.shape != parameter.shape or found.device != parameter.device:
+            found = self._sums[id(parameter)] = torch.zeros_like(parameter, dtype=torch.float32)
         return found

@@ -6,20 +6,24 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.utils._pytree as pytree
-from torch import Tensor, fx
 
+from amp_compiler.backends.cuda_graphs import TorchGraphs
 from amp_compiler.compiled_module import CompiledModule
-from amp_compiler.errors import AmpError
+from amp_compiler.errors import AmpError, CaptureError
 from amp_compiler.frontends.fx_capture import autocast_off
 from amp_compiler.frontends.onnx_to_fx import trained_module
-from amp_compiler.optimizers import check_optimizers
-from amp_compiler.plan import PrecisionPlan
+from amp_compiler.fx_tools import torch_dtype
+from amp_compiler.master_weights import OWN_KEY, WeightState, WeightStorage, weight_storage
+from amp_compiler.optimizers import check_optimizers, check_storage
 from amp_compiler.program import UPDATES
+from amp_compiler.runtime.cuda_graph import GraphSettings
 from amp_compiler.runtime.loss_scale import LossScale, LossScaleState, NoLossScale, make_loss_scale
+from amp_compiler.runtime.stuck_watch import StuckWatch
 from amp_compiler.settings import device_of, make_settings
-from amp_compiler.signature import leaves_key, module_key
-from amp_compiler.step_build import StepOptions, StepState, build_step
-from amp_compiler.step_program import LossModule, StepOutput, StepProgram
+from amp_compiler.signature import BatchForm, leaves_key, module_key
+from amp_compiler.step_build import StepOptions, StepState, build_step, check_parameters
+from amp_compiler.step_program import LossModule, StepProgram
+from amp_compiler.step_readings import StepReadings
 from amp_compiler.step_state import GradientSums, LowWeights
 
 MOST_SIGNATURES = 64
@@ -45,10 +49,19 @@ def training_step(
         model: an `nn.Module`, an ONNX model (a path or a `ModelProto`), or a dict, list or tuple of them.
             `step.model` is the module that is trained.
         loss_fn: `loss_fn(model, *batch)` returns the loss (one floating-point number), or `(loss, aux)`.
-        optimizer: a `torch.optim` optimizer (AdamW, Adam, SGD), a dict of them, or a function that makes one from a
-            list of parameters, as an ONNX path needs: `lambda parameters: torch.optim.AdamW(parameters, 1e-4)`. Its
-            state and `param_groups` stay the single truth: schedulers, `state_dict()` and checkpoints work as always.
-        rules: a preset name, a path, a dict or a `RuleSet`.
+        optimizer: a `torch.optim` optimizer, a dict of them, or a function that makes one from a list of parameters, as
+            an ONNX path needs: `lambda parameters: torch.optim.AdamW(parameters, 1e-4)`. AdamW, Adam and SGD have a fused
+            update, and take L1 decay as the key `l1_decay` of a group; of others but LBFGS and SparseAdam the own code is
+            traced. Its state and `param_groups` stay the single truth: schedulers, `state_dict()` and checkpoints work as
+            always.
+        rules: a preset name, a path, a dict or a `RuleSet`. Their `weights` section says how the optimizer holds the
+            parameters. `{master: fp32}`: FP32 parameters are their own masters; parameters that come in as FP16 or BF16
+            get FP32 masters in `optimizer.state[p]["master"]`. `{master: low}`: at the first call every parameter that
+            the plan reads in the low type is converted in place, the same object in 16 bits, with no master; one that
+            is read in FP32 alone (the weight of a norm under `default`) stays FP32, and buffers stay as they are.
+            Momentum of SGD is 16-bit then, moments of Adam are FP32. `rounding` is `nearest`, `stochastic` or `kahan`.
+            Make the step before `optimizer.load_state_dict`: from then on that loads FP32 state of 16-bit parameters
+            unrounded.
         dtype: `"fp16"`, `"bf16"` or `"auto"`.
         loss_scale: `"dynamic"`, a number, `None`, or a `LossScale`. By default none in BF16; in FP16 what the
             `loss_scale` section of the rules says, or dynamic.
@@ -56,7 +69,8 @@ def training_step(
         accumulate: number of calls whose gradients are averaged, in FP32, before the weights are updated.
         dynamic_shapes: as for `torch.export.export`, for `*batch`.
         backend: `"inductor"` or `"eager"`.
-        enabled: mixed precision; without it the same step in plain FP32.
+        enabled: mixed precision; without it the same step in plain FP32, whatever the rules say of weights. Parameters
+            that came in as FP16 or BF16 are refused then.
 
     Returns:
         A callable: `loss = step(*batch)`, detached, without a device sync.
@@ -88,7 +102,7 @@ def training_step(
     )
 
 
-class TrainingStep:
+class TrainingStep(StepReadings):
     """What `amp.training_step` returns. Call it with a batch."""
 
     def __init__(
@@ -123,9 +137,17 @@ class TrainingStep:
         self._scale_config = self._choose_scale(loss_scale)
         self._scale = self._scale_config.init(self._device)
         self._lows = LowWeights()
-        self._state = StepState(lambda: self._scale, self._lows, GradientSums())
+        storage = weight_storage(self._settings.rules.weights) if enabled else WeightStorage()
+        check_storage(self._optimizers, storage.low)
+        self._weights = WeightState(storage, self._device, self._optimizers)
+        self._state = StepState(
+            lambda: self._scale, self._lows, GradientSums(), GraphSettings(TorchGraphs()), self._weights
+        )
+        low = torch_dtype(self._settings.low(self._device))
+        check_parameters(self._module, self._optimizers, low, enabled)
+        self._watch, self._form = StuckWatch(self._device), BatchForm()
         self._programs: dict[Any, StepProgram] = {}
-        self._last: tuple[StepProgram, StepOutput, Tensor] | None = None
+        self._last, self._leaves = None, []
 
     def _choose_scale(self, loss_scale: Any) -> LossScale:
         low = self._settings.low(self._device).short
@@ -147,9 +169,12 @@ class TrainingStep:
             The detached loss, or `(loss, aux)`.
 
         Raises:
-            CaptureError: the loss cannot be captured as one graph.
+            CaptureError: the loss cannot be captured as one graph, or the batch is built otherwise than the first.
             LoweringError: the graph cannot be compiled.
+            LossScaleError: the gradients stay non-finite at the lowest loss scale; on a GPU a call or more later.
         """
+        if self._watch.arrived() and self._last is not None:
+            self.check()
         leaves, spec = pytree.tree_flatten((batch, {}))
         with autocast_off():
             program = self._program(batch, leaves, spec)
@@ -158,10 +183,14 @@ class TrainingStep:
             output = program(leaves)
         self._gathered = (self._gathered + 1) % self._accumulate
         UPDATES.note()
-        self._lows.settle([parameter for group in program.groups for parameter in group.parameters])
+        for group in program.groups:
+            self._lows.settle(group.parameters)
+            self._weights.settle(group.parameters, group.optimizer.state)
         for optimizer in self._optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether a step came before theirs
-        self._last = (program, output, scale)
+        self._last, self._leaves = (program, output, scale), leaves
+        if self._gathered == 0 and self._watch.note(self._scale_config, self._scale):
+            self.check()
         return output.loss if output.aux is None else (output.loss, output.aux)
 
     def _program(self, batch: tuple[Any, ...], leaves: list[Any], spec: Any) -> StepProgram:
@@ -169,14 +198,16 @@ class TrainingStep:
             tuple(map(id, group["params"])) for optimizer in self._optimizers for group in optimizer.param_groups
         )
         gather = "" if self._accumulate == 1 else "use" if self._gathered == self._accumulate - 1 else "add"
-        key = (spec, module_key(self._module), owners, gather, leaves_key(leaves))
-        program = self._programs.get(key)
+        module, form = module_key(self._module), leaves_key(leaves)
+        key = (spec, module, owners, gather, form)
+        program = self._programs.get(key) or self._dynamic(key, leaves)
         if program is not None and not any(group.flags_changed() for group in program.groups):
             return program
-        if len(self._programs) >= MOST_SIGNATURES:
-            raise AmpError(
-                f"the step was captured for {MOST_SIGNATURES} batch shapes",
-                mend="pass dynamic_shapes=, or pad the batches",
+        self._form.check(batch)
+        if program is None and len(self._programs) >= MOST_SIGNATURES:
+            raise CaptureError(
+                f"the step was captured for {MOST_SIGNATURES} signatures (shapes and types of the batch, model modes)",
+                mend="pad the batches to fewer shapes, and pass numbers that change as tensors",
             )
         options = StepOptions(
             self._settings,
@@ -188,76 +219,33 @@ class TrainingStep:
             gather,
         )
         program = build_step(self._module, batch, options, self._state)
-        self._programs[key] = program
+        now = module_key(self._module)
+        if now != module:  # weights were converted for storage without masters: earlier programs will never fit again
+            self._programs.clear()
+        self._programs[(spec, now, owners, gather, form)] = program
+        self._form.fix(batch)
         return program
 
-    def _seen(self) -> tuple[StepProgram, StepOutput, Tensor]:
-        if self._last is None:
-            raise AmpError("the step has not been called yet", mend="call it with a batch first")
-        return self._last
-
-    @property
-    def loss_scale(self) -> Tensor:
-        """FP32 scalar on the device: what the next loss is multiplied by."""
-        return self._scale.scale.clone()
-
-    @property
-    def skipped_steps(self) -> Tensor:
-        """INT64 scalar on the device: how many steps were skipped."""
-        return self._scale.skipped_steps.clone()
-
-    @property
-    def grad_norm(self) -> Tensor:
-        """FP32 scalar on the device: L2 norm of the last step's unscaled gradients, before clipping."""
-        return self._seen()[1].norm
-
-    @property
-    def plan(self) -> PrecisionPlan:
-        """The plan of the last step's forward.
-
-        Raises:
-            AmpError: before the first call, and where mixed precision is off.
-        """
-        plan = self._seen()[0].plan
-        if plan is None:
-            raise AmpError("there is no plan with enabled=False", mend="leave enabled at True")
-        return plan
-
-    @property
-    def graph_module(self) -> fx.GraphModule:
-        """The last step's whole graph: forward, backward and update, with `meta["amp_phase"]` on every node."""
-        return self._seen()[0].graph_module
-
-    def gradients(self) -> dict[str, Tensor]:
-        """The last step's unscaled FP32 gradients by parameter name, before clipping; for logging.
-
-        While batches are gathered, their sum so far divided by `accumulate`.
-        """
-        program, output, scale = self._seen()
-        return {
-            name: gradient.float() / (scale * self._accumulate)
-            for name, gradient in zip(program.updated, output.gradients, strict=True)
-        }
-
-    def nonfinite_report(self) -> list[str]:
-        """Names of the parameters whose gradient was not finite in the last step. This reads from the device."""
-        program, output, _ = self._seen()
-        return [name for name, flag in zip(program.updated, output.flags.tolist(), strict=True) if flag]
-
-    def check(self) -> None:
-        """Raise where the scale is at its floor and gradients stay non-finite. This reads from the device.
-
-        Raises:
-            LossScaleError: names the first parameters with non-finite gradients.
-        """
-        self._scale_config.check(self._scale, parameters=self.nonfinite_report())
+    def _dynamic(self, key: tuple[Any, ...], leaves: list[Any]) -> StepProgram | None:
+        """A program of dynamic shapes that was captured for another batch and fits this one."""
+        if self._settings.dynamic_shapes is not None:
+            for other, program in list(self._programs.items()):
+                if other[:-1] == key[:-1] and program.form.accepts(leaves):
+                    self._programs[key] = program
+                    return program
+        return None
 
     def state_dict(self) -> dict[str, Any]:
-        """The loss scale, with the keys of `torch.amp.GradScaler.state_dict()`."""
-        return self._scale_config.state_dict(self._scale)
+        """The loss scale, with the keys of `torch.amp.GradScaler.state_dict()`.
+
+        With stochastic rounding its random state is there too, under the key `amp_compiler`, which GradScaler ignores.
+        """
+        state = self._scale_config.state_dict(self._scale)
+        rounding = self._weights.rounding.state_dict()
+        return {**state, OWN_KEY: {**state.get(OWN_KEY, {}), **rounding}} if rounding else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the loss scale of another step or of a `torch.amp.GradScaler`.
+        """Take over the loss scale of another step or of a `torch.amp.GradScaler`, and the random state of rounding.
 
         Raises:
             AmpError: keys are missing or do not fit the kind of loss scale.
@@ -267,3 +255,5 @@ class TrainingStep:
             self._programs.clear()
             self._scale_config = config
         self._scale = LossScaleState(*config.load_state_dict(state, self._device))
+        self._weights.rounding.load_state_dict(state.get(OWN_KEY, {}))
+        self._watch.forget()

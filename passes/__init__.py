@@ -16,6 +16,7 @@ PASSES: dict[str, str] = {
     "classify": "amp_compiler.passes.classify:Classify",
     "assign_precision": "amp_compiler.passes.assign_precision:AssignPrecision",
     "place_casts": "amp_compiler.passes.place_casts:PlaceCasts",
+    "type_backward": "amp_compiler.passes.type_backward:TypeBackward",
     "legalize": "amp_compiler.passes.legalize:Legalize",
     "differentiate": "amp_compiler.passes.differentiate:Differentiate",
     "fold_loss_scale": "amp_compiler.passes.fold_loss_scale:FoldLossScale",

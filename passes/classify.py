@@ -80,7 +80,8 @@ def _decide(draft: Draft, matcher: RuleMatcher, node: Node) -> Decision:
         if lost is not None:
             name, number = lost
             told = f"{name}={number:g} would become an infinity in {draft.context.low.short}"
-            return replace(decision, precision=Precision.FP32, rule="", reason=f"{told}, so it runs in FP32", math=None)
+            reason = f"{told}, so it runs in FP32, backward too"
+            return replace(decision, precision=Precision.FP32, rule="", reason=reason, math=None, backward=None)
     return decision
 
 

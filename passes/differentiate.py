@@ -11,9 +11,11 @@ import torch.fx.traceback as fx_traceback
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
+from amp_compiler.backends.torch_shim import autograd_sequence, function_sequence
 from amp_compiler.errors import LoweringError
 from amp_compiler.fx_tools import node_tensor, rename_placeholder, results_of
 from amp_compiler.passbase import Pass, PassResult
+from amp_compiler.passes.type_backward import gradient_type
 from amp_compiler.runtime import lstm
 
 PHASE = "amp_phase"  # key in node.meta: "forward" or "backward"
@@ -25,9 +27,10 @@ _INHERITED = ("nn_module_stack", "stack_trace")
 class Differentiate(Pass[fx.GraphModule]):
     """Trace autograd over a forward graph, so that forward and backward stand in one graph.
 
-    The types of the backward follow from the casts in the forward: the adjoint of a cast is the cast back. No ambient
-    autocast takes part. Tied weights are one placeholder and get one summed gradient; a placeholder that the loss does
-    not depend on gets `None`.
+    The types of the backward follow from the casts in the forward: the adjoint of a cast is the cast back; a `typed_op`
+    brings its own. No ambient autocast takes part. A 16-bit placeholder that only nodes with FP32 gradients read gets
+    an FP32 gradient. Tied weights are one placeholder and get one summed gradient; a placeholder that the loss does not
+    depend on gets `None`.
 
     Before::
 
@@ -81,27 +84,36 @@ class Differentiate(Pass[fx.GraphModule]):
         placeholders = subject.graph.find_nodes(op="placeholder")
         wanted = [place for place, node in enumerate(placeholders) if node.name in self.wrt]
         by_name = {placeholders[place].name: position for position, place in enumerate(wanted)}
-        marks: dict[str, int] = {}
+        types = {place: gradient_type(placeholders[place]) for place in wanted}
+        asked = {placeholders[place].name: dtype for place, dtype in types.items()}
+        marks: dict[str, Any] = {}
+        starts: list[tuple[int, dict[str, Any]]] = []
 
         def joint(*inputs: Any) -> list[Any]:
             leaves = list(inputs)
             for place in wanted:
-                leaves[place] = inputs[place].detach().requires_grad_()
+                # Autograd gives a gradient the type of its leaf.
+                wide = inputs[place].float() if types[place] is torch.float32 else inputs[place]
+                leaves[place] = wide.detach().requires_grad_()
             with torch.enable_grad():
-                results = _Forward(subject).run(*leaves)
-                marks["forward"] = _traced_nodes()
+                forward = _Forward(subject)
+                results = forward.run(*leaves)
+                marks["forward"] = len(_tracer_graph().nodes)
+                _watch(results[0], forward.origin, starts)
                 gradients = _gradients(results[0], [leaves[place] for place in wanted])
+            marks["order"] = {node.name: place for place, node in enumerate(_tracer_graph().nodes)}
             return [*results, *[gradients[by_name[name]] for name in self.wrt]]
 
         examples = [node.meta["val"] for node in placeholders]
         with warnings.catch_warnings(), fx_traceback.preserve_node_meta():
             warnings.simplefilter("ignore")
             traced = make_fx(joint, _allow_non_fake_inputs=True)(*examples)
-        _tag(traced.graph, marks["forward"])
+        _tag(traced.graph, marks["order"], marks["forward"], starts)
         for made, original in zip(traced.graph.find_nodes(op="placeholder"), placeholders, strict=True):
             rename_placeholder(made, original.name)
             made.meta.update({key: value for key, value in original.meta.items() if key != "val"})
         _drop_detach(traced.graph)
+        _narrow(traced.graph, [asked[name] for name in self.wrt])
         traced.graph.eliminate_dead_code()
         traced.graph.lint()
         traced.recompile()
@@ -109,7 +121,22 @@ class Differentiate(Pass[fx.GraphModule]):
 
 
 class _Forward(fx.Interpreter):
-    """Runs the forward; an LSTM on a CPU runs as an operator whose backward can stand in a graph."""
+    """Runs the forward; an LSTM on a CPU runs as an operator whose backward can stand in a graph.
+
+    Attributes:
+        origin: by autograd's sequence number, the metadata of the node whose run made that backward function.
+    """
+
+    def __init__(self, subject: fx.GraphModule) -> None:
+        super().__init__(subject)
+        self.origin: dict[int, dict[str, Any]] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        first = autograd_sequence()
+        result = super().run_node(n)
+        last = autograd_sequence()
+        self.origin.update(dict.fromkeys(range(first, last), n.meta))
+        return result
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is torch.ops.aten.lstm.input and lstm.can_run(args[0], args[1]):
@@ -121,11 +148,12 @@ def _describe(tensor: torch.Tensor | None) -> str:
     return "no tensor" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
 
 
-def _traced_nodes() -> int:
+def _tracer_graph() -> fx.Graph:
+    """The graph in the making, with the size queries that tracing takes out again where nothing reads them."""
     mode = get_proxy_mode()
     if mode is None:
         raise LoweringError("the backward was asked for outside of tracing", mend="this is a bug; please report it")
-    return len(mode.tracer.graph.nodes)
+    return mode.tracer.graph
 
 
 def _gradients(loss: torch.Tensor, leaves: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
@@ -134,26 +162,66 @@ def _gradients(loss: torch.Tensor, leaves: list[torch.Tensor]) -> tuple[torch.Te
     return torch.autograd.grad(loss, leaves, allow_unused=True)
 
 
-def _tag(graph: fx.Graph, forward: int) -> None:
-    """Mark the phase of every node, and give backward nodes the module and source line of their forward node."""
-    origin: dict[int, dict[str, Any]] = {}
+def _watch(loss: torch.Tensor, origin: dict[int, dict[str, Any]], starts: list[tuple[int, dict[str, Any]]]) -> None:
+    """Note, as each backward function starts, how many nodes are traced by then, and the forward node it belongs to."""
+    pending, seen = [loss.grad_fn], set()
+    while pending:
+        function = pending.pop()
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        pending += [following for following, _ in function.next_functions]
+        meta = origin.get(function_sequence(function), {})
+
+        def note(_: Any, meta: dict[str, Any] = meta) -> None:
+            starts.append((len(_tracer_graph().nodes), meta))
+
+        function.register_prehook(note)
+
+
+def _tag(graph: fx.Graph, order: dict[str, int], forward: int, starts: list[tuple[int, dict[str, Any]]]) -> None:
+    """Mark the phase of every node, and give backward nodes the module and source line of their forward node.
+
+    Args:
+        graph: the traced graph.
+        order: place of each node, by name, when it was traced.
+        forward: number of nodes when the forward was done.
+        starts: number of nodes when each backward function began, and the metadata of its forward node.
+    """
     seeded = False
-    for position, node in enumerate(graph.nodes):
+    begun = 0
+    for node in graph.nodes:
         if node.op != "call_function":
             continue
-        number = node.meta.get("seq_nr")
+        position = order[node.name]
         if position < forward:
             node.meta[PHASE] = "forward"
-            if number is not None and "nn_module_stack" in node.meta:
-                origin[number] = node.meta
             continue
         node.meta[PHASE] = "backward"
-        if not seeded:  # autograd makes its seed before anything else
+        if not seeded and node_tensor(node) is not None:  # autograd makes its seed before any other tensor
             node.meta[SEED] = seeded = True
-        source = origin.get(number, {}) if number is not None else {}
+        while begun < len(starts) and starts[begun][0] <= position:
+            begun += 1
+        source = starts[begun - 1][1] if begun else {}
         for key in _INHERITED:
+            node.meta.pop(key, None)
             if key in source:
                 node.meta[key] = source[key]
+
+
+def _narrow(graph: fx.Graph, types: list[torch.dtype | None]) -> None:
+    """Return a gradient that was made in the 16-bit type asked for as it was made, not the FP32 copy of it."""
+    outputs = results_of(graph)
+    first = len(outputs) - len(types)
+    for place, dtype in enumerate(types):
+        gradient = outputs[first + place]
+        if dtype is None or not isinstance(gradient, fx.Node) or gradient.target is not torch.ops.aten._to_copy.default:
+            continue
+        (source,) = gradient.all_input_nodes
+        made = node_tensor(source)
+        if made is not None and made.dtype is dtype and dtype is not torch.float32:
+            outputs[first + place] = source
+    graph.output_node().args = (outputs,)
 
 
 def _drop_detach(graph: fx.Graph) -> None:

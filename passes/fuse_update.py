@@ -14,6 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from amp_compiler.fx_tools import node_tensor, results_of
 from amp_compiler.passbase import Pass, PassResult
 from amp_compiler.passes.fold_loss_scale import SCALE
+from amp_compiler.passes.trace_update import OWN_STATE, TracedUpdate, trace_update
+from amp_compiler.passes.update_group import UpdateGroup
 from amp_compiler.runtime import fused_update  # registers the operators
 from amp_compiler.runtime.loss_scale_base import LossScale, LossScaleState
 
@@ -21,32 +23,11 @@ STATE = "amp_state"  # key in node.meta of the placeholders that this pass adds
 OPERATORS = {
     "adam": torch.ops.amp_compiler.adam_update.default,
     "sgd": torch.ops.amp_compiler.sgd_update.default,
+    "adam_low": torch.ops.amp_compiler.adam_update_low.default,
+    "sgd_low": torch.ops.amp_compiler.sgd_update_low.default,
 }
 _CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 _COLUMN_SCALARS = frozenset({"step"})
-
-
-@dataclass(frozen=True)
-class UpdateGroup:
-    """Parameters that one update node writes.
-
-    Args:
-        kind: `adam` or `sgd`.
-        masters: placeholder names of the FP32 weights.
-        lows: placeholder names of their 16-bit copies, or empty where the group has none.
-        columns: names of the state lists, in the operator's order, with `None` for one that stays empty.
-        scalars: sizes of the operator's FP64 vector of hyperparameters.
-        flags: the operator's boolean arguments, in order.
-        started: whether the operator takes a `started` flag.
-    """
-
-    kind: str
-    masters: tuple[str, ...]
-    lows: tuple[str, ...]
-    columns: tuple[tuple[str, bool], ...]
-    scalars: int
-    flags: tuple[bool, ...]
-    started: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,7 +36,8 @@ class FuseUpdate(Pass[fx.GraphModule]):
 
     One `grad_check` reads every gradient once and gives the global norm and whether anything is not finite. One update
     node per group then reads each gradient in the type in which it was made, multiplies it by the inverse loss scale
-    and the clipping factor, and writes master weight, moments and 16-bit weight. Where a gradient is not finite
+    and the clipping factor, and writes master weight, moments and 16-bit weight. An optimizer without such a node has
+    its own code traced in, see `trace_update`. Where a gradient is not finite
     nothing is written: weights, moments, step counts and buffers stay bit-identical, and only the scale changes.
 
     Before::
@@ -85,7 +67,7 @@ class FuseUpdate(Pass[fx.GraphModule]):
             the gradients, updates, and clears the sums; empty for neither.
     """
 
-    groups: tuple[UpdateGroup, ...]
+    groups: tuple[UpdateGroup | TracedUpdate, ...]
     gradients: tuple[str, ...]
     owner: tuple[str, ...]
     results: int
@@ -121,6 +103,7 @@ class _Builder:
         self.last = list(self.placeholders.values())[-1]
         self.output = self.graph.output_node()
         self.outputs = results_of(self.graph)
+        self.rounding: fx.Node | None = None
 
     def build(self) -> None:
         options = self.options
@@ -139,7 +122,10 @@ class _Builder:
         if options.gather != "add":
             (coef,) = self._inline(self._coefficient, [inverse, norm])
             for index, group in enumerate(options.groups):
-                self._update(index, group, gradients, coef, nonfinite)
+                if isinstance(group, TracedUpdate):
+                    self._trace(index, group, gradients, coef, nonfinite)
+                else:
+                    self._update(index, group, gradients, coef, nonfinite)
             self._commit_scale(state, nonfinite, norm)
         kept = self.outputs[: options.results]
         with self.graph.inserting_before(self.output):
@@ -185,15 +171,42 @@ class _Builder:
             if column == "lows":
                 lists.append([self.placeholders[name] for name in group.lows])
             else:
-                lists.append([self._state(index, column, n, m) for n, m in enumerate(masters)] if used else [])
+                dtype = None if column == "compensation" else group.moment
+                lists.append([self._state(index, column, n, m, dtype) for n, m in enumerate(masters)] if used else [])
         extra = [self._scalar_state(index, "started", skip, torch.float32, ())] if group.started else []
+        if group.storage is None:
+            mode: list[int] = []
+        else:
+            extra, mode = [*extra, self._rounding(skip)], [group.storage]
         hyper = self._scalar_state(index, "hyper", skip, torch.float64, (group.scalars,))
-        self._call(OPERATORS[group.kind], [*lists, *extra, hyper, coef, skip, *group.flags])
+        self._call(OPERATORS[group.kind], [*lists, *extra, hyper, coef, skip, *mode, *group.flags])
 
-    def _state(self, group: int, column: str, number: int, master: fx.Node) -> fx.Node:
+    def _trace(
+        self, index: int, group: TracedUpdate, gradients: dict[str, fx.Node], coef: fx.Node, skip: fx.Node
+    ) -> None:
+        masters = [self.placeholders[name] for name in group.masters]
+        states = []
+        for state in group.states:
+            like: Any = node_tensor(masters[state.parameter])
+            value = like.new_empty_strided(state.shape, state.stride, dtype=state.dtype)
+            states.append(self._placeholder((f"{OWN_STATE}{state.key}", index, state.parameter), value))
+        lows = [self.placeholders[name] for name in group.lows if name is not None]
+        rates = self._scalar_state(index, "lr", skip, torch.float64, (group.rates,))
+        given = [*masters, *(gradients[name] for name in group.masters), *states, *lows, rates, coef, skip]
+        self._splice(trace_update(group, [node.meta["val"] for node in given]), given)
+
+    def _rounding(self, like: fx.Node) -> fx.Node:
+        """The random state of stochastic rounding; one for all groups, each of which moves it on."""
+        if self.rounding is None:
+            self.rounding = self._scalar_state(0, "rng", like, torch.int64, (2,))
+        return self.rounding
+
+    def _state(self, group: int, column: str, number: int, master: fx.Node, dtype: torch.dtype | None) -> fx.Node:
         tensor = node_tensor(master)
-        shape = () if column in _COLUMN_SCALARS else tuple(tensor.shape)  # type: ignore[union-attr]
-        return self._placeholder((column, group, number), tensor.new_empty(shape))  # type: ignore[union-attr]
+        scalar = column in _COLUMN_SCALARS
+        shape = () if scalar else tuple(tensor.shape)  # type: ignore[union-attr]
+        value = tensor.new_empty(shape, dtype=torch.float32 if scalar else dtype)  # type: ignore[union-attr]
+        return self._placeholder((column, group, number), value)
 
     def _scalar_state(
         self, group: int, column: str, like: fx.Node, dtype: torch.dtype, shape: tuple[int, ...]
@@ -254,6 +267,9 @@ class _Builder:
         traced = make_fx(lambda *inputs: function(*inputs), _allow_non_fake_inputs=True)(
             *[node.meta["val"] for node in arguments]
         )
+        return self._splice(traced, arguments)
+
+    def _splice(self, traced: fx.GraphModule, arguments: Sequence[fx.Node]) -> list[fx.Node]:
         environment = dict(zip(traced.graph.find_nodes(op="placeholder"), arguments, strict=True))
         with self.graph.inserting_before(self.output):
             for node in traced.graph.nodes:

@@ -23,9 +23,12 @@ from amp_compiler.passbase import Pass
 from amp_compiler.passes import PASSES, find_pass
 from amp_compiler.passes.differentiate import Differentiate
 from amp_compiler.passes.fold_loss_scale import FoldLossScale
-from amp_compiler.passes.fuse_update import FuseUpdate, UpdateGroup
+from amp_compiler.passes.fuse_update import FuseUpdate
 from amp_compiler.passes.legalize import Legalize
 from amp_compiler.passes.simplify_casts import SimplifyCasts
+from amp_compiler.passes.trace_update import StateTensor, TracedUpdate
+from amp_compiler.passes.type_backward import BACKWARD, TypeBackward
+from amp_compiler.passes.update_group import UpdateGroup
 from amp_compiler.rulefile import load_rules
 from amp_compiler.runtime.loss_scale import StaticLossScale
 
@@ -73,9 +76,43 @@ def sum_of_halves(w: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor]:
     return (aten.to.dtype(aten.to.dtype(w, BF16) * x, F32).sum(),)
 
 
+def marked(
+    gradient: torch.dtype, function: Callable[..., Any], *dtypes: torch.dtype, op: Any = aten.mm.default
+) -> fx.GraphModule:
+    """The trace with the nodes of one op marked, and with its casts as a plan places them."""
+    traced = trace(function, *dtypes)
+    for node in traced.graph.nodes:
+        node.meta.update({BACKWARD: gradient} if node.target is op else {})
+        node.meta.update({"amp_cast": "placed"} if node.target is aten.to.dtype else {})
+    return traced
+
+
+def low_product(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor]:
+    return (aten.to.dtype(aten.mm(aten.relu(a), aten.to.dtype(b, BF16)), F32).sum(),)
+
+
+def typed(function: Callable[..., Any], *dtypes: torch.dtype) -> fx.GraphModule:
+    return TYPE_BACKWARD(marked(F32, function, *dtypes)).subject
+
+
+TYPE_BACKWARD = TypeBackward(load_rules("default").ops)
 LEGALIZE = Legalize(load_rules("default").ops)
-GROUP = UpdateGroup("sgd", ("a",), (), (("momentum_buffer", True), ("lows", False)), 4, (False, False), True)
+GROUP = UpdateGroup("sgd", ("a",), (), (("momentum_buffer", True), ("lows", False)), 5, (False, False), True)
 UPDATE = FuseUpdate((GROUP,), ("a",), ("a",), 1, (), StaticLossScale(8.0), clip_norm=1.0)
+
+
+def running_mean(masters: Any, grads: Any, states: Any, rates: Any) -> Any:
+    """An optimizer's own code, with its writes."""
+    weight, mean = masters[0].clone(), states[0].clone()
+    mean.lerp_(grads[0], 0.1)
+    weight.sub_(mean * rates[0])
+    return [weight], [mean]
+
+
+MEAN = StateTensor("mean", 0, (4, 4), (4, 1), F32)
+TRACED = FuseUpdate(
+    (TracedUpdate("Mean", ("a",), ("b",), (MEAN,), 1, running_mean),), ("b",), ("a",), 1, (), StaticLossScale(8.0)
+)
 CASES: dict[str, tuple[Pass[fx.GraphModule], Callable[[], fx.GraphModule], bool]] = {
     "legalize/fp16_linear_on_a_cpu": (LEGALIZE, lambda: trace(lambda a, b: (aten.linear(a, b),), F16, F16), True),
     "legalize/shared_operand_is_widened_once": (LEGALIZE, lambda: trace(lambda a: (aten.mm(a, a),), F16), True),
@@ -95,6 +132,32 @@ CASES: dict[str, tuple[Pass[fx.GraphModule], Callable[[], fx.GraphModule], bool]
         Differentiate(("a", "b")),
         lambda: trace(lambda a, b: ((a * a).sum(), b + 1), F32, F32),
         True,
+    ),
+    "differentiate/a_typed_op_brings_its_own_types": (
+        Differentiate(("a", "b")),
+        lambda: typed(low_product, BF16, F32),
+        True,
+    ),
+    "type_backward/fp32_gradients_of_a_low_product": (TYPE_BACKWARD, lambda: marked(F32, low_product, BF16, F32), True),
+    "type_backward/a_cast_of_its_own_for_weights_kept_low": (
+        TypeBackward(load_rules("default").ops, past_weights=False),
+        lambda: marked(F32, low_product, BF16, F32),
+        True,
+    ),
+    "type_backward/low_gradients_of_an_fp32_product": (
+        TYPE_BACKWARD,
+        lambda: marked(BF16, lambda a, b: (aten.mm(aten.to.dtype(a, F32), b),), BF16, F32),
+        True,
+    ),
+    "type_backward/neighbours_hand_over_in_fp32": (
+        TYPE_BACKWARD,
+        lambda: marked(F32, lambda a, b: (aten.mm(aten.mm(a, b), b),), BF16, BF16),
+        True,
+    ),
+    "type_backward/what_has_the_type_is_left_alone": (
+        TYPE_BACKWARD,
+        lambda: marked(BF16, lambda a, b: (aten.mm(a, b),), BF16, BF16),
+        False,
     ),
     "fold_loss_scale/the_seed_takes_the_scale_and_the_mean": (
         FoldLossScale(),
@@ -124,6 +187,11 @@ CASES: dict[str, tuple[Pass[fx.GraphModule], Callable[[], fx.GraphModule], bool]
     "simplify_casts/an_upcast_is_repeated_in_the_backward": (
         SimplifyCasts(),
         lambda: differentiated(lambda a, b: (aten.to.dtype(b, F32).mul(a).sum(),), ("a",), F32, BF16),
+        True,
+    ),
+    "fuse_update/an_optimizers_own_code_and_a_16_bit_copy": (
+        TRACED,
+        lambda: folded(lambda a, b: ((b * b).sum(),), ("b",), F32, BF16),
         True,
     ),
     "fuse_update/sgd_with_clipping": (UPDATE, lambda: folded(mean_loss, ("a",), F32, F32), True),

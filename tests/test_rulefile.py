@@ -13,6 +13,7 @@ from amp_compiler.errors import RuleError
 from amp_compiler.policy import Comparison, Precision, RuleSet
 from amp_compiler.rulefile import load_rules, preset_names, schema
 from amp_compiler.rulemodel import RuleFileModel, RuleModel
+from amp_compiler.runtime.loss_scale import make_loss_scale
 from amp_compiler.yamltree import MAX_BYTES, parse_yaml
 
 
@@ -96,6 +97,21 @@ def test_presets_load_by_name_and_paths_by_path(write):
     assert load_rules(str(path)) == load_rules(path)
     rules = load_rules(path)
     assert load_rules(rules) is rules
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"mode": "norm_adaptive", "target_norm": 128.0, "patience": 7},
+        {"mode": "none", "check_finite": False, "patience": 3},
+        {"mode": "static", "init": 8.0, "patience": 4},
+    ],
+)
+def test_every_setting_of_a_loss_scale_can_stand_in_a_rule_file(section):
+    made = make_loss_scale(load_rules({"version": 1, "loss_scale": section}).loss_scale)
+    assert made.mode == section["mode"] and made.patience == section.get("patience", 20)
+    names = {"init": "scale"}
+    assert all(getattr(made, names.get(key, key)) == value for key, value in section.items())
 
 
 def test_loss_scale_of_the_same_mode_is_merged():

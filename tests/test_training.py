@@ -110,9 +110,9 @@ def test_a_step_with_a_non_finite_gradient_changes_nothing_but_the_scale(name, p
     step(bad, Y)
     assert all(torch.equal(a, b) for a, b in zip(before, snapshot(model, optimizer), strict=True))
     assert float(step.loss_scale) == scale / 2 and int(step.skipped_steps) == 1
-    assert "a.weight" in step.nonfinite_report()
+    assert "a.weight" in step.nonfinite_report().parameters
     step(X, Y)
-    assert int(step.skipped_steps) == 1 and step.nonfinite_report() == []
+    assert int(step.skipped_steps) == 1 and not step.nonfinite_report()
     assert not all(torch.equal(a, b) for a, b in zip(before, snapshot(model, optimizer), strict=True))
 
 
@@ -323,7 +323,7 @@ def test_a_gan_with_two_models_and_two_optimizers_and_aux():
     ("change", "text"),
     [
         ({"clip_norm": -1.0}, "positive"),
-        ({"optimizer": torch.optim.LBFGS([torch.zeros(1, requires_grad=True)])}, "no fused update for LBFGS"),
+        ({"optimizer": torch.optim.LBFGS([torch.zeros(1, requires_grad=True)])}, "LBFGS"),
         ({"loss_fn": lambda m, x, y: m(x)}, "one floating-point number"),
         ({"model": {"a": 3}}, "nn.Module"),
     ],

@@ -78,33 +78,25 @@ def loss_fn(model, inputs, targets):
     return F.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
 
 
-# Model, batches, steps in FP32 before the comparison, steps. A CNN without BatchNorm first stands on a plateau, and the
-# last bit decides when it leaves it: FP32 and autocast are then as far from each other as from anything else.
+# Model, batches, steps, learning rate. A CNN without BatchNorm first stands on a plateau, and the last bit decides when
+# it leaves it; a narrow one at a high rate is then as far from itself, started a millionth aside, as from autocast.
 TASKS = {
-    "cnn with batch norm": (lambda: SmallCnn(True, width=8), digit_batches, 0, 60),
-    "cnn": (lambda: SmallCnn(False, width=8), digit_batches, 80, 60),
-    "gpt2": (Gpt2, text_batches, 0, 60),
-    "lstm": (Lstm, text_batches, 0, 150),
+    "cnn with batch norm": (lambda: SmallCnn(True, width=8), digit_batches, 60, 1e-3),
+    "cnn": (lambda: SmallCnn(False, width=16), digit_batches, 200, 5e-4),
+    "gpt2": (Gpt2, text_batches, 60, 1e-3),
+    "lstm": (Lstm, text_batches, 150, 1e-3),
 }
-LAST, RATE = 20, 1e-3
+LAST = 20
 
 
-def optimizer_of(model, steps):
+def optimizer_of(model, steps, rate):
     """AdamW with a learning rate that falls to nothing, so that the end of a run is no matter of the last batches."""
-    optimizer = torch.optim.AdamW(model.parameters(), RATE)
+    optimizer = torch.optim.AdamW(model.parameters(), rate)
     return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.01, steps)
 
 
-def warm_up(model, batches):
-    optimizer = torch.optim.AdamW(model.parameters(), 2 * RATE)
-    for batch in batches:
-        optimizer.zero_grad()
-        loss_fn(model, *batch).backward()
-        optimizer.step()
-
-
-def ours(model, batches, dtype, steps):
-    optimizer, schedule = optimizer_of(model, steps)
+def ours(model, batches, dtype, steps, rate):
+    optimizer, schedule = optimizer_of(model, steps, rate)
     step = amp.training_step(model, loss_fn, optimizer, dtype=dtype, backend="eager")
     losses = []
     for batch in batches:
@@ -113,8 +105,8 @@ def ours(model, batches, dtype, steps):
     return losses
 
 
-def autocasts(model, batches, dtype, steps):
-    optimizer, schedule = optimizer_of(model, steps)
+def autocasts(model, batches, dtype, steps, rate):
+    optimizer, schedule = optimizer_of(model, steps, rate)
     scaler = torch.amp.GradScaler("cpu", enabled=dtype == "fp16")
     losses = []
     for batch in batches:
@@ -133,18 +125,17 @@ def autocasts(model, batches, dtype, steps):
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("task", list(TASKS))
 def test_the_final_loss_is_autocasts_within_one_percent(task, dtype):
-    build, batches, before, steps = TASKS[task]
+    build, batches, steps, rate = TASKS[task]
     finals, expected = [], []
     for seed in range(3):
         torch.manual_seed(seed)
         model = build().train()
-        warm_up(model, batches(before, seed + 100))
         reference = copy.deepcopy(model)
-        mine = ours(model, batches(steps, seed), dtype, steps)
-        theirs = autocasts(reference, batches(steps, seed), dtype, steps)
+        mine = ours(model, batches(steps, seed), dtype, steps, rate)
+        theirs = autocasts(reference, batches(steps, seed), dtype, steps, rate)
         finals.append(statistics.mean(mine[-LAST:]))
         expected.append(statistics.mean(theirs[-LAST:]))
-        assert before or finals[-1] < 0.8 * mine[0]
+        assert finals[-1] < 0.8 * mine[0]
     ratio = statistics.mean(finals) / statistics.mean(expected)
     each = ", ".join(f"{a:.4f} / {b:.4f}" for a, b in zip(finals, expected, strict=True))
     print(f"{task}, {dtype}: {ratio:.4f} of autocast's final loss (seeds: {each})")

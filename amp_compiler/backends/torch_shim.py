@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,7 +39,13 @@ def inductor_compile(
     try:
         # torch 2.13's reordering for peak memory can move a read before the scatter that it reads: behind a max-pool
         # every gradient of a small CNN then comes out as zero, in FP32 too (tests/test_demo.py holds that).
-        wanted = {"reorder_for_peak_memory": False, "emulate_precision_casts": round_exactly}
+        # Weights are plain inputs here: Inductor's own CUDA graphs (TORCHINDUCTOR_CUDAGRAPHS=1) would copy them at each
+        # call, and could not be part of the graph that a training step is replayed as.
+        wanted = {
+            "reorder_for_peak_memory": False,
+            "emulate_precision_casts": round_exactly,
+            "triton.cudagraphs": False,
+        }
         patches = {name: value for name, value in wanted.items() if hasattr(config, name)}
         compiled: Any = compile_fx(graph_module, list(inputs), config_patches=patches)
         return compiled  # type: ignore[no-any-return]
@@ -49,9 +56,34 @@ def inductor_compile(
         ) from cause
 
 
+def end_failed_capture(device: torch.device, pool: Any) -> None:
+    """Tell the allocator that the capture of a CUDA graph which failed is over.
+
+    torch does so at the end of a capture that succeeds. Without it the allocator would keep memory that several streams
+    used until a capture ends that is none.
+    """
+    end = getattr(torch._C, "_cuda_endAllocateToPool", None)
+    if end is None:
+        return
+    with contextlib.suppress(RuntimeError):  # torch had told it already
+        end(torch.cuda.current_device() if device.index is None else device.index, pool)
+
+
 def _first_line(cause: Exception) -> str:
     lines = str(cause).strip().splitlines()
     return lines[0] if lines else ""
+
+
+def autograd_sequence() -> int:
+    """The number that autograd gives the next backward function that it makes; 0 where this torch does not tell."""
+    read = getattr(getattr(torch._C, "_autograd", None), "_get_sequence_nr", None)
+    return int(read()) if read is not None else 0
+
+
+def function_sequence(function: Any) -> int:
+    """The number that a backward function was given; -1 where this torch does not tell."""
+    read = getattr(function, "_sequence_nr", None)
+    return int(read()) if read is not None else -1
 
 
 def has_native_bf16(device: torch.device) -> bool:

@@ -8,6 +8,7 @@ which documents the arguments and which `decomposition` gives, so that the node 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ _SCHEMAS = (
 )
 for _schema in _SCHEMAS:
     _LIBRARY.define(_schema)
-
+_HYPERPARAMETERS = {"adam": 6, "sgd": 5}
 
 _TRACEABLE: dict[str, Callable[..., Any]] = {
     "grad_check": group_update.grad_check,
@@ -75,6 +76,11 @@ def _check(name: str, arguments: Sequence[Any]) -> None:
     counts = {len(item) for item in lists if len(item)}
     if len(counts) > 1:
         raise LoweringError(f"{name} was given lists of {sorted(counts)} tensors", mend="give one entry per parameter")
+    wanted, hyper = _HYPERPARAMETERS[name.partition("_")[0]], arguments[_argument_names(name).index("hyper")]
+    if hyper.numel() != wanted:
+        raise LoweringError(
+            f"{name} was given {hyper.numel()} hyperparameters, not {wanted}", mend="see `group_update` for their order"
+        )
     for weight, grad in zip(lists[0], lists[1], strict=False):
         if weight.shape != grad.shape:
             raise LoweringError(
@@ -119,6 +125,7 @@ def _cuda(name: str) -> Callable[..., Any]:
     return run
 
 
+@cache
 def _argument_names(name: str) -> list[str]:
     overload = getattr(torch.ops.amp_compiler, name).default
     return [argument.name for argument in overload._schema.arguments]

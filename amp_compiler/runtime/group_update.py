@@ -70,7 +70,7 @@ def adam_update(
         lows: n tensors fp16 or bf16 that are given the new master's value rounded to nearest, or empty. Where the step
             is skipped, the traced form writes the old master's value into them.
         steps: n tensors fp32 [], raised by one.
-        hyper: fp64 [5]: lr, beta1, beta2, eps, weight_decay.
+        hyper: fp64 [6]: lr, beta1, beta2, eps, weight_decay, l1_decay.
         coef: fp32 [].
         skip: fp32 [].
         amsgrad: whether the maximum of the second moments is used.
@@ -120,7 +120,7 @@ def sgd_update(
         momentum_buffers: n tensors fp32, or empty where there is no momentum.
         lows: as in `adam_update`.
         started: fp32 []: 0 before the first step that is not skipped, 1 after.
-        hyper: fp64 [4]: lr, momentum, dampening, weight_decay.
+        hyper: fp64 [5]: lr, momentum, dampening, weight_decay, l1_decay.
         coef: fp32 [].
         skip: fp32 [].
         nesterov: whether to look ahead.
@@ -163,7 +163,7 @@ def adam_update_low(
         steps: n tensors fp32 [], raised by one.
         rng: int64 [2]: key, and number of updates, raised by one where `mode` is `Storage.STOCHASTIC`;
             no other mode needs it.
-        hyper: fp64 [5]: lr, beta1, beta2, eps, weight_decay.
+        hyper: fp64 [6]: lr, beta1, beta2, eps, weight_decay, l1_decay.
         coef: fp32 [].
         skip: fp32 [].
         mode: a `Storage`.
@@ -219,7 +219,7 @@ def sgd_update_low(
         compensations: as in `adam_update_low`.
         started: as in `sgd_update`.
         rng: as in `adam_update_low`.
-        hyper: fp64 [4]: lr, momentum, dampening, weight_decay.
+        hyper: fp64 [5]: lr, momentum, dampening, weight_decay, l1_decay.
         coef: fp32 [].
         skip: fp32 [].
         mode: a `Storage`.

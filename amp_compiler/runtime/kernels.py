@@ -19,6 +19,7 @@ from torch import Tensor
 from amp_compiler.errors import LoweringError
 from amp_compiler.runtime.rounding import Storage
 from amp_compiler.runtime.tables import Group, TableCache, is_dense, same_layout
+from amp_compiler.runtime.update_math import AdamScalars
 
 Tensors = Sequence[Tensor]
 
@@ -165,7 +166,7 @@ def _adam(
     device, code = weights[0].device, _device_code()
     largest = moments[2] if options["AMSGRAD"] else []
     with _on(device):
-        scalars = torch.empty(len(weights), 8, dtype=torch.float32, device=device)
+        scalars = torch.empty(len(weights), len(AdamScalars._fields), dtype=torch.float32, device=device)
         for group in _TABLES.groups([steps], device, 1):
             if group.types != (torch.float32,):
                 raise LoweringError("a step count is not fp32", mend="keep every step count as an fp32 tensor")

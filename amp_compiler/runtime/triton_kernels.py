@@ -29,6 +29,7 @@ from amp_compiler.runtime.triton_parts import (
     PLACE,
     SECOND,
     SIZE,
+    add_l1,
     address,
     load_weight,
     read,
@@ -36,7 +37,7 @@ from amp_compiler.runtime.triton_parts import (
     write,
 )
 
-SCALARS = tl.constexpr(8)  # numbers per tensor, the fields of AdamScalars
+SCALARS = tl.constexpr(9)  # numbers per tensor, the fields of AdamScalars
 
 
 @triton.jit
@@ -55,15 +56,12 @@ def _adam_block(
     m = read(first, offsets, inside, FULL)
     v = read(second, offsets, inside, FULL)
     scalars += tl.load(row + PLACE) * SCALARS
-    shrink, l2, weight1, beta2 = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2), tl.load(scalars + 3)
-    weight2, eps, root, neg_step = (
-        tl.load(scalars + 4),
-        tl.load(scalars + 5),
-        tl.load(scalars + 6),
-        tl.load(scalars + 7),
-    )
+    shrink, l2, l1 = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
+    weight1, beta2, weight2 = tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5)
+    eps, root, neg_step = tl.load(scalars + 6), tl.load(scalars + 7), tl.load(scalars + 8)
     if MAXIMIZE:
         grad = -grad
+    grad = add_l1(grad, weight, l1)
     if DECOUPLED:
         weight = weight * shrink
     else:
@@ -121,19 +119,20 @@ def adam_prepare_kernel(rows, count, hyper, skip, scalars, BLOCK: tl.constexpr):
         tl.store(pointers, raised, mask=inside)
         step = raised.to(tl.float64)
         lr, beta1, beta2 = tl.load(hyper), tl.load(hyper + 1), tl.load(hyper + 2)
-        eps, decay = tl.load(hyper + 3), tl.load(hyper + 4)
+        eps, decay, l1 = tl.load(hyper + 3), tl.load(hyper + 4), tl.load(hyper + 5)
         correction1 = 1.0 - tl.exp(step * tl.log(beta1))
         correction2 = 1.0 - tl.exp(step * tl.log(beta2))
         out = scalars + index * SCALARS
         same = step * 0.0
         tl.store(out, (same + (1.0 - lr * decay)).to(tl.float32), mask=inside)
         tl.store(out + 1, (same + decay).to(tl.float32), mask=inside)
-        tl.store(out + 2, (same + (1.0 - beta1)).to(tl.float32), mask=inside)
-        tl.store(out + 3, (same + beta2).to(tl.float32), mask=inside)
-        tl.store(out + 4, (same + (1.0 - beta2)).to(tl.float32), mask=inside)
-        tl.store(out + 5, (same + eps).to(tl.float32), mask=inside)
-        tl.store(out + 6, tl.sqrt(correction2).to(tl.float32), mask=inside)
-        tl.store(out + 7, (-lr / correction1).to(tl.float32), mask=inside)
+        tl.store(out + 2, (same + l1).to(tl.float32), mask=inside)
+        tl.store(out + 3, (same + (1.0 - beta1)).to(tl.float32), mask=inside)
+        tl.store(out + 4, (same + beta2).to(tl.float32), mask=inside)
+        tl.store(out + 5, (same + (1.0 - beta2)).to(tl.float32), mask=inside)
+        tl.store(out + 6, (same + eps).to(tl.float32), mask=inside)
+        tl.store(out + 7, tl.sqrt(correction2).to(tl.float32), mask=inside)
+        tl.store(out + 8, (-lr / correction1).to(tl.float32), mask=inside)
 
 
 @triton.jit
@@ -153,6 +152,7 @@ def _sgd_block(
     l2 = tl.load(hyper + 3).to(tl.float32)
     if MAXIMIZE:
         grad = -grad
+    grad = add_l1(grad, weight, tl.load(hyper + 4).to(tl.float32))
     grad = tl.where(l2 != 0.0, tl.fma(weight, l2, grad), grad)
     if MOMENT_TYPE is not None:
         first = address(row, FIRST, MOMENT_TYPE, start, ALIGNED)

@@ -52,6 +52,13 @@ def write(pointer, offsets, value, inside, FULL: tl.constexpr):
 
 
 @triton.jit
+def add_l1(grad, weight, l1):
+    """The gradient plus `l1 * sign(weight)`; as it is where `l1` is zero."""
+    pull = tl.where(weight > 0.0, l1, tl.where(weight < 0.0, -l1, 0.0))
+    return tl.where(l1 != 0.0, grad + pull, grad)
+
+
+@triton.jit
 def random_words(rng, place, start, BLOCK: tl.constexpr):
     """uint32 [BLOCK]: element `e` of the tensor takes word `e % 4` of counter `(e // 4, place, update number)`."""
     group = (start // 4) + tl.arange(0, BLOCK // 4)

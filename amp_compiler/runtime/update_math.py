@@ -26,6 +26,7 @@ class AdamScalars(NamedTuple):
     Args:
         shrink: `1 - lr * weight_decay`, the factor of decoupled weight decay.
         l2: `weight_decay`, for decay that is added to the gradient.
+        l1: `l1_decay`, the length of the step towards zero that is added to the gradient.
         weight1: `1 - beta1`.
         beta2: as it is.
         weight2: `1 - beta2`.
@@ -36,6 +37,7 @@ class AdamScalars(NamedTuple):
 
     shrink: Tensor
     l2: Tensor
+    l1: Tensor
     weight1: Tensor
     beta2: Tensor
     weight2: Tensor
@@ -52,12 +54,14 @@ class SgdScalars(NamedTuple):
         momentum: as it is.
         weight: `1 - dampening`.
         l2: `weight_decay`.
+        l1: `l1_decay`.
     """
 
     neg_lr: Tensor
     momentum: Tensor
     weight: Tensor
     l2: Tensor
+    l1: Tensor
 
 
 class AdamState(NamedTuple):
@@ -74,16 +78,17 @@ def adam_scalars(steps: Sequence[Tensor], hyper: Tensor) -> Tensor:
 
     Args:
         steps: n tensors fp32 of shape [], the steps made so far.
-        hyper: fp64 [5]: lr, beta1, beta2, eps, weight_decay.
+        hyper: fp64 [6]: lr, beta1, beta2, eps, weight_decay, l1_decay.
 
     Returns:
-        fp32 [n, 8]; the columns are the fields of `AdamScalars`.
+        fp32 [n, 9]; the columns are the fields of `AdamScalars`.
     """
-    lr, beta1, beta2, eps, decay = hyper.unbind()
+    lr, beta1, beta2, eps, decay, l1 = hyper.unbind()
     step = torch.stack(list(steps)).double() + 1
     columns = (
         1 - lr * decay,
         decay,
+        l1,
         1 - beta1,
         beta2,
         1 - beta2,
@@ -98,13 +103,13 @@ def sgd_scalars(hyper: Tensor) -> Tensor:
     """The numbers of an SGD step, computed in fp64.
 
     Args:
-        hyper: fp64 [4]: lr, momentum, dampening, weight_decay.
+        hyper: fp64 [5]: lr, momentum, dampening, weight_decay, l1_decay.
 
     Returns:
-        fp32 [4]; the entries are the fields of `SgdScalars`.
+        fp32 [5]; the entries are the fields of `SgdScalars`.
     """
-    lr, momentum, dampening, decay = hyper.unbind()
-    return torch.stack([-lr, momentum, 1 - dampening, decay]).float()
+    lr, momentum, dampening, decay, l1 = hyper.unbind()
+    return torch.stack([-lr, momentum, 1 - dampening, decay, l1]).float()
 
 
 def unscale(grad: Tensor, coef: Tensor, *, maximize: bool) -> Tensor:
@@ -132,6 +137,11 @@ def _add_l2(grad: Tensor, weight: Tensor, l2: Tensor) -> Tensor:
     return torch.where(l2 != 0, torch.addcmul(grad, weight, l2), grad)
 
 
+def _add_l1(grad: Tensor, weight: Tensor, l1: Tensor) -> Tensor:
+    # Caffe's `diff += decay * sign(data)`; a weight of zero is left where it is. One rounding: the product is exact.
+    return torch.where(l1 != 0, grad + torch.sign(weight) * l1, grad)
+
+
 def adam_step(
     weight: Tensor,
     grad: Tensor,
@@ -147,6 +157,7 @@ def adam_step(
 
     The order is that of `torch.optim.Adam`/`AdamW` with `foreach=False, capturable=False`:
 
+        g = g + l1 * sign(p)                            L1 decay, which torch's optimizers lack
         decoupled:  p = p * shrink                      else:  g = fma(p, l2, g)
         m = fma(weight1, g - m, m)                      for weight1 < 1/2, else fma(weight1 - 1, g - m, g)
         v = fma(g * weight2, g, v * beta2)
@@ -163,6 +174,7 @@ def adam_step(
         decoupled: weight decay of AdamW rather than L2 added to the gradient.
         sqrt: the square root to use: `torch.sqrt`, or `exact_sqrt` for the reference.
     """
+    grad = _add_l1(grad, weight, scalars.l1)
     if decoupled:
         weight = weight * scalars.shrink
     else:
@@ -188,6 +200,7 @@ def sgd_step(
 ) -> tuple[Tensor, Tensor | None]:
     """One step of SGD on one tensor, in the order of `torch.optim.SGD` with `foreach=False`.
 
+        g = g + l1 * sign(p)           L1 decay, which torch's SGD lacks
         g = fma(p, l2, g)
         b = g on the first step, then fma(g, 1 - dampening, b * momentum)
         g = fma(b, momentum, g) with Nesterov (Sutskever et al. 2013), else b
@@ -207,7 +220,7 @@ def sgd_step(
     Returns:
         The new weight and the new buffer.
     """
-    grad = _add_l2(grad, weight, scalars.l2)
+    grad = _add_l2(_add_l1(grad, weight, scalars.l1), weight, scalars.l2)
     if buffer is not None:
         decayed = torch.addcmul(buffer * scalars.momentum, grad, scalars.weight)
         buffer = stored(torch.where(started != 0, decayed, grad))

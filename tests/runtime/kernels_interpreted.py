@@ -102,7 +102,8 @@ def adam_arguments(sizes=SIZES, lows=None, weight=torch.float32, moment=torch.fl
     extra = extras(weights, lows, mode)
     steps = [torch.tensor(float(i * i)) for i in range(len(sizes))]
     rng = [] if mode is None else [torch.tensor([2**40 + 17, 5])]
-    hyper = torch.tensor([1e-2, options.get("beta1", 0.9), 0.999, 1e-8, options.get("decay", 0.1)], dtype=torch.float64)
+    rest = [0.999, 1e-8, options.get("decay", 0.1), options.get("l1", 0.0)]
+    hyper = torch.tensor([1e-2, options.get("beta1", 0.9), *rest], dtype=torch.float64)
     grads = tensors(sizes, options.get("grads", FLOATS))
     moments = [tensors(sizes, [moment]), tensors(sizes, [moment], torch.rand), largest]
     flags = [amsgrad, options.get("maximize", False), options.get("decoupled", True)]
@@ -115,7 +116,7 @@ def sgd_arguments(sizes=SIZES, lows=None, weight=torch.float32, moment=torch.flo
     weights = tensors(sizes, [weight])
     extra = extras(weights, lows, mode)
     rng = [] if mode is None else [torch.tensor([-3, 2**33 + 1])]
-    rest = [options.get("dampening", 0.0), options.get("decay", 0.0)]
+    rest = [options.get("dampening", 0.0), options.get("decay", 0.0), options.get("l1", 0.0)]
     hyper = torch.tensor([1e-2, momentum, *rest], dtype=torch.float64)
     buffers = tensors(sizes, [moment]) if momentum else []
     scalars = [hyper, torch.tensor(0.37), torch.tensor(options.get("skip", 0.0))]
@@ -159,6 +160,21 @@ def test_no_decay_leaves_an_infinite_weight_as_it_is():
         assert run_both(name, arguments)[0][0][1].isinf()
 
 
+@pytest.mark.parametrize("maximize", FLAGS)
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("mode", [None, *Storage])
+def test_l1_decay(mode, decay, maximize):
+    weight, suffix = (torch.float32, "") if mode is None else (torch.bfloat16, "_low")
+    options = {"weight": weight, "mode": mode, "decay": decay, "maximize": maximize, "l1": 0.02}
+    cases = [(f"sgd_update{suffix}", sgd_arguments, {})]
+    cases += [(f"adam_update{suffix}", adam_arguments, {"decoupled": decoupled}) for decoupled in FLAGS]
+    for name, make, more in cases:
+        arguments = make((0, 5, BLOCK + 3), **options, **more)
+        arguments[0][1][:] = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), 1e-30])
+        changed = run_both(name, arguments)
+        assert changed[0][2].isfinite().all() and not changed[0][1][:2].isnan().any()
+
+
 @pytest.mark.parametrize("mode", list(Storage))
 @pytest.mark.parametrize("weight", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("moment", FLOATS)
@@ -172,7 +188,7 @@ def test_stochastic_rounding_of_small_and_special_values():
     weight = torch.cat([torch.logspace(-9, 4.8, 2 * BLOCK), torch.tensor([0.0, -0.0, 65504.0, float("nan")])])
     weight = torch.cat([weight, -weight]).half()
     grads = [torch.randn_like(weight, dtype=torch.float32) * weight.float().abs()]
-    scalars = [torch.tensor([1e-2, 0, 0, 0], dtype=torch.float64), torch.tensor(1.0), torch.tensor(0.0)]
+    scalars = [torch.tensor([1e-2, 0, 0, 0, 0], dtype=torch.float64), torch.tensor(1.0), torch.tensor(0.0)]
     state = [[], [], torch.tensor(0.0), torch.tensor([1, 2])]
     run_both("sgd_update_low", [[weight], grads, *state, *scalars, int(Storage.STOCHASTIC), False, False])
 
@@ -230,7 +246,7 @@ def test_unaligned_storage():
 def test_memory_formats():
     weight = torch.randn(4, 3, 5, 5).contiguous(memory_format=torch.channels_last)
     grad = torch.randn(4, 3, 5, 5)
-    hyper = torch.tensor([0.1, 0.9, 0.0, 0.1], dtype=torch.float64)
+    hyper = torch.tensor([0.1, 0.9, 0.0, 0.1, 0.0], dtype=torch.float64)
     scalars = [torch.tensor(1.0), hyper, torch.tensor(1.0), torch.tensor(0.0), False, False]
     run_both("sgd_update", [[weight], [grad], [torch.randn_like(weight)], [], *scalars])
     low = weight.bfloat16()

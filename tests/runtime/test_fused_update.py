@@ -64,7 +64,7 @@ def test_sgd_is_bit_equal_to_torch(lr, momentum, dampening, decay, nesterov, max
         weights, lr, momentum, dampening, decay, nesterov=nesterov, maximize=maximize, foreach=False
     )
     buffers, started = zeros(masters) if momentum else [], number(0)
-    numbers = hyper(lr, momentum, dampening, decay)
+    numbers = hyper(lr, momentum, dampening, decay, 0)
     for grads in train(optimizer, weights, 4):
         OPS.sgd_update(masters, grads, buffers, [], started, numbers, number(1), number(0), nesterov, maximize)
     for master, weight in zip(masters, weights, strict=True):
@@ -84,7 +84,7 @@ def test_adam_agrees_with_torch(amsgrad, maximize, decoupled, decay):
     optimizer = kind(weights, 1e-2, weight_decay=decay, **options)
     first, second, largest = zeros(masters), zeros(masters), zeros(masters) if amsgrad else []
     lows, steps = [master.half() for master in masters], [number(0) for _ in masters]
-    rest = (hyper(1e-2, 0.8, 0.99, 1e-8, decay), number(1), number(0), amsgrad, maximize, decoupled)
+    rest = (hyper(1e-2, 0.8, 0.99, 1e-8, decay, 0), number(1), number(0), amsgrad, maximize, decoupled)
     for grads in train(optimizer, weights, 5):
         OPS.adam_update(masters, grads, first, second, largest, lows, steps, *rest)
     for i, weight in enumerate(weights):
@@ -98,11 +98,58 @@ def test_adam_agrees_with_torch(amsgrad, maximize, decoupled, decay):
         assert torch.equal(lows[i], masters[i].half())
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("maximize", FLAGS)
+@pytest.mark.parametrize("kind", ["sgd", "adam", "adamw"])
+def test_l1_decay_is_a_step_towards_zero_added_to_the_gradient(kind, maximize, decay):
+    """As torch's optimizer does when it is given `gradient + l1 * sign(weight)`, the formula of Caffe.
+
+    `maximize` turns the gradient of the objective and not the decay, as torch does with L2.
+    """
+    l1, lr, masters = 0.03, 1e-2, parameters()
+    masters[1][0, :3] = torch.tensor([0.0, -0.0, 1e-30])
+    weights = [master.clone().requires_grad_() for master in masters]
+    classes = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
+    options = {"weight_decay": decay, "maximize": maximize, "foreach": False}
+    if kind == "sgd":
+        options["momentum"] = 0.9
+    optimizer = classes[kind](weights, lr, **options)
+    first, second, started = zeros(masters), zeros(masters), number(0)
+    steps = [number(0) for _ in masters]
+    for _ in range(4):
+        grads = [torch.randn_like(weight) for weight in masters]
+        for weight, grad in zip(weights, grads, strict=True):
+            pull = l1 * weight.detach().sign()
+            weight.grad = grad - pull if maximize else grad + pull
+        optimizer.step()
+        if kind == "sgd":
+            numbers = hyper(lr, 0.9, 0, decay, l1)
+            OPS.sgd_update(masters, grads, first, [], started, numbers, number(1), number(0), False, maximize)
+        else:
+            rest = (hyper(lr, 0.9, 0.999, 1e-8, decay, l1), number(1), number(0), False, maximize, kind == "adamw")
+            OPS.adam_update(masters, grads, first, second, [], [], steps, *rest)
+    for master, weight in zip(masters, weights, strict=True):
+        if kind == "sgd":
+            assert torch.equal(master, weight)
+        else:  # the last bit of ATen's square root
+            torch.testing.assert_close(master, weight.detach(), rtol=1e-6, atol=1e-7)
+
+
+def test_l1_decay_comes_after_unscaling_and_leaves_zeros_where_they_are():
+    masters = [torch.tensor([2.0, -2.0, 0.0, -0.0])]
+    grads = [torch.zeros(4)]
+    OPS.sgd_update(
+        masters, grads, [], [], number(0), hyper(0.5, 0, 0, 0, 0.25), number(1 / 1024), number(0), False, False
+    )
+    assert torch.equal(masters[0], torch.tensor([1.875, -1.875, 0.0, 0.0]))
+
+
 def test_low_gradients_are_read_as_they_are_and_scaled_by_the_coefficient():
     masters, lows, kinds = parameters(), [], itertools.cycle([torch.half, torch.bfloat16])
     grads = [torch.randn_like(m).to(t) for m, t in zip(masters, kinds, strict=False)]
     expected = [m - 0.5 * (g.float() * 0.25) for m, g in zip(masters, grads, strict=True)]
-    OPS.sgd_update(masters, grads, [], lows, number(0), hyper(0.5, 0, 0, 0), number(0.25), number(0), False, False)
+    numbers = hyper(0.5, 0, 0, 0, 0)
+    OPS.sgd_update(masters, grads, [], lows, number(0), numbers, number(0.25), number(0), False, False)
     for master, wanted in zip(masters, expected, strict=True):
         torch.testing.assert_close(master, wanted, rtol=1e-6, atol=1e-7)
 
@@ -113,7 +160,7 @@ def test_scaling_by_a_power_of_two_changes_no_bit():
     for weights, factor in ((plain, 1.0), (scaled, 1024.0)):
         state = [zeros(weights), zeros(weights), [], [], [number(0) for _ in weights]]
         given_ = [grad * factor for grad in grads]
-        rest = (hyper(1e-2, 0.9, 0.999, 1e-8, 0.1), number(1 / factor), number(0), False, False, True)
+        rest = (hyper(1e-2, 0.9, 0.999, 1e-8, 0.1, 0.01), number(1 / factor), number(0), False, False, True)
         OPS.adam_update(weights, given_, *state, *rest)
     assert all(torch.equal(a, b) for a, b in zip(plain, scaled, strict=True))
 
@@ -133,10 +180,10 @@ def every_update(skip, bad=None):
         scalars = [number(0.5), number(skip)]
         if name.startswith("adam"):
             steps = [number(i) for i in range(len(weights))]
-            numbers = [hyper(1e-2, 0.9, 0.999, 1e-8, 0.1), *scalars]
+            numbers = [hyper(1e-2, 0.9, 0.999, 1e-8, 0.1, 0.01), *scalars]
             found[name] = [weights, grads, *moments, extras, steps, *rng, *numbers, *mode, True, False, True]
         else:
-            numbers = [hyper(1e-2, 0.9, 0.1, 0.1), *scalars]
+            numbers = [hyper(1e-2, 0.9, 0.1, 0.1, 0.01), *scalars]
             found[name] = [weights, grads, moments[0], extras, number(0), *rng, *numbers, *mode, False, True]
     return found
 
@@ -227,10 +274,13 @@ def test_the_exact_square_root():
 def test_wrong_arguments_are_named():
     with pytest.raises(LoweringError, match="not an update"):
         decomposition(torch.ops.aten.add.Tensor)
-    rest = (number(0), hyper(1, 0, 0, 0), number(1), number(0), False, False)
+    rest = (number(0), hyper(1, 0, 0, 0, 0), number(1), number(0), False, False)
     with pytest.raises(LoweringError, match=r"lists of \[1, 2\]"):
         OPS.sgd_update([torch.ones(2)], [torch.ones(2), torch.ones(2)], [], [], *rest)
     with pytest.raises(LoweringError, match="shape"):
         OPS.sgd_update([torch.ones(2)], [torch.ones(3)], [], [], *rest)
+    few = (number(0), hyper(1, 0, 0, 0), number(1), number(0), False, False)
+    with pytest.raises(LoweringError, match="4 hyperparameters, not 5"):
+        OPS.sgd_update([torch.ones(2)], [torch.ones(2)], [], [], *few)
     with pytest.raises(LoweringError, match="stochastically"):
         rounding.dropped_bits(torch.float32)

@@ -39,9 +39,9 @@ def arguments_of(name, mode=Storage.NEAREST, sizes=SIZES, skip=0.0, dtype=torch.
     scalars = [torch.tensor(0.37), torch.tensor(skip)]
     if name.startswith("adam"):
         steps = [torch.tensor(float(i)) for i in range(len(sizes))]
-        numbers = torch.tensor([1e-2, 0.9, 0.999, 1e-8, 0.1], dtype=torch.float64)
+        numbers = torch.tensor([1e-2, 0.9, 0.999, 1e-8, 0.1, 0.01], dtype=torch.float64)
         return [weights, grads, *moments, extras, steps, *rng, numbers, *scalars, *tail, True, False, True]
-    numbers = torch.tensor([1e-2, 0.9, 0.0, 0.1], dtype=torch.float64)
+    numbers = torch.tensor([1e-2, 0.9, 0.0, 0.1, 0.01], dtype=torch.float64)
     return [weights, grads, moments[0], extras, torch.tensor(0.0), *rng, numbers, *scalars, *tail, True, True]
 
 
@@ -134,7 +134,7 @@ def test_bandwidth(capsys):
     half = [tensor.bfloat16() for tensor in empty]
     state = [[torch.rand_like(tensor) for tensor in empty] for _ in range(2)]
     steps = [torch.zeros((), device="cuda") for _ in sizes]
-    numbers = torch.tensor([1e-3, 0.9, 0.999, 1e-8, 0.01], dtype=torch.float64, device="cuda")
+    numbers = torch.tensor([1e-3, 0.9, 0.999, 1e-8, 0.01, 0], dtype=torch.float64, device="cuda")
     one, zero = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
     lows = [tensor.clone() for tensor in half]
     flags = (False, False, True)

@@ -27,7 +27,7 @@ def test_fp16_storage_follows_the_formula_of_nvcaffe():
     for _ in range(3):
         grads = [torch.randn(100).half()]
         OPS.sgd_update_low(
-            weights, grads, buffers, [], started, rng, hyper(0.125, 0.5, 0, 0), number(1), number(0), 0, False, False
+            weights, grads, buffers, [], started, rng, hyper(0.125, 0.5, 0, 0, 0), number(1), number(0), 0, False, False
         )
         history = (0.5 * history.float() + grads[0].float()).half()
         expected = (expected.float() - 0.125 * history.float()).half()
@@ -59,7 +59,7 @@ def test_stochastic_rounding_repeats_itself_and_moves_on():
         weights = [torch.ones(64).bfloat16(), torch.ones(64).bfloat16()]
         grads = [torch.full((64,), 0.01)] * 2
         OPS.sgd_update_low(
-            weights, grads, [], [], number(0), rng, hyper(0.1, 0, 0, 0), number(1), number(0), 1, False, False
+            weights, grads, [], [], number(0), rng, hyper(0.1, 0, 0, 0, 0), number(1), number(0), 1, False, False
         )
         return torch.stack(weights)
 
@@ -98,10 +98,10 @@ def test_small_updates_survive_in_low_storage(optimizer):
             tail = (number(1), number(0), int(mode))
             if optimizer == "sgd":
                 OPS.sgd_update_low(
-                    weights, [torch.ones(256)], [], extras, started, rng, hyper(1e-4, 0, 0, 0), *tail, False, False
+                    weights, [torch.ones(256)], [], extras, started, rng, hyper(1e-4, 0, 0, 0, 0), *tail, False, False
                 )
             else:
-                numbers = hyper(1e-4, 0.9, 0.999, 1e-8, 0)
+                numbers = hyper(1e-4, 0.9, 0.999, 1e-8, 0, 0)
                 OPS.adam_update_low(
                     weights,
                     [torch.ones(256)],

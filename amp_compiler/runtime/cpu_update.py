@@ -1,0 +1,199 @@
+"""The update operators on a CPU as native loops over all tensors of a group (`cpu_update.cpp`).
+
+They have the signatures of the functions in `group_update`, which is their reference: weights, moments and 16-bit
+copies are the same bit for bit, and the norm is summed in another order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from amp_compiler.errors import LoweringError
+from amp_compiler.runtime import update_math as math
+from amp_compiler.runtime.cpu_build import library
+from amp_compiler.runtime.tables import is_dense, same_layout
+
+Tensors = Sequence[Tensor]
+_TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+
+
+_COLUMNS = ("count", "grad_type", "low_type", "grad", "weight", "first", "second", "largest", "low", "step")  # of a Row
+_CACHED = 64
+
+
+def grad_check(grads: Tensors, inv_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `group_update.grad_check`; the squares are summed in fp32 per 16384 elements, then in fp64 in one order."""
+    flags = torch.zeros(len(grads), dtype=torch.uint8)
+    squared = ctypes.c_double()
+    table = np.zeros((len(grads), len(_COLUMNS)), np.int64)
+    table[:, 0] = [grad.numel() for grad in grads]
+    dense = [grad if is_dense(grad) else grad.contiguous() for grad in grads]
+    _set_gradients(table, dense)
+    inverse = ctypes.c_float(_number(inv_scale))
+    _loaded().amp_grad_check(_start(table), len(grads), inverse, _address(flags), ctypes.byref(squared), _threads())
+    norm = torch.tensor(squared.value, dtype=torch.float64).sqrt().float()
+    return norm, flags.any().float(), flags
+
+
+def adam_update(
+    masters: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    max_exp_avg_sqs: Tensors,
+    lows: Tensors,
+    steps: Tensors,
+    hyper: Tensor,
+    coef: Tensor,
+    skip: Tensor,
+    amsgrad: bool,
+    maximize: bool,
+    decoupled: bool,
+) -> None:
+    """As `group_update.adam_update`."""
+    if not masters or _number(skip) != 0:
+        return
+    scalars = math.adam_scalars(steps, hyper).contiguous()
+    table = _TABLES.get(masters, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, lows, steps)
+    alike = _laid_out_alike(grads, masters)
+    _set_gradients(table, alike)
+    factor = _signed(coef, maximize)
+    _loaded().amp_adam_update(_start(table), len(masters), _address(scalars), factor, decoupled, _threads())
+
+
+def sgd_update(
+    masters: Tensors,
+    grads: Tensors,
+    momentum_buffers: Tensors,
+    lows: Tensors,
+    started: Tensor,
+    hyper: Tensor,
+    coef: Tensor,
+    skip: Tensor,
+    nesterov: bool,
+    maximize: bool,
+) -> None:
+    """As `group_update.sgd_update`."""
+    if not masters or _number(skip) != 0:
+        return
+    scalars = math.sgd_scalars(hyper)
+    table = _TABLES.get(masters, momentum_buffers, [], [], lows, [])
+    alike = _laid_out_alike(grads, masters)
+    _set_gradients(table, alike)
+    factor, flags = _signed(coef, maximize), (_number(started) != 0, nesterov)
+    _loaded().amp_sgd_update(_start(table), len(masters), _address(scalars), factor, *flags, _threads())
+    started.fill_(1.0)
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "grad_check": grad_check,
+    "adam_update": adam_update,
+    "sgd_update": sgd_update,
+}
+
+
+def available() -> bool:
+    """Whether the native loops can be used on this machine; they are compiled when first asked for."""
+    return library() is not None
+
+
+def _loaded() -> ctypes.CDLL:
+    found = library()
+    if found is None:
+        raise LoweringError("the CPU updates are not compiled", mend="install a C++ compiler, or set CXX")
+    return found
+
+
+def _threads() -> int:
+    return torch.get_num_threads()
+
+
+def _address(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def _start(table: Any) -> ctypes.c_void_p:
+    return ctypes.c_void_p(table.ctypes.data)
+
+
+def _number(tensor: Tensor) -> float:
+    """An fp32 scalar on the CPU, read where it lies."""
+    if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
+        raise LoweringError(f"the CPU updates take no {tensor.dtype} scalar on {tensor.device}")
+    return ctypes.c_float.from_address(tensor.data_ptr()).value
+
+
+def _signed(coef: Tensor, maximize: bool) -> ctypes.c_float:
+    return ctypes.c_float(-_number(coef) if maximize else _number(coef))
+
+
+def _set_gradients(table: Any, grads: Tensors) -> None:
+    table[:, _COLUMNS.index("grad")] = [grad.data_ptr() for grad in grads]
+    table[:, _COLUMNS.index("grad_type")] = [_type(grad) for grad in grads]
+
+
+def _laid_out_alike(grads: Tensors, masters: Tensors) -> list[Tensor]:
+    """The gradients with the strides of the weights: the loops walk over memory, so places must agree."""
+    return [
+        grad if same_layout(grad, master) else torch.empty_like(master, dtype=grad.dtype).copy_(grad)
+        for grad, master in zip(grads, masters, strict=True)
+    ]
+
+
+def _type(tensor: Tensor) -> int:
+    code = _TYPES.get(tensor.dtype)
+    if code is None or tensor.device.type != "cpu":
+        raise LoweringError(f"the CPU updates take no {tensor.dtype} on {tensor.device}")
+    return code
+
+
+class _Tables:
+    """Tables of addresses without the gradients, made and checked once for the tensors of a group."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[object, Any] = OrderedDict()
+
+    def get(self, *columns: Tensors) -> Any:
+        """The table of weights, first and second moments, maxima, 16-bit copies and step counts."""
+        key = tuple(tuple(tensor.data_ptr() for tensor in column) for column in columns)
+        shapes = tuple(master.shape for master in columns[0])
+        table = self._known.get((key, shapes))
+        if table is None:
+            table = self._known[key, shapes] = _checked_table(columns)
+            if len(self._known) > _CACHED:
+                self._known.popitem(last=False)
+        return table
+
+
+def _checked_table(columns: Sequence[Tensors]) -> Any:
+    masters, lows = columns[0], columns[4]
+    for number, master in enumerate(masters):
+        for place, column in enumerate(columns[:5]):
+            tensor = column[number] if column else master
+            wanted = (torch.float16, torch.bfloat16) if place == 4 and column else (torch.float32,)
+            if tensor.dtype not in wanted or tensor.device.type != "cpu":
+                raise LoweringError(f"the CPU updates take no {tensor.dtype} on {tensor.device} there")
+            if tensor.shape != master.shape or not same_layout(tensor, master) or not is_dense(tensor):
+                raise LoweringError(
+                    f"tensors of shape {list(master.shape)} lie in memory with strides {master.stride()} and"
+                    f" {tensor.stride()}",
+                    mend="make them dense and of equal strides, for example with torch.empty_like and copy_",
+                )
+    table = np.zeros((len(masters), len(_COLUMNS)), np.int64)
+    table[:, 0] = [master.numel() for master in masters]
+    for place, column in enumerate(columns):
+        if column:
+            table[:, _COLUMNS.index("weight") + place] = [tensor.data_ptr() for tensor in column]
+    if lows:
+        table[:, _COLUMNS.index("low_type")] = [_type(low) for low in lows]
+    return table
+
+
+_TABLES = _Tables()

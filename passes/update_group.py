@@ -1,0 +1,34 @@
+"""`UpdateGroup`: what one update node of a step graph works on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class UpdateGroup:
+    """Parameters that one update node writes.
+
+    Args:
+        kind: `adam` or `sgd`.
+        masters: placeholder names of the FP32 weights.
+        lows: placeholder names of their 16-bit copies, or empty where the group has none.
+        columns: names of the state lists, in the operator's order, with `None` for one that stays empty.
+        scalars: sizes of the operator's FP64 vector of hyperparameters.
+        flags: the operator's boolean arguments, in order.
+        started: whether the operator takes a `started` flag.
+        storage: how weights without a master are stored, a `runtime.rounding.Storage`; `None` where there are masters.
+        moment: type of the moments; `None` for that of the masters.
+    """
+
+    kind: str
+    masters: tuple[str, ...]
+    lows: tuple[str, ...]
+    columns: tuple[tuple[str, bool], ...]
+    scalars: int
+    flags: tuple[bool, ...]
+    started: bool = False
+    storage: int | None = None
+    moment: torch.dtype | None = None

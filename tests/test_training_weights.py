@@ -1,0 +1,217 @@
+"""How `amp.training_step` holds the parameters: FP32 masters of 16-bit models, and 16-bit weights without masters."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from training_weights import GENERATOR, LOW, OPTIMIZERS, XB, Line, X, Y, linear_loss, loss_fn, net, rules
+
+import amp_compiler as amp
+
+# ---- 16-bit weights without masters
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.01])
+def test_fp16_storage_is_nvcaffes_to_the_bit(decay):
+    torch.manual_seed(1)
+    model = Line(16, 33)
+    batches = torch.randn(20, 16, 33).half()
+    weight, momentum = model.w.detach().half().numpy(), np.zeros((16, 33), np.float16)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, weight_decay=decay)
+    step = amp.training_step(
+        model, linear_loss, optimizer, rules=rules(extends="nvcaffe"), dtype="fp16", loss_scale=512.0, backend="eager"
+    )
+    rate, m, l2 = np.float32(0.05), np.float32(0.9), np.float32(decay)
+    for x in batches:
+        step(x.float())
+        dw = x.numpy().astype(np.float32)
+        if decay:  # products are exact in float64, so this is one rounding, as of a fused multiply-add
+            dw = (dw.astype(np.float64) + np.float64(l2) * weight.astype(np.float64)).astype(np.float32)
+        momentum = (m * momentum.astype(np.float32) + dw).astype(np.float16)  # G = m*G + dW
+        moved = weight.astype(np.float64) - np.float64(rate) * momentum.astype(np.float64)
+        weight = moved.astype(np.float32).astype(np.float16)  # W = half(float(W) - lr*float(G))
+        assert model.w.dtype is torch.float16 and np.array_equal(model.w.detach().numpy(), weight)
+        kept = optimizer.state[model.w]["momentum_buffer"]
+        assert kept.dtype is torch.float16 and np.array_equal(kept.numpy(), momentum)
+    assert set(optimizer.state[model.w]) == {"momentum_buffer"}
+
+
+def test_what_the_plan_reads_in_the_low_type_is_converted_in_place_and_nothing_else():
+    model = net()
+    before = {name: (id(p), p.detach().clone()) for name, p in model.named_parameters()}
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    step = amp.training_step(model, loss_fn, optimizer, rules=rules(), dtype="fp16", backend="eager")
+    step(X * float("inf"), Y)  # nothing is updated
+    for name, parameter in model.named_parameters():
+        wanted = torch.float32 if name.startswith("norm") else torch.float16
+        assert parameter.dtype is wanted and id(parameter) == before[name][0]
+        assert torch.equal(parameter, before[name][1].to(wanted))
+    step(X, Y)
+    moments = [optimizer.state[p][k] for p in model.parameters() for k in ("exp_avg", "exp_avg_sq")]
+    assert all(moment.dtype is torch.float32 for moment in moments)
+    assert step._lows._copies == {} and len(step._programs) == 1
+    targets = {str(node.target) for node in step.graph_module.graph.nodes}
+    assert {"amp_compiler.adam_update_low.default", "amp_compiler.adam_update.default"} <= targets
+    before_norm = model.norm.weight.detach().clone()
+    step(X, Y)
+    assert not torch.equal(before_norm, model.norm.weight)
+
+
+def test_batch_norm_statistics_stay_fp32_under_nvcaffe():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    step = amp.training_step(
+        model, loss_fn, optimizer, rules=rules(extends="nvcaffe"), dtype="fp16", loss_scale=64.0, backend="eager"
+    )
+    losses = [float(step(torch.randn(8, 1, 8, 8, generator=GENERATOR), Y[:8] % 3)) for _ in range(2)]
+    assert all(np.isfinite(losses)) and int(step.skipped_steps) == 0
+    assert model[0].weight.dtype is torch.float16 and model[4].bias.dtype is torch.float16
+    assert model[1].running_mean.dtype is torch.float32 and bool(model[1].running_mean.any())
+    assert model[1].weight.dtype is torch.float32  # batch norm's kernels take FP32 parameters, whatever the data
+
+
+@pytest.mark.parametrize("dtype", list(LOW))
+def test_stochastic_rounding_is_unbiased_and_follows_the_seed(dtype):
+    spacing = torch.finfo(LOW[dtype]).eps  # of numbers between 1 and 2
+    steps, part, count = 50, 0.1, 1 << 14
+
+    def run(seed: int) -> torch.Tensor:
+        model = Line(count, value=1.5)
+        torch.manual_seed(seed)
+        optimizer = torch.optim.SGD(model.parameters(), part * spacing)
+        step = amp.training_step(
+            model,
+            linear_loss,
+            optimizer,
+            rules=rules("stochastic", "nvcaffe"),
+            dtype=dtype,
+            loss_scale=None,
+            backend="eager",
+        )
+        for _ in range(steps):
+            step(torch.full((count,), -1.0))
+        return model.w.detach().double()
+
+    moved = (run(0) - 1.5) / spacing
+    error = (steps * part * (1 - part) / count) ** 0.5  # standard error of the mean of `count` binomial numbers
+    assert abs(float(moved.mean()) - steps * part) < 5 * error
+    assert abs(float(moved.var()) / (steps * part * (1 - part)) - 1) < 0.1
+    assert torch.equal(run(0), run(0)) and not torch.equal(run(0), run(1))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "kahan"])
+def test_tiny_updates_stall_to_nearest_and_move_otherwise(rounding, name):
+    count, steps = 4096, 200
+    model = Line(count, value=1.25)
+    plain = torch.full((count,), 1.25)
+    if name == "sgd":
+        optimizer, per_step = torch.optim.SGD(model.parameters(), 1e-4), 1e-4
+    else:  # a constant gradient moves Adam by its learning rate
+        optimizer, per_step = torch.optim.AdamW(model.parameters(), 1e-4, weight_decay=0.0), 1e-4
+    step = amp.training_step(
+        model, linear_loss, optimizer, rules=rules(rounding, "nvcaffe"), dtype="bf16", backend="eager"
+    )
+    for _ in range(steps):
+        step(torch.full((count,), -1.0))
+        plain += per_step
+    weight = model.w.detach().float()
+    assert model.w.dtype is torch.bfloat16
+    if rounding == "nearest":
+        assert torch.equal(weight, torch.full((count,), 1.25))
+    elif rounding == "stochastic":
+        assert abs(float(weight.mean() - plain.mean())) < 1e-3
+    else:
+        error = optimizer.state[model.w]["compensation"]
+        assert error.dtype is torch.bfloat16
+        # A compensation below 2**-8 has a spacing of 2**-16 at most: half of that is lost at each step.
+        assert float((weight + error.float() - plain).abs().max()) < steps * 2.0**-17 < 0.1 * steps * per_step
+        assert torch.equal((weight + error.float()).bfloat16().float(), weight)
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+def test_a_net_in_bf16_storage_learns_as_with_masters(rounding):
+    finals = []
+    for given in ("default", rules(rounding)):
+        model = net()
+        step = amp.training_step(
+            model, loss_fn, OPTIMIZERS["adamw"](model.parameters()), rules=given, dtype="bf16", backend="eager"
+        )
+        finals.append([float(step(X, Y)) for _ in range(60)][-1])
+    assert finals[1] < 1.0 and abs(finals[1] - finals[0]) < 0.15 * finals[0] + 0.02
+
+
+# ---- models that come in as fp16 or bf16
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+@pytest.mark.parametrize("dtype", list(LOW))
+def test_a_16_bit_model_with_masters_is_the_fp32_model(dtype, name):
+    x = XB if dtype == "bf16" else X
+    # In BF16 on a CPU the norm of a 16-bit model runs in 16 bits, as under autocast; that of an FP32 model does not.
+    model = net(norm=dtype == "fp16").to(LOW[dtype])
+    reference = copy.deepcopy(model).float()
+    optimizer, plain = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](reference.parameters())
+    options = {"dtype": dtype, "loss_scale": 65536.0, "clip_norm": 0.5, "backend": "eager"}
+    step = amp.training_step(model, loss_fn, optimizer, **options)
+    other = amp.training_step(reference, loss_fn, plain, **options)
+    for _ in range(20):
+        loss, expected = step(x.to(LOW[dtype]), Y), other(x, Y)
+        assert loss.dtype is torch.float32 and torch.equal(loss, expected)
+        assert torch.equal(step.grad_norm, other.grad_norm)
+    assert int(step.skipped_steps) == 0
+    for parameter, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+        state = dict(optimizer.state[parameter])
+        master = state.pop("master")
+        assert master.dtype is torch.float32 and torch.equal(master, wanted)
+        assert parameter.dtype is LOW[dtype] and torch.equal(parameter, wanted.to(LOW[dtype]))
+        assert set(state) == set(plain.state[wanted])
+        assert all(t.dtype is torch.float32 and torch.equal(t, plain.state[wanted][k]) for k, t in state.items())
+
+
+def test_a_master_follows_a_change_from_outside_and_keeps_the_rest():
+    model = net().half()
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    step = amp.training_step(model, loss_fn, optimizer, dtype="fp16", loss_scale=64.0, backend="eager")
+    step(X.half(), Y), step(X.half(), Y)
+    master = optimizer.state[model.a.weight]["master"]
+    kept = master[1:].clone()
+    assert not torch.equal(kept, kept.half().float())
+    values = model.state_dict()
+    values["a.weight"] = values["a.weight"].clone()
+    values["a.weight"][0] = 0.5
+    model.load_state_dict(values)
+    step(X.half() * float("inf"), Y)  # looks at the masters, and updates nothing
+    assert torch.equal(master[0], torch.full_like(master[0], 0.5)) and torch.equal(master[1:], kept)
+
+
+def test_an_optimizer_that_is_traced_writes_masters_and_needs_them():
+    model = net().half()
+    reference = copy.deepcopy(model).float()
+    options = {"dtype": "fp16", "loss_scale": 64.0, "backend": "eager"}
+    optimizer, plain = (torch.optim.RMSprop(m.parameters(), 1e-2, momentum=0.5) for m in (model, reference))
+    step = amp.training_step(model, loss_fn, optimizer, **options)
+    other = amp.training_step(reference, loss_fn, plain, **options)
+    for _ in range(5):
+        assert torch.equal(step(X.half(), Y), other(X, Y))
+    for parameter, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(optimizer.state[parameter]["master"], wanted) and torch.equal(parameter, wanted.half())
+    with pytest.raises(amp.AmpError, match="RMSprop updates FP32 masters only"):
+        amp.training_step(reference, loss_fn, plain, rules=rules(), **options)
+
+
+@pytest.mark.parametrize("given", ["default", rules()])
+def test_a_gradient_made_in_fp32_is_not_rounded_for_a_16_bit_parameter(given):
+    model = net().half()
+    optimizer = OPTIMIZERS["momentum"](model.parameters())
+    step = amp.training_step(model, loss_fn, optimizer, rules=given, dtype="fp16", loss_scale=64.0, backend="eager")
+    step(X.half(), Y)
+    program, output, _ = step._seen()
+    kinds = {name: gradient.dtype for name, gradient in zip(program.updated, output.gradients, strict=True)}
+    wanted = {n: torch.float32 if n.startswith("norm") else torch.float16 for n, _ in model.named_parameters()}
+    assert kinds == wanted
