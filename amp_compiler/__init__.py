@@ -5,6 +5,11 @@ Example:
     >>> model = amp.compile(torch.nn.Linear(8, 4), dtype="bf16", backend="eager")
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from amp_compiler.compile import compile, explain
 from amp_compiler.compiled_module import CompiledModule
 from amp_compiler.errors import (
@@ -17,17 +22,29 @@ from amp_compiler.errors import (
     RuleError,
 )
 from amp_compiler.frontends.onnx_to_fx import onnx_to_fx
-from amp_compiler.onnx_convert import Conversion, convert_onnx
 from amp_compiler.plan import PrecisionPlan
 from amp_compiler.policy import RuleSet
 from amp_compiler.rulefile import load_rules
 from amp_compiler.training import TrainingStep, training_step
+
+if TYPE_CHECKING:
+    from amp_compiler.onnx_convert import Conversion, convert_onnx
+    from amp_compiler.onnx_export import Export, export_onnx
+
+# Imported when first asked for, so that a user without ONNX models does not wait for ONNX.
+_LATER = {
+    "Conversion": "onnx_convert",
+    "convert_onnx": "onnx_convert",
+    "Export": "onnx_export",
+    "export_onnx": "onnx_export",
+}
 
 __all__ = [
     "AmpError",
     "CaptureError",
     "CompiledModule",
     "Conversion",
+    "Export",
     "GraphError",
     "LoweringError",
     "OnnxError",
@@ -39,7 +56,20 @@ __all__ = [
     "compile",
     "convert_onnx",
     "explain",
+    "export_onnx",
     "load_rules",
     "onnx_to_fx",
     "training_step",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module 'amp_compiler' has no attribute '{name}'")
+    found = getattr(import_module(f"amp_compiler.{_LATER[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -14,10 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from amp_compiler.onnx_batches import count_batches, iterate_batches, random_batches
+from amp_compiler.onnx_check.batches import count_batches, iterate_batches, random_batches
+from amp_compiler.onnx_check.run import LoadedModel, load, stored_bytes
+from amp_compiler.onnx_check.verify import TOLERANCES, VerifyReport, verify
 from amp_compiler.onnx_convert import convert_onnx
-from amp_compiler.onnx_run import LoadedModel, load, stored_bytes
-from amp_compiler.onnx_verify import TOLERANCES, VerifyReport, verify
 from amp_compiler.plan import PrecisionPlan
 from amp_compiler.report.table import human_bytes
 

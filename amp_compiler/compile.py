@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from amp_compiler.compiled_module import CompiledModule
 from amp_compiler.errors import AmpError
 from amp_compiler.frontends.fx_capture import capture_module, captured_from_graph_module
 from amp_compiler.frontends.onnx_to_fx import module_of
-from amp_compiler.onnx_plan import explain_onnx, is_onnx
 from amp_compiler.pieces import compile_piece
 from amp_compiler.plan import PrecisionPlan
 from amp_compiler.program import plan_captured
@@ -130,7 +130,9 @@ def explain(
         captured = captured_from_graph_module(copy.deepcopy(model))
         tensors = [node.meta.get("val") for node in captured.graph_module.graph.nodes]
         return plan_captured(captured, settings.rules, settings.low(device_of(tensors)))
-    if is_onnx(model):
+    if _is_onnx(model):
+        from amp_compiler.onnx_plan import explain_onnx  # here, so that nobody else waits for ONNX
+
         return explain_onnx(model, rules=settings.rules, dtype="fp16" if dtype == AUTO else dtype)
     if not isinstance(model, nn.Module):
         raise AmpError(
@@ -141,6 +143,11 @@ def explain(
     captured = capture_module(model, args, kwargs, dynamic_shapes)
     low = settings.low(device_of([*pytree.tree_leaves((args, kwargs)), *model.parameters()]))
     return plan_captured(captured, settings.rules, low)
+
+
+def _is_onnx(model: object) -> bool:
+    """A path or a `ModelProto`, told without importing ONNX."""
+    return isinstance(model, (str, Path)) or type(model).__module__.partition(".")[0] == "onnx"
 
 
 def split_example(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -15,7 +15,9 @@ from amp_compiler.dtypes import low_type
 from amp_compiler.errors import OnnxError
 from amp_compiler.frontends.onnx import Lowered
 from amp_compiler.frontends.onnx_apply import apply_plan
+from amp_compiler.frontends.onnx_edit import rename_duplicates
 from amp_compiler.frontends.onnx_infer import infer, stripped
+from amp_compiler.frontends.onnx_norms import guard_norms
 from amp_compiler.frontends.onnx_save import save, to_proto
 from amp_compiler.onnx_plan import plan_onnx
 from amp_compiler.plan import PrecisionPlan
@@ -55,7 +57,8 @@ def convert_onnx(
     """Convert an ONNX model to mixed precision.
 
     Casts become `Cast` nodes, stored data whose readers are all low are stored in 16 bits, and whatever the plan does
-    not touch stays as it is. Model-local functions are written out where they are called.
+    not touch stays as it is, but for nodes with the name of an earlier one: they get one of their own, without which
+    ONNX Runtime refuses the model. Model-local functions are written out where they are called.
 
     Args:
         source: path of a model, or a `ModelProto`. It is never changed.
@@ -88,7 +91,7 @@ def convert_onnx(
     target = None if output is None else _target(source, output)
     ranges: Mapping[str, float] = {}
     if calibration is not None:
-        from amp_compiler.onnx_calibrate import calibrate
+        from amp_compiler.onnx_check.calibrate import calibrate
 
         ranges = calibrate(source, calibration)
     converted = None
@@ -96,8 +99,11 @@ def convert_onnx(
         plan, lowered, found = plan_onnx(
             source, rule_set, low, ranges, keep_io_types=keep_io_types, raising=raise_opset
         )
+        rename_duplicates(lowered)
         labels = {node.name: node.precision for node in plan.nodes}
         changed = apply_plan(lowered, plan, floors=found.floors(labels, low), keep_io_types=keep_io_types)
+        if changed:
+            guard_norms(lowered)
         if target is None:
             converted = to_proto(lowered.model)
             _check(lowered, converted, lowered.model.folder)
@@ -106,7 +112,7 @@ def convert_onnx(
     report = None
     made: Path | onnx.ModelProto | None = target or converted
     if verify is not None and made is not None:
-        from amp_compiler.onnx_verify import verify as compare
+        from amp_compiler.onnx_check.verify import verify as compare
 
         report = compare(source, made, verify)
     return Conversion(plan, converted, target, changed, report)

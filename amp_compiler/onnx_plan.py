@@ -13,7 +13,9 @@ from amp_compiler.dtypes import DType, low_type
 from amp_compiler.errors import OnnxError
 from amp_compiler.frontends.onnx import Lowered, lower
 from amp_compiler.frontends.onnx_model import read_model, read_proto
+from amp_compiler.frontends.onnx_norms import find_norms, pin_norm
 from amp_compiler.frontends.onnx_opset import raise_opset
+from amp_compiler.frontends.onnx_overflow import Overflows
 from amp_compiler.frontends.onnx_ranges import Ranges, pin_ranges
 from amp_compiler.matching import RuleMatcher
 from amp_compiler.pipeline import make_plan
@@ -22,11 +24,6 @@ from amp_compiler.policy import Context, Precision, RuleSet
 from amp_compiler.rulefile import load_rules
 
 _ASKED = (Precision.LOW, Precision.WIDEST, Precision.FOLLOW)
-
-
-def is_onnx(model: object) -> bool:
-    """True for what `explain_onnx` reads: a path or a `ModelProto`."""
-    return isinstance(model, (str, Path, onnx.ModelProto))
 
 
 def explain_onnx(
@@ -88,6 +85,7 @@ def plan_onnx(
                     raise
     found = pin_ranges(lowered, ranges)
     known = {name: largest for name, largest in (ranges or {}).items() if name in lowered.graph.values}
+    _unify_norms(lowered, rules, low, known)
     return make_plan(lowered.graph, rules, low, ranges=known), lowered, found
 
 
@@ -102,6 +100,26 @@ def names_ops(rules: RuleSet) -> Callable[[str, str], bool]:
         return any(fnmatch.fnmatchcase(op, glob) for glob in globs) or any(pattern.search(node) for pattern in patterns)
 
     return named
+
+
+def _unify_norms(lowered: Lowered, rules: RuleSet, low: DType, ranges: Mapping[str, float]) -> None:
+    """Keep a normalisation that is written out FP32 as a whole where a part of it is.
+
+    ONNX Runtime fuses such parts to one op of one type, and refuses the model where their types differ. What stands
+    between a sum of squares and its root would undo what the FP32 sum is for.
+    """
+    norms = [*find_norms(lowered), *Overflows(lowered, {}).sums_of_squares()]
+    if not norms:
+        return
+    matcher = RuleMatcher(rules, lowered.graph, Context(low, lowered.graph.device), ranges)
+    for norm in norms:
+        for name in norm:
+            node = lowered.graph.nodes[name]
+            decision = matcher.decide(node)
+            asked = node.pin.precision if node.pin is not None else decision and decision.precision.value
+            if asked == Precision.FP32.value:
+                pin_norm(lowered, norm, name)
+                break
 
 
 def _later_opset(lowered: Lowered, rules: RuleSet, low: DType) -> tuple[int, str, bool] | None:

@@ -17,7 +17,7 @@ Text = Annotated[str, Field(min_length=1)]
 Scalar = bool | int | float | str | None
 Low = Literal["fp16", "bf16"]
 Float = Literal["fp16", "bf16", "fp32", "fp64"]
-Device = Literal["cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "maia", "ipu", "meta", "privateuseone"]
+Device = Literal["cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "maia", "ipu", "meta", "privateuseone", "onnx"]
 
 
 def _as_list(value: Any) -> Any:

@@ -12,7 +12,7 @@ from onnx import TensorProto
 from onnx_corpus import parts, ranges
 
 from amp_compiler import cli
-from amp_compiler.onnx_verify import verify
+from amp_compiler.onnx_check.verify import verify
 
 
 @pytest.fixture

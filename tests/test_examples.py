@@ -62,3 +62,12 @@ def test_small_gradients_need_a_loss_scale():
     assert exact < 0.1 * first
     assert unscaled > 0.9 * first and lost > 0.9
     assert abs(scaled - exact) < 0.05 * exact and kept < 0.01
+
+
+def test_an_onnx_model_is_converted_exported_and_trained(tmp_path):
+    results = load("06_onnx.py")(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.fp16.onnx", "m.onnx", "m.torch.fp16.onnx"]
+    assert results["ratio"] < 0.65 and results["conversion"].report.ok(2e-3)
+    assert results["conversion"].report.largest_error > 0
+    assert results["export"].plan.low_nodes == len(results["export"].plan.nodes) - 1  # all but the norm
+    assert results["losses"][-1] < 0.5 * results["losses"][0]

@@ -7,6 +7,8 @@ method can offer what a higher module does, are listed in `LAZY`. Imports for ty
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
@@ -30,9 +32,7 @@ LAYERS = (
     ("semantics", "rulesource", "state_types"),
     ("follow", "rulefile", "master_weights"),
     ("follow_cut", "follow_reasons"),
-    ("onnx_run", "onnx_run_types", "onnx_trace"),
-    ("onnx_batches", "onnx_run_taps", "onnx_emulate"),
-    ("onnx_calibrate", "onnx_verify"),
+    ("onnx_check",),
     ("passes", "frontends", "rules"),
     ("traced_calls", "traced_state"),
     ("traced_optimizers",),
@@ -43,6 +43,7 @@ LAYERS = (
     ("compiled_module", "step_build", "step_report"),
     ("step_readings",),
     ("compile", "training", "onnx_convert"),
+    ("onnx_export",),
     ("",),
     ("demo", "model_spec", "cli_convert"),
     ("cli",),
@@ -54,14 +55,14 @@ FORBIDDEN = (  # (importer, imported, why)
     ("frontends", "passes", "a frontend carries a plan out and knows no pass"),
     ("passes", "frontends", "a pass works on the neutral graph or on FX, whoever made it"),
     *(
-        (low, rule, "backends and runtime know no rules")
-        for low in ("backends", "runtime")
+        (low, rule, "backends, runtime and the running of ONNX models know no rules")
+        for low in ("backends", "runtime", "onnx_check")
         for rule in ("policy", "rulefile", "rulemodel", "rulesource", "optable", "matching", "passes", "rules")
     ),
 )
 TORCH = (
     "fx_tools", "optimizers", "step_state", "step_program", "step_build", "compiled_module", "pieces", "signature",
-    "compile", "training", "program", "settings", "demo", "model_spec", "cli", "frontends*", "backends*",
+    "compile", "training", "onnx_export", "program", "settings", "demo", "model_spec", "cli", "frontends*", "backends*",
     "runtime*", "report.autocast_counter", "passes.*", "step_report", "step_split", "step_readings", "input_form",
     "master_weights", "state_types", "step_weights", "traced_calls",
     "traced_state", "traced_optimizers",
@@ -145,3 +146,17 @@ def test_the_order_of_the_design_holds() -> None:
     assert [RANK[name] for name in chain] == sorted(RANK[name] for name in chain)
     assert RANK["graph"] < RANK["passbase"] < RANK["passes"]
     assert RANK["compile"] == RANK["training"] == RANK["onnx_convert"]
+
+
+def test_importing_the_package_imports_no_onnx() -> None:
+    """A user without ONNX models must not wait for it, nor need it; what is ONNX is imported when it is first used."""
+    code = (
+        "import sys, amp_compiler\n"
+        "found = {'onnx', 'onnx_ir', 'onnxruntime', 'onnxscript', 'onnxruntime_extensions'} & set(sys.modules)\n"
+        "assert not found, found\n"
+        "assert {'convert_onnx', 'export_onnx'} <= set(dir(amp_compiler))\n"
+        "amp_compiler.convert_onnx\n"
+        "assert 'onnx' in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -10,8 +10,8 @@ import pytest
 from onnx import TensorProto, numpy_helper
 
 from amp_compiler.errors import AmpError, OnnxError
+from amp_compiler.onnx_check.verify import verify
 from amp_compiler.onnx_convert import convert_onnx
-from amp_compiler.onnx_verify import verify
 
 BOUNDS = {"fp16": 5e-3, "bf16": 4e-2}
 LOW = {"version": 1, "rules": [{"match": {}, "precision": "low"}]}
@@ -58,12 +58,31 @@ def batch_of(case: Any) -> dict[str, Any]:
     return {name: array for name, array in zip(names, arrays, strict=False) if array is not None}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_within_tolerance_by_true_rounding(dtype):
+def loads(model: onnx.ModelProto) -> str:
+    """Why ONNX Runtime does not load a model at its default optimisation level; empty where it does."""
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    try:
+        ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # noqa: BLE001  its errors share no base class but Exception
+        return str(error)
+    return ""
+
+
+# Every 25th model by default, all of them in the slow tests.
+STEPS = pytest.mark.parametrize("step", [25, pytest.param(1, marks=pytest.mark.slow)])
+DTYPES = pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+
+
+@DTYPES
+@STEPS
+def test_within_tolerance_by_true_rounding(dtype, step):
     """Under the default rules; a model that stays FP32 whole is compared too."""
     wrong, low = [], 0
-    for name, case in cases().items():
+    chosen = list(cases().items())[::step]
+    for name, case in chosen:
         try:
             done = convert_onnx(case.model, dtype=dtype)
             onnx.checker.check_model(done.model, full_check=True)
@@ -75,26 +94,33 @@ def test_within_tolerance_by_true_rounding(dtype):
                 wrong.append(f"{name}: {report.largest_error:.3g}")
         except (AmpError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
             wrong.append(f"{name}: {type(error).__name__}: {error}"[:300])
-    assert not wrong, f"{len(wrong)} of {len(cases())}:\n" + "\n".join(wrong)
-    assert len(cases()) > 1000 and low > 150
+    assert not wrong, f"{len(wrong)} of {len(chosen)}:\n" + "\n".join(wrong)
+    assert len(cases()) > 1000 and low > 150 // step
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-def test_valid_when_every_node_is_asked_to_be_low(dtype):
-    """The strongest rule there is: types that an operator does not take must stay what they are."""
+@DTYPES
+@STEPS
+def test_valid_when_every_node_is_asked_to_be_low(dtype, step):
+    """The strongest rule there is: types that an operator does not take must stay what they are.
+
+    ONNX Runtime, which hardly has bfloat16 kernels on a CPU, must load the FP16 model where it loads the original.
+    """
     wrong, low = [], 0
-    for name, case in cases().items():
+    chosen = list(cases().items())[::step]
+    for name, case in chosen:
         try:
             done = convert_onnx(case.model, dtype=dtype, rules=LOW)
             onnx.checker.check_model(done.model, full_check=True)
             onnx.shape_inference.infer_shapes(done.model, check_type=True, strict_mode=True)
             low += bool(done.plan.low_nodes)
+            refused = loads(done.model) if dtype == "fp16" and done.changed else ""
+            if refused and not loads(case.model):
+                wrong.append(f"{name}: {refused}"[:300])
         except OnnxError as error:
             # A model that onnx's own version converter cannot raise is refused with a clear error.
             if "version converter" not in str(error):
                 wrong.append(f"{name}: {error}"[:300])
         except (AmpError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
             wrong.append(f"{name}: {type(error).__name__}: {error}"[:300])
-    assert not wrong, f"{len(wrong)} of {len(cases())}:\n" + "\n".join(wrong)
-    assert low > 600
+    assert not wrong, f"{len(wrong)} of {len(chosen)}:\n" + "\n".join(wrong)
+    assert low > 600 // step

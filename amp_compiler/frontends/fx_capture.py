@@ -151,6 +151,14 @@ def capture_module(
     Raises:
         CaptureError: where the model cannot be taken as one graph; names the line of the model.
     """
+    program = export_module(model, args, kwargs, dynamic_shapes)
+    return captured_from_program(program, dynamic=dynamic_shapes is not None)
+
+
+def export_module(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, dynamic_shapes: Any = None
+) -> torch.export.ExportedProgram:
+    """The `torch.export` program that `capture_module` captures; arguments and errors are the same."""
     _refuse_backward_hooks(model)
     try:
         register_caches()
@@ -174,7 +182,7 @@ def capture_module(
             where=type(model).__name__,
             mend="make it a torch.library custom op with register_autograd; amp.compile runs it between its pieces",
         )
-    return captured_from_program(program, dynamic=dynamic_shapes is not None)
+    return program
 
 
 def captured_from_program(program: torch.export.ExportedProgram, dynamic: bool = False) -> Captured:

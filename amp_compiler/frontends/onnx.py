@@ -1,7 +1,6 @@
 """The ONNX frontend: a model is lowered to a `PrecisionGraph`. `onnx_apply` carries a plan back.
 
-The graph is planned for the device `cuda`: an ONNX file runs anywhere, and the rules for CUDA are those that heed
-range and precision alone, while the ones for a CPU follow from which kernels torch has there.
+The graph is planned for the device `onnx`: a file runs anywhere, and is run rather than trained. Rules may match that.
 
 Bodies of If, Loop and Scan are written out before the node that holds them. That node reads the results of its bodies
 as operands after its own (`then_branch.0`), and everything that crosses the border of a body keeps its captured type.
@@ -87,7 +86,7 @@ def lower(
         plan = make_plan(lowered.graph, load_rules("default"), DType.FLOAT16)
         ```
     """
-    lowered = Lowered(model, PrecisionGraph("cuda", folds=True), low)
+    lowered = Lowered(model, PrecisionGraph("onnx", folds=True), low)
     builder = _Builder(lowered, named or (lambda op, name: False))
     main = model.ir.graph
     builder.reserve(main)

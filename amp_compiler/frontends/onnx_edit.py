@@ -9,7 +9,8 @@ import onnx_ir as ir
 
 from amp_compiler.dtypes import DType
 from amp_compiler.errors import LoweringError
-from amp_compiler.frontends.onnx import LOOPS, Site
+from amp_compiler.frontends.onnx import LOOPS, Lowered, Site
+from amp_compiler.frontends.onnx_model import all_graphs
 from amp_compiler.frontends.onnx_types import ir_type
 
 
@@ -97,6 +98,21 @@ def set_type(value: ir.Value, dtype: DType) -> None:
     """Change the element type of a value that has a type."""
     if value.type is not None:
         value.type = ir.TensorType(ir_type(dtype), denotation=value.type.denotation)
+
+
+def rename_duplicates(lowered: Lowered) -> None:
+    """Give each node with the name of an earlier one in its graph the name that the neutral graph has for it."""
+    graphs = list(all_graphs(lowered.model.ir.graph))
+    taken = {node.name or "" for graph in graphs for node in graph}
+    neutral = {node: name for name, node in lowered.nodes.items()}
+    for graph in graphs:
+        seen: set[str] = set()
+        for node in graph:
+            if not node.name or node in lowered.model.unnamed:
+                continue
+            if node.name in seen:
+                node.name = unique(neutral.get(node, node.name), taken)
+            seen.add(node.name)
 
 
 def unique(name: str, taken: set[str]) -> str:

@@ -15,8 +15,8 @@ from amp_compiler.frontends.onnx_model import proto_graphs
 def raise_opset(proto: onnx.ModelProto, folder: Path | None, version: int, why: str) -> onnx.ModelProto:
     """The model in a later opset of the default domain, by ONNX's own converter.
 
-    The converter is given the model without the data of large initializers, which are put back afterwards. What it drops
-    of nodes that it leaves alone (names, doc strings, metadata) is put back too.
+    The converter is given the model without the data of large initializers, which are put back afterwards. What it
+    drops of nodes that it leaves alone (names, doc strings, metadata) is put back too.
 
     Args:
         proto: the model; it is not changed.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from amp_compiler.frontends.onnx_walk import Walker
+from collections.abc import Iterator
+
+from amp_compiler.frontends.onnx_walk import Walker, is_square
 from amp_compiler.graph import Node
 
 _SQUARES = frozenset({"onnx.ReduceSumSquare", "onnx.ReduceL2"})
@@ -23,10 +25,20 @@ class Overflows(Walker):
                 self._overflows(node, "powers leave the range of fp16")
             elif node.op in _SQUARES:
                 self._overflows(node, "sums of squares leave the range of fp16")
-            elif _is_square(node) and self._is_summed(node):
+            elif self._sums_squares(node):
                 self._overflows(node, "its squares are summed, which leaves the range of fp16")
             elif node.op == "onnx.Exp" and not self._is_bounded(node):
                 self._overflows(node, "exponentials of more than 11 leave the range of fp16")
+
+    def sums_of_squares(self) -> Iterator[list[str]]:
+        """The nodes of each sum of squares, up to the root or quotient that it ends in; the square comes first."""
+        for node in self.graph.nodes.values():
+            squared = self._sums_squares(node) or (node.op == "onnx.Pow" and self.scalar(node, 1) == 2)
+            if squared and self._is_summed(node):
+                yield [node.name, *self._to_end(node)]
+
+    def _sums_squares(self, node: Node) -> bool:
+        return is_square(node) and self._is_summed(node)
 
     def _overflows(self, node: Node, reason: str) -> None:
         self.pin(node, reason)
@@ -96,7 +108,3 @@ class Overflows(Walker):
             return False
         taken = self.behind(maker, 1)
         return taken is not None and taken.op == "onnx.ReduceMax" and self.origin(maker, 0) == self.origin(taken, 0)
-
-
-def _is_square(node: Node) -> bool:
-    return node.op == "onnx.Mul" and len(node.inputs) == 2 and node.inputs[0].value == node.inputs[1].value

@@ -11,6 +11,7 @@ from amp_compiler.graph import Pin
 from amp_compiler.optable import op_table
 
 _CASTS = ("onnx.Cast", "onnx.CastLike")
+_BITS = ("onnx.BitCast",)
 
 
 class Constraints:
@@ -106,6 +107,8 @@ def pin_of(constraints: Constraints, op: str, *, named: bool, quantized: bool) -
         return Pin("keep", "a call of a model-local function, which is not rewritten")
     if unknown is not None:
         return Pin("keep", f"the type of '{unknown}' cannot be inferred, and is not guessed")
+    if op in _BITS:
+        return Pin("keep", "it reads the bits of its input as another type of the same width")
     if any(not model.type_of(value).tensor for value in values):
         return Pin("keep", "it handles a sequence, an optional or a sparse tensor")
     if op_table().info(op).family == "quantization":

@@ -18,6 +18,7 @@ from amp_compiler.typing_rules import LOW
 
 MARGIN = 2.0  # calibration saw only some inputs: numbers above 65504 / MARGIN count as out of range
 _PRODUCTS = frozenset({"matmul", "convolution", "attention", "recurrent"})
+_ARITHMETIC = frozenset({"elementwise", "minmax", "activation", "transcendental", "compare", "pooling"})
 _MASKING = frozenset({"onnx.Add", "onnx.Sub", "onnx.Mul", "onnx.Min", "onnx.Max"})
 
 
@@ -44,7 +45,8 @@ def pin_ranges(lowered: Lowered, ranges: Mapping[str, float] | None = None) -> R
     """Pin to FP32 the nodes that would lose numbers in the low type. Changes `lowered.graph`.
 
     1. Stored data with finite elements beyond the low type, or elements that would become zero, keep what reads them in
-       FP32. Elements that become zero do not count in a factor of a product or a table of rows whose largest element is
+       FP32, and the arithmetic behind that too, up to the next product, norm or softmax: it may be as huge or as
+       tiny. Elements that become zero do not count in a factor of a product or a table of rows whose largest element is
        a normal number of the low type: there they are below the rounding of the others.
     2. Huge negative data that reach nothing but a softmax, through sums, products and selections, are an attention
        mask: they become the low type's minimum (`Ranges.floors`).
@@ -104,16 +106,26 @@ class _Analysis(Walker):
         moves, sinks = self._spread(name)
         if held.over:
             reason = f"'{name}' holds numbers up to {held.largest:g}, beyond {self.low.short}"
-            for node in (*moves, *sinks):
-                self.pin(node, reason)
+            self._pin_onward(moves, sinks, reason, name)
             return
         reason = f"{held.lost} of the numbers in '{name}' would become zero in {self.low.short}"
         tolerant = held.largest >= self.low.format.smallest_normal
         gathered = any(self.family(node) == "index" for node in moves)
         if tolerant and (gathered or all(self.family(node) in _PRODUCTS for node in sinks)):
             return
+        self._pin_onward(moves, sinks, reason, name)
+
+    def _pin_onward(self, moves: list[Node], sinks: list[Node], reason: str, name: str) -> None:
+        """Pin what reads a value, and the arithmetic behind it."""
         for node in (*moves, *sinks):
             self.pin(node, reason)
+        pending = list(sinks)
+        while pending:
+            for node in self.users(pending.pop()):
+                onward = self.passes(node) or self.family(node) in _ARITHMETIC
+                if onward and node.pin is None and node.name not in self.pins:
+                    self.pin(node, f"works on what was made of '{name}', which {self.low.short} does not hold")
+                    pending.append(node)
 
     def _spread(self, name: str) -> tuple[list[Node], list[Node]]:
         """The nodes that give the elements of a value on as they are, and those that work on them."""

@@ -84,3 +84,8 @@ class Walker:
             if maker is None or maker.op != "onnx.Cast":
                 return name
             name = maker.inputs[0].value
+
+
+def is_square(node: Node) -> bool:
+    """True for a product of a value with itself."""
+    return node.op == "onnx.Mul" and len(node.inputs) == 2 and node.inputs[0].value == node.inputs[1].value

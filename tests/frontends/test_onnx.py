@@ -70,7 +70,7 @@ def test_types_come_from_the_schema_of_the_opset():
 def test_a_lowered_graph_can_be_written_and_read(opset):
     graph = norm(opset).graph
     text = format_graph(graph)
-    assert text.startswith("graph cuda folds\n")
+    assert text.startswith("graph onnx folds\n")
     again = parse_graph(text)
     assert format_graph(again) == text and again.folds and again.nodes == graph.nodes
 

@@ -15,8 +15,8 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from amp_compiler.errors import OnnxError
-from amp_compiler.onnx_run import FREE_INITIALIZERS
-from amp_compiler.onnx_run_types import opset_versions
+from amp_compiler.onnx_check.run import FREE_INITIALIZERS
+from amp_compiler.onnx_check.types import opset_versions
 
 OLDEST = 7  # opset; older ones broadcast in another way
 OWN = 17  # opset that a model without the default domain is given for its taps

@@ -13,12 +13,12 @@ import numpy as np
 import onnx
 
 from amp_compiler.errors import OnnxError
-from amp_compiler.onnx_batches import Batches, iterate_batches
-from amp_compiler.onnx_emulate import emulate, has_low_types
-from amp_compiler.onnx_run import FLOAT_TYPES, LoadedModel, Runner, load
-from amp_compiler.onnx_run_taps import Tap, add_taps
-from amp_compiler.onnx_run_types import graph_types, infer_types, opset_versions
-from amp_compiler.onnx_trace import BadNode, Trace
+from amp_compiler.onnx_check.batches import Batches, iterate_batches
+from amp_compiler.onnx_check.emulate import emulate, has_low_types
+from amp_compiler.onnx_check.run import FLOAT_TYPES, LoadedModel, Runner, load
+from amp_compiler.onnx_check.taps import Tap, add_taps
+from amp_compiler.onnx_check.trace import BadNode, Trace
+from amp_compiler.onnx_check.types import graph_types, infer_types, opset_versions
 
 TOLERANCES = {"fp16": 1e-2, "bf16": 8e-2}
 

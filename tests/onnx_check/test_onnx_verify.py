@@ -12,9 +12,9 @@ from onnx import TensorProto, helper
 from onnx_helpers import FLOAT, make_model, naive, value
 
 from amp_compiler.errors import OnnxError
-from amp_compiler.onnx_emulate import emulate, has_low_types
-from amp_compiler.onnx_run import ORT, REFERENCE
-from amp_compiler.onnx_verify import verify
+from amp_compiler.onnx_check.emulate import emulate, has_low_types
+from amp_compiler.onnx_check.run import ORT, REFERENCE
+from amp_compiler.onnx_check.verify import verify
 
 FP16, BF16 = TensorProto.FLOAT16, TensorProto.BFLOAT16
 DTYPES = {FP16: np.dtype(np.float16), BF16: np.dtype(ml_dtypes.bfloat16)}

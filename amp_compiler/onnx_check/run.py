@@ -107,7 +107,7 @@ class Runner:
         self.name, self.engine = name, ORT
         options = ort.SessionOptions()
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        # Nodes run in the file's order: a tap then reads its value at once, and the value is freed (see onnx_taps).
+        # Nodes run in the file's order: a tap then reads its value at once, and the value is freed (see `taps`).
         options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
         options.log_severity_level = 4
         options.enable_mem_pattern = False

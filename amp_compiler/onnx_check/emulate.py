@@ -17,8 +17,8 @@ import onnx
 from onnx import AttributeProto, TensorProto, helper, inliner, numpy_helper
 
 from amp_compiler.errors import OnnxError
-from amp_compiler.onnx_run import FREE_INITIALIZERS, LOW_TYPES
-from amp_compiler.onnx_run_types import Types, bodies, graph_types, infer_types, opset_versions
+from amp_compiler.onnx_check.run import FREE_INITIALIZERS, LOW_TYPES
+from amp_compiler.onnx_check.types import Types, bodies, graph_types, infer_types, opset_versions
 
 FLOAT = TensorProto.FLOAT
 # Attributes that hold an element type. Elsewhere an integer of 10 or 16 is only a number.

@@ -12,7 +12,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from amp_compiler.errors import OnnxError
-from amp_compiler.onnx_run import FLOAT_TYPES, Batch, LoadedModel, load
+from amp_compiler.onnx_check.run import FLOAT_TYPES, Batch, LoadedModel, load
 
 Batches = Iterable[Batch] | str | Path
 

@@ -8,8 +8,8 @@ from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 from onnx_helpers import FLOAT, make_model, value
 
-from amp_compiler.onnx_emulate import emulate
-from amp_compiler.onnx_run import ORT, Runner
+from amp_compiler.onnx_check.emulate import emulate
+from amp_compiler.onnx_check.run import ORT, Runner
 
 FP16, BF16 = TensorProto.FLOAT16, TensorProto.BFLOAT16
 DTYPES = {FP16: np.dtype(np.float16), BF16: np.dtype(ml_dtypes.bfloat16)}

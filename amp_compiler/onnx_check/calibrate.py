@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import onnx
 
 from amp_compiler.errors import OnnxError
-from amp_compiler.onnx_batches import Batches, iterate_batches, suggestion
-from amp_compiler.onnx_run import FLOAT_TYPES, Runner, load
-from amp_compiler.onnx_run_taps import add_taps
-from amp_compiler.onnx_run_types import graph_types, infer_types, opset_versions
+from amp_compiler.onnx_check.batches import Batches, iterate_batches, suggestion
+from amp_compiler.onnx_check.run import FLOAT_TYPES, Runner, load
+from amp_compiler.onnx_check.taps import add_taps
+from amp_compiler.onnx_check.types import graph_types, infer_types, opset_versions
 
 
 def calibrate(
@@ -74,8 +73,3 @@ def calibrate(
         if on_batch is not None:
             on_batch(done)
     return ranges
-
-
-def non_finite(ranges: dict[str, float]) -> list[str]:
-    """The values of a calibration that held an infinity or a NaN, in the order of the graph."""
-    return [name for name, largest in ranges.items() if not math.isfinite(largest)]

@@ -1,0 +1,64 @@
+"""`fast` on the benign ONNX models of the corpus: casts at the ends alone, and around what is FP32 for its range."""
+
+import functools
+
+import pytest
+from onnx_corpus import CASES
+
+from amp_compiler.onnx_check.verify import verify
+from amp_compiler.onnx_convert import Conversion, convert_onnx
+
+BENIGN = {case.name: case for case in CASES if case.kind == "benign"}
+BOTH = pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+# Casts within: `fast` keeps powers in FP32. GPT-2 writes out its GELU, with a cube (3 casts in each of 2 layers); Llama
+# and T5 their RMS norms, with squares (a cast before and one behind each, as far as the neighbour is low).
+WITHIN = {"gpt2": 4, "llama": 10, "t5": 24}
+
+
+@functools.cache
+def built(name):
+    return BENIGN[name].build()
+
+
+@functools.cache
+def converted(name: str, dtype: str) -> Conversion:
+    return convert_onnx(built(name)[0], dtype=dtype, rules="fast")
+
+
+@BOTH
+@pytest.mark.parametrize("name", BENIGN)
+def test_casts_stand_at_the_ends(name, dtype):
+    original, done = built(name)[0], converted(name, dtype)
+    graph = done.model.graph
+    ends = {value.name for value in (*graph.input, *graph.output)}
+    own = {out for node in original.graph.node if node.op_type == "Cast" for out in node.output}
+    casts = [node for node in graph.node if node.op_type == "Cast" and node.output[0] not in own]
+    within = [node for node in casts if node.input[0] not in ends | own and node.output[0] not in ends]
+    assert len(within) == WITHIN.get(name, 0), [node.name for node in within]
+    assert len(casts) - len(within) <= len(ends) + len(own)
+
+
+@BOTH
+@pytest.mark.parametrize("name", [name for name in BENIGN if name not in WITHIN])
+def test_nothing_that_computes_is_fp32(name, dtype):
+    wide = [node for node in converted(name, dtype).plan.nodes if node.precision == "fp32"]
+    # A table of positions may be looked up in FP32 where what reads it rounds it at no cost.
+    assert {node.family for node in wide} <= {"index", "view", "movement"}, [node.name for node in wide]
+
+
+@BOTH
+@pytest.mark.parametrize("name", WITHIN)
+def test_what_is_fp32_belongs_to_a_power(name, dtype):
+    wide = [node for node in converted(name, dtype).plan.nodes if node.precision == "fp32"]
+    powers = sum(node.op == "onnx.Pow" for node in wide)
+    assert powers == sum(node.op_type == "Pow" for node in built(name)[0].graph.node) > 0
+    assert not {"matmul", "convolution", "softmax"} & {node.family for node in wide}
+
+
+@BOTH
+@pytest.mark.parametrize("name", BENIGN)
+def test_the_error_keeps_its_bound(name, dtype):
+    model, batches = built(name)
+    report = verify(model, converted(name, dtype).model, batches)
+    assert report.first_bad is None, str(report)
+    assert 0 < report.largest_error <= (3e-3 if dtype == "fp16" else 2.4e-2), str(report)
