@@ -58,8 +58,14 @@ test-slow: $(STAMP) ## the tests marked slow
 test-gpu: $(STAMP) ## the tests that need a CUDA device, with a table of them
 	$(PYTEST) -m gpu
 
-bench: $(STAMP) ## every benchmark; the numbers go to benchmarks/results/
-	@set -e; for script in $$(grep -l __main__ benchmarks/*.py); do echo "== $$script"; $(BIN)/python $$script; done
+# The short runs do not replace the full ones, which the README's tables are made of: those are each script by itself.
+SHORT := --json benchmarks/results/short_
+bench: $(STAMP) ## every benchmark on the CPU, shortened to mlp, gpt2 and 10 steps: under 10 minutes; writes results/short_*.json
+	$(BIN)/python benchmarks/train_step.py --models mlp gpt2 --steps 10 --seconds 10 $(SHORT)train_step_cpu.json
+	$(BIN)/python benchmarks/inference.py --models gpt2 --steps 10 --seconds 10 $(SHORT)inference_cpu.json
+	$(BIN)/python benchmarks/update.py --steps 10 --seconds 10 $(SHORT)update_cpu.json
+	$(BIN)/python benchmarks/plan.py --sizes 1000,3000,10000 --repeats 1 $(SHORT)plan.json
+	$(BIN)/python benchmarks/autocast_parity.py --models bert lstm --seeds 1 $(SHORT)autocast_parity.json
 
 # The other converters pin packages in their own way, so they live apart. ModelOpt imports torch, the largest of what it
 # needs: the project's own serves, found behind the peers' packages.

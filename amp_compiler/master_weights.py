@@ -18,7 +18,9 @@ from torch import Tensor
 
 from amp_compiler.errors import AmpError
 from amp_compiler.runtime.rounding import Storage
-from amp_compiler.state_types import LOW_TYPES, keep_state_types, narrowed
+from amp_compiler.runtime.tables import is_laid_out_like
+from amp_compiler.state_types import LOW_TYPES, keep_state_types, laid_out, narrowed
+from amp_compiler.writes import write_mark
 
 MASTER, COMPENSATION = "master", "compensation"  # keys in the optimizer's state of a parameter
 OWN_KEY = "amp_compiler"  # of a step's state_dict: what GradScaler has no key for
@@ -91,7 +93,7 @@ def widened(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 
 def check_types(named: Iterable[tuple[str, Tensor]], owned: set[int], low: torch.dtype, enabled: bool) -> None:
-    """Refuse 16-bit parameters that a step cannot train.
+    """Refuse parameters of types that a step cannot train.
 
     Args:
         named: parameters with their names.
@@ -100,12 +102,16 @@ def check_types(named: Iterable[tuple[str, Tensor]], owned: set[int], low: torch
         enabled: whether mixed precision is on.
 
     Raises:
-        AmpError: a parameter is in 16 bits with mixed precision off, or in another 16-bit type than the step's.
+        AmpError: a parameter is neither FP32 nor 16-bit, is in 16 bits with mixed precision off, or in another 16-bit
+            type than the step's.
     """
     for name, parameter in named:
-        if id(parameter) not in owned or parameter.dtype not in LOW_TYPES:
-            continue
         kind = str(parameter.dtype).removeprefix("torch.")
+        if id(parameter) not in owned or parameter.dtype is torch.float32:
+            continue
+        if parameter.dtype not in LOW_TYPES:
+            what = f"parameter '{name}' is {kind}, and updates are computed in FP32"
+            raise AmpError(what, mend="convert the model with .float()")
         if not enabled:
             what = f"enabled=False trains in plain FP32, and parameter '{name}' is {kind}"
             raise AmpError(what, mend="convert the model with .float()")
@@ -146,8 +152,8 @@ class MasterWeights:
             master = state[MASTER] = parameter.detach().float()
         elif master.dtype is not torch.float32:
             raise narrowed(MASTER, master)
-        elif master.device != parameter.device:
-            master = state[MASTER] = master.to(parameter.device)
+        elif not is_laid_out_like(master, parameter):
+            master = laid_out(state, MASTER, parameter)
         elif self._marks.get(id(parameter)) != _mark(parameter, master):
             with torch.no_grad():
                 same = master.to(parameter.dtype) == parameter
@@ -163,7 +169,7 @@ class MasterWeights:
 
 
 def _mark(parameter: Tensor, master: Tensor) -> tuple[int, ...]:
-    return parameter.data_ptr(), parameter._version, id(master)
+    return *write_mark(parameter), id(master)
 
 
 class Compensations:

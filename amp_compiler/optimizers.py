@@ -13,8 +13,8 @@ from amp_compiler.errors import AmpError
 from amp_compiler.master_weights import COMPENSATION
 from amp_compiler.passes.update_group import UpdateGroup
 from amp_compiler.runtime.rounding import Storage
-from amp_compiler.state_types import LOW_TYPES, retyped
-from amp_compiler.traced_optimizers import L1_DECAY, TracedGroup, bind_traced, check_traceable
+from amp_compiler.state_types import LOW_TYPES, laid_out, retyped
+from amp_compiler.traced_optimizers import L1_DECAY, TracedGroup, bind_traced, check_hooks, check_traceable
 
 _ADAM_COLUMNS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
@@ -162,10 +162,13 @@ class BoundGroup:
         if column == COMPENSATION:
             zeros = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state.setdefault(COMPENSATION, zeros)
-            return retyped(state, column, parameter.dtype, low=True)
-        if self.spec.moment is not None and column != "step":
-            return retyped(state, column, self.spec.moment, low=self.spec.storage is not None)
-        return state[column]  # type: ignore[no-any-return]
+            retyped(state, column, parameter.dtype, low=True)
+            return laid_out(state, column, parameter)
+        if column == "step":
+            return state[column]  # type: ignore[no-any-return]
+        if self.spec.moment is not None:
+            retyped(state, column, self.spec.moment, low=self.spec.storage is not None)
+        return laid_out(state, column, parameter)
 
 
 def check_optimizers(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
@@ -175,14 +178,15 @@ def check_optimizers(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
         optimizer: a `torch.optim` object or a dict of them.
 
     Raises:
-        AmpError: for anything else, for an optimizer that can be neither fused nor traced, for a parameter in two
-            optimizers, and for an L1 decay that is no number of at least 0.
+        AmpError: for anything else, for an optimizer that can be neither fused nor traced or has step hooks, for a
+            parameter in two optimizers, and for an L1 decay that is no number of at least 0.
     """
     given = tuple(optimizer.values()) if isinstance(optimizer, Mapping) else (optimizer,)
     seen: set[int] = set()
     for one in given:
         if not isinstance(one, torch.optim.Optimizer):
             raise AmpError(f"optimizer is a {type(one).__name__}", mend="pass a torch.optim object, or a dict of them")
+        check_hooks(one)
         if type(one) not in KINDS:
             check_traceable(one)
         for group in one.param_groups:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from amp_compiler.backends import BACKENDS
 from amp_compiler.dtypes import DType, dtype_from_short
@@ -26,6 +25,7 @@ from amp_compiler.pipeline import make_plan
 from amp_compiler.plan import PrecisionPlan
 from amp_compiler.policy import RuleSet
 from amp_compiler.settings import Settings, device_of
+from amp_compiler.writes import write_mark
 
 
 def rewrite(
@@ -116,39 +116,16 @@ class Program:
         return pytree.tree_unflatten(list(results), self.captured.out_spec)
 
 
-class UpdateCounter:
-    """Counts the optimizer steps of this process."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self._watching = False
-
-    def watch(self) -> None:
-        """Start counting; later calls change nothing."""
-        if not self._watching:
-            self._watching = True
-            register_optimizer_step_post_hook(lambda *_: self.note())
-
-    def note(self) -> None:
-        """Note a step that no `torch.optim` optimizer makes itself."""
-        self.count += 1
-
-
-UPDATES = UpdateCounter()
-
-
 class KeptWeights:
     """Low-precision copies of weights, made once and made again when a parameter changes.
 
-    A change is seen by the tensor's version counter and its address, and after a step of any optimizer all copies are
-    made again (fused optimizers move no counter). `parameter.data.mul_()` shows nowhere: after such a write call
-    `.train()` or `.eval()`, which drops the copies.
+    A change is seen as `write_mark` says: after a step of any optimizer of torch all copies are made again.
+    `parameter.data.mul_()` shows nowhere: after such a write call `.train()` or `.eval()`, which drops the copies.
     """
 
     def __init__(self, casts: Sequence[tuple[int, torch.dtype]] = ()) -> None:
         self._casts = tuple(casts)
         self._seen: list[tuple[int, ...] | None] = [None] * len(self._casts)
-        UPDATES.watch()
         self._copies: list[torch.Tensor | None] = [None] * len(self._casts)
 
     def current(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -157,7 +134,7 @@ class KeptWeights:
         for slot, (index, dtype) in enumerate(self._casts):
             tensor = inputs[index]
             counted = not tensor.is_inference()  # an inference tensor has no version counter: its copy is never kept
-            mark = (id(tensor), tensor.data_ptr(), tensor._version, UPDATES.count) if counted else None
+            mark = (id(tensor), *write_mark(tensor)) if counted else None
             copy = self._copies[slot]
             if copy is None or mark is None or self._seen[slot] != mark:
                 copy = tensor.detach().to(dtype)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from amp_compiler.errors import CaptureError
 
@@ -16,13 +17,18 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _SHOWN = 400  # characters of a batch's form in a message
 
 
-def module_key(model: nn.Module) -> tuple[Any, ...]:
+def module_key(model: nn.Module, by_identity: bool = False) -> tuple[Any, ...]:
     """Which modules there are, their modes and hooks, and what parameters and buffers they hold.
 
     A plain walk over the modules' tables: it runs at every call.
+
+    Args:
+        model: the module.
+        by_identity: tell a parameter from another one like it. Otherwise only which of them are tied counts.
     """
     key: list[Any] = [torch.is_grad_enabled()]
     seen: set[int] = set()
+    tied: dict[int, int] = {}
     pending = [model]
     while pending:
         module = pending.pop()
@@ -32,10 +38,19 @@ def module_key(model: nn.Module) -> tuple[Any, ...]:
         own = module.__dict__
         key += (id(module), own["training"])
         key += [tuple(own[name]) for name in _HOOKS if own[name]]
-        key += [(p.requires_grad, p.dtype) for p in own["_parameters"].values() if p is not None]
+        for parameter in own["_parameters"].values():
+            if parameter is not None:
+                number = tied.setdefault(id(parameter), len(tied))
+                key.append((id(parameter) if by_identity else number, parameter.requires_grad, *_layout(parameter)))
         key += [b.dtype for b in own["_buffers"].values() if b is not None]
         pending += [child for child in own["_modules"].values() if child is not None]
     return tuple(key)
+
+
+def _layout(parameter: torch.Tensor) -> tuple[Any, ...]:
+    if is_lazy(parameter) or parameter.layout is not torch.strided:
+        return parameter.dtype, parameter.layout
+    return parameter.dtype, parameter.shape, parameter.stride()
 
 
 def leaves_key(leaves: Sequence[Any]) -> tuple[Any, ...]:

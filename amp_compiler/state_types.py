@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from amp_compiler.errors import AmpError
+from amp_compiler.runtime.tables import empty_laid_out_like, is_laid_out_like
 
 LOW_TYPES = (torch.float16, torch.bfloat16)
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -35,6 +36,30 @@ def retyped(state: dict[str, Any], column: str, wanted: torch.dtype, low: bool) 
     if low and column in _MOMENTS and value.dtype in LOW_TYPES:
         raise narrowed(column, value)
     state[column] = value.to(wanted)
+    return state[column]  # type: ignore[no-any-return]
+
+
+def laid_out(state: dict[str, Any], column: str, parameter: Tensor) -> Tensor:
+    """A state tensor with the strides of its parameter, as the updates need it; laid out anew, in the state, if not so.
+
+    They part where a checkpoint is loaded into a model of another memory format, or the model is converted.
+
+    Args:
+        state: the optimizer's state of the parameter.
+        column: key in it.
+        parameter: of the same shape.
+
+    Raises:
+        AmpError: the shapes differ.
+    """
+    value: Tensor = state[column]
+    if value.shape != parameter.shape:
+        raise AmpError(
+            f"optimizer.state holds '{column}' of shape {list(value.shape)} for a parameter of {list(parameter.shape)}",
+            mend="load the state_dict of an optimizer over the same parameters",
+        )
+    if not is_laid_out_like(value, parameter):
+        state[column] = empty_laid_out_like(parameter, value.dtype).copy_(value)
     return state[column]  # type: ignore[no-any-return]
 
 

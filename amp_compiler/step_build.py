@@ -28,7 +28,7 @@ from amp_compiler.runtime.cuda_graph import GraphedRun, GraphSettings
 from amp_compiler.runtime.graph_obstacle import graph_obstacle
 from amp_compiler.runtime.loss_scale_base import LossScale, LossScaleState
 from amp_compiler.settings import Settings, device_of
-from amp_compiler.step_program import LossModule, StepProgram
+from amp_compiler.step_program import ROOT, LossModule, StepProgram
 from amp_compiler.step_split import compile_step
 from amp_compiler.step_state import GradientSums, LowWeights
 from amp_compiler.step_weights import PlacedWeights, insert_upcasts, place_weights
@@ -115,6 +115,8 @@ def build_step(model: LossModule, batch: tuple[Any, ...], options: StepOptions, 
     FoldLossScale()(joint)
     SimplifyCasts()(joint)
     updated = _owners_with_gradient(joint, owner)
+    if not updated:
+        raise _depends_on_nothing()
     groups = bind(options.optimizers, *placed.for_update(updated, held, storage))
     specs = tuple(group.spec for group in groups)
     fuse = FuseUpdate(
@@ -132,7 +134,8 @@ def build_step(model: LossModule, batch: tuple[Any, ...], options: StepOptions, 
     why_not = _no_cuda_graph(step, options.settings)
     run = GraphedRun(compiled, inputs, places, results + 3, state.graphs, why_not)
     names = tuple(entries[placed.parameter(name)].target.partition(".")[2] for name in updated)
-    return StepProgram(step, plan, groups, names, run, resolve, captured.out_spec, results, form)
+    written = tuple(getters[name] for name in buffers)
+    return StepProgram(step, plan, groups, names, run, resolve, captured.out_spec, results, form, written)
 
 
 def _forward(
@@ -140,6 +143,7 @@ def _forward(
 ) -> tuple[Captured, InputForm, PrecisionPlan | None, bool]:
     """Capture the loss and rewrite it; also says for which batches, and whether the low type is emulated."""
     captured = capture_module(model, batch, {}, options.settings.dynamic_shapes)
+    _name_modules(captured.graph_module.graph)
     form = InputForm.of(captured, leaves)
     if not options.enabled:
         normalize(captured.graph_module)
@@ -147,6 +151,19 @@ def _forward(
     low = options.settings.low(device_of([*leaves, *model.parameters()]))
     plan = plan_captured(captured, options.settings.rules, low)
     return captured, form, plan, rewrite(captured.graph_module, plan, options.settings.rules)
+
+
+def _name_modules(graph: fx.Graph) -> None:
+    """Name the modules as in the model, without the loss around it, so that rules match what they match elsewhere."""
+    for node in graph.nodes:
+        stack = node.meta.get("nn_module_stack") or {}
+        inner = {
+            key: (path.removeprefix(ROOT).removeprefix("."), kind)
+            for key, (path, kind) in stack.items()
+            if path.partition(".")[0] == ROOT
+        }
+        if stack:
+            node.meta["nn_module_stack"] = inner
 
 
 def check_parameters(
@@ -173,11 +190,15 @@ def _trained(entries: dict[str, Input], getters: Getters, optimizers: Sequence[t
         if entries[name].source is Source.PARAMETER and get().requires_grad and id(get()) in owned
     ]
     if not trained:
-        raise CaptureError(
-            "the loss depends on no parameter of the optimizer",
-            mend="pass an optimizer over the parameters of this model",
-        )
+        raise _depends_on_nothing()
     return trained
+
+
+def _depends_on_nothing() -> CaptureError:
+    return CaptureError(
+        "the loss depends on no parameter of the optimizer",
+        mend="pass an optimizer over the parameters of this model, and detach nothing on the way to the loss",
+    )
 
 
 def _no_cuda_graph(step: fx.GraphModule, settings: Settings) -> str:

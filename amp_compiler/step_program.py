@@ -18,16 +18,22 @@ from amp_compiler.plan import PrecisionPlan
 from amp_compiler.runtime.cuda_graph import GraphedRun
 from amp_compiler.state_types import LOW_TYPES
 from amp_compiler.traced_optimizers import TracedGroup
+from amp_compiler.writes import note_writes
+
+ROOT = "model"  # name of the models in a `LossModule`
 
 
 class LossModule(nn.Module):
-    """`loss_fn(model, *batch)` as a module, so that it can be captured with the parameters of all models in it."""
+    """`loss_fn(model, *batch)` as a module, so that it can be captured with the parameters of all models in it.
+
+    One model stands under `model`; of a nest, each under its path: `model.generator` for `{"generator": …}`.
+    """
 
     def __init__(self, model: Any, loss_fn: Callable[..., Any]) -> None:
         super().__init__()
         self.__dict__["nest"], self.__dict__["loss_fn"] = model, loss_fn
         if isinstance(model, nn.Module):
-            self.add_module("model", model)
+            self.add_module(ROOT, model)
             return
         for path, leaf in pytree.tree_flatten_with_path(model, is_leaf=lambda x: isinstance(x, nn.Module))[0]:
             if not isinstance(leaf, nn.Module):
@@ -35,7 +41,24 @@ class LossModule(nn.Module):
                     f"model holds a {type(leaf).__name__} at {pytree.keystr(path)}",
                     mend="pass an nn.Module, or a dict, list or tuple of them",
                 )
-            self.add_module("model_" + "_".join(str(getattr(k, "key", getattr(k, "idx", k))) for k in path), leaf)
+            self._place(path, leaf)
+
+    def _place(self, path: tuple[Any, ...], leaf: nn.Module) -> None:
+        holder: nn.Module = self
+        *outer, last = [ROOT, *(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)]
+        try:
+            for name in outer:
+                if name not in holder._modules:
+                    holder.add_module(name, nn.Module())
+                holder = holder._modules[name]  # type: ignore[assignment]
+            if last in holder._modules:
+                raise KeyError(f"'{last}' is there twice")
+            holder.add_module(last, leaf)
+        except KeyError as cause:
+            raise AmpError(
+                f"model holds a module at {pytree.keystr(path)} whose path is no name: {cause.args[0]}",
+                mend="use keys without dots, each another text",
+            ) from cause
 
     def forward(self, *batch: Any) -> tuple[Tensor, Any]:
         """The loss and aux (`None` where the loss function gives none)."""
@@ -87,6 +110,7 @@ class StepProgram:
         out_spec: tree of `(loss, aux)`.
         results: number of flat values in it.
         form: which batches it can be used for.
+        buffers: gets the buffers that it writes.
     """
 
     graph_module: fx.GraphModule
@@ -98,6 +122,7 @@ class StepProgram:
     out_spec: pytree.TreeSpec
     results: int
     form: InputForm
+    buffers: tuple[Callable[[], Tensor], ...] = ()
 
     def gradient_node(self, number: int) -> fx.Node:
         """The node of the graph that gives the gradient of a parameter of `updated`."""
@@ -109,6 +134,7 @@ class StepProgram:
             group.refresh()
         with torch.no_grad():
             flat = list(self.run(*[get(leaves) for get in self.resolve]))
+        note_writes([p for group in self.groups for p in group.parameters] + [get() for get in self.buffers])
         loss, aux = pytree.tree_unflatten(flat[: self.results], self.out_spec)
         norm, _, flags = flat[self.results : self.results + 3]
         return StepOutput(loss, aux, norm, flags, tuple(flat[self.results + 3 :]))

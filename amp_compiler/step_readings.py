@@ -24,7 +24,7 @@ class StepReadings:
 
     def _seen(self) -> tuple[StepProgram, StepOutput, Tensor]:
         if self._last is None:
-            raise AmpError("the step has not been called yet", mend="call it with a batch first")
+            raise AmpError("there is no finished call of the step to read from", mend="call it with a batch first")
         return self._last
 
     @property

@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_compiler.backends import BACKENDS
 from amp_compiler.fx_tools import results_of
-from amp_compiler.passes.fuse_update import OPERATORS, lower_updates
-from amp_compiler.runtime import cpu_update
+from amp_compiler.passes.fuse_update import OPERATORS
+from amp_compiler.runtime import cpu_update, fused_update
+from amp_compiler.runtime.tables import is_dense
 
 Kernels = Mapping[Any, Callable[..., Any]]
 _CHECK = torch.ops.amp_compiler.grad_check.default
@@ -46,15 +48,21 @@ def compile_step(
     with torch.no_grad():
         if backend == "eager":
             return build(step, examples, round_exactly)
-        kernels = _kernels(step)
+        kernels = _kernels(step, examples)
         if not kernels:
             return build(lower_updates(step), examples, round_exactly)
         return _Cut(step, kernels).assemble(examples, lambda piece, inputs: build(piece, inputs, round_exactly))
 
 
-def _kernels(step: fx.GraphModule) -> Kernels:
-    """What runs each update operator where the parameters are; empty where the compiler has to do it."""
+def _kernels(step: fx.GraphModule, examples: Sequence[Any]) -> Kernels:
+    """What runs each update operator where the parameters are; empty where the compiler has to do it.
+
+    Kernels walk over memory: a weight that is a slice of something larger is left to the compiler.
+    """
     updates = [node for node in step.graph.nodes if node.target in OPERATORS.values()]
+    real = dict(zip(step.graph.find_nodes(op="placeholder"), examples, strict=True))
+    if not all(is_dense(real[weight]) for node in updates for weight in node.args[0]):  # type: ignore[index, union-attr]
+        return {}
     devices = {leaf.meta["val"].device.type for node in updates for leaf in node.all_input_nodes}
     if devices == {"cuda"}:
         return {operator: operator for operator in (_CHECK, *OPERATORS.values())}
@@ -143,3 +151,21 @@ def _input(graph: fx.Graph, node: fx.Node) -> fx.Node:
     placeholder = graph.placeholder(node.name)
     placeholder.meta = {"val": node.meta["val"]}
     return placeholder
+
+
+def lower_updates(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """The graph with every update node opened into the torch calls that it stands for, for a compiler to fuse.
+
+    Args:
+        graph_module: a step graph; it stays as it is.
+    """
+    names = {_CHECK, *OPERATORS.values()}
+
+    class Opened(fx.Interpreter):
+        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+            if target in names:
+                return fused_update.decomposition(target)(*args, **kwargs)
+            return super().call_function(target, args, kwargs)
+
+    examples = [node.meta["val"] for node in graph_module.graph.find_nodes(op="placeholder")]
+    return make_fx(lambda *inputs: Opened(graph_module).run(*inputs), _allow_non_fake_inputs=True)(*examples)

@@ -7,31 +7,33 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from amp_compiler.runtime.tables import empty_laid_out_like, is_laid_out_like
+from amp_compiler.writes import write_mark
+
 
 class LowWeights:
     """The 16-bit copies of the masters: state, written by the update, made again only when a master changed outside."""
 
     def __init__(self) -> None:
-        self._copies: dict[tuple[int, torch.dtype], Tensor] = {}
-        self._marks: dict[tuple[int, torch.dtype], tuple[int, int]] = {}
+        self._copies: dict[int, dict[torch.dtype, Tensor]] = {}  # by id of the master
+        self._marks: dict[int, dict[torch.dtype, tuple[int, ...]]] = {}
 
     def get(self, master: Tensor, dtype: torch.dtype) -> Tensor:
         """The copy of a master; the same tensor at every step."""
-        key, mark = (id(master), dtype), (master.data_ptr(), master._version)
-        copy = self._copies.get(key)
-        if copy is None or copy.shape != master.shape or copy.device != master.device:
-            copy = self._copies[key] = master.detach().to(dtype)
-        elif self._marks.get(key) != mark:
+        copies, marks = self._copies.setdefault(id(master), {}), self._marks.setdefault(id(master), {})
+        copy, mark = copies.get(dtype), write_mark(master)
+        if copy is None or not is_laid_out_like(copy, master):
+            copy = copies[dtype] = empty_laid_out_like(master, dtype).copy_(master.detach())
+        elif marks.get(dtype) != mark:
             copy.copy_(master.detach())
-        self._marks[key] = mark
+        marks[dtype] = mark
         return copy
 
     def settle(self, masters: Sequence[Tensor]) -> None:
         """Note that the update has just written these masters together with their copies."""
         for master in masters:
-            for key in self._copies:
-                if key[0] == id(master):
-                    self._marks[key] = (master.data_ptr(), master._version)
+            marks = self._marks.get(id(master), {})
+            marks.update(dict.fromkeys(marks, write_mark(master)))
 
 
 class GradientSums:
@@ -44,5 +46,7 @@ class GradientSums:
         """The sum of a parameter's gradients; the same tensor at every step."""
         found = self._sums.get(id(parameter))
         if found is None or found.shape != parameter.shape or found.device != parameter.device:
-            found = self._sums[id(parameter)] = torch.zeros_like(parameter, dtype=torch.float32)
+            found = self._sums[id(parameter)] = empty_laid_out_like(parameter, torch.float32).zero_()
+        elif not is_laid_out_like(found, parameter):
+            found = self._sums[id(parameter)] = empty_laid_out_like(parameter, torch.float32).copy_(found)
         return found

@@ -27,11 +27,24 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _READS_VALUES = (torch.optim.Adafactor,)
 
 
+def check_hooks(optimizer: Optimizer) -> None:
+    """Refuse an optimizer with step hooks: its `step()` is never called.
+
+    Raises:
+        AmpError: names its class.
+    """
+    if any(getattr(optimizer, hooks, None) for hooks in _HOOKS):
+        raise AmpError(
+            f"{type(optimizer).__name__} has step hooks, which a training step never calls",
+            mend="remove them, and do what they do after the call of the training step",
+        )
+
+
 def check_traceable(optimizer: Optimizer) -> None:
     """Refuse what no trace can express.
 
     Raises:
-        AmpError: for an optimizer that needs a closure or sparse gradients, that has hooks, or that is given L1 decay.
+        AmpError: for an optimizer that needs a closure or sparse gradients, or that is given L1 decay.
     """
     name = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -42,8 +55,6 @@ def check_traceable(optimizer: Optimizer) -> None:
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise AmpError(f"{name} needs sparse gradients, and a training step makes dense ones", mend="use Adam or AdamW")
-    if any(getattr(optimizer, hooks, None) for hooks in _HOOKS):
-        raise AmpError(f"{name} has step hooks, which a traced step would never call", mend="remove them")
     for group in optimizer.param_groups:
         if group.get(L1_DECAY):
             raise AmpError(
@@ -74,7 +85,7 @@ class TracedGroup:
     _written: tuple[Any, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
-        self.shapes = {(entry.parameter, entry.key): (entry.shape, entry.dtype) for entry in self.spec.states}
+        self.entries = {(entry.parameter, entry.key): entry for entry in self.spec.states}
 
     def refresh(self) -> None:
         """Read the learning rates; what schedulers changed since the last step goes to the device, without a sync."""
@@ -102,16 +113,18 @@ class TracedGroup:
         key = column.removeprefix(OWN_STATE)
         if set(state) <= {MASTER}:
             initialise(self.optimizer, [parameter])
-        expected = self.shapes[number, key]
+        expected = self.entries[number, key]
         found = state.get(key)
-        if not isinstance(found, Tensor) or (tuple(found.shape), found.dtype) != expected:
+        if not isinstance(found, Tensor) or (tuple(found.shape), found.dtype) != (expected.shape, expected.dtype):
             raise AmpError(
-                f"the state of {self.spec.name} has no '{key}' of shape {list(expected[0])} and type {expected[1]}",
+                f"the state of {self.spec.name} has no '{key}' of shape {list(expected.shape)} and type"
+                f" {expected.dtype}",
                 mend="load a state_dict of the same optimizer over the same parameters",
             )
-        if found.device != parameter.device:
-            found = state[key] = found.to(parameter.device)
-        return found
+        if found.device != parameter.device or found.stride() != expected.stride:  # loaded from elsewhere
+            device, dtype = parameter.device, expected.dtype
+            state[key] = torch.empty_strided(expected.shape, expected.stride, dtype=dtype, device=device).copy_(found)
+        return state[key]  # type: ignore[no-any-return]
 
 
 def bind_traced(

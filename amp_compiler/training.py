@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any
 
 import torch.utils._pytree as pytree
 
 from amp_compiler.backends.cuda_graphs import TorchGraphs
+from amp_compiler.backends.torch_shim import BUILDING
 from amp_compiler.compiled_module import CompiledModule
 from amp_compiler.errors import AmpError, CaptureError
 from amp_compiler.frontends.fx_capture import autocast_off
@@ -15,7 +17,6 @@ from amp_compiler.frontends.onnx_to_fx import trained_module
 from amp_compiler.fx_tools import torch_dtype
 from amp_compiler.master_weights import OWN_KEY, WeightState, WeightStorage, weight_storage
 from amp_compiler.optimizers import check_optimizers, check_storage
-from amp_compiler.program import UPDATES
 from amp_compiler.runtime.cuda_graph import GraphSettings
 from amp_compiler.runtime.loss_scale import LossScale, LossScaleState, NoLossScale, make_loss_scale
 from amp_compiler.runtime.stuck_watch import StuckWatch
@@ -25,6 +26,7 @@ from amp_compiler.step_build import StepOptions, StepState, build_step, check_pa
 from amp_compiler.step_program import LossModule, StepProgram
 from amp_compiler.step_readings import StepReadings
 from amp_compiler.step_state import GradientSums, LowWeights
+from amp_compiler.traced_optimizers import check_hooks
 
 MOST_SIGNATURES = 64
 
@@ -49,11 +51,11 @@ def training_step(
         model: an `nn.Module`, an ONNX model (a path or a `ModelProto`), or a dict, list or tuple of them.
             `step.model` is the module that is trained.
         loss_fn: `loss_fn(model, *batch)` returns the loss (one floating-point number), or `(loss, aux)`.
-        optimizer: a `torch.optim` optimizer, a dict of them, or a function that makes one from a list of parameters, as
-            an ONNX path needs: `lambda parameters: torch.optim.AdamW(parameters, 1e-4)`. AdamW, Adam and SGD have a fused
-            update, and take L1 decay as the key `l1_decay` of a group; of others but LBFGS and SparseAdam the own code is
-            traced. Its state and `param_groups` stay the single truth: schedulers, `state_dict()` and checkpoints work as
-            always.
+        optimizer: a `torch.optim` optimizer, a dict of them, or a function that makes one from a list of parameters,
+            as an ONNX path needs: `lambda parameters: torch.optim.AdamW(parameters, 1e-4)`. AdamW, Adam and SGD have a
+            fused update, and take L1 decay as the key `l1_decay` of a group; of others but LBFGS and SparseAdam the own
+            code is traced. Its state and `param_groups` stay the single truth: schedulers, `state_dict()` and
+            checkpoints work as always.
         rules: a preset name, a path, a dict or a `RuleSet`. Their `weights` section says how the optimizer holds the
             parameters. `{master: fp32}`: FP32 parameters are their own masters; parameters that come in as FP16 or BF16
             get FP32 masters in `optimizer.state[p]["master"]`. `{master: low}`: at the first call every parameter that
@@ -67,7 +69,7 @@ def training_step(
             `loss_scale` section of the rules says, or dynamic.
         clip_norm: largest global L2 norm of the unscaled gradients.
         accumulate: number of calls whose gradients are averaged, in FP32, before the weights are updated.
-        dynamic_shapes: as for `torch.export.export`, for `*batch`.
+        dynamic_shapes: as for `torch.export.export`, one entry for each tensor or container of `*batch`.
         backend: `"inductor"` or `"eager"`.
         enabled: mixed precision; without it the same step in plain FP32, whatever the rules say of weights. Parameters
             that came in as FP16 or BF16 are refused then.
@@ -124,11 +126,13 @@ class TrainingStep(StepReadings):
             model = model.original
         model, optimizer = trained_module(model, optimizer)
         self.model = model
-        if clip_norm is not None and not clip_norm > 0:
+        if clip_norm is not None and (not isinstance(clip_norm, Real) or clip_norm is True or not clip_norm > 0):
             raise AmpError(f"clip_norm={clip_norm!r}", mend="pass a positive number, or None for no clipping")
-        if not isinstance(accumulate, int) or accumulate < 1:
+        if type(accumulate) is not int or accumulate < 1:
             raise AmpError(f"accumulate={accumulate!r}", mend="pass a whole number from 1 on")
         self._accumulate, self._gathered = accumulate, 0
+        if isinstance(dynamic_shapes, (tuple, list)):  # what is captured takes the batch as `*batch`, one tuple
+            dynamic_shapes = (tuple(dynamic_shapes),)
         self._settings = make_settings(rules, dtype, backend, dynamic_shapes)
         self._module = LossModule(model, loss_fn)
         self._optimizers = check_optimizers(optimizer)
@@ -175,6 +179,8 @@ class TrainingStep(StepReadings):
         """
         if self._watch.arrived() and self._last is not None:
             self.check()
+        for optimizer in self._optimizers:
+            check_hooks(optimizer)
         leaves, spec = pytree.tree_flatten((batch, {}))
         with autocast_off():
             program = self._program(batch, leaves, spec)
@@ -182,7 +188,6 @@ class TrainingStep(StepReadings):
             self._last = None  # last step's gradients must not live through this one
             output = program(leaves)
         self._gathered = (self._gathered + 1) % self._accumulate
-        UPDATES.note()
         for group in program.groups:
             self._lows.settle(group.parameters)
             self._weights.settle(group.parameters, group.optimizer.state)
@@ -198,7 +203,7 @@ class TrainingStep(StepReadings):
             tuple(map(id, group["params"])) for optimizer in self._optimizers for group in optimizer.param_groups
         )
         gather = "" if self._accumulate == 1 else "use" if self._gathered == self._accumulate - 1 else "add"
-        module, form = module_key(self._module), leaves_key(leaves)
+        module, form = module_key(self._module, by_identity=True), leaves_key(leaves)
         key = (spec, module, owners, gather, form)
         program = self._programs.get(key) or self._dynamic(key, leaves)
         if program is not None and not any(group.flags_changed() for group in program.groups):
@@ -218,8 +223,9 @@ class TrainingStep(StepReadings):
             self._accumulate,
             gather,
         )
-        program = build_step(self._module, batch, options, self._state)
-        now = module_key(self._module)
+        with BUILDING:
+            program = build_step(self._module, batch, options, self._state)
+        now = module_key(self._module, by_identity=True)
         if now != module:  # weights were converted for storage without masters: earlier programs will never fit again
             self._programs.clear()
         self._programs[(spec, now, owners, gather, form)] = program

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -47,12 +48,71 @@ def plan_table() -> str:
     return "\n".join(lines)
 
 
-TABLES: dict[str, Callable[[], str]] = {"parity": parity_table, "plan": plan_table}
+def _against_compile(rows: list[dict[str, Any]], first: str) -> str:
+    """Ours beside the fastest mode of torch.compile: time, memory, first call, and the share of the GEMM floor."""
+    by_case: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        by_case.setdefault((row["model"], row["bound"]), []).append(row)
+    floors = all("gemm_share" in row for row in rows)
+    lines = [
+        "| model | bound by | torch.compile, ms | ours, ms | ours / theirs | peak memory, ours / theirs"
+        f" | {first}, ours / theirs |" + (" share of the GEMM floor, theirs | ours |" if floors else ""),
+        "|---" * (9 if floors else 7) + "|",
+    ]
+    ratios = []
+    for (model, bound), variants in by_case.items():
+        theirs = min((v for v in variants if v["variant"].startswith("torch.compile")), key=lambda v: v["step_ms"])
+        ours = next(v for v in variants if v["variant"] == "amp_compiler")
+        ratios.append([ours[key] / theirs[key] for key in ("step_ms", "peak_bytes", "first_call_s")])
+        time, memory, start = ratios[-1]
+        lines.append(
+            f"| {model} | {bound} | {theirs['step_ms']:.1f} | {ours['step_ms']:.1f} | {time:.2f} | {memory:.2f}"
+            f" | {start:.2f} |" + (f" {theirs['gemm_share']:.0%} | {ours['gemm_share']:.0%} |" if floors else "")
+        )
+    time, memory, start = (statistics.geometric_mean(column) for column in zip(*ratios, strict=True))
+    lines.append(f"| geometric mean | | | | {time:.2f} | {memory:.2f} | {start:.2f} |" + (" | |" if floors else ""))
+    return "\n".join(lines)
+
+
+def train_table() -> str:
+    """Whole training steps on a CPU beside torch.compile."""
+    return _against_compile(_load("train_step_cpu")["rows"], "first step")
+
+
+def inference_table() -> str:
+    """Inference on a CPU beside torch.compile."""
+    return _against_compile(_load("inference_cpu")["rows"], "first call")
+
+
+def update_table() -> str:
+    """The optimizer phase on a CPU: time, bytes per parameter, bandwidth."""
+    rows = [row for row in _load("update_cpu")["rows"] if row["variant"] != "copy"]
+    lines = [
+        "| gradients | update | ms | ratio to fused AdamW | bytes per parameter | GB/s | of a copy's bandwidth |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {r['gradients']} | {r['variant']} | {r['step_ms']:.1f} | {r['time_ratio']:.2f} | {r['bytes_per_parameter']}"
+        f" | {r['gb_per_s']:.1f} | {r['copy_share']:.0%} |"
+        for r in rows
+    ]
+    return "\n".join(lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "parity": parity_table,
+    "plan": plan_table,
+    "train": train_table,
+    "inference": inference_table,
+    "update": update_table,
+}
 
 
 def render(text: str) -> str:
     """The README's text with every table made anew."""
     for name, make in TABLES.items():
+        if f"<!-- table: {name} -->" not in text:
+            continue
         block = f"<!-- table: {name} -->\n{make()}\n<!-- end -->"
         text = re.sub(rf"<!-- table: {name} -->.*?<!-- end -->", lambda _, block=block: block, text, flags=re.DOTALL)
     return text

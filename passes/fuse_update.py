@@ -14,9 +14,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from amp_compiler.fx_tools import node_tensor, results_of
 from amp_compiler.passbase import Pass, PassResult
 from amp_compiler.passes.fold_loss_scale import SCALE
-from amp_compiler.passes.trace_update import OWN_STATE, TracedUpdate, trace_update
+from amp_compiler.passes.sum_gradients import sum_of
+from amp_compiler.passes.trace_update import OWN_STATE, TracedUpdate, lies_in_input, trace_update
 from amp_compiler.passes.update_group import UpdateGroup
-from amp_compiler.runtime import fused_update  # registers the operators
+from amp_compiler.runtime import fused_update  # noqa: F401  # registers the operators
 from amp_compiler.runtime.loss_scale_base import LossScale, LossScaleState
 
 STATE = "amp_state"  # key in node.meta of the placeholders that this pass adds
@@ -130,6 +131,9 @@ class _Builder:
         kept = self.outputs[: options.results]
         with self.graph.inserting_before(self.output):
             self.output.args = ((*kept, norm, nonfinite, flags, *gradients.values()),)
+        for gradient in dict.fromkeys(self.outputs[options.results + len(options.buffers) :]):
+            if isinstance(gradient, fx.Node) and not gradient.users:  # it was added in another way
+                self.graph.erase_node(gradient)
 
     def _coefficient(self, inverse: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         if self.options.clip_norm is None:
@@ -137,14 +141,21 @@ class _Builder:
         return inverse * (self.options.clip_norm / (norm + _CLIP_EPSILON)).clamp(max=1.0)
 
     def _merged_gradients(self) -> dict[str, fx.Node]:
-        """One gradient per master that has any; the FP32 and the 16-bit form of a weight are summed in FP32."""
+        """One gradient per master that has any; the FP32 and the 16-bit form of a weight are summed in FP32.
+
+        A gradient that is an input of the graph is copied: the derivative by a summand is the loss scale itself, and
+        the update writes a new scale where the gradient is still to be read.
+        """
         first = self.options.results + len(self.options.buffers)
         merged: dict[str, fx.Node] = {}
         for owner, gradient in zip(self.options.owner, self.outputs[first:], strict=True):
             if not isinstance(gradient, fx.Node):
                 continue
+            if lies_in_input(gradient):
+                (gradient,) = self._inline(torch.clone, [gradient])
             if owner in merged:
-                (gradient,) = self._inline(lambda a, b: a.float() + b.float(), [merged[owner], gradient])
+                function, parts = sum_of(merged[owner], gradient)
+                (gradient,) = self._inline(function, parts)
             merged[owner] = gradient
         return merged
 
@@ -152,8 +163,8 @@ class _Builder:
         """The gradients of this batch added, in FP32, to those of the batches before; the sums are kept or cleared."""
         totals: dict[str, fx.Node] = {}
         for number, (name, gradient) in enumerate(gradients.items()):
-            tensor = node_tensor(gradient)
-            value = tensor.new_empty(tensor.shape, dtype=torch.float32)  # type: ignore[union-attr]
+            weight = node_tensor(self.placeholders[name])
+            value = torch.empty_like(weight, dtype=torch.float32)  # type: ignore[arg-type]
             kept = self._placeholder(("sum", name, number), value)
             (totals[name],) = self._inline(lambda a, b: a + b.float(), [kept, gradient])
             if self.options.gather == "add":
@@ -203,9 +214,10 @@ class _Builder:
 
     def _state(self, group: int, column: str, number: int, master: fx.Node, dtype: torch.dtype | None) -> fx.Node:
         tensor = node_tensor(master)
-        scalar = column in _COLUMN_SCALARS
-        shape = () if scalar else tuple(tensor.shape)  # type: ignore[union-attr]
-        value = tensor.new_empty(shape, dtype=torch.float32 if scalar else dtype)  # type: ignore[union-attr]
+        if column in _COLUMN_SCALARS:
+            value = tensor.new_empty((), dtype=torch.float32)  # type: ignore[union-attr]
+        else:
+            value = torch.empty_like(tensor, dtype=dtype)  # type: ignore[arg-type]  # with the strides of the weight
         return self._placeholder((column, group, number), value)
 
     def _scalar_state(
@@ -279,21 +291,3 @@ class _Builder:
         results = traced.graph.output_node().args[0]
         flat = list(results) if isinstance(results, (list, tuple)) else [results]
         return [environment[item] for item in flat]  # type: ignore[index]
-
-
-def lower_updates(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """The graph with every update node opened into the torch calls that it stands for, for a compiler to fuse.
-
-    Args:
-        graph_module: a step graph; it stays as it is.
-    """
-    names = {torch.ops.amp_compiler.grad_check.default, *OPERATORS.values()}
-
-    class Opened(fx.Interpreter):
-        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-            if target in names:
-                return fused_update.decomposition(target)(*args, **kwargs)
-            return super().call_function(target, args, kwargs)
-
-    examples = [node.meta["val"] for node in graph_module.graph.find_nodes(op="placeholder")]
-    return make_fx(lambda *inputs: Opened(graph_module).run(*inputs), _allow_non_fake_inputs=True)(*examples)

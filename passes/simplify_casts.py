@@ -62,9 +62,20 @@ def cast_type(node: fx.Node) -> torch.dtype | None:
         return None
     if node.target is CAST and len(node.args) == 2 and not node.kwargs:
         return node.args[1]  # type: ignore[return-value]
-    if node.target is _COPY and set(node.kwargs) == {"dtype"}:
+    if node.target is _COPY and "dtype" in node.kwargs and _stays(node):
         return node.kwargs["dtype"]  # type: ignore[return-value]
     return None
+
+
+def _stays(node: fx.Node) -> bool:
+    """Whether the other arguments of a copy, which autograd spells out, say nothing new."""
+    tensor = node_tensor(node.args[0])  # type: ignore[arg-type]
+    same = {
+        "dtype": node.kwargs.get("dtype"),
+        "layout": torch.strided,
+        "device": tensor.device if tensor is not None else None,
+    }
+    return all(key in same and value in (None, same[key]) for key, value in node.kwargs.items())
 
 
 def _source(node: fx.Node) -> fx.Node:

@@ -140,22 +140,30 @@ def _inline_constant(traced: fx.GraphModule, node: fx.Node, like: Tensor, name: 
     node.replace_all_uses_with(constant)
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
+    """True where the value may lie in the memory of the node's first argument."""
     schema = getattr(node.target, "_schema", None)
     return node.target is operator.getitem or (schema is not None and any(a.alias_info for a in schema.arguments))
+
+
+def lies_in_input(node: fx.Node) -> bool:
+    """True for a placeholder, and for a view of one."""
+    while is_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node.op == "placeholder"
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
     """Users of a value, and those of its views."""
     for user in node.users:
         yield user
-        if _is_view(user):
+        if is_view(user):
             yield from _readers(user)
 
 
 def _apart(graph: fx.Graph, olds: list[fx.Node], news: list[Any], first: fx.Node) -> list[Any]:
     """The new values, with a copy where one is the old value of another tensor, or a view of it."""
-    shared = {*olds, *(user for old in olds for user in _readers(old) if _is_view(user))}
+    shared = {*olds, *(user for old in olds for user in _readers(old) if is_view(user))}
     found = []
     for old, new in zip(olds, news, strict=True):
         if new in shared and new is not old:

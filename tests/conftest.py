@@ -23,3 +23,14 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line(f"{outcome:7}  {seconds:7.2f} s  {name}{'  ' if measured else ''}{measured}")
     if all(outcome == "skipped" for _, outcome, _, _ in rows):
         terminalreporter.write_line("nothing ran: torch sees no CUDA device here")
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often a step was captured."""
+    import amp_compiler.training as training
+
+    seen: list[int] = []
+    real = training.build_step
+    monkeypatch.setattr(training, "build_step", lambda *arguments: (seen.append(1), real(*arguments))[1])
+    return seen

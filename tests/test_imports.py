@@ -29,7 +29,7 @@ LAYERS = (
     ("graph_text", "matching", "optable", "plan", "typing_rules", "fx_tools"),
     ("draft", "rulemodel", "runtime", "report"),
     ("backends",),
-    ("semantics", "rulesource", "state_types"),
+    ("semantics", "rulesource", "state_types", "writes"),
     ("follow", "rulefile", "master_weights"),
     ("follow_cut", "follow_reasons"),
     ("onnx_check",),
@@ -65,7 +65,7 @@ TORCH = (
     "compile", "training", "onnx_export", "program", "settings", "demo", "model_spec", "cli", "frontends*", "backends*",
     "runtime*", "report.autocast_counter", "passes.*", "step_report", "step_split", "step_readings", "input_form",
     "master_weights", "state_types", "step_weights", "traced_calls",
-    "traced_state", "traced_optimizers",
+    "traced_state", "traced_optimizers", "writes",
 )  # fmt: skip
 ONNX = ("frontends.onnx*", "onnx_*", "model_spec", "cli")
 NEUTRAL_PASSES = ("passes", "passes.classify", "passes.assign_precision", "passes.place_casts")

@@ -90,7 +90,7 @@ def test_one_program_serves_every_batch_size_where_shapes_are_dynamic(backend):
         torch.optim.SGD(model.parameters(), 0.1),
         enabled=False,
         backend=backend,
-        dynamic_shapes=(({0: size}, {0: size}),),
+        dynamic_shapes=({0: size}, {0: size}),
     )
     plain = torch.optim.SGD(reference.parameters(), 0.1)
     programs = set()

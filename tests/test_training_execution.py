@@ -123,7 +123,7 @@ def test_a_failed_capture_is_told_and_the_training_is_the_same(node_by_node, cap
 
 def test_how_a_step_runs_can_be_read(node_by_node):
     _, _, step = make(FakeGraphs())
-    with pytest.raises(amp.AmpError, match="not been called"):
+    with pytest.raises(amp.AmpError, match="no finished call"):
         _ = step.execution
     said = []
     for number in range(5):

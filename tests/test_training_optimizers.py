@@ -1,4 +1,4 @@
-"""`amp.training_step` with optimizers that have no fused update: their own code, traced into the step."""
+"""`amp.training_step` with torch's optimizers that have no fused update: their own code, traced into the step."""
 
 from __future__ import annotations
 
@@ -7,68 +7,11 @@ import io
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch import optim as O
+from training_optimizers import EXACT, OPTIMIZERS, STEPS, X, Y, loss_fn, models, split, states, tensors_of
 
 import amp_compiler as amp
-from amp_compiler.errors import AmpError, LoweringError
-
-GENERATOR = torch.Generator().manual_seed(0)
-X = torch.randn(32, 8, generator=GENERATOR)
-Y = torch.randint(0, 5, (32,), generator=GENERATOR)
-STEPS = 10
-
-
-class Net(nn.Module):
-    """A matrix, vectors, a scalar, a buffer that moves, and a layer without a gradient."""
-
-    def __init__(self, biases: bool = True) -> None:
-        super().__init__()
-        self.a, self.norm = nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16, affine=biases)
-        self.b, self.unused = nn.Linear(16, 5, bias=biases), nn.Linear(3, 3, bias=biases)
-        if biases:
-            self.gain = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x):
-        return self.b(F.relu(self.norm(self.a(x)))) * (self.gain if hasattr(self, "gain") else 1)
-
-
-def loss_fn(model, x, y):
-    return F.cross_entropy(model(x), y)
-
-
-OPTIMIZERS = {
-    "rmsprop": lambda p: O.RMSprop(p, 1e-2),
-    "rmsprop, all options": lambda p: O.RMSprop(p, 1e-2, momentum=0.5, centered=True, weight_decay=0.01, maximize=True),
-    "radam": lambda p: O.RAdam(p, 1e-2),
-    "radam, decoupled": lambda p: O.RAdam(p, 1e-2, weight_decay=0.1, decoupled_weight_decay=True),
-    "nadam": lambda p: O.NAdam(p, 1e-2, weight_decay=0.01),
-    "adamax": lambda p: O.Adamax(p, 1e-2, weight_decay=0.01),
-    "adadelta": lambda p: O.Adadelta(p, 1.0, weight_decay=0.01),
-    "adagrad": lambda p: O.Adagrad(p, 1e-2, lr_decay=0.1, initial_accumulator_value=0.1),
-    "asgd": lambda p: O.ASGD(p, 1e-2, t0=3, weight_decay=0.01),
-    "rprop": lambda p: O.Rprop(p, 1e-3),
-    "adafactor": lambda p: O.Adafactor(p, 1e-2, weight_decay=0.1),
-    "muon": lambda p: O.Muon(p, 1e-2),
-}
-# The step of these is the one of torch's CPU loop to the last bit; the others compute bias corrections in another order
-# where they are capturable, or take a norm, and the last bit of a step of 0.01 is below 1e-8.
-EXACT = ("rmsprop", "rmsprop, all options", "adadelta", "rprop", "asgd", "muon")
-
-
-def models(name="") -> tuple[nn.Module, nn.Module]:
-    torch.manual_seed(0)
-    model = Net(biases=name != "muon")
-    return model, copy.deepcopy(model)
-
-
-def states(optimizer):
-    return {
-        (number, key): value
-        for number, entries in optimizer.state_dict()["state"].items()
-        for key, value in entries.items()
-    }
 
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
@@ -92,11 +35,6 @@ def test_plain_fp32_equals_a_torch_loop(name):
     assert {k: v for k, v in optimizer.param_groups[0].items() if k != "params"} == {
         k: v for k, v in plain.param_groups[0].items() if k != "params"
     }
-
-
-def tensors_of(model, optimizer):
-    held = [value for value in states(optimizer).values() if isinstance(value, torch.Tensor)]
-    return [tensor.detach().clone() for tensor in (*model.state_dict().values(), *held)]
 
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
@@ -148,16 +86,6 @@ def test_a_saved_run_goes_on_bit_for_bit(name):
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-@pytest.fixture
-def builds(monkeypatch):
-    """How often a step was captured."""
-    import amp_compiler.training as training
-
-    seen, real = [], training.build_step
-    monkeypatch.setattr(training, "build_step", lambda *arguments: (seen.append(1), real(*arguments))[1])
-    return seen
-
-
 @pytest.mark.parametrize("name", ["rmsprop", "nadam", "adafactor", "asgd"])
 def test_a_scheduler_changes_the_rate_without_a_recapture_and_other_numbers_with_one(name, builds):
     model, reference = models(name)
@@ -195,10 +123,6 @@ def test_a_rate_that_is_a_tensor_is_followed():
         plain.param_groups[0]["lr"] = 1e-2 * 0.5 ** (number + 1)
     for got, wanted in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-7)
-
-
-def split(model):
-    return [p for p in model.parameters() if p.dim() == 2], [p for p in model.parameters() if p.dim() != 2]
 
 
 def two_groups(model):
@@ -260,9 +184,9 @@ def test_under_inductor_16_bit_copies_are_written_and_bad_steps_skipped(name):
     before = tensors_of(model, optimizer)
     step(bad, Y)
     assert all(torch.equal(a, b) for a, b in zip(before, tensors_of(model, optimizer), strict=True))
-    lows = {id(copy): copy for copy in step._lows._copies.values()}
-    weights = [parameter.detach().half() for parameter in model.parameters()]
-    assert lows and all(any(torch.equal(low, weight) for weight in weights) for low in lows.values())
+    weights = {id(parameter): parameter.detach().half() for parameter in model.parameters()}
+    lows = {key: copies[torch.float16] for key, copies in step._lows._copies.items()}
+    assert lows and all(torch.equal(low, weights[key]) for key, low in lows.items())
 
 
 def test_16_bit_parameters_get_masters_and_fp32_state():
@@ -282,182 +206,3 @@ def test_16_bit_parameters_get_masters_and_fp32_state():
     assert {state[key].dtype for key in ("master", "exp_avg", "exp_avg_sq", "step")} == {torch.float32}
     assert torch.equal(state["master"].bfloat16(), model.a.weight) and float(state["step"]) == 5
     assert (state["master"] - reference.a.weight).abs().mean() < 2e-3
-
-
-class Sign(torch.optim.Optimizer):
-    """A user's own: the sign of a running mean (signSGD with momentum), its state made in step()."""
-
-    def __init__(self, params, lr=1e-2, keep=0.9):
-        super().__init__(params, {"lr": lr, "keep": keep})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["mean"] = torch.zeros_like(p)
-                    state["start"] = p.clone()
-                state["mean"].lerp_(p.grad, 1 - group["keep"])
-                p.data.add_(state["mean"].sign(), alpha=-group["lr"])
-                p.data.lerp_(state["start"], 0.01)
-
-
-def test_an_optimizer_of_the_user_is_traced():
-    model, reference = models()
-    optimizer, plain = Sign(model.parameters()), Sign(reference.parameters())
-    step = amp.training_step(model, loss_fn, optimizer, backend="eager", enabled=False)
-    for number in range(STEPS):
-        step(X, Y)
-        plain.zero_grad()
-        loss_fn(reference, X, Y).backward()
-        plain.step()
-        optimizer.param_groups[0]["lr"] = plain.param_groups[0]["lr"] = 1e-2 / (number + 2)
-    for got, wanted in zip(tensors_of(model, optimizer), tensors_of(reference, plain), strict=True):
-        assert torch.equal(got, wanted)
-
-
-class LooksBack(Sign):
-    def step(self, closure=None):
-        group = self.param_groups[0]
-        with torch.no_grad():
-            for p in group["params"]:
-                if p.grad is not None:
-                    last = self.state[p].setdefault("last", torch.zeros_like(p))
-                    before = p.clone()
-                    p.sub_(p.grad * group["lr"] + last * 1e-3)
-                    copied = self.state[p].setdefault("before", torch.zeros_like(p))
-                    last.copy_(before.view(-1).flip(0).view_as(p) + copied * 1e-3)
-                    copied.copy_(before)
-                    self.state[p].setdefault("flat", torch.zeros_like(p.view(-1))).copy_(before.view(-1))
-
-
-def test_a_view_of_the_old_weight_is_read_before_the_new_one_is_written():
-    model, reference = models()
-    optimizer, plain = LooksBack(model.parameters()), LooksBack(reference.parameters())
-    step = amp.training_step(model, loss_fn, optimizer, backend="eager", enabled=False)
-    for _ in range(3):
-        step(X, Y)
-        plain.zero_grad()
-        loss_fn(reference, X, Y).backward()
-        plain.step()
-    for got, wanted in zip(tensors_of(model, optimizer), tensors_of(reference, plain), strict=True):
-        assert torch.equal(got, wanted)
-
-
-class Reads(Sign):
-    def step(self, closure=None):
-        with torch.no_grad():
-            for p in self.param_groups[0]["params"]:
-                if p.grad is not None:
-                    p.sub_(p.grad / max(p.grad.norm().item(), 1.0))
-
-
-class Branches(Sign):
-    def step(self, closure=None):
-        with torch.no_grad():
-            for p in self.param_groups[0]["params"]:
-                if p.grad is not None and (p.grad.norm() < 1e9):
-                    p.sub_(p.grad)
-
-
-class Counts(Sign):
-    def step(self, closure=None):
-        with torch.no_grad():
-            for p in self.param_groups[0]["params"]:
-                if p.grad is not None:
-                    self.state[p]["step"] = self.state[p].get("step", 0) + 1
-                    p.sub_(p.grad / self.state[p]["step"])
-
-
-class StartsFromGradient(Sign):
-    def step(self, closure=None):
-        with torch.no_grad():
-            for p in self.param_groups[0]["params"]:
-                if p.grad is not None:
-                    mean = self.state[p].setdefault("mean", p.grad.clone())
-                    p.sub_(mean)
-
-
-class DoesNothing(Sign):
-    def step(self, closure=None):
-        return None
-
-
-@pytest.mark.parametrize(
-    ("kind", "words"),
-    [
-        (Reads, "Reads reads the value of a tensor .item"),
-        (Branches, "Branches reads the value of a tensor .__bool__"),
-        (Counts, "Counts changes 'step'"),
-        (StartsFromGradient, "'mean' in the state of StartsFromGradient begins from the first gradient"),
-        (DoesNothing, "DoesNothing writes no parameter"),
-    ],
-)
-def test_what_cannot_be_traced_is_refused_by_name(kind, words):
-    model, _ = models()
-    before = copy.deepcopy(model.state_dict())
-    step = amp.training_step(model, loss_fn, kind(model.parameters()), backend="eager", enabled=False)
-    with pytest.raises(LoweringError, match=words):
-        step(X, Y)
-    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
-
-
-def test_what_no_step_can_do_is_refused_at_once():
-    model, _ = models()
-    for optimizer, words in (
-        (O.LBFGS(model.parameters()), "LBFGS needs a closure.*such as AdamW"),
-        (O.SparseAdam(model.parameters()), "SparseAdam needs sparse gradients"),
-        (O.RMSprop([{"params": model.parameters(), "l1_decay": 1e-3}]), "RMSprop knows no l1_decay"),
-        (O.SGD([{"params": model.parameters(), "l1_decay": -1e-3}]), "l1_decay is -0.001"),
-        (O.SGD([{"params": model.parameters(), "l1_decay": "some"}]), "l1_decay is 'some'"),
-    ):
-        with pytest.raises(AmpError, match=words):
-            amp.training_step(model, loss_fn, optimizer)
-    hooked = O.RMSprop(model.parameters())
-    hooked.register_step_post_hook(lambda *arguments: None)
-    with pytest.raises(AmpError, match="hooks"):
-        amp.training_step(model, loss_fn, hooked)
-    low = {"extends": "default", "version": 1, "weights": {"master": "low"}}
-    with pytest.raises(AmpError, match="FP32 masters"):
-        amp.training_step(model, loss_fn, O.RMSprop(model.parameters()), rules=low, dtype="bf16", backend="eager")
-
-
-def test_state_of_another_optimizer_is_refused():
-    model, _ = models()
-    optimizer = O.RMSprop(model.parameters(), 1e-2)
-    step = amp.training_step(model, loss_fn, optimizer, backend="eager", enabled=False)
-    step(X, Y)
-    optimizer.state[model.a.weight] = {"step": torch.tensor(1.0)}
-    with pytest.raises(AmpError, match="state of RMSprop has no 'square_avg' of shape"):
-        step(X, Y)
-
-
-@pytest.mark.parametrize("kind", ["sgd", "adamw"])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_l1_decay_of_a_group(kind, accumulate, builds):
-    """Against torch with `l1 * sign(weight)` added to the clipped gradient by hand; a change of it compiles nothing."""
-    classes = {"sgd": lambda g: O.SGD(g, 0.1, momentum=0.9, weight_decay=0.01), "adamw": lambda g: O.AdamW(g, 1e-2)}
-    model, reference = models()
-    matrices, vectors = split(model)
-    groups = [{"params": matrices, "l1_decay": 0.01}, {"params": vectors}]
-    optimizer, plain = classes[kind](groups), classes[kind](reference.parameters())
-    step = amp.training_step(
-        model, loss_fn, optimizer, backend="eager", enabled=False, clip_norm=0.5, accumulate=accumulate
-    )
-    for l1 in (0.01, 0.01, 0.003, 0.0):
-        optimizer.param_groups[0]["l1_decay"] = l1
-        for _ in range(accumulate):
-            step(X, Y)
-            (loss_fn(reference, X, Y) / accumulate).backward()
-        nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
-        for weight in split(reference)[0]:
-            if weight.grad is not None:
-                weight.grad += l1 * weight.detach().sign()
-        plain.step()
-        plain.zero_grad()
-    assert len(builds) == accumulate
-    for got, wanted in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import fx
 
 from amp_compiler.errors import LoweringError
+
+BUILDING = threading.RLock()  # torch traces and exports with state of the whole process: one graph at a time
 
 
 def inductor_compile(

@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -30,8 +31,9 @@ def library() -> ctypes.CDLL | None:
 
     `CXX` names the compiler (g++ or clang++), and `AMP_COMPILER_CACHE` the folder that keeps the library.
     """
-    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), None)
-    if compiler is None:
+    given = shlex.split(os.environ.get("CXX", ""))  # such as "ccache g++"
+    compiler = given or [name for name in ("g++", "clang++", "c++") if shutil.which(name)][:1]
+    if not compiler:
         _LOG.warning("no C++ compiler was found: optimizer updates on a CPU run as compiled torch calls, more slowly")
         return None
     source = resources.files(__package__).joinpath("cpu_update.cpp").read_text(encoding="utf-8")
@@ -40,14 +42,16 @@ def library() -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError) as cause:
         detail = getattr(cause, "stderr", None) or str(cause)
         _LOG.warning(
-            "'%s' cannot build the CPU updates, which run as compiled torch calls instead: %s", compiler, detail
+            "'%s' cannot build the CPU updates, which run as compiled torch calls instead: %s",
+            shlex.join(compiler),
+            detail,
         )
         return None
 
 
-def _built(compiler: str, source: str) -> Path:
+def _built(compiler: list[str], source: str) -> Path:
     """The library's file, compiled where the cache has none; concurrent processes may both compile, none sees half."""
-    key = hashlib.sha256("\0".join((source, compiler, *_FLAGS, _processor())).encode()).hexdigest()[:16]
+    key = hashlib.sha256("\0".join((source, *compiler, *_FLAGS, _processor())).encode()).hexdigest()[:16]
     folder = _cache_folder()
     target = folder / f"cpu_update_{key}.so"
     if target.exists():
@@ -56,7 +60,7 @@ def _built(compiler: str, source: str) -> Path:
         code, made = Path(work) / "cpu_update.cpp", Path(work) / target.name
         code.write_text(source, encoding="utf-8")
         subprocess.run(
-            [compiler, *_FLAGS, str(code), "-o", str(made)],
+            [*compiler, *_FLAGS, str(code), "-o", str(made)],
             check=True, capture_output=True, text=True, timeout=_TIMEOUT,
         )  # fmt: skip
         made.replace(target)
@@ -65,12 +69,17 @@ def _built(compiler: str, source: str) -> Path:
 
 def _cache_folder() -> Path:
     given = os.environ.get("AMP_COMPILER_CACHE")
-    folder = Path(given) if given else Path(tempfile.gettempdir()) / f"amp_compiler_{getpass.getuser()}"
+    folder = Path(given) if given else Path(tempfile.gettempdir()) / f"amp_compiler_{_user()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     owner = folder.stat().st_uid
     if hasattr(os, "getuid") and owner != os.getuid():  # a library is loaded from here: it must be the user's own
         raise OSError(f"the folder {folder} belongs to another user; set AMP_COMPILER_CACHE to one of yours")
     return folder
+
+
+def _user() -> str:
+    """Tells users of one machine apart; in a container a user may have no name."""
+    return str(os.getuid()) if hasattr(os, "getuid") else getpass.getuser()
 
 
 def _processor() -> str:

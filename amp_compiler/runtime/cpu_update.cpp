@@ -8,6 +8,10 @@
 #include <cstring>
 #include <vector>
 
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
+
 namespace {
 
 constexpr int64_t kBlock = 16384;  // elements that one thread takes at a time
@@ -68,6 +72,34 @@ void widen(const G* __restrict grads, float* __restrict out, int64_t count, floa
   for (int64_t i = 0; i < count; ++i) out[i] = load(grads[i]) * coef;
 }
 
+template <class L>
+void narrow(const float* __restrict weights, L* __restrict lows, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) store(weights[i], lows + i);
+}
+
+#ifdef __F16C__  // compilers convert fp16 one by one where the processor has no arithmetic on it
+template <>
+void widen<Half>(const Half* __restrict grads, float* __restrict out, int64_t count, float coef) {
+  const __m256 factor = _mm256_set1_ps(coef);
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8) {
+    const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(grads + i));
+    _mm256_storeu_ps(out + i, _mm256_mul_ps(_mm256_cvtph_ps(half), factor));
+  }
+  for (; i < count; ++i) out[i] = load(grads[i]) * coef;
+}
+
+template <>
+void narrow<Half>(const float* __restrict weights, Half* __restrict lows, int64_t count) {
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8) {
+    const __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(weights + i), _MM_FROUND_TO_NEAREST_INT);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(lows + i), half);
+  }
+  for (; i < count; ++i) store(weights[i], lows + i);
+}
+#endif
+
 void decay(float* __restrict grads, const float* __restrict weights, int64_t count, float l1, float l2) {
   if (l1 != 0.0f)
     for (int64_t i = 0; i < count; ++i) grads[i] = grads[i] + sign(weights[i]) * l1;
@@ -80,11 +112,6 @@ void lerp(float* __restrict values, const float* __restrict ends, int64_t count,
     for (int64_t i = 0; i < count; ++i) values[i] = __builtin_fmaf(weight, ends[i] - values[i], values[i]);
   else
     for (int64_t i = 0; i < count; ++i) values[i] = __builtin_fmaf(weight - 1.0f, ends[i] - values[i], ends[i]);
-}
-
-template <class L>
-void narrow(const float* __restrict weights, L* __restrict lows, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) store(weights[i], lows + i);
 }
 
 template <class G, class L>
@@ -136,20 +163,21 @@ void sgd(const Row& row, int64_t start, int64_t count, const SgdScalars& s, floa
   if (row.low != 0) narrow(weights, at<L>(row.low, start), count);
 }
 
+// Adds to the sum of the squares of the unscaled elements, and finds elements that are not finite.
 template <class G>
-void summary(const Row& row, int64_t start, int64_t count, float inverse, double* sum, bool* bad) {
-  const G* __restrict grads = at<const G>(row.grad, start);
+void summary(const Row& row, int64_t start, int64_t count, float inverse, float* sum, int* bad) {
+  float grads[kPiece];
+  widen(at<const G>(row.grad, start), grads, count, 1.0f);
   float total = 0.0f;
   int odd = 0;
 #pragma omp simd reduction(+ : total) reduction(| : odd)
   for (int64_t i = 0; i < count; ++i) {
-    const float grad = load(grads[i]);
-    const float scaled = grad * inverse;
+    const float scaled = grads[i] * inverse;
     total += scaled * scaled;
-    odd |= static_cast<int>(!(std::fabs(grad) <= 3.402823466e38f));
+    odd |= static_cast<int>(!(std::fabs(grads[i]) <= 3.402823466e38f));
   }
-  *sum = total;
-  *bad = odd != 0;
+  *sum += total;
+  *bad |= odd;
 }
 
 struct Block {
@@ -200,11 +228,15 @@ void amp_grad_check(const Row* rows, int64_t tensors, float inverse, uint8_t* fl
   std::vector<double> sums(blocks.size());
   std::vector<uint8_t> bad(blocks.size());
   for_blocks(blocks, threads, [&](const Block& block, int64_t i) {
-    bool odd = false;
+    float sum = 0.0f;
+    int odd = 0;
     with_types(rows[block.row], [&](auto grad, auto) {
-      summary<decltype(grad)>(rows[block.row], block.start, block.count, inverse, &sums[i], &odd);
+      for_pieces(block, [&](int64_t start, int64_t count) {
+        summary<decltype(grad)>(rows[block.row], start, count, inverse, &sum, &odd);
+      });
     });
-    bad[i] = odd;
+    sums[i] = sum;
+    bad[i] = odd != 0;
   });
   *norm_squared = 0.0;
   for (size_t i = 0; i < blocks.size(); ++i) {  // in one order, whatever the number of threads

@@ -18,12 +18,10 @@ from torch import Tensor
 from amp_compiler.errors import LoweringError
 from amp_compiler.runtime import update_math as math
 from amp_compiler.runtime.cpu_build import library
-from amp_compiler.runtime.tables import is_dense, same_layout
+from amp_compiler.runtime.tables import is_dense, laid_out_like, same_layout
 
 Tensors = Sequence[Tensor]
 _TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
-
-
 _COLUMNS = ("count", "grad_type", "low_type", "grad", "weight", "first", "second", "largest", "low", "step")  # of a Row
 _CACHED = 64
 
@@ -62,7 +60,7 @@ def adam_update(
         return
     scalars = math.adam_scalars(steps, hyper).contiguous()
     table = _TABLES.get(masters, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, lows, steps)
-    alike = _laid_out_alike(grads, masters)
+    alike = laid_out_like(grads, masters)
     _set_gradients(table, alike)
     factor = _signed(coef, maximize)
     _loaded().amp_adam_update(_start(table), len(masters), _address(scalars), factor, decoupled, _threads())
@@ -85,7 +83,7 @@ def sgd_update(
         return
     scalars = math.sgd_scalars(hyper)
     table = _TABLES.get(masters, momentum_buffers, [], [], lows, [])
-    alike = _laid_out_alike(grads, masters)
+    alike = laid_out_like(grads, masters)
     _set_gradients(table, alike)
     factor, flags = _signed(coef, maximize), (_number(started) != 0, nesterov)
     _loaded().amp_sgd_update(_start(table), len(masters), _address(scalars), factor, *flags, _threads())
@@ -139,14 +137,6 @@ def _set_gradients(table: Any, grads: Tensors) -> None:
     table[:, _COLUMNS.index("grad_type")] = [_type(grad) for grad in grads]
 
 
-def _laid_out_alike(grads: Tensors, masters: Tensors) -> list[Tensor]:
-    """The gradients with the strides of the weights: the loops walk over memory, so places must agree."""
-    return [
-        grad if same_layout(grad, master) else torch.empty_like(master, dtype=grad.dtype).copy_(grad)
-        for grad, master in zip(grads, masters, strict=True)
-    ]
-
-
 def _type(tensor: Tensor) -> int:
     code = _TYPES.get(tensor.dtype)
     if code is None or tensor.device.type != "cpu":
@@ -162,14 +152,18 @@ class _Tables:
 
     def get(self, *columns: Tensors) -> Any:
         """The table of weights, first and second moments, maxima, 16-bit copies and step counts."""
-        key = tuple(tuple(tensor.data_ptr() for tensor in column) for column in columns)
-        shapes = tuple(master.shape for master in columns[0])
-        table = self._known.get((key, shapes))
+        key = tuple(tuple(_identity(tensor) for tensor in column) for column in columns)
+        table = self._known.get(key)
         if table is None:
-            table = self._known[key, shapes] = _checked_table(columns)
+            table = self._known[key] = _checked_table(columns)
             if len(self._known) > _CACHED:
                 self._known.popitem(last=False)
         return table
+
+
+def _identity(tensor: Tensor) -> tuple[Any, ...]:
+    """What a table is made from: memory that was freed may come back as a tensor of another type or layout."""
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _checked_table(columns: Sequence[Tensors]) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from amp_compiler.errors import LoweringError
 from amp_compiler.runtime.rounding import Storage
-from amp_compiler.runtime.tables import Group, TableCache, is_dense, same_layout
+from amp_compiler.runtime.tables import Group, TableCache, is_dense, laid_out_like
 from amp_compiler.runtime.update_math import AdamScalars
 
 Tensors = Sequence[Tensor]
@@ -67,14 +67,6 @@ def _group_options(group: Group, mode: int) -> dict[str, Any]:
         raise LoweringError("the moments of one tensor are of several types", mend="keep all of them in one type")
     types = {"GRAD_TYPE": grad, "WEIGHT_TYPE": weight, "EXTRA_TYPE": extra, "MOMENT_TYPE": first}
     return {**types, "MODE": int(mode), "ALIGNED": group.aligned, "BLOCK": BLOCK, **_UPDATE_OPTIONS}
-
-
-def _aligned_grads(grads: Tensors, weights: Tensors) -> list[Tensor]:
-    """Gradients laid out in memory as their weights; one that is not is copied."""
-    return [
-        grad if same_layout(grad, weight) else torch.empty_like(weight, dtype=grad.dtype).copy_(grad)
-        for grad, weight in zip(grads, weights, strict=True)
-    ]
 
 
 def grad_check(grads: Tensors, inv_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -173,7 +165,7 @@ def _adam(
             code.adam_prepare_kernel[(-(-len(steps) // 128),)](
                 group.rows, len(steps), hyper, skip, scalars, BLOCK=128, **_UPDATE_OPTIONS
             )
-        columns = [_aligned_grads(grads, weights), weights, extras, *moments[:2], largest]
+        columns = [laid_out_like(grads, weights), weights, extras, *moments[:2], largest]
         for group in _TABLES.groups(columns, device, BLOCK):
             if len(group.blocks):
                 code.adam_kernel[(len(group.blocks),)](
@@ -234,7 +226,7 @@ def _sgd(
 ) -> None:
     device, code = started.device, _device_code()
     with _on(device):
-        columns = [_aligned_grads(grads, weights), weights, extras, buffers]
+        columns = [laid_out_like(grads, weights), weights, extras, buffers]
         for group in _TABLES.groups(columns, device, BLOCK) if weights else []:
             if len(group.blocks):
                 code.sgd_kernel[(len(group.blocks),)](

@@ -151,7 +151,18 @@ def lstm_layer_backward(
         data, w_ih, w_hh, b_ih, b_hh, h, c, *results[:3], *[gradient.contiguous() for gradient in gradients],
         reverse, _LSTM_MODE, h.shape[-1], 1, True, True, False, [], False, results[3],
     )  # fmt: skip
-    return [grad.reshape(like.shape).to(like.dtype).clone() for grad, like in zip(made, saved, strict=True)]
+    found = [
+        grad.reshape(like.shape).to(like.dtype, memory_format=torch.contiguous_format)
+        for grad, like in zip(made, saved, strict=True)
+    ]
+    # No result of an operator may share memory with another or with an argument: oneDNN gives both biases one gradient.
+    taken = {tensor.untyped_storage().data_ptr() for tensor in (*saved, *results, *gradients)}
+    for place, grad in enumerate(found):
+        memory = grad.untyped_storage().data_ptr()
+        if memory in taken:
+            found[place] = grad.clone()
+        taken.add(memory)
+    return found
 
 
 @lstm_layer_backward.register_fake

@@ -154,6 +154,29 @@ def same_layout(first: Tensor, second: Tensor) -> bool:
     return first.numel() == 0 or all(a == b for a, b, size in strides if size != 1)
 
 
+def laid_out_like(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors with the strides of the others, which are dense and of the same shapes; copied where they differ.
+
+    Updates walk over memory, so gradients must lie there as their weights do.
+    """
+    return [
+        tensor if same_layout(tensor, other) else empty_laid_out_like(other, tensor.dtype).copy_(tensor)
+        for tensor, other in zip(tensors, others, strict=True)
+    ]
+
+
+def empty_laid_out_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A new dense tensor of the same shape and device, with the same strides where the given one is dense."""
+    return torch.empty_like(tensor, dtype=dtype, requires_grad=False, memory_format=torch.preserve_format)
+
+
+def is_laid_out_like(tensor: Tensor, other: Tensor) -> bool:
+    """Whether a tensor is where and as `empty_laid_out_like(other, …)` would make it."""
+    if tensor.shape != other.shape or tensor.device != other.device:
+        return False
+    return tensor.stride() == other.stride() or same_layout(tensor, other) or not is_dense(other)
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill one piece of memory without gaps or overlap, in any order of dimensions."""
     if tensor.numel() == 0:

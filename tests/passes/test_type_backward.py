@@ -126,7 +126,7 @@ def test_nvcaffe() -> None:
     mixed = {
         "version": 1,
         "extends": "nvcaffe",
-        "rules": [{"match": {"module": "model.b"}, "backward": {"precision": "fp32", "math": "fp32"}}],
+        "rules": [{"match": {"module": "b"}, "backward": {"precision": "fp32", "math": "fp32"}}],
     }
     step = stepped(Net(), mixed)
     assert kinds(step, "backward") == {BF16, F32}

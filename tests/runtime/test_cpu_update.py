@@ -204,3 +204,39 @@ def test_without_a_compiler_the_reason_is_logged(fresh_build, monkeypatch, caplo
     assert "/nonexistent/c++" in caplog.text
     with pytest.raises(LoweringError, match="CXX"):
         cpu_update.grad_check([torch.ones(2)], number(1.0))
+
+
+def test_memory_that_comes_back_as_another_type_or_layout_is_not_taken_for_the_old():
+    weights, memory = [torch.randn(4, 6)], torch.zeros(4, 6, dtype=torch.int16)
+    for low in (torch.float16, torch.bfloat16):
+        lows = [memory.view(low)]
+        arguments = (
+            weights,
+            [torch.ones(4, 6)],
+            [],
+            lows,
+            number(1.0),
+            hyper(0.1, 0, 0, 0, 0),
+            number(1.0),
+            number(0.0),
+        )
+        cpu_update.sgd_update(*arguments, False, False)
+        assert torch.equal(lows[0], weights[0].to(low))
+    turned = [weights[0].as_strided((4, 6), (1, 4))]
+    with pytest.raises(LoweringError, match="strides"):
+        cpu_update.sgd_update(turned, *arguments[1:], False, False)
+
+
+def test_a_compiler_with_arguments_and_a_user_without_a_name(monkeypatch, tmp_path):
+    """As with `CXX="ccache g++"`, and in a container whose user is no more than a number."""
+
+    def nameless():
+        raise KeyError("getpwuid(): uid not found: 12345")
+
+    monkeypatch.setattr("getpass.getuser", nameless)
+    monkeypatch.setattr(cpu_build.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.delenv("AMP_COMPILER_CACHE", raising=False)
+    compiler = cpu_build.shutil.which("g++") or cpu_build.shutil.which("clang++")
+    monkeypatch.setenv("CXX", f"env {compiler} -DEXTRA=1")
+    assert cpu_build.library.__wrapped__() is not None
+    assert [path.suffix for folder in tmp_path.iterdir() for path in folder.iterdir()] == [".so"]

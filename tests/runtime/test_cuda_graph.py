@@ -1,4 +1,4 @@
-"""The bookkeeping of `GraphedRun`, with `FakeGraphs` in the place of CUDA graphs; a GPU runs test_training_gpu.py."""
+"""The bookkeeping of `GraphedRun`, with `FakeGraphs` in the place of CUDA graphs; a GPU runs test_training_gpu*.py."""
 
 from __future__ import annotations
 

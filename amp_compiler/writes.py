@@ -1,0 +1,56 @@
+"""Noticing that a tensor was written: its address, its version counter and the optimizer steps of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+
+class StepCounter:
+    """Counts the steps that optimizers of torch make themselves: their fused updates move no version counter."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._watching = False
+
+    def watch(self) -> None:
+        """Start counting; later calls change nothing."""
+        if not self._watching:
+            self._watching = True
+            register_optimizer_step_post_hook(lambda *_: self._note())
+
+    def _note(self) -> None:
+        self.count += 1
+
+
+OPTIMIZER_STEPS = StepCounter()
+
+
+def write_mark(tensor: Tensor) -> tuple[int, ...]:
+    """What changes when a tensor is written, or may have been.
+
+    `tensor.data.mul_()` shows nowhere. A tensor that inference mode made has no version counter: for it the mark says
+    only where it lies.
+
+    Args:
+        tensor: any tensor.
+
+    Example:
+        >>> weight = torch.zeros(3)
+        >>> before = write_mark(weight)
+        >>> _ = weight.add_(1)
+        >>> write_mark(weight) == before
+        False
+    """
+    OPTIMIZER_STEPS.watch()
+    return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version, OPTIMIZER_STEPS.count
+
+
+def note_writes(tensors: Iterable[Tensor]) -> None:
+    """Move the version counters of tensors that a kernel or a replayed graph has written, as torch's own writes do."""
+    written = [tensor for tensor in tensors if not tensor.is_inference()]
+    if written:
+        torch.autograd.graph.increment_version(written)

@@ -1,0 +1,127 @@
+"""The models that `train_step.py` and `inference.py` measure, in two batch sizes each, and their matrix products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import models
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+LARGE = "gemm"  # the bound of the large batch; whatever else binds, the batch is the small one
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How large one model of the benchmark is, and its large and small batch; images have no tokens."""
+
+    hidden: int
+    layers: int
+    large_batch: int
+    small_batch: int
+    tokens: int = 64
+    small_tokens: int = 16
+    vocab: int = 4096
+    image: int = 64
+
+    def size(self, bound: str) -> models.Size:
+        """The same as `models.py` wants it."""
+        large = bound == LARGE
+        batch, tokens = (self.large_batch, self.tokens) if large else (self.small_batch, self.small_tokens)
+        return models.Size(self.vocab, self.hidden, self.layers, 8, batch, tokens, self.image, classes=100)
+
+
+SHAPES = {
+    "gpt2": Shape(hidden=768, layers=2, large_batch=4, small_batch=1),
+    "bert": Shape(hidden=768, layers=2, large_batch=4, small_batch=1),
+    "llama": Shape(hidden=768, layers=2, large_batch=4, small_batch=1),
+    "vit": Shape(hidden=768, layers=2, large_batch=4, small_batch=1),
+    "resnet50": Shape(hidden=256, layers=0, large_batch=4, small_batch=1),
+    "lstm": Shape(hidden=512, layers=2, large_batch=16, small_batch=1, tokens=16, small_tokens=4),
+    "mlp": Shape(hidden=2048, layers=4, large_batch=256, small_batch=4),
+}
+TINY = "tiny-mlp"  # for the tests of the benchmarks alone
+SHAPES[TINY] = replace(SHAPES["mlp"], hidden=32, layers=1, large_batch=8, small_batch=2)
+NAMES = tuple(name for name in SHAPES if name != TINY)
+MLPS = ("mlp", TINY)
+IMAGES = ("vit", "resnet50", *MLPS)
+
+
+class WideMlp(nn.Module):
+    """Wide linear layers with GELU between them, and cross-entropy where there are labels."""
+
+    def __init__(self, size: models.Size) -> None:
+        super().__init__()
+        layers = [layer for _ in range(size.layers) for layer in (nn.Linear(size.hidden, size.hidden), nn.GELU())]
+        self.body, self.head = nn.Sequential(*layers), nn.Linear(size.hidden, size.classes)
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        logits = self.head(self.body(inputs))
+        return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+class LstmLogits(nn.Module):
+    """The LSTM language model of `models.py` without its loss."""
+
+    def __init__(self, model: models.LstmLanguageModel) -> None:
+        super().__init__()
+        self.embedding, self.rnn, self.head = model.embedding, model.rnn, model.head
+
+    def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logits": self.head(self.rnn(self.embedding(input_ids))[0])}
+
+
+def build(name: str, bound: str, device: str) -> models.Built:
+    """A model in train mode and a batch for it with labels, the same ones on every call."""
+    size = SHAPES[name].size(bound)
+    if name in MLPS:
+        torch.manual_seed(0)
+        inputs = torch.randn(size.batch, size.hidden)
+        model: nn.Module = WideMlp(size)
+        batch = {"inputs": inputs, "labels": torch.randint(0, size.classes, (size.batch,))}
+    else:
+        models.SIZES["benchmark"] = size
+        model, batch = models.build(name, "benchmark")
+    return model.train().to(device), {key: value.to(device) for key, value in batch.items()}
+
+
+def build_for_inference(name: str, bound: str, device: str) -> models.Built:
+    """The same model in eval mode, and the batch without labels: it gives logits and no loss."""
+    model, batch = build(name, bound, device)
+    if isinstance(model, models.LstmLanguageModel):
+        model = LstmLogits(model)
+    return model.eval(), {key: value for key, value in batch.items() if key != "labels"}
+
+
+def items(name: str, bound: str) -> int:
+    """Images or tokens in one batch."""
+    size = SHAPES[name].size(bound)
+    return size.batch if name in IMAGES else size.batch * size.tokens
+
+
+def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return model(**batch)["loss"]  # type: ignore[no-any-return]
+
+
+def matmul_flops(name: str, bound: str, backward: bool) -> int:
+    """Floating-point operations of all matrix products and convolutions of a step, counted on the eager FP32 model.
+
+    Fused LSTM and attention kernels are switched off for it, because the counter does not see into them.
+
+    Args:
+        name: of the model.
+        bound: which batch.
+        backward: whether the step trains; else it is a forward without labels.
+    """
+    counter = FlopCounterMode(display=False)
+    with counter, torch.backends.mkldnn.flags(enabled=False), sdpa_kernel(SDPBackend.MATH):
+        if backward:
+            loss_of(*build(name, bound, "cpu")).backward()
+        else:
+            model, batch = build_for_inference(name, bound, "cpu")
+            with torch.no_grad():
+                model(**batch)
+    return counter.get_total_flops()

@@ -1,0 +1,200 @@
+"""What `train_step.py` and `inference.py` share: variants of a step, side by side on the models of `cases.py`."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import cases
+import measuring
+import torch
+from measuring import CACHE, Gemm, Measured, Memory, Spread, coloured
+from rich.console import Console
+from rich.table import Table
+
+from amp_compiler.report.table import human_bytes
+
+FP32, AUTOCAST, COMPILED, OURS = VARIANTS = ("fp32", "autocast", "torch.compile", "amp_compiler")
+MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs")
+_GEMM = "large GEMM"
+
+
+def compiled_name(mode: str) -> str:
+    """The variant that is torch.compile in a mode."""
+    return COMPILED if mode == MODES[0] else f"{COMPILED} {mode}"
+
+
+def compiled_mode(variant: str) -> str | None:
+    """The mode of a variant, None where it is not torch.compile."""
+    return next((mode for mode in MODES if variant == compiled_name(mode)), None)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One benchmark.
+
+    Args:
+        name: of the benchmark and of its results file.
+        script: path of the script that is run.
+        title: what is measured, for the table.
+        description: first line of the help text.
+        make: a variant from its name, model, bound, dtype and device.
+        bounds: the names of the large and of the small batch: what a step spends its time on.
+        backward: whether a step trains.
+    """
+
+    name: str
+    script: str
+    title: str
+    description: str
+    make: Callable[[str, str, str, str, str], Measured]
+    bounds: tuple[str, str]
+    backward: bool
+
+    def main(self, argv: Sequence[str] | None = None) -> int:
+        """Measure, print, write."""
+        options = self.parse(argv)
+        warnings.filterwarnings("ignore")
+        torch.set_num_threads(options.threads)
+        if options.apart:
+            return self._one(options)
+        default = options.models == list(cases.NAMES) and options.bounds == list(self.bounds)
+        path = options.json or (measuring.RESULTS / f"{self.name}_{options.device}.json" if default else None)
+        rows: list[dict[str, Any]] = []
+        console = Console(width=150)
+        for name in options.models:
+            for bound in options.bounds:
+                with console.status(f"{name}, {bound}"):
+                    rows += self.measure(name, bound, options)
+                measuring.write_results(path, self.name, options, rows)
+        title = f"{self.title} in {options.dtype} on {options.device}, ratios to torch.compile"
+        console.print(table(rows, title))
+        return 0
+
+    def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
+        """The command line."""
+        parser = argparse.ArgumentParser(description=self.description)
+        measuring.add_arguments(parser, cases.SHAPES, cases.NAMES)
+        parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
+        parser.add_argument("--bounds", nargs="+", choices=self.bounds, default=list(self.bounds))
+        parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+        parser.add_argument("--modes", nargs="+", choices=MODES, help="of torch.compile: all on CUDA, else the first")
+        parser.add_argument("--apart", nargs=3, metavar=("VARIANT", "MODEL", "BOUND"), help=argparse.SUPPRESS)
+        options = parser.parse_args(argv)
+        options.modes = options.modes or (MODES if options.device == "cuda" else MODES[:1])
+        return options
+
+    def measure(self, name: str, bound: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+        """One row per variant."""
+        flops = cases.matmul_flops(name, bound, self.backward)
+        with tempfile.TemporaryDirectory() as folder:
+            caches = {variant: Path(folder) / str(place) for place, variant in enumerate(_variants(options))}
+            memory = {variant: self._apart(variant, name, bound, options, path) for variant, path in caches.items()}
+            times = self._times(name, bound, options, caches)
+        gemm = times.pop(_GEMM)[0]
+        rate = Gemm.flops(options.device) / gemm  # per ms
+        base = _base(times)
+        return [
+            {
+                "model": name,
+                "bound": bound,
+                "parameters": sum(p.numel() for p in cases.build(name, bound, "cpu")[0].parameters()),
+                "items": cases.items(name, bound),
+                "variant": variant,
+                "best_of_torch": variant == base,
+                **_time_facts(time, times[base], cases.items(name, bound)),
+                "matmul_flops": flops,
+                "gemm_tflops": rate / 1e9,
+                "gemm_floor_ms": flops / rate,
+                "gemm_share": flops / rate / time[0],
+                **asdict(memory[variant]),
+                "peak_bytes": memory[variant].peak_bytes,
+                "memory_ratio": memory[variant].peak_bytes / memory[base].peak_bytes,
+                "first_call_ratio": memory[variant].first_call_s / memory[base].first_call_s,
+            }
+            for variant, time in times.items()
+        ]
+
+    def _times(
+        self, name: str, bound: str, options: argparse.Namespace, caches: Mapping[str, Path]
+    ) -> dict[str, Spread]:
+        torch._dynamo.reset()
+        steps: dict[str, Callable[[], object]] = {}
+        for variant, cache in caches.items():
+            os.environ[CACHE] = str(cache)  # compiled there already, by the process that measured the first call
+            steps[variant] = self.make(variant, name, bound, options.dtype, options.device)
+            steps[variant]()
+        steps[_GEMM] = Gemm(options.dtype, options.device)
+        times = measuring.interleaved(steps, options.steps, options.device, options.seconds)
+        steps.clear()
+        gc.collect()
+        return times
+
+    def _apart(self, variant: str, name: str, bound: str, options: argparse.Namespace, cache: Path) -> Memory:
+        arguments = ["--apart", variant, name, bound, "--dtype", options.dtype, "--device", options.device]
+        return measuring.apart(self.script, [*arguments, "--threads", str(options.threads)], cache)
+
+    def _one(self, options: argparse.Namespace) -> int:
+        variant, name, bound = options.apart
+        if variant == OURS or compiled_mode(variant):
+            measuring.start_compiler(options.device)
+        step = self.make(variant, name, bound, options.dtype, options.device)
+        print(json.dumps(asdict(measuring.measure_memory(step, options.device))))
+        return 0
+
+
+def _variants(options: argparse.Namespace) -> list[str]:
+    compiled = [compiled_name(mode) for mode in options.modes]
+    return [name for variant in options.variants for name in (compiled if variant == COMPILED else [variant])]
+
+
+def _base(times: Mapping[str, Spread]) -> str:
+    """The fastest mode of torch.compile; without any the first variant."""
+    compiled = [variant for variant in times if compiled_mode(variant)]
+    return min(compiled, key=lambda variant: times[variant][0]) if compiled else next(iter(times))
+
+
+def _time_facts(time: Spread, base: Spread, items: int) -> dict[str, float]:
+    return {
+        "step_ms": time[0],
+        "step_ms_10": time[1],
+        "step_ms_90": time[2],
+        "time_ratio": time[0] / base[0],
+        "items_per_s": 1000 * items / time[0],
+    }
+
+
+def table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
+    """One line per model, batch and variant."""
+    made = Table(title=title, title_justify="left")
+    for column in ("model", "bound by", "variant"):
+        made.add_column(column, no_wrap=True)
+    columns = ("step\nms", "10 to 90 %", "ratio", "tokens or\nimages / s", "GEMM\nfloor", "peak\nmemory", "ratio")
+    for column in (*columns, "of it\nstate", "first\ncall s", "ratio"):
+        made.add_column(column, justify="right")
+    for row, following in zip(rows, [*rows[1:], None], strict=True):
+        made.add_row(
+            row["model"],
+            row["bound"],
+            row["variant"],
+            f"{row['step_ms']:.1f}",
+            f"{row['step_ms_10']:.1f} to {row['step_ms_90']:.1f}",
+            coloured(row["time_ratio"]),
+            f"{row['items_per_s']:,.0f}",
+            f"{row['gemm_share']:.0%}",
+            human_bytes(row["peak_bytes"]),
+            coloured(row["memory_ratio"]),
+            human_bytes(row["state_bytes"]),
+            f"{row['first_call_s']:.1f}",
+            coloured(row["first_call_ratio"]),
+            end_section=following is None or (following["model"], following["bound"]) != (row["model"], row["bound"]),
+        )
+    return made

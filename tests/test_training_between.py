@@ -1,0 +1,214 @@
+"""What users do to model and optimizer between the calls of a training step, and what it must make of that."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_compiler as amp
+from amp_compiler.errors import AmpError, CaptureError
+
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(32, 8, generator=GENERATOR)
+Y = torch.randint(0, 4, (32,), generator=GENERATOR)
+IMAGES = torch.randn(4, 3, 8, 8, generator=GENERATOR)
+BACKENDS = pytest.mark.parametrize("backend", ["eager", "inductor"])
+
+
+def loss_fn(model, x, y):
+    return F.cross_entropy(model(x), y)
+
+
+def net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def convnet() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 4))
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), 1e-2)
+
+
+def same_weights(first, second, **tolerance):
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        torch.testing.assert_close(a, b, **(tolerance or {"rtol": 0, "atol": 0}))
+
+
+@BACKENDS
+def test_two_steps_over_one_model_see_each_others_updates(backend):
+    model, reference = net(), net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    steps = [amp.training_step(model, loss_fn, optimizer, dtype="bf16", backend=backend) for _ in range(2)]
+    alone = amp.training_step(
+        reference, loss_fn, torch.optim.SGD(reference.parameters(), 0.5), dtype="bf16", backend=backend
+    )
+    for number in range(6):
+        assert torch.equal(steps[number % 2](X, Y), alone(X, Y))
+    same_weights(model, reference)
+
+
+@pytest.mark.parametrize(("fused", "half"), [(False, False), (True, False), (False, True)])
+def test_steps_that_the_optimizer_makes_itself_are_seen(fused, half):
+    """Fused optimizers of torch move no version counter."""
+    model = net().bfloat16() if half else net()
+    optimizer = torch.optim.SGD(model.parameters(), 1.0, fused=fused)
+    step = amp.training_step(model, loss_fn, optimizer, dtype="bf16", backend="eager")
+    x = X.bfloat16() if half else X
+    step(x, Y)
+    with torch.autocast("cpu", torch.bfloat16):
+        before = loss_fn(model, x, Y)
+    before.backward()
+    optimizer.step()
+    with torch.autocast("cpu", torch.bfloat16):  # another context: autocast keeps its casts inside one
+        expected = loss_fn(model, x, Y)
+    assert float(before) - float(expected) > 0.03
+    torch.testing.assert_close(step(x, Y), expected.detach(), rtol=1e-2, atol=1e-2)
+
+
+@BACKENDS
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_model_may_become_channels_last(backend, enabled, accumulate):
+    results = []
+    for convert in (False, True):
+        model = convnet()
+        step = amp.training_step(
+            model, loss_fn, adamw(model), dtype="bf16", backend=backend, enabled=enabled, accumulate=accumulate
+        )
+        for number in range(6):
+            if number == 3 and convert:
+                model.to(memory_format=torch.channels_last)
+            step(IMAGES, Y[:4])
+        results.append(model)
+    same_weights(*results, rtol=0, atol=2e-3 if enabled else 1e-4)
+
+
+@BACKENDS
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "rmsprop", "kahan", "master"])
+def test_a_checkpoint_of_another_memory_format_is_taken(backend, kind):
+    """Moments, masters and compensations have the strides of the model that was saved."""
+    rules = {"version": 1, "extends": "default", "weights": {"master": "low", "rounding": "kahan"}}
+    kinds = {"sgd": lambda p: torch.optim.SGD(p, 1e-2, momentum=0.9), "rmsprop": lambda p: torch.optim.RMSprop(p, 1e-2)}
+    make = kinds.get(kind, lambda p: torch.optim.AdamW(p, 1e-2))
+    options = {"dtype": "bf16", "backend": backend, "rules": rules if kind == "kahan" else "default"}
+    model = convnet().bfloat16() if kind == "master" else convnet()
+    images = IMAGES.bfloat16() if kind == "master" else IMAGES
+    optimizer = make(model.parameters())
+    step = amp.training_step(model, loss_fn, optimizer, **options)
+    step(images, Y[:4])
+    step(images, Y[:4])
+    other = (convnet().bfloat16() if kind == "master" else convnet()).to(memory_format=torch.channels_last)
+    other.load_state_dict(model.state_dict())
+    resumed = make(other.parameters())
+    again = amp.training_step(other, loss_fn, resumed, **options)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for _ in range(2):
+        torch.testing.assert_close(again(images, Y[:4]), step(images, Y[:4]), rtol=2e-2, atol=1e-3)
+
+
+@BACKENDS
+def test_weights_that_are_slices_are_trained(backend):
+    model, reference = net(), net()
+    model[2].weight = nn.Parameter(torch.stack([reference[2].weight.detach()] * 2, -1)[..., 0])
+    assert not model[2].weight.is_contiguous()
+    step = amp.training_step(model, loss_fn, adamw(model), backend=backend, enabled=False)
+    plain = adamw(reference)
+    for _ in range(4):
+        step(X, Y)
+        plain.zero_grad()
+        loss_fn(reference, X, Y).backward()
+        plain.step()
+    same_weights(model, reference, rtol=0, atol=1e-6)
+
+
+def test_a_parameter_that_is_replaced_is_another_one():
+    model = net()
+    step = amp.training_step(model, loss_fn, adamw(model), dtype="bf16", backend="eager")
+    step(X, Y)
+    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+    before = model[0].weight.detach().clone()
+    step(X, Y)
+    assert torch.equal(before, model[0].weight) and "0.weight" not in step.gradients()
+
+
+def test_weights_that_are_tied_later_have_one_gradient():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+        def forward(self, x):
+            return self.b(F.relu(self.a(x)))
+
+    def loss(model, x):
+        return model(x).square().mean()
+
+    torch.manual_seed(0)
+    model = Two()
+    reference = copy.deepcopy(model)
+    step, plain = amp.training_step(model, loss, adamw(model), backend="eager", enabled=False), adamw(reference)
+    for number in range(4):
+        step(X)
+        plain.zero_grad()
+        loss(reference, X).backward()
+        plain.step()
+        if number == 1:
+            model.b.weight, reference.b.weight = model.a.weight, reference.a.weight
+    same_weights(model, reference, rtol=0, atol=1e-6)
+    assert len(step.gradients()) == 1
+
+
+def test_hooks_that_would_not_be_called_are_refused_at_once_and_later():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = amp.training_step(model, loss_fn, optimizer, dtype="bf16", backend="eager")
+    step(X, Y)
+    handle = optimizer.register_step_post_hook(lambda *_: None)
+    for call in (lambda: step(X, Y), lambda: amp.training_step(model, loss_fn, optimizer)):
+        with pytest.raises(AmpError, match="SGD has step hooks"):
+            call()
+    handle.remove()
+    step(X, Y)
+
+
+def test_a_loss_without_a_gradient_and_odd_parameters_are_refused_by_name():
+    model = net()
+    step = amp.training_step(
+        model, lambda m, x, y: loss_fn(m, x, y).detach(), adamw(model), dtype="bf16", backend="eager"
+    )
+    with pytest.raises(CaptureError, match=r"depends on no parameter.*detach nothing"):
+        step(X, Y)
+    with pytest.raises(AmpError, match="no finished call"):
+        _ = step.grad_norm
+    wide = net().double()
+    for enabled in (False, True):
+        with pytest.raises(AmpError, match=r"'0.weight' is float64.*\.float\(\)"):
+            amp.training_step(wide, loss_fn, adamw(wide), enabled=enabled)
+    for options in ({"clip_norm": "1"}, {"clip_norm": True}, {"accumulate": True}):
+        with pytest.raises(AmpError, match=next(iter(options))):
+            amp.training_step(model, loss_fn, adamw(model), **options)
+
+
+def test_steps_may_be_captured_in_several_threads():
+    models, losses = [net(seed) for seed in range(3)], [None] * 3
+
+    def run(place):
+        step = amp.training_step(models[place], loss_fn, adamw(models[place]), dtype="bf16", backend="eager")
+        losses[place] = float(step(X, Y))
+
+    threads = [threading.Thread(target=run, args=(place,)) for place in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected = [float(loss_fn(net(seed), X, Y)) for seed in range(3)]
+    assert losses == pytest.approx(expected, rel=1e-2)
