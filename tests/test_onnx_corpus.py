@@ -140,7 +140,7 @@ def test_the_error_with_true_rounding(name, dtype):
 @BOTH
 @BENIGN
 def test_on_benign_models_nothing_is_fp32_without_a_cause(name, dtype):
-    """FP32 are norms (written out ones as a whole), softmax, long sums, powers and upsampling, and what only moves such.
+    """FP32 are norms (written out ones as a whole), softmax, long sums, powers and upsampling, and what moves such.
 
     Powers and upsampling are on autocast's list of FP32 ops.
     """
