@@ -1,6 +1,5 @@
 """Every matcher by itself, the order of rules, and the sizes of reductions."""
 
-import time
 
 import pytest
 
@@ -190,21 +189,3 @@ SIZES = [
 def test_reduction_sizes(op, inputs, attrs, output, size):
     graph, node = graph_of(op, inputs, output, attrs)
     assert reduction_size(graph, node, load_rules().ops.info(op).family) == size
-
-
-def test_speed():
-    """10,000 nodes against 60 rules take well under half a second."""
-    extra = [{"match": {"module": f"layer.{n}.*", "op": "aten.linear"}, "precision": "low"} for n in range(30)]
-    rules = load_rules({"version": 1, "extends": "default", "rules": extra})
-    assert len(rules.rules) >= 58
-    graph, ops = PrecisionGraph(), list(rules.ops.ops)
-    graph.add_value(value("x", (8, 8), F32, ValueKind.INPUT))
-    for number in range(10_000):
-        op = "aten.linear" if number % 2 else ops[number % len(ops)]
-        node = Node(f"n{number}", op, (Operand("x", "self"),), (f"n{number}",), module=f"layer.{number % 97}.mlp")
-        graph.add_node(node, [value(node.name, (8, 8), F32)])
-    matcher = RuleMatcher(rules, graph, Context(DType.FLOAT16))
-    started = time.process_time()
-    decisions = [matcher.decide(node) for node in graph.nodes.values()]
-    assert time.process_time() - started < 0.5
-    assert all(decisions)
