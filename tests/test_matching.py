@@ -1,6 +1,5 @@
 """Every matcher by itself, the order of rules, and the sizes of reductions."""
 
-
 import pytest
 
 from amp_compiler.dtypes import DType
