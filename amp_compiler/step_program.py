@@ -16,6 +16,7 @@ from amp_compiler.input_form import InputForm
 from amp_compiler.optimizers import BoundGroup
 from amp_compiler.plan import PrecisionPlan
 from amp_compiler.runtime.cuda_graph import GraphedRun
+from amp_compiler.runtime.products import Product
 from amp_compiler.state_types import LOW_TYPES
 from amp_compiler.traced_optimizers import TracedGroup
 from amp_compiler.writes import note_writes
@@ -93,7 +94,7 @@ class StepOutput:
     aux: Any
     norm: Tensor
     flags: Tensor
-    gradients: tuple[Tensor, ...]
+    gradients: tuple[Tensor | Product, ...]
 
 
 @dataclass

@@ -7,6 +7,9 @@ launch, so the step graph is cut where they stand::
     grad_check                             kernel
     clipping, scale, buffers, traced code  compiled where there is much of it, else run as it stands
     adam_update, sgd_update                kernels
+
+On a CPU a gradient that is a product of two matrices is not among what the first piece makes: the kernels make it as
+they use it.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ from amp_compiler.backends import BACKENDS
 from amp_compiler.fx_tools import results_of
 from amp_compiler.passes.fuse_update import OPERATORS
 from amp_compiler.runtime import cpu_update, fused_update
+from amp_compiler.runtime.products import Product
 from amp_compiler.runtime.tables import is_dense
+from amp_compiler.step_products import product_gradients
 
 Kernels = Mapping[Any, Callable[..., Any]]
 _CHECK = torch.ops.amp_compiler.grad_check.default
@@ -86,6 +91,9 @@ class _Cut:
                 behind.add(node)
         own = {self.check, *self.items}
         self.updates = [node for node in self.nodes if node.target in kernels and node not in own]
+        takes_products = kernels.get(_CHECK) is cpu_update.grad_check and cpu_update.makes_products()
+        self.products = product_gradients(step.graph, self.check, self.updates) if takes_products else []
+        own.update(node for product in self.products for node in product.nodes)
         rest = [node for node in self.nodes if node not in own and node.target not in kernels]
         self.before = [node for node in rest if node not in behind]
         self.after = [node for node in rest if node in behind]
@@ -111,6 +119,9 @@ class _Cut:
 
         before, inputs, outputs = _piece(self.step, self.before)
         call("before_check", build(before, [real[node] for node in inputs]), inputs, outputs)
+        for one in self.products:
+            product = graph.call_function(Product, tuple(made[factor] for factor in one.factors))
+            made[one.gradient] = graph.call_method("transposed", (product,)) if one.transposed else product
         made[self.check] = launch(self.check)
         for item in self.items:
             made[item] = graph.node_copy(item, made.__getitem__)
@@ -120,8 +131,11 @@ class _Cut:
         much = len(after.graph.nodes) > _FEW
         run = build(after, [node.meta["val"] for node in inputs]) if much else after.forward
         call("behind_check", run, inputs, outputs)
-        for node in self.updates:
-            launch(node)
+        squares = [launch(node) for node in self.updates]
+        if self.products:
+            for item in self.items:
+                if item.args[1] == 0:
+                    made[item] = graph.call_function(cpu_update.complete_norm, (made[item], *squares))
         graph.output(fx.node.map_arg(tuple(results_of(self.step.graph)), made.__getitem__))
         return fx.GraphModule(root, graph).forward  # type: ignore[no-any-return]
 

@@ -22,12 +22,13 @@ _FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp",
     "-shared", "-fPIC",
 )  # fmt: skip
+_SOURCES = ("cpu_update.cpp", "cpu_product.h", "cpu_types.h")  # the first is compiled
 _TIMEOUT = 120  # seconds; it takes one or two
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled library of `cpu_update.cpp`; `None`, with the reason in the log, where it cannot be made.
+    """The compiled library of the loops in C++; `None`, with the reason in the log, where it cannot be made.
 
     `CXX` names the compiler (g++ or clang++), and `AMP_COMPILER_CACHE` the folder that keeps the library.
     """
@@ -36,9 +37,10 @@ def library() -> ctypes.CDLL | None:
     if not compiler:
         _LOG.warning("no C++ compiler was found: optimizer updates on a CPU run as compiled torch calls, more slowly")
         return None
-    source = resources.files(__package__).joinpath("cpu_update.cpp").read_text(encoding="utf-8")
+    folder = resources.files(__package__)
+    sources = {name: folder.joinpath(name).read_text(encoding="utf-8") for name in _SOURCES}
     try:
-        return ctypes.CDLL(str(_built(compiler, source)))
+        return ctypes.CDLL(str(_built(compiler, sources)))
     except (OSError, subprocess.SubprocessError) as cause:
         detail = getattr(cause, "stderr", None) or str(cause)
         _LOG.warning(
@@ -49,16 +51,17 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
-def _built(compiler: list[str], source: str) -> Path:
+def _built(compiler: list[str], sources: dict[str, str]) -> Path:
     """The library's file, compiled where the cache has none; concurrent processes may both compile, none sees half."""
-    key = hashlib.sha256("\0".join((source, *compiler, *_FLAGS, _processor())).encode()).hexdigest()[:16]
+    key = hashlib.sha256("\0".join((*sources.values(), *compiler, *_FLAGS, _processor())).encode()).hexdigest()[:16]
     folder = _cache_folder()
     target = folder / f"cpu_update_{key}.so"
     if target.exists():
         return target
     with tempfile.TemporaryDirectory(dir=folder) as work:
-        code, made = Path(work) / "cpu_update.cpp", Path(work) / target.name
-        code.write_text(source, encoding="utf-8")
+        for name, text in sources.items():
+            (Path(work) / name).write_text(text, encoding="utf-8")
+        code, made = Path(work) / _SOURCES[0], Path(work) / target.name
         subprocess.run(
             [*compiler, *_FLAGS, str(code), "-o", str(made)],
             check=True, capture_output=True, text=True, timeout=_TIMEOUT,

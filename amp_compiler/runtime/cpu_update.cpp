@@ -2,55 +2,30 @@
 // The arithmetic and its order are those of runtime/update_math.py, bit for bit: fused multiply-adds stand where they
 // are written and nowhere else (-ffp-contract=off).
 
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 #include <vector>
 
-#ifdef __F16C__
-#include <immintrin.h>
-#endif
+#include "cpu_product.h"
+#include "cpu_types.h"
 
 namespace {
 
-constexpr int64_t kBlock = 16384;  // elements that one thread takes at a time
+using namespace amp;
+
+constexpr int64_t kRun = 16384;  // elements that one thread takes at a time
+constexpr int64_t kPackedTogether = 1 << 19;  // elements of packed factors that are kept in the caches
 constexpr int64_t kPiece = 512;    // elements of it that go through all loops together
-
-struct Bf16 {
-  uint16_t bits;
-};
-struct Half {
-  _Float16 value;
-};
-struct None {};
-
-inline float load(float x) { return x; }
-inline float load(Half x) { return static_cast<float>(x.value); }
-inline float load(Bf16 x) {
-  const uint32_t wide = static_cast<uint32_t>(x.bits) << 16;
-  float result;
-  std::memcpy(&result, &wide, sizeof result);
-  return result;
-}
-
-inline void store(float x, Half* target) { target->value = static_cast<_Float16>(x); }
-inline void store(float x, Bf16* target) {  // to nearest, ties to even; a NaN stays one
-  uint32_t wide;
-  std::memcpy(&wide, &x, sizeof wide);
-  const uint32_t rounded = (wide + 0x7fffu + ((wide >> 16) & 1u)) >> 16;
-  target->bits = static_cast<uint16_t>(x != x ? 0x7fc0u : rounded);
-}
-inline void store(float, None*) {}
 
 inline float sign(float x) { return static_cast<float>(x > 0.0f) - static_cast<float>(x < 0.0f); }
 
-// One row per tensor; addresses are 0 where a column is not used.
+// One row per tensor; addresses are 0 where a column is not used. Where `product` is one, there is no `grad`.
 struct Row {
   int64_t count, grad_type, low_type;
-  int64_t grad, weight, first, second, largest, low, step;
+  int64_t grad, weight, first, second, largest, low, step, product;
 };
-enum Type : int64_t { kNone = 0, kFloat = 1, kBf16 = 2, kHalf = 3 };
 
 struct AdamScalars {
   float shrink, l2, l1, weight1, beta2, weight2, eps, root, neg_step;
@@ -67,38 +42,8 @@ T* at(int64_t address, int64_t start) {
 // What follows works on pieces that stay in the nearest cache: each loop is simple enough for any compiler to vectorise,
 // and what is the same for all elements is decided outside of the loops.
 
-template <class G>
-void widen(const G* __restrict grads, float* __restrict out, int64_t count, float coef) {
-  for (int64_t i = 0; i < count; ++i) out[i] = load(grads[i]) * coef;
-}
-
-template <class L>
-void narrow(const float* __restrict weights, L* __restrict lows, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) store(weights[i], lows + i);
-}
-
-#ifdef __F16C__  // compilers convert fp16 one by one where the processor has no arithmetic on it
-template <>
-void widen<Half>(const Half* __restrict grads, float* __restrict out, int64_t count, float coef) {
-  const __m256 factor = _mm256_set1_ps(coef);
-  int64_t i = 0;
-  for (; i + 8 <= count; i += 8) {
-    const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(grads + i));
-    _mm256_storeu_ps(out + i, _mm256_mul_ps(_mm256_cvtph_ps(half), factor));
-  }
-  for (; i < count; ++i) out[i] = load(grads[i]) * coef;
-}
-
-template <>
-void narrow<Half>(const float* __restrict weights, Half* __restrict lows, int64_t count) {
-  int64_t i = 0;
-  for (; i + 8 <= count; i += 8) {
-    const __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(weights + i), _MM_FROUND_TO_NEAREST_INT);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(lows + i), half);
-  }
-  for (; i < count; ++i) store(weights[i], lows + i);
-}
-#endif
+// What follows works on pieces that stay in the nearest cache: loops are simple enough for any compiler to vectorise,
+// and what is the same for all elements is decided outside of them.
 
 void decay(float* __restrict grads, const float* __restrict weights, int64_t count, float l1, float l2) {
   if (l1 != 0.0f)
@@ -107,46 +52,54 @@ void decay(float* __restrict grads, const float* __restrict weights, int64_t cou
     for (int64_t i = 0; i < count; ++i) grads[i] = __builtin_fmaf(weights[i], l2, grads[i]);
 }
 
-void lerp(float* __restrict values, const float* __restrict ends, int64_t count, float weight) {  // as torch.lerp
-  if (std::fabs(weight) < 0.5f)
-    for (int64_t i = 0; i < count; ++i) values[i] = __builtin_fmaf(weight, ends[i] - values[i], values[i]);
-  else
-    for (int64_t i = 0; i < count; ++i) values[i] = __builtin_fmaf(weight - 1.0f, ends[i] - values[i], ends[i]);
+// Both forms of torch.lerp, and the maximum of the second moments, are chosen outside of the loop.
+template <bool kNear, bool kLargest>
+void adam_loop(const float* __restrict grads, float* __restrict weights, float* __restrict firsts,
+               float* __restrict seconds, float* __restrict largests, int64_t count, const AdamScalars& s,
+               float shrink) {
+  const float weight1 = kNear ? s.weight1 : s.weight1 - 1.0f, beta2 = s.beta2, weight2 = s.weight2;
+  const float eps = s.eps, root = s.root, neg_step = s.neg_step;
+#pragma omp simd
+  for (int64_t i = 0; i < count; ++i) {
+    const float grad = grads[i];
+    const float first = __builtin_fmaf(weight1, grad - firsts[i], kNear ? firsts[i] : grad);
+    const float second = __builtin_fmaf(grad * weight2, grad, seconds[i] * beta2);
+    float under = second;
+    if (kLargest) {  // as torch.maximum: a NaN wins
+      const float largest = largests[i];
+      under = (largest > second || largest != largest) ? largest : second;
+      largests[i] = under;
+    }
+    firsts[i] = first;
+    seconds[i] = second;
+    weights[i] = weights[i] * shrink + (first * neg_step) / (__builtin_sqrtf(under) / root + eps);
+  }
 }
 
 template <class G, class L>
-void adam(const Row& row, int64_t start, int64_t count, const AdamScalars& s, float coef, bool decoupled) {
-  float buffer[kPiece];
-  float* __restrict grads = buffer;
-  float* __restrict weights = at<float>(row.weight, start);
-  float* __restrict firsts = at<float>(row.first, start);
-  float* __restrict seconds = at<float>(row.second, start);
-  float* __restrict largests = at<float>(row.largest, start);
-  widen(at<const G>(row.grad, start), grads, count, coef);
+void adam(const Row& row, const G* given, int64_t start, int64_t count, const AdamScalars& s, float coef,
+          bool decoupled) {
+  float grads[kPiece];
+  float* weights = at<float>(row.weight, start);
+  float* largests = at<float>(row.largest, start);
+  widen(given, grads, count, coef);
   decay(grads, weights, count, s.l1, decoupled ? 0.0f : s.l2);
-  if (decoupled)
-    for (int64_t i = 0; i < count; ++i) weights[i] = weights[i] * s.shrink;
-  lerp(firsts, grads, count, s.weight1);
-  for (int64_t i = 0; i < count; ++i)
-    seconds[i] = __builtin_fmaf(grads[i] * s.weight2, grads[i], seconds[i] * s.beta2);
-  const float* __restrict under = seconds;
-  if (largests != nullptr) {  // as torch.maximum: a NaN wins
-    for (int64_t i = 0; i < count; ++i)
-      largests[i] = (largests[i] > seconds[i] || largests[i] != largests[i]) ? largests[i] : seconds[i];
-    under = largests;
-  }
-  for (int64_t i = 0; i < count; ++i)
-    weights[i] = weights[i] + (firsts[i] * s.neg_step) / (__builtin_sqrtf(under[i]) / s.root + s.eps);
+  const bool near = std::fabs(s.weight1) < 0.5f;
+  const auto loop = largests == nullptr ? (near ? adam_loop<true, false> : adam_loop<false, false>)
+                                        : (near ? adam_loop<true, true> : adam_loop<false, true>);
+  loop(grads, weights, at<float>(row.first, start), at<float>(row.second, start), largests, count, s,
+       decoupled ? s.shrink : 1.0f);
   if (row.low != 0) narrow(weights, at<L>(row.low, start), count);
 }
 
 template <class G, class L>
-void sgd(const Row& row, int64_t start, int64_t count, const SgdScalars& s, float coef, bool started, bool nesterov) {
+void sgd(const Row& row, const G* given, int64_t start, int64_t count, const SgdScalars& s, float coef, bool started,
+         bool nesterov) {
   float buffer[kPiece];
   float* __restrict grads = buffer;
   float* __restrict weights = at<float>(row.weight, start);
   float* __restrict momenta = at<float>(row.first, start);
-  widen(at<const G>(row.grad, start), grads, count, coef);
+  widen(given, grads, count, coef);
   decay(grads, weights, count, s.l1, s.l2);
   if (momenta != nullptr) {
     if (started)
@@ -163,111 +116,239 @@ void sgd(const Row& row, int64_t start, int64_t count, const SgdScalars& s, floa
   if (row.low != 0) narrow(weights, at<L>(row.low, start), count);
 }
 
-// Adds to the sum of the squares of the unscaled elements, and finds elements that are not finite.
+// What a check of some elements finds.
+struct Finding {
+  double sum = 0.0;  // of the squares of the elements times a factor
+  int bad = 0;        // whether one is not finite
+};
+
 template <class G>
-void summary(const Row& row, int64_t start, int64_t count, float inverse, float* sum, int* bad) {
-  float grads[kPiece];
-  widen(at<const G>(row.grad, start), grads, count, 1.0f);
+void summary(const G* grads, int64_t count, float factor, Finding* finding) {
   float total = 0.0f;
   int odd = 0;
 #pragma omp simd reduction(+ : total) reduction(| : odd)
   for (int64_t i = 0; i < count; ++i) {
-    const float scaled = grads[i] * inverse;
+    const float grad = load(grads[i]), scaled = grad * factor;
     total += scaled * scaled;
-    odd |= static_cast<int>(!(std::fabs(grads[i]) <= 3.402823466e38f));
+    odd |= static_cast<int>(!(std::fabs(grad) <= 3.402823466e38f));
   }
-  *sum += total;
-  *bad |= odd;
+  finding->sum += total;
+  finding->bad |= odd;
 }
 
-struct Block {
+template <>
+void summary<Half>(const Half* grads, int64_t count, float factor, Finding* finding) {
+  float wide[kPiece];
+  widen(grads, wide, count, 1.0f);
+  summary<float>(wide, count, factor, finding);
+}
+
+// Neighbouring elements of a tensor, few enough to stay in the nearest cache, and their gradients.
+struct Piece {
   int64_t row, start, count;
+  int64_t grads;  // address of the first
+  int64_t type;   // of the gradients
 };
 
-std::vector<Block> blocks_of(const Row* rows, int64_t tensors) {
-  std::vector<Block> blocks;
-  for (int64_t row = 0; row < tensors; ++row)
-    for (int64_t start = 0; start < rows[row].count; start += kBlock)
-      blocks.push_back({row, start, std::min(kBlock, rows[row].count - start)});
-  return blocks;
+// Calls `body(piece, finding)` for the pieces of [start, end) of a tensor whose gradient lies in memory.
+template <class Body>
+void for_run(const Row& tensor, int64_t row, int64_t start, int64_t end, Finding* finding, const Body& body) {
+  const int64_t size = tensor.grad_type == kFloat ? 4 : 2;
+  for (; start < end; start += kPiece)
+    body(Piece{row, start, std::min(kPiece, end - start), tensor.grad + start * size, tensor.grad_type}, finding);
 }
 
-template <class Body>
-void for_blocks(const std::vector<Block>& blocks, int threads, const Body& body) {
-  const int64_t count = static_cast<int64_t>(blocks.size());
-#pragma omp parallel for num_threads(threads) schedule(static) if (count > 1)
-  for (int64_t i = 0; i < count; ++i) body(blocks[i], i);
-}
+// A part of a product that one thread makes.
+struct Panel {
+  int64_t row;  // of the table
+  const Packed* packed;
+  int64_t first, rows, column, columns;
+};
 
 template <class Body>
-void for_pieces(const Block& block, const Body& body) {
-  for (int64_t done = 0; done < block.count; done += kPiece)
-    body(block.start + done, std::min(kPiece, block.count - done));
+void for_panel(const Panel& panel, Finding* finding, const Body& body) {
+  thread_local std::vector<Bf16> made(static_cast<size_t>(kPanel));
+  alignas(64) float line[kPiece];
+  const Packed& packed = *panel.packed;
+  if (!packed.few()) packed.panel(panel.first, panel.rows, panel.column, panel.columns, made.data());
+  for (int64_t i = 0; i < panel.rows; ++i)
+    for (int64_t j = 0; j < panel.columns; j += kPiece) {
+      const int64_t row = panel.first + i, column = panel.column + j, count = std::min(kPiece, panel.columns - j);
+      Piece piece{panel.row, row * packed.product().columns + column, count, 0, kFloat};
+      if (packed.few()) {
+        packed.line(row, column, count, line);
+        piece.grads = reinterpret_cast<int64_t>(line);
+      } else {
+        piece.grads = reinterpret_cast<int64_t>(made.data() + i * panel.columns + j);
+        piece.type = kBf16;
+      }
+      body(piece, finding);
+    }
+}
+
+std::vector<Panel> panels_of(int64_t row, const Packed& packed) {
+  const Product& product = packed.product();
+  const int64_t columns = std::min(product.columns, kPanelColumns);
+  const int64_t rows = columns * kPanelRows <= kPanel ? kPanelRows : kBlock;
+  std::vector<Panel> panels;
+  for (int64_t first = 0; first < product.rows; first += rows)
+    for (int64_t column = 0; column < product.columns; column += columns)
+      panels.push_back({row, &packed, first, std::min(rows, product.rows - first), column,
+                        std::min(columns, product.columns - column)});
+  return panels;
+}
+
+using Findings = std::vector<Finding>;
+
+void add(const Finding& part, Finding* sum) {
+  sum->sum += part.sum;
+  sum->bad |= part.bad;
+}
+
+// Products whose packed factors fit into the caches together: threads meet twice for all of them.
+template <class Body>
+void for_products(const std::vector<std::pair<int64_t, const Product*>>& products, int threads, Findings* result,
+                  const Body& body) {
+  std::vector<Packed> packed;
+  packed.reserve(products.size());
+  std::vector<std::pair<Packed*, int64_t>> columns;
+  std::vector<Panel> panels;
+  for (const auto& [row, product] : products) {
+    Packed& one = packed.emplace_back(*product);
+    for (int64_t tile = 0; tile < one.column_tiles(); ++tile) columns.emplace_back(&one, tile);
+    for (const Panel& panel : panels_of(row, one)) panels.push_back(panel);
+  }
+  Findings findings(panels.size());
+#pragma omp parallel num_threads(threads)
+  {
+    const TileShape shape;
+#pragma omp for schedule(static)
+    for (size_t i = 0; i < columns.size(); ++i) columns[i].first->pack_columns(columns[i].second);
+#pragma omp for schedule(dynamic)
+    for (size_t i = 0; i < panels.size(); ++i) for_panel(panels[i], &findings[i], body);
+  }
+  for (size_t i = 0; i < panels.size(); ++i) add(findings[i], &(*result)[panels[i].row]);
+}
+
+struct Run {
+  int64_t row, start, end;
+};
+
+// Calls `body(piece, finding)` for all pieces of all tensors, on many threads. Returns one finding per tensor, added up
+// in one order whatever the number of threads.
+template <class Body>
+Findings for_all(const Row* rows, int64_t tensors, int threads, const Body& body) {
+  std::vector<Run> runs;
+  std::vector<std::pair<int64_t, const Product*>> products;
+  Findings result(static_cast<size_t>(tensors));
+  int64_t packed = 0;  // elements
+  for (int64_t row = 0; row < tensors; ++row) {
+    if (rows[row].product == 0) {
+      for (int64_t start = 0; start < rows[row].count; start += kRun)
+        runs.push_back({row, start, std::min(start + kRun, rows[row].count)});
+      continue;
+    }
+    products.emplace_back(row, reinterpret_cast<const Product*>(rows[row].product));
+    packed += products.back().second->columns * products.back().second->inner;
+    if (packed > kPackedTogether) {
+      for_products(products, threads, &result, body);
+      products.clear();
+      packed = 0;
+    }
+  }
+  if (!products.empty()) for_products(products, threads, &result, body);
+  Findings parts(runs.size());
+#pragma omp parallel for num_threads(threads) schedule(static) if (runs.size() > 1)
+  for (size_t i = 0; i < runs.size(); ++i)
+    for_run(rows[runs[i].row], runs[i].row, runs[i].start, runs[i].end, &parts[i], body);
+  for (size_t i = 0; i < runs.size(); ++i) add(parts[i], &result[runs[i].row]);
+  return result;
 }
 
 // Calls `body` with a value of the gradient's type and one of the 16-bit copy's type.
 template <class Body>
-void with_types(const Row& row, const Body& body) {
+void with_types(int64_t grad_type, int64_t low_type, const Body& body) {
   const auto low = [&](auto grad) {
-    if (row.low_type == kBf16) return body(grad, Bf16{});
-    if (row.low_type == kHalf) return body(grad, Half{});
+    if (low_type == kBf16) return body(grad, Bf16{});
+    if (low_type == kHalf) return body(grad, Half{});
     return body(grad, None{});
   };
-  if (row.grad_type == kBf16) return low(Bf16{});
-  if (row.grad_type == kHalf) return low(Half{});
+  if (grad_type == kBf16) return low(Bf16{});
+  if (grad_type == kHalf) return low(Half{});
   return low(0.0f);
+}
+
+// The squares of gradients that the check has left out because it needed none of their elements.
+template <class G>
+void count_squares(const Row& row, const G* grads, int64_t count, float coef, Finding* finding) {
+  if (row.product != 0 && reinterpret_cast<const Product*>(row.product)->counted == 0)
+    summary(grads, count, coef, finding);
+}
+
+double total(const Findings& findings) {
+  double sum = 0.0;
+  for (const Finding& finding : findings) sum += finding.sum;
+  return sum;
 }
 
 }  // namespace
 
 // `coef` multiplies every gradient: the inverse loss scale times the clipping factor, negative to let the objective grow.
+// Squares are summed after that. An update gives the squares that the check has left out.
 extern "C" {
 
-void amp_grad_check(const Row* rows, int64_t tensors, float inverse, uint8_t* flags, double* norm_squared, int threads) {
-  const std::vector<Block> blocks = blocks_of(rows, tensors);
-  std::vector<double> sums(blocks.size());
-  std::vector<uint8_t> bad(blocks.size());
-  for_blocks(blocks, threads, [&](const Block& block, int64_t i) {
-    float sum = 0.0f;
-    int odd = 0;
-    with_types(rows[block.row], [&](auto grad, auto) {
-      for_pieces(block, [&](int64_t start, int64_t count) {
-        summary<decltype(grad)>(rows[block.row], start, count, inverse, &sum, &odd);
-      });
-    });
-    sums[i] = sum;
-    bad[i] = odd != 0;
-  });
-  *norm_squared = 0.0;
-  for (size_t i = 0; i < blocks.size(); ++i) {  // in one order, whatever the number of threads
-    *norm_squared += sums[i];
-    flags[blocks[i].row] |= bad[i];
+int amp_native_products() { return Packed::native(); }
+
+double amp_grad_check(const Row* rows, int64_t tensors, float inverse, uint8_t* flags, int threads) {
+  std::vector<Row> checked;
+  std::vector<int64_t> places;
+  for (int64_t row = 0; row < tensors; ++row) {
+    if (rows[row].product != 0) {
+      Product& product = *reinterpret_cast<Product*>(rows[row].product);
+      product.counted = !surely_finite(product);
+      if (!product.counted) continue;
+    }
+    checked.push_back(rows[row]);
+    places.push_back(row);
   }
-}
-
-void amp_adam_update(const Row* rows, int64_t tensors, const AdamScalars* scalars, float coef, bool decoupled,
-                     int threads) {
-  for_blocks(blocks_of(rows, tensors), threads, [&](const Block& block, int64_t) {
-    const Row& row = rows[block.row];
-    with_types(row, [&](auto grad, auto low) {
-      for_pieces(block, [&](int64_t start, int64_t count) {
-        adam<decltype(grad), decltype(low)>(row, start, count, scalars[block.row], coef, decoupled);
-      });
+  const int64_t count = static_cast<int64_t>(checked.size());
+  const Findings findings = for_all(checked.data(), count, threads, [&](const Piece& piece, Finding* finding) {
+    with_types(piece.type, kNone, [&](auto grad, auto) {
+      summary(reinterpret_cast<const decltype(grad)*>(piece.grads), piece.count, inverse, finding);
     });
   });
+  for (int64_t i = 0; i < count; ++i) flags[places[i]] |= static_cast<uint8_t>(findings[i].bad);
+  return total(findings);
+}
+
+double amp_adam_update(const Row* rows, int64_t tensors, const AdamScalars* scalars, float coef, bool decoupled,
+                       int threads) {
+  const auto update = [&](const Piece& piece, Finding* finding) {
+    const Row& row = rows[piece.row];
+    with_types(piece.type, row.low_type, [&](auto grad, auto low) {
+      const auto* given = reinterpret_cast<const decltype(grad)*>(piece.grads);
+      adam<decltype(grad), decltype(low)>(row, given, piece.start, piece.count, scalars[piece.row], coef,
+                                           decoupled);
+      count_squares(row, given, piece.count, coef, finding);
+    });
+  };
+  const double squares = total(for_all(rows, tensors, threads, update));
   for (int64_t i = 0; i < tensors; ++i) *at<float>(rows[i].step, 0) += 1.0f;
+  return squares;
 }
 
-void amp_sgd_update(const Row* rows, int64_t tensors, const SgdScalars* scalars, float coef, bool started, bool nesterov,
-                    int threads) {
-  for_blocks(blocks_of(rows, tensors), threads, [&](const Block& block, int64_t) {
-    const Row& row = rows[block.row];
-    with_types(row, [&](auto grad, auto low) {
-      for_pieces(block, [&](int64_t start, int64_t count) {
-        sgd<decltype(grad), decltype(low)>(row, start, count, *scalars, coef, started, nesterov);
-      });
+double amp_sgd_update(const Row* rows, int64_t tensors, const SgdScalars* scalars, float coef, bool started,
+                      bool nesterov, int threads) {
+  const auto update = [&](const Piece& piece, Finding* finding) {
+    const Row& row = rows[piece.row];
+    with_types(piece.type, row.low_type, [&](auto grad, auto low) {
+      const auto* given = reinterpret_cast<const decltype(grad)*>(piece.grads);
+      sgd<decltype(grad), decltype(low)>(row, given, piece.start, piece.count, *scalars, coef, started,
+                                          nesterov);
+      count_squares(row, given, piece.count, coef, finding);
     });
-  });
+  };
+  return total(for_all(rows, tensors, threads, update));
 }
 
 }  // extern "C"

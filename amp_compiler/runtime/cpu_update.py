@@ -1,7 +1,9 @@
 """The update operators on a CPU as native loops over all tensors of a group (`cpu_update.cpp`).
 
 They have the signatures of the functions in `group_update`, which is their reference: weights, moments and 16-bit
-copies are the same bit for bit, and the norm is summed in another order.
+copies are the same bit for bit, and the norm is summed in another order. A gradient may be a `Product` here: then no
+gradient is written to memory, and where the check sees from the factors that all of it is finite, its part of the norm
+is known from the update only.
 """
 
 from __future__ import annotations
@@ -18,31 +20,41 @@ from torch import Tensor
 from amp_compiler.errors import LoweringError
 from amp_compiler.runtime import update_math as math
 from amp_compiler.runtime.cpu_build import library
+from amp_compiler.runtime.products import Product
 from amp_compiler.runtime.tables import is_dense, laid_out_like, same_layout
 
 Tensors = Sequence[Tensor]
+Gradients = Sequence[Tensor | Product]
 _TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
-_COLUMNS = ("count", "grad_type", "low_type", "grad", "weight", "first", "second", "largest", "low", "step")  # of a Row
+# The columns of a `Row` in cpu_update.cpp.
+_COLUMNS = ("count", "grad_type", "low_type", "grad", "weight", "first", "second", "largest", "low", "step", "product")
 _CACHED = 64
 
 
-def grad_check(grads: Tensors, inv_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `group_update.grad_check`; the squares are summed in fp32 per 16384 elements, then in fp64 in one order."""
+def grad_check(grads: Gradients, inv_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `group_update.grad_check`; the squares are summed in fp32 per 512 elements, then in fp64 in one order.
+
+    The norm is without those products whose squares the updates give; see `complete_norm`.
+    """
     flags = torch.zeros(len(grads), dtype=torch.uint8)
-    squared = ctypes.c_double()
     table = np.zeros((len(grads), len(_COLUMNS)), np.int64)
     table[:, 0] = [grad.numel() for grad in grads]
-    dense = [grad if is_dense(grad) else grad.contiguous() for grad in grads]
+    dense = [grad if isinstance(grad, Product) or is_dense(grad) else grad.contiguous() for grad in grads]
     _set_gradients(table, dense)
     inverse = ctypes.c_float(_number(inv_scale))
-    _loaded().amp_grad_check(_start(table), len(grads), inverse, _address(flags), ctypes.byref(squared), _threads())
-    norm = torch.tensor(squared.value, dtype=torch.float64).sqrt().float()
-    return norm, flags.any().float(), flags
+    squares = _loaded().amp_grad_check(_start(table), len(grads), inverse, _address(flags), _threads())
+    return complete_norm(None, squares), flags.any().float(), flags
+
+
+def complete_norm(norm: Tensor | None, *squares: float) -> Tensor:
+    """The norm of all gradients: that of a check together with the squares that updates have given."""
+    known = 0.0 if norm is None else _number(norm) ** 2
+    return torch.tensor(sum(squares, known), dtype=torch.float64).sqrt().float()
 
 
 def adam_update(
     masters: Tensors,
-    grads: Tensors,
+    grads: Gradients,
     exp_avgs: Tensors,
     exp_avg_sqs: Tensors,
     max_exp_avg_sqs: Tensors,
@@ -54,21 +66,22 @@ def adam_update(
     amsgrad: bool,
     maximize: bool,
     decoupled: bool,
-) -> None:
-    """As `group_update.adam_update`."""
+) -> float:
+    """As `group_update.adam_update`; gives the squares of the unscaled gradients that the check has left out."""
     if not masters or _number(skip) != 0:
-        return
+        return 0.0
     scalars = math.adam_scalars(steps, hyper).contiguous()
     table = _TABLES.get(masters, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, lows, steps)
-    alike = laid_out_like(grads, masters)
+    alike = _laid_out_like(grads, masters)
     _set_gradients(table, alike)
     factor = _signed(coef, maximize)
-    _loaded().amp_adam_update(_start(table), len(masters), _address(scalars), factor, decoupled, _threads())
+    update = _loaded().amp_adam_update
+    return float(update(_start(table), len(masters), _address(scalars), factor, decoupled, _threads()))
 
 
 def sgd_update(
     masters: Tensors,
-    grads: Tensors,
+    grads: Gradients,
     momentum_buffers: Tensors,
     lows: Tensors,
     started: Tensor,
@@ -77,17 +90,18 @@ def sgd_update(
     skip: Tensor,
     nesterov: bool,
     maximize: bool,
-) -> None:
-    """As `group_update.sgd_update`."""
+) -> float:
+    """As `group_update.sgd_update`; gives the squares of the unscaled gradients that the check has left out."""
     if not masters or _number(skip) != 0:
-        return
+        return 0.0
     scalars = math.sgd_scalars(hyper)
     table = _TABLES.get(masters, momentum_buffers, [], [], lows, [])
-    alike = laid_out_like(grads, masters)
+    alike = _laid_out_like(grads, masters)
     _set_gradients(table, alike)
     factor, flags = _signed(coef, maximize), (_number(started) != 0, nesterov)
-    _loaded().amp_sgd_update(_start(table), len(masters), _address(scalars), factor, *flags, _threads())
+    squares = _loaded().amp_sgd_update(_start(table), len(masters), _address(scalars), factor, *flags, _threads())
     started.fill_(1.0)
+    return float(squares)
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -102,10 +116,17 @@ def available() -> bool:
     return library() is not None
 
 
+def makes_products() -> bool:
+    """Whether the processor multiplies bf16 itself, so that a `Product` is as fast as a library's matrix product."""
+    return available() and bool(_loaded().amp_native_products())
+
+
 def _loaded() -> ctypes.CDLL:
     found = library()
     if found is None:
         raise LoweringError("the CPU updates are not compiled", mend="install a C++ compiler, or set CXX")
+    for name in ("amp_grad_check", "amp_adam_update", "amp_sgd_update"):
+        getattr(found, name).restype = ctypes.c_double
     return found
 
 
@@ -132,15 +153,33 @@ def _signed(coef: Tensor, maximize: bool) -> ctypes.c_float:
     return ctypes.c_float(-_number(coef) if maximize else _number(coef))
 
 
-def _set_gradients(table: Any, grads: Tensors) -> None:
-    table[:, _COLUMNS.index("grad")] = [grad.data_ptr() for grad in grads]
+def _set_gradients(table: Any, grads: Gradients) -> None:
+    """Enter the gradients into a table; they must outlive its use."""
+    made = [(0, grad.fields.ctypes.data) if isinstance(grad, Product) else (grad.data_ptr(), 0) for grad in grads]
+    table[:, _COLUMNS.index("grad")] = [gradient for gradient, _ in made]
+    table[:, _COLUMNS.index("product")] = [product for _, product in made]
     table[:, _COLUMNS.index("grad_type")] = [_type(grad) for grad in grads]
 
 
-def _type(tensor: Tensor) -> int:
-    code = _TYPES.get(tensor.dtype)
-    if code is None or tensor.device.type != "cpu":
-        raise LoweringError(f"the CPU updates take no {tensor.dtype} on {tensor.device}")
+def _laid_out_like(grads: Gradients, masters: Tensors) -> list[Tensor | Product]:
+    """The gradients as their weights lie in memory; a product can be made row by row or column by column."""
+    result: list[Tensor | Product] = []
+    for grad, master in zip(grads, masters, strict=True):
+        if not isinstance(grad, Product):
+            result += laid_out_like([grad], [master])
+        elif master.is_contiguous():
+            result.append(grad)
+        elif master.t().is_contiguous():
+            result.append(grad.transposed())
+        else:
+            result += laid_out_like([grad.tensor()], [master])
+    return result
+
+
+def _type(tensor: Tensor | Product) -> int:
+    code, device = _TYPES.get(tensor.dtype), tensor.left.device if isinstance(tensor, Product) else tensor.device
+    if code is None or device.type != "cpu":
+        raise LoweringError(f"the CPU updates take no {tensor.dtype} on {device}")
     return code
 
 

@@ -1,0 +1,78 @@
+// The 16-bit types of the CPU loops, and arrays of them widened to fp32 and narrowed from it.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__F16C__) || defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+namespace amp {
+
+struct Bf16 {
+  uint16_t bits;
+};
+struct Half {
+  _Float16 value;
+};
+struct None {};
+
+enum Type : int64_t { kNone = 0, kFloat = 1, kBf16 = 2, kHalf = 3 };
+
+inline float load(float x) { return x; }
+inline float load(Half x) { return static_cast<float>(x.value); }
+inline float load(Bf16 x) {
+  const uint32_t wide = static_cast<uint32_t>(x.bits) << 16;
+  float result;
+  std::memcpy(&result, &wide, sizeof result);
+  return result;
+}
+
+inline void store(float x, float* target) { *target = x; }
+inline void store(float x, Half* target) { target->value = static_cast<_Float16>(x); }
+inline void store(float x, Bf16* target) {  // to nearest, ties to even; a NaN stays one
+  uint32_t wide;
+  std::memcpy(&wide, &x, sizeof wide);
+  const uint32_t rounded = (wide + 0x7fffu + ((wide >> 16) & 1u)) >> 16;
+  target->bits = static_cast<uint16_t>(x != x ? 0x7fc0u : rounded);
+}
+inline void store(float, None*) {}
+
+template <class G>
+void widen(const G* __restrict grads, float* __restrict out, int64_t count, float coef) {
+  for (int64_t i = 0; i < count; ++i) out[i] = load(grads[i]) * coef;
+}
+
+template <class L>
+void narrow(const float* __restrict weights, L* __restrict lows, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) store(weights[i], lows + i);
+}
+
+#ifdef __F16C__  // compilers convert fp16 one by one where the processor has no arithmetic on it
+template <>
+inline void widen<Half>(const Half* __restrict grads, float* __restrict out, int64_t count, float coef) {
+  const __m256 factor = _mm256_set1_ps(coef);
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8) {
+    const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(grads + i));
+    _mm256_storeu_ps(out + i, _mm256_mul_ps(_mm256_cvtph_ps(half), factor));
+  }
+  for (; i < count; ++i) out[i] = load(grads[i]) * coef;
+}
+
+template <>
+inline void narrow<Half>(const float* __restrict weights, Half* __restrict lows, int64_t count) {
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8) {
+    const __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(weights + i), _MM_FROUND_TO_NEAREST_INT);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(lows + i), half);
+  }
+  for (; i < count; ++i) store(weights[i], lows + i);
+}
+#endif
+
+}  // namespace amp

@@ -1,0 +1,84 @@
+"""Which gradients of a step are left as products of two matrices, for the update to make them; see `Product`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from amp_compiler.passes.trace_update import lies_in_input
+from amp_compiler.runtime.products import pays
+
+_GRADIENTS = 1  # place among the arguments of every update operator
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class ProductGradient:
+    """A gradient that a step need not make.
+
+    Args:
+        gradient: its node.
+        nodes: the matrix product, and the transpositions between it and the gradient.
+        transposed: whether the gradient is the transposed product.
+    """
+
+    gradient: fx.Node
+    nodes: tuple[fx.Node, ...]
+    transposed: bool
+
+    @property
+    def factors(self) -> tuple[fx.Node, fx.Node]:
+        """The operands of the matrix product."""
+        left, right = self.nodes[0].args
+        return left, right  # type: ignore[return-value]
+
+
+def product_gradients(graph: fx.Graph, check: fx.Node, updates: Collection[fx.Node]) -> list[ProductGradient]:
+    """The gradients that nothing but the check and an update needs, and that are smaller as two factors.
+
+    Empty where the norm of all gradients is needed before the update (clipping, a loss scale that follows the norm):
+    the squares of a product's elements are known when it is made.
+
+    Args:
+        graph: the step graph.
+        check: its `grad_check` node.
+        updates: its update nodes that take a `Product`.
+    """
+    output = graph.output_node()
+    norm = next((user for user in check.users if user.args[1] == 0), None)
+    if norm is not None and set(norm.users) != {output}:
+        return []
+    readers = {check, output, *updates}
+    gradients: Any = [gradient for update in updates for gradient in update.args[_GRADIENTS]]  # type: ignore[union-attr]
+    found = (_product(node) for node in dict.fromkeys(gradients) if readers.issuperset(node.users))
+    return [product for product in found if product is not None and _is_worth_it(*product.factors)]
+
+
+def _product(gradient: fx.Node) -> ProductGradient | None:
+    nodes = [gradient]
+    while nodes[0].target is _aten.t.default:
+        source: Any = nodes[0].args[0]
+        if len(source.users) > 1:
+            return None
+        nodes.insert(0, source)
+    if nodes[0].target is not _aten.mm.default:
+        return None
+    return ProductGradient(gradient, tuple(nodes), transposed=len(nodes) % 2 == 0)
+
+
+def _is_worth_it(left: fx.Node, right: fx.Node) -> bool:
+    if lies_in_input(left) or lies_in_input(right):
+        return False  # the update of another weight, or the user, may write it before the product is made
+    one, other = left.meta["val"], right.meta["val"]
+    if not (_is_fixed_bf16(one) and _is_fixed_bf16(other)):
+        return False
+    (rows, inner), columns = one.shape, other.shape[1]
+    return pays(rows, inner, columns)
+
+
+def _is_fixed_bf16(value: Tensor) -> bool:
+    return value.dtype == torch.bfloat16 and all(isinstance(size, int) for size in (*value.shape, *value.stride()))
