@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from amp_compiler.passes.fuse_update import STATE, FuseUpdate
 from amp_compiler.passes.simplify_casts import SimplifyCasts
 from amp_compiler.plan import PrecisionPlan
 from amp_compiler.program import plan_captured, rewrite
+from amp_compiler.runtime.arena import ArenaMemory, ArenaRun
 from amp_compiler.runtime.cuda_graph import GraphedRun, GraphSettings
 from amp_compiler.runtime.graph_obstacle import graph_obstacle
 from amp_compiler.runtime.loss_scale_base import LossScale, LossScaleState
@@ -70,6 +71,7 @@ class StepState:
         sums: sums of gradients over several batches.
         graphs: what their CUDA graphs share.
         weights: FP32 masters of 16-bit parameters, or what storage without masters needs.
+        memory: where a CPU keeps intermediate values.
     """
 
     scale: Callable[[], LossScaleState]
@@ -77,6 +79,7 @@ class StepState:
     sums: GradientSums
     graphs: GraphSettings
     weights: WeightState
+    memory: ArenaMemory = field(default_factory=ArenaMemory)
 
 
 def build_step(model: LossModule, batch: tuple[Any, ...], options: StepOptions, state: StepState) -> StepProgram:
@@ -128,6 +131,8 @@ def build_step(model: LossModule, batch: tuple[Any, ...], options: StepOptions, 
     dynamic = options.settings.dynamic_shapes is not None
     examples = [node.meta["val"] for node in placeholders] if dynamic else [get(leaves) for get in resolve]
     compiled = compile_step(step, examples, options.settings.backend, emulated)
+    if options.settings.backend == "inductor" and not dynamic and _on_cpu(step):
+        compiled = ArenaRun(compiled, results + 3, state.memory)
     inputs = [node.name for node in placeholders]
     known = {*placed.wrt, *getters, *[node.name for node in placeholders if STATE in node.meta]}
     places = [place for place, name in enumerate(inputs) if name not in known]
@@ -199,6 +204,11 @@ def _depends_on_nothing() -> CaptureError:
         "the loss depends on no parameter of the optimizer",
         mend="pass an optimizer over the parameters of this model, and detach nothing on the way to the loss",
     )
+
+
+def _on_cpu(step: fx.GraphModule) -> bool:
+    values = [node.meta["val"] for node in step.graph.find_nodes(op="placeholder")]
+    return all(value.device.type == "cpu" for value in values if isinstance(value, Tensor))
 
 
 def _no_cuda_graph(step: fx.GraphModule, settings: Settings) -> str:

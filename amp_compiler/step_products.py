@@ -37,7 +37,9 @@ class ProductGradient:
         return left, right  # type: ignore[return-value]
 
 
-def product_gradients(graph: fx.Graph, check: fx.Node, updates: Collection[fx.Node]) -> list[ProductGradient]:
+def product_gradients(
+    graph: fx.Graph, check: fx.Node, updates: Collection[fx.Node], most_inner: int
+) -> list[ProductGradient]:
     """The gradients that nothing but the check and an update needs, and that are smaller as two factors.
 
     Empty where the norm of all gradients is needed before the update (clipping, a loss scale that follows the norm):
@@ -47,6 +49,7 @@ def product_gradients(graph: fx.Graph, check: fx.Node, updates: Collection[fx.No
         graph: the step graph.
         check: its `grad_check` node.
         updates: its update nodes that take a `Product`.
+        most_inner: largest number of inner elements with which making the products is fast.
     """
     output = graph.output_node()
     norm = next((user for user in check.users if user.args[1] == 0), None)
@@ -55,7 +58,7 @@ def product_gradients(graph: fx.Graph, check: fx.Node, updates: Collection[fx.No
     readers = {check, output, *updates}
     gradients: Any = [gradient for update in updates for gradient in update.args[_GRADIENTS]]  # type: ignore[union-attr]
     found = (_product(node) for node in dict.fromkeys(gradients) if readers.issuperset(node.users))
-    return [product for product in found if product is not None and _is_worth_it(*product.factors)]
+    return [product for product in found if product is not None and _is_worth_it(*product.factors, most_inner)]
 
 
 def _product(gradient: fx.Node) -> ProductGradient | None:
@@ -70,14 +73,14 @@ def _product(gradient: fx.Node) -> ProductGradient | None:
     return ProductGradient(gradient, tuple(nodes), transposed=len(nodes) % 2 == 0)
 
 
-def _is_worth_it(left: fx.Node, right: fx.Node) -> bool:
+def _is_worth_it(left: fx.Node, right: fx.Node, most_inner: int) -> bool:
     if lies_in_input(left) or lies_in_input(right):
         return False  # the update of another weight, or the user, may write it before the product is made
     one, other = left.meta["val"], right.meta["val"]
     if not (_is_fixed_bf16(one) and _is_fixed_bf16(other)):
         return False
     (rows, inner), columns = one.shape, other.shape[1]
-    return pays(rows, inner, columns)
+    return inner <= most_inner and pays(rows, inner, columns)
 
 
 def _is_fixed_bf16(value: Tensor) -> bool:

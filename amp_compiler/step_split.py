@@ -91,8 +91,8 @@ class _Cut:
                 behind.add(node)
         own = {self.check, *self.items}
         self.updates = [node for node in self.nodes if node.target in kernels and node not in own]
-        takes_products = kernels.get(_CHECK) is cpu_update.grad_check and cpu_update.makes_products()
-        self.products = product_gradients(step.graph, self.check, self.updates) if takes_products else []
+        most = cpu_update.most_inner() if kernels.get(_CHECK) is cpu_update.grad_check else 0
+        self.products = product_gradients(step.graph, self.check, self.updates, most)
         own.update(node for product in self.products for node in product.nodes)
         rest = [node for node in self.nodes if node not in own and node.target not in kernels]
         self.before = [node for node in rest if node not in behind]

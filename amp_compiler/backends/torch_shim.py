@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import fx
 
 from amp_compiler.errors import LoweringError
+from amp_compiler.runtime.arena import allocator
 
+_ALLOCATE = "_empty_strided_cpu"  # read by the head of every module that Inductor writes
 BUILDING = threading.RLock()  # torch traces and exports with state of the whole process: one graph at a time
 
 
@@ -50,13 +53,29 @@ def inductor_compile(
             "triton.cudagraphs": False,
         }
         patches = {name: value for name, value in wanted.items() if hasattr(config, name)}
-        compiled: Any = compile_fx(graph_module, list(inputs), config_patches=patches)
+        with _own_allocator():
+            compiled: Any = compile_fx(graph_module, list(inputs), config_patches=patches)
         return compiled  # type: ignore[no-any-return]
     except Exception as cause:  # Inductor and the C++ compiler behind it raise many types
         raise LoweringError(
             f"Inductor cannot compile the graph: {type(cause).__name__}: {_first_line(cause)}",
             mend="use backend='eager' to run the same graph node by node",
         ) from cause
+
+
+@contextlib.contextmanager
+def _own_allocator() -> Iterator[None]:
+    """Let code that Inductor loads meanwhile ask `runtime.arena` for CPU memory, where this torch can be told."""
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    allocate = getattr(guards, _ALLOCATE, None)
+    if allocate is None or not isinstance(guards, ModuleType):
+        yield
+        return
+    setattr(guards, _ALLOCATE, allocator(allocate))
+    try:
+        yield
+    finally:
+        setattr(guards, _ALLOCATE, allocate)
 
 
 def end_failed_capture(device: torch.device, pool: Any) -> None:

@@ -22,7 +22,7 @@ _FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp",
     "-shared", "-fPIC",
 )  # fmt: skip
-_SOURCES = ("cpu_update.cpp", "cpu_product.h", "cpu_types.h")  # the first is compiled
+_SOURCES = ("cpu_update.cpp", "cpu_lstm.cpp", "cpu_product.h", "cpu_types.h")
 _TIMEOUT = 120  # seconds; it takes one or two
 
 
@@ -55,15 +55,15 @@ def _built(compiler: list[str], sources: dict[str, str]) -> Path:
     """The library's file, compiled where the cache has none; concurrent processes may both compile, none sees half."""
     key = hashlib.sha256("\0".join((*sources.values(), *compiler, *_FLAGS, _processor())).encode()).hexdigest()[:16]
     folder = _cache_folder()
-    target = folder / f"cpu_update_{key}.so"
+    target = folder / f"cpu_loops_{key}.so"
     if target.exists():
         return target
     with tempfile.TemporaryDirectory(dir=folder) as work:
         for name, text in sources.items():
             (Path(work) / name).write_text(text, encoding="utf-8")
-        code, made = Path(work) / _SOURCES[0], Path(work) / target.name
+        code, made = [str(Path(work) / name) for name in sources if name.endswith(".cpp")], Path(work) / target.name
         subprocess.run(
-            [*compiler, *_FLAGS, str(code), "-o", str(made)],
+            [*compiler, *_FLAGS, *code, "-o", str(made)],
             check=True, capture_output=True, text=True, timeout=_TIMEOUT,
         )  # fmt: skip
         made.replace(target)

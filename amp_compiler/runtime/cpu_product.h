@@ -30,6 +30,20 @@ struct Product {
   int64_t counted;  // whether the check has added its squares to the norm
 };
 
+// Two factors of 32 x 32 elements, laid out for the processor: the left one in tiles of 16 rows and 32 inner elements,
+// the right one as `Packed` has it, two tiles of 16 columns.
+struct Operand {
+  const uint16_t* left;
+  int64_t left_row, left_depth, left_half;  // elements from one row, tile of inner elements, and 16 rows to the next
+  const uint16_t* right;
+  int64_t right_tile;  // elements from one tile of columns to the next
+  int64_t inner;
+
+  const uint16_t* line(int64_t row, int64_t m) const {
+    return left + (row / 16) * left_half + (row % 16) * left_row + (m / 32) * left_depth + m % 32;
+  }
+};
+
 inline int64_t tiles(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
 // The right matrix with pairs of inner elements side by side: [16 columns][inner / 2][column][2], padded with zeros
@@ -78,8 +92,6 @@ class Packed {
   bool few() const { return product_.inner <= kFew; }
   void line(int64_t row, int64_t column, int64_t columns, float* out) const;
 
-  static bool native();
-
  private:
   // Rows of the left matrix that all have their elements 32 apart in the packed one, for one pair of inner elements.
   void pack_pair(const uint16_t* source, int64_t rows, bool two, uint16_t* target) const {
@@ -110,9 +122,6 @@ class Packed {
                   target + (tile * depths_ + m / kDepth) * kTile * kDepth + m % kDepth);
     }
   }
-
-  // 32 x 32 elements in fp32 from packed rows and two tiles of columns.
-  void block(const uint16_t* left, int64_t column_tile, float* out) const;
 
   const Product& product_;
   int64_t depths_, padded_;
@@ -154,34 +163,38 @@ inline bool tiles_allowed() {  // Linux gives them to a process that asks
   return allowed;
 }
 
-inline void tile_block(const uint16_t* left, const uint16_t* right, int64_t depths, float* out) {
-  const uint16_t *left2 = left + depths * kTile * kDepth, *right2 = right + depths * kTile * kDepth;
+inline void tile_block(const Operand* operands, int count, bool wide, float* out) {
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  for (int64_t depth = 0; depth < depths; ++depth) {
-    const int64_t at = depth * kTile * kDepth;
-    _tile_loadd(4, left + at, 64);
-    _tile_loadd(6, right + at, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(7, right2 + at, 64);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_loadd(5, left2 + at, 64);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_dpbf16ps(3, 5, 7);
+  for (const Operand* one = operands; one != operands + count; ++one) {
+    const int64_t step = one->left_row * 2;  // bytes
+    const uint16_t *left = one->left, *left2 = left + one->left_half;
+    const uint16_t *right = one->right, *right2 = right + one->right_tile;
+    for (int64_t m = 0; m < one->inner; m += kDepth, left += one->left_depth, left2 += one->left_depth) {
+      _tile_loadd(4, left, step);
+      _tile_loadd(5, left2, step);
+      _tile_loadd(6, right + m * kTile, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(2, 5, 6);
+      if (!wide) continue;
+      _tile_loadd(7, right2 + m * kTile, 64);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(3, 5, 7);
+    }
   }
   _tile_stored(0, out, 128);
   _tile_stored(1, out + kTile, 128);
-  _tile_stored(2, out + 32 * kTile, 128);
-  _tile_stored(3, out + 33 * kTile, 128);
+  _tile_stored(2, out + kBlock * kTile, 128);
+  _tile_stored(3, out + kBlock * kTile + kTile, 128);
 }
 
 #else
 
 class TileShape {};
 inline bool tiles_allowed() { return false; }
-inline void tile_block(const uint16_t*, const uint16_t*, int64_t, float*) {}
+inline void tile_block(const Operand*, int, bool, float*) {}
 
 #endif
 
@@ -230,25 +243,25 @@ inline void vector_line(const uint16_t* left, const uint16_t* right, int64_t inn
 
 constexpr int kRows = 8;  // with two tiles of columns, 16 of 32 registers
 
-inline void vector_block(const uint16_t* left, const uint16_t* right, int64_t depths, int64_t inner, float* out) {
-  const uint16_t* right2 = right + depths * kTile * kDepth;
+inline void vector_block(const Operand* operands, int count, bool, float* out) {
   for (int64_t row = 0; row < kBlock; row += kRows) {
-    const uint16_t* lines = left + (row / kTile) * depths * kTile * kDepth + (row % kTile) * kDepth;
     __m512 sums[kRows][2];
     for (auto& sum : sums) sum[0] = sum[1] = _mm512_setzero_ps();
-    for (int64_t m = 0; m < inner; m += 2) {
-      const __m512bh one = pairs(right + m * kTile), two = pairs(right2 + m * kTile);
-      const uint16_t* line = lines + (m / kDepth) * kTile * kDepth + m % kDepth;
+    for (const Operand* one = operands; one != operands + count; ++one)
+      for (int64_t m = 0; m < one->inner; m += 2) {
+        const uint16_t* right = one->right + m * kTile;
+        const __m512bh first = pairs(right), second = pairs(right + one->right_tile);
+        const uint16_t* line = one->line(row, m);
 #pragma GCC unroll 8
-      for (int i = 0; i < kRows; ++i) {
-        const __m512bh pair = same_pair(line + i * kDepth);
-        sums[i][0] = _mm512_dpbf16_ps(sums[i][0], pair, one);
-        sums[i][1] = _mm512_dpbf16_ps(sums[i][1], pair, two);
+        for (int i = 0; i < kRows; ++i) {
+          const __m512bh pair = same_pair(line + i * one->left_row);
+          sums[i][0] = _mm512_dpbf16_ps(sums[i][0], pair, first);
+          sums[i][1] = _mm512_dpbf16_ps(sums[i][1], pair, second);
+        }
       }
-    }
     for (int i = 0; i < kRows; ++i) {
-      _mm512_storeu_ps(out + (row + i) * 32, sums[i][0]);
-      _mm512_storeu_ps(out + (row + i) * 32 + kTile, sums[i][1]);
+      _mm512_storeu_ps(out + (row + i) * kBlock, sums[i][0]);
+      _mm512_storeu_ps(out + (row + i) * kBlock + kTile, sums[i][1]);
     }
   }
 }
@@ -267,27 +280,28 @@ inline void vector_line(const uint16_t* left, const uint16_t* right, int64_t inn
   widen(narrowed, out, kTile, 1.0f);
 }
 
-inline void vector_block(const uint16_t* left, const uint16_t* right, int64_t depths, int64_t inner, float* out) {
+inline void vector_block(const Operand* operands, int count, bool, float* out) {
   std::fill(out, out + kBlock * kBlock, 0.0f);
-  for (int64_t row = 0; row < kBlock; ++row)
-    for (int64_t m = 0; m < inner; ++m) {
-      const int64_t tile = (row / kTile) * depths + m / kDepth;
-      const float value = load(Bf16{left[(tile * kTile + row % kTile) * kDepth + m % kDepth]});
-      for (int64_t j = 0; j < 32; ++j) {
-        const int64_t at = (j / kTile) * depths * kTile * kDepth + (m / 2) * 2 * kTile + 2 * (j % kTile) + m % 2;
-        out[row * 32 + j] += value * load(Bf16{right[at]});
+  for (const Operand* one = operands; one != operands + count; ++one)
+    for (int64_t row = 0; row < kBlock; ++row)
+      for (int64_t m = 0; m < one->inner; ++m) {
+        const float value = load(Bf16{*one->line(row, m)});
+        for (int64_t j = 0; j < kBlock; ++j) {
+          const int64_t at = (j / kTile) * one->right_tile + (m / 2) * 2 * kTile + 2 * (j % kTile) + m % 2;
+          out[row * kBlock + j] += value * load(Bf16{one->right[at]});
+        }
       }
-    }
 }
 
 #endif
 
-inline void Packed::block(const uint16_t* left, int64_t column_tile, float* out) const {
-  const uint16_t* right = right_.get() + column_tile * padded_ * kTile;
+// 32 x 32 elements in fp32: the sum of the products of the operands. Where they are not `wide`, the right half of the
+// columns may hold anything.
+inline void block(const Operand* operands, int count, bool wide, float* out) {
   if (tiles_allowed())
-    tile_block(left, right, depths_, out);
+    tile_block(operands, count, wide, out);
   else
-    vector_block(left, right, depths_, product_.inner, out);
+    vector_block(operands, count, wide, out);
 }
 
 inline void Packed::panel(int64_t row, int64_t rows, int64_t column, int64_t columns, Bf16* out) const {
@@ -298,7 +312,10 @@ inline void Packed::panel(int64_t row, int64_t rows, int64_t column, int64_t col
   for (int64_t done = 0; done < columns; done += kBlock)
     for (int64_t down = 0; down < rows; down += kBlock) {
       const int64_t height = std::min(kBlock, rows - down), width = std::min(kBlock, columns - done);
-      block(left.data() + down * depths_ * kDepth, (column + done) / kTile, values);
+      const int64_t tile = (column + done) / kTile;
+      const Operand operand{left.data() + down * padded_, kDepth,  kTile * kDepth, kTile * padded_,
+                            right_.get() + tile * padded_ * kTile, kTile * padded_, product_.inner};
+      block(&operand, 1, true, values);
       for (int64_t i = 0; i < height; ++i) {
         narrow_line(values + kBlock * i, width, out + (down + i) * columns + done);
       }
@@ -313,12 +330,14 @@ inline void Packed::line(int64_t row, int64_t column, int64_t columns, float* ou
     vector_line(left, right_.get() + (column + done) / kTile * padded_ * kTile, product_.inner, out + done);
 }
 
-// Whether the processor multiplies bf16 itself; without that, products are better left to a library.
-inline bool Packed::native() {
+// Up to how many inner elements a product is made here as fast as by a library: all of them where the processor has
+// tiles, few where it has vectors of pairs, none where it has neither.
+inline int64_t most_inner() {
+  if (tiles_allowed()) return int64_t{1} << 40;
 #ifdef __AVX512BF16__
-  return true;
+  return 32;
 #else
-  return tiles_allowed();
+  return 0;
 #endif
 }
 

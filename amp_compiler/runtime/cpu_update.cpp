@@ -297,7 +297,7 @@ double total(const Findings& findings) {
 // Squares are summed after that. An update gives the squares that the check has left out.
 extern "C" {
 
-int amp_native_products() { return Packed::native(); }
+int64_t amp_most_inner() { return most_inner(); }
 
 double amp_grad_check(const Row* rows, int64_t tensors, float inverse, uint8_t* flags, int threads) {
   std::vector<Row> checked;

@@ -116,9 +116,9 @@ def available() -> bool:
     return library() is not None
 
 
-def makes_products() -> bool:
-    """Whether the processor multiplies bf16 itself, so that a `Product` is as fast as a library's matrix product."""
-    return available() and bool(_loaded().amp_native_products())
+def most_inner() -> int:
+    """Up to how many inner elements a BF16 `Product` is as fast as a library's matrix product; 0 for none."""
+    return int(_loaded().amp_most_inner()) if available() else 0
 
 
 def _loaded() -> ctypes.CDLL:
@@ -127,6 +127,7 @@ def _loaded() -> ctypes.CDLL:
         raise LoweringError("the CPU updates are not compiled", mend="install a C++ compiler, or set CXX")
     for name in ("amp_grad_check", "amp_adam_update", "amp_sgd_update"):
         getattr(found, name).restype = ctypes.c_double
+    found.amp_most_inner.restype = ctypes.c_int64
     return found
 
 

@@ -1,5 +1,6 @@
-"""oneDNN's LSTM layer as an operator whose backward is an operator too.
+"""An LSTM layer on a CPU as an operator whose backward is made of operators too.
 
+In BF16 the layer is the native loop of `cpu_lstm`, where it fits; else it is oneDNN's.
 ATen's `mkldnn_rnn_layer` hands a workspace to its backward, but makes it only while autograd records, and its size is
 not known to fake tensors. So it cannot stand in a graph that holds forward and backward. The operator here always makes
 the workspace, and learns its size by running the layer once on zeros of the same shapes.
@@ -8,11 +9,14 @@ the workspace, and learns its size by running the layer once on zeros of the sam
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from amp_compiler.runtime import cpu_lstm
 
 _LSTM_MODE = 2
 
@@ -108,6 +112,8 @@ def lstm_layer(
     Returns:
         Output [steps, batch, hidden], last hidden state, last cell state (`h`'s size), oneDNN's workspace (bytes).
     """
+    if cpu_lstm.can_run(data, h.shape[-1]):
+        return cpu_lstm.forward([one.contiguous() for one in (data, w_ih, w_hh, b_ih, b_hh, h, c)], reverse)
     out, state, cell, workspace = _run(data, w_ih, w_hh, b_ih, b_hh, h, c, reverse)
     return out.contiguous(), state.reshape(h.shape).contiguous(), cell.reshape(c.shape).contiguous(), workspace
 
@@ -115,7 +121,10 @@ def lstm_layer(
 @lstm_layer.register_fake
 def _(data: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor, h: Tensor, c: Tensor, reverse: bool) -> Any:
     steps, batch, features = (int(size) for size in data.shape)
-    size = _workspace_size(steps, batch, features, int(h.shape[-1]), data.dtype)
+    if cpu_lstm.can_run(data, int(h.shape[-1])):
+        size = cpu_lstm.workspace_size(steps, batch, int(h.shape[-1]))
+    else:
+        size = _workspace_size(steps, batch, features, int(h.shape[-1]), data.dtype)
     return (
         data.new_empty(steps, batch, h.shape[-1]),
         torch.empty_like(h),
@@ -170,6 +179,21 @@ def _(saved: list[Tensor], results: list[Tensor], gradients: list[Tensor], rever
     return [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in saved]
 
 
+@torch.library.custom_op("amp_compiler::lstm_gates_backward", mutates_args=())
+def lstm_gates_backward(
+    w_hh: Tensor, c: Tensor, gradients: list[Tensor], workspace: Tensor, reverse: bool
+) -> list[Tensor]:
+    """The backward through time of the native layer; see `cpu_lstm.gates_backward`."""
+    given = [gradient.contiguous() for gradient in gradients]
+    return cpu_lstm.gates_backward(w_hh.contiguous(), c.contiguous(), given, workspace, reverse)
+
+
+@lstm_gates_backward.register_fake
+def _(w_hh: Tensor, c: Tensor, gradients: list[Tensor], workspace: Tensor, reverse: bool) -> list[Tensor]:
+    steps, batch, hidden = gradients[0].shape
+    return [c.new_empty(steps, batch, 4 * hidden), torch.empty_like(c), torch.empty_like(c)]
+
+
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.reverse = inputs[-1]
     ctx.save_for_backward(*inputs[:-1], *output)
@@ -181,7 +205,23 @@ def _backward(ctx: Any, *gradients: Tensor | None) -> Any:
         torch.zeros_like(result) if gradient is None else gradient
         for gradient, result in zip(gradients[:3], results[:3], strict=True)
     ]
+    if cpu_lstm.can_run(saved[0], int(saved[5].shape[-1])):
+        return *_native_backward(saved, results, given, ctx.reverse), None
     return *torch.ops.amp_compiler.lstm_layer_backward(list(saved), list(results), given, ctx.reverse), None
+
+
+def _native_backward(
+    saved: Sequence[Tensor], results: Sequence[Tensor], gradients: Sequence[Tensor], reverse: bool
+) -> list[Tensor]:
+    """What `lstm_layer_backward` gives, from the gradients of the gates: one matrix product over all steps each."""
+    data, w_ih, w_hh, _, _, h, c = saved
+    out, workspace = results[0], results[3]
+    gates, d_h, d_c = torch.ops.amp_compiler.lstm_gates_backward(w_hh, c, list(gradients), workspace, reverse)
+    before = torch.cat([out[1:], h]) if reverse else torch.cat([h, out[:-1]])
+    flat = gates.flatten(0, 1)
+    bias = flat.sum(0)
+    d_data = (flat @ w_ih).view(data.shape)
+    return [d_data, flat.t() @ data.flatten(0, 1), flat.t() @ before.flatten(0, 1), bias, bias, d_h, d_c]
 
 
 lstm_layer.register_autograd(_backward, setup_context=_save)
