@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from amp_compiler.passes.trace_update import lies_in_input
+from amp_compiler.fx_tools import results_of
+from amp_compiler.passes.trace_update import is_view, lies_in_input
 from amp_compiler.runtime.products import pays
 
 _GRADIENTS = 1  # place among the arguments of every update operator
@@ -57,8 +58,22 @@ def product_gradients(
         return []
     readers = {check, output, *updates}
     gradients: Any = [gradient for update in updates for gradient in update.args[_GRADIENTS]]  # type: ignore[union-attr]
+    returned = {_source(result) for result in results_of(graph) if result not in gradients}
     found = (_product(node) for node in dict.fromkeys(gradients) if readers.issuperset(node.users))
-    return [product for product in found if product is not None and _is_worth_it(*product.factors, most_inner)]
+    return [
+        product
+        for product in found
+        if product is not None
+        and returned.isdisjoint(map(_source, product.factors))  # the user may write into it, and read the gradient then
+        and _is_worth_it(*product.factors, most_inner)
+    ]
+
+
+def _source(value: Any) -> Any:
+    """The value that another is a view of, or itself."""
+    while isinstance(value, fx.Node) and is_view(value):
+        value = value.args[0]
+    return value
 
 
 def _product(gradient: fx.Node) -> ProductGradient | None:

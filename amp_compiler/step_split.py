@@ -71,7 +71,9 @@ def _kernels(step: fx.GraphModule, examples: Sequence[Any]) -> Kernels:
     devices = {leaf.meta["val"].device.type for node in updates for leaf in node.all_input_nodes}
     if devices == {"cuda"}:
         return {operator: operator for operator in (_CHECK, *OPERATORS.values())}
-    if devices == {"cpu"} and cpu_update.available():
+    gradients = [gradient for node in updates for gradient in node.args[1]]  # type: ignore[union-attr]
+    typed = all(gradient.meta["val"].dtype in cpu_update.TYPES for gradient in gradients)  # type: ignore[union-attr]
+    if devices == {"cpu"} and typed and cpu_update.available():
         names = {target._schema.name.partition("::")[2]: target for target in (_CHECK, *OPERATORS.values())}
         return {names[name]: function for name, function in cpu_update.FUNCTIONS.items()}
     return {}

@@ -91,7 +91,7 @@ class ArenaRun:
     Args:
         run: the compiled step; its graph asks `allocator` for memory.
         kept: number of leading outputs that outlive the next call. The other outputs are overwritten by it.
-        memory: where the buffers lie.
+        memory: where the buffers lie. Calls that share it must come one after another, as those of a training step do.
     """
 
     def __init__(self, run: Callable[..., Sequence[Any]], kept: int, memory: ArenaMemory) -> None:
@@ -99,7 +99,9 @@ class ArenaRun:
         self._plan: _Plan | None = None
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
-        """The outputs of the step."""
+        """The outputs of the step. Within another such call it runs on ordinary memory."""
+        if getattr(_CURRENT, "serve", None) is not None:
+            return self._run(*inputs)
         if self._plan is not None:
             with _Serving(self._plan.server(self._memory)):
                 return self._run(*inputs)

@@ -111,6 +111,9 @@ Operand operand(const uint16_t* weight, int64_t width, int64_t row, const Column
 // The four gates of 32 units for up to 32 columns of the batch: [gate][unit][column].
 using Sums = float[kGates][kBlock * kBlock];
 
+// 32 units for up to 32 columns of the batch, as the batch-first tensors outside have them: whole lines of the cache.
+using Lines = uint16_t[kBlock][kBlock];
+
 float bias_of(const uint16_t* one, const uint16_t* other, int64_t unit) {
   return load(Bf16{one[unit]}) + load(Bf16{other[unit]});
 }
@@ -164,10 +167,13 @@ class Forward {
                                operand(w_hh_, s_.hidden, row, hidden_[step % 2], column)};
       block(both, 2, columns > kTile, sums[gate]);
     }
-    for (int64_t u = 0; u < kBlock; ++u) cell(step, unit + u, u, column, columns, sums);
+    Lines out;
+    for (int64_t u = 0; u < kBlock; ++u) cell(step, unit + u, u, column, columns, sums, out);
+    for (int64_t j = 0; j < columns; ++j)
+      std::memcpy(out_ + (time(step) * s_.batch + column + j) * s_.hidden + unit, out[j], sizeof out[j]);
   }
 
-  void cell(int64_t step, int64_t unit, int64_t u, int64_t column, int64_t columns, const Sums& sums) {
+  void cell(int64_t step, int64_t unit, int64_t u, int64_t column, int64_t columns, const Sums& sums, Lines& out) {
     const int64_t states = s_.hidden * s_.batch, place = unit * s_.batch + column;
     Bf16* gates = memory_.gates + step * kGates * states + place;
     float* cells = memory_.cells + step * states + place;
@@ -193,7 +199,7 @@ class Forward {
       Bf16 h;
       store(hidden[j], &h);
       const int64_t b = column + j;
-      out_[(time(step) * s_.batch + b) * s_.hidden + unit] = h.bits;
+      out[j][u] = h.bits;
       if (step + 1 < s_.steps) {
         *hidden_[(step + 1) % 2].at(unit, b) = h.bits;
       } else {
@@ -248,10 +254,13 @@ class Backward {
   // The recurrent weight of 32 units, [unit][gate rows], from [gate rows][unit].
   void transpose(int64_t unit) {
     const int64_t width = kGates * s_.hidden;
-    for (int64_t row = 0; row < width; row += kBlock)
+    for (int64_t row = 0; row < width; row += kBlock) {
+      Lines lines;
+      for (int64_t r = 0; r < kBlock; ++r)
+        for (int64_t u = 0; u < kBlock; ++u) lines[u][r] = w_hh_[(row + r) * s_.hidden + unit + u];
       for (int64_t u = 0; u < kBlock; ++u)
-        for (int64_t r = 0; r < kBlock; ++r)
-          weight_[(unit + u) * width + row + r] = w_hh_[(row + r) * s_.hidden + unit + u];
+        std::memcpy(weight_.data() + (unit + u) * width + row, lines[u], sizeof lines[u]);
+    }
   }
 
   void block_of(int64_t step, int64_t unit, int64_t column) {
@@ -261,10 +270,20 @@ class Backward {
       const Operand one = operand(weight_.data(), width, unit, columns_[(step + 1) % 2], column);
       block(&one, 1, columns > kTile, sums);
     }
-    for (int64_t u = 0; u < kBlock; ++u) cell(step, unit + u, column, columns, sums + u * kBlock);
+    Lines d_out, made[kGates];
+    if (step >= 0)
+      for (int64_t j = 0; j < columns; ++j) std::memcpy(d_out[j], d_out_ + row_of(step, column + j) + unit, sizeof d_out[j]);
+    for (int64_t u = 0; u < kBlock; ++u) cell(step, unit + u, u, column, columns, sums + u * kBlock, d_out, made);
+    for (int64_t gate = 0; step >= 0 && gate < kGates; ++gate)
+      for (int64_t j = 0; j < columns; ++j)
+        std::memcpy(d_gates_ + kGates * row_of(step, column + j) + gate * s_.hidden + unit, made[gate][j],
+                    sizeof made[gate][j]);
   }
 
-  void cell(int64_t step, int64_t unit, int64_t column, int64_t columns, float* d_hidden) {
+  int64_t row_of(int64_t step, int64_t b) const { return (time(step) * s_.batch + b) * s_.hidden; }
+
+  void cell(int64_t step, int64_t unit, int64_t u, int64_t column, int64_t columns, float* d_hidden,
+            const Lines& d_outs, Lines* lines) {
     const int64_t states = s_.hidden * s_.batch, place = unit * s_.batch + column;
     float* d_cell = d_cells_.data() + place;
     if (step + 1 == s_.steps)
@@ -285,7 +304,7 @@ class Backward {
     Bf16 made[kGates][kBlock];
     for (int64_t j = 0; j < columns; ++j) {
       before[j] = step == 0 ? load(Bf16{c_[(column + j) * s_.hidden + unit]}) : cells[j - states];
-      d_out[j] = load(Bf16{d_out_[(time(step) * s_.batch + column + j) * s_.hidden + unit]});
+      d_out[j] = load(Bf16{d_outs[j][u]});
     }
 #pragma omp simd
     for (int64_t j = 0; j < columns; ++j) {
@@ -300,9 +319,8 @@ class Backward {
     }
     for (int64_t gate = 0; gate < kGates; ++gate)
       for (int64_t j = 0; j < columns; ++j) {
-        const int64_t row = gate * s_.hidden + unit, b = column + j;
-        d_gates_[(time(step) * s_.batch + b) * kGates * s_.hidden + row] = made[gate][j].bits;
-        *columns_[step % 2].at(row, b) = made[gate][j].bits;
+        lines[gate][j][u] = made[gate][j].bits;
+        *columns_[step % 2].at(gate * s_.hidden + unit, column + j) = made[gate][j].bits;
       }
   }
 

@@ -39,9 +39,6 @@ T* at(int64_t address, int64_t start) {
   return address == 0 ? nullptr : reinterpret_cast<T*>(address) + start;
 }
 
-// What follows works on pieces that stay in the nearest cache: each loop is simple enough for any compiler to vectorise,
-// and what is the same for all elements is decided outside of the loops.
-
 // What follows works on pieces that stay in the nearest cache: loops are simple enough for any compiler to vectorise,
 // and what is the same for all elements is decided outside of them.
 

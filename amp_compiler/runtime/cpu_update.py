@@ -25,7 +25,7 @@ from amp_compiler.runtime.tables import is_dense, laid_out_like, same_layout
 
 Tensors = Sequence[Tensor]
 Gradients = Sequence[Tensor | Product]
-_TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # that gradients may have, by their code in C++
 # The columns of a `Row` in cpu_update.cpp.
 _COLUMNS = ("count", "grad_type", "low_type", "grad", "weight", "first", "second", "largest", "low", "step", "product")
 _CACHED = 64
@@ -178,7 +178,7 @@ def _laid_out_like(grads: Gradients, masters: Tensors) -> list[Tensor | Product]
 
 
 def _type(tensor: Tensor | Product) -> int:
-    code, device = _TYPES.get(tensor.dtype), tensor.left.device if isinstance(tensor, Product) else tensor.device
+    code, device = TYPES.get(tensor.dtype), tensor.left.device if isinstance(tensor, Product) else tensor.device
     if code is None or device.type != "cpu":
         raise LoweringError(f"the CPU updates take no {tensor.dtype} on {device}")
     return code
