@@ -297,14 +297,16 @@ extern "C" {
 int64_t amp_most_inner() { return most_inner(); }
 
 double amp_grad_check(const Row* rows, int64_t tensors, float inverse, uint8_t* flags, int threads) {
-  std::vector<Row> checked;
-  std::vector<int64_t> places;
-  for (int64_t row = 0; row < tensors; ++row) {
+#pragma omp parallel for num_threads(threads) schedule(dynamic)
+  for (int64_t row = 0; row < tensors; ++row)
     if (rows[row].product != 0) {
       Product& product = *reinterpret_cast<Product*>(rows[row].product);
       product.counted = !surely_finite(product);
-      if (!product.counted) continue;
     }
+  std::vector<Row> checked;
+  std::vector<int64_t> places;
+  for (int64_t row = 0; row < tensors; ++row) {
+    if (rows[row].product != 0 && !reinterpret_cast<const Product*>(rows[row].product)->counted) continue;
     checked.push_back(rows[row]);
     places.push_back(row);
   }

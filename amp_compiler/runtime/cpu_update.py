@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from amp_compiler.errors import LoweringError
 from amp_compiler.runtime import update_math as math
@@ -42,7 +43,8 @@ def grad_check(grads: Gradients, inv_scale: Tensor) -> tuple[Tensor, Tensor, Ten
     dense = [grad if isinstance(grad, Product) or is_dense(grad) else grad.contiguous() for grad in grads]
     _set_gradients(table, dense)
     inverse = ctypes.c_float(_number(inv_scale))
-    squares = _loaded().amp_grad_check(_start(table), len(grads), inverse, _address(flags), _threads())
+    with record_function("amp_compiler::grad_check"):
+        squares = _loaded().amp_grad_check(_start(table), len(grads), inverse, _address(flags), _threads())
     return complete_norm(None, squares), flags.any().float(), flags
 
 
@@ -75,8 +77,9 @@ def adam_update(
     alike = _laid_out_like(grads, masters)
     _set_gradients(table, alike)
     factor = _signed(coef, maximize)
-    update = _loaded().amp_adam_update
-    return float(update(_start(table), len(masters), _address(scalars), factor, decoupled, _threads()))
+    with record_function("amp_compiler::adam_update"):
+        update = _loaded().amp_adam_update
+        return float(update(_start(table), len(masters), _address(scalars), factor, decoupled, _threads()))
 
 
 def sgd_update(
@@ -99,7 +102,9 @@ def sgd_update(
     alike = _laid_out_like(grads, masters)
     _set_gradients(table, alike)
     factor, flags = _signed(coef, maximize), (_number(started) != 0, nesterov)
-    squares = _loaded().amp_sgd_update(_start(table), len(masters), _address(scalars), factor, *flags, _threads())
+    with record_function("amp_compiler::sgd_update"):
+        update = _loaded().amp_sgd_update
+        squares = update(_start(table), len(masters), _address(scalars), factor, *flags, _threads())
     started.fill_(1.0)
     return float(squares)
 
