@@ -22,7 +22,10 @@ _FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp",
     "-shared", "-fPIC",
 )  # fmt: skip
-_SOURCES = ("cpu_update.cpp", "cpu_lstm.cpp", "cpu_product.h", "cpu_types.h")
+_SOURCES = (
+    "cpu_update.cpp", "cpu_lstm.cpp",
+    "cpu_pieces.h", "cpu_product.h", "cpu_team.h", "cpu_math.h", "cpu_blocks.h", "cpu_types.h",
+)  # fmt: skip
 _TIMEOUT = 120  # seconds; it takes one or two
 
 

@@ -1,17 +1,16 @@
 // One direction of one bf16 LSTM layer on a CPU, forward and backward through time.
 //
-// Everything is kept transposed, units before batch: then the weights are the left factor of every matrix product, lie in
-// memory as the processor wants them, and are read where they are. Sums and the cell state are fp32; the hidden state,
-// the gates that the backward needs and its results are bf16. Threads share the units and meet once per step.
+// Everything is kept transposed, units before batch: then the weights are the left factor of every matrix product, lie
+// in memory as the processor wants them, and are read where they are. Sums and the cell state are fp32; the hidden
+// state, the gates that the backward needs and its results are bf16. Threads share the units and meet once per step.
 
-#include <omp.h>
-
-#include <atomic>
-#include <deque>
-#include <thread>
+#include <algorithm>
+#include <cstring>
 #include <vector>
 
-#include "cpu_product.h"
+#include "cpu_blocks.h"
+#include "cpu_math.h"
+#include "cpu_team.h"
 #include "cpu_types.h"
 
 namespace {
@@ -41,10 +40,11 @@ class Columns {
   }
   const uint16_t* tile(int64_t column) const { return values_.data() + column * inner_; }
   int64_t tile_size() const { return kTile * inner_; }
-  int64_t inner() const { return inner_; }
 
-  // From rows [batch][inner], for inner elements [first, last).
-  void fill(const uint16_t* rows, int64_t first, int64_t last) {
+  // From rows [batch][inner]: the part of one of `count` threads, in tiles of 32 inner elements.
+  void fill(const uint16_t* rows, int mine, int count) {
+    const int64_t each = tiles(tiles(inner_, kDepth), count) * kDepth;
+    const int64_t first = mine * each, last = std::min(inner_, first + each);
     for (int64_t b = 0; b < batch_; ++b)
       for (int64_t m = first; m < last; m += 2) std::memcpy(at(m, b), rows + b * inner_ + m, 2 * sizeof(uint16_t));
   }
@@ -53,56 +53,6 @@ class Columns {
   int64_t inner_, batch_;
   std::vector<uint16_t> values_;
 };
-
-// Threads that wait for each other for a microsecond or two should not be put to sleep; after that they may.
-class Meeting {
- public:
-  explicit Meeting(int threads) : threads_(threads) {}
-
-  void wait() {
-    const int round = round_.load(std::memory_order_acquire);
-    if (here_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
-      here_.store(0, std::memory_order_relaxed);
-      round_.store(round + 1, std::memory_order_release);
-      return;
-    }
-    for (int turn = 0; round_.load(std::memory_order_acquire) == round; ++turn)
-      if (turn > 4000) std::this_thread::yield();
-  }
-
- private:
-  const int threads_;
-  std::atomic<int> here_{0}, round_{0};
-};
-
-// exp(x) to about one unit in the last place: 2^n times a polynomial (Cephes' expf), written so that loops vectorise.
-inline float exponential(float x) {
-  x = std::min(std::max(x, -87.0f), 88.0f);
-  const float n = std::nearbyint(x * 1.44269504f);
-  const float r = __builtin_fmaf(n, 2.12194440e-4f, __builtin_fmaf(n, -0.693359375f, x));
-  float p = 1.9875691500e-4f;
-  p = __builtin_fmaf(p, r, 1.3981999507e-3f);
-  p = __builtin_fmaf(p, r, 8.3334519073e-3f);
-  p = __builtin_fmaf(p, r, 4.1665795894e-2f);
-  p = __builtin_fmaf(p, r, 1.6666665459e-1f);
-  p = __builtin_fmaf(p, r, 5.0000001201e-1f);
-  p = __builtin_fmaf(p, r * r, r) + 1.0f;
-  const int32_t power = (static_cast<int32_t>(n) + 127) << 23;
-  float scale;
-  std::memcpy(&scale, &power, sizeof scale);
-  return p * scale;
-}
-
-inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
-
-inline float hyperbolic(float x) {  // tanh; near 0, where the quotient loses digits, by its series
-  const float square = x * x;
-  float series = __builtin_fmaf(square, -17.0f / 315.0f, 2.0f / 15.0f);
-  series = __builtin_fmaf(series, square, -1.0f / 3.0f);
-  series = __builtin_fmaf(series * square, x, x);
-  const float quotient = 1.0f - 2.0f / (exponential(2.0f * x) + 1.0f);
-  return square < 0.04f ? series : (x != x ? x : quotient);
-}
 
 Operand operand(const uint16_t* weight, int64_t width, int64_t row, const Columns& columns, int64_t column) {
   return {weight + row * width, width, kDepth, kTile * width, columns.tile(column), columns.tile_size(), width};
@@ -118,44 +68,54 @@ float bias_of(const uint16_t* one, const uint16_t* other, int64_t unit) {
   return load(Bf16{one[unit]}) + load(Bf16{other[unit]});
 }
 
-class Forward {
+// What both ways through time have in common: the layer, its memory and its threads.
+class Loops {
+ protected:
+  Loops(const Shape& shape, Memory memory, int threads) : s_(shape), memory_(memory), threads_(threads) {}
+
+  int64_t time(int64_t step) const { return s_.reverse ? s_.steps - 1 - step : step; }
+
+  // Calls `body(unit)` with the first unit of every 32 that one thread computes.
+  template <class Body>
+  void for_units(int mine, int count, const Body& body) const {
+    for (int64_t unit = mine * kBlock; unit < s_.hidden; unit += count * kBlock) body(unit);
+  }
+
+  // Calls `body(unit, column)` with the first unit and the first column of every block of one thread.
+  template <class Body>
+  void for_blocks(int mine, int count, const Body& body) const {
+    for_units(mine, count, [&](int64_t unit) {
+      for (int64_t column = 0; column < s_.batch; column += kBlock) body(unit, column);
+    });
+  }
+
+  const Shape s_;
+  const Memory memory_;
+  const int threads_;
+};
+
+class Forward : Loops {
  public:
   Forward(const Shape& shape, const uint16_t* const* inputs, uint16_t* const* outputs, Memory memory, int threads)
-      : s_(shape), data_(inputs[0]), w_ih_(inputs[1]), w_hh_(inputs[2]), b_ih_(inputs[3]), b_hh_(inputs[4]),
-        h_(inputs[5]), c_(inputs[6]), out_(outputs[0]), h_last_(outputs[1]), c_last_(outputs[2]), memory_(memory),
-        threads_(threads), x_{Columns(s_.features, s_.batch), Columns(s_.features, s_.batch)},
+      : Loops(shape, memory, threads), data_(inputs[0]), w_ih_(inputs[1]), w_hh_(inputs[2]), b_ih_(inputs[3]),
+        b_hh_(inputs[4]), h_(inputs[5]), c_(inputs[6]), out_(outputs[0]), h_last_(outputs[1]), c_last_(outputs[2]),
+        x_{Columns(s_.features, s_.batch), Columns(s_.features, s_.batch)},
         hidden_{Columns(s_.hidden, s_.batch), Columns(s_.hidden, s_.batch)} {}
 
   void run() {
-    const int64_t units = s_.hidden / kBlock;
-#pragma omp parallel num_threads(threads_)
-    {
-      const int count = omp_get_num_threads(), mine = omp_get_thread_num();
-#pragma omp single
-      meeting_.emplace_back(count);
-      const TileShape tile_shape;
-      share(0, s_.features, mine, count, [&](int64_t a, int64_t b) { x_[0].fill(step_data(0), a, b); });
-      share(0, s_.hidden, mine, count, [&](int64_t a, int64_t b) { hidden_[0].fill(h_, a, b); });
-      meeting_[0].wait();
+    with_team(threads_, [&](int mine, int count, Meeting& meeting) {
+      x_[0].fill(step_data(0), mine, count);
+      hidden_[0].fill(h_, mine, count);
+      meeting.wait();
       for (int64_t step = 0; step < s_.steps; ++step) {
-        for (int64_t unit = mine; unit < units; unit += count)
-          for (int64_t column = 0; column < s_.batch; column += kBlock) block_of(step, unit * kBlock, column);
-        if (step + 1 < s_.steps)
-          share(0, s_.features, mine, count,
-                [&](int64_t a, int64_t b) { x_[(step + 1) % 2].fill(step_data(step + 1), a, b); });
-        meeting_[0].wait();
+        for_blocks(mine, count, [&](int64_t unit, int64_t column) { block_of(step, unit, column); });
+        if (step + 1 < s_.steps) x_[(step + 1) % 2].fill(step_data(step + 1), mine, count);
+        meeting.wait();
       }
-    }
+    });
   }
 
  private:
-  template <class Body>
-  static void share(int64_t first, int64_t last, int mine, int count, const Body& body) {  // in tiles of 32
-    const int64_t each = tiles(tiles(last - first, kDepth), count) * kDepth;
-    body(std::min(last, first + mine * each), std::min(last, first + (mine + 1) * each));
-  }
-
-  int64_t time(int64_t step) const { return s_.reverse ? s_.steps - 1 - step : step; }
   const uint16_t* step_data(int64_t step) const { return data_ + time(step) * s_.batch * s_.features; }
 
   void block_of(int64_t step, int64_t unit, int64_t column) {
@@ -211,46 +171,32 @@ class Forward {
     }
   }
 
-  const Shape s_;
   const uint16_t *data_, *w_ih_, *w_hh_, *b_ih_, *b_hh_, *h_, *c_;
   uint16_t *out_, *h_last_, *c_last_;
-  Memory memory_;
-  int threads_;
   Columns x_[2], hidden_[2];
-  std::deque<Meeting> meeting_;
 };
 
 // Gradients of the gates before their functions, [steps, batch, 4 * hidden], and of the first states.
-class Backward {
+class Backward : Loops {
  public:
   Backward(const Shape& shape, const uint16_t* const* inputs, uint16_t* const* outputs, Memory memory, int threads)
-      : s_(shape), w_hh_(inputs[0]), c_(inputs[1]), d_out_(inputs[2]), d_h_(inputs[3]), d_c_(inputs[4]),
-        d_gates_(outputs[0]), d_h_first_(outputs[1]), d_c_first_(outputs[2]), memory_(memory), threads_(threads),
+      : Loops(shape, memory, threads), w_hh_(inputs[0]), c_(inputs[1]), d_out_(inputs[2]), d_h_(inputs[3]),
+        d_c_(inputs[4]), d_gates_(outputs[0]), d_h_first_(outputs[1]), d_c_first_(outputs[2]),
         weight_(static_cast<size_t>(kGates * s_.hidden * s_.hidden)),
         columns_{Columns(kGates * s_.hidden, s_.batch), Columns(kGates * s_.hidden, s_.batch)},
         d_cells_(static_cast<size_t>(s_.hidden * s_.batch)) {}
 
   void run() {
-    const int64_t units = s_.hidden / kBlock;
-#pragma omp parallel num_threads(threads_)
-    {
-      const int count = omp_get_num_threads(), mine = omp_get_thread_num();
-#pragma omp single
-      meeting_.emplace_back(count);
-      const TileShape tile_shape;
-      for (int64_t unit = mine; unit < units; unit += count) transpose(unit * kBlock);
-      for (int64_t step = s_.steps; step-- > -1;) {  // the last turn gives the first hidden state's gradient
-        if (step + 1 < s_.steps) meeting_[0].wait();
-        for (int64_t unit = mine; unit < units; unit += count)
-          for (int64_t column = 0; column < s_.batch; column += kBlock) block_of(step, unit * kBlock, column);
-        if (step < 0) break;
+    with_team(threads_, [&](int mine, int count, Meeting& meeting) {
+      for_units(mine, count, [&](int64_t unit) { transpose(unit); });
+      for (int64_t step = s_.steps - 1; step >= -1; --step) {  // the last turn gives the first hidden state's gradient
+        if (step + 1 < s_.steps) meeting.wait();
+        for_blocks(mine, count, [&](int64_t unit, int64_t column) { block_of(step, unit, column); });
       }
-    }
+    });
   }
 
  private:
-  int64_t time(int64_t step) const { return s_.reverse ? s_.steps - 1 - step : step; }
-
   // The recurrent weight of 32 units, [unit][gate rows], from [gate rows][unit].
   void transpose(int64_t unit) {
     const int64_t width = kGates * s_.hidden;
@@ -272,7 +218,8 @@ class Backward {
     }
     Lines d_out, made[kGates];
     if (step >= 0)
-      for (int64_t j = 0; j < columns; ++j) std::memcpy(d_out[j], d_out_ + row_of(step, column + j) + unit, sizeof d_out[j]);
+      for (int64_t j = 0; j < columns; ++j)
+        std::memcpy(d_out[j], d_out_ + row_of(step, column + j) + unit, sizeof d_out[j]);
     for (int64_t u = 0; u < kBlock; ++u) cell(step, unit + u, u, column, columns, sums + u * kBlock, d_out, made);
     for (int64_t gate = 0; step >= 0 && gate < kGates; ++gate)
       for (int64_t j = 0; j < columns; ++j)
@@ -324,15 +271,11 @@ class Backward {
       }
   }
 
-  const Shape s_;
   const uint16_t *w_hh_, *c_, *d_out_, *d_h_, *d_c_;
   uint16_t *d_gates_, *d_h_first_, *d_c_first_;
-  Memory memory_;
-  int threads_;
   std::vector<uint16_t> weight_;
   Columns columns_[2];
   std::vector<float> d_cells_;
-  std::deque<Meeting> meeting_;
 };
 
 }  // namespace

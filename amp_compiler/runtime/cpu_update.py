@@ -27,7 +27,7 @@ from amp_compiler.runtime.tables import is_dense, laid_out_like, same_layout
 Tensors = Sequence[Tensor]
 Gradients = Sequence[Tensor | Product]
 TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # that gradients may have, by their code in C++
-# The columns of a `Row` in cpu_update.cpp.
+# The columns of a `Row` in cpu_pieces.h.
 _COLUMNS = ("count", "grad_type", "low_type", "grad", "weight", "first", "second", "largest", "low", "step", "product")
 _CACHED = 64
 

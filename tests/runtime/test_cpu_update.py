@@ -11,7 +11,7 @@ from amp_compiler.errors import LoweringError
 from amp_compiler.runtime import cpu_build, cpu_update, group_update
 from amp_compiler.runtime.update_math import exact_sqrt
 
-BLOCK = 16384  # kBlock in cpu_update.cpp
+BLOCK = 16384  # kRun in cpu_pieces.h
 SIZES = (0, 1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5)
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 LOWS = (torch.float16, torch.bfloat16)
