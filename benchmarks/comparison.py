@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import gc
-import json
-import os
+import contextlib
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +14,8 @@ from typing import Any
 import cases
 import measuring
 import torch
-from measuring import CACHE, Gemm, Measured, Memory, Spread, coloured
+from measuring import Gemm, Spread, coloured
+from processes import Measured, Memory, Process, taking_turns
 from rich.console import Console
 from rich.table import Table
 
@@ -43,7 +42,6 @@ class Comparison:
 
     Args:
         name: of the benchmark and of its results file.
-        script: path of the script that is run.
         title: what is measured, for the table.
         description: first line of the help text.
         make: a variant from its name, model, bound, dtype and device.
@@ -52,7 +50,6 @@ class Comparison:
     """
 
     name: str
-    script: str
     title: str
     description: str
     make: Callable[[str, str, str, str, str], Measured]
@@ -64,8 +61,6 @@ class Comparison:
         options = self.parse(argv)
         warnings.filterwarnings("ignore")
         torch.set_num_threads(options.threads)
-        if options.apart:
-            return self._one(options)
         default = options.models == list(cases.NAMES) and options.bounds == list(self.bounds)
         path = options.json or (measuring.RESULTS / f"{self.name}_{options.device}.json" if default else None)
         rows: list[dict[str, Any]] = []
@@ -87,7 +82,7 @@ class Comparison:
         parser.add_argument("--bounds", nargs="+", choices=self.bounds, default=list(self.bounds))
         parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
         parser.add_argument("--modes", nargs="+", choices=MODES, help="of torch.compile: all on CUDA, else the first")
-        parser.add_argument("--apart", nargs=3, metavar=("VARIANT", "MODEL", "BOUND"), help=argparse.SUPPRESS)
+        parser.add_argument("--turn", type=int, default=5, help="steps in a row that a variant is timed for")
         options = parser.parse_args(argv)
         options.modes = options.modes or (MODES if options.device == "cuda" else MODES[:1])
         return options
@@ -95,10 +90,7 @@ class Comparison:
     def measure(self, name: str, bound: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         """One row per variant."""
         flops = cases.matmul_flops(name, bound, self.backward)
-        with tempfile.TemporaryDirectory() as folder:
-            caches = {variant: Path(folder) / str(place) for place, variant in enumerate(_variants(options))}
-            memory = {variant: self._apart(variant, name, bound, options, path) for variant, path in caches.items()}
-            times = self._times(name, bound, options, caches)
+        first, times, memory = self._in_processes(name, bound, options)
         gemm = times.pop(_GEMM)[0]
         rate = Gemm.flops(options.device) / gemm  # per ms
         base = _base(times)
@@ -118,37 +110,28 @@ class Comparison:
                 **asdict(memory[variant]),
                 "peak_bytes": memory[variant].peak_bytes,
                 "memory_ratio": memory[variant].peak_bytes / memory[base].peak_bytes,
-                "first_call_ratio": memory[variant].first_call_s / memory[base].first_call_s,
+                "first_call_s": first[variant],
+                "first_call_ratio": first[variant] / first[base],
             }
             for variant, time in times.items()
         ]
 
-    def _times(
-        self, name: str, bound: str, options: argparse.Namespace, caches: Mapping[str, Path]
-    ) -> dict[str, Spread]:
-        torch._dynamo.reset()
-        steps: dict[str, Callable[[], object]] = {}
-        for variant, cache in caches.items():
-            os.environ[CACHE] = str(cache)  # compiled there already, by the process that measured the first call
-            steps[variant] = self.make(variant, name, bound, options.dtype, options.device)
-            steps[variant]()
-        steps[_GEMM] = Gemm(options.dtype, options.device)
-        times = measuring.interleaved(steps, options.steps, options.device, options.seconds)
-        steps.clear()
-        gc.collect()
-        return times
-
-    def _apart(self, variant: str, name: str, bound: str, options: argparse.Namespace, cache: Path) -> Memory:
-        arguments = ["--apart", variant, name, bound, "--dtype", options.dtype, "--device", options.device]
-        return measuring.apart(self.script, [*arguments, "--threads", str(options.threads)], cache)
-
-    def _one(self, options: argparse.Namespace) -> int:
-        variant, name, bound = options.apart
-        if variant == OURS or compiled_mode(variant):
-            measuring.start_compiler(options.device)
-        step = self.make(variant, name, bound, options.dtype, options.device)
-        print(json.dumps(asdict(measuring.measure_memory(step, options.device))))
-        return 0
+    def _in_processes(
+        self, name: str, bound: str, options: argparse.Namespace
+    ) -> tuple[dict[str, float], dict[str, Spread], dict[str, Memory]]:
+        """Seconds of the first call, times of a step and memory of every variant; the product has no memory."""
+        with contextlib.ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            running: dict[str, Process] = {}
+            for place, variant in enumerate(_variants(options)):
+                arguments = (variant, name, bound, options.dtype)
+                compiles = variant == OURS or compiled_mode(variant) is not None
+                process = Process(self.make, arguments, options.device, compiles, folder / str(place))
+                running[variant] = stack.enter_context(process)
+            product = stack.enter_context(Process(Gemm, (options.dtype,), options.device, False, folder / _GEMM))
+            times = taking_turns({**running, _GEMM: product}, options.steps, options.turn, options.seconds)
+            memory = {variant: process.memory() for variant, process in running.items()}
+            return {variant: process.first_call_s for variant, process in running.items()}, times, memory
 
 
 def _variants(options: argparse.Namespace) -> list[str]:

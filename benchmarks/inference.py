@@ -1,9 +1,9 @@
 """Time and memory of inference: eager FP32, torch.autocast, torch.compile with autocast, and `amp.compile`.
 
 A step is one forward in eval mode under `torch.no_grad()`; the models give logits and no loss. Each model comes with a
-large batch, where matrix products take the time, and with a small one, where reading the weights does. The variants
-take turns; how time, memory and first call are measured is said in `train_step.py`. `amp.compile` keeps 16-bit weights
-beside the FP32 ones, which `of it state` shows.
+large batch, where matrix products take the time, and with a small one, where reading the weights does. How time, memory
+and first call are measured is said in `train_step.py`. `amp.compile` keeps 16-bit weights beside the FP32 ones, which
+`of it state` shows.
 
     python benchmarks/inference.py --models gpt2 lstm --steps 20
 """
@@ -45,7 +45,6 @@ class Inference:
 
 INFERENCE = Comparison(
     name="inference",
-    script=__file__,
     title="inference",
     description=(__doc__ or "").splitlines()[0],
     make=Inference,

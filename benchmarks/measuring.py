@@ -1,44 +1,26 @@
-"""How the benchmarks measure: taking turns, medians, memory and first call in a process of its own, results files."""
+"""What the benchmarks share: medians of calls in turn, the rate of a large product, options, results files."""
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
-import os
-import re
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from machine import machine_facts
-from torch import nn
 
 from amp_compiler.files import write_atomically
 
 RESULTS = Path(__file__).parent / "results"
 TORCH_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-CACHE = "TORCHINDUCTOR_CACHE_DIR"
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}  # freed tensors leave the process
 _WARM_UPS = 3
 _FEWEST = 5  # rounds that are timed, however long they take
 
 Spread = tuple[float, float, float]
-
-
-class Measured(Protocol):
-    """What is measured: call it for one step. `idle` frees what a user's loop would free between steps."""
-
-    def __call__(self) -> object: ...
-
-    def idle(self) -> None: ...
 
 
 def synchronize(device: str) -> None:
@@ -105,95 +87,8 @@ class Gemm:
     def __call__(self) -> torch.Tensor:
         return self.sides[0] @ self.sides[1]
 
-
-@dataclass(frozen=True)
-class Memory:
-    """What one variant needs, measured in a process of its own.
-
-    Args:
-        first_call_s: seconds of the first step, compilation included, without a cache of compiled code. What any
-            first compilation in a process costs (imports, precompiled headers) is not in it.
-        state_bytes: bytes of all tensors that are alive between two steps.
-        growth_bytes: by how much a step exceeds that at its worst moment.
-    """
-
-    first_call_s: float
-    state_bytes: int
-    growth_bytes: int
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.state_bytes + self.growth_bytes
-
-
-def apart(script: str, arguments: Sequence[str], cache: Path) -> Memory:
-    """Run a script in a process of its own; its last line of output is the JSON of a `Memory`.
-
-    Args:
-        script: path of the script.
-        arguments: of its command line.
-        cache: empty folder for compiled code, so that nothing is taken over from another variant.
-
-    Raises:
-        SystemExit: where it fails, with the end of what it said.
-    """
-    environment = {**os.environ, **MALLOC, CACHE: str(cache)}
-    command = [sys.executable, script, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(arguments)}: {done.stderr[-2000:]}")
-    return Memory(**json.loads(done.stdout.splitlines()[-1]))
-
-
-def start_compiler(device: str) -> None:
-    """Compile something trivial, which pays what the first compilation costs whatever is compiled."""
-    torch.compile(lambda x: torch.relu(x) + 1)(torch.ones(64, device=device))
-    torch._dynamo.reset()
-
-
-def measure_memory(step: Measured, device: str) -> Memory:
-    """Run a few steps. On a CPU the growth is that of the process's resident pages (VmHWM), else of the allocator."""
-    start = time.perf_counter()
-    step()
-    synchronize(device)
-    first = time.perf_counter() - start
-    for _ in range(3):
-        step()
-    step.idle()
-    gc.collect()
-    state = _live_bytes()
-    if device == "cuda":
-        synchronize(device)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step()
-        synchronize(device)
-        return Memory(first, state, torch.cuda.max_memory_allocated() - before)
-    return Memory(first, state, statistics.median_low([_resident_growth(step) for _ in range(3)]))
-
-
-def _resident_growth(step: Measured) -> int:
-    step.idle()
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # sets VmHWM back to VmRSS
-    before = _status("VmRSS")
-    step()
-    return _status("VmHWM") - before
-
-
-def _status(key: str) -> int:
-    found = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
-    return 1024 * int(found[1]) if found else 0
-
-
-def _live_bytes() -> int:
-    storages = {}
-    for item in gc.get_objects():
-        if type(item) in (torch.Tensor, nn.Parameter) and item.layout is torch.strided:
-            storage = item.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+    def idle(self) -> None:
+        """Nothing is left over between two products."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, models: Iterable[str], default: Iterable[str]) -> None:

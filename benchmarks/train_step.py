@@ -1,13 +1,16 @@
 """Time and memory of whole training steps: eager FP32, torch.autocast, torch.compile, and `amp.training_step`.
 
 Every variant trains with AdamW; the torch ones with `fused=True`, and in FP16 with `GradScaler`. Each model comes with
-a large batch, where matrix products take the time, and with a small one, where the update does. The variants take
-turns, one step each, so that what else runs on the machine slows all of them; the time is the median, with the 10% and
-90% quantiles. On CUDA torch.compile runs in three modes, and ratios are to the fastest.
+a large batch, where matrix products take the time, and with a small one, where the update does.
+
+Each variant trains in a process of its own, as its users' runs do, with an empty cache of compiled code. The processes
+take turns of a few steps, so that what else runs on the machine slows all of them; the time is the median of a step,
+with the 10% and 90% quantiles. On CUDA torch.compile runs in three modes, and ratios are to the fastest. What a process
+has freed goes back to the system, or does not, as its C library has it by default; MALLOC_TRIM_THRESHOLD_ and
+MALLOC_MMAP_MAX_ change that for all of them.
 
 The GEMM floor is the time of the step's matrix products at the rate of one large product, which takes its turn among
-the variants; the table says which share of the step that is. Memory and the time of the first step are measured in a
-process of their own per variant, with an empty cache of compiled code:
+the variants; the table says which share of the step that is.
 peak = bytes of the tensors that live between two steps + growth of the resident pages during a step.
 
     python benchmarks/train_step.py --models gpt2 lstm --steps 20
@@ -23,7 +26,6 @@ from train_step_runs import Variant
 
 TRAINING = Comparison(
     name="train_step",
-    script=__file__,
     title="training steps",
     description=(__doc__ or "").splitlines()[0],
     make=Variant,

@@ -27,7 +27,8 @@ from typing import Any
 
 import measuring
 import torch
-from measuring import CACHE, coloured
+from measuring import coloured
+from processes import CACHE
 from rich.console import Console
 from rich.table import Table
 from update_runs import CASTS, COPY, FUSED, MIXES, VARIANTS, bytes_per_parameter, formula, make

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-MODULES = ("cases", "comparison", "measuring", "readme", "train_step_runs", "update", "update_runs")
+MODULES = ("cases", "comparison", "measuring", "processes", "readme", "train_step_runs", "update", "update_runs")
 FACTS = {"benchmark", "date", "cpu", "gpu", "threads", "versions", "settings", "rows"}
 SPEED = {"model", "parameters", "variant", "step_ms", "step_ms_10", "step_ms_90", "time_ratio"}
 STEP = SPEED | {
@@ -219,6 +219,71 @@ def test_variants_take_turns_and_warm_ups_are_not_timed(bench):
     calls.clear()
     bench["measuring"].interleaved(variants, 100, "cpu", 0.0)
     assert calls == ["A", "B"] * 8  # three warm-ups, and no fewer than five timed rounds
+
+
+class Countdown:
+    """Stands for a process: the first step of every turn takes 100 ms, the others 1, 2, ... ms."""
+
+    def __init__(self, log, name):
+        self.log, self.name, self.made = log, name, 0
+
+    def times(self, steps):
+        self.log.append((self.name, steps))
+        made, self.made = self.made, self.made + steps - 1
+        return [100.0, *[float(made + number) for number in range(1, steps)]]
+
+
+def test_processes_take_turns_of_several_steps_and_the_first_is_not_timed(bench):
+    log = []
+    processes = {name: Countdown(log, name) for name in "AB"}
+    times = bench["processes"].taking_turns(processes, 4, 2, 60.0)
+    assert log == [("A", 3), ("B", 3)] * 3
+    assert times["A"] == times["B"] == bench["measuring"].spread([3.0, 4.0, 5.0, 6.0])
+    log.clear()
+    bench["processes"].taking_turns(processes, 100, 2, 0.0)
+    assert log == [("A", 3), ("B", 3)] * 2  # one round that is not timed, and no fewer than one that is
+
+
+class Hoarder:
+    """Keeps 2^20 elements between steps, and needs as many again within one."""
+
+    def __init__(self, device):
+        self.kept = torch.ones(1 << 20, device=device)
+
+    def __call__(self):
+        return (self.kept + 1).sum()
+
+    def idle(self):
+        """Nothing is left over between two steps."""
+
+
+@pytest.fixture
+def importable(monkeypatch):
+    """Lets a process of its own import the benchmarks and this file."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+@pytest.mark.usefixtures("importable")
+def test_a_process_measures_times_and_memory(bench, tmp_path):
+    with bench["processes"].Process(Hoarder, (), "cpu", False, tmp_path) as process:
+        assert 0 < process.first_call_s < 60
+        assert len(process.times(3)) == 3
+        memory = process.memory()
+    assert memory.state_bytes == 4 << 20
+    assert memory.growth_bytes == pytest.approx(4 << 20, rel=0.1)  # the heap may have had a few pages left
+    assert memory.peak_bytes == memory.state_bytes + memory.growth_bytes
+
+
+def broken(device):
+    raise RuntimeError("no such variant")
+
+
+@pytest.mark.usefixtures("importable")
+def test_a_process_that_fails_is_named(bench, tmp_path, capfd):
+    with pytest.raises(SystemExit, match="ended with code 1"):
+        bench["processes"].Process(broken, (), "cpu", False, tmp_path)
+    assert "no such variant" in capfd.readouterr().err
 
 
 def test_the_readme_compares_with_the_fastest_mode(bench, tmp_path, monkeypatch):

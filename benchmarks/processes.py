@@ -1,0 +1,212 @@
+"""A process of its own for every variant of a benchmark: first call, times of steps in turns with the others, memory.
+
+Variants in one process would not be measured as their users have them: what one leaves in the heap spares the next its
+page faults, and no two of them find the same room in the caches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import re
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+from measuring import Spread, spread, synchronize
+from torch import nn
+
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _FREED_FROM = -1, -3, 65536  # of malloc.h; freed tensors leave the process
+
+
+class Measured(Protocol):
+    """What is measured: call it for one step. `idle` frees what a user's loop would free between steps."""
+
+    def __call__(self) -> object: ...
+
+    def idle(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What one variant needs.
+
+    Args:
+        state_bytes: bytes of all tensors that are alive between two steps.
+        growth_bytes: by how much a step exceeds that at its worst moment.
+    """
+
+    state_bytes: int
+    growth_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.state_bytes + self.growth_bytes
+
+
+class Process:
+    """One variant in a process of its own, made and called once there. A context manager: it ends with its block.
+
+    Args:
+        make: makes the variant from `arguments`; the process must be able to import it.
+        arguments: for `make`, without the device, which comes last.
+        device: `cpu` or `cuda`.
+        compiles: whether the variant compiles anything; then something trivial is compiled first, which pays for what
+            any first compilation in a process costs (imports, precompiled headers).
+        cache: empty folder for compiled code, so that nothing is taken over from another variant.
+
+    Raises:
+        SystemExit: where the variant fails; its process has then said why.
+    """
+
+    def __init__(
+        self, make: Callable[..., Measured], arguments: Sequence[str], device: str, compiles: bool, cache: Path
+    ) -> None:
+        self._name = " ".join(arguments)
+        context = get_context("spawn")
+        self._connection, other = context.Pipe()
+        before = os.environ.get(CACHE)
+        os.environ[CACHE] = str(cache)
+        try:
+            settings = (device, compiles, torch.get_num_threads())
+            self._process = context.Process(target=_serve, args=(other, make, tuple(arguments), *settings))
+            self._process.start()
+        finally:
+            os.environ.pop(CACHE)
+            os.environ.update({CACHE: before} if before else {})
+        other.close()
+        self.first_call_s: float = self._answer()
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._connection.close()
+        self._process.join(timeout=20)
+        if self._process.is_alive():
+            self._process.terminate()
+            self._process.join()
+
+    def times(self, steps: int) -> list[float]:
+        """Milliseconds of that many steps in a row."""
+        self._connection.send(("times", steps))
+        return self._answer()  # type: ignore[no-any-return]
+
+    def memory(self) -> Memory:
+        """Call this last: it changes how the process frees memory."""
+        self._connection.send(("memory", 0))
+        return self._answer()  # type: ignore[no-any-return]
+
+    def _answer(self) -> Any:
+        try:
+            return self._connection.recv()
+        except EOFError:
+            self._process.join()
+            raise SystemExit(f"{self._name}: its process ended with code {self._process.exitcode}") from None
+
+
+def taking_turns(processes: Mapping[str, Process], steps: int, turn: int, seconds: float) -> dict[str, Spread]:
+    """Median, 10% and 90% quantile of the milliseconds of a step, the processes taking turns.
+
+    Args:
+        processes: whose steps are timed.
+        steps: of each that are timed.
+        turn: steps in a row that are timed. One before them is not: it finds the caches full of another's data, which
+            a run by itself does only once. Nor is the first round.
+        seconds: after this time no new round begins, if at least one was timed.
+    """
+    times: dict[str, list[float]] = {name: [] for name in processes}
+    end = time.perf_counter() + seconds
+    for number in range(1 + -(-steps // turn)):
+        for name, process in processes.items():
+            found = process.times(1 + turn)[1:]
+            times[name] += found if number else []
+        if number and time.perf_counter() > end:
+            break
+    return {name: spread(values) for name, values in times.items()}
+
+
+def _serve(
+    connection: Connection,
+    make: Callable[..., Measured],
+    arguments: Sequence[str],
+    device: str,
+    compiles: bool,
+    threads: int,
+) -> None:
+    """What the process runs: answers orders until the other end is closed."""
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(threads)
+    if compiles:
+        torch.compile(lambda x: torch.relu(x) + 1)(torch.ones(64, device=device))
+        torch._dynamo.reset()
+    step = make(*arguments, device)
+    connection.send(_timed(step, device) / 1000)
+    with contextlib.suppress(EOFError):
+        while True:
+            order, count = connection.recv()
+            found = _memory(step, device) if order == "memory" else [_timed(step, device) for _ in range(count)]
+            connection.send(found)
+
+
+def _timed(step: Measured, device: str) -> float:
+    synchronize(device)
+    start = time.perf_counter()
+    step()
+    synchronize(device)
+    return 1000 * (time.perf_counter() - start)
+
+
+def _memory(step: Measured, device: str) -> Memory:
+    """On a CPU the growth is that of the process's resident pages (VmHWM), else of the allocator."""
+    step.idle()
+    gc.collect()
+    state = _live_bytes()
+    if device == "cuda":
+        synchronize(device)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        _timed(step, device)
+        return Memory(state, torch.cuda.max_memory_allocated() - before)
+    libc = ctypes.CDLL(None)
+    for parameter in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
+        libc.mallopt(parameter, _FREED_FROM)
+    step()
+    return Memory(state, statistics.median_low([_resident_growth(step, libc) for _ in range(3)]))
+
+
+def _resident_growth(step: Measured, libc: ctypes.CDLL) -> int:
+    step.idle()
+    gc.collect()
+    libc.malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # sets VmHWM back to VmRSS
+    before = _status("VmRSS")
+    step()
+    return _status("VmHWM") - before
+
+
+def _status(key: str) -> int:
+    found = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"), re.MULTILINE)
+    return 1024 * int(found[1]) if found else 0
+
+
+def _live_bytes() -> int:
+    storages = {}
+    for item in gc.get_objects():
+        if type(item) in (torch.Tensor, nn.Parameter) and item.layout is torch.strided:
+            storage = item.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
