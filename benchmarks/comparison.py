@@ -15,7 +15,7 @@ import cases
 import measuring
 import torch
 from measuring import Gemm, Spread, coloured
-from processes import Measured, Memory, Process, taking_turns
+from processes import FREEING, Measured, Memory, Process, taking_turns
 from rich.console import Console
 from rich.table import Table
 
@@ -120,18 +120,27 @@ class Comparison:
         self, name: str, bound: str, options: argparse.Namespace
     ) -> tuple[dict[str, float], dict[str, Spread], dict[str, Memory]]:
         """Seconds of the first call, times of a step and memory of every variant; the product has no memory."""
-        with contextlib.ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            running: dict[str, Process] = {}
-            for place, variant in enumerate(_variants(options)):
+        first, memory = {}, {}
+        with tempfile.TemporaryDirectory() as folder:
+            caches = {variant: Path(folder) / str(place) for place, variant in enumerate(_variants(options))}
+
+            def start(variant: str, settings: Mapping[str, str]) -> Process:
                 arguments = (variant, name, bound, options.dtype)
                 compiles = variant == OURS or compiled_mode(variant) is not None
-                process = Process(self.make, arguments, options.device, compiles, folder / str(place))
-                running[variant] = stack.enter_context(process)
-            product = stack.enter_context(Process(Gemm, (options.dtype,), options.device, False, folder / _GEMM))
-            times = taking_turns({**running, _GEMM: product}, options.steps, options.turn, options.seconds)
-            memory = {variant: process.memory() for variant, process in running.items()}
-            return {variant: process.first_call_s for variant, process in running.items()}, times, memory
+                return Process(self.make, arguments, options.device, compiles, caches[variant], settings)
+
+            with contextlib.ExitStack() as stack:
+                running: dict[str, Process] = {}
+                for variant in caches:
+                    running[variant] = stack.enter_context(start(variant, {}))
+                    first[variant] = running[variant].first_call_s
+                product = Process(Gemm, (options.dtype,), options.device, False, Path(folder))
+                running[_GEMM] = stack.enter_context(product)
+                times = taking_turns(running, options.steps, options.turn, options.seconds)
+            for variant in caches:  # what is compiled is there by now
+                with start(variant, FREEING) as process:
+                    memory[variant] = process.memory()
+        return first, times, memory
 
 
 def _variants(options: argparse.Namespace) -> list[str]:

@@ -14,7 +14,7 @@ import re
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -27,7 +27,8 @@ from measuring import Spread, spread, synchronize
 from torch import nn
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _FREED_FROM = -1, -3, 65536  # of malloc.h; freed tensors leave the process
+# With these a freed tensor leaves the process, so that resident pages are tensors.
+FREEING = {f"MALLOC_{name}_": "65536" for name in ("MMAP_THRESHOLD", "MMAP_MAX", "TRIM_THRESHOLD")}
 
 
 class Measured(Protocol):
@@ -64,27 +65,29 @@ class Process:
         device: `cpu` or `cuda`.
         compiles: whether the variant compiles anything; then something trivial is compiled first, which pays for what
             any first compilation in a process costs (imports, precompiled headers).
-        cache: empty folder for compiled code, so that nothing is taken over from another variant.
+        cache: folder for compiled code, empty where nothing shall be taken over.
+        settings: environment variables of the process.
 
     Raises:
         SystemExit: where the variant fails; its process has then said why.
     """
 
     def __init__(
-        self, make: Callable[..., Measured], arguments: Sequence[str], device: str, compiles: bool, cache: Path
+        self,
+        make: Callable[..., Measured],
+        arguments: Sequence[str],
+        device: str,
+        compiles: bool,
+        cache: Path,
+        settings: Mapping[str, str] | None = None,
     ) -> None:
         self._name = " ".join(arguments)
         context = get_context("spawn")
         self._connection, other = context.Pipe()
-        before = os.environ.get(CACHE)
-        os.environ[CACHE] = str(cache)
-        try:
-            settings = (device, compiles, torch.get_num_threads())
-            self._process = context.Process(target=_serve, args=(other, make, tuple(arguments), *settings))
+        how = (device, compiles, torch.get_num_threads())
+        self._process = context.Process(target=_serve, args=(other, make, tuple(arguments), *how))
+        with _environment({CACHE: str(cache), **(settings or {})}):
             self._process.start()
-        finally:
-            os.environ.pop(CACHE)
-            os.environ.update({CACHE: before} if before else {})
         other.close()
         self.first_call_s: float = self._answer()
 
@@ -106,7 +109,7 @@ class Process:
         return self._answer()  # type: ignore[no-any-return]
 
     def memory(self) -> Memory:
-        """Call this last: it changes how the process frees memory."""
+        """Run a few steps for it; on a CPU in a process with the settings `FREEING`."""
         self._connection.send(("memory", 0))
         return self._answer()  # type: ignore[no-any-return]
 
@@ -137,6 +140,18 @@ def taking_turns(processes: Mapping[str, Process], steps: int, turn: int, second
         if number and time.perf_counter() > end:
             break
     return {name: spread(values) for name, values in times.items()}
+
+
+@contextlib.contextmanager
+def _environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """Environment variables for a process that is started meanwhile."""
+    before = dict(os.environ)
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _serve(
@@ -172,6 +187,8 @@ def _timed(step: Measured, device: str) -> float:
 
 def _memory(step: Measured, device: str) -> Memory:
     """On a CPU the growth is that of the process's resident pages (VmHWM), else of the allocator."""
+    for _ in range(3):
+        step()
     step.idle()
     gc.collect()
     state = _live_bytes()
@@ -181,17 +198,13 @@ def _memory(step: Measured, device: str) -> Memory:
         before = torch.cuda.memory_allocated()
         _timed(step, device)
         return Memory(state, torch.cuda.max_memory_allocated() - before)
-    libc = ctypes.CDLL(None)
-    for parameter in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD):
-        libc.mallopt(parameter, _FREED_FROM)
-    step()
-    return Memory(state, statistics.median_low([_resident_growth(step, libc) for _ in range(3)]))
+    return Memory(state, statistics.median_low([_resident_growth(step) for _ in range(3)]))
 
 
-def _resident_growth(step: Measured, libc: ctypes.CDLL) -> int:
+def _resident_growth(step: Measured) -> int:
     step.idle()
     gc.collect()
-    libc.malloc_trim(0)
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # sets VmHWM back to VmRSS
     before = _status("VmRSS")
     step()
