@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from amp_compiler.backends.torch_shim import inductor_compile
-from amp_compiler.runtime import lstm
+from amp_compiler.runtime import attention, cpu_update, lstm
 
 
 def build(graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bool = False) -> Callable[..., Any]:
@@ -25,7 +25,8 @@ def build(graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bo
         if node.target is torch.ops.aten.lstm.input and lstm.can_run(*[_example(a) for a in node.args[:2]]):
             node.target = lstm.lstm
     private.recompile()
-    return inductor_compile(private, inputs, round_exactly)
+    identity = f"amp_compiler native attention {cpu_update.most_inner() > 0}"
+    return inductor_compile(private, inputs, round_exactly, (identity, attention.use_native_backward))
 
 
 def _example(argument: Any) -> Any:

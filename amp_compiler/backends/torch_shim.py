@@ -19,7 +19,10 @@ BUILDING = threading.RLock()  # torch traces and exports with state of the whole
 
 
 def inductor_compile(
-    graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bool = False
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    round_exactly: bool = False,
+    last_pass: tuple[str, Callable[[fx.Graph], None]] | None = None,
 ) -> Callable[..., Any]:
     """Compile an ATen graph, forward and backward, with Inductor.
 
@@ -28,6 +31,8 @@ def inductor_compile(
         inputs: example inputs, real or fake.
         round_exactly: round wherever the graph casts down. Otherwise Inductor may keep a value in FP32 inside a fused
             loop where the graph rounds it to 16 bits and widens it again.
+        last_pass: changes each graph, forward and backward, before Inductor lowers it; with a text that is another one
+            whenever it would do something else, for Inductor's cache.
 
     Returns:
         A function of the same inputs that autograd can go through.
@@ -47,11 +52,13 @@ def inductor_compile(
         # every gradient of a small CNN then comes out as zero, in FP32 too (tests/test_demo.py holds that).
         # Weights are plain inputs here: Inductor's own CUDA graphs (TORCHINDUCTOR_CUDAGRAPHS=1) would copy them at each
         # call, and could not be part of the graph that a training step is replayed as.
-        wanted = {
+        wanted: dict[str, Any] = {
             "reorder_for_peak_memory": False,
             "emulate_precision_casts": round_exactly,
             "triton.cudagraphs": False,
         }
+        if last_pass is not None:
+            wanted["post_grad_custom_post_pass"] = _graph_pass(*last_pass)
         patches = {name: value for name, value in wanted.items() if hasattr(config, name)}
         with _own_allocator():
             compiled: Any = compile_fx(graph_module, list(inputs), config_patches=patches)
@@ -61,6 +68,23 @@ def inductor_compile(
             f"Inductor cannot compile the graph: {type(cause).__name__}: {_first_line(cause)}",
             mend="use backend='eager' to run the same graph node by node",
         ) from cause
+
+
+def _graph_pass(identity: str, run: Callable[[fx.Graph], None]) -> Any:
+    """A pass as Inductor wants it; `None`, which it takes for no pass, where this torch has no such thing."""
+    try:
+        from torch._inductor.custom_graph_pass import CustomGraphPass
+    except ImportError:
+        return None
+
+    class GraphPass(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            run(graph)
+
+        def uuid(self) -> str:
+            return identity
+
+    return GraphPass()
 
 
 @contextlib.contextmanager
