@@ -124,5 +124,7 @@ def compile_piece(
         LoweringError: it cannot be rewritten or compiled.
     """
     traced, kinds = trace_piece(piece, inputs)
-    plan, emulated = rewrite_piece(traced, kinds, settings.rules, settings.low(device_of(inputs)))
+    plan, emulated = rewrite_piece(
+        traced, kinds, settings.rules, settings.low(device_of(inputs)), settings.backend == "inductor"
+    )
     return BACKENDS[settings.backend](traced, list(inputs), emulated), plan, traced

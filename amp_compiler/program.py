@@ -20,6 +20,7 @@ from amp_compiler.fx_tools import CAST, torch_dtype
 from amp_compiler.graph import ValueKind
 from amp_compiler.input_form import InputForm
 from amp_compiler.passes.legalize import Legalize
+from amp_compiler.passes.multiply_convolutions import MultiplyConvolutions
 from amp_compiler.passes.type_backward import BACKWARD, BACKWARD_RULE, TypeBackward, emulates
 from amp_compiler.pipeline import make_plan
 from amp_compiler.plan import PrecisionPlan
@@ -35,6 +36,7 @@ def rewrite(
     *,
     differentiable: bool = True,
     past_weights: bool = False,
+    compiled: bool = False,
 ) -> bool:
     """Carry a plan out on the normal-form graph that it was made for, in place, and fit it to the device.
 
@@ -44,6 +46,7 @@ def rewrite(
         rules: the rules that it was made by.
         differentiable: whether gradients will be asked for; without, what the plan says of them is left out.
         past_weights: as for `TypeBackward`.
+        compiled: whether a compiler will run it, which is then given the forms that it does fastest.
 
     Returns:
         Whether the low type is emulated for want of hardware, so that every down-cast must really round.
@@ -53,6 +56,8 @@ def rewrite(
         _mark_backward(graph_module.graph, plan)
         TypeBackward(rules.ops, past_weights)(graph_module)
     emulated = Legalize(rules.ops)(graph_module).modified or emulates(graph_module.graph)
+    if compiled:
+        MultiplyConvolutions()(graph_module)
     return emulated and plan.device == "cpu"
 
 
@@ -73,12 +78,12 @@ def plan_captured(captured: Captured, rules: RuleSet, low: DType) -> PrecisionPl
 
 
 def rewrite_piece(
-    graph_module: fx.GraphModule, kinds: dict[str, ValueKind], rules: RuleSet, low: DType
+    graph_module: fx.GraphModule, kinds: dict[str, ValueKind], rules: RuleSet, low: DType, compiled: bool
 ) -> tuple[PrecisionPlan, bool]:
     """Plan and rewrite one flat ATen graph in place; returns the plan and what `rewrite` returns."""
     normalize(graph_module)
     plan = make_plan(lower_graph(graph_module, kinds), rules, low)
-    return plan, rewrite(graph_module, plan, rules, past_weights=True)
+    return plan, rewrite(graph_module, plan, rules, past_weights=True, compiled=compiled)
 
 
 @dataclass
@@ -203,7 +208,10 @@ def build_program(
     form = InputForm.of(captured, leaves)
     low = settings.low(device_of([*leaves, *model.parameters()]))
     plan = plan_captured(captured, settings.rules, low)
-    emulated = rewrite(captured.graph_module, plan, settings.rules, differentiable=not keep_weights, past_weights=True)
+    emulated = rewrite(
+        captured.graph_module, plan, settings.rules, differentiable=not keep_weights, past_weights=True,
+        compiled=settings.backend == "inductor",
+    )  # fmt: skip
     weights = hoist_weight_casts(captured) if keep_weights else KeptWeights()
     fetch = tuple(
         None if entry.source is Source.USER else tensor_getter(model, captured, entry) for entry in captured.inputs

@@ -155,7 +155,8 @@ def _forward(
         return captured, form, None, False
     low = options.settings.low(device_of([*leaves, *model.parameters()]))
     plan = plan_captured(captured, options.settings.rules, low)
-    return captured, form, plan, rewrite(captured.graph_module, plan, options.settings.rules)
+    compiled = options.settings.backend == "inductor"
+    return captured, form, plan, rewrite(captured.graph_module, plan, options.settings.rules, compiled=compiled)
 
 
 def _name_modules(graph: fx.Graph) -> None:

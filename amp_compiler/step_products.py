@@ -15,6 +15,7 @@ from amp_compiler.runtime.products import pays
 
 _GRADIENTS = 1  # place among the arguments of every update operator
 _aten = torch.ops.aten
+_RESHAPES = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
 
 
 @dataclass(frozen=True)
@@ -23,13 +24,15 @@ class ProductGradient:
 
     Args:
         gradient: its node.
-        nodes: the matrix product, and the transpositions between it and the gradient.
+        nodes: the matrix product, and the transpositions and a change of shape between it and the gradient.
         transposed: whether the gradient is the transposed product.
+        shape: of the gradient, where it is not that of the product, as that of a convolution's weight.
     """
 
     gradient: fx.Node
     nodes: tuple[fx.Node, ...]
     transposed: bool
+    shape: tuple[int, ...] | None
 
     @property
     def factors(self) -> tuple[fx.Node, fx.Node]:
@@ -78,14 +81,17 @@ def _source(value: Any) -> Any:
 
 def _product(gradient: fx.Node) -> ProductGradient | None:
     nodes = [gradient]
-    while nodes[0].target is _aten.t.default:
+    reshaped = gradient.target in _RESHAPES and gradient.meta["val"].is_contiguous()
+    while nodes[0].target is _aten.t.default or (reshaped and len(nodes) == 1):
         source: Any = nodes[0].args[0]
         if len(source.users) > 1:
             return None
         nodes.insert(0, source)
     if nodes[0].target is not _aten.mm.default:
         return None
-    return ProductGradient(gradient, tuple(nodes), transposed=len(nodes) % 2 == 0)
+    transpositions = len(nodes) - 1 - reshaped
+    shape = tuple(gradient.meta["val"].shape) if reshaped else None
+    return ProductGradient(gradient, tuple(nodes), transposed=transpositions % 2 == 1, shape=shape)
 
 
 def _is_worth_it(left: fx.Node, right: fx.Node, most_inner: int) -> bool:

@@ -123,7 +123,8 @@ class _Cut:
         call("before_check", build(before, [real[node] for node in inputs]), inputs, outputs)
         for one in self.products:
             product = graph.call_function(Product, tuple(made[factor] for factor in one.factors))
-            made[one.gradient] = graph.call_method("transposed", (product,)) if one.transposed else product
+            product = graph.call_method("transposed", (product,)) if one.transposed else product
+            made[one.gradient] = product if one.shape is None else graph.call_method("reshaped", (product, *one.shape))
         made[self.check] = launch(self.check)
         for item in self.items:
             made[item] = graph.node_copy(item, made.__getitem__)

@@ -18,6 +18,7 @@ PASSES: dict[str, str] = {
     "place_casts": "amp_compiler.passes.place_casts:PlaceCasts",
     "type_backward": "amp_compiler.passes.type_backward:TypeBackward",
     "legalize": "amp_compiler.passes.legalize:Legalize",
+    "multiply_convolutions": "amp_compiler.passes.multiply_convolutions:MultiplyConvolutions",
     "differentiate": "amp_compiler.passes.differentiate:Differentiate",
     "fold_loss_scale": "amp_compiler.passes.fold_loss_scale:FoldLossScale",
     "simplify_casts": "amp_compiler.passes.simplify_casts:SimplifyCasts",

@@ -175,7 +175,7 @@ def _laid_out_like(grads: Gradients, masters: Tensors) -> list[Tensor | Product]
             result += laid_out_like([grad], [master])
         elif master.is_contiguous():
             result.append(grad)
-        elif master.t().is_contiguous():
+        elif master.dim() == 2 and master.t().is_contiguous():
             result.append(grad.transposed())
         else:
             result += laid_out_like([grad.tensor()], [master])

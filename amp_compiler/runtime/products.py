@@ -29,7 +29,7 @@ class Product:
     def __init__(self, left: Tensor, right: Tensor) -> None:
         self.left, self.right = left, right
         (rows, inner), columns = left.shape, right.shape[1]
-        self.shape = torch.Size((rows, columns))
+        self.shape = torch.Size((rows, columns))  # of the gradient; see `reshaped`
         self.fields: Any = np.array(
             [left.data_ptr(), *left.stride(), right.data_ptr(), *right.stride(), rows, columns, inner, 0], np.int64
         )
@@ -49,9 +49,15 @@ class Product:
         other.fields[-1] = self.fields[-1]
         return other
 
+    def reshaped(self, *shape: int) -> Product:
+        """The gradient of a weight of more dimensions, whose elements in their order are those of the matrix."""
+        other = Product(self.left, self.right)
+        other.fields, other.shape = self.fields, torch.Size(shape)
+        return other
+
     def tensor(self) -> Tensor:
         """The gradient, made now."""
-        return self.left @ self.right
+        return (self.left @ self.right).reshape(self.shape)
 
     def float(self) -> Tensor:
         """The same in FP32."""
