@@ -7,6 +7,7 @@ launch, so the step graph is cut where they stand::
     grad_check                             kernel
     clipping, scale, buffers, traced code  compiled where there is much of it, else run as it stands
     adam_update, sgd_update                kernels
+    buffers (on a CPU)                     written together, unless the step is skipped
 
 On a CPU a gradient that is a product of two matrices is not among what the first piece makes: the kernels make it as
 they use it.
@@ -28,6 +29,7 @@ from amp_compiler.passes.fuse_update import OPERATORS
 from amp_compiler.runtime import cpu_update, fused_update
 from amp_compiler.runtime.products import Product
 from amp_compiler.runtime.tables import is_dense
+from amp_compiler.step_commits import commits, run_commits
 from amp_compiler.step_products import product_gradients
 
 Kernels = Mapping[Any, Callable[..., Any]]
@@ -93,9 +95,12 @@ class _Cut:
                 behind.add(node)
         own = {self.check, *self.items}
         self.updates = [node for node in self.nodes if node.target in kernels and node not in own]
-        most = cpu_update.most_inner() if kernels.get(_CHECK) is cpu_update.grad_check else 0
+        on_cpu = kernels[_CHECK] is cpu_update.grad_check
+        most = cpu_update.most_inner() if on_cpu else 0
         self.products = product_gradients(step.graph, self.check, self.updates, most)
         own.update(node for product in self.products for node in product.nodes)
+        self.commits = [one for one in commits(step.graph) if behind.issuperset(one.nodes)] if on_cpu else []
+        own.update(node for one in self.commits for node in one.nodes)
         rest = [node for node in self.nodes if node not in own and node.target not in kernels]
         self.before = [node for node in rest if node not in behind]
         self.after = [node for node in rest if node in behind]
@@ -135,6 +140,10 @@ class _Cut:
         run = build(after, [node.meta["val"] for node in inputs]) if much else after.forward
         call("behind_check", run, inputs, outputs)
         squares = [launch(node) for node in self.updates]
+        for skip in dict.fromkeys(one.skip for one in self.commits):
+            together = [one for one in self.commits if one.skip is skip]
+            targets, values = ([made[getattr(one, name)] for one in together] for name in ("target", "value"))
+            graph.call_function(run_commits, (made[skip], targets, values))
         if self.products:
             for item in self.items:
                 if item.args[1] == 0:

@@ -25,6 +25,7 @@ from amp_compiler.passes.differentiate import Differentiate
 from amp_compiler.passes.fold_loss_scale import FoldLossScale
 from amp_compiler.passes.fuse_update import FuseUpdate
 from amp_compiler.passes.legalize import Legalize
+from amp_compiler.passes.multiply_convolutions import MultiplyConvolutions
 from amp_compiler.passes.simplify_casts import SimplifyCasts
 from amp_compiler.passes.trace_update import StateTensor, TracedUpdate
 from amp_compiler.passes.type_backward import BACKWARD, TypeBackward
@@ -38,8 +39,12 @@ aten = torch.ops.aten
 
 
 def trace(function: Callable[..., Any], *dtypes: torch.dtype, shape: tuple[int, ...] = (4, 4)) -> fx.GraphModule:
+    return trace_shapes(function, *((shape, dtype) for dtype in dtypes))
+
+
+def trace_shapes(function: Callable[..., Any], *forms: tuple[tuple[int, ...], torch.dtype]) -> fx.GraphModule:
     with FakeTensorMode():
-        inputs = [torch.empty(shape, dtype=dtype) for dtype in dtypes]
+        inputs = [torch.empty(shape, dtype=dtype) for shape, dtype in forms]
     traced = make_fx(function, pre_dispatch=True, _allow_non_fake_inputs=True)(*inputs)
     for node, name in zip(traced.graph.find_nodes(op="placeholder"), "abcd", strict=False):
         rename_placeholder(node, name)
@@ -95,6 +100,12 @@ def typed(function: Callable[..., Any], *dtypes: torch.dtype) -> fx.GraphModule:
     return TYPE_BACKWARD(marked(F32, function, *dtypes)).subject
 
 
+def convolved(pixels: int, kernel: int, *options: Any, dtype: torch.dtype = BF16) -> fx.GraphModule:
+    """Two images of 8 channels, convolved to 16."""
+    forms = ((2, 8, pixels, pixels), dtype), ((16, 8, kernel, kernel), dtype), ((16,), dtype)
+    return trace_shapes(lambda a, b, c: (aten.conv2d(a, b, c, *options),), *forms)
+
+
 TYPE_BACKWARD = TypeBackward(load_rules("default").ops)
 LEGALIZE = Legalize(load_rules("default").ops)
 GROUP = UpdateGroup("sgd", ("a",), (), (("momentum_buffer", True), ("lows", False)), 5, (False, False), True)
@@ -122,6 +133,14 @@ CASES: dict[str, tuple[Pass[fx.GraphModule], Callable[[], fx.GraphModule], bool]
         False,
     ),
     "legalize/fp16_add_is_left_alone": (LEGALIZE, lambda: trace(lambda a, b: (a + b,), F16, F16), False),
+    "multiply_convolutions/pixels_are_patches_of_1_x_1": (
+        MultiplyConvolutions(),
+        lambda: convolved(32, 1, [2, 1]),
+        True,
+    ),
+    "multiply_convolutions/few_pixels": (MultiplyConvolutions(), lambda: convolved(4, 3, [1, 1], [1, 1]), True),
+    "multiply_convolutions/many_pixels_are_left_alone": (MultiplyConvolutions(), lambda: convolved(5, 3, [1, 1], [1, 1]), False),
+    "multiply_convolutions/fp32_is_left_alone": (MultiplyConvolutions(), lambda: convolved(4, 1, dtype=F32), False),
     "differentiate/mean_of_a_product": (Differentiate(("a",)), lambda: trace(mean_loss, F32, F32), True),
     "differentiate/the_adjoint_of_a_cast_is_the_cast_back": (
         Differentiate(("a",)),

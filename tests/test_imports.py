@@ -38,7 +38,7 @@ LAYERS = (
     ("traced_optimizers",),
     ("pipeline", "settings", "optimizers", "signature", "step_state"),
     ("input_form",),
-    ("program", "onnx_plan", "step_products"),
+    ("program", "onnx_plan", "step_products", "step_commits"),
     ("step_program", "pieces", "step_split", "step_weights"),
     ("compiled_module", "step_build", "step_report"),
     ("step_readings",),
@@ -65,7 +65,7 @@ TORCH = (
     "compile", "training", "onnx_export", "program", "settings", "demo", "model_spec", "cli", "frontends*", "backends*",
     "runtime*", "report.autocast_counter", "passes.*", "step_report", "step_split", "step_readings", "input_form",
     "master_weights", "state_types", "step_weights", "traced_calls",
-    "traced_state", "traced_optimizers", "writes", "step_products",
+    "traced_state", "traced_optimizers", "writes", "step_products", "step_commits",
 )  # fmt: skip
 ONNX = ("frontends.onnx*", "onnx_*", "model_spec", "cli")
 NEUTRAL_PASSES = ("passes", "passes.classify", "passes.assign_precision", "passes.place_casts")
