@@ -60,13 +60,19 @@ def product_gradients(
     if norm is not None and set(norm.users) != {output}:
         return []
     readers = {check, output, *updates}
-    gradients: Any = [gradient for update in updates for gradient in update.args[_GRADIENTS]]  # type: ignore[union-attr]
+    weights: Any = {
+        gradient: weight
+        for update in updates
+        for weight, gradient in zip(update.args[0], update.args[_GRADIENTS], strict=True)  # type: ignore[arg-type]
+    }
+    gradients = list(weights)
     returned = {_source(result) for result in results_of(graph) if result not in gradients}
-    found = (_product(node) for node in dict.fromkeys(gradients) if readers.issuperset(node.users))
+    found = (_product(node) for node in gradients if readers.issuperset(node.users))
     return [
         product
         for product in found
         if product is not None
+        and (product.shape is None or weights[product.gradient].meta["val"].is_contiguous())  # made row by row
         and returned.isdisjoint(map(_source, product.factors))  # the user may write into it, and read the gradient then
         and _is_worth_it(*product.factors, most_inner)
     ]

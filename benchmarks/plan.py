@@ -1,6 +1,6 @@
 """Planning time against graph size, on transformer-like chains of blocks.
 
-    python -m benchmarks.plan --sizes 1000,3000,10000,30000 --json benchmarks/results/plan.json
+    python benchmarks/plan.py --sizes 1000,3000,10000,30000 --json benchmarks/results/plan.json
 
 Prediction, written before the first run: classifying and placing are linear; the cut is linear too under `default`,
 whose free components stay within a block, and grows a little faster under `fast`, where the residual additions join
@@ -12,11 +12,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import platform
 import time
 from pathlib import Path
 from typing import Any
 
+from machine import machine_facts
 from rich.console import Console
 from rich.table import Table
 
@@ -146,7 +146,7 @@ def main() -> None:
     Console().print(table)
     result = {
         "what": "planning time of transformer-like chains of blocks",
-        "python": platform.python_version(),
+        **machine_facts(),
         "prediction": PREDICTION,
         "outcome": _outcome(rows),
         "rows": rows,

@@ -38,9 +38,11 @@ class MultiplyConvolutions(Pass[fx.GraphModule]):
         linear: "bf16[16, 64]" = aten.linear(reshape, reshape_1)
         reshape_2: "bf16[4, 2, 2, 64]" = aten.reshape(linear, [4, 2, 2, 64])
         permute_1: "bf16[4, 64, 2, 2]" = aten.permute(reshape_2, [0, 3, 1, 2])
+        contiguous: "bf16[4, 64, 2, 2]" = aten.contiguous(permute_1)
 
-    A larger kernel begins with `amp_compiler.patches` in place of the first two, where there are at most twice as many
-    pixels of the result as channels.
+    The last is there only where the convolution's own result would lie so. A larger kernel begins with
+    `amp_compiler.patches` in place of the first two, where there are at most twice as many pixels of the result as
+    channels.
 
     Left alone: grouped and transposed convolutions, symbolic shapes, padding by name, other types and devices, and a
     node whose gradients have a type of their own.
@@ -62,7 +64,7 @@ class MultiplyConvolutions(Pass[fx.GraphModule]):
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""
         found = [(node, convolution) for node in subject.graph.nodes if (convolution := _convolution(node)) is not None]
-        for node, convolution in found:
+        for node, convolution in reversed(found):  # the later one first: it may read the earlier one
             _multiply(subject.graph, node, convolution)
         if found:
             refresh(subject)
@@ -142,5 +144,7 @@ def _multiply(graph: fx.Graph, node: fx.Node, convolution: _Convolution) -> None
         product = call(_aten.linear.default, patches, matrix, convolution.bias)
         pixels = call(_aten.reshape.default, product, [batch, height, width, channels])
         result = call(_aten.permute.default, pixels, [0, 3, 1, 2])
+        if node.meta["val"].is_contiguous():  # a view of it, here or outside, relies on that
+            result = call(_aten.contiguous.default, result)
     node.replace_all_uses_with(result)
     graph.erase_node(node)

@@ -139,7 +139,11 @@ CASES: dict[str, tuple[Pass[fx.GraphModule], Callable[[], fx.GraphModule], bool]
         True,
     ),
     "multiply_convolutions/few_pixels": (MultiplyConvolutions(), lambda: convolved(4, 3, [1, 1], [1, 1]), True),
-    "multiply_convolutions/many_pixels_are_left_alone": (MultiplyConvolutions(), lambda: convolved(5, 3, [1, 1], [1, 1]), False),
+    "multiply_convolutions/many_pixels_are_left_alone": (
+        MultiplyConvolutions(),
+        lambda: convolved(5, 3, [1, 1], [1, 1]),
+        False,
+    ),
     "multiply_convolutions/fp32_is_left_alone": (MultiplyConvolutions(), lambda: convolved(4, 1, dtype=F32), False),
     "differentiate/mean_of_a_product": (Differentiate(("a",)), lambda: trace(mean_loss, F32, F32), True),
     "differentiate/the_adjoint_of_a_cast_is_the_cast_back": (

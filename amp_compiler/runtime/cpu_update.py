@@ -178,7 +178,10 @@ def _laid_out_like(grads: Gradients, masters: Tensors) -> list[Tensor | Product]
         elif master.dim() == 2 and master.t().is_contiguous():
             result.append(grad.transposed())
         else:
-            result += laid_out_like([grad.tensor()], [master])
+            raise LoweringError(
+                f"the layout of a weight of shape {list(master.shape)} has changed to strides {master.stride()}",
+                mend="make a new training step after changing a weight's memory format",
+            )
     return result
 
 

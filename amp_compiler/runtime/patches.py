@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from amp_compiler.errors import LoweringError
 from amp_compiler.runtime import cpu_patches
 
 
@@ -26,6 +27,9 @@ def patches(x: Tensor, kernel: list[int], stride: list[int], padding: list[int],
     Returns:
         [batch * rows * columns, channels * kernel[0] * kernel[1]], in the order of a weight's dimensions.
 
+    Raises:
+        LoweringError: a patch is larger than an image with its padding.
+
     Example:
         >>> x = torch.arange(4, dtype=torch.bfloat16).reshape(1, 1, 2, 2)
         >>> patches(x, [2, 2], [1, 1], [0, 0], [1, 1]).tolist()
@@ -34,8 +38,10 @@ def patches(x: Tensor, kernel: list[int], stride: list[int], padding: list[int],
     rows, columns = _places(x.shape, kernel, stride, padding, dilation)
     if cpu_patches.can_run(x):
         return cpu_patches.unfold(x, (rows, columns), kernel, stride, padding, dilation)
-    found = F.unfold(x, kernel, dilation, padding, stride)
-    return found.transpose(1, 2).reshape(-1, found.shape[1]).contiguous()
+    made = x.new_empty(x.shape[0] * rows * columns, x.shape[1] * kernel[0] * kernel[1])
+    if made.numel():
+        made.copy_(F.unfold(x, kernel, dilation, padding, stride).transpose(1, 2).flatten(0, 1))
+    return made
 
 
 @patches.register_fake
@@ -62,9 +68,14 @@ def fold_patches(
         The gradient of the images, with channels last in memory.
     """
     rows, columns = _places(size, kernel, stride, padding, dilation)
+    expected = (size[0] * rows * columns, size[1] * kernel[0] * kernel[1])
+    if gradient.shape != expected:
+        raise LoweringError(
+            f"patches of images {list(size)} have the shape {list(expected)}, not {list(gradient.shape)}"
+        )
     if cpu_patches.can_run(gradient):
         return cpu_patches.fold(gradient.contiguous(), size, (rows, columns), kernel, stride, padding, dilation)
-    found = gradient.float().reshape(size[0], rows * columns, -1).transpose(1, 2)
+    found = gradient.float().reshape(size[0], rows * columns, gradient.shape[1]).transpose(1, 2)
     images = F.fold(found, size[2:], kernel, dilation, padding, stride)
     return images.to(gradient.dtype, memory_format=torch.channels_last)
 
@@ -83,6 +94,11 @@ def _places(size: Sequence[int], *settings: Sequence[int]) -> tuple[int, int]:
         for kernel, stride, padding, dilation in [settings]
         for dim in (0, 1)
     )
+    if rows < 1 or columns < 1:
+        raise LoweringError(
+            f"a patch of {settings[0]} with dilation {settings[3]} does not fit into images {list(size)}",
+            mend="use a smaller kernel, or more padding",
+        )
     return rows, columns
 
 

@@ -12,6 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from amp_compiler.errors import LoweringError
 from amp_compiler.runtime import cpu_patches
 from amp_compiler.runtime.patches import fold_patches, patches
 
@@ -224,3 +225,17 @@ def test_no_images_have_no_patches(path):
     assert made.shape == (0, 18)
     (found,) = torch.autograd.grad(made, x, torch.ones_like(made))
     assert found.shape == x.shape and found.dtype == BF16
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_gradients_of_another_shape_are_refused(monkeypatch, native):
+    if not native:
+        monkeypatch.setattr(cpu_patches, "can_run", lambda tensor: False)
+    gradient = torch.ones(2, 9, dtype=torch.bfloat16)
+    with pytest.raises(LoweringError, match=r"are \[81, 72\], and not \[2, 9\]"):
+        fold_patches(gradient, [1, 8, 9, 9], [3, 3], [1, 1], [1, 1], [1, 1])
+
+
+def test_a_kernel_larger_than_the_image_is_refused():
+    with pytest.raises(LoweringError, match="does not fit"):
+        patches(torch.ones(1, 1, 2, 2, dtype=torch.bfloat16), [3, 3], [1, 1], [0, 0], [1, 1])
