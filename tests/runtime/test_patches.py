@@ -232,7 +232,7 @@ def test_gradients_of_another_shape_are_refused(monkeypatch, native):
     if not native:
         monkeypatch.setattr(cpu_patches, "can_run", lambda tensor: False)
     gradient = torch.ones(2, 9, dtype=torch.bfloat16)
-    with pytest.raises(LoweringError, match=r"are \[81, 72\], and not \[2, 9\]"):
+    with pytest.raises(LoweringError, match=r"have the shape \[81, 72\], not \[2, 9\]"):
         fold_patches(gradient, [1, 8, 9, 9], [3, 3], [1, 1], [1, 1], [1, 1])
 
 
