@@ -49,7 +49,8 @@ def both(shape, causal=False, mask=None, scale=None, seed=0):
 def check(native, aten, exact):
     """Hardly further from the exact gradients than ATen is, which rounds as often but not the same values.
 
-    A unit of BF16 in the last place of the largest is allowed in any case. Where one key takes all, the exact gradients of the scores are 0, and FP32 sums of products of about 1 leave 1e-6.
+    A unit of BF16 in the last place of the largest is allowed in any case. Where one key takes all, the exact gradients
+    of the scores are 0, and FP32 sums of products of about 1 leave 1e-6.
     """
     for mine, theirs, true in zip(native, aten, exact, strict=True):
         assert mine.shape == theirs.shape
