@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx
 
+from amp_compiler.passes.trace_update import lies_in_input, readers
+
 _aten = torch.ops.aten
 
 
@@ -35,7 +37,7 @@ def commits(graph: fx.Graph) -> list[Commit]:
     return [
         one
         for one in found
-        if one is not None and all(places[user] <= places[one.nodes[-1]] for user in one.target.users)
+        if one is not None and all(places[user] <= places[one.nodes[-1]] for user in readers(one.target))
     ]
 
 
@@ -46,8 +48,8 @@ def _commit(copy: fx.Node) -> Commit | None:
     bad, old, value = chosen.args
     if old is not target or not isinstance(value, fx.Node) or not isinstance(target, fx.Node):
         return None
-    if target.op != "placeholder" or not _alike(target.meta["val"], value.meta["val"]):
-        return None
+    if target.op != "placeholder" or not _alike(target.meta["val"], value.meta["val"]) or lies_in_input(value):
+        return None  # another such write may come before this one, and change what it reads
     if not isinstance(bad, fx.Node) or bad.target is not _aten.ne.Scalar or bad.args[1] != 0 or len(bad.users) > 1:
         return None
     skip = bad.args[0]

@@ -34,12 +34,12 @@ _WARM_UPS, _PROFILED = 4, 5
 # The first class with a part of an operator's name gets its time; own time, without what it calls.
 CLASSES = {
     "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "_linear_pointwise", "aten::linear"),
-    "convolutions": ("convolution",),
-    "attention": ("scaled_dot_product", "flash_attention"),
+    "convolutions": ("convolution", "amp_compiler::patches", "amp_compiler::fold_patches"),
+    "attention": ("scaled_dot_product", "flash_attention", "attention_backward"),
     "LSTM": ("rnn_layer", "lstm_"),
     "check and update": ("_fused_adamw_", "amp_compiler::grad_check", "amp_compiler::adam_update"),
     "compiled loops": ("CompiledFxGraph",),
-    "copies and fills": ("aten::copy_", "aten::fill_", "aten::zero_", "aten::clone"),
+    "copies and fills": ("aten::copy_", "aten::fill_", "aten::zero_", "aten::clone", "_foreach_copy_"),
 }
 REST = "the rest"
 

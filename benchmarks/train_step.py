@@ -7,7 +7,8 @@ Each variant trains in a process of its own, as its users' runs do, with an empt
 take turns of a few steps, so that what else runs on the machine slows all of them; the time is the median of a step,
 with the 10% and 90% quantiles. On CUDA torch.compile runs in three modes, and ratios are to the fastest. What a process
 has freed goes back to the system, or does not, as its C library has it by default; MALLOC_TRIM_THRESHOLD_ and
-MALLOC_MMAP_MAX_ change that for all of them.
+MALLOC_MMAP_MAX_ change that for all of them. Our native loops are compiled once per machine, in some 8 s, and kept in a
+cache folder: that is not in the first call.
 
 The GEMM floor is the time of the step's matrix products at the rate of one large product, which takes its turn among
 the variants; the table says which share of the step that is.

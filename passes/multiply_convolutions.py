@@ -40,9 +40,8 @@ class MultiplyConvolutions(Pass[fx.GraphModule]):
         permute_1: "bf16[4, 64, 2, 2]" = aten.permute(reshape_2, [0, 3, 1, 2])
         contiguous: "bf16[4, 64, 2, 2]" = aten.contiguous(permute_1)
 
-    The last is there only where the convolution's own result would lie so. A larger kernel begins with
-    `amp_compiler.patches` in place of the first two, where there are at most twice as many pixels of the result as
-    channels.
+    The last is there only where the convolution's own result would lie so. With a stride, or with a larger kernel and
+    at most twice as many pixels of the result as channels, `amp_compiler.patches` takes the place of the first two.
 
     Left alone: grouped and transposed convolutions, symbolic shapes, padding by name, other types and devices, and a
     node whose gradients have a type of their own.
@@ -131,15 +130,12 @@ def _multiply(graph: fx.Graph, node: fx.Node, convolution: _Convolution) -> None
             made.meta = {key: value for key, value in node.meta.items() if key != "val"}
             return made
 
-        x = convolution.x
-        if _is_pointwise(convolution):
-            for dim, step in zip((2, 3), convolution.stride, strict=True):
-                x = call(_aten.slice.Tensor, x, dim, 0, None, step) if step != 1 else x
-            rows = call(_aten.permute.default, x, [0, 2, 3, 1])
+        if _is_pointwise(convolution) and convolution.stride == [1, 1]:
+            rows = call(_aten.permute.default, convolution.x, [0, 2, 3, 1])
             patches = call(_aten.reshape.default, rows, [batch * height * width, inner])
-        else:
+        else:  # strides too: torch 2.13's Inductor miscompiles what the gradient of a strided slice is fused into
             settings = (convolution.stride, convolution.padding, convolution.dilation)
-            patches = call(torch.ops.amp_compiler.patches.default, x, list(weight.shape[2:]), *settings)
+            patches = call(torch.ops.amp_compiler.patches.default, convolution.x, list(weight.shape[2:]), *settings)
         matrix = call(_aten.reshape.default, convolution.weight, [channels, inner])
         product = call(_aten.linear.default, patches, matrix, convolution.bias)
         pixels = call(_aten.reshape.default, product, [batch, height, width, channels])

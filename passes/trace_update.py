@@ -153,17 +153,17 @@ def lies_in_input(node: fx.Node) -> bool:
     return node.op == "placeholder"
 
 
-def _readers(node: fx.Node) -> Iterator[fx.Node]:
+def readers(node: fx.Node) -> Iterator[fx.Node]:
     """Users of a value, and those of its views."""
     for user in node.users:
         yield user
         if is_view(user):
-            yield from _readers(user)
+            yield from readers(user)
 
 
 def _apart(graph: fx.Graph, olds: list[fx.Node], news: list[Any], first: fx.Node) -> list[Any]:
     """The new values, with a copy where one is the old value of another tensor, or a view of it."""
-    shared = {*olds, *(user for old in olds for user in _readers(old) if is_view(user))}
+    shared = {*olds, *(user for old in olds for user in readers(old) if is_view(user))}
     found = []
     for old, new in zip(olds, news, strict=True):
         if new in shared and new is not old:
@@ -198,7 +198,7 @@ def _commit(traced: fx.GraphModule, update: TracedUpdate) -> None:
     for old, new, low in zip(olds, news, lows, strict=True):
         if new is old:
             continue
-        last = max([bad, new, *(user for user in _readers(old) if user in place)], key=lambda node: place[node])
+        last = max([bad, new, *(user for user in readers(old) if user in place)], key=lambda node: place[node])
         with graph.inserting_after(last):
             kept = graph.call_function(_aten.where.self, (bad, old, new))
         for target in (old,) if low is None else (low, old):

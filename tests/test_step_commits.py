@@ -34,8 +34,14 @@ def test_conditional_writes_are_found():
 
 
 def read_later(skip, a, x):
-    a.copy_(keep(skip, a, x))
+    a.copy_(keep(skip, a, x * 2))
     return a + 1
+
+
+def view_read_later(skip, a, x):
+    view = a.view(3, 1)
+    a.copy_(keep(skip, a, x * 2))
+    return view + 1
 
 
 def unconditional(skip, a, x):
@@ -44,28 +50,43 @@ def unconditional(skip, a, x):
 
 
 def other_way_round(skip, a, x):
-    a.copy_(keep(skip, x, a))
+    a.copy_(keep(skip, x * 2, a))
     return x + 1
 
 
 def choice_is_returned(skip, a, x):
-    chosen = keep(skip, a, x)
+    chosen = keep(skip, a, x * 2)
     a.copy_(chosen)
     return chosen + 1
 
 
 def another_condition(skip, a, x):
-    a.copy_(torch.where(skip != 1, a, x))
+    a.copy_(torch.where(skip != 1, a, x * 2))
     return x + 1
 
 
 def broadcast(skip, a, x):
-    a.copy_(keep(skip, a, x[:1]))
+    a.copy_(keep(skip, a, x[:1] * 2))
+    return x + 1
+
+
+def value_is_an_input(skip, a, x):
+    a.copy_(keep(skip, a, x.view(3)))
     return x + 1
 
 
 @pytest.mark.parametrize(
-    "function", [read_later, unconditional, other_way_round, choice_is_returned, another_condition, broadcast]
+    "function",
+    [
+        read_later,
+        view_read_later,
+        unconditional,
+        other_way_round,
+        choice_is_returned,
+        another_condition,
+        broadcast,
+        value_is_an_input,
+    ],
 )
 def test_what_is_not_such_a_write_is_left_alone(function):
     assert commits(traced(function, 3, 3)) == []

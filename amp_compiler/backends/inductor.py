@@ -25,8 +25,14 @@ def build(graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bo
         if node.target is torch.ops.aten.lstm.input and lstm.can_run(*[_example(a) for a in node.args[:2]]):
             node.target = lstm.lstm
     private.recompile()
-    identity = f"amp_compiler native attention {cpu_update.most_inner() > 0}"
-    return inductor_compile(private, inputs, round_exactly, (identity, attention.use_native_backward))
+    return inductor_compile(private, inputs, round_exactly, _last_pass(private.graph))
+
+
+def _last_pass(graph: fx.Graph) -> tuple[str, Callable[[fx.Graph], None]] | None:
+    """What is to be done behind Inductor's own passes, with an identity that changes whenever it would do otherwise."""
+    if not any("scaled_dot_product" in str(node.target) for node in graph.nodes):
+        return None
+    return f"{attention.IDENTITY}, {cpu_update.most_inner() > 0}", attention.use_native_backward
 
 
 def _example(argument: Any) -> Any:

@@ -5,11 +5,18 @@ ATen's CPU kernel is fast forward and slow backward, many times slower than its 
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
+
 import torch
 from torch import Tensor, fx
 
 from amp_compiler.runtime import cpu_attention
 
+# Of `use_native_backward`, for Inductor's cache: this file and what decides with it.
+IDENTITY = hashlib.sha256(
+    b"".join(Path(module).read_bytes() for module in (__file__, cpu_attention.__file__))
+).hexdigest()
 _ATEN = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 

@@ -187,7 +187,7 @@ class HeadBackward {
     for (int64_t j = first; j < last; ++j) {
       const float score = s[j] * scale + added[j], x = score - sums[j];
       const float e = exponential(x);
-      p[j] = (x < -87.0f || score < -3.4e38f) ? 0.0f : e;
+      p[j] = (x < -87.0f || score == -INFINITY) ? 0.0f : e;
       d_s[j] = p[j] * (d_p[j] - products[j]) * scale;
     }
     uint16_t* d_scores = d_scores_.row(key) + i;

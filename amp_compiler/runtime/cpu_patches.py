@@ -40,7 +40,7 @@ def fold(gradient: Tensor, size: Sequence[int], places: tuple[int, int], *settin
         places: as in `unfold`.
         settings: as in `unfold`.
     """
-    made = torch.empty_permuted(list(size), (0, 2, 3, 1), dtype=gradient.dtype)
+    made = torch.empty_permuted(list(size), (0, 2, 3, 1), dtype=gradient.dtype, device=gradient.device)
     _call("amp_fold", made, gradient, places, settings)
     return made
 

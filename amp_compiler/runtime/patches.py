@@ -40,7 +40,7 @@ def patches(x: Tensor, kernel: list[int], stride: list[int], padding: list[int],
         return cpu_patches.unfold(x, (rows, columns), kernel, stride, padding, dilation)
     made = x.new_empty(x.shape[0] * rows * columns, x.shape[1] * kernel[0] * kernel[1])
     if made.numel():
-        made.copy_(F.unfold(x, kernel, dilation, padding, stride).transpose(1, 2).flatten(0, 1))
+        made.copy_(F.unfold(x, *_tuples(kernel, dilation, padding, stride)).transpose(1, 2).flatten(0, 1))
     return made
 
 
@@ -76,7 +76,7 @@ def fold_patches(
     if cpu_patches.can_run(gradient):
         return cpu_patches.fold(gradient.contiguous(), size, (rows, columns), kernel, stride, padding, dilation)
     found = gradient.float().reshape(size[0], rows * columns, gradient.shape[1]).transpose(1, 2)
-    images = F.fold(found, size[2:], kernel, dilation, padding, stride)
+    images = F.fold(found, *_tuples(size[2:], kernel, dilation, padding, stride))
     return images.to(gradient.dtype, memory_format=torch.channels_last)
 
 
@@ -100,6 +100,10 @@ def _places(size: Sequence[int], *settings: Sequence[int]) -> tuple[int, int]:
             mend="use a smaller kernel, or more padding",
         )
     return rows, columns
+
+
+def _tuples(*settings: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(pair) for pair in settings)
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:

@@ -55,10 +55,8 @@ def general(stride=(1, 1), padding=(0, 0), dilation=(1, 1), transposed=False, gr
 CONVOLUTION = {"op": aten.convolution.default}
 REWRITTEN = {
     "1 x 1": (((2, 8, 40, 40), (4, 8, 1, 1)), {}, POINTWISE),
-    "1 x 1, every other row and column": (
-        ((2, 8, 40, 40), (4, 8, 1, 1), None, [2]), {}, ["slice", "slice", *POINTWISE],
-    ),
-    "1 x 1, every third column": (((2, 8, 4, 40), (4, 8, 1, 1), None, [1, 3]), {}, ["slice", *POINTWISE]),
+    "1 x 1, every other row and column": (((2, 8, 40, 40), (4, 8, 1, 1), None, [2]), {}, PATCHES),
+    "1 x 1, every third column": (((2, 8, 4, 40), (4, 8, 1, 1), None, [1, 3]), {}, PATCHES),
     "1 x 1, dilated in vain": (((2, 8, 40, 40), (4, 8, 1, 1), None, [1], [0], [3]), {}, POINTWISE),
     "1 x 1, padded, few pixels": (((1, 8, 2, 2), (8, 8, 1, 1), None, [1], [1]), {}, PATCHES),
     "3 x 3, as many pixels as may be": (((2, 3, 4, 4), (16, 3, 3, 3), None, [1], [1]), {}, PATCHES),

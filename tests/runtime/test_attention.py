@@ -204,3 +204,19 @@ def test_compiled_models_use_it_in_the_users_own_loop(calls):
     found, model.project.weight.grad = model.project.weight.grad, None
     mean_square(model, x).backward()
     assert (found - model.project.weight.grad).norm() < 0.02 * found.norm()
+
+
+def test_the_pass_puts_no_bounds_on_symbolic_sizes(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    sizes = {0: torch.export.Dim("batch", min=2, max=64), 1: torch.export.Dim("rows", min=2, max=64)}
+    weights = {}
+    for backend in ("eager", "inductor"):
+        torch.manual_seed(0)
+        model = Attention(False)
+        optimizer = torch.optim.SGD(model.parameters(), 0.5)
+        settings = {"dtype": "bf16", "backend": backend, "dynamic_shapes": (sizes,)}
+        step = amp.training_step(model, mean_square, optimizer, **settings)
+        for batch in (4, 16):  # 4 is the number of heads
+            step(torch.randn(batch, 5, 32, generator=torch.Generator().manual_seed(batch)))
+        weights[backend] = model.project.weight.detach().clone()
+    assert (weights["eager"] - weights["inductor"]).abs().max() < 1e-3
