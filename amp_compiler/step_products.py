@@ -60,11 +60,10 @@ def product_gradients(
     if norm is not None and set(norm.users) != {output}:
         return []
     readers = {check, output, *updates}
-    weights: Any = {
-        gradient: weight
-        for update in updates
-        for weight, gradient in zip(update.args[0], update.args[_GRADIENTS], strict=True)  # type: ignore[arg-type]
-    }
+    weights: dict[fx.Node, list[fx.Node]] = {}
+    for update in updates:
+        for weight, gradient in zip(update.args[0], update.args[_GRADIENTS], strict=True):  # type: ignore[arg-type]
+            weights.setdefault(gradient, []).append(weight)  # type: ignore[arg-type]
     gradients = list(weights)
     returned = {_source(result) for result in results_of(graph) if result not in gradients}
     found = (_product(node) for node in gradients if readers.issuperset(node.users))
@@ -72,7 +71,7 @@ def product_gradients(
         product
         for product in found
         if product is not None
-        and (product.shape is None or weights[product.gradient].meta["val"].is_contiguous())  # made row by row
+        and (product.shape is None or all(one.meta["val"].is_contiguous() for one in weights[product.gradient]))
         and returned.isdisjoint(map(_source, product.factors))  # the user may write into it, and read the gradient then
         and _is_worth_it(*product.factors, most_inner)
     ]

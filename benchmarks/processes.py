@@ -27,6 +27,7 @@ from measuring import Spread, spread, synchronize
 from torch import nn
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
+_FEWEST = 2  # rounds that are timed, however long they take
 # With these a freed tensor leaves the process, so that resident pages are tensors.
 FREEING = {f"MALLOC_{name}_": "65536" for name in ("MMAP_THRESHOLD", "MMAP_MAX", "TRIM_THRESHOLD")}
 
@@ -105,18 +106,18 @@ class Process:
 
     def times(self, steps: int) -> list[float]:
         """Milliseconds of that many steps in a row."""
-        self._connection.send(("times", steps))
-        return self._answer()  # type: ignore[no-any-return]
+        return self._answer("times", steps)  # type: ignore[no-any-return]
 
     def memory(self) -> Memory:
         """Run a few steps for it; on a CPU in a process with the settings `FREEING`."""
-        self._connection.send(("memory", 0))
-        return self._answer()  # type: ignore[no-any-return]
+        return self._answer("memory", 0)  # type: ignore[no-any-return]
 
-    def _answer(self) -> Any:
+    def _answer(self, *order: Any) -> Any:
         try:
+            if order:
+                self._connection.send(order)
             return self._connection.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             self._process.join()
             raise SystemExit(f"{self._name}: its process ended with code {self._process.exitcode}") from None
 
@@ -129,7 +130,7 @@ def taking_turns(processes: Mapping[str, Process], steps: int, turn: int, second
         steps: of each that are timed.
         turn: steps in a row that are timed. One before them is not: it finds the caches full of another's data, which
             a run by itself does only once. Nor is the first round.
-        seconds: after this time no new round begins, if at least one was timed.
+        seconds: after this time no new round begins, if at least two were timed.
     """
     times: dict[str, list[float]] = {name: [] for name in processes}
     end = time.perf_counter() + seconds
@@ -137,7 +138,7 @@ def taking_turns(processes: Mapping[str, Process], steps: int, turn: int, second
         for name, process in processes.items():
             found = process.times(1 + turn)[1:]
             times[name] += found if number else []
-        if number and time.perf_counter() > end:
+        if number >= _FEWEST and time.perf_counter() > end:
             break
     return {name: spread(values) for name, values in times.items()}
 

@@ -18,14 +18,15 @@ from amp_compiler.fx_tools import (
     replace_other_uses,
     tensor_operands,
 )
-from amp_compiler.passbase import Pass, PassResult
+from amp_compiler.passbase import PassResult
+from amp_compiler.passes.fx_pass import FxPass
 from amp_compiler.policy import OpTable
 
 _SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 @dataclass(frozen=True)
-class Legalize(Pass[fx.GraphModule]):
+class Legalize(FxPass):
     """Run an op in FP32 on rounded inputs, and round its result, where the device lacks it in the low type.
 
     That is what a tensor core does: exact products of 16-bit inputs, FP32 accumulation, one rounding at the end. So
@@ -51,17 +52,6 @@ class Legalize(Pass[fx.GraphModule]):
 
     ops: OpTable
     name: ClassVar[str] = "legalize"
-
-    def requires(self, subject: fx.GraphModule) -> str | None:
-        """Every node that makes a tensor must carry its fake tensor."""
-        for node in subject.graph.nodes:
-            if node.op == "call_function" and "val" not in node.meta:
-                return f"node '{node.name}' carries no example value"
-        return None
-
-    def fingerprint(self, subject: fx.GraphModule) -> object:
-        """The ops with their operands; types follow from them."""
-        return tuple((node.name, str(node.target), str(node.args)) for node in subject.graph.nodes)
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""

@@ -10,7 +10,8 @@ from torch import fx
 
 import amp_compiler.runtime.patches  # noqa: F401 - defines torch.ops.amp_compiler.patches
 from amp_compiler.fx_tools import canonical_op, node_tensor, refresh, schema_argument
-from amp_compiler.passbase import Pass, PassResult
+from amp_compiler.passbase import PassResult
+from amp_compiler.passes.fx_pass import FxPass
 from amp_compiler.passes.type_backward import BACKWARD
 
 _aten = torch.ops.aten
@@ -19,7 +20,7 @@ _PIXELS_PER_CHANNEL = 2  # up to which patches are made: with more, they cost mo
 
 
 @dataclass(frozen=True)
-class MultiplyConvolutions(Pass[fx.GraphModule]):
+class MultiplyConvolutions(FxPass):
     """On a CPU, make a BF16 convolution one matrix product where its patches are the pixels themselves, or few.
 
     A library's convolution reorders its weights at every call, forward and backward; with few pixels that is most of
@@ -48,17 +49,6 @@ class MultiplyConvolutions(Pass[fx.GraphModule]):
     """
 
     name: ClassVar[str] = "multiply_convolutions"
-
-    def requires(self, subject: fx.GraphModule) -> str | None:
-        """Every node that makes a tensor must carry its fake tensor."""
-        for node in subject.graph.nodes:
-            if node.op == "call_function" and "val" not in node.meta:
-                return f"node '{node.name}' carries no example value"
-        return None
-
-    def fingerprint(self, subject: fx.GraphModule) -> object:
-        """The ops with their operands."""
-        return tuple((node.name, str(node.target), str(node.args)) for node in subject.graph.nodes)
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""

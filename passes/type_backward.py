@@ -21,7 +21,8 @@ from amp_compiler.fx_tools import (
     schema_argument,
     tensor_operands,
 )
-from amp_compiler.passbase import Pass, PassResult
+from amp_compiler.passbase import PassResult
+from amp_compiler.passes.fx_pass import FxPass
 from amp_compiler.policy import OpTable
 from amp_compiler.runtime.typed_op import typed_op
 
@@ -34,7 +35,7 @@ _TRACED = ("nn_module_stack", "stack_trace")
 
 
 @dataclass(frozen=True)
-class TypeBackward(Pass[fx.GraphModule]):
+class TypeBackward(FxPass):
     """Put each node marked with a backward type that its forward would not give it into a `typed_op`.
 
     A node with FP32 gradients hands them to its neighbours unrounded: its result is seen by autograd as FP32 (the
@@ -64,17 +65,6 @@ class TypeBackward(Pass[fx.GraphModule]):
     ops: OpTable
     past_weights: bool = True
     name: ClassVar[str] = "type_backward"
-
-    def requires(self, subject: fx.GraphModule) -> str | None:
-        """Every node that makes a tensor must carry its fake tensor."""
-        for node in subject.graph.nodes:
-            if node.op == "call_function" and "val" not in node.meta:
-                return f"node '{node.name}' carries no example value"
-        return None
-
-    def fingerprint(self, subject: fx.GraphModule) -> object:
-        """The ops with their operands."""
-        return tuple((node.name, str(node.target), str(node.args)) for node in subject.graph.nodes)
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place.

@@ -241,7 +241,7 @@ def test_processes_take_turns_of_several_steps_and_the_first_is_not_timed(bench)
     assert times["A"] == times["B"] == bench["measuring"].spread([3.0, 4.0, 5.0, 6.0])
     log.clear()
     bench["processes"].taking_turns(processes, 100, 2, 0.0)
-    assert log == [("A", 3), ("B", 3)] * 2  # one round that is not timed, and no fewer than one that is
+    assert log == [("A", 3), ("B", 3)] * 3  # one round that is not timed, and no fewer than two that are
 
 
 class Hoarder:
@@ -281,10 +281,32 @@ def broken(device):
 
 
 @pytest.mark.usefixtures("importable")
-def test_a_process_that_fails_is_named(bench, tmp_path, capfd):
+def test_a_process_that_fails_at_once_is_named(bench, tmp_path, capfd):
     with pytest.raises(SystemExit, match="ended with code 1"):
         bench["processes"].Process(broken, (), "cpu", False, tmp_path)
     assert "no such variant" in capfd.readouterr().err
+
+
+class Fragile(Hoarder):
+    """Ends its process at the third step."""
+
+    def __init__(self, device):
+        super().__init__(device)
+        self.left = 2
+
+    def __call__(self):
+        self.left -= 1
+        if self.left < 0:
+            sys.exit(3)
+
+
+@pytest.mark.usefixtures("importable")
+def test_a_process_that_ends_between_two_orders_is_named(bench, tmp_path):
+    with bench["processes"].Process(Fragile, (), "cpu", False, tmp_path) as process:
+        process.times(1)
+        for _ in range(2):  # in the middle of an order, and before one
+            with pytest.raises(SystemExit, match="ended with code 3"):
+                process.times(1)
 
 
 def test_the_readme_compares_with_the_fastest_mode(bench, tmp_path, monkeypatch):

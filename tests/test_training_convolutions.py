@@ -135,6 +135,22 @@ def test_weights_with_channels_last_are_trained_alike():
     assert {"pointwise.weight", "head.weight"} <= set(deferred(step))
 
 
+def test_weights_that_become_channels_last_after_the_first_step_are_trained_on():
+    """Their gradients are then made whole, and count in the norm as before."""
+    model, _, step = make()
+    other, _, eager = make("eager")
+    for number in range(3):
+        if number == 1:
+            model.to(memory_format=torch.channels_last)
+        step(X[number], Y[number])
+        eager(X[number], Y[number])
+        whole_norm = float(whole(step.gradients().values()).norm())
+        assert float(step.grad_norm) == pytest.approx(whole_norm, rel=1e-3)
+        assert float(step.grad_norm) == pytest.approx(float(eager.grad_norm), rel=1e-2)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=2e-3)
+
+
 def test_clipping_needs_the_norm_first_and_defers_none():
     _, _, step = assert_same_training(clip_norm=0.5)
     assert deferred(step) == [] and float(step.grad_norm) > 0.5

@@ -30,8 +30,9 @@ def build(graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bo
 
 def _last_pass(graph: fx.Graph) -> tuple[str, Callable[[fx.Graph], None]] | None:
     """What is to be done behind Inductor's own passes, with an identity that changes whenever it would do otherwise."""
-    if not any("scaled_dot_product" in str(node.target) for node in graph.nodes):
-        return None
+    found = [node for node in graph.nodes if "scaled_dot_product" in str(node.target) and node.op == "call_function"]
+    if not any(source.meta["val"].device.type == "cpu" for node in found for source in node.all_input_nodes):
+        return None  # and nothing is compiled for it
     return f"{attention.IDENTITY}, {cpu_update.most_inner() > 0}", attention.use_native_backward
 
 

@@ -14,6 +14,7 @@ from torch import fx
 from amp_compiler.errors import LoweringError
 from amp_compiler.runtime.arena import allocator
 
+_LAST_PASS = "post_grad_custom_post_pass"
 _ALLOCATE = "_empty_strided_cpu"  # read by the head of every module that Inductor writes
 BUILDING = threading.RLock()  # torch traces and exports with state of the whole process: one graph at a time
 
@@ -58,7 +59,7 @@ def inductor_compile(
             "triton.cudagraphs": False,
         }
         if last_pass is not None:
-            wanted["post_grad_custom_post_pass"] = _graph_pass(*last_pass)
+            wanted[_LAST_PASS] = _graph_pass(*last_pass, getattr(config, _LAST_PASS, None))
         patches = {name: value for name, value in wanted.items() if hasattr(config, name)}
         with _own_allocator():
             compiled: Any = compile_fx(graph_module, list(inputs), config_patches=patches)
@@ -70,19 +71,26 @@ def inductor_compile(
         ) from cause
 
 
-def _graph_pass(identity: str, run: Callable[[fx.Graph], None]) -> Any:
-    """A pass as Inductor wants it; `None`, which it takes for no pass, where this torch has no such thing."""
+def _graph_pass(identity: str, run: Callable[[fx.Graph], None], theirs: Any) -> Any:
+    """A pass as Inductor wants it, behind the one that the user has set there, which alone is left in an older torch.
+
+    A plain function has no identity: like Inductor, this then gives none, and compiled code is not kept.
+    """
     try:
         from torch._inductor.custom_graph_pass import CustomGraphPass
     except ImportError:
-        return None
+        return theirs
 
     class GraphPass(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
+            if theirs is not None:
+                theirs(graph)
             run(graph)
 
-        def uuid(self) -> str:
-            return identity
+        def uuid(self) -> Any:
+            if theirs is None:
+                return identity
+            return (identity, theirs.uuid()) if isinstance(theirs, CustomGraphPass) else None
 
     return GraphPass()
 

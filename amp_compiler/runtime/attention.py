@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -48,22 +49,8 @@ def attention_backward(
 
 
 @attention_backward.register_fake
-def _(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    query_like, key_like, value_like = (
-        torch.empty_permuted(one.shape, (0, 2, 1, 3), dtype=one.dtype, device=one.device) for one in (query, key, value)
-    )
-    return query_like, key_like, value_like
+def _(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return cpu_attention.gradients_like(query, key, value)
 
 
 def use_native_backward(graph: fx.Graph) -> None:

@@ -38,6 +38,12 @@ def can_run(query: Tensor, key: Tensor, value: Tensor, dropout: float, mask: Ten
     )
 
 
+def gradients_like(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Room for the gradients, in memory as [batch, rows, heads, width]."""
+    made = (torch.empty_permuted(t.shape, (0, 2, 1, 3), dtype=t.dtype, device=t.device) for t in (query, key, value))
+    return next(made), next(made), next(made)
+
+
 def backward(
     gradient: Tensor,
     query: Tensor,
@@ -66,11 +72,8 @@ def backward(
     """
     batch, heads, queries, width = query.shape
     keys = key.shape[2]
-    given = [
-        one if one.stride(3) == 1 or width == 1 else one.contiguous() for one in (gradient, query, key, value, out)
-    ]
-    shapes = (query.shape, key.shape, value.shape)
-    made = [torch.empty_permuted(shape, (0, 2, 1, 3), dtype=query.dtype, device=query.device) for shape in shapes]
+    given = [_dense_rows(one) for one in (gradient, query, key, value, out)]
+    made = gradients_like(query, key, value)
     fields = [batch, heads, queries, keys, width, int(causal)]
     for one in (*given, *made):
         fields += [one.data_ptr(), *one.stride()[:3]]
@@ -83,7 +86,7 @@ def backward(
     attention = (ctypes.c_int64 * len(fields))(*fields)
     factor = 1.0 / math.sqrt(width) if scale is None else scale
     library().amp_attention_backward(attention, ctypes.c_float(factor), torch.get_num_threads())  # type: ignore[union-attr]
-    return made[0], made[1], made[2]
+    return made
 
 
 def _dense_rows(tensor: Tensor) -> Tensor:

@@ -74,12 +74,13 @@ def adam_update(
         return 0.0
     scalars = math.adam_scalars(steps, hyper).contiguous()
     table = _TABLES.get(masters, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, lows, steps)
-    alike = _laid_out_like(grads, masters)
-    _set_gradients(table, alike)
     factor = _signed(coef, maximize)
+    alike, squares = _laid_out_like(grads, masters, factor.value)
+    _set_gradients(table, alike)
     with record_function("amp_compiler::adam_update"):
         update = _loaded().amp_adam_update
-        return float(update(_start(table), len(masters), _address(scalars), factor, decoupled, _threads()))
+        squares += update(_start(table), len(masters), _address(scalars), factor, decoupled, _threads())
+        return squares
 
 
 def sgd_update(
@@ -99,14 +100,14 @@ def sgd_update(
         return 0.0
     scalars = math.sgd_scalars(hyper)
     table = _TABLES.get(masters, momentum_buffers, [], [], lows, [])
-    alike = _laid_out_like(grads, masters)
-    _set_gradients(table, alike)
     factor, flags = _signed(coef, maximize), (_number(started) != 0, nesterov)
+    alike, squares = _laid_out_like(grads, masters, factor.value)
+    _set_gradients(table, alike)
     with record_function("amp_compiler::sgd_update"):
         update = _loaded().amp_sgd_update
-        squares = update(_start(table), len(masters), _address(scalars), factor, *flags, _threads())
+        squares += update(_start(table), len(masters), _address(scalars), factor, *flags, _threads())
     started.fill_(1.0)
-    return float(squares)
+    return squares
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -167,22 +168,26 @@ def _set_gradients(table: Any, grads: Gradients) -> None:
     table[:, _COLUMNS.index("grad_type")] = [_type(grad) for grad in grads]
 
 
-def _laid_out_like(grads: Gradients, masters: Tensors) -> list[Tensor | Product]:
-    """The gradients as their weights lie in memory; a product can be made row by row or column by column."""
+def _laid_out_like(grads: Gradients, masters: Tensors, factor: float) -> tuple[list[Tensor | Product], float]:
+    """The gradients as their weights lie in memory; a product can be made row by row or column by column.
+
+    A weight whose layout has changed since the step was built gets its product made whole: with the gradients come the
+    squares of those that the check has left out, and that the update does not give then.
+    """
     result: list[Tensor | Product] = []
+    squares = 0.0
     for grad, master in zip(grads, masters, strict=True):
         if not isinstance(grad, Product):
             result += laid_out_like([grad], [master])
         elif master.is_contiguous():
             result.append(grad)
-        elif master.dim() == 2 and master.t().is_contiguous():
+        elif grad.is_matrix and master.t().is_contiguous():
             result.append(grad.transposed())
         else:
-            raise LoweringError(
-                f"the layout of a weight of shape {list(master.shape)} has changed to strides {master.stride()}",
-                mend="make a new training step after changing a weight's memory format",
-            )
-    return result
+            made = grad.tensor()
+            result += laid_out_like([made], [master])
+            squares += 0.0 if grad.counted else float((made.double() * factor).square().sum())
+    return result, squares
 
 
 def _type(tensor: Tensor | Product) -> int:

@@ -66,12 +66,17 @@ def fold_patches(
 
     Returns:
         The gradient of the images, with channels last in memory.
+
+    Raises:
+        LoweringError: the gradient has another shape than the patches of such images.
     """
     rows, columns = _places(size, kernel, stride, padding, dilation)
     expected = (size[0] * rows * columns, size[1] * kernel[0] * kernel[1])
     if gradient.shape != expected:
         raise LoweringError(
-            f"patches of images {list(size)} have the shape {list(expected)}, not {list(gradient.shape)}"
+            f"patches of images {list(size)} have the shape {list(expected)}, not {list(gradient.shape)}",
+            where="amp_compiler.fold_patches",
+            mend="give it the gradient of what `patches` made of such images, with the same settings",
         )
     if cpu_patches.can_run(gradient):
         return cpu_patches.fold(gradient.contiguous(), size, (rows, columns), kernel, stride, padding, dilation)
@@ -97,6 +102,7 @@ def _places(size: Sequence[int], *settings: Sequence[int]) -> tuple[int, int]:
     if rows < 1 or columns < 1:
         raise LoweringError(
             f"a patch of {settings[0]} with dilation {settings[3]} does not fit into images {list(size)}",
+            where="amp_compiler.patches",
             mend="use a smaller kernel, or more padding",
         )
     return rows, columns

@@ -39,6 +39,16 @@ class Product:
         """The type that the gradient is rounded to."""
         return self.left.dtype
 
+    @property
+    def is_matrix(self) -> bool:
+        """Whether the gradient has the shape of the product itself."""
+        return self.shape == (self.left.shape[0], self.right.shape[1])
+
+    @property
+    def counted(self) -> bool:
+        """Whether the check has added its squares to the norm."""
+        return bool(self.fields[-1])
+
     def numel(self) -> int:
         """Number of elements of the gradient."""
         return self.shape.numel()

@@ -143,6 +143,25 @@ def test_what_the_loops_do_not_take_is_left_to_aten(change):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@needs_loops
+def test_a_query_that_a_finite_mask_hides_everything_from_is_as_atens():
+    mask = torch.zeros(1, 1, 4, 5)
+    mask[..., 2, :] = torch.finfo(torch.float32).min
+    native, aten, _ = both((1, 2, 4, 5, 16), mask=mask)
+    for mine, theirs in zip(native, aten, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+
+
+@needs_loops
+def test_another_default_device_changes_nothing():
+    shape = (1, 2, 4, 5, 16)
+    query, key, value, gradient = tensors(shape)
+    out, sums = ATEN._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, False)
+    with torch.device("meta"):
+        found = cpu_attention.backward(gradient, query, key, value, out, sums, False, None, None)
+    assert all(torch.equal(mine, expected) for mine, expected in zip(found, both(shape)[0], strict=True))
+
+
 class Attention(nn.Module):
     def __init__(self, causal):
         super().__init__()
@@ -204,6 +223,18 @@ def test_compiled_models_use_it_in_the_users_own_loop(calls):
     found, model.project.weight.grad = model.project.weight.grad, None
     mean_square(model, x).backward()
     assert (found - model.project.weight.grad).norm() < 0.02 * found.norm()
+
+
+@needs_loops
+def test_a_pass_that_the_user_has_given_inductor_still_runs(calls, tmp_path, monkeypatch):
+    from torch._inductor import config
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    seen = []
+    with config.patch(post_grad_custom_post_pass=lambda graph: seen.append(graph)):
+        mean_square(amp.compile(Attention(True), dtype="bf16"), torch.randn(2, 10, 32)).backward()
+    assert len(seen) == 2  # forward and backward
+    assert len(calls) == 1
 
 
 def test_the_pass_puts_no_bounds_on_symbolic_sizes(tmp_path, monkeypatch):
