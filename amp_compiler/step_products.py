@@ -1,21 +1,31 @@
-"""Which gradients of a step are left as products of two matrices, for the update to make them; see `Product`."""
+"""Which gradients of a step are left for the update to make, as products of matrices and added rows; see `Product`."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from amp_compiler.fx_tools import results_of
+from amp_compiler.fx_tools import results_of, schema_argument
 from amp_compiler.passes.trace_update import is_view, lies_in_input
-from amp_compiler.runtime.products import pays
+from amp_compiler.runtime.products import Product, pays
 
 _GRADIENTS = 1  # place among the arguments of every update operator
+_NARROWEST = 64  # columns of a table whose gradient is left as rows: with fewer, dense loops are faster
 _aten = torch.ops.aten
 _RESHAPES = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Rows that a lookup in a table adds to the table's gradient; the arguments are those of `Product.plus_rows`."""
+
+    values: fx.Node
+    places: fx.Node
+    skipped: int
 
 
 @dataclass(frozen=True)
@@ -24,27 +34,45 @@ class ProductGradient:
 
     Args:
         gradient: its node.
-        nodes: the matrix product, and the transpositions and a change of shape between it and the gradient.
+        nodes: those that need not run: the matrix product, the transpositions and a change of shape behind it, and what
+            adds rows.
+        factors: the operands of the matrix product; none where all comes from lookups.
         transposed: whether the gradient is the transposed product.
         shape: of the gradient, where it is not that of the product, as that of a convolution's weight.
+        lookups: what adds rows, in this order.
     """
 
     gradient: fx.Node
     nodes: tuple[fx.Node, ...]
-    transposed: bool
-    shape: tuple[int, ...] | None
+    factors: tuple[fx.Node, ...]
+    transposed: bool = False
+    shape: tuple[int, ...] | None = None
+    lookups: tuple[Lookup, ...] = ()
 
     @property
-    def factors(self) -> tuple[fx.Node, fx.Node]:
-        """The operands of the matrix product."""
-        left, right = self.nodes[0].args
-        return left, right  # type: ignore[return-value]
+    def operands(self) -> tuple[fx.Node, ...]:
+        """All that it is made from."""
+        return (*self.factors, *(node for one in self.lookups for node in (one.values, one.places)))
+
+    def emit(self, graph: fx.Graph, made: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        """Write it as a `Product` into a graph that has its operands."""
+        if self.factors:
+            product = graph.call_function(Product, tuple(made[factor] for factor in self.factors))
+        else:
+            product = graph.call_function(Product.zeros, tuple(self.gradient.meta["val"].shape))
+        if self.transposed:
+            product = graph.call_method("transposed", (product,))
+        if self.shape is not None:
+            product = graph.call_method("reshaped", (product, *self.shape))
+        for one in self.lookups:
+            product = graph.call_method("plus_rows", (product, made[one.values], made[one.places], one.skipped))
+        return product
 
 
 def product_gradients(
     graph: fx.Graph, check: fx.Node, updates: Collection[fx.Node], most_inner: int
 ) -> list[ProductGradient]:
-    """The gradients that nothing but the check and an update needs, and that are smaller as two factors.
+    """The gradients that nothing but the check and an update needs, and that are smaller as factors and rows.
 
     Empty where the norm of all gradients is needed before the update (clipping, a loss scale that follows the norm):
     the squares of a product's elements are known when it is made.
@@ -66,14 +94,14 @@ def product_gradients(
             weights.setdefault(gradient, []).append(weight)  # type: ignore[arg-type]
     gradients = list(weights)
     returned = {_source(result) for result in results_of(graph) if result not in gradients}
-    found = (_product(node) for node in gradients if readers.issuperset(node.users))
+    found = (_gradient(node) for node in gradients if readers.issuperset(node.users))
     return [
-        product
-        for product in found
-        if product is not None
-        and (product.shape is None or all(one.meta["val"].is_contiguous() for one in weights[product.gradient]))
-        and returned.isdisjoint(map(_source, product.factors))  # the user may write into it, and read the gradient then
-        and _is_worth_it(*product.factors, most_inner)
+        one
+        for one in found
+        if one is not None
+        and (_can_be_transposed(one) or all(weight.meta["val"].is_contiguous() for weight in weights[one.gradient]))
+        and returned.isdisjoint(map(_source, one.operands))  # the user may write into it, and read the gradient then
+        and _is_worth_it(one, most_inner)
     ]
 
 
@@ -82,6 +110,68 @@ def _source(value: Any) -> Any:
     while isinstance(value, fx.Node) and is_view(value):
         value = value.args[0]
     return value
+
+
+def _can_be_transposed(one: ProductGradient) -> bool:
+    """Whether it can be made column by column as well."""
+    return one.shape is None and not one.lookups
+
+
+def _gradient(gradient: fx.Node) -> ProductGradient | None:
+    """A gradient of the kinds that can be left, whatever the sizes."""
+    found = _rows(gradient) or _product(gradient)
+    return None if found is None else replace(found, gradient=gradient)
+
+
+def _rows(gradient: fx.Node) -> ProductGradient | None:
+    """Rows that are added to nothing, to other rows, or to a product; see `passes.sum_gradients`."""
+    value = gradient.meta["val"]
+    if value.dtype != torch.float32 or value.dim() != 2 or value.shape[1] < _NARROWEST:
+        return None
+    if gradient.target is _aten.embedding_dense_backward.default:
+        values, places = gradient.args[:2]
+        if schema_argument(gradient, "scale_grad_by_freq") or not _are_rows(values, value):
+            return None
+        lookup = Lookup(values, places, schema_argument(gradient, "padding_idx"))  # type: ignore[arg-type]
+        return ProductGradient(gradient, (gradient,), (), lookups=(lookup,))
+    if gradient.target is _aten.index_put.default and schema_argument(gradient, "accumulate"):
+        base, places, values = gradient.args[:3]
+        below = _addend(base)
+        if below is None or not _are_places(places) or not _are_rows(values, value):
+            return None
+        lookup = Lookup(values, places[0], -1)  # type: ignore[arg-type, index]
+        return replace(below, nodes=(*below.nodes, gradient), lookups=(*below.lookups, lookup))
+    if gradient.target is _aten.add.Tensor and schema_argument(gradient, "alpha") == 1:
+        first, second = map(_addend, gradient.args[:2])
+        if first is None or second is None or (first.factors and second.factors):
+            return None
+        (most, rest) = (second, first) if second.factors else (first, second)
+        nodes = (*first.nodes, *second.nodes, gradient)
+        return replace(most, nodes=nodes, lookups=(*most.lookups, *rest.lookups))
+    return None
+
+
+def _addend(value: Any) -> ProductGradient | None:
+    """A part of a sum in FP32 that nothing else reads."""
+    nodes = [value]
+    if isinstance(value, fx.Node) and value.target is _aten._to_copy.default:
+        nodes.append(value.args[0])
+    if not all(isinstance(node, fx.Node) and len(node.users) == 1 for node in nodes):
+        return None
+    if value.meta["val"].dtype != torch.float32:
+        return None
+    found = _gradient(nodes[-1])
+    return None if found is None or found.shape is not None else replace(found, nodes=(*found.nodes, *nodes[:-1]))
+
+
+def _are_rows(values: Any, table: Tensor) -> bool:
+    value = values.meta["val"]
+    return value.dtype == torch.float32 and bool(value.shape[-1] == table.shape[1])
+
+
+def _are_places(places: Any) -> bool:
+    (one, *more) = places
+    return not more and isinstance(one, fx.Node) and one.meta["val"].dtype in (torch.int32, torch.int64)
 
 
 def _product(gradient: fx.Node) -> ProductGradient | None:
@@ -96,18 +186,25 @@ def _product(gradient: fx.Node) -> ProductGradient | None:
         return None
     transpositions = len(nodes) - 1 - reshaped
     shape = tuple(gradient.meta["val"].shape) if reshaped else None
-    return ProductGradient(gradient, tuple(nodes), transposed=transpositions % 2 == 1, shape=shape)
+    left, right = nodes[0].args
+    return ProductGradient(gradient, tuple(nodes), (left, right), transpositions % 2 == 1, shape)  # type: ignore[arg-type]
 
 
-def _is_worth_it(left: fx.Node, right: fx.Node, most_inner: int) -> bool:
-    if lies_in_input(left) or lies_in_input(right):
-        return False  # the update of another weight, or the user, may write it before the product is made
-    one, other = left.meta["val"], right.meta["val"]
-    if not (_is_fixed_bf16(one) and _is_fixed_bf16(other)):
+def _is_worth_it(one: ProductGradient, most_inner: int) -> bool:
+    if any(lies_in_input(node) for node in (*one.factors, *(lookup.values for lookup in one.lookups))):
+        return False  # the update of another weight, or the user, may write it before the gradient is made
+    values = [node.meta["val"] for node in one.operands]
+    if not all(_is_fixed(value) for value in values):
         return False
-    (rows, inner), columns = one.shape, other.shape[1]
-    return inner <= most_inner and pays(rows, inner, columns)
+    if any(value.dtype != torch.bfloat16 for value in values[: len(one.factors)]):
+        return False
+    added = sum(lookup.places.meta["val"].numel() for lookup in one.lookups)
+    if not one.factors:
+        rows, columns = one.gradient.meta["val"].shape
+        return pays(rows, 0, columns, added)
+    (rows, inner), columns = values[0].shape, values[1].shape[1]
+    return inner <= most_inner and pays(rows, inner, columns, added)
 
 
-def _is_fixed_bf16(value: Tensor) -> bool:
-    return value.dtype == torch.bfloat16 and all(isinstance(size, int) for size in (*value.shape, *value.stride()))
+def _is_fixed(value: Tensor) -> bool:
+    return all(isinstance(size, int) for size in (*value.shape, *value.stride()))

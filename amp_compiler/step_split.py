@@ -9,8 +9,8 @@ launch, so the step graph is cut where they stand::
     adam_update, sgd_update                kernels
     buffers (on a CPU)                     written together, unless the step is skipped
 
-On a CPU a gradient that is a product of two matrices is not among what the first piece makes: the kernels make it as
-they use it.
+On a CPU a gradient that is a product of two matrices, or the rows of a lookup, is not among what the first piece makes:
+the kernels make it as they use it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from amp_compiler.backends import BACKENDS
 from amp_compiler.fx_tools import results_of
 from amp_compiler.passes.fuse_update import OPERATORS
 from amp_compiler.runtime import cpu_update, fused_update
-from amp_compiler.runtime.products import Product
 from amp_compiler.runtime.tables import is_dense
 from amp_compiler.step_commits import commits, run_commits
 from amp_compiler.step_products import product_gradients
@@ -127,9 +126,7 @@ class _Cut:
         before, inputs, outputs = _piece(self.step, self.before)
         call("before_check", build(before, [real[node] for node in inputs]), inputs, outputs)
         for one in self.products:
-            product = graph.call_function(Product, tuple(made[factor] for factor in one.factors))
-            product = graph.call_method("transposed", (product,)) if one.transposed else product
-            made[one.gradient] = product if one.shape is None else graph.call_method("reshaped", (product, *one.shape))
+            made[one.gradient] = one.emit(graph, made)
         made[self.check] = launch(self.check)
         for item in self.items:
             made[item] = graph.node_copy(item, made.__getitem__)

@@ -57,19 +57,25 @@ void for_panel(const Panel& panel, Finding* finding, const Body& body) {
   alignas(64) float line[kPiece];
   const Packed& packed = *panel.packed;
   if (!packed.few()) packed.panel(panel.first, panel.rows, panel.column, panel.columns, made.data());
-  for (int64_t i = 0; i < panel.rows; ++i)
+  for (int64_t i = 0; i < panel.rows; ++i) {
+    const int64_t row = panel.first + i;
+    const Additions additions(packed.product(), row);
     for (int64_t j = 0; j < panel.columns; j += kPiece) {
-      const int64_t row = panel.first + i, column = panel.column + j, count = std::min(kPiece, panel.columns - j);
-      Piece piece{panel.row, row * packed.product().columns + column, count, 0, kFloat};
+      const int64_t column = panel.column + j, count = std::min(kPiece, panel.columns - j);
+      const Bf16* there = made.data() + i * panel.columns + j;
+      Piece piece{panel.row, row * packed.product().columns + column, count, reinterpret_cast<int64_t>(line), kFloat};
       if (packed.few()) {
         packed.line(row, column, count, line);
-        piece.grads = reinterpret_cast<int64_t>(line);
+      } else if (!additions.empty()) {
+        widen(there, line, count, 1.0f);
       } else {
-        piece.grads = reinterpret_cast<int64_t>(made.data() + i * panel.columns + j);
+        piece.grads = reinterpret_cast<int64_t>(there);
         piece.type = kBf16;
       }
+      additions.add(column, count, line);
       body(piece, finding);
     }
+  }
 }
 
 inline std::vector<Panel> panels_of(int64_t row, const Packed& packed) {

@@ -3,6 +3,8 @@
 
 #pragma once
 
+#include <algorithm>
+#include <cstring>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -16,12 +18,39 @@ constexpr int64_t kPanelRows = 64;       // rows that are made together, at most
 constexpr int64_t kPanelColumns = 8192;  // and columns: memory is read best in long runs
 constexpr int64_t kPanel = 1 << 18;      // elements that are made together, at most: they stay in the second cache
 
-// rows [i, j] = sum over m of left[i * left_row + m * left_inner] * right[m * right_inner + j * right_column]
+// rows [i, j] = sum over m of left[i * left_row + m * left_inner] * right[m * right_inner + j * right_column], rounded to
+// bf16, and in fp32 the sum over k where places[k] = i of values[order[k] * columns + j]
 struct Product {
   int64_t left, left_row, left_inner;
   int64_t right, right_inner, right_column;
   int64_t rows, columns, inner;
-  int64_t counted;  // whether the check has added its squares to the norm
+  int64_t values, places, order, added;  // places in ascending order; `added` of them
+  int64_t counted;                       // whether the check has added its squares to the norm
+};
+
+// The values that are added to one row.
+class Additions {
+ public:
+  Additions(const Product& product, int64_t row) : product_(product) {
+    const int64_t* places = reinterpret_cast<const int64_t*>(product.places);
+    const auto [first, last] = std::equal_range(places, places + product.added, row);
+    first_ = first - places;
+    last_ = last - places;
+  }
+
+  bool empty() const { return first_ == last_; }
+
+  void add(int64_t column, int64_t count, float* line) const {
+    for (int64_t k = first_; k < last_; ++k) {
+      const int64_t one = reinterpret_cast<const int64_t*>(product_.order)[k];
+      const float* values = reinterpret_cast<const float*>(product_.values) + one * product_.columns + column;
+      for (int64_t j = 0; j < count; ++j) line[j] += values[j];
+    }
+  }
+
+ private:
+  const Product& product_;
+  int64_t first_, last_;
 };
 
 // The right matrix with pairs of inner elements side by side: [16 columns][inner / 2][column][2], padded with zeros
@@ -162,9 +191,19 @@ inline bool surely_finite(const Product& product) {
     return load(Bf16{most});
   };
   const Product& p = product;
+  const float* values = reinterpret_cast<const float*>(p.values);
+  uint32_t most = 0;
+  for (int64_t i = 0; i < p.added * p.columns; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, values + i, sizeof bits);
+    most = std::max(most, bits & 0x7fffffffu);
+  }
+  float added;
+  std::memcpy(&added, &most, sizeof added);
   const double left = largest(p.left, p.rows, p.left_row, p.inner, p.left_inner);
   const double right = largest(p.right, p.inner, p.right_inner, p.columns, p.right_column);
-  return left * right * static_cast<double>(product.inner) < 3.3e38;  // false for NaN; the largest bf16 is 3.39e38
+  const double sum = static_cast<double>(added) * static_cast<double>(p.added);
+  return left * right * static_cast<double>(p.inner) + sum < 3.3e38;  // false for NaN; the largest bf16 is 3.39e38
 }
 
 }  // namespace amp

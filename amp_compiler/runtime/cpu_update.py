@@ -79,7 +79,7 @@ def adam_update(
     _set_gradients(table, alike)
     with record_function("amp_compiler::adam_update"):
         update = _loaded().amp_adam_update
-        squares += update(_start(table), len(masters), _address(scalars), factor, decoupled, _threads())
+        squares += float(update(_start(table), len(masters), _address(scalars), factor, decoupled, _threads()))
         return squares
 
 
@@ -105,7 +105,7 @@ def sgd_update(
     _set_gradients(table, alike)
     with record_function("amp_compiler::sgd_update"):
         update = _loaded().amp_sgd_update
-        squares += update(_start(table), len(masters), _address(scalars), factor, *flags, _threads())
+        squares += float(update(_start(table), len(masters), _address(scalars), factor, *flags, _threads()))
     started.fill_(1.0)
     return squares
 
@@ -181,7 +181,7 @@ def _laid_out_like(grads: Gradients, masters: Tensors, factor: float) -> tuple[l
             result += laid_out_like([grad], [master])
         elif master.is_contiguous():
             result.append(grad)
-        elif grad.is_matrix and master.t().is_contiguous():
+        elif grad.can_be_transposed and master.t().is_contiguous():
             result.append(grad.transposed())
         else:
             made = grad.tensor()

@@ -1,0 +1,124 @@
+"""Training steps on a CPU whose tables' gradients stay the rows that were looked up, against the eager backend."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_compiler as amp
+from amp_compiler.runtime import cpu_update
+from amp_compiler.runtime.products import Product
+
+IDS = torch.randint(0, 50, (5, 2, 6), generator=torch.Generator().manual_seed(0))
+IDS[:, 0, :3] = 7  # a row that is looked up often
+
+pytestmark = pytest.mark.skipif(
+    cpu_update.most_inner() < 24, reason="no C++ compiler, or a processor that does not multiply BF16 itself"
+)
+
+
+class Words(nn.Module):
+    """Words to words, with a table that may be tied to the head and be looked up twice."""
+
+    def __init__(self, width=64, tied=True, twice=False, padding=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(50, width, padding_idx=padding)
+        self.body, self.head = nn.Linear(width, width), nn.Linear(width, 50, bias=False)
+        self.twice = twice
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, ids):
+        hidden = self.table(ids) + (self.table(ids.flip(1)) if self.twice else 0)
+        return self.head(torch.tanh(self.body(hidden)))
+
+
+def loss_fn(model, ids):
+    return F.cross_entropy(model(ids).flatten(0, 1), ids.roll(1, 1).flatten())
+
+
+def left(step):
+    """Names of the parameters whose gradients are left as added rows."""
+    program, output, _ = step._last
+    pairs = zip(program.updated, output.gradients, strict=True)
+    return [name for name, grad in pairs if isinstance(grad, Product) and grad.dtype == torch.float32]
+
+
+def both(optimizer=torch.optim.AdamW, options=None, **settings):
+    made = []
+    for backend in ("inductor", "eager"):
+        model = Words(**settings)
+        step = amp.training_step(
+            model, loss_fn, optimizer(model.parameters(), 0.05), backend=backend, **{"dtype": "bf16", **(options or {})}
+        )
+        made.append((model, step))
+    return made
+
+
+def assert_same_training(steps=5, **settings):
+    (model, step), (other, eager) = both(**settings)
+    for number in range(steps):
+        torch.testing.assert_close(step(IDS[number]), eager(IDS[number]), rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(step.grad_norm, eager.grad_norm, rtol=1e-2, atol=0)
+        whole = torch.cat([gradient.double().flatten() for gradient in step.gradients().values()]).norm()
+        assert float(step.grad_norm) == pytest.approx(float(whole), rel=1e-3)
+        for name, gradient in eager.gradients().items():
+            mine = step.gradients()[name]
+            assert mine.dtype == torch.float32
+            torch.testing.assert_close(mine, gradient, rtol=0.02, atol=0.02 * float(gradient.abs().max()))
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert float((mine.detach() - theirs.detach()).norm()) < 0.03 * float(theirs.detach().norm())
+    assert left(eager) == []
+    return left(step)
+
+
+@pytest.mark.parametrize("settings", [{}, {"twice": True}, {"padding": 7}, {"optimizer": torch.optim.SGD}], ids=str)
+def test_a_tied_table_is_trained_as_by_the_eager_backend(settings):
+    assert assert_same_training(**settings) == ["head.weight"]
+
+
+@pytest.mark.parametrize("settings", [{}, {"twice": True}, {"padding": 7}], ids=str)
+def test_a_table_of_its_own_is_trained_as_by_the_eager_backend(settings):
+    assert assert_same_training(tied=False, **settings) == ["table.weight"]
+
+
+def test_plain_fp32_leaves_rows_too():
+    (model, step), (other, eager) = both(torch.optim.SGD, {"enabled": False}, tied=False)
+    for ids in IDS:
+        step(ids), eager(ids)
+    assert left(step) == ["table.weight"]
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"options": {"clip_norm": 1.0}}, {"options": {"accumulate": 2}}, {"width": 32}], ids=str
+)
+def test_whole_gradients_are_made_where_they_are_needed_or_faster(settings):
+    assert assert_same_training(steps=4, **settings) == []
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_the_table_named():
+    (model, step), _ = both()
+    step(IDS[0])
+    before = model.table.weight.detach().clone()
+    with torch.no_grad():
+        kept = model.body.bias.clone()
+        model.body.bias.fill_(float("nan"))
+    step(IDS[1])
+    assert int(step.skipped_steps) == 1 and torch.equal(model.table.weight, before)
+    assert "head.weight" in step.nonfinite_report().parameters
+    with torch.no_grad():
+        model.body.bias.copy_(kept)
+    step(IDS[2])
+    assert int(step.skipped_steps) == 1 and not torch.equal(model.table.weight, before)
+
+
+def test_gradients_are_those_of_the_step_whatever_became_of_its_batch():
+    (_, step), _ = both()
+    ids = IDS[0].clone()
+    step(ids)
+    before = step.gradients()["head.weight"].clone()
+    ids.fill_(1)
+    assert torch.equal(step.gradients()["head.weight"], before)
