@@ -47,6 +47,7 @@ TINY = "tiny-mlp"  # for the tests of the benchmarks alone
 SHAPES[TINY] = replace(SHAPES["mlp"], hidden=32, layers=1, large_batch=8, small_batch=2)
 NAMES = tuple(name for name in SHAPES if name != TINY)
 MLPS = ("mlp", TINY)
+RECURRENT = ("lstm",)
 IMAGES = ("vit", "resnet50", *MLPS)
 
 

@@ -23,6 +23,8 @@ from amp_compiler.report.table import human_bytes
 
 FP32, AUTOCAST, COMPILED, OURS = VARIANTS = ("fp32", "autocast", "torch.compile", "amp_compiler")
 MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs")
+# Dynamo leaves recurrent layers out of what it compiles unless it is told to take them, unrolled; see `compiled`.
+RECURRENT = f"{COMPILED} allow_rnn"
 _GEMM = "large GEMM"
 
 
@@ -33,7 +35,18 @@ def compiled_name(mode: str) -> str:
 
 def compiled_mode(variant: str) -> str | None:
     """The mode of a variant, None where it is not torch.compile."""
+    if variant == RECURRENT:
+        return MODES[0]
     return next((mode for mode in MODES if variant == compiled_name(mode)), None)
+
+
+def compiled(function: Callable[..., Any], variant: str) -> Callable[..., Any]:
+    """The function as a variant of torch.compile runs it, in the variant's own process; itself for other variants."""
+    mode = compiled_mode(variant)
+    if mode is None:
+        return function
+    torch._dynamo.config.allow_rnn = variant == RECURRENT
+    return torch.compile(function, mode=mode)
 
 
 @dataclass(frozen=True)
@@ -122,7 +135,7 @@ class Comparison:
         """Seconds of the first call, times of a step and memory of every variant; the product has no memory."""
         first, memory = {}, {}
         with tempfile.TemporaryDirectory() as folder:
-            caches = {variant: Path(folder) / str(place) for place, variant in enumerate(_variants(options))}
+            caches = {variant: Path(folder) / str(place) for place, variant in enumerate(_variants(options, name))}
 
             def start(variant: str, settings: Mapping[str, str]) -> Process:
                 arguments = (variant, name, bound, options.dtype)
@@ -143,15 +156,15 @@ class Comparison:
         return first, times, memory
 
 
-def _variants(options: argparse.Namespace) -> list[str]:
-    compiled = [compiled_name(mode) for mode in options.modes]
-    return [name for variant in options.variants for name in (compiled if variant == COMPILED else [variant])]
+def _variants(options: argparse.Namespace, name: str) -> list[str]:
+    modes = [compiled_name(mode) for mode in options.modes] + [RECURRENT] * (name in cases.RECURRENT)
+    return [one for variant in options.variants for one in (modes if variant == COMPILED else [variant])]
 
 
 def _base(times: Mapping[str, Spread]) -> str:
     """The fastest mode of torch.compile; without any the first variant."""
-    compiled = [variant for variant in times if compiled_mode(variant)]
-    return min(compiled, key=lambda variant: times[variant][0]) if compiled else next(iter(times))
+    modes = [variant for variant in times if compiled_mode(variant)]
+    return min(modes, key=lambda variant: times[variant][0]) if modes else next(iter(times))
 
 
 def _time_facts(time: Spread, base: Spread, items: int) -> dict[str, float]:

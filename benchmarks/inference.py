@@ -15,7 +15,7 @@ import sys
 
 import cases
 import torch
-from comparison import FP32, OURS, Comparison, compiled_mode
+from comparison import FP32, OURS, Comparison, compiled
 from measuring import TORCH_TYPES
 
 import amp_compiler as amp
@@ -31,13 +31,11 @@ class Inference:
             self.model = amp.compile(self.model, dtype=dtype)
         elif variant != FP32:
             self.context = lambda: torch.autocast(device, TORCH_TYPES[dtype])
-        mode = compiled_mode(variant)
-        if mode is not None:
-            self.model = torch.compile(self.model, mode=mode)
+        self.run = compiled(self.model, variant)
 
     def __call__(self) -> object:
         with torch.no_grad(), self.context():
-            return self.model(**self.batch)
+            return self.run(**self.batch)
 
     def idle(self) -> None:
         """Nothing is left over between two forwards."""

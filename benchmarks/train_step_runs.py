@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 from cases import build, loss_of
-from comparison import FP32, OURS, compiled_mode
+from comparison import FP32, OURS, compiled
 from measuring import TORCH_TYPES
 from torch import nn
 
@@ -36,8 +36,7 @@ class Variant:
 
     def _torch(self, model: nn.Module, variant: str, dtype: str, device: str) -> Step:
         context = contextlib.nullcontext if variant == FP32 else lambda: torch.autocast(device, TORCH_TYPES[dtype])
-        mode = compiled_mode(variant)
-        forward = loss_of if mode is None else torch.compile(loss_of, mode=mode)
+        forward = compiled(loss_of, variant)
         scaler = torch.amp.GradScaler(device, enabled=dtype == "fp16" and variant != FP32)
 
         def step() -> torch.Tensor:

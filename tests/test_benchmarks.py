@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -328,3 +329,18 @@ def test_names_of_modes(bench):
         assert comparison.compiled_mode(comparison.compiled_name(mode)) == mode
     assert comparison.compiled_name("default") == "torch.compile"
     assert comparison.compiled_mode("amp_compiler") is None
+    assert comparison.compiled_mode(comparison.RECURRENT) == "default"
+
+
+def test_recurrent_models_are_compiled_as_a_variant_of_its_own(bench, monkeypatch):
+    comparison = bench["comparison"]
+    options = argparse.Namespace(variants=list(comparison.VARIANTS), modes=["default"])
+    assert comparison._variants(options, "gpt2") == list(comparison.VARIANTS)
+    assert comparison._variants(options, "lstm") == [
+        "fp32", "autocast", "torch.compile", "torch.compile allow_rnn", "amp_compiler",
+    ]  # fmt: skip
+    monkeypatch.setattr(torch._dynamo.config, "allow_rnn", False)
+    monkeypatch.setattr(torch, "compile", lambda function, mode: (function, mode))
+    assert comparison.compiled(len, comparison.RECURRENT) == (len, "default") and torch._dynamo.config.allow_rnn
+    assert comparison.compiled(len, "torch.compile") == (len, "default") and not torch._dynamo.config.allow_rnn
+    assert comparison.compiled(len, "fp32") is len
