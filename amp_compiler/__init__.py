@@ -16,6 +16,7 @@ from amp_compiler.errors import (
     AmpError,
     CaptureError,
     GraphError,
+    LossScaleError,
     LoweringError,
     OnnxError,
     PassError,
@@ -25,6 +26,13 @@ from amp_compiler.frontends.onnx_to_fx import onnx_to_fx
 from amp_compiler.plan import PrecisionPlan
 from amp_compiler.policy import RuleSet
 from amp_compiler.rulefile import load_rules
+from amp_compiler.runtime.loss_scale import (
+    DynamicLossScale,
+    LossScale,
+    NoLossScale,
+    NormAdaptiveLossScale,
+    StaticLossScale,
+)
 from amp_compiler.training import TrainingStep, training_step
 
 if TYPE_CHECKING:
@@ -44,14 +52,20 @@ __all__ = [
     "CaptureError",
     "CompiledModule",
     "Conversion",
+    "DynamicLossScale",
     "Export",
     "GraphError",
+    "LossScale",
+    "LossScaleError",
     "LoweringError",
+    "NoLossScale",
+    "NormAdaptiveLossScale",
     "OnnxError",
     "PassError",
     "PrecisionPlan",
     "RuleError",
     "RuleSet",
+    "StaticLossScale",
     "TrainingStep",
     "compile",
     "convert_onnx",

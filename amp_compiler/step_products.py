@@ -14,7 +14,7 @@ from amp_compiler.passes.trace_update import is_view, lies_in_input
 from amp_compiler.runtime.products import Product, pays
 
 _GRADIENTS = 1  # place among the arguments of every update operator
-_NARROWEST = 64  # columns of a table whose gradient is left as rows: with fewer, dense loops are faster
+_NARROWEST = 64  # columns of a table whose gradient is left as rows: a row is a piece of its own to the update's loops
 _aten = torch.ops.aten
 _RESHAPES = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
 
@@ -55,7 +55,12 @@ class ProductGradient:
         return (*self.factors, *(node for one in self.lookups for node in (one.values, one.places)))
 
     def emit(self, graph: fx.Graph, made: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        """Write it as a `Product` into a graph that has its operands."""
+        """Write it as a `Product` into a graph.
+
+        Args:
+            graph: to whose end it is written.
+            made: the operands' nodes in that graph.
+        """
         if self.factors:
             product = graph.call_function(Product, tuple(made[factor] for factor in self.factors))
         else:
@@ -130,19 +135,19 @@ def _rows(gradient: fx.Node) -> ProductGradient | None:
         return None
     if gradient.target is _aten.embedding_dense_backward.default:
         values, places = gradient.args[:2]
-        if schema_argument(gradient, "scale_grad_by_freq") or not _are_rows(values, value):
+        if schema_argument(gradient, "scale_grad_by_freq") or not _are_rows(values, places, value):
             return None
         lookup = Lookup(values, places, schema_argument(gradient, "padding_idx"))  # type: ignore[arg-type]
         return ProductGradient(gradient, (gradient,), (), lookups=(lookup,))
     if gradient.target is _aten.index_put.default and schema_argument(gradient, "accumulate"):
         base, places, values = gradient.args[:3]
-        below = _addend(base)
-        if below is None or not _are_places(places) or not _are_rows(values, value):
+        below = _addend(base, value)
+        if below is None or not _are_places(places) or not _are_rows(values, places[0], value):  # type: ignore[index]
             return None
         lookup = Lookup(values, places[0], -1)  # type: ignore[arg-type, index]
         return replace(below, nodes=(*below.nodes, gradient), lookups=(*below.lookups, lookup))
     if gradient.target is _aten.add.Tensor and schema_argument(gradient, "alpha") == 1:
-        first, second = map(_addend, gradient.args[:2])
+        first, second = (_addend(one, value) for one in gradient.args[:2])
         if first is None or second is None or (first.factors and second.factors):
             return None
         (most, rest) = (second, first) if second.factors else (first, second)
@@ -151,22 +156,22 @@ def _rows(gradient: fx.Node) -> ProductGradient | None:
     return None
 
 
-def _addend(value: Any) -> ProductGradient | None:
-    """A part of a sum in FP32 that nothing else reads."""
+def _addend(value: Any, table: Tensor) -> ProductGradient | None:
+    """A part of a table's gradient, summed in FP32, that nothing else reads."""
     nodes = [value]
     if isinstance(value, fx.Node) and value.target is _aten._to_copy.default:
         nodes.append(value.args[0])
     if not all(isinstance(node, fx.Node) and len(node.users) == 1 for node in nodes):
         return None
-    if value.meta["val"].dtype != torch.float32:
+    if value.meta["val"].dtype != torch.float32 or value.meta["val"].shape != table.shape:
         return None
     found = _gradient(nodes[-1])
     return None if found is None or found.shape is not None else replace(found, nodes=(*found.nodes, *nodes[:-1]))
 
 
-def _are_rows(values: Any, table: Tensor) -> bool:
+def _are_rows(values: Any, places: Any, table: Tensor) -> bool:
     value = values.meta["val"]
-    return value.dtype == torch.float32 and bool(value.shape[-1] == table.shape[1])
+    return value.dtype == torch.float32 and bool(value.shape == (*places.meta["val"].shape, table.shape[1]))
 
 
 def _are_places(places: Any) -> bool:

@@ -29,7 +29,7 @@ from amp_compiler.passes.fuse_update import OPERATORS
 from amp_compiler.runtime import cpu_update, fused_update
 from amp_compiler.runtime.tables import is_dense
 from amp_compiler.step_commits import commits, run_commits
-from amp_compiler.step_products import product_gradients
+from amp_compiler.step_products import ProductGradient, product_gradients
 
 Kernels = Mapping[Any, Callable[..., Any]]
 _CHECK = torch.ops.amp_compiler.grad_check.default
@@ -95,8 +95,9 @@ class _Cut:
         own = {self.check, *self.items}
         self.updates = [node for node in self.nodes if node.target in kernels and node not in own]
         on_cpu = kernels[_CHECK] is cpu_update.grad_check
-        most = cpu_update.most_inner() if on_cpu else 0
-        self.products = product_gradients(step.graph, self.check, self.updates, most)
+        self.products: list[ProductGradient] = []
+        if on_cpu:
+            self.products = product_gradients(step.graph, self.check, self.updates, cpu_update.most_inner())
         own.update(node for product in self.products for node in product.nodes)
         self.commits = [one for one in commits(step.graph) if behind.issuperset(one.nodes)] if on_cpu else []
         own.update(node for one in self.commits for node in one.nodes)

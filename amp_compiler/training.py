@@ -65,8 +65,9 @@ def training_step(
             Make the step before `optimizer.load_state_dict`: from then on that loads FP32 state of 16-bit parameters
             unrounded.
         dtype: `"fp16"`, `"bf16"` or `"auto"`.
-        loss_scale: `"dynamic"`, a number, `None`, or a `LossScale`. By default none in BF16; in FP16 what the
-            `loss_scale` section of the rules says, or dynamic.
+        loss_scale: `"dynamic"` or another mode, a number, `None`, or a `LossScale`. A mode has the settings of the
+            `loss_scale` section of the rules where that is of the same mode. By default the section in FP16, and mode
+            `"none"` in BF16.
         clip_norm: largest global L2 norm of the unscaled gradients.
         accumulate: number of calls whose gradients are averaged, in FP32, before the weights are updated.
         dynamic_shapes: as for `torch.export.export`, one entry for each tensor or container of `*batch`.
@@ -154,14 +155,14 @@ class TrainingStep(StepReadings):
         self._last, self._leaves = None, []
 
     def _choose_scale(self, loss_scale: Any) -> LossScale:
-        low = self._settings.low(self._device).short
+        section = self._settings.rules.loss_scale
         if not self._enabled:
             return NoLossScale(check_finite=False)
         if loss_scale != "rules":
-            return make_loss_scale(loss_scale)
-        if low != "fp16":  # BF16 has FP32's range
-            return make_loss_scale(None)
-        return make_loss_scale(self._settings.rules.loss_scale or "dynamic")
+            return make_loss_scale(loss_scale, section)
+        if self._settings.low(self._device).short != "fp16":  # BF16 has FP32's range
+            return make_loss_scale("none", section)
+        return make_loss_scale(section or "dynamic")
 
     def __call__(self, *batch: Any) -> Any:
         """Train on one batch.
@@ -235,9 +236,8 @@ class TrainingStep(StepReadings):
     def _dynamic(self, key: tuple[Any, ...], leaves: list[Any]) -> StepProgram | None:
         """A program of dynamic shapes that was captured for another batch and fits this one."""
         if self._settings.dynamic_shapes is not None:
-            for other, program in list(self._programs.items()):
+            for other, program in self._programs.items():
                 if other[:-1] == key[:-1] and program.form.accepts(leaves):
-                    self._programs[key] = program
                     return program
         return None
 

@@ -27,7 +27,7 @@ from measuring import Spread, spread, synchronize
 from torch import nn
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
-_FEWEST = 2  # rounds that are timed, however long they take
+_FEWEST = 2  # rounds that are timed, however long they take, if so many are asked for
 # With these a freed tensor leaves the process, so that resident pages are tensors.
 FREEING = {f"MALLOC_{name}_": "65536" for name in ("MMAP_THRESHOLD", "MMAP_MAX", "TRIM_THRESHOLD")}
 
@@ -99,6 +99,9 @@ class Process:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._connection.close()
+        self._end()
+
+    def _end(self) -> None:
         self._process.join(timeout=20)
         if self._process.is_alive():
             self._process.terminate()
@@ -118,7 +121,7 @@ class Process:
                 self._connection.send(order)
             return self._connection.recv()
         except (EOFError, ConnectionError):
-            self._process.join()
+            self._end()
             raise SystemExit(f"{self._name}: its process ended with code {self._process.exitcode}") from None
 
 

@@ -1,4 +1,6 @@
-"""Write the README's tables from benchmarks/results/*.json: `python benchmarks/readme.py` (`--check` only compares).
+"""Write the tables of the README and of the notes beside the results from benchmarks/results/*.json.
+
+    python benchmarks/readme.py             # `--check` only compares
 
 Every table stands between `<!-- table: NAME -->` and `<!-- end -->`.
 """
@@ -15,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
+FILES = (ROOT / "README.md", RESULTS / "notes_cpu.md")
 
 
 def _load(name: str) -> dict[str, Any]:
@@ -99,17 +101,36 @@ def update_table() -> str:
     return "\n".join(lines)
 
 
+def profile_table() -> str:
+    """Where the time of a training step goes on a CPU, and the time that its matrix products need at the least."""
+    rows = _load("profile_cpu")["rows"]
+    floors = {(row["model"], row["bound"]): row["gemm_floor_ms"] for row in _load("train_step_cpu")["rows"]}
+    kinds = [kind for kind in rows[0]["classes_ms"] if any(row["classes_ms"][kind] >= 0.05 for row in rows)]
+    lines = [
+        f"| model | bound by | variant | step | {' | '.join(kinds)} | GEMM floor | page faults |",
+        "|---" * (len(kinds) + 6) + "|",
+    ]
+    for row in rows:
+        times = [row["step_ms"], *(row["classes_ms"][kind] for kind in kinds), floors[row["model"], row["bound"]]]
+        milliseconds = " | ".join(f"{time:.1f}" for time in times)
+        lines.append(
+            f"| {row['model']} | {row['bound']} | {row['variant']} | {milliseconds} | {row['page_faults']:,} |"
+        )
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "parity": parity_table,
     "plan": plan_table,
     "train": train_table,
     "inference": inference_table,
     "update": update_table,
+    "profile": profile_table,
 }
 
 
 def render(text: str) -> str:
-    """The README's text with every table made anew."""
+    """A file's text with every table made anew."""
     for name, make in TABLES.items():
         if f"<!-- table: {name} -->" not in text:
             continue
@@ -120,14 +141,16 @@ def render(text: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="exit with 1 where the README is not current")
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a table is not current")
     options = parser.parse_args()
-    old = README.read_text(encoding="utf-8")
-    new = render(old)
-    if options.check:
-        return int(old != new)
-    README.write_text(new, encoding="utf-8")
-    return 0
+    current = True
+    for path in FILES:
+        old = path.read_text(encoding="utf-8")
+        new = render(old)
+        current = current and old == new
+        if not options.check:
+            path.write_text(new, encoding="utf-8")
+    return int(options.check and not current)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@ a large batch, where matrix products take the time, and with a small one, where 
 
 Each variant trains in a process of its own, as its users' runs do, with an empty cache of compiled code. The processes
 take turns of a few steps, so that what else runs on the machine slows all of them; the time is the median of a step,
-with the 10% and 90% quantiles. On CUDA torch.compile runs in three modes, and the LSTM once more with Dynamo told to
-compile recurrent layers (`allow_rnn`), which it else runs as they stand; ratios are to the fastest. What a process has
-freed goes back to the system, or does not, as its C library has it by default; MALLOC_TRIM_THRESHOLD_ and
+with the 10% and 90% quantiles. On CUDA torch.compile runs in three modes. On any device it runs the LSTM once more with
+Dynamo told to compile recurrent layers (`allow_rnn`), which it else runs as they stand. Ratios are to the fastest. What
+a process has freed goes back to the system, or does not, as its C library has it by default; MALLOC_TRIM_THRESHOLD_ and
 MALLOC_MMAP_MAX_ change that for all of them. Our native loops are compiled once per machine, in some 8 s, and kept in a
 cache folder: that is not in the first call.
 

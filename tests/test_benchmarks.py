@@ -323,6 +323,19 @@ def test_the_readme_compares_with_the_fastest_mode(bench, tmp_path, monkeypatch)
     assert widths == {10}
 
 
+def test_the_notes_show_the_classes_that_take_time(bench, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench["readme"], "RESULTS", tmp_path)
+    facts = {"model": "m", "bound": "gemm"}
+    classes = {"matrix products": 5.0, "LSTM": 0.0, "the rest": 2.04}
+    profiled = [{**facts, "variant": "amp_compiler", "step_ms": 7.04, "page_faults": 1234, "classes_ms": classes}]
+    timed = [{**facts, "variant": variant, "gemm_floor_ms": 3.0} for variant in ("torch.compile", "amp_compiler")]
+    for name, rows in (("profile_cpu", profiled), ("train_step_cpu", timed)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"rows": rows}), encoding="utf-8")
+    head, _, row = bench["readme"].profile_table().splitlines()
+    assert head == "| model | bound by | variant | step | matrix products | the rest | GEMM floor | page faults |"
+    assert row == "| m | gemm | amp_compiler | 7.0 | 5.0 | 2.0 | 3.0 | 1,234 |"
+
+
 def test_names_of_modes(bench):
     comparison = bench["comparison"]
     for mode in comparison.MODES:

@@ -74,6 +74,21 @@ def test_new_shapes_and_types_are_captured_up_to_a_limit(monkeypatch):
     assert len(step._programs) == 4
 
 
+def test_sizes_of_a_dynamic_dimension_do_not_count_as_signatures(monkeypatch):
+    monkeypatch.setattr(training, "MOST_SIGNATURES", 2)
+    model, size = nn.Linear(8, 5), torch.export.Dim("size", min=2, max=64)
+    shapes = ({0: size}, {0: size})
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = amp.training_step(
+        model, lambda m, x, y: F.cross_entropy(m(x.float()), y), optimizer, backend="eager", dynamic_shapes=shapes
+    )
+    for size in (16, 5, 4, 3, 2, 16):
+        step(X[0][:size], Y[0][:size])
+    assert len(step._programs) == 1
+    step(X[0].double(), Y[0])
+    assert len(step._programs) == 2
+
+
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_one_program_serves_every_batch_size_where_shapes_are_dynamic(backend):
     torch.manual_seed(0)

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from amp_compiler.backends.torch_shim import inductor_compile
+from amp_compiler.fx_tools import node_tensor
 from amp_compiler.runtime import attention, cpu_update, lstm
 
 
@@ -31,7 +32,8 @@ def build(graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bo
 def _last_pass(graph: fx.Graph) -> tuple[str, Callable[[fx.Graph], None]] | None:
     """What is to be done behind Inductor's own passes, with an identity that changes whenever it would do otherwise."""
     found = [node for node in graph.nodes if "scaled_dot_product" in str(node.target) and node.op == "call_function"]
-    if not any(source.meta["val"].device.type == "cpu" for node in found for source in node.all_input_nodes):
+    operands = [node_tensor(source) for node in found for source in node.all_input_nodes]
+    if not any(tensor is not None and tensor.device.type == "cpu" for tensor in operands):
         return None  # and nothing is compiled for it
     return f"{attention.IDENTITY}, {cpu_update.most_inner() > 0}", attention.use_native_backward
 

@@ -59,7 +59,7 @@ def inductor_compile(
             "triton.cudagraphs": False,
         }
         if last_pass is not None:
-            wanted[_LAST_PASS] = _graph_pass(*last_pass, getattr(config, _LAST_PASS, None))
+            wanted[_LAST_PASS] = _graph_passes(*last_pass, getattr(config, _LAST_PASS, None))
         patches = {name: value for name, value in wanted.items() if hasattr(config, name)}
         with _own_allocator():
             compiled: Any = compile_fx(graph_module, list(inputs), config_patches=patches)
@@ -71,10 +71,10 @@ def inductor_compile(
         ) from cause
 
 
-def _graph_pass(identity: str, run: Callable[[fx.Graph], None], theirs: Any) -> Any:
-    """A pass as Inductor wants it, behind the one that the user has set there, which alone is left in an older torch.
+def _graph_passes(identity: str, run: Callable[[fx.Graph], None], theirs: Any) -> Any:
+    """A pass as Inductor wants it, behind the ones that the user has set there.
 
-    A plain function has no identity: like Inductor, this then gives none, and compiled code is not kept.
+    Where this torch takes one pass only, the user's stays alone; where its passes have no identity, none is added.
     """
     try:
         from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -83,16 +83,18 @@ def _graph_pass(identity: str, run: Callable[[fx.Graph], None], theirs: Any) -> 
 
     class GraphPass(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
-            if theirs is not None:
-                theirs(graph)
             run(graph)
 
-        def uuid(self) -> Any:
-            if theirs is None:
-                return identity
-            return (identity, theirs.uuid()) if isinstance(theirs, CustomGraphPass) else None
+        def uuid(self) -> str:
+            return identity
 
-    return GraphPass()
+    if theirs is None:
+        return GraphPass()
+    try:
+        from torch._inductor.custom_graph_pass import get_custom_graph_passes
+    except ImportError:
+        return theirs
+    return [*get_custom_graph_passes(theirs), GraphPass()]
 
 
 @contextlib.contextmanager

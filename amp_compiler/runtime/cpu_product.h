@@ -172,7 +172,7 @@ inline int64_t most_inner() {
 #endif
 }
 
-// Whether no element can be anything but finite, known from the largest ones of the factors alone.
+// Whether no element can be anything but finite, known from the largest ones of the factors and of the added rows.
 inline bool surely_finite(const Product& product) {
   const auto largest = [](int64_t address, int64_t outer, int64_t outer_step, int64_t inner, int64_t inner_step) {
     if (outer_step == 1) {
@@ -191,12 +191,15 @@ inline bool surely_finite(const Product& product) {
     return load(Bf16{most});
   };
   const Product& p = product;
-  const float* values = reinterpret_cast<const float*>(p.values);
   uint32_t most = 0;
-  for (int64_t i = 0; i < p.added * p.columns; ++i) {
-    uint32_t bits;
-    std::memcpy(&bits, values + i, sizeof bits);
-    most = std::max(most, bits & 0x7fffffffu);
+  for (int64_t k = 0; k < p.added; ++k) {
+    const int64_t one = reinterpret_cast<const int64_t*>(p.order)[k];
+    const float* values = reinterpret_cast<const float*>(p.values) + one * p.columns;
+    for (int64_t j = 0; j < p.columns; ++j) {
+      uint32_t bits;
+      std::memcpy(&bits, values + j, sizeof bits);
+      most = std::max(most, bits & 0x7fffffffu);
+    }
   }
   float added;
   std::memcpy(&added, &most, sizeof added);

@@ -2,8 +2,8 @@
 
 They have the signatures of the functions in `group_update`, which is their reference: weights, moments and 16-bit
 copies are the same bit for bit, and the norm is summed in another order. A gradient may be a `Product` here: then no
-gradient is written to memory, and where the check sees from the factors that all of it is finite, its part of the norm
-is known from the update only.
+gradient is written to memory, and where the check sees from what it is made of that all of it is finite, its part of
+the norm is known from the update only.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def grad_check(grads: Gradients, inv_scale: Tensor) -> tuple[Tensor, Tensor, Ten
 
     The norm is without those products whose squares the updates give; see `complete_norm`.
     """
-    flags = torch.zeros(len(grads), dtype=torch.uint8)
+    flags = torch.zeros(len(grads), dtype=torch.uint8, device="cpu")
     table = np.zeros((len(grads), len(_COLUMNS)), np.int64)
     table[:, 0] = [grad.numel() for grad in grads]
     dense = [grad if isinstance(grad, Product) or is_dense(grad) else grad.contiguous() for grad in grads]
@@ -51,7 +51,7 @@ def grad_check(grads: Gradients, inv_scale: Tensor) -> tuple[Tensor, Tensor, Ten
 def complete_norm(norm: Tensor | None, *squares: float) -> Tensor:
     """The norm of all gradients: that of a check together with the squares that updates have given."""
     known = 0.0 if norm is None else _number(norm) ** 2
-    return torch.tensor(sum(squares, known), dtype=torch.float64).sqrt().float()
+    return torch.tensor(sum(squares, known), dtype=torch.float64, device="cpu").sqrt().float()
 
 
 def adam_update(
@@ -171,8 +171,8 @@ def _set_gradients(table: Any, grads: Gradients) -> None:
 def _laid_out_like(grads: Gradients, masters: Tensors, factor: float) -> tuple[list[Tensor | Product], float]:
     """The gradients as their weights lie in memory; a product can be made row by row or column by column.
 
-    A weight whose layout has changed since the step was built gets its product made whole: with the gradients come the
-    squares of those that the check has left out, and that the update does not give then.
+    A weight whose layout has changed since the step was built gets its product made whole. Where the check has left the
+    squares of such a product out, the update will not count them either: their sum is returned with the gradients.
     """
     result: list[Tensor | Product] = []
     squares = 0.0

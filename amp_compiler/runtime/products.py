@@ -42,8 +42,9 @@ class Product:
 
     @staticmethod
     def zeros(rows: int, columns: int) -> Product:
-        """A gradient of zeros, for rows to be added to it."""
-        return Product(torch.empty(rows, 0, dtype=torch.bfloat16), torch.empty(0, columns, dtype=torch.bfloat16))
+        """A gradient of zeros, of this shape, for rows to be added to it."""
+        left, right = (torch.empty(shape, dtype=torch.bfloat16, device="cpu") for shape in ((rows, 0), (0, columns)))
+        return Product(left, right)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -65,13 +66,23 @@ class Product:
         return self.shape.numel()
 
     def transposed(self) -> Product:
-        """The gradient of the transposed weight, with the same place in the norm."""
+        """The gradient of the transposed weight, with the same place in the norm.
+
+        Raises:
+            LoweringError: rows have been added.
+        """
+        self._check_bare("transposed")
         other = Product(self.right.t(), self.left.t())
         other.fields[_COUNTED] = self.fields[_COUNTED]
         return other
 
     def reshaped(self, *shape: int) -> Product:
-        """The gradient of a weight of more dimensions, whose elements in their order are those of the matrix."""
+        """The gradient of a weight of this shape, whose elements in their order are those of the matrix.
+
+        Raises:
+            LoweringError: rows have been added.
+        """
+        self._check_bare("reshaped")
         other = Product(self.left, self.right)
         other.fields, other.shape = self.fields, torch.Size(shape)
         return other
@@ -85,7 +96,7 @@ class Product:
             skipped: a row that gets none; negative where every row may.
 
         Raises:
-            LoweringError: a place is not one of the gradient's rows.
+            LoweringError: a place is not one of the gradient's rows, or there are not as many as rows of values.
 
         Example:
             >>> rows = Product.zeros(3, 2).plus_rows(torch.ones(2, 2), torch.tensor([1, 1]), -1)
@@ -94,6 +105,8 @@ class Product:
         """
         rows, columns = self.shape
         flat, places = values.reshape(-1, columns).contiguous(), places.reshape(-1).long()
+        if len(flat) != len(places):
+            raise LoweringError(f"{len(flat)} rows of values are added at {len(places)} places")
         ascending, order = torch.where(places < 0, places + rows, places).sort(stable=True)
         if ascending.numel() and not 0 <= int(ascending[0]) <= int(ascending[-1]) < rows:
             raise LoweringError(
@@ -112,6 +125,10 @@ class Product:
         other._added = flat, ascending, order
         other.fields[_ADDED] = flat.data_ptr(), ascending.data_ptr(), order.data_ptr(), len(ascending)
         return other
+
+    def _check_bare(self, what: str) -> None:
+        if self._added is not None:
+            raise LoweringError(f"a gradient with added rows cannot be {what}", mend="do so before rows are added")
 
     def tensor(self) -> Tensor:
         """The gradient, made now."""

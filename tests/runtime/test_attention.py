@@ -226,14 +226,15 @@ def test_compiled_models_use_it_in_the_users_own_loop(calls):
 
 
 @needs_loops
-def test_a_pass_that_the_user_has_given_inductor_still_runs(calls, tmp_path, monkeypatch):
+@pytest.mark.parametrize("wrap", [lambda one: one, lambda one: [one], lambda one: (one, one)])
+def test_passes_that_the_user_has_given_inductor_still_run(wrap, calls, tmp_path, monkeypatch):
     from torch._inductor import config
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     seen = []
-    with config.patch(post_grad_custom_post_pass=lambda graph: seen.append(graph)):
+    with config.patch(post_grad_custom_post_pass=wrap(lambda graph: seen.append(graph))):
         mean_square(amp.compile(Attention(True), dtype="bf16"), torch.randn(2, 10, 32)).backward()
-    assert len(seen) == 2  # forward and backward
+    assert len(seen) == (4 if isinstance(wrap(0), tuple) else 2)  # forward and backward
     assert len(calls) == 1
 
 

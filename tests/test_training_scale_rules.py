@@ -1,0 +1,59 @@
+"""What a training step takes from the `loss_scale` section of its rules, and steps that check nothing."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_compiler as amp
+
+X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
+
+
+def make(section, **options):
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    rules = {"version": 1, "extends": "default", "loss_scale": section}
+    return model, amp.training_step(
+        model, lambda m, x: F.mse_loss(m(x), torch.zeros(6, 4)), optimizer, rules=rules, backend="eager", **options
+    )
+
+
+def test_a_mode_by_name_has_the_settings_of_the_rules():
+    section = {"mode": "dynamic", "init": 512.0, "growth_interval": 2, "max": 1024.0}
+    for options in ({"dtype": "fp16"}, {"dtype": "fp16", "loss_scale": "dynamic"}, {"loss_scale": "dynamic"}):
+        _, step = make(section, **{"dtype": "bf16", **options})
+        scales = []
+        for _ in range(5):
+            step(X)
+            scales.append(float(step.loss_scale))
+        assert scales == [512.0, 1024.0, 1024.0, 1024.0, 1024.0]
+
+
+def test_a_mode_that_the_rules_do_not_have_has_its_own_settings():
+    _, step = make({"mode": "static", "init": 512.0}, dtype="fp16", loss_scale="dynamic")
+    assert step._scale_config == amp.DynamicLossScale()
+
+
+@pytest.mark.parametrize(
+    "options", [{"dtype": "bf16"}, {"dtype": "fp16"}, {"dtype": "bf16", "loss_scale": "none"}], ids=str
+)
+def test_rules_may_ask_for_no_check(options):
+    model, step = make({"mode": "none", "check_finite": False}, **options)
+    step(X)
+    bad = X.clone()
+    bad[1, 2] = float("inf")
+    step(bad)
+    assert int(step.skipped_steps) == 0 and not model.weight.isfinite().all()
+
+
+def test_bf16_checks_and_does_not_scale_unless_told_otherwise():
+    for section in ({"mode": "dynamic", "init": 512.0}, {"mode": "none"}, {"mode": "static", "init": 8.0}):
+        model, step = make(section, dtype="bf16")
+        step(X)
+        bad, before = X.clone(), model.weight.detach().clone()
+        bad[1, 2] = float("inf")
+        step(bad)
+        assert float(step.loss_scale) == 1.0
+        assert int(step.skipped_steps) == 1 and torch.equal(model.weight, before)
