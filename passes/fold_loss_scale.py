@@ -36,7 +36,8 @@ class FoldLossScale(Pass[fx.GraphModule]):
         div: "f32[]" = aten.div.Scalar(loss_scale, 640)
         expand: "f32[64, 10]" = aten.expand.default(div, [64, 10])
 
-    Left alone: a graph without a seed (the loss depends on nothing that is differentiated).
+    Left alone: a graph without a seed (the loss depends on nothing that is differentiated), and a derivative that is a
+    product with the seed, as that of binary cross-entropy: `mul(sigmoid - target, loss_scale)`.
     """
 
     name: ClassVar[str] = "fold_loss_scale"
@@ -46,11 +47,14 @@ class FoldLossScale(Pass[fx.GraphModule]):
         return tuple((node.name, str(node.target), str(node.args)) for node in subject.graph.nodes)
 
     def ensures(self, before: fx.GraphModule, after: fx.GraphModule) -> str | None:
-        """Only numbers, not tensors, are multiplied by the scale."""
+        """The scale enters every gradient once: what is made from it is never multiplied or divided by the like."""
+        scaled: set[fx.Node] = set()
         for node in after.graph.nodes:
-            if node.op == "placeholder" and node.name == SCALE:
-                spread = [user for user in node.users if user.target in _SCALAR_OPS and _numel(user) != 1]
-                return f"'{spread[0].name}' multiplies a tensor by the loss scale" if spread else None
+            sources = [source for source in node.all_input_nodes if source in scaled]
+            if (node.op == "placeholder" and node.name == SCALE) or sources:
+                scaled.add(node)
+            if len(sources) > 1 and node.target in _SCALAR_OPS:
+                return f"'{node.name}' multiplies or divides two values that have the loss scale in them"
         return None
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
@@ -73,11 +77,6 @@ class FoldLossScale(Pass[fx.GraphModule]):
         graph.lint()
         subject.recompile()
         return PassResult(subject, True)
-
-
-def _numel(node: fx.Node) -> int:
-    tensor = node_tensor(node)
-    return 1 if tensor is None else int(tensor.numel())
 
 
 def _like(tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

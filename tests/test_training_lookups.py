@@ -78,12 +78,20 @@ def assert_same_training(steps=5, **settings):
 
 
 @multiplies
-@pytest.mark.parametrize("settings", [{}, {"twice": True}, {"padding": 7}, {"optimizer": torch.optim.SGD}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"twice": True}, {"padding": 7}, {"optimizer": torch.optim.SGD}],
+    ids=["once", "twice", "padding", "sgd"],
+)
 def test_a_tied_table_is_trained_as_by_the_eager_backend(settings):
     assert assert_same_training(**settings) == ["head.weight"]
 
 
-@pytest.mark.parametrize("settings", [{}, {"twice": True}, {"padding": 7}, {"optimizer": amsgrad}], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"twice": True}, {"padding": 7}, {"optimizer": amsgrad}],
+    ids=["once", "twice", "padding", "amsgrad"],
+)
 def test_a_table_of_its_own_is_trained_as_by_the_eager_backend(settings):
     assert assert_same_training(tied=False, **settings) == ["table.weight"]
 

@@ -1,0 +1,107 @@
+"""Norm-adaptive scales, hysteresis, floor and ceiling inside a real training step."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from training_weights import OPTIMIZERS, Line, X, Y, everything, linear_loss, loss_fn, net, same
+
+import amp_compiler as amp
+
+INF = float("inf")
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_norm_adaptive_scale_follows_the_norms_and_learns_from_an_overflow(backend):
+    # The gradient is the batch. The scale is 4096 / norm rounded down to a power of two, between 2 and 65536; an
+    # overflow halves what it may be, and three finite steps double that again.
+    section = {"mode": "norm_adaptive", "init": 1024.0, "target_norm": 4096.0, "min": 2.0, "max": 65536.0}
+    rows = [
+        ((3.0, 4.0), 512), ((0.0, 1.0), 4096), ((0.0, 1.5), 2048), ((0.0, 0.0), 2048), ((0.0, 2.0**-10), 65536),
+        ((0.0, 4096.0), 2), ((0.0, 1.0), 4096), ((0.0, INF), 2048), ((0.0, 1.0), 2048), ((0.0, 1.0), 2048),
+        ((0.0, 1.0), 4096),
+    ]  # fmt: skip
+    model = Line(2, value=0.0)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    section |= {"growth_interval": 3}
+    step = amp.training_step(model, linear_loss, optimizer, dtype="fp16", loss_scale=section, backend=backend)
+    seen = []
+    for batch, _ in rows:
+        step(torch.tensor(batch))
+        seen.append(float(step.loss_scale))
+    assert seen == [scale for _, scale in rows]
+    assert int(step.skipped_steps) == 1
+    finite = [batch for batch, _ in rows if INF not in batch]
+    assert model.w.tolist() == [-sum(column) for column in zip(*finite, strict=True)]  # all exact in FP32
+
+
+@pytest.mark.parametrize("name", ["adamw", "momentum"])
+def test_a_norm_adaptive_scale_changes_no_bit_of_the_training(name):
+    results, scales = [], []
+    for given in (None, {"mode": "norm_adaptive", "init": 65536.0, "target_norm": 4096.0}):
+        model = net(norm=False)  # a norm would take the factors of the batches away again
+        optimizer = OPTIMIZERS[name](model.parameters())
+        step = amp.training_step(
+            model, loss_fn, optimizer, dtype="bf16", loss_scale=given, clip_norm=0.5, backend="eager"
+        )
+        for number in range(12):
+            step(X * 8.0 ** (number % 3), Y)
+            if given:
+                scales.append(float(step.loss_scale))
+                assert 2048 < scales[-1] * float(step.grad_norm) <= 4096
+        assert int(step.skipped_steps) == 0
+        results.append(everything(model, optimizer))
+    assert len(set(scales)) >= 3
+    assert same(*results)
+
+
+def trajectory(flags, section):
+    """The scale after each step of a net, `x` being a batch with an inf; only the other steps move the weights."""
+    model = net()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    step = amp.training_step(model, loss_fn, optimizer, dtype="fp16", loss_scale=section, backend="eager")
+    bad = X.clone()
+    bad[3, 2] = INF
+    scales, moved = [], ""
+    for flag in flags:
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        step(bad if flag == "x" else X, Y)
+        scales.append(float(step.loss_scale))
+        moved += "x" if same(before, [parameter.detach() for parameter in model.parameters()]) else "."
+    return scales, moved, step, optimizer
+
+
+def test_the_scale_goes_the_way_that_hysteresis_floor_and_ceiling_prescribe():
+    section = {"mode": "dynamic", "init": 16.0, "growth_interval": 2, "hysteresis": 2, "min": 4.0, "max": 32.0}
+    # The first overflow of a row is let pass, the second and each after it halve; two finite steps in a row double.
+    flags = "x.xxxx........"
+    expected = [16, 16, 16, 8, 4, 4, 4, 8, 8, 16, 16, 32, 32, 32]
+    scales, moved, step, optimizer = trajectory(flags, section)
+    assert scales == expected and moved == flags
+    assert int(step.skipped_steps) == 5
+    assert {int(state["step"]) for state in optimizer.state.values()} == {9}
+
+
+def by_definition(flags, section):
+    scale, good, bad = section["init"], 0, 0
+    for flag in flags:
+        good, bad = (0, bad + 1) if flag == "x" else (good + 1, 0)
+        if bad >= section["hysteresis"]:
+            scale = max(scale / 2, section["min"])
+        elif good == section["growth_interval"]:
+            scale, good = min(scale * 2, section["max"]), 0
+        yield scale
+
+
+@pytest.mark.parametrize(("hysteresis", "growth_interval"), [(1, 1), (2, 3), (3, 2)])
+def test_the_scale_of_a_long_run_is_the_one_of_the_definition(hysteresis, growth_interval):
+    section = {"mode": "dynamic", "init": 64.0, "min": 8.0, "max": 256.0}
+    section |= {"hysteresis": hysteresis, "growth_interval": growth_interval}
+    flags = "".join(random.Random(2).choices("x.", k=60))
+    expected = list(by_definition(flags, section))
+    scales, moved, step, _ = trajectory(flags, section)
+    assert scales == expected and moved == flags
+    assert int(step.skipped_steps) == flags.count("x")
+    assert len(set(expected)) >= 4 and max(expected) > 64.0 > min(expected)

@@ -1,0 +1,173 @@
+"""A value that is not finite, wherever it stands, leaves weights, moments, counters, buffers and copies untouched."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_compiler as amp
+
+GENERATOR = torch.Generator().manual_seed(0)
+TOKENS = torch.randint(0, 11, (32,), generator=GENERATOR)
+Y = torch.randint(0, 5, (32,), generator=GENERATOR)
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, 1e-2),
+    "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, dampening=0.1),
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.a = nn.Embedding(11, 8), nn.Linear(8, 16, bias=False)
+        self.batch_norm, self.b = nn.BatchNorm1d(16), nn.Linear(16, 16)
+        self.layer_norm, self.head = nn.LayerNorm(16), nn.Linear(16, 5)
+        self.side = nn.Linear(2, 3, bias=False)
+        nn.init.constant_(self.side.weight, 0.01)
+
+
+def steep(value, gap):
+    """The root of the gap, 0 at 0, where its derivative by the value is infinite."""
+    return (value - value.detach() + gap).sqrt().mean()
+
+
+def loss_fn(model, batch, y):
+    rows = model.embedding(batch["tokens"])
+    hidden = F.relu(model.batch_norm(model.a(rows)))
+    loss = F.cross_entropy(model.head(model.layer_norm(model.b(hidden))), y)
+    loss = loss + model.side(batch["side"]).mean()
+    loss = loss + steep(rows, batch["rows"]) + steep(model.head.bias, batch["bias"])
+    loss = loss + steep(model.layer_norm.weight, batch["layer_norm"])
+    return (loss + steep(model.batch_norm.weight, batch["batch_norm"])) * batch["gain"]
+
+
+def batch(**changed):
+    numbers = dict.fromkeys(("rows", "bias", "layer_norm", "batch_norm", "gain"), 1.0) | {"side": 1.0} | changed
+    side = torch.full((32, 2), numbers.pop("side"))
+    return {"tokens": TOKENS, "side": side, **{key: torch.tensor(number) for key, number in numbers.items()}}
+
+
+ALL = None  # the gradients of all parameters, or nearly all
+# What is poisoned, and the parameters with a gradient that is not finite. The loss is finite in all but the last two.
+PLACES = {
+    "a bias": (batch(bias=0.0), {"head.bias"}),
+    "a LayerNorm's weight": (batch(layer_norm=0.0), {"layer_norm.weight"}),
+    "a BatchNorm's weight": (batch(batch_norm=0.0), {"batch_norm.weight"}),
+    "an embedding": (batch(rows=0.0), {"embedding.weight"}),
+    "a 16-bit matrix": (batch(side=3e4), {"side.weight"}),  # 32 * 3e4 * 1024 / 96 is not a number of FP16
+    "the backward": (batch(gain=1e30), ALL),  # 1e30 is one of FP32, as is the loss, but none of FP16
+    "a loss of inf": (batch(gain=float("inf")), ALL),
+    "a loss of NaN": (batch(gain=float("nan")), ALL),
+}
+FINITE = list(PLACES)[:-2]
+KINDS = [("adamw", "eager"), ("momentum", "eager"), ("adamw", "inductor")]
+
+
+def make(name, backend="eager", **options):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    return model, optimizer, amp.training_step(
+        model, loss_fn, optimizer, dtype="fp16", loss_scale=1024.0, backend=backend, **options
+    )  # fmt: skip
+
+
+@cache
+def begun(name, backend, accumulate):
+    """A step that is captured once for all tests, and the state of its run after two updates."""
+    model, optimizer, step = make(name, backend, accumulate=accumulate)
+    for _ in range(2 * accumulate):
+        step(batch(), Y)
+    return model, optimizer, step, copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+
+
+def running(name, backend="eager", accumulate=1):
+    """The step of `begun`, set back to that state."""
+    model, optimizer, step, saved = begun(name, backend, accumulate)
+    weights, moments = copy.deepcopy(saved)
+    model.load_state_dict(weights), optimizer.load_state_dict(moments)
+    return model, optimizer, step
+
+
+def trained(model, optimizer, step):
+    """Parameters, moments, step counters and 16-bit copies, by name."""
+    held = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        held |= {f"{name}, {key}": value.clone() for key, value in optimizer.state[parameter].items()}
+        copies = step._lows._copies.get(id(parameter), {})
+        held |= {f"{name}, {dtype}": copy.clone() for dtype, copy in copies.items()}
+    return held
+
+
+def buffers(model):
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def changed(before, after):
+    assert before.keys() == after.keys()
+    return {name for name, value in before.items() if not torch.equal(value, after[name])}
+
+
+@pytest.mark.parametrize(("name", "backend"), KINDS)
+@pytest.mark.parametrize("place", list(PLACES))
+def test_a_step_with_one_value_that_is_not_finite_changes_nothing(place, name, backend):
+    model, optimizer, step = running(name, backend)
+    poisoned, bad = PLACES[place]
+    step(batch(), Y)
+    skipped = int(step.skipped_steps)
+    before, statistics = trained(model, optimizer, step), buffers(model)
+    assert sum("float16" in key for key in before) >= 5 and len(statistics) == 3
+    loss = step(poisoned, Y)
+    assert not changed(before, trained(model, optimizer, step)) and not changed(statistics, buffers(model))
+    assert int(step.skipped_steps) == skipped + 1
+    assert bool(loss.isfinite()) == (place in FINITE)
+    found = set(step.nonfinite_report().parameters)
+    assert found == bad if bad else len(found) > 5
+    step(batch(), Y)
+    assert int(step.skipped_steps) == skipped + 1
+    assert changed(before, trained(model, optimizer, step)) == set(before)
+    assert changed(statistics, buffers(model)) == set(statistics)
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+@pytest.mark.parametrize("place", list(PLACES))
+def test_a_bad_middle_batch_of_three_skips_them_all_and_only_the_buffers_of_the_first_move(place, name):
+    model, optimizer, step = running(name, accumulate=3)
+    for _ in range(3):
+        step(batch(), Y)
+    skipped = int(step.skipped_steps)
+    before, statistics = trained(model, optimizer, step), buffers(model)
+    step(batch(), Y)
+    first = buffers(model)
+    assert changed(statistics, first) == set(statistics)
+    step(PLACES[place][0], Y), step(batch(), Y)
+    assert not changed(before, trained(model, optimizer, step))
+    # The gradients' sum is checked, so that the third batch, good by itself, is part of what is skipped.
+    assert not changed(first, buffers(model))
+    assert int(step.skipped_steps) == skipped + 1
+    for _ in range(3):
+        step(batch(), Y)
+    assert int(step.skipped_steps) == skipped + 1
+    assert changed(before, trained(model, optimizer, step)) == set(before)
+    assert changed(first, buffers(model)) == set(first)
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_a_run_with_skipped_steps_is_the_run_without_those_batches(name):
+    results = []
+    for poisoned in ([], [value for value, _ in PLACES.values()]):
+        model, optimizer, step = make(name)
+        for bad in poisoned:  # momentum has not begun before the first good step
+            step(bad, Y)
+        for number in range(4):
+            step(batch(), Y)
+            for bad in poisoned[number::4]:
+                step(bad, Y)
+        assert int(step.skipped_steps) == 2 * len(poisoned)
+        results.append(trained(model, optimizer, step) | buffers(model))
+    assert not changed(*results)

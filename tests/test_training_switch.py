@@ -1,0 +1,150 @@
+"""A run of torch.autocast, GradScaler and AdamW that goes on in a training step, and back, by plain state dicts."""
+
+from __future__ import annotations
+
+import io
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_compiler as amp
+
+GENERATOR = torch.Generator().manual_seed(0)
+PART = 6  # steps until the run changes sides
+X = torch.randn(32, 8, generator=GENERATOR)
+BATCHES = [X + 0.1 * torch.randn(32, 8, generator=GENERATOR) for _ in range(3 * PART)]
+Y = torch.randint(0, 5, (32,), generator=GENERATOR)
+BAD = {2, PART + 3, 2 * PART + 1}  # one step on each side
+# Type, whether a GradScaler is enabled, and the loss scale of the training step.
+KINDS = {
+    "fp16": (torch.float16, True, "dynamic"),
+    "bf16": (torch.bfloat16, False, None),
+    "bf16, scaled": (torch.bfloat16, True, "dynamic"),
+    "fp32": (None, False, None),
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.norm, self.c = nn.Linear(8, 16), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 5)
+
+    def forward(self, x):
+        return self.c(self.norm(F.relu(self.b(F.relu(self.a(x))))))
+
+
+def loss_fn(model, x, y):
+    return F.cross_entropy(model(x), y)
+
+
+class Side:
+    """A model, its AdamW and what holds the scale; started anew, or from the state dicts of the side before."""
+
+    def __init__(self, kind, saved=None, backend="eager"):
+        self.low, self.scaled, self.loss_scale = KINDS[kind]
+        torch.manual_seed(0 if saved is None else 1)
+        self.model = Net()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-2)
+        self.scale = self.start(backend)
+        if saved is not None:
+            self.model.load_state_dict(saved["model"])
+            self.optimizer.load_state_dict(saved["optimizer"])
+            self.scale.load_state_dict(saved["scale"])
+
+    def save(self):
+        """Plain state dicts, by way of a file that may hold nothing else."""
+        parts = {"model": self.model, "optimizer": self.optimizer, "scale": self.scale}
+        file = io.BytesIO()
+        torch.save({key: part.state_dict() for key, part in parts.items()}, file)
+        file.seek(0)
+        return torch.load(file, weights_only=True)
+
+    def train(self, first, last):
+        """The losses of some steps, and the scale and the growth tracker after each."""
+        losses, scales = [], []
+        for number in range(first, last):
+            x = BATCHES[number].clone()
+            if self.scaled and number in BAD:
+                x[3, 2] = float("inf")
+            losses.append(float(self.step(x)))
+            state = self.scale.state_dict() if self.scaled else {}
+            scales.append((state.get("scale"), state.get("_growth_tracker")))
+        return losses, scales
+
+
+class Torchs(Side):
+    def start(self, backend):
+        return torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4, enabled=self.scaled)
+
+    def step(self, x):
+        self.optimizer.zero_grad()
+        with torch.autocast("cpu", self.low or torch.bfloat16, enabled=self.low is not None):
+            loss = loss_fn(self.model, x, Y)
+        self.scale.scale(loss).backward()
+        self.scale.step(self.optimizer)
+        self.scale.update()
+        return loss.detach()
+
+
+class Ours(Side):
+    def start(self, backend):
+        dtype = "fp16" if self.low is torch.float16 else "bf16"
+        options = {"dtype": dtype, "loss_scale": self.loss_scale, "enabled": self.low is not None, "backend": backend}
+        return amp.training_step(self.model, loss_fn, self.optimizer, **options)
+
+    def step(self, x):
+        return self.scale(x, Y)
+
+
+def runs(kind, backend="eager"):
+    """The run that is torch's all the way, and the one that changes sides twice: their last sides and their logs."""
+    whole = Torchs(kind)
+    expected = whole.train(0, 3 * PART)
+    first = Torchs(kind)
+    logs = [first.train(0, PART)]
+    second = Ours(kind, first.save(), backend)
+    logs.append(second.train(PART, 2 * PART))
+    last = Torchs(kind, second.save())
+    logs.append(last.train(2 * PART, 3 * PART))
+    return whole, expected, last, [a + b + c for a, b, c in zip(*logs, strict=True)]
+
+
+def counters(side):
+    return [int(state["step"]) for state in side.optimizer.state_dict()["state"].values()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"), [("fp16", "eager"), ("bf16", "eager"), ("bf16, scaled", "eager"), ("fp16", "inductor")]
+)
+def test_a_run_that_changes_sides_twice_is_torchs_run(kind, backend):
+    whole, (wanted, wanted_scales), last, (losses, scales) = runs(kind, backend)
+    assert scales == wanted_scales
+    if whole.scaled:
+        pairs = [(before[0], after[0]) for before, after in pairwise(scales)]
+        assert {number for number, (before, after) in enumerate(pairs, 1) if after < before} == BAD
+        assert scales[PART][0] > scales[PART - 1][0] and scales[2 * PART - 1][1] == 2  # the tracker crosses over
+    skipped = len(BAD) if whole.scaled else 0
+    assert counters(last) == counters(whole) == [3 * PART - skipped] * 8
+    assert [math.isfinite(a) for a in losses] == [math.isfinite(b) for b in wanted]
+    assert sum(not math.isfinite(a) for a in losses) == skipped
+    assert last.optimizer.state_dict()["param_groups"] == whole.optimizer.state_dict()["param_groups"]
+    # Both sides round the same values at the same places. Where a sum is taken in another order before, a logit of
+    # about 1 differs by one unit in the last place, and the mean loss of 32 rows by no more than half of that.
+    bound = torch.finfo(whole.low).eps / 2
+    differences = [abs(a - b) for a, b in zip(losses, wanted, strict=True) if math.isfinite(a)]
+    assert differences[0] == 0.0 and max(differences) < bound
+    assert wanted[0] - wanted[-1] > 100 * bound
+
+
+def test_in_fp32_the_run_is_torchs_to_the_last_digits():
+    whole, (wanted, _), last, (losses, _) = runs("fp32")
+    assert max(abs(a - b) for a, b in zip(losses, wanted, strict=True)) <= 1e-6
+    assert counters(last) == counters(whole) == [3 * PART] * 8
+    for got, expected in zip(last.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-6)
+        for key, value in whole.optimizer.state[expected].items():
+            torch.testing.assert_close(last.optimizer.state[got][key], value, rtol=0, atol=1e-6)
