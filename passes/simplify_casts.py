@@ -12,6 +12,7 @@ from amp_compiler.fx_tools import CAST, node_tensor
 from amp_compiler.passbase import Pass, PassResult
 
 _COPY = torch.ops.aten._to_copy.default
+_LAYOUTS = (torch.ops.aten.clone.default, torch.ops.aten._unsafe_view.default)
 _LOW = (torch.float16, torch.bfloat16)
 
 
@@ -22,8 +23,8 @@ class SimplifyCasts(Pass[fx.GraphModule]):
     1. a cast to the type that the value has -> the value
     2. a cast of an exact upcast -> a cast of the 16-bit value (`bf16 -> fp32 -> bf16` is the value itself)
     3. the same cast of the same value twice in one phase -> once
-    4. an upcast made in the forward and read in the backward -> repeated in the backward, so that the 16-bit value is
-       what is kept alive
+    4. an upcast, or a view or copy of one, made in the forward and read in the backward -> repeated in the backward, so
+       that the 16-bit value is what is kept alive
     5. a cast that nobody reads -> nothing
 
     Before::
@@ -121,18 +122,40 @@ def _writes(node: fx.Node) -> bool:
 def _repeat_in_backward(graph: fx.Graph) -> bool:
     modified = False
     for node in list(graph.nodes):
-        if not _is_upcast(node) or node.meta.get("amp_phase") != "forward":
+        chain = _from_upcast(node)
+        if not chain or node.meta.get("amp_phase") != "forward":
             continue
         later = [user for user in node.users if user.meta.get("amp_phase") == "backward"]
         if not later:
             continue
+        made = _source(chain[0])
         with graph.inserting_before(later[0]):
-            again = graph.node_copy(node)
-        again.meta = {**node.meta, "amp_phase": "backward"}
+            for link in chain:
+                again = graph.node_copy(link)
+                again.update_arg(0, made)
+                again.meta = {**link.meta, "amp_phase": "backward"}
+                made = again
         for user in later:
-            user.replace_input_with(node, again)
+            user.replace_input_with(node, made)
         modified = True
     return modified
+
+
+def _from_upcast(node: fx.Node) -> list[fx.Node]:
+    """An upcast and what leads from it to a node, that one included, by views and copies alone; else empty."""
+    chain = [node]
+    while _only_moves(chain[0]):
+        chain.insert(0, _source(chain[0]))
+    return chain if _is_upcast(chain[0]) else []
+
+
+def _only_moves(node: fx.Node) -> bool:
+    """Whether a node gives its first argument's elements and nothing else: a view, or a copy for another layout."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node_tensor(node) is None:
+        return False
+    schema = node.target._schema
+    is_view = bool(schema.arguments) and schema.arguments[0].alias_info is not None and not schema.is_mutable
+    return is_view or node.target in _LAYOUTS
 
 
 def _merge_equal(graph: fx.Graph) -> bool:

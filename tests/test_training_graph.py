@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 import amp_compiler as amp
 from amp_compiler.errors import AmpError
+from amp_compiler.fx_tools import canonical_op, module_of, node_tensor
 from amp_compiler.runtime.loss_scale import DynamicLossScale
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -129,3 +131,68 @@ def test_a_rule_names_modules_as_in_the_model(nested):
     assert linears == {name: "fp32", name.replace("0", "2"): "low"}
     backward = {str(node.meta.get("nn_module_stack", "")) for node in step.graph_module.graph.nodes}
     assert not any("'model" in stack for stack in backward)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = nn.Linear(12, 7), nn.Linear(11, 7, bias=False), nn.Linear(12, 9)
+
+    def forward(self, x):
+        return (self.query(x) @ self.key(x[..., 1:]).transpose(1, 2)).softmax(-1) @ self.value(x)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(12), Attention()
+        self.mlp = nn.ModuleDict({"up": nn.Linear(9, 20), "down": nn.Linear(20, 12)})
+
+    def forward(self, x):
+        return x + self.mlp["down"](F.gelu(self.mlp["up"](self.attention(self.norm(x)))))
+
+
+class Nested(nn.Module):
+    """Every weight has a shape of its own, so that shapes tell which module a gradient belongs to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first = nn.Conv2d(1, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU()
+        self.stem = nn.Sequential(*first, nn.Conv2d(6, 9, 3), nn.GroupNorm(3, 9), nn.Conv2d(9, 12, 3))
+        self.body, self.head = nn.Sequential(Block()), nn.Linear(12, 4)
+
+    def forward(self, images):
+        return self.head(self.body(self.stem(images).flatten(2).transpose(1, 2)).mean(1))
+
+
+PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
+NORMS = (
+    "aten.native_batch_norm_backward",
+    "aten.native_layer_norm_backward",
+    "aten.native_group_norm_backward",
+)
+# A linear layer or a convolution: the gradient of its input and that of its weight, which one node makes of the latter.
+EXPECTED = {
+    **dict.fromkeys(("stem.0", "stem.1", "stem.3", "stem.4", "stem.5", "body.0.norm"), 1),
+    **dict.fromkeys(("body.0.attention.query", "body.0.attention.key", "body.0.attention.value"), 2),
+    **dict.fromkeys(("body.0.mlp.up", "body.0.mlp.down", "head"), 2),
+    "body.0.attention": 4,
+}
+
+
+@pytest.mark.parametrize("options", [{"dtype": "bf16"}, {"dtype": "fp16"}, {"enabled": False}], ids=str)
+def test_products_convolutions_and_norms_of_the_backward_know_the_module_that_they_belong_to(options):
+    torch.manual_seed(0)
+    model = Nested()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = amp.training_step(model, loss_fn, optimizer, backend="eager", **options)
+    step(torch.randn(11, 1, 8, 8), torch.randint(0, 4, (11,)))
+    kinds = (*PRODUCTS, *NORMS, "aten.convolution_backward")
+    nodes = [n for n in step.graph_module.graph.nodes if n.meta.get("amp_phase") == "backward"]
+    nodes = [node for node in nodes if canonical_op(node.target) in kinds]
+    assert Counter(module_of(node)[0] for node in nodes) == EXPECTED
+    for node in nodes:
+        weight = getattr(model.get_submodule(module_of(node)[0]), "weight", None)
+        if weight is not None:
+            shapes = [tuple(one.shape) for one in map(node_tensor, (node, *node.all_input_nodes)) if one is not None]
+            assert {tuple(weight.shape), tuple(weight.shape)[::-1]}.intersection(shapes), node.format_node()

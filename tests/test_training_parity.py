@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gc
+import functools
 import inspect
 import io
 import itertools
 import statistics
-import tracemalloc
-from pathlib import Path
 
 import pytest
 import torch
@@ -88,6 +86,9 @@ TASKS = {
     "lstm": (Lstm, text_batches, 150, 1e-3),
 }
 LAST = 20
+# How far the final loss, a mean over seeds, may be from FP32's. Noise of 0.4 % on the first weights, the most that BF16
+# rounds by, takes FP32 as far from itself: 0.9 and 2.4 % with the CNNs, 0.02 and 0.07 % with the models of text.
+FROM_FP32 = {"cnn with batch norm": 0.02, "cnn": 0.02, "gpt2": 0.001, "lstm": 0.001}
 
 
 def optimizer_of(model, steps, rate):
@@ -123,6 +124,27 @@ def autocasts(model, batches, dtype, steps, rate):
     return losses
 
 
+@functools.cache
+def plain_finals(task):
+    """Final losses of plain loops in FP32, one per seed; both types are held against the same."""
+    build, batches, steps, rate = TASKS[task]
+    finals = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model = build().train()
+        optimizer, schedule = optimizer_of(model, steps, rate)
+        losses = []
+        for batch in batches(steps, seed):
+            optimizer.zero_grad()
+            loss = loss_fn(model, *batch)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            losses.append(float(loss.detach()))
+        finals.append(statistics.mean(losses[-LAST:]))
+    return finals
+
+
 def cases():
     """Every task in both types. On a CPU autocast's FP16 convolutions take minutes, those of the CNN about eight."""
     for task, dtype in itertools.product(TASKS, LOW):
@@ -130,7 +152,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("task", "dtype"), list(cases()))
-def test_the_final_loss_is_autocasts_within_one_percent(task, dtype):
+def test_the_final_loss_is_autocasts_within_one_percent_and_close_to_that_in_fp32(task, dtype):
     build, batches, steps, rate = TASKS[task]
     finals, expected = [], []
     for seed in range(3):
@@ -142,10 +164,12 @@ def test_the_final_loss_is_autocasts_within_one_percent(task, dtype):
         finals.append(statistics.mean(mine[-LAST:]))
         expected.append(statistics.mean(theirs[-LAST:]))
         assert finals[-1] < 0.8 * mine[0]
-    ratio = statistics.mean(finals) / statistics.mean(expected)
-    each = ", ".join(f"{a:.4f} / {b:.4f}" for a, b in zip(finals, expected, strict=True))
-    print(f"{task}, {dtype}: {ratio:.4f} of autocast's final loss (seeds: {each})")
+    wide = plain_finals(task)
+    ratio, to_wide = (statistics.mean(finals) / statistics.mean(others) for others in (expected, wide))
+    each = ", ".join("{:.4f} / {:.4f} / {:.4f}".format(*three) for three in zip(finals, expected, wide, strict=True))
+    print(f"{task}, {dtype}: {ratio:.4f} of autocast's final loss, {to_wide:.4f} of FP32's (seeds: {each})")
     assert abs(ratio - 1) < 0.01
+    assert abs(to_wide - 1) < FROM_FP32[task]
 
 
 def injected(batches, bad):
@@ -252,45 +276,3 @@ def test_a_run_resumed_from_a_checkpoint_is_the_same_bit_for_bit(name, used_befo
         assert torch.equal(got, wanted)
     for got, wanted in zip(optimizer_again.state.values(), optimizer.state.values(), strict=True):
         assert got.keys() == wanted.keys() and all(torch.equal(got[key], wanted[key]) for key in got)
-
-
-def live_tensors():
-    gc.collect()
-    return sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
-
-
-def resident_bytes():
-    statm = Path("/proc/self/statm")
-    return 4096 * int(statm.read_text().split()[1]) if statm.exists() else 0
-
-
-def test_a_thousand_steps_need_no_more_memory_and_no_new_program():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.999)
-    step = amp.training_step(model, loss_fn, optimizer, dtype="fp16", backend="eager", clip_norm=1.0)
-    inputs, labels = torch.randn(16, 8), torch.randint(0, 4, (16,))
-
-    def run(steps):
-        for number in range(steps):
-            step(inputs * float("inf") if number % 100 == 50 else inputs, labels)
-            schedule.step()
-
-    run(100)
-    tensors, before = live_tensors(), resident_bytes()
-    run(700)
-    tracemalloc.start()
-    run(20)
-    gc.collect()
-    traced = tracemalloc.get_traced_memory()[0]
-    run(180)
-    gc.collect()
-    growth = tracemalloc.get_traced_memory()[0] - traced
-    tracemalloc.stop()
-    assert growth < 32 * 1024
-    if before:
-        assert resident_bytes() - before < 64 * 2**20
-    assert live_tensors() == tensors
-    assert len(step._programs) == 1
-    assert int(step.skipped_steps) == 10

@@ -1,0 +1,74 @@
+"""A step that runs a thousand times: no more memory, no new program, nothing compiled anew."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.utils import counters
+
+import amp_compiler as amp
+
+
+def loss_fn(model, inputs, labels):
+    return F.cross_entropy(model(inputs), labels)
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """One entry for every graph that Inductor was asked to compile."""
+    import torch._inductor.compile_fx as inductor
+
+    seen, real = [], inductor.compile_fx
+    monkeypatch.setattr(inductor, "compile_fx", lambda *args, **kwargs: (seen.append(1), real(*args, **kwargs))[1])
+    return seen
+
+
+def live_tensors():
+    gc.collect()
+    return sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
+
+
+def resident_bytes():
+    statm = Path("/proc/self/statm")
+    return 4096 * int(statm.read_text().split()[1]) if statm.exists() else 0
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_thousand_steps_need_no_more_memory_and_no_new_program(compilations, backend):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.999)
+    step = amp.training_step(model, loss_fn, optimizer, dtype="fp16", backend=backend, clip_norm=1.0)
+    inputs, labels = torch.randn(16, 8), torch.randint(0, 4, (16,))
+
+    def run(steps):
+        for number in range(steps):
+            step(inputs * float("inf") if number % 100 == 50 else inputs, labels)
+            schedule.step()
+
+    run(100)
+    compiled = len(compilations), dict(counters["inductor"])
+    assert bool(compilations) == (backend == "inductor")
+    tensors, before = live_tensors(), resident_bytes()
+    tracemalloc.start()
+    run(700)  # long enough for objects from before the tracing, which it does not count, to make room for new ones
+    gc.collect()
+    traced = tracemalloc.get_traced_memory()[0]
+    run(200)
+    gc.collect()
+    growth = tracemalloc.get_traced_memory()[0] - traced
+    tracemalloc.stop()
+    assert growth < 32 * 1024
+    if before:
+        assert resident_bytes() - before < 64 * 2**20
+    assert live_tensors() == tensors
+    assert len(step._programs) == 1
+    assert (len(compilations), dict(counters["inductor"])) == compiled
+    assert int(step.skipped_steps) == 10

@@ -1,0 +1,122 @@
+"""What a step takes from its surroundings: torch's random numbers, and nothing from an ambient autocast."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_compiler as amp
+
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(32, 8, generator=GENERATOR)
+Y = torch.randint(0, 5, (32,), generator=GENERATOR)
+BACKENDS = pytest.mark.parametrize("backend", ["eager", "inductor"])
+MODES = pytest.mark.parametrize("options", [{"dtype": "bf16"}, {"enabled": False}], ids=["bf16", "fp32"])
+
+
+class Net(nn.Module):
+    """Drops inputs and hidden values; what is left of the inputs, none of which is 0, comes out too."""
+
+    def __init__(self, rate: float, norm: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.rate = nn.Linear(8, 16), nn.Linear(16, 5), rate
+        self.norm = nn.LayerNorm(16) if norm else nn.Identity()
+
+    def forward(self, x):
+        left = F.dropout(x, self.rate, self.training)
+        hidden = torch.tanh(self.norm(self.a(left)))
+        return self.b(F.dropout(hidden, self.rate, self.training)), left
+
+
+def loss_fn(model, x, y):
+    logits, left = model(x)
+    return F.cross_entropy(logits, y), left
+
+
+def net(rate=0.5, norm=True):
+    torch.manual_seed(0)
+    return Net(rate, norm)
+
+
+SGD = {"plain": {}, "momentum": {"momentum": 0.9, "weight_decay": 1e-2}}
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.3])
+@pytest.mark.parametrize("name", list(SGD))
+def test_dropout_in_plain_fp32_is_that_of_a_torch_loop_bit_for_bit(name, rate):
+    model = net(rate)
+    reference = copy.deepcopy(model)
+    optimizer, plain = (torch.optim.SGD(one.parameters(), 0.1, **SGD[name]) for one in (model, reference))
+    step = amp.training_step(model, loss_fn, optimizer, backend="eager", enabled=False)
+    torch.manual_seed(7)
+    mine = [step(X, Y) for _ in range(6)]
+    drawn = torch.get_rng_state()
+    torch.manual_seed(7)
+    for loss, left in mine:
+        plain.zero_grad()
+        expected, expected_left = loss_fn(reference, X, Y)
+        expected.backward()
+        plain.step()
+        assert torch.equal(loss, expected.detach()) and torch.equal(left, expected_left)
+    assert torch.equal(drawn, torch.get_rng_state())
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
+
+
+def run(seed, options, backend, steps=4, **settings):
+    """Losses and the weights in the end; what dropout left of the inputs."""
+    model = net(**settings)
+    step = amp.training_step(model, loss_fn, torch.optim.SGD(model.parameters(), 0.1), backend=backend, **options)
+    torch.manual_seed(seed)
+    results = [step(X, Y) for _ in range(steps)]
+    return [*[loss for loss, _ in results], *[p.detach() for p in model.parameters()]], [left for _, left in results]
+
+
+@BACKENDS
+@MODES
+def test_masks_change_from_step_to_step_and_follow_the_seed(options, backend):
+    (numbers, masks), (same_numbers, same_masks), (others, other_masks) = (
+        run(seed, options, backend, norm=False) for seed in (7, 7, 8)
+    )
+    for left in (*masks, *other_masks):
+        assert torch.equal(left, torch.where(left == 0, 0, 2 * X.to(left.dtype)))
+        assert 0 < int((left == 0).sum()) < left.numel()
+    assert len({tuple((left == 0).flatten().tolist()) for left in (*masks, *other_masks)}) == 8
+    assert all(torch.equal(a, b) for a, b in zip(numbers + masks, same_numbers + same_masks, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(numbers, others, strict=True))
+
+
+@BACKENDS
+@MODES
+def test_dropout_behind_a_norm_leaves_finite_numbers(options, backend):
+    numbers, _ = run(7, options, backend, steps=1)
+    assert all(bool(number.isfinite().all()) for number in numbers)
+
+
+@BACKENDS
+@MODES
+def test_an_ambient_autocast_around_building_and_calls_changes_no_bit(options, backend):
+    expected, _ = run(7, options, backend, rate=0.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, _ = run(7, options, backend, rate=0.0)
+        assert (X @ X.t()).dtype == torch.bfloat16  # it is there again after a call
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@MODES
+def test_an_ambient_autocast_around_some_calls_changes_no_bit(options):
+    results = []
+    for ambient in (False, True):
+        model = net()
+        step = amp.training_step(model, loss_fn, torch.optim.SGD(model.parameters(), 0.1), backend="eager", **options)
+        for number in range(4):
+            around = torch.autocast("cpu", torch.bfloat16) if ambient and number % 2 else contextlib.nullcontext()
+            with around:
+                results.append((ambient, step(X, Y)[0]))
+        results += [(ambient, parameter.detach()) for parameter in model.parameters()]
+    pairs = ([value for ambient, value in results if ambient is asked] for asked in (False, True))
+    assert all(torch.equal(a, b) for a, b in zip(*pairs, strict=True))
