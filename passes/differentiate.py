@@ -11,7 +11,7 @@ import torch.fx.traceback as fx_traceback
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
-from amp_compiler.backends.torch_shim import autograd_sequence, function_sequence
+from amp_compiler.backends.torch_shim import autograd_sequence, function_sequence, own_decompositions
 from amp_compiler.errors import LoweringError
 from amp_compiler.fx_tools import node_tensor, rename_placeholder, results_of
 from amp_compiler.passbase import Pass, PassResult
@@ -105,7 +105,7 @@ class Differentiate(Pass[fx.GraphModule]):
             return [*results, *[gradients[by_name[name]] for name in self.wrt]]
 
         examples = [node.meta["val"] for node in placeholders]
-        with warnings.catch_warnings(), fx_traceback.preserve_node_meta():
+        with warnings.catch_warnings(), fx_traceback.preserve_node_meta(), own_decompositions():
             warnings.simplefilter("ignore")
             traced = make_fx(joint, _allow_non_fake_inputs=True)(*examples)
         _tag(traced.graph, marks["order"], marks["forward"], starts)

@@ -71,6 +71,17 @@ def inductor_compile(
         ) from cause
 
 
+def own_decompositions() -> contextlib.AbstractContextManager[None]:
+    """Within it, tracing opens compound operators as it does for torch's own compiler.
+
+    Without it dropout becomes `empty_like -> bernoulli_`, for which Inductor on a CPU (torch 2.13) writes code that
+    reads the empty buffer before it is filled.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+
+    return enable_python_dispatcher()  # type: ignore[no-any-return]
+
+
 def _graph_passes(identity: str, run: Callable[[fx.Graph], None], theirs: Any) -> Any:
     """A pass as Inductor wants it, behind the ones that the user has set there.
 
