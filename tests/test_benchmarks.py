@@ -352,8 +352,8 @@ def test_recurrent_models_are_compiled_as_a_variant_of_its_own(bench, monkeypatc
     assert comparison._variants(options, "lstm") == [
         "fp32", "autocast", "torch.compile", "torch.compile allow_rnn", "amp_compiler",
     ]  # fmt: skip
-    monkeypatch.setattr(torch._dynamo.config, "allow_rnn", False)
     monkeypatch.setattr(torch, "compile", lambda function, mode: (function, mode))
-    assert comparison.compiled(len, comparison.RECURRENT) == (len, "default") and torch._dynamo.config.allow_rnn
-    assert comparison.compiled(len, "torch.compile") == (len, "default") and not torch._dynamo.config.allow_rnn
+    with torch._dynamo.config.patch(allow_rnn=False):
+        assert comparison.compiled(len, comparison.RECURRENT) == (len, "default") and torch._dynamo.config.allow_rnn
+        assert comparison.compiled(len, "torch.compile") == (len, "default") and not torch._dynamo.config.allow_rnn
     assert comparison.compiled(len, "fp32") is len
