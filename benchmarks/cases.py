@@ -11,6 +11,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from amp_compiler.demo import SmallCnn
+
 LARGE = "gemm"  # the bound of the large batch; whatever else binds, the batch is the small one
 
 
@@ -40,6 +42,7 @@ SHAPES = {
     "llama": Shape(hidden=768, layers=2, large_batch=4, small_batch=1),
     "vit": Shape(hidden=768, layers=2, large_batch=4, small_batch=1),
     "resnet50": Shape(hidden=256, layers=0, large_batch=4, small_batch=1),
+    "digits": Shape(hidden=32, layers=3, large_batch=128, small_batch=16, image=8),
     "lstm": Shape(hidden=512, layers=2, large_batch=16, small_batch=1, tokens=16, small_tokens=4),
     "mlp": Shape(hidden=2048, layers=4, large_batch=256, small_batch=4),
 }
@@ -47,8 +50,9 @@ TINY = "tiny-mlp"  # for the tests of the benchmarks alone
 SHAPES[TINY] = replace(SHAPES["mlp"], hidden=32, layers=1, large_batch=8, small_batch=2)
 NAMES = tuple(name for name in SHAPES if name != TINY)
 MLPS = ("mlp", TINY)
+DIGITS = "digits"  # the CNN of the demo
 RECURRENT = ("lstm",)
-IMAGES = ("vit", "resnet50", *MLPS)
+IMAGES = ("vit", "resnet50", DIGITS, *MLPS)
 
 
 class WideMlp(nn.Module):
@@ -61,6 +65,18 @@ class WideMlp(nn.Module):
 
     def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         logits = self.head(self.body(inputs))
+        return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+class DigitsCnn(nn.Module):
+    """The demo's CNN with BatchNorm, and cross-entropy where there are labels."""
+
+    def __init__(self, size: models.Size) -> None:
+        super().__init__()
+        self.cnn = SmallCnn(batch_norm=True, width=size.hidden)
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        logits = self.cnn(images)
         return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
 
 
@@ -83,6 +99,10 @@ def build(name: str, bound: str, device: str) -> models.Built:
         inputs = torch.randn(size.batch, size.hidden)
         model: nn.Module = WideMlp(size)
         batch = {"inputs": inputs, "labels": torch.randint(0, size.classes, (size.batch,))}
+    elif name == DIGITS:
+        torch.manual_seed(0)
+        images = torch.rand(size.batch, 1, size.image, size.image)
+        model, batch = DigitsCnn(size), {"images": images, "labels": torch.randint(0, 10, (size.batch,))}
     else:
         models.SIZES["benchmark"] = size
         model, batch = models.build(name, "benchmark")
