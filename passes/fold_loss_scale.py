@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from amp_compiler.fx_tools import node_tensor
-from amp_compiler.passbase import Pass, PassResult
+from amp_compiler.passbase import PassResult
+from amp_compiler.passes.fx_pass import FxPass
 
 SCALE = "loss_scale"
 _SEED = "amp_seed"
@@ -18,7 +19,7 @@ _SCALAR_OPS = frozenset({aten.div.Tensor, aten.div.Scalar, aten.mul.Tensor, aten
 
 
 @dataclass(frozen=True)
-class FoldLossScale(Pass[fx.GraphModule]):
+class FoldLossScale(FxPass):
     """Seed the backward with the loss scale, and merge the seed with the constants behind it.
 
     No gradient is multiplied by the scale: it replaces the 1 that autograd starts from. Where autograd spreads the
@@ -41,10 +42,6 @@ class FoldLossScale(Pass[fx.GraphModule]):
     """
 
     name: ClassVar[str] = "fold_loss_scale"
-
-    def fingerprint(self, subject: fx.GraphModule) -> object:
-        """The ops with their operands."""
-        return tuple((node.name, str(node.target), str(node.args)) for node in subject.graph.nodes)
 
     def ensures(self, before: fx.GraphModule, after: fx.GraphModule) -> str | None:
         """The scale enters every gradient once: what is made from it is never multiplied or divided by the like."""

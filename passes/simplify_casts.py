@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from amp_compiler.fx_tools import CAST, node_tensor
-from amp_compiler.passbase import Pass, PassResult
+from amp_compiler.passbase import PassResult
+from amp_compiler.passes.fx_pass import FxPass
 
 _COPY = torch.ops.aten._to_copy.default
 _LAYOUTS = (torch.ops.aten.clone.default, torch.ops.aten._unsafe_view.default)
@@ -17,7 +18,7 @@ _LOW = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class SimplifyCasts(Pass[fx.GraphModule]):
+class SimplifyCasts(FxPass):
     """Five rewrites, each exact:
 
     1. a cast to the type that the value has -> the value
@@ -39,10 +40,6 @@ class SimplifyCasts(Pass[fx.GraphModule]):
     """
 
     name: ClassVar[str] = "simplify_casts"
-
-    def fingerprint(self, subject: fx.GraphModule) -> object:
-        """The ops with their operands."""
-        return tuple((node.name, str(node.target), str(node.args)) for node in subject.graph.nodes)
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""

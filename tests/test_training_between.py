@@ -38,7 +38,7 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), 1e-2)
 
 
-def same_weights(first, second, **tolerance):
+def assert_same_weights(first, second, **tolerance):
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
         torch.testing.assert_close(a, b, **(tolerance or {"rtol": 0, "atol": 0}))
 
@@ -53,7 +53,7 @@ def test_two_steps_over_one_model_see_each_others_updates(backend):
     )
     for number in range(6):
         assert torch.equal(steps[number % 2](X, Y), alone(X, Y))
-    same_weights(model, reference)
+    assert_same_weights(model, reference)
 
 
 @pytest.mark.parametrize(("fused", "half"), [(False, False), (True, False), (False, True)])
@@ -89,7 +89,7 @@ def test_a_model_may_become_channels_last(backend, enabled, accumulate):
                 model.to(memory_format=torch.channels_last)
             step(IMAGES, Y[:4])
         results.append(model)
-    same_weights(*results, rtol=0, atol=2e-3 if enabled else 1e-4)
+    assert_same_weights(*results, rtol=0, atol=2e-3 if enabled else 1e-4)
 
 
 @BACKENDS
@@ -127,7 +127,7 @@ def test_weights_that_are_slices_are_trained(backend):
         plain.zero_grad()
         loss_fn(reference, X, Y).backward()
         plain.step()
-    same_weights(model, reference, rtol=0, atol=1e-6)
+    assert_same_weights(model, reference, rtol=0, atol=1e-6)
 
 
 def test_a_parameter_that_is_replaced_is_another_one():
@@ -163,7 +163,7 @@ def test_weights_that_are_tied_later_have_one_gradient():
         plain.step()
         if number == 1:
             model.b.weight, reference.b.weight = model.a.weight, reference.a.weight
-    same_weights(model, reference, rtol=0, atol=1e-6)
+    assert_same_weights(model, reference, rtol=0, atol=1e-6)
     assert len(step.gradients()) == 1
 
 

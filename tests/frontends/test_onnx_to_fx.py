@@ -34,7 +34,7 @@ def reference(model: onnx.ModelProto, *inputs: torch.Tensor) -> list[torch.Tenso
     return [torch.from_numpy(np.asarray(one)) for one in session.run(None, feeds)]
 
 
-def compare(text: str, *inputs: torch.Tensor) -> torch.fx.GraphModule:
+def assert_as_onnx_runtime(text: str, *inputs: torch.Tensor) -> torch.fx.GraphModule:
     """The module of a model whose outputs are those of ONNX Runtime."""
     model = parser.parse_model(text)
     module = amp.onnx_to_fx(model)
@@ -126,7 +126,7 @@ def test_shape_arithmetic_is_plain_numbers_and_takes_symbolic_sizes():
       y = Reshape(x, shape)
     }"""
     )
-    module = compare(text, x34())
+    module = assert_as_onnx_runtime(text, x34())
     program = torch.export.export(module, (x34(),), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},), strict=False)
     assert program.module()(torch.ones(6, 4)).shape == (12, 2)
     assert not list(module.buffers())
@@ -162,7 +162,7 @@ CONTROL = {
 @pytest.mark.parametrize("text", CONTROL.values(), ids=[name.replace(" ", "-") for name in CONTROL])
 def test_control_flow(text):
     for x in (x34().abs(), -x34().abs()):
-        module = compare(HEAD + text, x)
+        module = assert_as_onnx_runtime(HEAD + text, x)
         assert [name for name, _ in module.named_parameters()] == ["w"]
         compiled = amp.compile(module, dtype="bf16", backend="eager")
         first = lambda made: made[0] if isinstance(made, tuple) else made  # noqa: E731
@@ -204,7 +204,7 @@ def test_functions_of_the_model_are_inlined_with_their_attributes():
     }
     <domain: "my", opset_import: ["" : 17]>
     f <alpha>(p, q) => (r) { m = Mul(p, q) r = LeakyRelu<alpha: float = @alpha>(m) }"""
-    compare(text, x34())
+    assert_as_onnx_runtime(text, x34())
 
 
 def test_all_missing_operators_are_named_at_once_and_can_be_added():
@@ -265,7 +265,7 @@ def test_a_module_is_copied_saved_and_loaded(tmp_path):
       y = Reshape(b, shape)
     }"""
     )
-    module = compare(text, x34())
+    module = assert_as_onnx_runtime(text, x34())
     torch.save(module, tmp_path / "m.pt")
     loaded = torch.load(tmp_path / "m.pt", weights_only=False)
     for other in (copy.deepcopy(module), loaded):

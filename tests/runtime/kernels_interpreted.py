@@ -80,7 +80,7 @@ def assert_same_bits(first, second):
             assert torch.equal(torch.signbit(a[a == 0]), torch.signbit(b[b == 0]))
 
 
-def run_both(name, arguments):
+def assert_both_agree(name, arguments):
     """Give the same arguments to the kernels and to the CPU operator; they must leave the same bits behind."""
     expected, given_ = copies(arguments), copies(arguments)
     getattr(OPS, name)(*expected)
@@ -129,13 +129,13 @@ def sgd_arguments(sizes=SIZES, lows=None, weight=torch.float32, moment=torch.flo
 @pytest.mark.parametrize("lows", [None, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("amsgrad", "maximize", "decoupled"), list(itertools.product(FLAGS, FLAGS, FLAGS)))
 def test_adam(amsgrad, maximize, decoupled, lows):
-    run_both("adam_update", adam_arguments(lows=lows, amsgrad=amsgrad, maximize=maximize, decoupled=decoupled))
+    assert_both_agree("adam_update", adam_arguments(lows=lows, amsgrad=amsgrad, maximize=maximize, decoupled=decoupled))
 
 
 @pytest.mark.parametrize("decoupled", FLAGS)
 @pytest.mark.parametrize(("beta1", "decay"), [(0.3, 0.0), (0.5, 0.1), (0.0, 0.1)])
 def test_adam_with_other_numbers(beta1, decay, decoupled):
-    run_both("adam_update", adam_arguments((5, 0, BLOCK + 3), beta1=beta1, decay=decay, decoupled=decoupled))
+    assert_both_agree("adam_update", adam_arguments((5, 0, BLOCK + 3), beta1=beta1, decay=decay, decoupled=decoupled))
 
 
 @pytest.mark.parametrize("started", [0.0, 1.0])
@@ -147,7 +147,9 @@ def test_adam_with_other_numbers(beta1, decay, decoupled):
 def test_sgd(momentum, dampening, nesterov, decay, maximize, started):
     options = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
     lows = torch.float16 if maximize else None
-    run_both("sgd_update", sgd_arguments(decay=decay, maximize=maximize, started=started, lows=lows, **options))
+    assert_both_agree(
+        "sgd_update", sgd_arguments(decay=decay, maximize=maximize, started=started, lows=lows, **options)
+    )
 
 
 def test_no_decay_leaves_an_infinite_weight_as_it_is():
@@ -157,7 +159,7 @@ def test_no_decay_leaves_an_infinite_weight_as_it_is():
     ):
         arguments = make((4,), decay=0.0, **options)
         arguments[0][0][1] = float("inf")
-        assert run_both(name, arguments)[0][0][1].isinf()
+        assert assert_both_agree(name, arguments)[0][0][1].isinf()
 
 
 @pytest.mark.parametrize("maximize", FLAGS)
@@ -171,7 +173,7 @@ def test_l1_decay(mode, decay, maximize):
     for name, make, more in cases:
         arguments = make((0, 5, BLOCK + 3), **options, **more)
         arguments[0][1][:] = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), 1e-30])
-        changed = run_both(name, arguments)
+        changed = assert_both_agree(name, arguments)
         assert changed[0][2].isfinite().all() and not changed[0][1][:2].isnan().any()
 
 
@@ -180,8 +182,8 @@ def test_l1_decay(mode, decay, maximize):
 @pytest.mark.parametrize("moment", FLOATS)
 def test_weights_without_masters(mode, weight, moment):
     sizes = (0, 1, 6, BLOCK, 2 * BLOCK + 9)
-    run_both("adam_update_low", adam_arguments(sizes, weight=weight, moment=moment, mode=mode, amsgrad=True))
-    run_both("sgd_update_low", sgd_arguments(sizes, weight=weight, moment=moment, mode=mode, decay=0.1))
+    assert_both_agree("adam_update_low", adam_arguments(sizes, weight=weight, moment=moment, mode=mode, amsgrad=True))
+    assert_both_agree("sgd_update_low", sgd_arguments(sizes, weight=weight, moment=moment, mode=mode, decay=0.1))
 
 
 def test_stochastic_rounding_of_small_and_special_values():
@@ -190,7 +192,7 @@ def test_stochastic_rounding_of_small_and_special_values():
     grads = [torch.randn_like(weight, dtype=torch.float32) * weight.float().abs()]
     scalars = [torch.tensor([1e-2, 0, 0, 0, 0], dtype=torch.float64), torch.tensor(1.0), torch.tensor(0.0)]
     state = [[], [], torch.tensor(0.0), torch.tensor([1, 2])]
-    run_both("sgd_update_low", [[weight], grads, *state, *scalars, int(Storage.STOCHASTIC), False, False])
+    assert_both_agree("sgd_update_low", [[weight], grads, *state, *scalars, int(Storage.STOCHASTIC), False, False])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -228,8 +230,8 @@ def test_an_overflowing_norm_is_no_bad_gradient_and_nothing_is_an_input_too():
     assert norm.isinf() and nonfinite == 0 and flags.tolist() == [0]
     norm, nonfinite, flags = kernels.grad_check([], torch.tensor(1.0))
     assert norm == 0 and nonfinite == 0 and flags.shape == (0,)
-    run_both("adam_update", adam_arguments(()))
-    run_both("sgd_update", sgd_arguments(()))
+    assert_both_agree("adam_update", adam_arguments(()))
+    assert_both_agree("sgd_update", sgd_arguments(()))
 
 
 def test_unaligned_storage():
@@ -248,11 +250,11 @@ def test_memory_formats():
     grad = torch.randn(4, 3, 5, 5)
     hyper = torch.tensor([0.1, 0.9, 0.0, 0.1, 0.0], dtype=torch.float64)
     scalars = [torch.tensor(1.0), hyper, torch.tensor(1.0), torch.tensor(0.0), False, False]
-    run_both("sgd_update", [[weight], [grad], [torch.randn_like(weight)], [], *scalars])
+    assert_both_agree("sgd_update", [[weight], [grad], [torch.randn_like(weight)], [], *scalars])
     low = weight.bfloat16()
     assert low.stride() == weight.stride()
     scalars = [torch.tensor(1.0), torch.tensor([1, 2]), *scalars[1:4], int(Storage.STOCHASTIC), False, False]
-    run_both("sgd_update_low", [[low], [grad], [torch.randn_like(low)], [], *scalars])
+    assert_both_agree("sgd_update_low", [[low], [grad], [torch.randn_like(low)], [], *scalars])
 
 
 def test_offsets_beyond_32_bits():
@@ -312,4 +314,4 @@ def test_what_the_kernels_refuse():
 def test_adam_on_any_sizes_and_magnitudes(sizes, exponent, options, decay):
     arguments = adam_arguments(sizes, grads=[torch.float32], decay=decay, lows=torch.bfloat16, **options)
     arguments[1] = [grad * 2.0**exponent for grad in arguments[1]]
-    run_both("adam_update", arguments)
+    assert_both_agree("adam_update", arguments)
