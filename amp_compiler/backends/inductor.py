@@ -9,9 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from amp_compiler.backends.layouts import keep_channels_last
 from amp_compiler.backends.torch_shim import inductor_compile
 from amp_compiler.fx_tools import node_tensor
-from amp_compiler.runtime import attention, cpu_update, lstm
+from amp_compiler.runtime import attention, cpu_update, lstm, pooling
+
+_PRODUCTS = (torch.ops.aten.linear.default, torch.ops.aten.matmul.default)
+_CONTIGUOUS = torch.ops.aten.contiguous.default
 
 
 def build(graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bool = False) -> Callable[..., Any]:
@@ -21,12 +25,30 @@ def build(graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bo
         LoweringError: where Inductor cannot compile it.
     """
     private = copy.deepcopy(graph_module)
+    _fold_batches(private.graph)
+    pooling.use_offsets(private.graph)
+    keep_channels_last(private.graph)
     for node in private.graph.nodes:
         # Inductor would pick oneDNN's LSTM layer, which has no workspace for its backward outside of autograd.
         if node.target is torch.ops.aten.lstm.input and lstm.can_run(*[_example(a) for a in node.args[:2]]):
             node.target = lstm.lstm
     private.recompile()
     return inductor_compile(private, inputs, round_exactly, _last_pass(private.graph))
+
+
+def _fold_batches(graph: fx.Graph) -> None:
+    """Let every product with a matrix be one of two matrices.
+
+    Where the other operand is not contiguous, such as the output of a recurrent layer with the batch first, torch makes
+    a batched product of it that no gradient goes through, and copies the matrix for each element of the batch.
+    """
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target not in _PRODUCTS:
+            continue
+        left, right = (node_tensor(operand) for operand in node.all_input_nodes[:2])
+        if left is not None and right is not None and left.dim() > 2 and right.dim() == 2:
+            with graph.inserting_before(node):
+                node.args = (graph.call_function(_CONTIGUOUS, (node.args[0],)), *node.args[1:])
 
 
 def _last_pass(graph: fx.Graph) -> tuple[str, Callable[[fx.Graph], None]] | None:

@@ -15,6 +15,10 @@ from amp_compiler.errors import LoweringError
 from amp_compiler.runtime.arena import allocator
 
 _LAST_PASS = "post_grad_custom_post_pass"
+# GCC 12 and its SLP vectorizer make code for 16-bit tiles that Inductor transposes which reads them before they are
+# written. This option of Inductor is the one that is put into the compiler's command line as it stands.
+_CONTRACTION = "cpp.enable_floating_point_contract_flag"
+_NO_SLP = "-fno-tree-slp-vectorize"
 _ALLOCATE = "_empty_strided_cpu"  # read by the head of every module that Inductor writes
 BUILDING = threading.RLock()  # torch traces and exports with state of the whole process: one graph at a time
 
@@ -58,6 +62,8 @@ def inductor_compile(
             "emulate_precision_casts": round_exactly,
             "triton.cudagraphs": False,
         }
+        if hasattr(config, _CONTRACTION) and _narrow_on_cpu(graph_module):
+            wanted[_CONTRACTION] = f"{getattr(config, _CONTRACTION)} {_NO_SLP}"
         if last_pass is not None:
             wanted[_LAST_PASS] = _graph_passes(*last_pass, getattr(config, _LAST_PASS, None))
         patches = {name: value for name, value in wanted.items() if hasattr(config, name)}
@@ -69,6 +75,11 @@ def inductor_compile(
             f"Inductor cannot compile the graph: {type(cause).__name__}: {_first_line(cause)}",
             mend="use backend='eager' to run the same graph node by node",
         ) from cause
+
+
+def _narrow_on_cpu(graph_module: fx.GraphModule) -> bool:
+    values = [value for node in graph_module.graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor)]
+    return any(value.device.type == "cpu" and value.dtype in (torch.bfloat16, torch.float16) for value in values)
 
 
 def own_decompositions() -> contextlib.AbstractContextManager[None]:

@@ -20,6 +20,7 @@ from torch import Tensor
 Sizes = tuple[int, ...]
 Allocate = Callable[[Sizes, Sizes, torch.dtype], Tensor]
 _ALIGNMENT = 64  # bytes, as torch's own CPU allocations
+LEAST = 1 << 20  # bytes
 _CURRENT = threading.local()
 
 
@@ -92,11 +93,15 @@ class ArenaRun:
         run: the compiled step; its graph asks `allocator` for memory.
         kept: number of leading outputs that outlive the next call. The other outputs are overwritten by it.
         memory: where the buffers lie. Calls that share it must come one after another, as those of a training step do.
+        least: bytes from which on an arena is made. The system serves fewer as fast, and lets others have them between.
     """
 
-    def __init__(self, run: Callable[..., Sequence[Any]], kept: int, memory: ArenaMemory) -> None:
-        self._run, self._kept, self._memory = run, kept, memory
+    def __init__(
+        self, run: Callable[..., Sequence[Any]], kept: int, memory: ArenaMemory, least: int = LEAST
+    ) -> None:
+        self._run, self._kept, self._memory, self._least = run, kept, memory, least
         self._plan: _Plan | None = None
+        self._needless = False
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         """The outputs of the step. Within another such call it runs on ordinary memory."""
@@ -105,10 +110,14 @@ class ArenaRun:
         if self._plan is not None:
             with _Serving(self._plan.server(self._memory)):
                 return self._run(*inputs)
+        if self._needless:
+            return self._run(*inputs)
         watch = _Watch()
         with _Serving(watch):
             outputs = self._run(*inputs)
-        self._plan = _Plan(watch, outputs[: self._kept])
+        plan = _Plan(watch, outputs[: self._kept])
+        self._needless = plan.size < self._least
+        self._plan = None if self._needless else plan
         return outputs
 
 
@@ -120,6 +129,28 @@ def allocator(fallback: Allocate) -> Allocate:
         return fallback(size, stride, dtype) if serve is None else serve.take(fallback, size, stride, dtype)
 
     return allocate
+
+
+def empty(size: Sequence[int], order: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Room for a result of an operator of our own, from the arena of the call that is running in this thread, if any.
+
+    Args:
+        size: of the tensor.
+        order: its dimensions from the outermost in memory to the innermost.
+        dtype: of the tensor.
+        device: of the tensor; on others than a CPU it is an ordinary tensor.
+    """
+    serve = getattr(_CURRENT, "serve", None)
+    if serve is None or device.type != "cpu":
+        return torch.empty_permuted(list(size), list(order), dtype=dtype, device=device)
+    stride, count = [0] * len(size), 1
+    for dim in reversed(order):
+        stride[dim], count = count, count * size[dim]
+    return serve.take(_allocate, tuple(size), tuple(stride), dtype)  # type: ignore[no-any-return]
+
+
+def _allocate(size: Sizes, stride: Sizes, dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype)
 
 
 class _Serving:

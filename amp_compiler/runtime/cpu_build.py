@@ -23,8 +23,8 @@ _FLAGS = (
     "-shared", "-fPIC",
 )  # fmt: skip
 _SOURCES = (
-    "cpu_update.cpp", "cpu_lstm.cpp", "cpu_attention.cpp", "cpu_patches.cpp",
-    "cpu_pieces.h", "cpu_product.h", "cpu_team.h", "cpu_math.h", "cpu_blocks.h", "cpu_types.h",
+    "cpu_update.cpp", "cpu_lstm.cpp", "cpu_attention.cpp", "cpu_patches.cpp", "cpu_pooling.cpp",
+    "cpu_pieces.h", "cpu_product.h", "cpu_team.h", "cpu_math.h", "cpu_blocks.h", "cpu_types.h", "cpu_windows.h",
 )  # fmt: skip
 _TIMEOUT = 120  # seconds; it takes one or two
 

@@ -3,14 +3,11 @@
 #include <vector>
 
 #include "cpu_types.h"
+#include "cpu_windows.h"
 
 namespace {
 
 using namespace amp;
-
-struct Pair {
-  int64_t down, across;
-};
 
 struct Shape {
   int64_t batch, channels, height, width;
@@ -30,12 +27,6 @@ void for_elements(const Shape& s, int64_t image, int64_t row, int64_t column, co
       const bool there = y >= 0 && y < s.height && x >= 0 && x < s.width;
       body(i * s.kernel.across + j, there ? image * s.batch_step + y * s.row_step + x * s.column_step : -1);
     }
-}
-
-// Along one dimension, the place of the patch whose element `k` is pixel `at`; negative where there is none.
-int64_t place_of(int64_t at, int64_t k, int64_t padding, int64_t dilation, int64_t stride, int64_t places) {
-  const int64_t from = at + padding - k * dilation;
-  return from >= 0 && from % stride == 0 && from / stride < places ? from / stride : -1;
 }
 
 }  // namespace

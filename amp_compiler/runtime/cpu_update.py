@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from math import sqrt
 from typing import Any
 
 import numpy as np
@@ -45,13 +46,13 @@ def grad_check(grads: Gradients, inv_scale: Tensor) -> tuple[Tensor, Tensor, Ten
     inverse = ctypes.c_float(_number(inv_scale))
     with record_function("amp_compiler::grad_check"):
         squares = _loaded().amp_grad_check(_start(table), len(grads), inverse, _address(flags), _threads())
-    return complete_norm(None, squares), flags.any().float(), flags
+    return complete_norm(None, squares), _scalar(float(flags.numpy().any())), flags
 
 
 def complete_norm(norm: Tensor | None, *squares: float) -> Tensor:
     """The norm of all gradients: that of a check together with the squares that updates have given."""
     known = 0.0 if norm is None else _number(norm) ** 2
-    return torch.tensor(sum(squares, known), dtype=torch.float64, device="cpu").sqrt().float()
+    return _scalar(sqrt(sum(squares, known)))
 
 
 def adam_update(
@@ -72,14 +73,14 @@ def adam_update(
     """As `group_update.adam_update`; gives the squares of the unscaled gradients that the check has left out."""
     if not masters or _number(skip) != 0:
         return 0.0
-    scalars = math.adam_scalars(steps, hyper).contiguous()
     table = _TABLES.get(masters, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, lows, steps)
+    scalars = _adam_scalars(steps, hyper)
     factor = _signed(coef, maximize)
     alike, squares = _laid_out_like(grads, masters, factor.value)
     _set_gradients(table, alike)
     with record_function("amp_compiler::adam_update"):
         update = _loaded().amp_adam_update
-        squares += float(update(_start(table), len(masters), _address(scalars), factor, decoupled, _threads()))
+        squares += float(update(_start(table), len(masters), _start(scalars), factor, decoupled, _threads()))
         return squares
 
 
@@ -156,6 +157,10 @@ def _number(tensor: Tensor) -> float:
     return ctypes.c_float.from_address(tensor.data_ptr()).value
 
 
+def _scalar(number: float) -> Tensor:
+    return torch.tensor(number, dtype=torch.float32, device="cpu")
+
+
 def _signed(coef: Tensor, maximize: bool) -> ctypes.c_float:
     return ctypes.c_float(-_number(coef) if maximize else _number(coef))
 
@@ -201,14 +206,16 @@ class _Tables:
     """Tables of addresses without the gradients, made and checked once for the tensors of a group."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[object, Any] = OrderedDict()
+        self._known: OrderedDict[int, tuple[object, Any]] = OrderedDict()
 
     def get(self, *columns: Tensors) -> Any:
         """The table of weights, first and second moments, maxima, 16-bit copies and step counts."""
-        key = tuple(tuple(_identity(tensor) for tensor in column) for column in columns)
-        table = self._known.get(key)
-        if table is None:
-            table = self._known[key] = _checked_table(columns)
+        first = columns[0][0].data_ptr()
+        key = [_identity(tensor) for column in columns for tensor in column]
+        known, table = self._known.get(first, (None, None))
+        if known != (lengths := [len(column) for column in columns], key):
+            table = _checked_table(columns)
+            self._known[first] = (lengths, key), table
             if len(self._known) > _CACHED:
                 self._known.popitem(last=False)
         return table
@@ -216,7 +223,7 @@ class _Tables:
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:
     """What a table is made from: memory that was freed may come back as a tensor of another type or layout."""
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    return tensor.data_ptr(), tensor.dtype, tensor.numel(), tensor.stride()
 
 
 def _checked_table(columns: Sequence[Tensors]) -> Any:
@@ -241,6 +248,13 @@ def _checked_table(columns: Sequence[Tensors]) -> Any:
     if lows:
         table[:, _COLUMNS.index("low_type")] = [_type(low) for low in lows]
     return table
+
+
+def _adam_scalars(steps: Tensors, hyper: Tensor) -> Any:
+    """As `update_math.adam_scalars`, in memory of numpy."""
+    numbers, given = [_number(step) for step in steps], hyper.numpy()
+    rows = {number: math.adam_numbers(number, given) for number in dict.fromkeys(numbers)}
+    return np.stack([rows[number] for number in numbers])
 
 
 _TABLES = _Tables()

@@ -150,6 +150,8 @@ def _require_one_layout(tensors: Sequence[Tensor | None], device: torch.device) 
 
 def same_layout(first: Tensor, second: Tensor) -> bool:
     """Whether equal positions in memory hold equal elements, for two tensors of one shape."""
+    if first.stride() == second.stride():
+        return True
     strides = zip(first.stride(), second.stride(), first.shape, strict=True)
     return first.numel() == 0 or all(a == b for a, b, size in strides if size != 1)
 
@@ -179,7 +181,7 @@ def is_laid_out_like(tensor: Tensor, other: Tensor) -> bool:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill one piece of memory without gaps or overlap, in any order of dimensions."""
-    if tensor.numel() == 0:
+    if tensor.numel() == 0 or tensor.is_contiguous():
         return True
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

@@ -12,9 +12,11 @@ compiled results may differ from eager ones in the last bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 Unary = Callable[[Tensor], Tensor]
@@ -83,9 +85,25 @@ def adam_scalars(steps: Sequence[Tensor], hyper: Tensor) -> Tensor:
     Returns:
         fp32 [n, 9]; the columns are the fields of `AdamScalars`.
     """
-    lr, beta1, beta2, eps, decay, l1 = hyper.unbind()
     step = torch.stack(list(steps)).double() + 1
-    columns = (
+    columns = _adam_columns(*hyper.unbind(), step, torch.sqrt)
+    return torch.stack([column.expand(step.shape) for column in columns], dim=1).float()
+
+
+def adam_numbers(steps: float, hyper: NDArray[np.float64]) -> NDArray[np.float32]:
+    """One row of `adam_scalars`, where the numbers can be read: one operation of torch takes longer than all of it.
+
+    Args:
+        steps: the steps made so far.
+        hyper: as there.
+    """
+    with np.errstate(all="ignore"):
+        return np.array(_adam_columns(*hyper, np.float64(steps) + 1, np.sqrt), np.float32)
+
+
+def _adam_columns(lr: Any, beta1: Any, beta2: Any, eps: Any, decay: Any, l1: Any, step: Any, sqrt: Any) -> Any:
+    """The fields of `AdamScalars`, from fp64 tensors or numbers."""
+    return (
         1 - lr * decay,
         decay,
         l1,
@@ -93,10 +111,9 @@ def adam_scalars(steps: Sequence[Tensor], hyper: Tensor) -> Tensor:
         beta2,
         1 - beta2,
         eps,
-        torch.sqrt(1 - beta2**step),
+        sqrt(1 - beta2**step),
         -lr / (1 - beta1**step),
     )
-    return torch.stack([column.expand(step.shape) for column in columns], dim=1).float()
 
 
 def sgd_scalars(hyper: Tensor) -> Tensor:
