@@ -116,6 +116,7 @@ class BoundGroup:
     hyper: Tensor
     started: Tensor
     _written: tuple[Any, ...] = field(default=(), repr=False)
+    _checked: dict[tuple[str, int], tuple[Tensor, Any]] = field(default_factory=dict, repr=False)
 
     def refresh(self) -> None:
         """Read the hyperparameters; what schedulers changed since the last step goes to the device, without a sync."""
@@ -157,6 +158,15 @@ class BoundGroup:
             return self.started
         parameter = self.parameters[number]
         state = self.optimizer.state[parameter]
+        place = parameter.data_ptr(), parameter.stride()
+        found, then = self._checked.get((column, number), (None, None))
+        if found is not None and state.get(column) is found and place == then:
+            return found
+        found = self._state_tensor(column, parameter, state)
+        self._checked[column, number] = found, place
+        return found
+
+    def _state_tensor(self, column: str, parameter: Tensor, state: dict[str, Any]) -> Tensor:
         if column not in state or (column == "step" and state[column].device != parameter.device):
             self.kind.state(state, parameter, self.optimizer.param_groups[self.index])
         if column == COMPENSATION:

@@ -48,7 +48,8 @@ def module_key(model: nn.Module, by_identity: bool = False) -> tuple[Any, ...]:
 
 
 def _layout(parameter: torch.Tensor) -> tuple[Any, ...]:
-    if is_lazy(parameter) or parameter.layout is not torch.strided:
+    lazy = type(parameter) is not nn.Parameter and is_lazy(parameter)
+    if lazy or parameter.layout is not torch.strided:
         return parameter.dtype, parameter.layout
     return parameter.dtype, parameter.shape, parameter.stride()
 

@@ -19,6 +19,7 @@ from processes import FREEING, Measured, Memory, Process, taking_turns
 from rich.console import Console
 from rich.table import Table
 
+import amp_compiler as amp
 from amp_compiler.report.table import human_bytes
 
 FP32, AUTOCAST, COMPILED, OURS = VARIANTS = ("fp32", "autocast", "torch.compile", "amp_compiler")
@@ -140,20 +141,33 @@ class Comparison:
             def start(variant: str, settings: Mapping[str, str]) -> Process:
                 arguments = (variant, name, bound, options.dtype)
                 compiles = variant == OURS or compiled_mode(variant) is not None
-                return Process(self.make, arguments, options.device, compiles, caches[variant], settings)
+                prepare = (warm_ours if variant == OURS else warm_torch) if compiles else None
+                return Process(self.make, arguments, options.device, prepare, caches[variant], settings)
 
             with contextlib.ExitStack() as stack:
                 running: dict[str, Process] = {}
                 for variant in caches:
                     running[variant] = stack.enter_context(start(variant, {}))
                     first[variant] = running[variant].first_call_s
-                product = Process(Gemm, (options.dtype,), options.device, False, Path(folder))
+                product = Process(Gemm, (options.dtype,), options.device, None, Path(folder))
                 running[_GEMM] = stack.enter_context(product)
                 times = taking_turns(running, options.steps, options.turn, options.seconds)
             for variant in caches:  # what is compiled is there by now
                 with start(variant, FREEING) as process:
                     memory[variant] = process.memory()
         return first, times, memory
+
+
+def warm_torch(device: str) -> None:
+    """Pay for what any first compilation in a process and its cache costs: imports, precompiled headers."""
+    torch.compile(lambda x: torch.relu(x) + 1)(torch.ones(64, device=device))
+    torch._dynamo.reset()
+
+
+def warm_ours(device: str) -> None:
+    """The same for what we compile: on a CPU our 16-bit code has headers of its own, for a flag of the compiler."""
+    warm_torch(device)
+    amp.compile(torch.nn.ReLU(), dtype="bf16")(torch.ones(64, device=device, dtype=torch.bfloat16))
 
 
 def _variants(options: argparse.Namespace, name: str) -> list[str]:

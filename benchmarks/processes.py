@@ -64,8 +64,7 @@ class Process:
         make: makes the variant from `arguments`; the process must be able to import it.
         arguments: for `make`, without the device, which comes last.
         device: `cpu` or `cuda`.
-        compiles: whether the variant compiles anything; then something trivial is compiled first, which pays for what
-            any first compilation in a process costs (imports, precompiled headers).
+        prepare: called with the device before; see `warm_compiler`.
         cache: folder for compiled code, empty where nothing shall be taken over.
         settings: environment variables of the process.
 
@@ -78,14 +77,14 @@ class Process:
         make: Callable[..., Measured],
         arguments: Sequence[str],
         device: str,
-        compiles: bool,
+        prepare: Callable[[str], object] | None,
         cache: Path,
         settings: Mapping[str, str] | None = None,
     ) -> None:
         self._name = " ".join(arguments)
         context = get_context("spawn")
         self._connection, other = context.Pipe()
-        how = (device, compiles, torch.get_num_threads())
+        how = (device, prepare, torch.get_num_threads())
         self._process = context.Process(target=_serve, args=(other, make, tuple(arguments), *how))
         with _environment({CACHE: str(cache), **(settings or {})}):
             self._process.start()
@@ -163,15 +162,14 @@ def _serve(
     make: Callable[..., Measured],
     arguments: Sequence[str],
     device: str,
-    compiles: bool,
+    prepare: Callable[[str], object] | None,
     threads: int,
 ) -> None:
     """What the process runs: answers orders until the other end is closed."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(threads)
-    if compiles:
-        torch.compile(lambda x: torch.relu(x) + 1)(torch.ones(64, device=device))
-        torch._dynamo.reset()
+    if prepare is not None:
+        prepare(device)
     step = make(*arguments, device)
     connection.send(_timed(step, device) / 1000)
     with contextlib.suppress(EOFError):

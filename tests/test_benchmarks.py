@@ -268,7 +268,7 @@ def importable(monkeypatch):
 @pytest.mark.usefixtures("importable")
 def test_a_process_measures_times_and_memory(bench, tmp_path):
     freeing = bench["processes"].FREEING
-    with bench["processes"].Process(Hoarder, (), "cpu", False, tmp_path, freeing) as process:
+    with bench["processes"].Process(Hoarder, (), "cpu", None, tmp_path, freeing) as process:
         assert 0 < process.first_call_s < 60
         assert len(process.times(3)) == 3
         memory = process.memory()
@@ -284,7 +284,7 @@ def broken(device):
 @pytest.mark.usefixtures("importable")
 def test_a_process_that_fails_at_once_is_named(bench, tmp_path, capfd):
     with pytest.raises(SystemExit, match="ended with code 1"):
-        bench["processes"].Process(broken, (), "cpu", False, tmp_path)
+        bench["processes"].Process(broken, (), "cpu", None, tmp_path)
     assert "no such variant" in capfd.readouterr().err
 
 
@@ -303,7 +303,7 @@ class Fragile(Hoarder):
 
 @pytest.mark.usefixtures("importable")
 def test_a_process_that_ends_between_two_orders_is_named(bench, tmp_path):
-    with bench["processes"].Process(Fragile, (), "cpu", False, tmp_path) as process:
+    with bench["processes"].Process(Fragile, (), "cpu", None, tmp_path) as process:
         process.times(1)
         for _ in range(2):  # in the middle of an order, and before one
             with pytest.raises(SystemExit, match="ended with code 3"):

@@ -10,9 +10,10 @@ import torch
 from torch import fx
 
 from amp_compiler.backends.layouts import keep_channels_last
+from amp_compiler.backends.pool_offsets import use_offsets
 from amp_compiler.backends.torch_shim import inductor_compile
 from amp_compiler.fx_tools import node_tensor
-from amp_compiler.runtime import attention, cpu_update, lstm, pooling
+from amp_compiler.runtime import attention, cpu_update, lstm
 
 _PRODUCTS = (torch.ops.aten.linear.default, torch.ops.aten.matmul.default)
 _CONTIGUOUS = torch.ops.aten.contiguous.default
@@ -26,7 +27,7 @@ def build(graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bo
     """
     private = copy.deepcopy(graph_module)
     _fold_batches(private.graph)
-    pooling.use_offsets(private.graph)
+    use_offsets(private.graph)
     keep_channels_last(private.graph)
     for node in private.graph.nodes:
         # Inductor would pick oneDNN's LSTM layer, which has no workspace for its backward outside of autograd.
@@ -45,7 +46,7 @@ def _fold_batches(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in _PRODUCTS:
             continue
-        left, right = (node_tensor(operand) for operand in node.all_input_nodes[:2])
+        left, right = (node_tensor(operand) for operand in node.args[:2])  # type: ignore[arg-type]
         if left is not None and right is not None and left.dim() > 2 and right.dim() == 2:
             with graph.inserting_before(node):
                 node.args = (graph.call_function(_CONTIGUOUS, (node.args[0],)), *node.args[1:])

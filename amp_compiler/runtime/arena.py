@@ -96,9 +96,7 @@ class ArenaRun:
         least: bytes from which on an arena is made. The system serves fewer as fast, and lets others have them between.
     """
 
-    def __init__(
-        self, run: Callable[..., Sequence[Any]], kept: int, memory: ArenaMemory, least: int = LEAST
-    ) -> None:
+    def __init__(self, run: Callable[..., Sequence[Any]], kept: int, memory: ArenaMemory, least: int = LEAST) -> None:
         self._run, self._kept, self._memory, self._least = run, kept, memory, least
         self._plan: _Plan | None = None
         self._needless = False

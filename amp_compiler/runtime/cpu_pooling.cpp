@@ -1,5 +1,6 @@
 // Max-pooling that notes for each result where in its window the largest pixel stands, and the way back for gradients.
 
+#include <limits>
 #include <vector>
 
 #include "cpu_types.h"
@@ -44,6 +45,8 @@ void pool(const Shape& s, const Steps& in, const T* images, const Steps& out, T*
       const int64_t lanes = std::min(kLanes, s.channels - first);
       float best[kLanes];
       int32_t where[kLanes];
+      std::fill(best, best + kLanes, -std::numeric_limits<float>::infinity());
+      std::fill(where, where + kLanes, -1);  // of a window without a pixel: no gradient goes through it
       bool found = false;
       for (int64_t i = 0; i < s.kernel.down; ++i)
         for (int64_t j = 0; j < s.kernel.across; ++j) {

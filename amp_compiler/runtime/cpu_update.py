@@ -152,7 +152,7 @@ def _start(table: Any) -> ctypes.c_void_p:
 
 def _number(tensor: Tensor) -> float:
     """An fp32 scalar on the CPU, read where it lies."""
-    if tensor.dtype != torch.float32 or tensor.device.type != "cpu":
+    if tensor.dtype != torch.float32 or not tensor.is_cpu:
         raise LoweringError(f"the CPU updates take no {tensor.dtype} scalar on {tensor.device}")
     return ctypes.c_float.from_address(tensor.data_ptr()).value
 
@@ -196,9 +196,9 @@ def _laid_out_like(grads: Gradients, masters: Tensors, factor: float) -> tuple[l
 
 
 def _type(tensor: Tensor | Product) -> int:
-    code, device = TYPES.get(tensor.dtype), tensor.left.device if isinstance(tensor, Product) else tensor.device
-    if code is None or device.type != "cpu":
-        raise LoweringError(f"the CPU updates take no {tensor.dtype} on {device}")
+    code, place = TYPES.get(tensor.dtype), tensor.left if isinstance(tensor, Product) else tensor
+    if code is None or not place.is_cpu:
+        raise LoweringError(f"the CPU updates take no {tensor.dtype} on {place.device}")
     return code
 
 
@@ -252,9 +252,10 @@ def _checked_table(columns: Sequence[Tensors]) -> Any:
 
 def _adam_scalars(steps: Tensors, hyper: Tensor) -> Any:
     """As `update_math.adam_scalars`, in memory of numpy."""
-    numbers, given = [_number(step) for step in steps], hyper.numpy()
-    rows = {number: math.adam_numbers(number, given) for number in dict.fromkeys(numbers)}
-    return np.stack([rows[number] for number in numbers])
+    numbers = [_number(step) for step in steps]
+    rows = {number: math.adam_numbers(number, hyper) for number in dict.fromkeys(numbers)}
+    with np.errstate(over="ignore"):
+        return np.array([rows[number] for number in numbers], np.float32)
 
 
 _TABLES = _Tables()

@@ -1,25 +1,21 @@
 """Max-pooling on a CPU whose backward needs one byte for each result, and no pixels.
 
-ATen notes the place of each largest pixel in its image, in eight bytes, and Inductor adds the gradients up in FP32 with a
-scatter. The operators here note its place in the window, in one byte, and each pixel gathers its gradients.
+ATen notes the place of each largest pixel in its image, in eight bytes, and Inductor adds the gradients up in FP32 with
+a scatter. The operators here note its place in the window, in one byte, and each pixel gathers its gradients.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
-from amp_compiler.fx_tools import node_tensor, schema_argument
 from amp_compiler.runtime import arena, cpu_pooling
 
-_ATEN = torch.ops.aten
-_POOL = _ATEN.max_pool2d_with_indices.default
-_POOL_BACKWARD = _ATEN.max_pool2d_with_indices_backward.default
-_MOST = 127  # elements of a window, whose places fit into a byte
+_POOL = torch.ops.aten.max_pool2d_with_indices.default
+MOST = 127  # elements of a window, whose places fit into a byte
 _LIBRARY = torch.library.Library("amp_compiler", "FRAGMENT")
 _SETTINGS = "int[] kernel, int[] stride, int[] padding, int[] dilation"
 for _schema in (
@@ -45,7 +41,7 @@ def max_pool(
 
     Returns:
         The pixels, [batch, channels, rows, columns], and their places in the windows, row by row, in INT8; both with
-        channels last in memory where those of `x` are. Of equal pixels it is the first; a NaN is larger than any number.
+        channels last in memory where those of `x` are. Of equal pixels it is the first; a NaN is larger than any other.
 
     Example:
         >>> x = torch.tensor([[[[1.0, 4.0], [3.0, 2.0]]]])
@@ -59,7 +55,7 @@ def max_pool(
     else:
         made, indices = _POOL(x, *settings, ceil_mode)
         largest.copy_(made)
-        offsets.copy_(_offsets(indices, x.shape[3], settings))
+        offsets.copy_(_offsets(indices, x.shape, settings))
     return largest, offsets
 
 
@@ -67,7 +63,7 @@ def max_pool_backward(
     gradient: Tensor, offsets: Tensor, size: Sequence[int], kernel: Sequence[int], stride: Sequence[int],
     padding: Sequence[int], dilation: Sequence[int],
 ) -> Tensor:  # fmt: skip
-    """The gradient of `max_pool`'s images: each pixel's is the sum over the windows that took it, in FP32, rounded once.
+    """The gradient of `max_pool`'s images: each pixel's is the sum over the windows that took it, rounded once.
 
     Args:
         gradient: of the pixels that were taken.
@@ -86,9 +82,9 @@ def max_pool_backward(
     if cpu_pooling.can_run(gradient):
         cpu_pooling.pool_backward(gradient, offsets, made, settings)
         return made
-    indices = _indices(offsets, size, settings)
-    added = torch.zeros(*size[:2], size[2] * size[3], device=gradient.device)
-    added.scatter_add_(2, indices.flatten(2), gradient.float().flatten(2))
+    indices = _indices(offsets, size, settings).flatten(2)
+    given = torch.where(indices < 0, 0.0, gradient.float().flatten(2))
+    added = torch.zeros(*size[:2], size[2] * size[3]).scatter_add_(2, indices.clamp(min=0), given)
     return made.copy_(added.view(list(size)))
 
 
@@ -111,25 +107,34 @@ def _places(pixels: int, ceil_mode: bool, kernel: int, stride: int, padding: int
     return places - 1 if ceil_mode and (places - 1) * stride >= pixels + padding else places
 
 
-def _firsts(places: Sequence[int], settings: cpu_pooling.Settings, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Row and column of the first element of each window; negative in the padding."""
-    _, stride, padding, _ = settings
-    down, across = (torch.arange(places[dim], device=device) * stride[dim] - padding[dim] for dim in (0, 1))
-    return down[:, None], across[None, :]
+def _pixels(places: Sequence[int], size: Sequence[int], settings: cpu_pooling.Settings) -> tuple[Tensor, ...]:
+    """For each window and element the index of its pixel, [rows, columns, elements], and whether there is one."""
+    (rows, inside_rows), (columns, inside_columns) = (
+        _along(places[dim], size[2 + dim], *(pair[dim] for pair in settings)) for dim in (0, 1)
+    )
+    index = rows[:, None, :, None] * size[3] + columns[None, :, None, :]
+    inside = inside_rows[:, None, :, None] & inside_columns[None, :, None, :]
+    return index.flatten(2), inside.flatten(2)
 
 
-def _offsets(indices: Tensor, width: int, settings: cpu_pooling.Settings) -> Tensor:
-    kernel, _, _, dilation = settings
-    down, across = _firsts(indices.shape[2:], settings, indices.device)
-    row = (indices // width - down) // dilation[0]
-    return row * kernel[1] + (indices % width - across) // dilation[1]
+def _along(places: int, pixels: int, kernel: int, stride: int, padding: int, dilation: int) -> tuple[Tensor, Tensor]:
+    at = torch.arange(places)[:, None] * stride - padding + torch.arange(kernel) * dilation
+    return at, (at >= 0) & (at < pixels)
+
+
+def _offsets(indices: Tensor, size: Sequence[int], settings: cpu_pooling.Settings) -> Tensor:
+    """The element of each window that has an index; -1 where the window has no pixel."""
+    index, inside = _pixels(indices.shape[2:], size, settings)
+    same = (index == indices[..., None]) & inside
+    return torch.where(inside.any(-1), same.int().argmax(-1), -1)
 
 
 def _indices(offsets: Tensor, size: Sequence[int], settings: cpu_pooling.Settings) -> Tensor:
-    kernel, _, _, dilation = settings
-    down, across = _firsts(offsets.shape[2:], settings, offsets.device)
+    """The way back: the index of the element that was taken; -1 for none."""
+    index, _ = _pixels(offsets.shape[2:], size, settings)
     wide = offsets.long()
-    return (down + wide // kernel[1] * dilation[0]) * size[3] + across + wide % kernel[1] * dilation[1]
+    found = index.expand(*wide.shape, -1).gather(-1, wide.clamp(min=0)[..., None]).squeeze(-1)
+    return torch.where(wide < 0, -1, found)
 
 
 def _fake_pool(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -146,72 +151,3 @@ for _name, _function, _fake in (
 ):
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"amp_compiler::{_name}", _fake, lib=_LIBRARY)
-
-
-def use_offsets(graph: fx.Graph) -> None:
-    """Let every max-pooling on a CPU note offsets, where nothing but its own backward reads the indices.
-
-    A ReLU's mask in front of it moves behind it: the gradient is not zero only where the pixel is the one that was
-    taken, which is the pooling's result. So neither needs the images any more.
-
-    Args:
-        graph: an ATen graph of forward and backward whose nodes carry their fake tensors as `meta["val"]`; changed in
-            place, without dead nodes but with no fake tensors for the new ones.
-    """
-    for node in graph.find_nodes(op="call_function", target=_POOL):
-        backward = _backward_of(node)
-        if backward is None:
-            continue
-        settings = [_pair(schema_argument(node, name)) for name in ("kernel_size", "stride", "padding", "dilation")]
-        settings[1] = settings[1] or settings[0]
-        x, taken = node.args[0], _item(node, 0)
-        if settings[0][0] * settings[0][1] > _MOST or taken is None:
-            continue
-        _move_mask(graph, backward, taken)
-        size = list(x.meta["val"].shape)
-        with graph.inserting_before(node):
-            made = graph.call_function(
-                torch.ops.amp_compiler.max_pool.default, (x, *settings, bool(schema_argument(node, "ceil_mode")))
-            )
-            largest, offsets = (graph.call_function(operator.getitem, (made, place)) for place in (0, 1))
-        with graph.inserting_before(backward):
-            gathered = graph.call_function(
-                torch.ops.amp_compiler.max_pool_backward.default, (backward.args[0], offsets, size, *settings)
-            )
-        taken.replace_all_uses_with(largest)
-        backward.replace_all_uses_with(gathered)
-        for dead in (backward, taken, _item(node, 1), node):
-            graph.erase_node(dead)
-
-
-def _backward_of(node: fx.Node) -> fx.Node | None:
-    """The backward of a pooling of known sizes on a CPU, if it is all that reads the indices."""
-    images, indices = node_tensor(node.args[0]), _item(node, 1)
-    if images is None or images.device.type != "cpu" or images.dim() != 4 or indices is None:
-        return None
-    if not cpu_pooling.can_run(images) or not all(isinstance(size, int) for size in images.shape):
-        return None
-    (user, *more) = indices.users
-    return user if not more and user.target is _POOL_BACKWARD and len(node.users) == 2 else None
-
-
-def _item(node: fx.Node, place: int) -> fx.Node | None:
-    return next((user for user in node.users if user.target is operator.getitem and user.args[1] == place), None)
-
-
-def _pair(value: Any) -> list[int]:
-    """Two numbers from one, two or none."""
-    return (list(value) * 2)[:2] if isinstance(value, (list, tuple)) else [value, value]
-
-
-def _move_mask(graph: fx.Graph, backward: fx.Node, taken: fx.Node) -> None:
-    """Let the mask of a ReLU work on the gradient of the pooling's result instead of that of its images."""
-    target = _ATEN.threshold_backward.default
-    for mask in [user for user in backward.users if user.target is target]:
-        if mask.args[0] is not backward or mask.args[1] is not backward.args[1] or len(backward.users) > 1:
-            continue
-        with graph.inserting_before(backward):
-            masked = graph.call_function(target, (backward.args[0], taken, mask.args[2]))
-        backward.args = (masked, *backward.args[1:])
-        mask.replace_all_uses_with(backward)
-        graph.erase_node(mask)

@@ -11,12 +11,11 @@ compiled results may differ from eager ones in the last bit.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 Unary = Callable[[Tensor], Tensor]
@@ -86,23 +85,26 @@ def adam_scalars(steps: Sequence[Tensor], hyper: Tensor) -> Tensor:
         fp32 [n, 9]; the columns are the fields of `AdamScalars`.
     """
     step = torch.stack(list(steps)).double() + 1
-    columns = _adam_columns(*hyper.unbind(), step, torch.sqrt)
+    columns = _adam_columns(hyper.unbind(), step, torch.sqrt)
     return torch.stack([column.expand(step.shape) for column in columns], dim=1).float()
 
 
-def adam_numbers(steps: float, hyper: NDArray[np.float64]) -> NDArray[np.float32]:
-    """One row of `adam_scalars`, where the numbers can be read: one operation of torch takes longer than all of it.
+def adam_numbers(steps: float, hyper: Tensor) -> list[float]:
+    """One row of `adam_scalars` before it is rounded: one operation of torch takes longer than all of it.
 
     Args:
         steps: the steps made so far.
-        hyper: as there.
+        hyper: as there, on a CPU.
     """
-    with np.errstate(all="ignore"):
-        return np.array(_adam_columns(*hyper, np.float64(steps) + 1, np.sqrt), np.float32)
+    try:
+        return list(_adam_columns(hyper.tolist(), steps + 1, math.sqrt))
+    except (ArithmeticError, ValueError):  # a tensor becomes inf or NaN there
+        return adam_scalars([torch.tensor(steps)], hyper)[0].tolist()
 
 
-def _adam_columns(lr: Any, beta1: Any, beta2: Any, eps: Any, decay: Any, l1: Any, step: Any, sqrt: Any) -> Any:
+def _adam_columns(hyper: Sequence[Any], step: Any, sqrt: Callable[[Any], Any]) -> tuple[Any, ...]:
     """The fields of `AdamScalars`, from fp64 tensors or numbers."""
+    lr, beta1, beta2, eps, decay, l1 = hyper
     return (
         1 - lr * decay,
         decay,

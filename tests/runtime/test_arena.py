@@ -11,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from amp_compiler.runtime.arena import ArenaMemory, ArenaRun, Span, allocator, lay_out
+from amp_compiler.runtime.arena import empty as own_empty
 
 UNIT, CALLS = 64, 5
 F32, BF16 = torch.float32, torch.bfloat16
@@ -92,7 +93,7 @@ def test_buffers_of_one_size_lie_at_multiples_of_it(units, times):
 def test_five_calls_give_the_values_of_ordinary_memory_and_outputs_stay():
     source, memory = Source(), ArenaMemory()
     plain = layers(source)
-    run = ArenaRun(plain, 2, memory)
+    run = ArenaRun(plain, 2, memory, least=0)
     kept = []
     for number in range(CALLS):
         x = torch.randn(8, 16, generator=torch.Generator().manual_seed(number))
@@ -149,7 +150,7 @@ def follow(program, source):
 @given(st.lists(programs(), min_size=1, max_size=3))
 def test_any_programs_over_one_block_keep_their_values(made):
     source, memory = Source(), ArenaMemory()
-    runs = [ArenaRun(follow(program, source), program[2], memory) for program in made]
+    runs = [ArenaRun(follow(program, source), program[2], memory, least=0) for program in made]
     kept = []
     for base in range(0, 40, 10):
         for run, (_, names, count) in zip(runs, made, strict=True):
@@ -169,7 +170,7 @@ def filling(source, count):
 
 def test_a_block_that_grows_leaves_nothing_of_the_old_one():
     source, memory = Source(), ArenaMemory()
-    small, large = ArenaRun(filling(source, 10), 0, memory), ArenaRun(filling(source, 1000), 0, memory)
+    small, large = (ArenaRun(filling(source, count), 0, memory, least=0) for count in (10, 1000))
     small(0), small(1)
     old = weakref.ref(memory._block.untyped_storage())
     large(0)
@@ -185,7 +186,7 @@ def test_a_block_that_grows_leaves_nothing_of_the_old_one():
 
 def test_a_block_goes_with_the_last_that_uses_it():
     memory = ArenaMemory()
-    run = ArenaRun(filling(Source(), 10), 0, memory)
+    run = ArenaRun(filling(Source(), 10), 0, memory, least=0)
     _, (output,) = run(0), run(1)
     block = weakref.ref(memory._block.untyped_storage())
     del memory, run
@@ -212,7 +213,7 @@ def test_a_call_that_asks_otherwise_than_the_first_is_right(other):
     def plain(base, requests):
         return [source.allocate(*one).fill_(base + n) for n, one in enumerate(requests)]
 
-    run = ArenaRun(plain, 0, ArenaMemory())
+    run = ArenaRun(plain, 0, ArenaMemory(), least=0)
     for base in range(8):
         requests, before = other if base % 3 == 2 else USUAL, source.calls
         outputs = run(base, requests)
@@ -232,7 +233,7 @@ def test_an_error_in_a_call_leaves_the_thread_as_before(call):
             raise ValueError("not this one")
         return (source.filled(0).copy_(buffer),)
 
-    run = ArenaRun(plain, 0, memory)
+    run = ArenaRun(plain, 0, memory, least=0)
     for base in range(CALLS):
         if base == call:
             with pytest.raises(ValueError, match="not this one"):
@@ -254,7 +255,7 @@ def test_other_threads_get_ordinary_memory():
         thread.join()
         return (source.filled(0).copy_(mine),)
 
-    run = ArenaRun(plain, 0, memory)
+    run = ArenaRun(plain, 0, memory, least=0)
     assert all(holds(run(base)[0], base) for base in range(CALLS))
     assert len(others) == CALLS and not any(in_block(one, memory) for one in others)
     assert all(holds(one, -1) for one in others) and source.calls == 2 + CALLS
@@ -262,13 +263,13 @@ def test_other_threads_get_ordinary_memory():
 
 def test_a_call_within_a_call_disturbs_neither():
     source, memory = Source(), ArenaMemory()
-    inner = ArenaRun(filling(source, 10), 0, memory)
+    inner = ArenaRun(filling(source, 10), 0, memory, least=0)
 
     def plain(base):
         first, (middle,) = source.filled(base, 10), inner(base)
         return source.filled(0, 10).add_(first).add_(middle), middle
 
-    run = ArenaRun(plain, 0, memory)
+    run = ArenaRun(plain, 0, memory, least=0)
     for base in range(CALLS):
         last, middle = run(base)
         assert holds(last, 2 * base + 1) and holds(middle, base + 1)
@@ -282,7 +283,7 @@ def test_requests_for_nothing_are_met():
         empty, full = source.allocate((0, 3), (3, 1), F32), source.filled(1)
         return empty, source.allocate((0,), (1,), BF16), full
 
-    run = ArenaRun(plain, 1, memory)
+    run = ArenaRun(plain, 1, memory, least=0)
     for number in range(CALLS):
         empty, other, full = run()
         assert empty.shape == (0, 3) and other.shape == (0,) and holds(full, 1)
@@ -292,6 +293,53 @@ def test_requests_for_nothing_are_met():
 @pytest.mark.parametrize("kept", [0, 1])
 def test_a_function_that_asks_for_nothing_or_keeps_all_needs_no_block(kept):
     source, memory = Source(), ArenaMemory()
-    run = ArenaRun(lambda: [source.filled(2) for _ in range(kept)], kept, memory)
+    run = ArenaRun(lambda: [source.filled(2) for _ in range(kept)], kept, memory, least=0)
     assert [[one.tolist() for one in run()] for _ in range(3)] == [[[2.0] * 16] * kept] * 3
+    assert memory._block.numel() == 0
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_programs_with_fewer_bytes_than_the_least_run_on_ordinary_memory(more):
+    source, memory = Source(), ArenaMemory()
+    run = ArenaRun(filling(source, 16), 0, memory, least=2 * UNIT + more)
+    for base in range(CALLS):
+        before, (output,) = source.calls, run(base)
+        assert holds(output, base + 1)
+        assert in_block(output, memory) == (base > 0 and not more)
+        assert source.calls - before == (0 if base > 0 and not more else 2)
+    assert memory._block.numel() == (0 if more else 2 * UNIT)
+
+
+def lying(size, order, dtype=F32):
+    return own_empty(size, order, dtype, torch.device("cpu"))
+
+
+def test_results_of_own_operators_lie_in_the_block_too():
+    memory = ArenaMemory()
+
+    def plain(base):
+        first = lying((2, 3, 4, 5), (0, 2, 3, 1), BF16).fill_(base)
+        return lying((2, 3, 4, 5), (0, 1, 2, 3)).copy_(first), first
+
+    run = ArenaRun(plain, 1, memory, least=0)
+    for base in range(CALLS):
+        kept, other = run(base)
+        assert holds(kept, base) and holds(other, base)
+        assert [in_block(one, memory) for one in (kept, other)] == [False, base > 0]
+        assert kept.is_contiguous() and kept.dtype == F32
+        assert other.is_contiguous(memory_format=torch.channels_last) and other.dtype == BF16
+    assert not in_block(lying((2, 3), (0, 1)), memory)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_outside_of_a_call_own_results_are_ordinary_tensors(device):
+    one = own_empty([2, 3, 4], [1, 0, 2], BF16, torch.device(device))
+    assert (one.shape, one.stride(), one.dtype) == ((2, 3, 4), (4, 8, 1), BF16)
+    assert one.device.type == device and one.untyped_storage().nbytes() == one.nbytes
+
+
+def test_within_a_call_own_results_on_other_devices_are_ordinary_tensors():
+    memory = ArenaMemory()
+    run = ArenaRun(lambda: [own_empty([2, 3], [1, 0], F32, torch.device("meta"))], 0, memory, least=0)
+    assert [[(one.device.type, one.stride()) for one in run()] for _ in range(3)] == [[("meta", (1, 2))]] * 3
     assert memory._block.numel() == 0

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from amp_compiler.errors import LoweringError
 from amp_compiler.runtime import cpu_build, cpu_update, group_update
-from amp_compiler.runtime.update_math import exact_sqrt
+from amp_compiler.runtime.update_math import adam_numbers, adam_scalars, exact_sqrt
 
 BLOCK = 16384  # kRun in cpu_pieces.h
 SIZES = (0, 1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5)
@@ -82,6 +82,35 @@ def test_adam_is_bit_equal_to_its_reference(amsgrad, maximize, decoupled, lows, 
         [w.to(t) for w, t in zip(weights, itertools.cycle(LOWS), strict=False)] if lows else [],
         [number(step) for _ in weights], hyper(1e-2, beta1, 0.999, 1e-8, decay, l1), number(0.013), number(skip),
         amsgrad, maximize, decoupled,
+    ]  # fmt: skip
+    assert_alike("adam_update", arguments, sqrt=exact_sqrt)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(
+    steps=st.one_of(st.sampled_from([0, 1, 2, 9, 999, 12345, 2**24]), st.integers(0, 10**5)),
+    lr=st.one_of(st.sampled_from([0.0, 1e-3, 1e300]), st.floats(0, 10)),
+    beta1=st.one_of(st.sampled_from([0.0, 0.9, 1.0]), st.floats(0, 1)),
+    beta2=st.one_of(st.sampled_from([0.0, 0.999, 1.0]), st.floats(0, 1)),
+    decay=st.sampled_from([0.0, 1e-2, 0.1, 3.0]),
+    l1=st.sampled_from([0.0, 0.01]),
+)
+def test_numbers_of_one_step_are_bit_equal_to_those_of_many(steps, lr, beta1, beta2, decay, l1):
+    given_ = hyper(lr, beta1, beta2, 1e-8, decay, l1)
+    mine = torch.tensor(adam_numbers(float(steps), given_), dtype=torch.float64).float()
+    for row in adam_scalars([number(steps)] * 20, given_):
+        assert same(mine, row) and torch.equal(mine[~mine.isnan()].signbit(), row[~row.isnan()].signbit())
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_parameters_of_different_ages_are_updated_as_in_the_reference(amsgrad):
+    torch.manual_seed(0)
+    weights, seconds = tensors(), [tensor.square() for tensor in tensors()]
+    ages = [3.0, 0.0, 999.0, 3.0, 1.0, 0.0, 12345.0]
+    arguments = [
+        weights, tensors(FLOATS, 100.0), tensors(), seconds, [s * 1.1 for s in seconds] if amsgrad else [], [],
+        [number(age) for age in ages], hyper(1e-2, 0.9, 0.999, 1e-8, 0.1, 0.01), number(0.013), number(0.0),
+        amsgrad, False, True,
     ]  # fmt: skip
     assert_alike("adam_update", arguments, sqrt=exact_sqrt)
 
