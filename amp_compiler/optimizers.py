@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,7 +117,7 @@ class BoundGroup:
     hyper: Tensor
     started: Tensor
     _written: tuple[Any, ...] = field(default=(), repr=False)
-    _checked: dict[tuple[str, int], tuple[Tensor, Any]] = field(default_factory=dict, repr=False)
+    _checked: dict[tuple[str, int], tuple[weakref.ref[Tensor], Any]] = field(default_factory=dict, repr=False)
 
     def refresh(self) -> None:
         """Read the hyperparameters; what schedulers changed since the last step goes to the device, without a sync."""
@@ -159,12 +160,12 @@ class BoundGroup:
         parameter = self.parameters[number]
         state = self.optimizer.state[parameter]
         place = parameter.data_ptr(), parameter.stride()
-        found, then = self._checked.get((column, number), (None, None))
-        if found is not None and state.get(column) is found and place == then:
-            return found
-        found = self._state_tensor(column, parameter, state)
-        self._checked[column, number] = found, place
-        return found
+        known, found = self._checked.get((column, number)), state.get(column)
+        if known is not None and found is not None and found is known[0]() and place == known[1]:
+            return found  # type: ignore[no-any-return]
+        made = self._state_tensor(column, parameter, state)
+        self._checked[column, number] = weakref.ref(made), place
+        return made
 
     def _state_tensor(self, column: str, parameter: Tensor, state: dict[str, Any]) -> Tensor:
         if column not in state or (column == "step" and state[column].device != parameter.device):

@@ -42,7 +42,7 @@ SHAPES = {
     "llama": Shape(hidden=768, layers=2, large_batch=4, small_batch=1),
     "vit": Shape(hidden=768, layers=2, large_batch=4, small_batch=1),
     "resnet50": Shape(hidden=256, layers=0, large_batch=4, small_batch=1),
-    "digits": Shape(hidden=32, layers=3, large_batch=128, small_batch=16, image=8),
+    "digits": Shape(hidden=32, layers=3, large_batch=256, small_batch=64, image=8),
     "lstm": Shape(hidden=512, layers=2, large_batch=16, small_batch=1, tokens=16, small_tokens=4),
     "mlp": Shape(hidden=2048, layers=4, large_batch=256, small_batch=4),
 }
@@ -50,7 +50,7 @@ TINY = "tiny-mlp"  # for the tests of the benchmarks alone
 SHAPES[TINY] = replace(SHAPES["mlp"], hidden=32, layers=1, large_batch=8, small_batch=2)
 NAMES = tuple(name for name in SHAPES if name != TINY)
 MLPS = ("mlp", TINY)
-DIGITS = "digits"  # the CNN of the demo
+DIGITS = "digits"  # the CNN of the demo, which trains with batches of 64
 RECURRENT = ("lstm",)
 IMAGES = ("vit", "resnet50", DIGITS, *MLPS)
 

@@ -35,6 +35,7 @@ _WARM_UPS, _PROFILED = 4, 5
 CLASSES = {
     "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "_linear_pointwise", "aten::linear"),
     "convolutions": ("convolution", "amp_compiler::patches", "amp_compiler::fold_patches"),
+    "pooling": ("max_pool", "aten::scatter_reduce"),
     "attention": ("scaled_dot_product", "flash_attention", "attention_backward"),
     "LSTM": ("rnn_layer", "lstm_"),
     "check and update": ("_fused_adamw_", "amp_compiler::grad_check", "amp_compiler::adam_update"),
