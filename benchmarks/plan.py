@@ -1,6 +1,10 @@
-"""Planning time against graph size, on transformer-like chains of blocks.
+"""Time of planning and rewriting against the number of nodes: chains of transformer-like blocks, and models.
+
+The chains are planned only: they are graphs without tensors, of any size. The models are captured by torch, which is
+not measured, then planned and rewritten.
 
     python benchmarks/plan.py --sizes 1000,3000,10000,30000 --json benchmarks/results/plan.json
+    python benchmarks/plan.py --sizes 1000 --models gpt2 resnet50 --dtype fp16
 
 Prediction, written before the first run: classifying and placing are linear; the cut is linear too under `default`,
 whose free components stay within a block, and grows a little faster under `fast`, where the residual additions join
@@ -16,7 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import cases
 from machine import machine_facts
+from plan_models import LOW, measure_model
 from rich.console import Console
 from rich.table import Table
 
@@ -29,6 +35,7 @@ from amp_compiler.rulefile import load_rules
 
 RESULT = Path(__file__).parent / "results" / "plan.json"
 PREDICTION = "10,000 nodes in less than 2 s on one core; time per node at 30,000 at most twice that at 1,000"
+CHAIN = "chain"
 _TOKENS, _WIDTH, _HEADS = 128, 256, 4
 
 
@@ -99,54 +106,48 @@ def chain_of_blocks(nodes: int) -> PrecisionGraph:
     return builder.graph
 
 
-def measure(rules: RuleSet, nodes: int, repeats: int) -> dict[str, Any]:
-    """Best of `repeats` planning times of one graph, in processor seconds."""
+def measure(rules: RuleSet, nodes: int, dtype: str, repeats: int) -> dict[str, Any]:
+    """Best of `repeats` planning times of one chain, in processor seconds."""
     graph = chain_of_blocks(nodes)
     seconds = []
     for _ in range(repeats):
         gc.collect()
         start = time.process_time()
-        plan = make_plan(graph, rules, DType.BFLOAT16)
+        plan = make_plan(graph, rules, LOW[dtype])
         seconds.append(time.process_time() - start)
     best = min(seconds)
     count = len(graph.nodes)
     return {
-        "rules": rules.name, "nodes": count, "seconds": best, "us_per_node": best / count * 1e6,
+        "rules": rules.name, "graph": CHAIN, "nodes": count, "seconds": best, "us_per_node": best / count * 1e6,
         "casts": len(plan.casts), "cast_bytes": plan.cast_bytes,
     }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", default="1000,3000,10000,30000", help="numbers of nodes, with commas")
+    parser.add_argument("--sizes", default="1000,3000,10000,30000", help="nodes of the chains, with commas")
+    parser.add_argument("--models", nargs="*", choices=cases.NAMES, default=list(cases.NAMES), metavar="NAME")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the models are")
+    parser.add_argument("--dtype", choices=LOW, default="bf16")
     parser.add_argument("--rules", default="default,fast", help="rule sets, with commas")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each, of which the best counts")
     parser.add_argument("--json", type=Path, default=RESULT, help="where to write the numbers")
     options = parser.parse_args()
     rows = []
-    table = Table(title="planning time (processor seconds, one core)")
-    for column in ("rules", "nodes", "seconds", "µs per node", "ratio to linear", "casts"):
-        table.add_column(column, justify="left" if column == "rules" else "right")
     for name in options.rules.split(","):
         rules = load_rules(name)
-        first: float | None = None
-        for size in options.sizes.split(","):
-            row = measure(rules, int(size), options.repeats)
-            first = first or row["us_per_node"]
-            row["ratio_to_linear"] = row["us_per_node"] / first
-            rows.append(row)
-            table.add_row(
-                name,
-                f"{row['nodes']:,}",
-                f"{row['seconds']:.3f}",
-                f"{row['us_per_node']:.1f}",
-                f"{row['ratio_to_linear']:.2f}",
-                f"{row['casts']:,}",
-            )
-    Console().print(table)
+        chains = [measure(rules, int(size), options.dtype, options.repeats) for size in options.sizes.split(",")]
+        for row in chains:
+            row["ratio_to_linear"] = row["us_per_node"] / chains[0]["us_per_node"]
+        rows += chains
+        rows += [
+            measure_model(model, rules, options.dtype, options.device, options.repeats) for model in options.models
+        ]
+    Console().print(_table(rows))
     result = {
-        "what": "planning time of transformer-like chains of blocks",
-        **machine_facts(),
+        "what": "planning of transformer-like chains of blocks; planning and rewriting of models",
+        **machine_facts(options.device),
+        "dtype": options.dtype,
         "prediction": PREDICTION,
         "outcome": _outcome(rows),
         "rows": rows,
@@ -155,9 +156,28 @@ def main() -> None:
     write_atomically(options.json, json.dumps(result, indent=1) + "\n")
 
 
+def _table(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="planning and rewriting (processor seconds, one core)")
+    for column in ("rules", "graph", "nodes", "planning s", "rewriting s", "µs per node", "ratio to linear", "casts"):
+        table.add_column(column, justify="left" if column in ("rules", "graph") else "right")
+    for row in rows:
+        table.add_row(
+            row["rules"],
+            row["graph"],
+            f"{row['nodes']:,}",
+            f"{row['seconds']:.3f}",
+            f"{row['rewrite_seconds']:.3f}" if "rewrite_seconds" in row else "",
+            f"{row['us_per_node']:.1f}",
+            f"{row['ratio_to_linear']:.2f}" if "ratio_to_linear" in row else "",
+            f"{row['casts']:,}",
+        )
+    return table
+
+
 def _outcome(rows: list[dict[str, Any]]) -> str:
-    ten = [row["seconds"] for row in rows if 9_000 < row["nodes"] < 11_000]
-    worst = max(row["ratio_to_linear"] for row in rows)
+    chains = [row for row in rows if row["graph"] == CHAIN]
+    ten = [row["seconds"] for row in chains if 9_000 < row["nodes"] < 11_000]
+    worst = max(row["ratio_to_linear"] for row in chains)
     held = (not ten or max(ten) < 2) and worst <= 2
     slowest = f"10,000 nodes took at most {max(ten):.2f} s; " if ten else ""
     return (

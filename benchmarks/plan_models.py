@@ -1,0 +1,55 @@
+"""Planning and rewriting of the benchmark's models, for `plan.py`."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections.abc import Callable
+from typing import Any
+
+import cases
+
+from amp_compiler.dtypes import DType
+from amp_compiler.frontends.fx_capture import capture_module
+from amp_compiler.frontends.fx_normalize import normalize
+from amp_compiler.policy import RuleSet
+from amp_compiler.program import plan_captured, rewrite
+
+LOW = {"bf16": DType.BFLOAT16, "fp16": DType.FLOAT16}
+
+
+def best_of(repeats: int, prepare: Callable[[], Any], run: Callable[[Any], Any]) -> tuple[float, Any]:
+    """The fewest processor seconds of `run`, and its last result; what `prepare` makes for it does not count."""
+    seconds = []
+    for _ in range(repeats):
+        given = prepare()
+        gc.collect()
+        start = time.process_time()
+        made = run(given)
+        seconds.append(time.process_time() - start)
+    return min(seconds), made
+
+
+def measure_model(name: str, rules: RuleSet, dtype: str, device: str, repeats: int) -> dict[str, Any]:
+    """Planning and rewriting of the captured forward of one model, without the capture itself.
+
+    Args:
+        name: one of `cases.NAMES`.
+        rules: what decides.
+        dtype: a key of `LOW`.
+        device: where the model and its batch are.
+        repeats: runs of each, of which the best counts.
+    """
+    model, batch = cases.build_for_inference(name, cases.LARGE, device)
+    captured = capture_module(model, (), batch, None)
+    normalize(captured.graph_module)
+    nodes = sum(node.op == "call_function" for node in captured.graph_module.graph.nodes)
+    seconds, plan = best_of(repeats, lambda: captured, lambda one: plan_captured(one, rules, LOW[dtype]))
+    rewriting, _ = best_of(
+        repeats, lambda: copy.deepcopy(captured.graph_module), lambda graph: rewrite(graph, plan, rules, compiled=True)
+    )
+    return {
+        "rules": rules.name, "graph": name, "nodes": nodes, "seconds": seconds, "rewrite_seconds": rewriting,
+        "us_per_node": (seconds + rewriting) / nodes * 1e6, "casts": len(plan.casts), "cast_bytes": plan.cast_bytes,
+    }  # fmt: skip
