@@ -160,9 +160,10 @@ class BoundGroup:
         parameter = self.parameters[number]
         state = self.optimizer.state[parameter]
         place = parameter.data_ptr(), parameter.stride()
-        known, found = self._checked.get((column, number)), state.get(column)
+        known = self._checked.get((column, number))
+        found: Tensor | None = state.get(column)
         if known is not None and found is not None and found is known[0]() and place == known[1]:
-            return found  # type: ignore[no-any-return]
+            return found
         made = self._state_tensor(column, parameter, state)
         self._checked[column, number] = weakref.ref(made), place
         return made
