@@ -14,15 +14,13 @@ all blocks into one component. 10,000 nodes take less than 2 s on one core with 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import cases
 from machine import machine_facts
-from plan_models import LOW, measure_model
+from plan_models import LOW, best_of, measure_model
 from rich.console import Console
 from rich.table import Table
 
@@ -109,13 +107,7 @@ def chain_of_blocks(nodes: int) -> PrecisionGraph:
 def measure(rules: RuleSet, nodes: int, dtype: str, repeats: int) -> dict[str, Any]:
     """Best of `repeats` planning times of one chain, in processor seconds."""
     graph = chain_of_blocks(nodes)
-    seconds = []
-    for _ in range(repeats):
-        gc.collect()
-        start = time.process_time()
-        plan = make_plan(graph, rules, LOW[dtype])
-        seconds.append(time.process_time() - start)
-    best = min(seconds)
+    best, plan = best_of(repeats, lambda: graph, lambda one: make_plan(one, rules, LOW[dtype]))
     count = len(graph.nodes)
     return {
         "rules": rules.name, "graph": CHAIN, "nodes": count, "seconds": best, "us_per_node": best / count * 1e6,

@@ -64,7 +64,7 @@ class Process:
         make: makes the variant from `arguments`; the process must be able to import it.
         arguments: for `make`, without the device, which comes last.
         device: `cpu` or `cuda`.
-        prepare: called with the device before; see `warm_compiler`.
+        prepare: called with the device before the variant is made, for what its first call is not to pay.
         cache: folder for compiled code, empty where nothing shall be taken over.
         settings: environment variables of the process.
 

@@ -8,8 +8,8 @@ take turns of a few steps, so that what else runs on the machine slows all of th
 with the 10% and 90% quantiles. On CUDA torch.compile runs in three modes. On any device it runs the LSTM once more with
 Dynamo told to compile recurrent layers (`allow_rnn`), which it else runs as they stand. Ratios are to the fastest. What
 a process has freed goes back to the system, or does not, as its C library has it by default; MALLOC_TRIM_THRESHOLD_ and
-MALLOC_MMAP_MAX_ change that for all of them. Our native loops are compiled once per machine, in some 8 s, and kept in a
-cache folder: that is not in the first call.
+MALLOC_MMAP_MAX_ change that for all of them. What is compiled once per machine and kept in cache folders is not in the
+first call: Inductor's headers, for us with a flag of their own (some 5 s), and our native loops (some 8 s).
 
 The GEMM floor is the time of the step's matrix products at the rate of one large product, which takes its turn among
 the variants; the table says which share of the step that is.

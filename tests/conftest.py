@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from benchmark_modules import benchmark_modules
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -34,3 +35,10 @@ def builds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     real = training.build_step
     monkeypatch.setattr(training, "build_step", lambda *arguments: (seen.append(1), real(*arguments))[1])
     return seen
+
+
+@pytest.fixture(scope="session")
+def bench() -> dict[str, Any]:
+    """The benchmarks' modules."""
+    pytest.importorskip("transformers")
+    return benchmark_modules()

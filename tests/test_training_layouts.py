@@ -134,6 +134,22 @@ def test_a_graph_with_copies_gives_the_same_bits_in_the_same_layouts(channels, l
         assert torch.equal(mine, expected) and mine.stride() == expected.stride()
 
 
+def test_a_mask_before_the_convolution_reads_what_it_read():
+    """The first copy of an image stands before the first convolution, which may come after a mask."""
+    traced, _ = joint(5)
+    graph = traced.graph
+    image = next(iter(graph.nodes))
+    (convolution,) = graph.find_nodes(op="call_function", target=ATEN.convolution.default)
+    with graph.inserting_before(convolution):
+        mask = graph.call_function(ATEN.threshold_backward.default, (image, image, 0))
+        mask.meta["val"] = image.meta["val"]
+    results = graph.output_node()
+    results.update_arg(0, (*results.args[0], mask))
+    keep_channels_last(graph)
+    graph.lint()
+    assert mask.args == (image, image, 0)
+
+
 def test_a_convolution_without_a_backward_is_left_alone():
     def run(x, weight):
         return F.conv2d(x, weight).view(2, -1)

@@ -10,7 +10,7 @@ from torch import fx
 from amp_compiler.fx_tools import node_tensor, results_of
 
 _ATEN = torch.ops.aten
-_CONVOLUTIONS = (_ATEN.convolution.default, _ATEN.conv2d.default)
+_CONVOLUTION = _ATEN.convolution.default
 _BACKWARD = _ATEN.convolution_backward.default
 _MASK = _ATEN.threshold_backward.default
 
@@ -25,24 +25,26 @@ def keep_channels_last(graph: fx.Graph) -> None:
         graph: an ATen graph without effects on aliases, whose nodes carry their fake tensors as `meta["val"]`; changed
             in place. Results keep their layouts.
     """
-    readers: dict[fx.Node, int] = {}  # and the place of the images among their arguments
+    first: dict[fx.Node, int] = {}  # of the readers' arguments: the images, which the weight follows
     for node in graph.nodes:
         backwards = _backwards(node)
         if backwards:
-            readers |= {node: 0, **dict.fromkeys(backwards, 1)}
-    if not readers:
+            first |= {node: 0, **dict.fromkeys(backwards, 1)}
+    if not first:
         return
     copies: dict[fx.Node, fx.Node] = {}
-    for reader, first in readers.items():
-        for place in (first, first + 1):
+    for reader in [node for node in graph.nodes if node in first]:
+        for place in (first[reader], first[reader] + 1):
             operand: Any = reader.args[place]
             if operand not in copies:
                 with graph.inserting_before(reader):
                     copies[operand] = _clone(graph, operand, torch.channels_last)
             reader.update_arg(place, copies[operand])
+    places = {node: place for place, node in enumerate(graph.nodes)}
     for operand, copy in copies.items():
         for mask in [user for user in operand.users if user.target is _MASK and user.args[1] is operand]:
-            mask.update_arg(1, copy)
+            if places[copy] < places[mask]:
+                mask.update_arg(1, copy)
     for node in graph.find_nodes(op="call_function", target=_ATEN.view.default):
         node.target = _ATEN.reshape.default  # which does the same to any layout
     _keep_results(graph)
@@ -50,7 +52,7 @@ def keep_channels_last(graph: fx.Graph) -> None:
 
 def _backwards(node: fx.Node) -> list[fx.Node]:
     """The backwards of a convolution of images on a CPU."""
-    if node.op != "call_function" or node.target not in _CONVOLUTIONS:
+    if node.op != "call_function" or node.target is not _CONVOLUTION:
         return []
     images, weight = cast("list[fx.Node]", node.args[:2])
     tensors = [node_tensor(one) for one in (images, weight)]

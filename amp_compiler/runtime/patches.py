@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from amp_compiler.errors import LoweringError
 from amp_compiler.runtime import cpu_patches
+from amp_compiler.runtime.windows import windows_along
 
 
 @torch.library.custom_op("amp_compiler::patches", mutates_args=())
@@ -94,11 +95,7 @@ def _(
 
 def _places(size: Sequence[int], *settings: Sequence[int]) -> tuple[int, int]:
     """Rows and columns of a convolution's result."""
-    rows, columns = (
-        (size[2 + dim] + 2 * padding[dim] - dilation[dim] * (kernel[dim] - 1) - 1) // stride[dim] + 1
-        for kernel, stride, padding, dilation in [settings]
-        for dim in (0, 1)
-    )
+    rows, columns = (windows_along(size[2 + dim], *(pair[dim] for pair in settings)) for dim in (0, 1))
     if rows < 1 or columns < 1:
         raise LoweringError(
             f"a patch of {settings[0]} with dilation {settings[3]} does not fit into images {list(size)}",

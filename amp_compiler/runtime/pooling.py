@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from amp_compiler.runtime import arena, cpu_pooling
+from amp_compiler.runtime.windows import windows_along
 
 _POOL = torch.ops.aten.max_pool2d_with_indices.default
 MOST = 127  # elements of a window, whose places fit into a byte
@@ -89,7 +90,10 @@ def max_pool_backward(
 
 
 def _results(x: Tensor, settings: cpu_pooling.Settings, ceil_mode: bool) -> tuple[Tensor, Tensor]:
-    size = [*x.shape[:2], *(_places(x.shape[2 + dim], ceil_mode, *(pair[dim] for pair in settings)) for dim in (0, 1))]
+    windows = (
+        windows_along(x.shape[2 + dim], *(pair[dim] for pair in settings), ceil_mode=ceil_mode) for dim in (0, 1)
+    )
+    size = [*x.shape[:2], *windows]
     return _like(x, size, x.dtype), _like(x, size, torch.int8)
 
 
@@ -98,13 +102,6 @@ def _like(images: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
     last = images.stride(1) == 1 and not images.is_contiguous()
     order = (0, 2, 3, 1) if last else (0, 1, 2, 3)
     return arena.empty(size, order, dtype, images.device)
-
-
-def _places(pixels: int, ceil_mode: bool, kernel: int, stride: int, padding: int, dilation: int) -> int:
-    """Windows along one dimension, as `torch.nn.MaxPool2d` counts them."""
-    room = pixels + 2 * padding - dilation * (kernel - 1) - 1
-    places = (room + (stride - 1 if ceil_mode else 0)) // stride + 1
-    return places - 1 if ceil_mode and (places - 1) * stride >= pixels + padding else places
 
 
 def _pixels(places: Sequence[int], size: Sequence[int], settings: cpu_pooling.Settings) -> tuple[Tensor, ...]:

@@ -1,0 +1,21 @@
+"""The benchmarks' modules, for their tests: scripts beside each other, which are no part of the package."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+MODULES = (
+    "cases", "comparison", "measuring", "plan_models", "processes", "readme", "train_step_runs", "update",
+    "update_runs",
+)  # fmt: skip
+
+
+def benchmark_modules():
+    """Each module by its name."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        return {name: __import__(name) for name in MODULES}
+    finally:
+        sys.path.remove(str(BENCHMARKS))
