@@ -1,8 +1,9 @@
 """Where the time of a training step on a CPU goes, by class of kernel, for `torch.compile` and for ours.
 
-Both sides run BF16 with fused AdamW, one after the other, each in a process of its own. A class's time is that of its
-operators alone, under a profiler; the step's is the median without one, and what is left of it is `the rest`. Page
-faults are those of a step without a profiler. `train_step.py` has the times that count.
+Both sides run BF16 with fused AdamW, each in a process of its own, and take turns of a few steps, of which the first
+does not count. A class's time is that of its operators alone, under a profiler; the step's is the median without one,
+and what is left of it is `the rest`. Page faults are those of a step without a profiler. `train_step.py` has more
+steps, and the times that count.
 
     python benchmarks/profile_step.py --models gpt2 --steps 10
 """
@@ -30,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 from train_step_runs import Variant
 
 BOUNDS = ("gemm", "update")
-_WARM_UPS, _PROFILED = 4, 5
+_WARM_UPS, _TURN = 4, 5
 # The first class with a part of an operator's name gets its time; own time, without what it calls.
 CLASSES = {
     "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "_linear_pointwise", "aten::linear"),
@@ -50,49 +51,100 @@ def classify(name: str) -> str:
     return next((kind for kind, parts in CLASSES.items() if any(part in name for part in parts)), REST)
 
 
-def measure(name: str, bound: str, variant: str, steps: int, threads: int) -> dict[str, Any]:
-    """Milliseconds per step and class."""
+class Apart:
+    """A variant in a process of its own, made there. A context manager: the process ends with its block."""
+
+    def __init__(self, name: str, bound: str, variant: str, threads: int) -> None:
+        context = get_context("spawn")
+        self._pool = ProcessPoolExecutor(1, context, _begin, (variant, name, bound, threads))
+
+    def __enter__(self) -> Apart:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown()
+
+    def times(self, steps: int) -> tuple[list[float], int]:
+        """Milliseconds of that many steps in a row, and their page faults; of one step before them neither."""
+        return self._pool.submit(_times, steps).result()
+
+    def classes(self) -> dict[str, float]:
+        """Milliseconds of a step by class."""
+        return self._pool.submit(_classes, _TURN).result()
+
+
+_steps: list[Variant] = []  # of such a process: its variant
+
+
+def _begin(variant: str, name: str, bound: str, threads: int) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(threads)
-    step = Variant(variant, name, bound, "bf16", "cpu")
+    _steps.append(Variant(variant, name, bound, "bf16", "cpu"))
     for _ in range(_WARM_UPS):
-        step()
+        _steps[0]()
+
+
+def _times(steps: int) -> tuple[list[float], int]:
+    _steps[0]()
     times = []
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for _ in range(steps):
         start = time.perf_counter()
-        step()
+        _steps[0]()
         times.append(1000 * (time.perf_counter() - start))
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+    return times, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+
+
+def _classes(steps: int) -> dict[str, float]:
+    _steps[0]()
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
-        for _ in range(_PROFILED):
-            step()
-    classes = dict.fromkeys([*CLASSES, REST], 0.0)
+        for _ in range(steps):
+            _steps[0]()
+    classes = dict.fromkeys(CLASSES, 0.0)
     for event in recorded.key_averages():
-        classes[classify(event.key)] += event.self_cpu_time_total / 1000 / _PROFILED
+        kind = classify(event.key)
+        if kind in classes:
+            classes[kind] += event.self_cpu_time_total / 1000 / steps
+    return classes
+
+
+def measure(name: str, bound: str, steps: int, threads: int) -> list[dict[str, Any]]:
+    """A row for each side, with milliseconds per step and class.
+
+    Args:
+        name: a key of `cases.SHAPES`.
+        bound: one of `BOUNDS`.
+        steps: that are timed, in turns.
+        threads: of each side.
+    """
+    with Apart(name, bound, COMPILED, threads) as theirs, Apart(name, bound, OURS, threads) as ours:
+        sides = {COMPILED: theirs, OURS: ours}
+        timed = [{variant: side.times(_TURN) for variant, side in sides.items()} for _ in range(-(-steps // _TURN))]
+        classes = {variant: side.classes() for variant, side in sides.items()}
+    return [_row(name, bound, variant, [turn[variant] for turn in timed], classes[variant]) for variant in sides]
+
+
+def _row(
+    name: str, bound: str, variant: str, timed: list[tuple[list[float], int]], classes: dict[str, float]
+) -> dict[str, Any]:
+    times = [one for turn, _ in timed for one in turn]
     median = statistics.median(times)
-    classes[REST] = max(0.0, median - sum(time for kind, time in classes.items() if kind != REST))
-    facts = {"model": name, "bound": bound, "variant": variant}
-    return facts | {"step_ms": median, "page_faults": round(faults / steps), "classes_ms": classes}
+    rest = max(0.0, median - sum(classes.values()))
+    return {
+        "model": name, "bound": bound, "variant": variant, "step_ms": median,
+        "page_faults": round(sum(faults for _, faults in timed) / len(times)), "classes_ms": classes | {REST: rest},
+    }  # fmt: skip
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """One row per model, batch and variant."""
     kinds = [*CLASSES, REST]
-    printed = Table(
-        "model",
-        "bound by",
-        "variant",
-        "step",
-        "page\nfaults",
-        *kinds,
-        title="milliseconds of a step by class of kernel",
-    )
+    heads = ("model", "bound by", "variant", "step", "page\nfaults", *kinds)
+    printed = Table(*heads, title="milliseconds of a step by class of kernel")
     for row in rows:
-        parts = [f"{time:.1f}" for time in (row["step_ms"], *[row["classes_ms"][kind] for kind in kinds])]
-        printed.add_row(
-            row["model"], row["bound"], row["variant"], f"{row['step_ms']:.1f}", f"{row['page_faults']:,}", *parts
-        )
+        parts = [f"{row['classes_ms'][kind]:.1f}" for kind in kinds]
+        faults = f"{row['page_faults']:,}"
+        printed.add_row(row["model"], row["bound"], row["variant"], f"{row['step_ms']:.1f}", faults, *parts)
     return printed
 
 
@@ -110,9 +162,7 @@ def main(argv: list[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     for name in options.models:
         for bound in BOUNDS:
-            for variant in (COMPILED, OURS):
-                with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:
-                    rows.append(apart.submit(measure, name, bound, variant, options.steps, options.threads).result())
+            rows += measure(name, bound, options.steps, options.threads)
         measuring.write_results(path, "profile_step", options, rows)
     Console(width=170).print(table(rows))
     return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -112,3 +113,56 @@ def test_a_process_that_ends_between_two_orders_is_named(bench, tmp_path):
         for _ in range(2):  # in the middle of an order, and before one
             with pytest.raises(SystemExit, match="ended with code 3"):
                 process.times(1)
+
+
+def test_operators_have_classes(bench):
+    classify = bench["profile_step"].classify
+    assert classify("aten::addmm") == "matrix products"
+    assert classify("amp_compiler::adam_update") == "check and update"
+    assert classify("Optimizer.step#AdamW.step") == "the rest"
+
+
+class Loops:
+    """Stands for a side of a profile: turns of 2, 4, 6, ... ms with 30 page faults each, and 3 ms of products."""
+
+    def __init__(self, log, variant):
+        self.log, self.variant, self.turns = log, variant, 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.log.append(("end", self.variant))
+
+    def times(self, steps):
+        self.log.append((steps, self.variant))
+        self.turns += 1
+        return [2.0 * self.turns] * steps, 30
+
+    def classes(self):
+        return {"matrix products": 3.0, "LSTM": 0.0}
+
+
+def test_both_sides_of_a_profile_take_turns(bench, monkeypatch):
+    log = []
+    monkeypatch.setattr(bench["profile_step"], "Apart", lambda name, bound, variant, threads: Loops(log, variant))
+    rows = bench["profile_step"].measure("gpt2", "gemm", 13, 2)
+    sides = ["torch.compile", "amp_compiler"]
+    assert log == [(5, side) for side in sides * 3] + [("end", side) for side in reversed(sides)]
+    for row, side in zip(rows, sides, strict=True):
+        assert (row["model"], row["bound"], row["variant"]) == ("gpt2", "gemm", side)
+        assert (row["step_ms"], row["page_faults"]) == (4.0, 6)
+        assert row["classes_ms"] == {"matrix products": 3.0, "LSTM": 0.0, "the rest": 1.0}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("importable")
+def test_a_profile_from_the_command_line(bench, tmp_path):
+    path = tmp_path / "p.json"
+    bench["profile_step"].main(["--models", bench["cases"].TINY, "--steps", "2", "--json", str(path)])
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    assert [(row["bound"], row["variant"]) for row in rows] == [
+        (bound, variant) for bound in ("gemm", "update") for variant in ("torch.compile", "amp_compiler")
+    ]
+    for row in rows:
+        assert row["classes_ms"]["matrix products"] + row["classes_ms"]["compiled loops"] > 0
