@@ -45,7 +45,9 @@ def check_steps(found, printed, variants, bounds):
     assert "10 to 90 %" in printed
 
 
-@pytest.mark.parametrize(("script", "bound"), [("train_step.py", "update"), ("inference.py", "weights")])
+@pytest.mark.parametrize(
+    ("script", "bound"), [("train_step.py", "update"), pytest.param("inference.py", "weights", marks=pytest.mark.slow)]
+)
 def test_an_eager_variant_from_the_command_line(tmp_path, script, bound):
     options = ["--models", "tiny-mlp", "--bounds", bound, "--variants", "autocast", "--steps", "2"]
     check_steps(*run(script, tmp_path / "r.json", *options), ["autocast"], [bound])

@@ -74,9 +74,14 @@ def test_steps_that_the_optimizer_makes_itself_are_seen(fused, half):
     torch.testing.assert_close(step(x, Y), expected.detach(), rtol=1e-2, atol=1e-2)
 
 
-@BACKENDS
-@pytest.mark.parametrize("enabled", [False, True])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(
+    ("backend", "enabled", "accumulate"),
+    [
+        *(("eager", enabled, accumulate) for enabled in (False, True) for accumulate in (1, 2)),
+        ("inductor", True, 1),
+        *(pytest.param("inductor", *rest, marks=pytest.mark.slow) for rest in ((False, 1), (False, 2), (True, 2))),
+    ],
+)
 def test_a_model_may_become_channels_last(backend, enabled, accumulate):
     results = []
     for convert in (False, True):
@@ -92,8 +97,14 @@ def test_a_model_may_become_channels_last(backend, enabled, accumulate):
     assert_same_weights(*results, rtol=0, atol=2e-3 if enabled else 1e-4)
 
 
-@BACKENDS
-@pytest.mark.parametrize("kind", ["adamw", "sgd", "rmsprop", "kahan", "master"])
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [
+        *((kind, "eager") for kind in ("adamw", "sgd", "rmsprop", "kahan", "master")),
+        *((kind, "inductor") for kind in ("adamw", "sgd", "master")),
+        *(pytest.param(kind, "inductor", marks=pytest.mark.slow) for kind in ("rmsprop", "kahan")),
+    ],
+)
 def test_a_checkpoint_of_another_memory_format_is_taken(backend, kind):
     """Moments, masters and compensations have the strides of the model that was saved."""
     rules = {"version": 1, "extends": "default", "weights": {"master": "low", "rounding": "kahan"}}

@@ -39,7 +39,7 @@ def resident_bytes():
     return 4096 * int(statm.read_text().split()[1]) if statm.exists() else 0
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "inductor"])
 def test_a_thousand_steps_need_no_more_memory_and_no_new_program(compilations, backend):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))

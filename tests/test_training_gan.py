@@ -100,7 +100,7 @@ def test_in_fp32_a_gan_trains_as_in_torchs_loop(name, judge):
     assert int(nets["generator"][1].num_batches_tracked) == 2 * ROUNDS  # both steps run the generator
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_in_bf16_a_gan_has_the_losses_of_torchs_loop_in_fp32(backend):
     nets, _, losses, steps = ours("sgd", softplus, dtype="bf16", backend=backend)
     _, _, wanted = theirs("sgd", softplus)

@@ -106,7 +106,13 @@ def test_plain_fp32_leaves_rows_too():
 
 
 @pytest.mark.parametrize(
-    "settings", [{"options": {"clip_norm": 1.0}}, {"options": {"accumulate": 2}}, {"width": 32}], ids=str
+    "settings",
+    [
+        {"options": {"clip_norm": 1.0}},
+        pytest.param({"options": {"accumulate": 2}}, marks=pytest.mark.slow),
+        {"width": 32},
+    ],
+    ids=str,
 )
 def test_whole_gradients_are_made_where_they_are_needed_or_faster(settings):
     assert assert_same_training(steps=4, **settings) == []

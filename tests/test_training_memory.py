@@ -157,6 +157,7 @@ def test_the_training_is_that_of_the_eager_backend(run):
         assert moved > 0 and (run.end[name] - value).float().norm() <= 0.05 * moved, name
 
 
+@pytest.mark.parametrize("run", ["plain", pytest.param("accumulate", marks=pytest.mark.slow)], indirect=True)
 def test_a_user_who_compiles_the_same_graph_gets_ordinary_memory(run):
     from torch._inductor.compile_fx import compile_fx
 

@@ -146,9 +146,10 @@ def plain_finals(task):
 
 
 def cases():
-    """Every task in both types. On a CPU autocast's FP16 convolutions take minutes, those of the CNN about eight."""
+    """Every task in both types. On a CPU autocast's FP16 convolutions take a minute, those of the CNN about eight."""
     for task, dtype in itertools.product(TASKS, LOW):
-        yield pytest.param(task, dtype, marks=pytest.mark.slow if (task, dtype) == ("cnn", "fp16") else ())
+        slow = (task.startswith("cnn") and dtype == "fp16") or (task, dtype) == ("cnn", "bf16")
+        yield pytest.param(task, dtype, marks=pytest.mark.slow if slow else ())
 
 
 @pytest.mark.parametrize(("task", "dtype"), list(cases()))

@@ -89,7 +89,14 @@ def test_the_norm_is_that_of_the_gradients():
 
 
 @pytest.mark.parametrize(
-    "options", [{"clip_norm": 1.0}, {"accumulate": 2}, {"dtype": "fp16"}, {"enabled": False}], ids=str
+    "options",
+    [
+        {"clip_norm": 1.0},
+        pytest.param({"accumulate": 2}, marks=pytest.mark.slow),
+        {"dtype": "fp16"},
+        {"enabled": False},
+    ],
+    ids=str,
 )
 def test_steps_that_need_whole_gradients_defer_none(options):
     assert assert_same_training(steps=4, **options) == []

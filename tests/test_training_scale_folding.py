@@ -40,9 +40,16 @@ def trained(scale, dtype, name, backend):
     return [*losses, *[p.detach() for p in model.parameters()], *state]
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
-@pytest.mark.parametrize("dtype", list(SCALES))
+@pytest.mark.parametrize(
+    ("dtype", "name", "backend"),
+    [
+        *itertools.product(SCALES, OPTIMIZERS, ["eager"]),
+        ("fp16", "adamw", "inductor"),
+        ("bf16", "momentum", "inductor"),
+        pytest.param("fp16", "momentum", "inductor", marks=pytest.mark.slow),
+        pytest.param("bf16", "adamw", "inductor", marks=pytest.mark.slow),
+    ],
+)
 def test_a_power_of_two_scale_changes_no_bit(dtype, name, backend):
     first, *others = [trained(scale, dtype, name, backend) for scale in SCALES[dtype]]
     for other in others:

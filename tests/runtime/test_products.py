@@ -274,7 +274,9 @@ def test_results_are_the_same_for_any_number_of_threads():
     assert equal(results[0], results[1]) and equal(results[0], results[2])
 
 
-@pytest.mark.parametrize("without", ["amx-tile amx-bf16", "avx512bf16 amx-tile amx-bf16"])
+@pytest.mark.parametrize(
+    "without", [pytest.param("amx-tile amx-bf16", marks=pytest.mark.slow), "avx512bf16 amx-tile amx-bf16"]
+)
 def test_processors_that_can_do_less(without, tmp_path):
     compiler = ["g++", *(f"-mno-{feature}" for feature in without.split())]
     asked = [*compiler, *cpu_build._FLAGS, "-dM", "-E", "-x", "c++", os.devnull]
