@@ -1,9 +1,9 @@
 """Where the time of a training step on a CPU goes, by class of kernel, for `torch.compile` and for ours.
 
 Both sides run BF16 with fused AdamW, each in a process of its own, and take turns of a few steps, of which the first
-does not count. A class's time is that of its operators alone, under a profiler; the step's is the median without one,
-and what is left of it is `the rest`. Page faults are those of a step without a profiler. `train_step.py` has more
-steps, and the times that count.
+does not count. A class's time is that of its operators alone, under a profiler, in a few more steps of every turn; the
+step's is without one; both are medians, and what is left of the step is `the rest`. Page faults are those of a step
+without a profiler. `train_step.py` has more steps, and the times that count.
 
     python benchmarks/profile_step.py --models gpt2 --steps 10
 """
@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 from train_step_runs import Variant
 
 BOUNDS = ("gemm", "update")
-_WARM_UPS, _TURN = 4, 5
+_WARM_UPS, _TURN, _PROFILED = 4, 5, 2
 # The first class with a part of an operator's name gets its time; own time, without what it calls.
 CLASSES = {
     "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "_linear_pointwise", "aten::linear"),
@@ -44,6 +44,7 @@ CLASSES = {
     "copies and fills": ("aten::copy_", "aten::fill_", "aten::zero_", "aten::clone", "_foreach_copy_"),
 }
 REST = "the rest"
+Turn = tuple[list[float], int, dict[str, float]]  # milliseconds of steps, their page faults, milliseconds by class
 
 
 def classify(name: str) -> str:
@@ -69,8 +70,8 @@ class Apart:
         return self._pool.submit(_times, steps).result()
 
     def classes(self) -> dict[str, float]:
-        """Milliseconds of a step by class."""
-        return self._pool.submit(_classes, _TURN).result()
+        """Milliseconds of a step by class, of a few steps in a row."""
+        return self._pool.submit(_classes, _PROFILED).result()
 
 
 _steps: list[Variant] = []  # of such a process: its variant
@@ -96,7 +97,6 @@ def _times(steps: int) -> tuple[list[float], int]:
 
 
 def _classes(steps: int) -> dict[str, float]:
-    _steps[0]()
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         for _ in range(steps):
             _steps[0]()
@@ -119,21 +119,21 @@ def measure(name: str, bound: str, steps: int, threads: int) -> list[dict[str, A
     """
     with Apart(name, bound, COMPILED, threads) as theirs, Apart(name, bound, OURS, threads) as ours:
         sides = {COMPILED: theirs, OURS: ours}
-        timed = [{variant: side.times(_TURN) for variant, side in sides.items()} for _ in range(-(-steps // _TURN))]
-        classes = {variant: side.classes() for variant, side in sides.items()}
-    return [_row(name, bound, variant, [turn[variant] for turn in timed], classes[variant]) for variant in sides]
+        turns: dict[str, list[Turn]] = {variant: [] for variant in sides}
+        for _ in range(-(-steps // _TURN)):
+            for variant, side in sides.items():
+                turns[variant].append((*side.times(_TURN), side.classes()))
+    facts = {"model": name, "bound": bound}
+    return [facts | {"variant": variant} | _medians(found) for variant, found in turns.items()]
 
 
-def _row(
-    name: str, bound: str, variant: str, timed: list[tuple[list[float], int]], classes: dict[str, float]
-) -> dict[str, Any]:
-    times = [one for turn, _ in timed for one in turn]
-    median = statistics.median(times)
-    rest = max(0.0, median - sum(classes.values()))
-    return {
-        "model": name, "bound": bound, "variant": variant, "step_ms": median,
-        "page_faults": round(sum(faults for _, faults in timed) / len(times)), "classes_ms": classes | {REST: rest},
-    }  # fmt: skip
+def _medians(turns: list[Turn]) -> dict[str, Any]:
+    times = [one for turn, _, _ in turns for one in turn]
+    step = statistics.median(times)
+    classes = {kind: statistics.median(found[kind] for _, _, found in turns) for kind in turns[0][2]}
+    classes[REST] = max(0.0, step - sum(classes.values()))
+    faults = sum(faults for _, faults, _ in turns) / len(times)
+    return {"step_ms": step, "page_faults": round(faults), "classes_ms": classes}
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
