@@ -96,6 +96,7 @@ class Comparison:
         parser.add_argument("--bounds", nargs="+", choices=self.bounds, default=list(self.bounds))
         parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
         parser.add_argument("--modes", nargs="+", choices=MODES, help="of torch.compile: all on CUDA, else the first")
+        parser.add_argument("--least", type=float, default=10.0, help="rounds of steps go on for so many seconds")
         parser.add_argument("--turn", type=int, default=5, help="steps in a row that a variant is timed for")
         options = parser.parse_args(argv)
         options.modes = options.modes or (MODES if options.device == "cuda" else MODES[:1])
@@ -151,7 +152,7 @@ class Comparison:
                     first[variant] = running[variant].first_call_s
                 product = Process(Gemm, (options.dtype,), options.device, None, Path(folder))
                 running[_GEMM] = stack.enter_context(product)
-                times = taking_turns(running, options.steps, options.turn, options.seconds)
+                times = taking_turns(running, options.steps, options.turn, options.seconds, options.least)
             for variant in caches:  # what is compiled is there by now
                 with start(variant, FREEING) as process:
                     memory[variant] = process.memory()

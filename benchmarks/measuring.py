@@ -106,7 +106,7 @@ def write_results(path: Path | None, benchmark: str, options: argparse.Namespace
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    known = ("dtype", "device", "steps", "turn", "seconds", "threads")
+    known = ("dtype", "device", "steps", "turn", "least", "seconds", "threads")
     settings = {key: getattr(options, key) for key in known if hasattr(options, key)}
     facts = {"benchmark": benchmark, **machine_facts(options.device), "settings": settings, "rows": rows}
     write_atomically(path, json.dumps(facts, indent=1) + "\n")

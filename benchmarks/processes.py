@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import itertools
 import os
 import re
 import statistics
@@ -124,23 +125,27 @@ class Process:
             raise SystemExit(f"{self._name}: its process ended with code {self._process.exitcode}") from None
 
 
-def taking_turns(processes: Mapping[str, Process], steps: int, turn: int, seconds: float) -> dict[str, Spread]:
+def taking_turns(
+    processes: Mapping[str, Process], steps: int, turn: int, seconds: float, least: float = 0.0
+) -> dict[str, Spread]:
     """Median, 10% and 90% quantile of the milliseconds of a step, the processes taking turns.
 
     Args:
         processes: whose steps are timed.
-        steps: of each that are timed.
+        steps: of each that are timed, or more where they take less than `least` seconds.
         turn: steps in a row that are timed. One before them is not: it finds the caches full of another's data, which
             a run by itself does only once. Nor is the first round.
         seconds: after this time no new round begins, if at least two were timed.
+        least: rounds go on this long, in seconds: a shared machine is fast and slow by turns, for some seconds each.
     """
     times: dict[str, list[float]] = {name: [] for name in processes}
-    end = time.perf_counter() + seconds
-    for number in range(1 + -(-steps // turn)):
+    begin = time.perf_counter()
+    for number in itertools.count():
         for name, process in processes.items():
             found = process.times(1 + turn)[1:]
             times[name] += found if number else []
-        if number >= _FEWEST and time.perf_counter() > end:
+        passed = time.perf_counter() - begin
+        if (number * turn >= steps and passed >= least) or (number >= _FEWEST and passed > seconds):
             break
     return {name: spread(values) for name, values in times.items()}
 

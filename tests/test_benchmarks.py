@@ -49,7 +49,7 @@ def check_steps(found, printed, variants, bounds):
     ("script", "bound"), [("train_step.py", "update"), pytest.param("inference.py", "weights", marks=pytest.mark.slow)]
 )
 def test_an_eager_variant_from_the_command_line(tmp_path, script, bound):
-    options = ["--models", "tiny-mlp", "--bounds", bound, "--variants", "autocast", "--steps", "2"]
+    options = ["--models", "tiny-mlp", "--bounds", bound, "--variants", "autocast", "--steps", "2", "--least", "0"]
     check_steps(*run(script, tmp_path / "r.json", *options), ["autocast"], [bound])
 
 
@@ -58,7 +58,7 @@ def test_an_eager_variant_from_the_command_line(tmp_path, script, bound):
     ("script", "bounds"), [("train_step.py", ["gemm", "update"]), ("inference.py", ["gemm", "weights"])]
 )
 def test_all_variants_from_the_command_line(tmp_path, bench, script, bounds):
-    found, printed = run(script, tmp_path / "r.json", "--models", "tiny-mlp", "--steps", "2")
+    found, printed = run(script, tmp_path / "r.json", "--models", "tiny-mlp", "--steps", "2", "--least", "0")
     check_steps(found, printed, bench["comparison"].VARIANTS, bounds)
     assert [row["variant"] for row in found["rows"] if row["best_of_torch"]] == ["torch.compile"] * 2
     assert all(row["time_ratio"] == 1 for row in found["rows"] if row["best_of_torch"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -48,6 +49,20 @@ def test_processes_take_turns_of_several_steps_and_the_first_is_not_timed(bench)
     log.clear()
     bench["processes"].taking_turns(processes, 100, 2, 0.0)
     assert log == [("A", 3), ("B", 3)] * 3  # one round that is not timed, and no fewer than two that are
+
+
+def test_short_steps_are_timed_for_some_seconds(bench, monkeypatch):
+    clock = itertools.count()  # a second a round
+    monkeypatch.setattr(bench["processes"].time, "perf_counter", lambda: float(next(clock)))
+    log = []
+    bench["processes"].taking_turns({"A": Countdown(log, "A")}, 4, 2, 60.0, 7.0)
+    assert log == [("A", 3)] * 7
+    log.clear()
+    bench["processes"].taking_turns({"A": Countdown(log, "A")}, 10, 2, 60.0, 1.0)
+    assert log == [("A", 3)] * 6
+    log.clear()
+    bench["processes"].taking_turns({"A": Countdown(log, "A")}, 10, 2, 4.0, 7.0)
+    assert log == [("A", 3)] * 5
 
 
 class Hoarder:
