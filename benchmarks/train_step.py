@@ -4,12 +4,13 @@ Every variant trains with AdamW; the torch ones with `fused=True`, and in FP16 w
 a large batch, where matrix products take the time, and with a small one, where the update does.
 
 Each variant trains in a process of its own, as its users' runs do, with an empty cache of compiled code. The processes
-take turns of a few steps, so that what else runs on the machine slows all of them; the time is the median of a step,
-with the 10% and 90% quantiles. On CUDA torch.compile runs in three modes. On any device it runs the LSTM once more with
-Dynamo told to compile recurrent layers (`allow_rnn`), which it else runs as they stand. Ratios are to the fastest. What
-a process has freed goes back to the system, or does not, as its C library has it by default; MALLOC_TRIM_THRESHOLD_ and
-MALLOC_MMAP_MAX_ change that for all of them. What is compiled once per machine and kept in cache folders is not in the
-first call: Inductor's headers, for us with a flag of their own (some 5 s), and our native loops (some 8 s).
+take turns of a few steps, for 10 s or more, so that what else runs on the machine slows all of them; the time is the
+median of a step, with the 10% and 90% quantiles. On CUDA torch.compile runs in three modes. On any device it runs the
+LSTM once more with Dynamo told to compile recurrent layers (`allow_rnn`), which it else runs as they stand. Ratios are
+to the fastest. What a process has freed goes back to the system, or does not, as its C library has it by default;
+MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_MAX_ change that for all of them. What is compiled once per machine and kept in
+cache folders is not in the first call: Inductor's headers, for us with a flag of their own (some 5 s), and our native
+loops (some 8 s).
 
 The GEMM floor is the time of the step's matrix products at the rate of one large product, which takes its turn among
 the variants; the table says which share of the step that is.
