@@ -20,7 +20,6 @@ import torch
 import transformers
 from torch import nn
 from torch.nn import functional as F
-from transformers.models.resnet.modeling_resnet import ResNetBottleNeckLayer
 
 transformers.logging.set_verbosity_error()
 logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -158,6 +157,9 @@ def _vit(size: Size) -> Built:
 
 
 def _resnet50(size: Size) -> Built:
+    # transformers imports a model when it is asked for; here it takes seconds, which the other models need not pay.
+    from transformers.models.resnet.modeling_resnet import ResNetBottleNeckLayer
+
     width = size.hidden // 4
     config = transformers.ResNetConfig(
         embedding_size=width,

@@ -88,7 +88,7 @@ rule_sets = st.builds(
 )
 ALL_DENY: dict[str, Any] = {"version": 1, "rules": [{"match": {}, "precision": "fp32"}]}
 X = torch.linspace(-1.5, 1.5, ROWS * COLUMNS).reshape(ROWS, COLUMNS)
-relaxed = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+relaxed = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @relaxed

@@ -177,7 +177,11 @@ def gradients_of(model, run, x, y):
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [torch.contiguous_format, pytest.param(torch.channels_last, marks=pytest.mark.slow)],
+    ids=["contiguous", "channels last"],
+)
 def test_a_users_own_backward_through_a_compiled_model_is_that_of_autocast(layout):
     """The same roundings, but for sums in another order that round to the next bf16 number: 2e-2 is five of them."""
     model, other = Net().to(memory_format=layout), Net().to(memory_format=layout)

@@ -44,7 +44,7 @@ def relative(found, exact):
     return float((found.double() - exact.double()).norm() / exact.double().norm())
 
 
-@pytest.fixture(scope="module", params=list(LAYOUTS))
+@pytest.fixture(scope="module", params=["contiguous", pytest.param("channels last", marks=pytest.mark.slow)])
 def steps(request):
     """A compiled step and an eager one."""
     return [make(backend, LAYOUTS[request.param]) for backend in ("inductor", "eager")]
