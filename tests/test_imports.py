@@ -28,6 +28,7 @@ LAYERS = (
     ("graph_text_parse", "passbase", "policy"),
     ("graph_text", "matching", "optable", "plan", "typing_rules", "fx_tools"),
     ("draft", "rulemodel", "runtime", "report"),
+    ("fx_text",),
     ("backends",),
     ("semantics", "rulesource", "state_types", "writes"),
     ("follow", "rulefile", "master_weights"),
@@ -61,7 +62,7 @@ FORBIDDEN = (  # (importer, imported, why)
     ),
 )
 TORCH = (
-    "fx_tools", "optimizers", "step_state", "step_program", "step_build", "compiled_module", "pieces", "signature",
+    "fx_tools", "fx_text", "optimizers", "step_state", "step_program", "step_build", "compiled_module", "pieces", "signature",
     "compile", "training", "onnx_export", "program", "settings", "demo", "model_spec", "cli", "frontends*", "backends*",
     "runtime*", "report.autocast_counter", "passes.*", "step_report", "step_split", "step_readings", "input_form",
     "master_weights", "state_types", "step_weights", "traced_calls",

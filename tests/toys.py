@@ -1,0 +1,154 @@
+"""The toy models and loss functions that tests share: small enough to compile in seconds, one for each kind of graph.
+
+A `Toy` makes everything that a training step takes. Weights are made from a fixed seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+F = nn.functional
+
+
+@dataclass(frozen=True)
+class Toy:
+    """A model with what trains it.
+
+    Args:
+        model: makes the model, or a dict of models.
+        batch: makes one batch.
+        loss: `loss(model, *batch)`.
+        optimizer: makes the optimizer of the model, or a dict of them.
+        options: further arguments of `amp.training_step`.
+    """
+
+    model: Callable[[], Any]
+    batch: Callable[[], tuple[Any, ...]]
+    loss: Callable[..., Any]
+    optimizer: Callable[[Any], Any] = lambda model: torch.optim.AdamW(model.parameters(), 1e-3)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def step(self, amp: Any, **options: Any) -> Any:
+        """`amp.training_step` of this toy, with weights from a fixed seed."""
+        torch.manual_seed(0)
+        model = self.model()
+        return amp.training_step(
+            model, self.loss, self.optimizer(model), **{"dtype": "bf16", **self.options, **options}
+        )
+
+
+def squares(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Mean squared error."""
+    return (model(x) - y).square().mean()
+
+
+def classes(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Cross-entropy of class numbers."""
+    return F.cross_entropy(model(x), y)
+
+
+def mlp(wide: int = 16) -> nn.Module:
+    """Linear, GELU, LayerNorm, Linear: what every rule set treats in another way."""
+    return nn.Sequential(nn.Linear(8, wide), nn.GELU(), nn.LayerNorm(wide), nn.Linear(wide, 4))
+
+
+def conv() -> nn.Module:
+    """A convolution with BatchNorm, whose buffers change in every step, and a linear head."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(8 * 4 * 4, 4),
+    )  # fmt: skip
+
+
+class Tied(nn.Module):
+    """An embedding whose table is the head's weight as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(32, 64)
+        self.inner = nn.Linear(64, 64)
+        self.head = nn.Linear(64, 32, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.inner(self.table(ids))))
+
+
+def next_words(model: Any, ids: Tensor, following: Tensor) -> Tensor:
+    """Cross-entropy of the words that follow."""
+    return F.cross_entropy(model(ids).flatten(0, 1), following.flatten())
+
+
+class Recurrent(nn.Module):
+    """An LSTM, batch first, with a head on its last output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 16, batch_first=True)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+class Attention(nn.Module):
+    """One pre-norm block: attention, a residual sum, and a mask outside of autocast's reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.qkv = nn.Linear(16, 48)
+        self.out = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(batch, length, 3, 2, width // 2).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        with torch.autocast(x.device.type, enabled=False):
+            gain = x.float().square().mean(-1, keepdim=True).add(1e-5).rsqrt()
+        return x + self.out(mixed.transpose(1, 2).reshape(batch, length, width)) * gain
+
+
+def gan() -> dict[str, nn.Module]:
+    """A generator and a judge."""
+    return {
+        "generator": nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8)),
+        "judge": nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1)),
+    }
+
+
+def judged(nets: dict[str, nn.Module], real: Tensor, noise: Tensor) -> Tensor:
+    """The judge's loss on real and made samples, and the generator's on its own."""
+    made = nets["generator"](noise)
+    return F.softplus(-nets["judge"](real)).mean() + F.softplus(nets["judge"](made)).mean()
+
+
+def _both(nets: dict[str, nn.Module]) -> dict[str, torch.optim.Optimizer]:
+    return {
+        "judge": torch.optim.Adam(nets["judge"].parameters(), 1e-3),
+        "generator": torch.optim.SGD(nets["generator"].parameters(), 1e-2, momentum=0.9),
+    }
+
+
+def _images() -> tuple[Tensor, Tensor]:
+    return torch.randn(2, 3, 8, 8), torch.randint(4, (2,))
+
+
+def _rows() -> tuple[Tensor, Tensor]:
+    return torch.randn(4, 8), torch.randn(4, 4)
+
+
+TOYS = {
+    "mlp": Toy(mlp, _rows, squares),
+    "conv": Toy(conv, _images, classes, lambda model: torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)),
+    "tied": Toy(Tied, lambda: (torch.randint(32, (2, 8)), torch.randint(32, (2, 8))), next_words),
+    "lstm": Toy(Recurrent, lambda: (torch.randn(2, 5, 8), torch.randint(4, (2,))), classes),
+    "gan": Toy(gan, lambda: (torch.randn(4, 8), torch.randn(4, 4)), judged, _both),
+    "attention": Toy(Attention, lambda: (torch.randn(2, 4, 16), torch.randn(2, 4, 16)), squares),
+    "accumulate": Toy(mlp, _rows, squares, options={"dtype": "fp16", "accumulate": 2, "clip_norm": 1.0}),
+}
