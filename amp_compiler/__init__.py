@@ -10,8 +10,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from amp_compiler.compile import compile, explain
-from amp_compiler.compiled_module import CompiledModule
 from amp_compiler.errors import (
     AmpError,
     CaptureError,
@@ -22,29 +20,31 @@ from amp_compiler.errors import (
     PassError,
     RuleError,
 )
-from amp_compiler.frontends.onnx_to_fx import onnx_to_fx
-from amp_compiler.plan import PrecisionPlan
-from amp_compiler.policy import RuleSet
-from amp_compiler.rulefile import load_rules
-from amp_compiler.runtime.loss_scale import (
+from amp_compiler.forward.api import compile, explain
+from amp_compiler.forward.compiled_module import CompiledModule
+from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.onnx.importing.api import onnx_to_fx
+from amp_compiler.ops.loss_scale import (
     DynamicLossScale,
     LossScale,
     NoLossScale,
     NormAdaptiveLossScale,
     StaticLossScale,
 )
-from amp_compiler.training import TrainingStep, training_step
+from amp_compiler.policy.loader import load_rules
+from amp_compiler.policy.rules import RuleSet
+from amp_compiler.training.step import TrainingStep, training_step
 
 if TYPE_CHECKING:
-    from amp_compiler.onnx_convert import Conversion, convert_onnx
-    from amp_compiler.onnx_export import Export, export_onnx
+    from amp_compiler.onnx.convert import Conversion, convert_onnx
+    from amp_compiler.onnx.export import Export, export_onnx
 
 # Imported when first asked for, so that a user without ONNX models does not wait for ONNX.
 _LATER = {
-    "Conversion": "onnx_convert",
-    "convert_onnx": "onnx_convert",
-    "Export": "onnx_export",
-    "export_onnx": "onnx_export",
+    "Conversion": "onnx.convert",
+    "convert_onnx": "onnx.convert",
+    "Export": "onnx.export",
+    "export_onnx": "onnx.export",
 }
 
 __all__ = [

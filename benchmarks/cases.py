@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from amp_compiler.demo import SmallCnn
+from amp_compiler.cli.demo import SmallCnn
 
 LARGE = "gemm"  # the bound of the large batch; whatever else binds, the batch is the small one
 

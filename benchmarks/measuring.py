@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from machine import machine_facts
 
-from amp_compiler.files import write_atomically
+from amp_compiler.ir.files import write_atomically
 
 RESULTS = Path(__file__).parent / "results"
 TORCH_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

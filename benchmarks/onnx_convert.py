@@ -23,8 +23,8 @@ from onnx import TensorProto, helper, numpy_helper
 from rich.console import Console
 from rich.table import Table
 
-from amp_compiler.files import write_atomically
-from amp_compiler.onnx_convert import convert_onnx
+from amp_compiler.ir.files import write_atomically
+from amp_compiler.onnx.convert import convert_onnx
 from benchmarks.machine import machine_facts
 from benchmarks.onnx_convert_peers import PROGRAMS, run_peer
 

@@ -24,12 +24,12 @@ from plan_models import LOW, best_of, measure_model
 from rich.console import Console
 from rich.table import Table
 
-from amp_compiler.dtypes import DType
-from amp_compiler.files import write_atomically
-from amp_compiler.graph import Node, Operand, PrecisionGraph, Value, ValueKind
-from amp_compiler.pipeline import make_plan
-from amp_compiler.policy import RuleSet
-from amp_compiler.rulefile import load_rules
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.files import write_atomically
+from amp_compiler.ir.graph import Node, Operand, PrecisionGraph, Value, ValueKind
+from amp_compiler.passes.pipeline import make_plan
+from amp_compiler.policy.loader import load_rules
+from amp_compiler.policy.rules import RuleSet
 
 RESULT = Path(__file__).parent / "results" / "plan.json"
 PREDICTION = "10,000 nodes in less than 2 s on one core; time per node at 30,000 at most twice that at 1,000"

@@ -10,11 +10,11 @@ from typing import Any
 
 import cases
 
-from amp_compiler.dtypes import DType
-from amp_compiler.frontends.fx_capture import capture_module
-from amp_compiler.frontends.fx_normalize import normalize
-from amp_compiler.policy import RuleSet
-from amp_compiler.program import plan_captured, rewrite
+from amp_compiler.forward.program import plan_captured, rewrite
+from amp_compiler.fx.capture import capture_module
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.passes.capture.canonicalize import normalize
+from amp_compiler.policy.rules import RuleSet
 
 LOW = {"bf16": DType.BFLOAT16, "fp16": DType.FLOAT16}
 

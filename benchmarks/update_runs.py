@@ -8,8 +8,8 @@ import torch
 from measuring import TORCH_TYPES
 from torch import nn
 
-import amp_compiler.runtime.fused_update  # noqa: F401 - defines torch.ops.amp_compiler
-from amp_compiler.runtime import cpu_update
+import amp_compiler.ops.update.operators  # noqa: F401 - defines torch.ops.amp_compiler
+from amp_compiler.ops.cpu import update as cpu_update
 
 OURS, FUSED, FOREACH, COMPILED, CASTS, COPY = VARIANTS = (
     "amp_compiler", "AdamW(fused=True)", "AdamW(foreach=True)", "torch.compile", "casts alone", "copy",

@@ -7,22 +7,22 @@ from importlib import import_module
 from typing import Any
 
 from amp_compiler.errors import PassError
-from amp_compiler.passbase import Pass
+from amp_compiler.passes.base import Pass
 
 # Name of every pass, with the class that does it. The classes are imported when they are asked for, because those on FX
 # need torch and the neutral ones must do without.
 NEUTRAL = ("classify", "assign_precision", "place_casts")
 PASSES: dict[str, str] = {
-    "classify": "amp_compiler.passes.classify:Classify",
-    "assign_precision": "amp_compiler.passes.assign_precision:AssignPrecision",
-    "place_casts": "amp_compiler.passes.place_casts:PlaceCasts",
-    "type_backward": "amp_compiler.passes.type_backward:TypeBackward",
-    "legalize": "amp_compiler.passes.legalize:Legalize",
-    "multiply_convolutions": "amp_compiler.passes.multiply_convolutions:MultiplyConvolutions",
-    "differentiate": "amp_compiler.passes.differentiate:Differentiate",
-    "fold_loss_scale": "amp_compiler.passes.fold_loss_scale:FoldLossScale",
-    "simplify_casts": "amp_compiler.passes.simplify_casts:SimplifyCasts",
-    "fuse_update": "amp_compiler.passes.fuse_update:FuseUpdate",
+    "classify": "amp_compiler.passes.plan.classify:Classify",
+    "assign_precision": "amp_compiler.passes.plan.assign_precision:AssignPrecision",
+    "place_casts": "amp_compiler.passes.plan.place_casts:PlaceCasts",
+    "type_backward": "amp_compiler.passes.precision.type_backward:TypeBackward",
+    "legalize": "amp_compiler.passes.precision.legalize:Legalize",
+    "multiply_convolutions": "amp_compiler.passes.device.multiply_convolutions:MultiplyConvolutions",
+    "differentiate": "amp_compiler.passes.step.differentiate:Differentiate",
+    "fold_loss_scale": "amp_compiler.passes.step.fold_loss_scale:FoldLossScale",
+    "simplify_casts": "amp_compiler.passes.step.simplify_casts:SimplifyCasts",
+    "fuse_update": "amp_compiler.passes.step.fuse_update:FuseUpdate",
 }
 
 

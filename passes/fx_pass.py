@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from amp_compiler.passbase import Pass
+from amp_compiler.passes.base import Pass
 
 
 class FxPass(Pass[fx.GraphModule]):

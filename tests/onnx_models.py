@@ -9,7 +9,7 @@ from onnx import TensorProto as T
 from onnx import helper as h
 from onnx import numpy_helper as nh
 
-from amp_compiler.onnx_convert import convert_onnx
+from amp_compiler.onnx.convert import convert_onnx
 
 RNG = np.random.default_rng(0)
 DTYPES = ("fp16", "bf16")

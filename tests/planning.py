@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from amp_compiler.draft import Draft
-from amp_compiler.dtypes import DType, dtype_from_short
-from amp_compiler.graph import Node, Operand, Pin, PrecisionGraph, Value
-from amp_compiler.graph_text import parse_graph
-from amp_compiler.passes.assign_precision import AssignPrecision
-from amp_compiler.passes.place_casts import PlaceCasts
-from amp_compiler.pipeline import plan_of
-from amp_compiler.plan import RETURN, PlannedCast, PrecisionPlan
-from amp_compiler.policy import Context, Decision, OpInfo, OpTable, Precision, RuleSet
+from amp_compiler.ir.dtypes import DType, dtype_from_short
+from amp_compiler.ir.graph import Node, Operand, Pin, PrecisionGraph, Value
+from amp_compiler.ir.graph_text import parse_graph
+from amp_compiler.ir.plan import RETURN, PlannedCast, PrecisionPlan
+from amp_compiler.passes.pipeline import plan_of
+from amp_compiler.passes.plan.assign_precision import AssignPrecision
+from amp_compiler.passes.plan.place_casts import PlaceCasts
+from amp_compiler.planner.draft import Draft
+from amp_compiler.policy.rules import Context, Decision, OpInfo, OpTable, Precision, RuleSet
 
 FP16, FP32 = DType.FLOAT16, DType.FLOAT32
 

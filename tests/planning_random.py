@@ -6,9 +6,9 @@ import random
 
 from planning import DEFAULT, FP16, FP32
 
-from amp_compiler.dtypes import DType
-from amp_compiler.graph import Node, Operand, Pin, PrecisionGraph, Value, ValueKind
-from amp_compiler.policy import Precision
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.graph import Node, Operand, Pin, PrecisionGraph, Value, ValueKind
+from amp_compiler.policy.rules import Precision
 
 CHOICES = (
     "linear",

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from amp_compiler.runtime import cpu_pooling
+from amp_compiler.ops.cpu import pooling as cpu_pooling
 
 CASES = {  # kernel, stride, padding, dilation, ceil_mode
     "halves": ([2, 2], [2, 2], [0, 0], [1, 1], False),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from amp_compiler.rulefile import load_rules
+from amp_compiler.policy.loader import load_rules
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))

@@ -80,7 +80,7 @@ def test_every_folder_with_code_is_a_package_of_the_distribution():
 
 def test_entry_points():
     entries = {entry.name: entry for entry in metadata.entry_points(group="console_scripts")}
-    assert entries["amp-compiler"].value == "amp_compiler.cli:main"
+    assert entries["amp-compiler"].value == "amp_compiler.cli.main:main"
     assert callable(entries["amp-compiler"].load())
     dynamo = {entry.name: entry for entry in metadata.entry_points(group="torch_dynamo_backends")}
     assert callable(dynamo["amp_compiler"].load())

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import amp_compiler as amp
-from amp_compiler.rulefile import load_rules
+from amp_compiler.policy.loader import load_rules
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -45,7 +45,7 @@ def test_the_rules_load(tmp_path):
 
 @pytest.mark.parametrize("line", re.findall(r"^amp-compiler (.*)$", TEXT, flags=re.MULTILINE))
 def test_commands_run(line):
-    command = [sys.executable, "-c", "from amp_compiler.cli import main; main()", *line.split()]
+    command = [sys.executable, "-c", "from amp_compiler.cli.main import main; main()", *line.split()]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
 

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from amp_compiler.backends.layouts import keep_channels_last
-from amp_compiler.backends.pool_offsets import use_offsets
-from amp_compiler.backends.torch_shim import inductor_compile
-from amp_compiler.fx_tools import node_tensor
-from amp_compiler.runtime import attention, cpu_update, lstm
+from amp_compiler.fx.graph import node_tensor
+from amp_compiler.fx.torch_private import inductor_compile
+from amp_compiler.ops import attention, lstm
+from amp_compiler.ops.cpu import update as cpu_update
+from amp_compiler.passes.device.channels_last import keep_channels_last
+from amp_compiler.passes.device.pool_offsets import use_offsets
 
 _PRODUCTS = (torch.ops.aten.linear.default, torch.ops.aten.matmul.default)
 _CONTIGUOUS = torch.ops.aten.contiguous.default

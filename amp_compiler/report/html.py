@@ -8,8 +8,8 @@ from pathlib import Path
 
 import jinja2
 
-from amp_compiler.files import write_atomically
-from amp_compiler.plan import PrecisionPlan
+from amp_compiler.ir.files import write_atomically
+from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.report.html_template import TEMPLATE
 from amp_compiler.report.table import human_bytes, short_place
 

@@ -12,7 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from amp_compiler.plan import PlannedCast, PlannedNode, PrecisionPlan
+from amp_compiler.ir.plan import PlannedCast, PlannedNode, PrecisionPlan
 
 WIDE = 140
 PRECISION_STYLES = {"low": "bold green", "fp32": "bold yellow", "keep": "dim"}

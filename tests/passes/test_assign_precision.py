@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from planning import draft_of, finish, labels_of
 
-from amp_compiler.passes.assign_precision import AssignPrecision
-from amp_compiler.semantics import resolve
-from amp_compiler.typing_rules import Role
+from amp_compiler.passes.plan.assign_precision import AssignPrecision
+from amp_compiler.planner.fixed_labels import resolve
+from amp_compiler.planner.typing import Role
 
 
 def chain(*ops: str) -> str:

@@ -9,10 +9,10 @@ import pytest
 from planning import FP16, FP32, OPS, draft_of, finish
 from planning_random import random_graph
 
-from amp_compiler.draft import Draft
-from amp_compiler.dtypes import DType
-from amp_compiler.graph import Node, PrecisionGraph
-from amp_compiler.plan import RETURN
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.graph import Node, PrecisionGraph
+from amp_compiler.ir.plan import RETURN
+from amp_compiler.planner.draft import Draft
 
 
 class Oracle:

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from amp_compiler.draft import Draft
-from amp_compiler.dtypes import DType
 from amp_compiler.errors import PassError
-from amp_compiler.graph import Node, Operand, Pin, PrecisionGraph, Value, ValueKind
-from amp_compiler.passes.classify import Classify
-from amp_compiler.policy import Context, Precision
-from amp_compiler.rulefile import load_rules
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.graph import Node, Operand, Pin, PrecisionGraph, Value, ValueKind
+from amp_compiler.passes.plan.classify import Classify
+from amp_compiler.planner.draft import Draft
+from amp_compiler.policy.loader import load_rules
+from amp_compiler.policy.rules import Context, Precision
 
 FP16, BF16, F32 = DType.FLOAT16, DType.BFLOAT16, DType.FLOAT32
 

@@ -9,8 +9,8 @@ from torch import nn
 
 import amp_compiler as amp
 from amp_compiler.errors import PassError
-from amp_compiler.passes.legalize import Legalize
-from amp_compiler.rulefile import load_rules
+from amp_compiler.passes.precision.legalize import Legalize
+from amp_compiler.policy.loader import load_rules
 
 
 def half(x: torch.Tensor) -> torch.Tensor:

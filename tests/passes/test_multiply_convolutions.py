@@ -16,9 +16,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import amp_compiler as amp
 from amp_compiler.errors import PassError
-from amp_compiler.fx_tools import canonical_op, module_of
-from amp_compiler.passes.multiply_convolutions import MultiplyConvolutions
-from amp_compiler.passes.type_backward import BACKWARD
+from amp_compiler.fx.graph import canonical_op, module_of
+from amp_compiler.passes.device.multiply_convolutions import MultiplyConvolutions
+from amp_compiler.passes.precision.type_backward import BACKWARD
 
 aten = torch.ops.aten
 BF16 = torch.bfloat16

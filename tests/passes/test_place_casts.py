@@ -8,9 +8,9 @@ import pytest
 from planning import draft_of, finish
 
 from amp_compiler.errors import PassError
-from amp_compiler.passes.assign_precision import AssignPrecision
-from amp_compiler.passes.place_casts import PlaceCasts
-from amp_compiler.plan import RETURN, PlannedCast
+from amp_compiler.ir.plan import RETURN, PlannedCast
+from amp_compiler.passes.plan.assign_precision import AssignPrecision
+from amp_compiler.passes.plan.place_casts import PlaceCasts
 
 GRAPH = """graph cpu
 input x: fp32[2, 8]

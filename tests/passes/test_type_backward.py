@@ -29,7 +29,7 @@ from torch import nn
 
 import amp_compiler as amp
 from amp_compiler.errors import RuleError
-from amp_compiler.passes.type_backward import is_typed
+from amp_compiler.passes.precision.type_backward import is_typed
 
 
 @pytest.mark.parametrize("make", [gradients, by_autograd])

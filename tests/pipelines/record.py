@@ -5,6 +5,7 @@ It hooks into the functions that make up a step today. What comes after must giv
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from toys import TOYS
 
 import amp_compiler as amp
-import amp_compiler.frontends.fx_normalize as fx_normalize
-import amp_compiler.pipeline as pipeline
-import amp_compiler.program as program
-import amp_compiler.step_build as step_build
-import amp_compiler.step_split as step_split
-from amp_compiler.fx_text import format_fx
-from amp_compiler.runtime import cpu_update
+import amp_compiler.backends.step_pieces as step_split
+import amp_compiler.forward.program as program
+import amp_compiler.passes.capture.canonicalize as fx_normalize
+import amp_compiler.passes.pipeline as pipeline
+import amp_compiler.training.build as step_build
+from amp_compiler.fx.text import format_fx
+from amp_compiler.ops.cpu import update as cpu_update
 
 STAGES: list[tuple[str, str]] = []
 
@@ -155,7 +156,8 @@ def written(stages: list[tuple[str, str]]) -> str:
     for name, stage in stages:
         text.append(f"=== {name}" + (", nothing changed\n" if stage == before else f"\n{stage}"))
         before = stage
-    return "".join(text)
+    # places in files move with every edit of these
+    return re.sub(r"(toys\.py|\.yaml):\d+", r"\1", "".join(text))
 
 
 def main() -> None:

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists
 
-from amp_compiler.dtypes import DType
-from amp_compiler.graph import Node, PrecisionGraph
-from amp_compiler.matching import RuleMatcher
-from amp_compiler.policy import Context, Precision
-from amp_compiler.rulefile import load_rules
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.graph import Node, PrecisionGraph
+from amp_compiler.policy.loader import load_rules
+from amp_compiler.policy.matching import RuleMatcher
+from amp_compiler.policy.rules import Context, Precision
 
 RULES = load_rules("default")
 LOW, FP32, PROMOTE = "low", "fp32", "promote"

@@ -5,8 +5,8 @@ import functools
 import pytest
 from onnx_corpus import CASES
 
-from amp_compiler.onnx_check.verify import verify
-from amp_compiler.onnx_convert import Conversion, convert_onnx
+from amp_compiler.onnx.check.verify import verify
+from amp_compiler.onnx.convert import Conversion, convert_onnx
 
 BENIGN = {case.name: case for case in CASES if case.kind == "benign"}
 BOTH = pytest.mark.parametrize("dtype", ["fp16", "bf16"])

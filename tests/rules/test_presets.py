@@ -5,12 +5,12 @@ from importlib import resources
 
 import pytest
 
-from amp_compiler.dtypes import DType
-from amp_compiler.graph import Node, PrecisionGraph
-from amp_compiler.matching import RuleMatcher
-from amp_compiler.policy import Context
-from amp_compiler.rulefile import load_rules, preset_names
-from amp_compiler.rulemodel import MatchModel
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.graph import Node, PrecisionGraph
+from amp_compiler.policy.loader import load_rules, preset_names
+from amp_compiler.policy.matching import RuleMatcher
+from amp_compiler.policy.rules import Context
+from amp_compiler.policy.schema import MatchModel
 
 FOLDER = resources.files("amp_compiler.rules")
 

@@ -1,0 +1,86 @@
+"""CUDA graphs by way of torch, for `runtime.cuda_graph`."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_compiler.backends.cuda_graph import Run
+from amp_compiler.fx.torch_private import end_failed_capture
+
+
+class TorchGraphs:
+    """One side stream and one memory pool for all graphs of a training step.
+
+    Graphs that share a pool reuse each other's memory for intermediate values. That is safe here because they run one
+    after another, and because what outlives a replay is copied out, save the gradients, which are read before the next.
+    """
+
+    def __init__(self) -> None:
+        self._stream: Any = None
+        self._pool: Any = None
+        self._live: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def refuses(self, device: torch.device) -> str:
+        """As in `runtime.cuda_graph.GraphApi`."""
+        return "" if device.type == "cuda" else f"the tensors are on the {device.type}"
+
+    def warm_up(self, run: Run, inputs: Sequence[Any]) -> Sequence[Any]:
+        """As in `runtime.cuda_graph.GraphApi`: on the stream that captures, so that cuBLAS has its workspace for it."""
+        device = _device_of(inputs)
+        with torch.cuda.device(device):
+            current = torch.cuda.current_stream()
+            if self._stream is None:
+                self._stream = torch.cuda.Stream()
+            self._stream.wait_stream(current)
+            with torch.cuda.stream(self._stream):
+                outputs = run(*inputs)
+            current.wait_stream(self._stream)
+            for output in outputs:
+                if isinstance(output, Tensor):
+                    output.record_stream(current)
+        return outputs
+
+    def capture(self, run: Run, inputs: Sequence[Any]) -> tuple[Callable[[], None], Sequence[Any]]:
+        """As in `runtime.cuda_graph.GraphApi`, on the stream of the warm-up.
+
+        Raises:
+            Exception: whatever the step raises, or what torch does where a call cannot be captured. Nothing has run.
+        """
+        device = _device_of(inputs)
+        first: Exception | None = None
+        collecting = gc.isenabled()
+        with torch.cuda.device(device):
+            current = torch.cuda.current_stream()
+            if not self._live:  # the allocator does not take a pool again whose graphs are gone
+                self._pool = torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            gc.disable()  # it may destroy events and graphs, which is forbidden during a capture
+            try:
+                # Other threads, such as one that pins batches, may go on allocating.
+                with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                    try:
+                        outputs = run(*inputs)
+                    except Exception as error:
+                        first = error  # what ends the capture raises another, which says less
+                        raise
+            except Exception:
+                end_failed_capture(device, self._pool)
+                if first is not None:
+                    raise first from None
+                raise
+            finally:
+                torch.cuda.set_stream(current)  # torch.cuda.graph leaves its own behind where the capture fails
+                if collecting:
+                    gc.enable()
+        self._live.add(graph)
+        return graph.replay, outputs
+
+
+def _device_of(inputs: Sequence[Any]) -> torch.device:
+    return next(value.device for value in inputs if isinstance(value, Tensor))

@@ -1,0 +1,71 @@
+"""Counts what a piece of eager code casts, so that `torch.autocast` can be compared with a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from amp_compiler.fx.torch_private import TorchDispatchMode
+
+_LOW = (torch.float16, torch.bfloat16)
+_FLOATS = (*_LOW, torch.float32, torch.float64)
+
+
+class CastCounter(TorchDispatchMode):
+    """Counts float-to-float casts while it is active.
+
+    It sees every `aten._to_copy` that reaches the dispatcher, whoever asked for it: autocast, the model's own
+    `.float()`, or a composite op. A cast that torch takes from autocast's weight cache is not made, so not counted.
+
+    Attributes:
+        cast_bytes: memory traffic of the casts: elements times (size of source + size of target).
+        casts: number of casts.
+        low_ops: number of operations that gave a 16-bit result; views, copies and casts are left out.
+
+    Example:
+        >>> with CastCounter() as counter:
+        ...     _ = torch.zeros(8).to(torch.bfloat16)
+        >>> counter.cast_bytes
+        48
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cast_bytes = 0
+        self.casts = 0
+        self.low_ops = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run the op, and count it."""
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            self._count_cast(args[0].dtype, result)
+        elif not (torch.Tag.inplace_view in func.tags or func.is_view or func is torch.ops.aten.clone.default):
+            first = result[0] if isinstance(result, (tuple, list)) and result else result
+            self.low_ops += isinstance(first, torch.Tensor) and first.dtype in _LOW
+        return result
+
+    def _count_cast(self, src: torch.dtype, result: torch.Tensor) -> None:
+        if src != result.dtype and src in _FLOATS and result.dtype in _FLOATS:
+            self.casts += 1
+            self.cast_bytes += result.numel() * (src.itemsize + result.dtype.itemsize)
+
+
+def count_autocast(
+    forward: Callable[[], object], *, device: str = "cpu", dtype: torch.dtype = torch.bfloat16
+) -> CastCounter:
+    """Run `forward` once under `torch.autocast` and count its casts.
+
+    Args:
+        forward: runs the model's forward; its result is dropped.
+        device: device type that autocast is turned on for.
+        dtype: autocast's 16-bit type.
+    """
+    counter = CastCounter()
+    with torch.autocast(device, dtype=dtype), counter:
+        forward()
+    return counter

@@ -1,0 +1,179 @@
+"""What `amp-compiler convert` does: convert, verify, report."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.onnx.check.batches import count_batches, iterate_batches, random_batches
+from amp_compiler.onnx.check.run import LoadedModel, load, stored_bytes
+from amp_compiler.onnx.check.verify import TOLERANCES, VerifyReport, verify
+from amp_compiler.onnx.convert import convert_onnx
+from amp_compiler.report.table import human_bytes
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """What the command line asked for.
+
+    Args:
+        source: the model.
+        output: the file to write.
+        rules: a preset's name or a path.
+        dtype: `fp16` or `bf16`.
+        calibrate: an npz file or a folder of them.
+        verify: run both models and compare.
+        tolerance: largest relative L2 error of an output that passes; `None` for `TOLERANCES` of the type.
+        report: write the plan there as a page for the browser.
+        keep_io_types: inputs and outputs keep their types.
+    """
+
+    source: Path
+    output: Path
+    rules: str = "default"
+    dtype: str = "fp16"
+    calibrate: Path | None = None
+    verify: bool = False
+    tolerance: float | None = None
+    report: Path | None = None
+    keep_io_types: bool = True
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What came of it.
+
+    Args:
+        options: what was asked for.
+        plan: the plan.
+        run_time_casts: casts of values that are made when the model runs; stored weights are cast once, here.
+        cast_bytes: bytes that those casts move in one run.
+        input_bytes: size of the input with its external data.
+        output_bytes: size of the output with its external data.
+        verification: the comparison, where it was asked for.
+        random: whether the comparison's inputs were random.
+    """
+
+    options: ConvertOptions
+    plan: PrecisionPlan
+    run_time_casts: int
+    cast_bytes: int
+    input_bytes: int
+    output_bytes: int
+    verification: VerifyReport | None
+    random: bool
+
+    @property
+    def tolerance(self) -> float:
+        """The bound that the verification must keep."""
+        given = self.options.tolerance
+        return TOLERANCES[self.options.dtype] if given is None else given
+
+    @property
+    def failed(self) -> bool:
+        """Whether there was a verification and it failed."""
+        return self.verification is not None and not self.verification.ok(self.tolerance)
+
+    @property
+    def precisions(self) -> Counter[str]:
+        """Number of nodes by precision."""
+        return Counter(node.precision for node in self.plan.nodes)
+
+    def to_json(self) -> str:
+        """The summary as JSON, for scripts."""
+        data: dict[str, Any] = {
+            "output": str(self.options.output),
+            "dtype": self.plan.dtype,
+            "rules": self.plan.rules,
+            "nodes": {name: self.precisions[name] for name in ("low", "fp32", "keep")},
+            "casts": self.run_time_casts,
+            "cast_bytes": self.cast_bytes,
+            "input_bytes": self.input_bytes,
+            "output_bytes": self.output_bytes,
+            "size_ratio": self.output_bytes / self.input_bytes,
+            "verification": None,
+        }
+        if self.verification is not None:
+            data["verification"] = {
+                **self.verification.to_dict(),
+                "tolerance": self.tolerance,
+                "passed": not self.failed,
+                "random_inputs": self.random,
+            }
+        return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+
+    def print(self, console: Console) -> None:
+        """The summary as a table, for people."""
+        table = Table(show_header=False, box=box.SIMPLE, pad_edge=False)
+        table.add_column(style="bold")
+        table.add_column(overflow="fold")
+        counts = self.precisions
+        nodes = f"{counts['low']} {self.plan.dtype}, {counts['fp32']} fp32, {counts['keep']} kept as they were"
+        table.add_row("nodes", nodes)
+        table.add_row("casts", f"{self.run_time_casts}, {human_bytes(self.cast_bytes)} a run")
+        sizes = f"{human_bytes(self.input_bytes)} → {human_bytes(self.output_bytes)}"
+        table.add_row("size", f"{sizes} (ratio {self.output_bytes / self.input_bytes:.2f})")
+        if self.verification is not None:
+            source = "random inputs" if self.random else str(self.options.calibrate)
+            verdict = "FAILED" if self.failed else "passed"
+            error = f"{self.verification.largest_error:.3g} (at most {self.tolerance:g}): {verdict}, on {source}"
+            table.add_row("largest error", error)
+        table.add_row("written", str(self.options.output))
+        console.print(table, markup=False)
+        if self.verification is not None and (self.failed or self.verification.first_bad is not None):
+            console.print(str(self.verification), markup=False, highlight=False, end="")
+
+
+def run_convert(options: ConvertOptions) -> Summary:
+    """Convert as the command line asked, with a progress bar on the standard error where that is a terminal.
+
+    Raises:
+        AmpError: the model, the rules or the data cannot be read, or the model cannot be converted or written.
+    """
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn())
+    loaded = load(options.source)
+    with Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as progress:
+        calibration = None
+        if options.calibrate is not None:
+            calibration = _ticking(progress, "calibrate", options.calibrate, loaded)
+        task = progress.add_task("convert", total=1)
+        done = convert_onnx(
+            options.source,
+            options.output,
+            rules=options.rules,
+            dtype=options.dtype,
+            calibration=calibration,
+            keep_io_types=options.keep_io_types,
+        )
+        progress.advance(task)
+        found = None
+        if options.verify:
+            batches: Any = options.calibrate if options.calibrate is not None else random_batches(options.source)
+            found = verify(options.source, options.output, _ticking(progress, "verify", batches, loaded))
+    if options.report is not None:
+        done.plan.to_html(options.report)
+    weights = {tensor.name for tensor in loaded.proto.graph.initializer}
+    casts = [cast for cast in done.plan.casts if cast.src != cast.dst and cast.value not in weights]
+    return Summary(
+        options, done.plan, len(casts), sum(cast.bytes for cast in casts), stored_bytes(options.source),
+        stored_bytes(options.output), found, random=options.calibrate is None,
+    )  # fmt: skip
+
+
+def _ticking(progress: Progress, name: str, batches: Any, model: LoadedModel) -> Iterator[dict[str, Any]]:
+    """The batches, each of which moves a bar on when the next is asked for."""
+    task = progress.add_task(name, total=count_batches(batches))
+    for batch in iterate_batches(batches, model):
+        yield batch
+        progress.advance(task)

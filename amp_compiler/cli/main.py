@@ -1,0 +1,254 @@
+"""The command line: `explain`, `convert`, `rules` and `demo`. Each command imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import enum
+import re
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from amp_compiler.errors import AmpError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Automatic mixed precision as a compiler pass: plan it, read it, run it.",
+)
+rules_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at rule sets and check rule files.")
+app.add_typer(rules_app, name="rules")
+
+
+class PlanFormat(str, enum.Enum):
+    """How `explain` writes a plan."""
+
+    TABLE = "table"
+    TEXT = "text"
+    JSON = "json"
+
+
+class LowType(str, enum.Enum):
+    """What `--dtype` takes."""
+
+    AUTO = "auto"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+
+class StoredType(str, enum.Enum):
+    """What `convert --dtype` takes: a file is not made for one device."""
+
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+
+class Backend(str, enum.Enum):
+    """What `--backend` takes."""
+
+    INDUCTOR = "inductor"
+    EAGER = "eager"
+
+
+RulesOption = Annotated[str, typer.Option("--rules", help="A preset's name or a path to a rule file.")]
+
+
+@app.command()
+def explain(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="`package.module:name`, `path/to/file.py:name` (a model, or a function or class that makes one, or a "
+            "function that gives (model, example_args)), or an ONNX file.",
+        ),
+    ],
+    args: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--args",
+            metavar="SPEC",
+            help="An example argument, such as `fp32[8,64]`, or `labels=i64[8]` for a keyword. Give it once for each.",
+        ),
+    ] = None,
+    rules: RulesOption = "default",
+    dtype: Annotated[LowType, typer.Option("--dtype", help="The 16-bit type.")] = LowType.AUTO,
+    eval_mode: Annotated[bool, typer.Option("--eval", help="Plan for inference: `model.eval()` first.")] = False,
+    format_: Annotated[PlanFormat, typer.Option("--format", help="What to print.")] = PlanFormat.TABLE,
+    output: Annotated[Path | None, typer.Option("--output", help="Write there instead of to the terminal.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a page for the browser as well.")] = None,
+) -> None:
+    """Show the precision of every node, the rule that decided it, and every cast with its bytes."""
+    import amp_compiler as amp
+    from amp_compiler.cli.model_spec import load_model
+
+    loaded, example_args = load_model(model, args or [], eval_mode=eval_mode)
+    plan = amp.explain(loaded, example_args, rules=rules, dtype=dtype.value)
+    if html is not None:
+        plan.to_html(html)
+    if format_ is PlanFormat.JSON:
+        _emit(plan.to_json(), output)
+    elif format_ is PlanFormat.TEXT:
+        _emit(plan.to_text(), output)
+    else:
+        from amp_compiler.report.table import plan_text, print_plan
+
+        if output is None:
+            print_plan(plan)
+        else:
+            _emit(plan_text(plan), output)
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(metavar="IN.onnx", help="The FP32 model; it is never changed.")],
+    output: Annotated[Path, typer.Argument(metavar="OUT.onnx", help="The file to write.")],
+    rules: RulesOption = "default",
+    dtype: Annotated[StoredType, typer.Option("--dtype", help="The 16-bit type.")] = StoredType.FP16,
+    calibrate: Annotated[
+        Path | None,
+        typer.Option(
+            "--calibrate", metavar="DATA", help="An npz file of inputs, or a folder of them: one batch a file."
+        ),
+    ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Run both models, with true rounding, on the calibration data or random inputs."),
+    ] = False,
+    tolerance: Annotated[
+        float | None,
+        typer.Option("--tolerance", min=0, help="Largest relative error that passes: 0.01 in fp16, 0.08 in bf16."),
+    ] = None,
+    report: Annotated[Path | None, typer.Option("--report", help="Write the plan as a page for the browser.")] = None,
+    keep_io_types: Annotated[
+        bool, typer.Option("--keep-io-types/--no-keep-io-types", help="Inputs and outputs keep their types.")
+    ] = True,
+    json_: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+) -> None:
+    """Convert an ONNX model to mixed precision. Exit codes: 1 no conversion, 2 wrong usage, 3 failed verification."""
+    from rich.console import Console
+
+    from amp_compiler.cli.convert import ConvertOptions, run_convert
+
+    options = ConvertOptions(
+        source, output, rules, dtype.value, calibrate, verify, tolerance, report, keep_io_types=keep_io_types
+    )
+    summary = run_convert(options)
+    if json_:
+        typer.echo(summary.to_json(), nl=False)
+    else:
+        summary.print(Console())
+    if summary.failed:
+        raise typer.Exit(3)
+
+
+@rules_app.command("list")
+def rules_list() -> None:
+    """List the built-in rule sets."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from amp_compiler.policy.loader import load_rules, preset_names
+
+    table = Table("name", "rules", "what it is for", header_style="bold")
+    for name in preset_names():
+        table.add_row(name, str(len(load_rules(name).rules)), _first_sentence(_preset_text(name)))
+    Console().print(table)
+
+
+@rules_app.command("show")
+def rules_show(name: Annotated[str, typer.Argument(help="A preset's name or a path to a rule file.")]) -> None:
+    """Print a rule file as it stands."""
+    from amp_compiler.policy.loader import load_rules, preset_names
+
+    load_rules(name)  # a file with an error is reported, not shown
+    typer.echo(_preset_text(name) if name in preset_names() else Path(name).read_text(encoding="utf-8"), nl=False)
+
+
+@rules_app.command("check")
+def rules_check(files: Annotated[list[Path], typer.Argument(help="Rule files.")]) -> None:
+    """Check rule files; the first line of each error says where it is."""
+    from amp_compiler.policy.loader import load_rules
+
+    broken = 0
+    for file in files:
+        try:
+            rules = load_rules(str(file))
+        except AmpError as error:
+            broken += 1
+            _print_error(error)
+        else:
+            typer.echo(f"{file}: good, {len(rules.rules)} rules with those that it extends")
+    if broken:
+        raise typer.Exit(1)
+
+
+@rules_app.command("schema")
+def rules_schema() -> None:
+    """Print the JSON Schema of rule files, for editors."""
+    import json
+
+    from amp_compiler.policy.loader import schema
+
+    typer.echo(json.dumps(schema(), indent=1, ensure_ascii=False))
+
+
+@app.command()
+def demo(
+    epochs: Annotated[int, typer.Option("--epochs", min=1, help="Passes over the training images.")] = 10,
+    device: Annotated[
+        str, typer.Option("--device", help="`cpu`, `cuda` or `auto` (a GPU where there is one).")
+    ] = "auto",
+    backend: Annotated[Backend, typer.Option("--backend", help="What runs the compiled model.")] = Backend.INDUCTOR,
+) -> None:
+    """Train two small CNNs on handwritten digits in FP32, with torch.autocast and with amp.compile."""
+    from amp_compiler.cli.demo import run_demo
+
+    run_demo(epochs=epochs, device=device, backend=backend.value)
+
+
+def main() -> None:
+    """Run the command line; an `AmpError` becomes a message on the standard error and the exit code 1."""
+    try:
+        app(prog_name="amp-compiler")
+    except AmpError as error:
+        _print_error(error)
+        sys.exit(1)
+
+
+def _print_error(error: AmpError) -> None:
+    lines = [f"error: {f'{error.where}: ' if error.where else ''}{error.what}"]
+    if error.mend:
+        lines.append(f"  mend: {error.mend}")
+    typer.echo("\n".join(lines), err=True)
+
+
+def _emit(text: str, output: Path | None) -> None:
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    from amp_compiler.ir.files import write_atomically
+
+    write_atomically(output, text)
+
+
+def _preset_text(name: str) -> str:
+    from importlib.resources import files
+
+    return (files("amp_compiler.rules") / f"{name}.yaml").read_text(encoding="utf-8")
+
+
+def _first_sentence(text: str) -> str:
+    """What the comment at the head of a preset says first, without the preset's name and without the details."""
+    words = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        comment = line.lstrip("#").strip()
+        if not comment.startswith("yaml-language-server"):
+            words.append(comment)
+    sentence = re.split(r"[.;:] ", re.sub(r"^`[^`]*`:\s*", "", " ".join(words).strip()), maxsplit=1)[0]
+    return sentence.rstrip(".")

@@ -1,0 +1,170 @@
+"""Finds the model and the example arguments that a command line names."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import re
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from amp_compiler.errors import AmpError
+from amp_compiler.ir.dtypes import dtype_from_short
+
+_ARGUMENT = re.compile(r"^(?:(?P<name>[A-Za-z_]\w*)=)?(?P<dtype>\w+)\[(?P<shape>\s*(?:\d+\s*(?:,\s*\d+\s*)*)?)\]$")
+_SPEC_MEND = "write `package.module:name` or `path/to/file.py:name`"
+
+
+def load_model(spec: str, argument_specs: Sequence[str] = (), *, eval_mode: bool = False) -> tuple[Any, Any]:
+    """The model that `spec` names, and example arguments for it as `amp.explain` takes them.
+
+    Args:
+        spec: `package.module:name`, `path/to/file.py:name`, or a path that ends in `.onnx`.
+        argument_specs: one text per argument, such as `fp32[8,64]` or `labels=i64[8]`; where there is none, the
+            arguments that the factory gave are used.
+        eval_mode: put the model into eval mode.
+
+    Raises:
+        AmpError: where the name leads to no model, or an argument cannot be read.
+    """
+    given = example_arguments(argument_specs)
+    if spec.endswith(".onnx"):
+        if not Path(spec).is_file():
+            raise AmpError("there is no such file", where=spec, mend="name an ONNX file that exists")
+        return spec, given
+    model, made = _build(_find(spec), spec)
+    if eval_mode:
+        model.eval()
+    example = made if given is None else given
+    if example is None:
+        raise AmpError(
+            "the model needs example arguments",
+            where=spec,
+            mend="give --args 'fp32[8,64]' once for each, or let the factory give (model, example_args)",
+        )
+    return model, example
+
+
+def example_arguments(specs: Sequence[str]) -> Any:
+    """Tensors for argument texts: a tuple, a dict of keywords, or both as (args, kwargs); `None` for no text at all.
+
+    Real numbers are drawn from a normal distribution with a fixed seed, integers are zeros (a valid index everywhere),
+    booleans are true.
+
+    Raises:
+        AmpError: where a text is not `dtype[sizes]` or `name=dtype[sizes]`.
+
+    Example:
+        >>> example_arguments(["fp32[2,3]"])[0].shape
+        torch.Size([2, 3])
+    """
+    generator = torch.Generator().manual_seed(0)
+    positional: list[torch.Tensor] = []
+    keywords: dict[str, torch.Tensor] = {}
+    for spec in specs:
+        match = _ARGUMENT.match(spec.strip())
+        if match is None:
+            raise AmpError(
+                "an argument is a type with its sizes",
+                where=f"--args {spec}",
+                mend="write 'fp32[8,64]' or 'labels=i64[8]'",
+            )
+        tensor = _tensor(match["dtype"], [int(size) for size in match["shape"].split(",") if size.strip()], generator)
+        if match["name"]:
+            keywords[match["name"]] = tensor
+        else:
+            positional.append(tensor)
+    if keywords:
+        return (tuple(positional), keywords) if positional else keywords
+    return tuple(positional) or None
+
+
+def _tensor(short: str, shape: list[int], generator: torch.Generator) -> torch.Tensor:
+    dtype = getattr(torch, dtype_from_short(short).value, None)
+    if not isinstance(dtype, torch.dtype):
+        raise AmpError(f"torch makes no tensors of type '{short}'", where="--args", mend="use fp32, i64 or bool")
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(shape, generator=generator).to(dtype)
+    return torch.ones(shape, dtype=dtype) if dtype is torch.bool else torch.zeros(shape, dtype=dtype)
+
+
+def _find(spec: str) -> Any:
+    place, _, name = spec.rpartition(":")
+    if not place or not name:
+        raise AmpError(f"'{spec}' names no model", mend=_SPEC_MEND)
+    found: Any = _import(place)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            near = difflib.get_close_matches(part, [known for known in dir(found) if not known.startswith("_")], n=1)
+            mend = f"did you mean '{near[0]}'?" if near else "name a model, a class or a function of that module"
+            raise AmpError(f"there is no '{part}' in it", where=place, mend=mend)
+        found = getattr(found, part)
+    return found
+
+
+def _import(place: str) -> ModuleType:
+    path = Path(place)
+    is_file = path.suffix == ".py"
+    if is_file and not path.is_file():
+        raise AmpError("there is no such file", where=place, mend=_SPEC_MEND)
+    # A model's own imports must work as they do when its file is run, or when Python is started in this folder.
+    sys.path.insert(0, str(path.resolve().parent if is_file else Path.cwd()))
+    try:
+        return _import_file(path) if is_file else importlib.import_module(place)
+    except Exception as cause:
+        raise AmpError(
+            f"importing it failed: {_describe(cause)}", where=place, mend="see that it imports in a Python prompt"
+        ) from cause
+
+
+def _import_file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} cannot be loaded")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(path.stem, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _build(found: Any, spec: str) -> tuple[torch.nn.Module, Any]:
+    if not isinstance(found, torch.nn.Module) and callable(found):
+        try:
+            found = found()
+        except Exception as cause:
+            raise AmpError(
+                f"calling it without arguments failed: {_describe(cause)}",
+                where=spec,
+                mend="name a function without arguments that gives the model",
+            ) from cause
+    example = None
+    if isinstance(found, tuple) and len(found) == 2:
+        found, example = found
+        # A lone tensor is the commonest single argument; a tuple of one is what explain takes.
+        example = (example,) if isinstance(example, torch.Tensor) else example
+    if not isinstance(found, torch.nn.Module):
+        raise AmpError(
+            f"it is a {type(found).__name__}, not an nn.Module",
+            where=spec,
+            mend="name a model, or a function that gives a model or (model, example_args)",
+        )
+    return found, example
+
+
+def _describe(cause: Exception) -> str:
+    """The error in one line, with the innermost line of code that is neither ours nor the import system's."""
+    ours = (__file__, importlib.__file__)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(cause.__traceback__)
+        if frame.filename not in ours and not frame.filename.startswith("<frozen")
+    ]
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(cause).__name__}: {' '.join(str(cause).split())}{where}"

@@ -1,0 +1,1 @@
+"""`amp.compile` and `amp.explain`."""

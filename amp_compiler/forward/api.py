@@ -1,0 +1,150 @@
+"""`amp.compile` and `amp.explain`: an `nn.Module` in, a drop-in `nn.Module` or a plan out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+
+from amp_compiler.errors import AmpError
+from amp_compiler.forward.compiled_module import CompiledModule
+from amp_compiler.forward.graph_breaks import compile_piece
+from amp_compiler.forward.program import plan_captured
+from amp_compiler.forward.settings import AUTO, device_of, make_settings
+from amp_compiler.fx.capture import capture_module, captured_from_graph_module, split_example
+from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.onnx.importing.api import module_of
+
+
+def compile(
+    model: Any,
+    *,
+    rules: Any = "default",
+    dtype: str = "auto",
+    dynamic_shapes: Any = None,
+    backend: str = "inductor",
+) -> CompiledModule:
+    """Compile a module for mixed precision.
+
+    Args:
+        model: any `nn.Module`, or an ONNX model (a path or a `ModelProto`, see `amp.onnx_to_fx`); it is captured at
+            the first call for each input signature.
+        rules: a preset name, a path, a dict or a `RuleSet`.
+        dtype: `"fp16"`, `"bf16"`, or `"auto"` (BF16 where the device computes it natively, else FP16).
+        dynamic_shapes: as for `torch.export.export`; without it every new input shape is captured anew.
+        backend: `"inductor"`, or `"eager"` (node by node: the oracle, and it allows double backward).
+
+    Returns:
+        A module with the same parameters (the same objects), the same `state_dict` keys and the same call signature.
+
+    Raises:
+        AmpError: a wrong option. At the first call: `CaptureError`, `LoweringError`.
+
+    Example:
+        >>> import torch, amp_compiler as amp
+        >>> model = amp.compile(torch.nn.Linear(8, 4), dtype="bf16", backend="eager")
+        >>> model(torch.ones(2, 8)).dtype
+        torch.float32
+    """
+    model = module_of(model)
+    if not isinstance(model, nn.Module):
+        raise AmpError(
+            f"amp.compile takes an nn.Module, not a {type(model).__name__}",
+            mend="wrap a function in a module whose forward calls it",
+        )
+    if isinstance(model, CompiledModule):
+        model = model.original
+    return CompiledModule(model, make_settings(rules, dtype, backend, dynamic_shapes))
+
+
+def dynamo_backend(
+    piece: fx.GraphModule, inputs: list[Any], *, options: dict[str, Any] | None = None, mode: str | None = None
+) -> Callable[..., Any]:
+    """The entry point behind `torch.compile(model, backend="amp_compiler", options={"rules": ..., "dtype": ...})`.
+
+    Args:
+        piece: Dynamo's graph.
+        inputs: its example inputs.
+        options: `rules`, `dtype` and `backend`, as for `amp.compile`.
+        mode: not used by this backend.
+
+    Raises:
+        AmpError: an unknown option, or an autocast context around the call.
+    """
+    given = dict(options or {})
+    unknown = sorted(set(given) - {"rules", "dtype", "backend"})
+    if unknown:
+        raise AmpError(
+            f"unknown option {unknown[0]!r} of backend 'amp_compiler'", mend="use 'rules', 'dtype', 'backend'"
+        )
+    if mode is not None:
+        raise AmpError(f"backend 'amp_compiler' has no mode {mode!r}", mend="pass options={...} instead")
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        raise AmpError(
+            "backend 'amp_compiler' was called inside torch.autocast",
+            mend="leave the autocast context out: the rules decide",
+        )
+    return compile_piece(piece, inputs, make_settings(**given))[0]
+
+
+def explain(
+    model: Any,
+    example_args: Any = None,
+    *,
+    rules: Any = "default",
+    dtype: str = "auto",
+    dynamic_shapes: Any = None,
+) -> PrecisionPlan:
+    """Plan the precision of a model without compiling or running it.
+
+    Args:
+        model: an `nn.Module`, an FX `GraphModule` in ATen IR as `torch.export` gives, or an ONNX path or `ModelProto`.
+        example_args: a tuple of positional arguments, a dict of keyword arguments, a pair of both, or one tensor.
+        rules: as for `compile`.
+        dtype: as for `compile`; `"auto"` is FP16 for an ONNX model, whose device is not known.
+        dynamic_shapes: as for `torch.export.export`.
+
+    Returns:
+        The plan; `print(plan)` shows every node and cast.
+
+    Raises:
+        CaptureError: the model cannot be captured.
+        OnnxError: the ONNX model cannot be read.
+        RuleError: the rules cannot be loaded.
+
+    Example:
+        >>> import torch, amp_compiler as amp
+        >>> plan = amp.explain(torch.nn.Linear(8, 4), (torch.ones(2, 8),), dtype="bf16")
+        >>> [(node.op, node.precision) for node in plan.nodes]
+        [('aten.linear', 'low')]
+    """
+    settings = make_settings(rules, dtype, "eager", dynamic_shapes)
+    if isinstance(model, CompiledModule):
+        model = model.original
+    if isinstance(model, fx.GraphModule) and example_args is None:
+        captured = captured_from_graph_module(copy.deepcopy(model))
+        tensors = [node.meta.get("val") for node in captured.graph_module.graph.nodes]
+        return plan_captured(captured, settings.rules, settings.low(device_of(tensors)))
+    if _is_onnx(model):
+        from amp_compiler.onnx.plan import explain_onnx  # here, so that nobody else waits for ONNX
+
+        return explain_onnx(model, rules=settings.rules, dtype="fp16" if dtype == AUTO else dtype)
+    if not isinstance(model, nn.Module):
+        raise AmpError(
+            f"amp.explain cannot read a {type(model).__name__}",
+            mend="pass an nn.Module, an FX GraphModule, or an ONNX path or ModelProto",
+        )
+    args, kwargs = split_example(example_args)
+    captured = capture_module(model, args, kwargs, dynamic_shapes)
+    low = settings.low(device_of([*pytree.tree_leaves((args, kwargs)), *model.parameters()]))
+    return plan_captured(captured, settings.rules, low)
+
+
+def _is_onnx(model: object) -> bool:
+    """A path or a `ModelProto`, told without importing ONNX."""
+    return isinstance(model, (str, Path)) or type(model).__module__.partition(".")[0] == "onnx"

@@ -1,0 +1,131 @@
+"""Models that `torch.export` cannot take whole: Dynamo takes them in pieces, each planned and rewritten."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from amp_compiler.backends import BACKENDS
+from amp_compiler.errors import AmpError, CaptureError, CustomFunctionError
+from amp_compiler.forward.program import rewrite_piece
+from amp_compiler.forward.settings import Settings, device_of
+from amp_compiler.fx.capture import user_frame
+from amp_compiler.fx.custom_functions import OpaqueFunctions
+from amp_compiler.fx.dynamo import trace_piece
+from amp_compiler.fx.torch_private import dynamo_error, unrolled_recurrence
+from amp_compiler.ir.plan import PrecisionPlan
+
+logger = logging.getLogger("amp_compiler")
+
+
+class Pieces:
+    """A model run in the pieces that Dynamo gives.
+
+    Args:
+        model: the module.
+        settings: the options.
+        cause: why the model could not be taken whole.
+        device: the device that it runs on.
+
+    Attributes:
+        plans: plan and rewritten graph of every piece, in the order in which they were made.
+    """
+
+    def __init__(self, model: nn.Module, settings: Settings, cause: CaptureError, device: torch.device) -> None:
+        self.cause = cause
+        self.plans: list[tuple[PrecisionPlan, fx.GraphModule]] = []
+        short = settings.low(device).short
+        self._settings = replace(settings, dtype=short)
+        self._model = type(model).__name__
+        self._opaque = OpaqueFunctions(cause.functions if isinstance(cause, CustomFunctionError) else ())
+        dynamic = None if settings.dynamic_shapes is None else True
+        self._run = torch.compile(model, backend=self._backend, dynamic=dynamic)
+        logger.info("torch.export could not take %s whole, Dynamo takes it in pieces: %s", self._model, cause)
+
+    def _backend(self, piece: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        run, plan, rewritten = compile_piece(piece, inputs, self._settings)
+        self.plans.append((plan, rewritten))
+        return run
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the model.
+
+        Raises:
+            CaptureError: Dynamo cannot take any of it.
+            LoweringError: a piece cannot be rewritten or compiled.
+        """
+        try:
+            with self._opaque.active(), unrolled_recurrence():
+                result = self._run(*args, **kwargs)
+        except dynamo_error() as error:
+            raise self._error(error) from error
+        if not self.plans:
+            raise CaptureError(
+                f"nothing of {self._model} was captured: Dynamo gave up on its forward; export: {self.cause.what}",
+                where=self.cause.where,
+                mend="call amp.compile on the submodules that can be captured, or change what export names",
+            )
+        return result
+
+    def _error(self, error: BaseException) -> AmpError:
+        inner: BaseException | None = error
+        while inner is not None and not isinstance(inner, AmpError):
+            inner = inner.__cause__ or getattr(inner, "inner_exception", None)
+        if isinstance(inner, AmpError) and not isinstance(inner, CaptureError):
+            return inner
+        said = inner.what if isinstance(inner, CaptureError) else _first_line(error)
+        return CaptureError(
+            f"neither torch.export nor Dynamo can take the model; export: {self.cause.what}; Dynamo: {said}",
+            where=(inner.where if isinstance(inner, CaptureError) else "") or user_frame(error) or self.cause.where,
+            mend="if the call is right, move that code out of forward or put it under torch.compiler.disable",
+        )
+
+    @property
+    def plan(self) -> PrecisionPlan:
+        """The plans of all pieces as one; names carry the number of their piece."""
+        first = self.plans[0][0]
+        nodes = tuple(
+            replace(n, name=f"piece{i}/{n.name}", outputs=tuple((f"piece{i}/{v}", t) for v, t in n.outputs))
+            for i, (plan, _) in enumerate(self.plans)
+            for n in plan.nodes
+        )
+        casts = tuple(
+            replace(c, value=f"piece{i}/{c.value}", users=tuple((f"piece{i}/{u}", k) for u, k in c.users))
+            for i, (plan, _) in enumerate(self.plans)
+            for c in plan.casts
+        )
+        return PrecisionPlan(first.dtype, first.rules, first.device, nodes, casts)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def compile_piece(
+    piece: fx.GraphModule, inputs: Sequence[Any], settings: Settings
+) -> tuple[Callable[..., Any], PrecisionPlan, fx.GraphModule]:
+    """Plan, rewrite and compile one of Dynamo's graphs.
+
+    Args:
+        piece: Dynamo's graph.
+        inputs: its example inputs.
+        settings: the options.
+
+    Returns:
+        A function for the piece, its plan, and its rewritten graph.
+
+    Raises:
+        CaptureError: it cannot be traced.
+        LoweringError: it cannot be rewritten or compiled.
+    """
+    traced, kinds = trace_piece(piece, inputs)
+    plan, emulated = rewrite_piece(
+        traced, kinds, settings.rules, settings.low(device_of(inputs)), settings.backend == "inductor"
+    )
+    return BACKENDS[settings.backend](traced, list(inputs), emulated), plan, traced

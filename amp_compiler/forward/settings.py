@@ -1,0 +1,63 @@
+"""The options that `compile`, `explain` and `training_step` share, checked once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from amp_compiler.backends import BACKENDS
+from amp_compiler.errors import AmpError
+from amp_compiler.fx.torch_private import has_native_bf16
+from amp_compiler.ir.dtypes import LOW_TYPES, DType, low_type
+from amp_compiler.policy.loader import load_rules
+from amp_compiler.policy.rules import RuleSet
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Checked options.
+
+    Args:
+        rules: the rules, loaded.
+        dtype: `fp16`, `bf16` or `auto`.
+        backend: name of a backend.
+        dynamic_shapes: as for `torch.export.export`; `None` captures every input signature anew.
+    """
+
+    rules: RuleSet
+    dtype: str = AUTO
+    backend: str = "inductor"
+    dynamic_shapes: Any = None
+
+    def low(self, device: torch.device) -> DType:
+        """The 16-bit type for a device: `auto` is BF16 where the device computes it natively, else FP16."""
+        if self.dtype != AUTO:
+            return low_type(self.dtype)
+        return DType.BFLOAT16 if has_native_bf16(device) else DType.FLOAT16
+
+
+def make_settings(
+    rules: Any = "default", dtype: str = AUTO, backend: str = "inductor", dynamic_shapes: Any = None
+) -> Settings:
+    """Check the options of a public call.
+
+    Raises:
+        AmpError: an unknown dtype or backend.
+        RuleError: the rules cannot be loaded.
+    """
+    if dtype not in (*LOW_TYPES, AUTO):
+        raise AmpError(f"dtype={dtype!r} is not known", mend="use 'fp16', 'bf16' or 'auto'")
+    if backend not in BACKENDS:
+        raise AmpError(f"backend={backend!r} is not known", mend=f"use one of {', '.join(map(repr, BACKENDS))}")
+    return Settings(load_rules(rules), dtype, backend, dynamic_shapes)
+
+
+def device_of(tensors: Any) -> torch.device:
+    """The device that a set of tensors lives on: the first accelerator among them, else the CPU."""
+    devices = {tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor)}
+    accelerators = sorted((d for d in devices if d.type not in ("cpu", "meta")), key=str)
+    return accelerators[0] if accelerators else torch.device("cpu")

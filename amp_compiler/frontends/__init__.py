@@ -1,1 +1,0 @@
-"""What lowers a framework's graph to a `PrecisionGraph` and carries a plan back."""

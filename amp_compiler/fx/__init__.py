@@ -1,0 +1,1 @@
+"""torch.fx: capture, lowering to the neutral graph, tools for passes."""

@@ -1,0 +1,326 @@
+"""Capture: an `nn.Module` with example arguments becomes a flat FX graph in ATen training IR."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import io
+import logging
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+from torch.export.graph_signature import InputKind
+from torch.overrides import TorchFunctionMode
+
+from amp_compiler.errors import AmpError, CaptureError, CustomFunctionError, HookError
+from amp_compiler.fx.custom_functions import recorded_functions
+from amp_compiler.fx.graph import shorten_path
+from amp_compiler.fx.transformers_caches import register_caches
+
+
+class Source(enum.Enum):
+    """Where a placeholder's tensor comes from at run time."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    CONSTANT = "constant"
+    USER = "user"
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One placeholder of a captured graph.
+
+    Args:
+        name: the placeholder.
+        source: where its tensor comes from.
+        target: qualified name of the parameter, buffer or constant; empty for a user input.
+        index: position among the flattened user arguments; -1 for the rest.
+    """
+
+    name: str
+    source: Source
+    target: str = ""
+    index: int = -1
+
+
+@dataclass
+class Captured:
+    """A captured forward.
+
+    Args:
+        graph_module: flat placeholders in, a flat tuple out; ATen training IR.
+        inputs: one entry per placeholder, in order.
+        constants: tensors that the model's code made at capture, by name.
+        in_spec: tree of `(args, kwargs)`.
+        out_spec: tree of the return value.
+        guards: raises `AssertionError` for flat user inputs that a dynamic capture does not hold for.
+    """
+
+    graph_module: fx.GraphModule
+    inputs: tuple[Input, ...]
+    constants: dict[str, torch.Tensor]
+    in_spec: pytree.TreeSpec
+    out_spec: pytree.TreeSpec
+    guards: Callable[..., Any] | None = None
+
+
+class StandIn(nn.Module):
+    """Base of a module that stands for another one, which is in its attribute `original`."""
+
+    original: Any
+
+
+_CASTS = frozenset(
+    getattr(torch.Tensor, name) for name in ("float", "half", "bfloat16", "double", "to", "type", "type_as")
+)
+
+
+class KeepCastsApart(TorchFunctionMode):
+    """Gives every explicit cast an operand of its own while a model is traced.
+
+    On an FP32 tensor `x.float()` returns `x` itself, so a tracer would take every later use of `x` for a use of the
+    cast. With an alias in between, only what the user cast is cast.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Alias the tensor that a cast is called on; a move to the device where it is already is no cast at all."""
+        kwargs = kwargs or {}
+        if func in _CASTS and args and isinstance(args[0], torch.Tensor):
+            if func is torch.Tensor.to and _only_moves(args[0], *args[1:], **kwargs):
+                return args[0]
+            args = (torch.ops.aten.alias.default(args[0]), *args[1:])
+        return func(*args, **kwargs)
+
+
+def _only_moves(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
+    if len(args) > 1 or not set(kwargs) <= {"device", "non_blocking"}:
+        return False
+    places = [*args, *([kwargs["device"]] if "device" in kwargs else [])]
+    if len(places) != 1 or not isinstance(places[0], (str, torch.device)):
+        return False
+    place = torch.device(places[0])
+    return place.type == tensor.device.type and place.index in (None, tensor.device.index)
+
+
+@contextmanager
+def tracing_context() -> Iterator[None]:
+    """No ambient autocast, casts kept apart, and the warnings that tracing gives to every model muted."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with autocast_off(), KeepCastsApart():
+            yield
+
+
+@contextmanager
+def _quiet(name: str) -> Iterator[None]:
+    target = logging.getLogger(name)
+    level = target.level
+    target.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        target.setLevel(level)
+
+
+@contextmanager
+def autocast_off() -> Iterator[None]:
+    """No ambient autocast: the plan decides, not the caller's context."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    for kind in kinds:
+        torch.set_autocast_enabled(kind, False)
+    try:
+        yield
+    finally:
+        for kind in kinds:
+            torch.set_autocast_enabled(kind, True)
+
+
+def capture_module(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, dynamic_shapes: Any = None
+) -> Captured:
+    """Capture a module's forward with `torch.export`, in its present train or eval mode.
+
+    Args:
+        model: the module; its parameters are named, not copied.
+        args: example positional arguments.
+        kwargs: example keyword arguments.
+        dynamic_shapes: as for `torch.export.export`.
+
+    Raises:
+        CaptureError: where the model cannot be taken as one graph; names the line of the model.
+    """
+    program = export_module(model, args, kwargs, dynamic_shapes)
+    return captured_from_program(program, dynamic=dynamic_shapes is not None)
+
+
+def export_module(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, dynamic_shapes: Any = None
+) -> torch.export.ExportedProgram:
+    """The `torch.export` program that `capture_module` captures; arguments and errors are the same."""
+    _refuse_backward_hooks(model)
+    try:
+        register_caches()
+        # On failure torch.export prints the graph so far; the error that is raised says what matters.
+        with (
+            tracing_context(),
+            recorded_functions() as custom,
+            contextlib.redirect_stderr(io.StringIO()),
+            _quiet("torch.fx.experimental.symbolic_shapes"),
+        ):
+            program = torch.export.export(model, args, kwargs or {}, dynamic_shapes=dynamic_shapes, strict=False)
+    except AmpError:
+        raise  # said by our own code behind the model, such as a wrong loss
+    except Exception as cause:  # torch.export raises whatever the model's own code or a guard raised
+        raise _capture_error(cause, model) from cause
+    if custom:
+        names = ", ".join(function.__name__ for function in custom)
+        raise CustomFunctionError(
+            f"the model applies the torch.autograd.Function {names}, whose backward a captured graph would lose",
+            functions=tuple(custom),
+            where=type(model).__name__,
+            mend="make it a torch.library custom op with register_autograd; amp.compile runs it between its pieces",
+        )
+    return program
+
+
+def captured_from_program(program: torch.export.ExportedProgram, dynamic: bool = False) -> Captured:
+    """The captured form of a `torch.export` program; with its guards on input shapes where these are dynamic."""
+    kinds = {
+        InputKind.PARAMETER: Source.PARAMETER,
+        InputKind.BUFFER: Source.BUFFER,
+        InputKind.CONSTANT_TENSOR: Source.CONSTANT,
+        InputKind.USER_INPUT: Source.USER,
+    }
+    inputs: list[Input] = []
+    constants: dict[str, torch.Tensor] = {}
+    users = 0
+    for spec in program.graph_signature.input_specs:
+        if spec.kind not in kinds:
+            raise CaptureError(
+                f"the model has an input of kind {spec.kind.name}", where=str(spec.arg.name), mend="pass tensors only"
+            )
+        source, target = kinds[spec.kind], spec.target or ""
+        if source is Source.USER:
+            inputs.append(Input(spec.arg.name, source, index=users))
+            users += 1
+            continue
+        if source is Source.CONSTANT or (source is Source.BUFFER and target in program.constants):
+            constants[target] = program.constants[target]
+        inputs.append(Input(spec.arg.name, source, target))
+    return Captured(
+        program.graph_module,
+        tuple(inputs),
+        constants,
+        program.call_spec.in_spec,
+        program.call_spec.out_spec,
+        getattr(program.module(), "_guards_fn", None) if dynamic else None,
+    )
+
+
+def captured_from_graph_module(graph_module: fx.GraphModule) -> Captured:
+    """The captured form of an FX graph in ATen IR whose placeholders are all inputs (`get_attr` tensors are lifted).
+
+    Raises:
+        CaptureError: where the graph holds calls that are not ATen ops, or lacks the `val` of its nodes.
+    """
+    for node in graph_module.graph.nodes:
+        if node.op in ("call_module", "call_method"):
+            raise CaptureError(
+                f"node '{node.name}' is a {node.op}, not an ATen op",
+                mend="pass the nn.Module itself, or torch.export.export(...).graph_module",
+            )
+        if node.op == "placeholder" and "val" not in node.meta:
+            raise CaptureError(
+                f"placeholder '{node.name}' carries no example value in its meta",
+                mend="pass the graph of torch.export.export(...), which does",
+            )
+    inputs = tuple(
+        Input(node.name, Source.USER, index=index)
+        for index, node in enumerate(graph_module.graph.find_nodes(op="placeholder"))
+    )
+    _, in_spec = pytree.tree_flatten((tuple(range(len(inputs))), {}))
+    results = graph_module.graph.output_node().args[0]
+    _, out_spec = pytree.tree_flatten(tuple(results) if isinstance(results, (list, tuple)) else results)
+    return Captured(graph_module, inputs, {}, in_spec, out_spec)
+
+
+def split_example(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Example arguments as `(args, kwargs)`.
+
+    Raises:
+        AmpError: where they are neither a tuple, a dict, a pair of both nor a tensor.
+    """
+    if example is None:
+        return (), {}
+    if isinstance(example, torch.Tensor):
+        return (example,), {}
+    if isinstance(example, dict):
+        return (), dict(example)
+    if isinstance(example, (tuple, list)):
+        if len(example) == 2 and isinstance(example[0], (tuple, list)) and isinstance(example[1], dict):
+            return tuple(example[0]), dict(example[1])
+        return tuple(example), {}
+    raise AmpError(
+        f"example_args is a {type(example).__name__}",
+        mend="pass a tuple of arguments, a dict of keyword arguments, or both",
+    )
+
+
+def tensor_getter(model: nn.Module, captured: Captured, entry: Input) -> Callable[[], torch.Tensor]:
+    """A quick way to today's tensor of a parameter, buffer or constant, which follows `module.weight = ...`.
+
+    Raises:
+        CaptureError: where the model no longer has it.
+    """
+    if entry.target in captured.constants:
+        constant = captured.constants[entry.target]
+        return lambda: constant
+    path, _, leaf = entry.target.rpartition(".")
+    try:
+        owner = model.get_submodule(path)
+    except AttributeError as cause:
+        raise CaptureError(f"the model has no module '{path}'", where=entry.target) from cause
+    table = owner._parameters if entry.source is Source.PARAMETER else owner._buffers
+    if leaf in table:
+        return lambda: table[leaf]  # type: ignore[return-value]
+    return lambda: getattr(owner, leaf)  # parametrized or plain attributes
+
+
+def _refuse_backward_hooks(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise HookError(
+                f"module '{name or type(model).__name__}' has a full backward hook, which a graph does not run",
+                mend="remove it before the call, or register it on a tensor outside of the model",
+            )
+
+
+def _capture_error(cause: Exception, model: nn.Module) -> CaptureError:
+    first = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
+    return CaptureError(
+        f"torch.export cannot take {type(model).__name__} as one graph: {type(cause).__name__}: {first}",
+        where=user_frame(cause),
+        mend="remove the branch on tensor values, or use torch.cond; amp.compile falls back to graph pieces",
+    )
+
+
+def user_frame(cause: BaseException) -> str:
+    """`file:line` of the innermost frame of a traceback that is not torch's; empty where there is none."""
+    torch_root = torch.__file__.rpartition("/")[0]
+    found = ""
+    error: BaseException | None = cause
+    while error is not None:
+        for frame in traceback.extract_tb(error.__traceback__):
+            outside = not frame.filename.startswith((torch_root, "<")) and "/amp_compiler/" not in frame.filename
+            if outside and not frame.filename.endswith(("contextlib.py", "functools.py")):
+                found = f"{shorten_path(frame.filename)}:{frame.lineno}"
+        error = error.__cause__ or error.__context__
+    return found

@@ -1,0 +1,94 @@
+"""Graph pieces as Dynamo hands them to a backend, retraced to ATen training IR."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from amp_compiler.errors import CaptureError
+from amp_compiler.fx.capture import tracing_context, user_frame
+from amp_compiler.fx.graph import rename_placeholder, user_source
+from amp_compiler.fx.meta import PIN, region_pin
+from amp_compiler.ir.graph import ValueKind
+
+_REGION = "amp_region"  # key in node.meta["custom"], which tracing copies to every node that a call becomes
+
+
+def trace_piece(piece: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, dict[str, ValueKind]]:
+    """Retrace one of Dynamo's graphs to ATen training IR, before autograd.
+
+    Args:
+        piece: Dynamo's graph of torch functions and methods.
+        inputs: the example inputs that Dynamo gives with it; sizes may be symbolic.
+
+    Returns:
+        The ATen graph, with one placeholder per placeholder of the piece, and the kind of each placeholder.
+
+    Raises:
+        CaptureError: where the piece cannot be traced; names the line of the model.
+    """
+    placeholders = piece.graph.find_nodes(op="placeholder")
+    examples = [node.meta.get("example_value", given) for node, given in zip(placeholders, inputs, strict=True)]
+    body = _without_autocast_calls(piece)
+    for node in piece.graph.nodes:
+        if "autograd_function_apply" in str(node.target):
+            raise CaptureError(
+                "the model applies a custom torch.autograd.Function, whose backward a traced graph would lose",
+                where=user_source(node.meta.get("stack_trace")),
+                mend="put the call under torch.compiler.disable, or use amp.compile, which does that",
+            )
+    # The piece's own fake mode: constants that it makes while it is traced must be of the same.
+    fake_mode = next((value.fake_mode for value in examples if isinstance(value, FakeTensor)), None)
+    try:
+        with tracing_context(), fx_traceback.preserve_node_meta(), fake_mode or contextlib.nullcontext():
+            traced = make_fx(fx.Interpreter(body).run, pre_dispatch=True, _allow_non_fake_inputs=True)(*examples)
+    except Exception as cause:  # tracing runs the model's own calls, which may raise anything
+        raise CaptureError(
+            f"a piece of the model cannot be traced to ATen: {type(cause).__name__}: {cause}",
+            where=user_frame(cause),
+            mend="exclude that part with torch.compiler.disable, or keep it out of the compiled module",
+        ) from cause
+    _restore_pins(traced)
+    for node, original in zip(traced.graph.find_nodes(op="placeholder"), placeholders, strict=True):
+        rename_placeholder(node, original.name)
+    traced.recompile()
+    kinds = {
+        node.name: ValueKind.PARAMETER if isinstance(given, torch.nn.Parameter) else ValueKind.INPUT
+        for node, given in zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True)
+    }
+    return traced, kinds
+
+
+def _without_autocast_calls(piece: fx.GraphModule) -> fx.GraphModule:
+    """A copy in which autocast regions are marks on nodes, not calls that would act while tracing."""
+    graph = fx.Graph()
+    environment: dict[fx.Node, fx.Node] = {}
+    regions: list[tuple[Any, bool]] = []
+    for node in piece.graph.nodes:
+        called = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        if called == "_enter_autocast":
+            device, _, enabled = node.args[:3]
+            regions.append((device, bool(enabled)))
+            continue
+        if called == "_exit_autocast":
+            regions.pop()
+            continue
+        copied = graph.node_copy(node, lambda old: environment[old])
+        environment[node] = copied
+        if regions and not regions[-1][1]:
+            copied.meta["custom"] = {**copied.meta.get("custom", {}), _REGION: str(regions[-1][0])}
+    return fx.GraphModule(piece, graph)
+
+
+def _restore_pins(traced: fx.GraphModule) -> None:
+    for node in traced.graph.nodes:
+        region = (node.meta.get("custom") or {}).get(_REGION)
+        if region is not None and node.op == "call_function":
+            node.meta[PIN] = region_pin(region, user_source(node.meta.get("stack_trace")))

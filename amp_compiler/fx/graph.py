@@ -1,0 +1,259 @@
+"""What the FX frontend and the passes on FX share: types, arguments, source lines, and refreshing a rewritten graph."""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from amp_compiler.errors import LoweringError
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.graph import Attr
+
+CAST = torch.ops.aten.to.dtype
+LOW_TYPES = (torch.float16, torch.bfloat16)
+_TO_NEUTRAL: dict[torch.dtype, DType] = {
+    getattr(torch, dtype.value): dtype for dtype in DType if isinstance(getattr(torch, dtype.value, None), torch.dtype)
+}
+_TO_TORCH = {neutral: dtype for dtype, neutral in _TO_NEUTRAL.items()}
+
+
+def neutral_dtype(dtype: torch.dtype) -> DType:
+    """The neutral type of a torch type; `DType.OTHER` for quantized and sub-byte ones."""
+    if "float8" in str(dtype):
+        return DType.FLOAT8
+    return _TO_NEUTRAL.get(dtype, DType.OTHER)
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """The torch type of a neutral type.
+
+    Raises:
+        LoweringError: for a type that torch does not have.
+    """
+    if dtype not in _TO_TORCH:
+        raise LoweringError(f"torch has no element type for {dtype.value}")
+    return _TO_TORCH[dtype]
+
+
+def is_float(dtype: torch.dtype) -> bool:
+    """True for the real floating-point types that casts may be placed on."""
+    return neutral_dtype(dtype).is_float
+
+
+def node_tensor(node: fx.Node) -> torch.Tensor | None:
+    """The fake tensor that a node makes; `None` where it makes none, or several."""
+    value = node.meta.get("val")
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def hint(size: int | torch.SymInt) -> int:
+    """A dimension as a number: the size seen at capture for a symbolic one, 1 where torch knows none."""
+    if isinstance(size, int):
+        return size
+    known = size.node.hint if size.node.has_hint() else None
+    return int(known) if known is not None else 1
+
+
+def canonical_op(target: Any) -> str:
+    """Canonical op name of a node's target: no overload, no in-place underscore.
+
+    Example:
+        >>> canonical_op(torch.ops.aten.add_.Tensor)
+        'aten.add'
+    """
+    if isinstance(target, torch._ops.OpOverload):
+        namespace, _, name = target._schema.name.partition("::")
+        inplace = name.endswith("_") and not name.endswith("__") and target._schema.is_mutable
+        return f"{namespace}.{name[:-1] if inplace else name}"
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return f"higher_order.{target.name()}"
+    module = getattr(target, "__module__", "") or "builtins"
+    return f"{module.lstrip('_')}.{getattr(target, '__name__', str(target))}"
+
+
+def flat_arguments(node: fx.Node) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
+    """Every argument of a node in schema order as (slot, path, argument); lists are opened one level.
+
+    The path says where it stands: `(position or keyword,)`, with the index in the list behind it where there is one.
+    """
+    names = _argument_names(node)
+    for position, argument in enumerate(node.args):
+        slot = names[position] if position < len(names) else str(position)
+        yield from _open_list(slot, (position,), argument)
+    for keyword in sorted(node.kwargs, key=lambda key: names.index(key) if key in names else len(names)):
+        yield from _open_list(keyword, (keyword,), node.kwargs[keyword])
+
+
+def _open_list(slot: str, path: tuple[Any, ...], argument: Any) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
+    if isinstance(argument, (list, tuple)) and any(isinstance(item, fx.Node) for item in argument):
+        for index, item in enumerate(argument):
+            yield f"{slot}.{index}", (*path, index), item
+    else:
+        yield slot, path, argument
+
+
+def _argument_names(node: fx.Node) -> list[str]:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return [argument.name for argument in node.target._schema.arguments]
+    return []
+
+
+def schema_argument(node: fx.Node, name: str) -> Any:
+    """The argument of that schema name as the node was called; its default, or `None`, where it was left out."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    names = _argument_names(node)
+    if name in names and names.index(name) < len(node.args):
+        return node.args[names.index(name)]
+    if isinstance(node.target, torch._ops.OpOverload):
+        for declared in node.target._schema.arguments:
+            if declared.name == name and declared.has_default_value():
+                return declared.default_value
+    return None
+
+
+def tensor_operands(node: fx.Node) -> list[tuple[str, tuple[Any, ...], fx.Node]]:
+    """The arguments of a node that are tensors, in schema order, as (slot, path, node that makes it)."""
+    return [
+        (slot, path, argument)
+        for slot, path, argument in flat_arguments(node)
+        if isinstance(argument, fx.Node) and node_tensor(argument) is not None
+    ]
+
+
+def cast_bytes(graph: fx.Graph, phase: str) -> int:
+    """Bytes that the casts between float types move in one phase of a graph.
+
+    Args:
+        graph: its nodes carry their fake tensors in `meta["val"]` and their phase in `meta["amp_phase"]`.
+        phase: `forward`, `backward` or `update`.
+    """
+    total = 0
+    for node in graph.nodes:
+        if node.target in (CAST, torch.ops.aten._to_copy.default) and node.meta.get("amp_phase") == phase:
+            source, made = node_tensor(node.args[0]), node_tensor(node)
+            if source is not None and made is not None and is_float(source.dtype) and is_float(made.dtype):
+                total += hint(made.numel()) * (source.element_size() + made.element_size())
+    return total
+
+
+def rename_placeholder(node: fx.Node, name: str) -> None:
+    """Give a placeholder a name, in the graph and in the signature of the printed code."""
+    node._rename(name)
+    node.target = node.name
+
+
+def results_of(graph: fx.Graph) -> list[Any]:
+    """The values that a flat graph returns, in order."""
+    results: Any = graph.output_node().args[0]
+    return list(results) if isinstance(results, (list, tuple)) else [results]
+
+
+def replace_other_uses(old: fx.Node, new: fx.Node) -> None:
+    """Let every reader of `old` but `new` itself read `new`."""
+
+    def is_other(user: fx.Node) -> bool:
+        return user is not new
+
+    old.replace_all_uses_with(new, delete_user_cb=is_other)
+
+
+def replace_operand(node: fx.Node, path: tuple[Any, ...], new: fx.Node) -> None:
+    """Put `new` in the place of one argument and leave every other use of the old one alone."""
+    head, rest = path[0], path[1:]
+    old = node.args[head] if isinstance(head, int) else node.kwargs[head]
+    changed: Any = new
+    if rest:
+        items = list(old)  # type: ignore[arg-type]
+        items[rest[0]] = new
+        changed = items
+    if isinstance(head, int):
+        node.update_arg(head, changed)
+    else:
+        node.update_kwarg(head, changed)
+
+
+def neutral_attribute(argument: Any) -> Attr:
+    """A non-tensor argument as plain data: types and devices by name, symbolic sizes as text."""
+    if argument is None or isinstance(argument, (bool, int, float, str)):
+        return argument
+    if isinstance(argument, torch.dtype):
+        return neutral_dtype(argument).value
+    if isinstance(argument, (list, tuple)):
+        return tuple(neutral_attribute(item) for item in argument)
+    return str(argument)
+
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_TORCH_ROOT = str(Path(torch.__file__).parent)
+_SITE_ROOTS = tuple(sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
+
+
+def user_source(stack_trace: str | None) -> str:
+    """`file:line` of the innermost frame outside torch; files of installed packages are named from the package on."""
+    frames = [
+        match
+        for match in _FRAME.finditer(stack_trace or "")
+        if not match["file"].startswith(_TORCH_ROOT) and not match["file"].startswith("<")
+    ]
+    if not frames:
+        return ""
+    return f"{shorten_path(frames[-1]['file'])}:{frames[-1]['line']}"
+
+
+def shorten_path(file: str) -> str:
+    """A source path as people know it: relative to the working folder, or from the package's name on."""
+    for root in (*_SITE_ROOTS, str(Path.cwd())):
+        if file.startswith(root + "/"):
+            return file[len(root) + 1 :]
+    return file
+
+
+_DYNAMO_ROOT = re.compile(r"^L\['?\w+'?\]")
+_INDEX = re.compile(r"(?:\._modules)?\[['\"]?(\w+)['\"]?\]")
+
+
+def module_of(node: fx.Node) -> tuple[str, str]:
+    """Qualified name and class name of the module whose forward called the node; empty at the root."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return "", ""
+    path, cls = list(stack.values())[-1]
+    name = _INDEX.sub(r".\1", _DYNAMO_ROOT.sub("", path)).replace("._modules.", ".").strip(".")
+    type_name = cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}"
+    return re.sub(r"@\d+$", "", name), type_name.rpartition(".")[2]
+
+
+def refresh(graph_module: fx.GraphModule) -> None:
+    """Compute every node's fake tensor anew after a rewrite, and recompile the module.
+
+    Raises:
+        LoweringError: where an op does not take the types that it is given; names the node and the model's line.
+    """
+    graph_module.graph.lint()
+    graph_module.recompile()
+    examples = [node.meta["val"] for node in graph_module.graph.find_nodes(op="placeholder")]
+    modes = [value.fake_mode for value in examples if hasattr(value, "fake_mode")]
+    prop = _Propagator(graph_module, modes[0] if modes else None)
+    with torch.no_grad():
+        prop.propagate_dont_convert_inputs(*examples)
+
+
+class _Propagator(FakeTensorProp):
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node on fake tensors; an error says where."""
+        try:
+            return super().run_node(n)
+        except Exception as cause:  # any op may raise anything on types that it does not take
+            raise LoweringError(
+                f"node '{n.name}' ({canonical_op(n.target)}) cannot run on the planned types: {cause}",
+                where=user_source(n.meta.get("stack_trace")),
+                mend=f"add a rule that keeps it in fp32: match: {{op: {canonical_op(n.target)}}}, precision: fp32",
+            ) from cause

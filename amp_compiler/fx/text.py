@@ -1,0 +1,333 @@
+r"""An FX graph as text, and back: for reading stages, for golden files, for diffs.
+
+The text is ours, so that it is the same under every version of torch. One line is one node::
+
+    in w: fp32[4, 4]
+    in x: bf16[4, 4]  # low=w:bf16
+    mul: fp32[4, 4] = aten.mul.Tensor(w, x)  # forward at=mlp.fc1:Linear
+    max_1: (fp32[4], i64[4]) = aten.max.dim(mul, 0)
+    getitem: fp32[4] = getitem(max_1, 0)
+    return getitem, None
+
+A tensor that is not contiguous says its strides (`fp32[4, 8]{1, 4}`), one that is not on the CPU its device
+(`fp32[4]@cuda`). Behind `#` stand the marks that passes leave for one another, see `_MARKS`. A graph that a node refers
+to stands behind the one that does, under a line `graph <name>`.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import operator
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from amp_compiler.errors import GraphError
+from amp_compiler.fx.graph import module_of, neutral_dtype, torch_dtype
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.graph import Pin
+from amp_compiler.ops.typed_op import typed_op
+from amp_compiler.ops.update.product import Product
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {"getitem": operator.getitem, "typed_op": typed_op, "Product": Product}
+_NAMES: dict[Any, str] = {function: name for name, function in _FUNCTIONS.items()}
+_BY_SHORT = {dtype.short: dtype for dtype in DType}
+_LINE = re.compile(r"(?P<name>\w+)(?:: (?P<type>[^=]+))? = (?P<call>.*)")
+_TENSOR = re.compile(
+    r"(?P<dtype>\w+)\[(?P<shape>[^\]]*)\](?:\{(?P<stride>[^}]*)\})?(?:@(?P<device>[\w:]+))?(?P<parameter>!)?"
+)
+
+
+def format_fx(graph_module: fx.GraphModule) -> str:
+    """The graph as text, the same for equal graphs.
+
+    Args:
+        graph_module: a graph whose nodes carry their fake tensors in `meta["val"]`.
+
+    Example:
+        >>> print(format_fx(parse_fx("in x: fp32[2]\nneg: fp32[2] = aten.neg.default(x)\nreturn neg")), end="")
+        in x: fp32[2]
+        neg: fp32[2] = aten.neg.default(x)
+        return neg
+    """
+    return "".join(_blocks(graph_module, ""))
+
+
+def _blocks(graph_module: fx.GraphModule, path: str) -> Iterator[str]:
+    lines = [_line(node) for node in graph_module.graph.nodes]
+    yield "\n".join(lines) + "\n"
+    named = dict.fromkeys(str(n.target) for n in graph_module.graph.nodes if n.op in ("get_attr", "call_module"))
+    for name in named:
+        inner = graph_module.get_submodule(name) if _has_module(graph_module, name) else None
+        if isinstance(inner, fx.GraphModule):
+            yield f"graph {path}{name}\n"
+            yield from _blocks(inner, f"{path}{name}.")
+
+
+def _has_module(module: torch.nn.Module, name: str) -> bool:
+    return name in {path for path, _ in module.named_modules()}
+
+
+def _line(node: fx.Node) -> str:
+    marks = _marks(node)
+    behind = f"  # {marks}" if marks else ""
+    if node.op == "output":
+        results: Any = node.args[0]
+        flat = results if isinstance(results, (list, tuple)) else [results]
+        return f"return {', '.join(map(_argument, flat))}".rstrip() + behind
+    made = _value(node.meta.get("val"))
+    typed = f"{node.name}: {made}" if made else node.name
+    if node.op == "placeholder":
+        return f"in {typed}{behind}"
+    arguments = [*map(_argument, node.args), *(f"{key}={_argument(value)}" for key, value in node.kwargs.items())]
+    if node.op == "get_attr":
+        return f"{typed} = attribute({json.dumps(node.target)}){behind}"
+    if node.op in ("call_method", "call_module"):
+        return f"{typed} = {node.op}({', '.join([json.dumps(node.target), *arguments])}){behind}"
+    return f"{typed} = {_target(node.target)}({', '.join(arguments)}){behind}"
+
+
+def _target(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return f"higher_order.{target.name()}"
+    if target in _NAMES:
+        return _NAMES[target]
+    module = (getattr(target, "__module__", "") or "builtins").lstrip("_")
+    name = getattr(target, "__qualname__", getattr(target, "__name__", str(target)))
+    return str(name) if module.startswith("amp_compiler") else f"{module}.{name}"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return _tensor(value)
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(_value(item) or 'none' for item in value)})"
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return f"sym {value}"
+    return "" if value is None else type(value).__name__
+
+
+def _tensor(tensor: torch.Tensor) -> str:
+    short = neutral_dtype(tensor.dtype)
+    name = str(tensor.dtype).removeprefix("torch.") if short in (DType.FLOAT8, DType.OTHER) else short.short
+    text = f"{name}[{', '.join(map(str, tensor.shape))}]"
+    if tensor.layout is torch.strided and not tensor.is_contiguous():
+        text += f"{{{', '.join(map(str, tensor.stride()))}}}"
+    if tensor.device.type != "cpu":
+        text += f"@{tensor.device.type}"
+    return text
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return value.name
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_argument, value))}{',' if len(value) == 1 else ''})"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_argument, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{json.dumps(key)}: {_argument(item)}' for key, item in value.items())}}}"
+    if isinstance(value, slice):
+        return f"slice({_argument(value.start)}, {_argument(value.stop)}, {_argument(value.step)})"
+    if isinstance(value, str):
+        return json.dumps(value)
+    if isinstance(value, torch.device):
+        return f'device("{value.type}")'
+    if callable(value):
+        return _target(value)
+    return str(value) if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)) else repr(value)
+
+
+# What passes tell one another in node.meta, in the order of the text: key, how it is written, how it is read.
+_MARKS: tuple[tuple[str, Callable[[Any], str], Callable[[str], Any]], ...] = (
+    ("amp_phase", lambda value: f"phase={value}", str),
+    ("amp_seed", lambda value: "seed", bool),
+    ("amp_pin", lambda value: f"pin={value.precision}", lambda text: Pin(text, "from text")),
+    ("amp_volatile", lambda value: "volatile", bool),
+    ("amp_cast", lambda value: "cast", bool),
+    ("amp_backward", lambda value: f"backward={neutral_dtype(value).short}", lambda text: torch_dtype(_BY_SHORT[text])),
+    (
+        "amp_low",
+        lambda value: f"low={value[0]}:{neutral_dtype(value[1]).short}",
+        lambda text: (text.partition(":")[0], torch_dtype(_BY_SHORT[text.partition(":")[2]])),
+    ),
+    (
+        "amp_state",
+        lambda value: f"state={'/'.join(map(str, value))}",
+        lambda text: tuple(int(part) if part.isdigit() else part for part in text.split("/")),
+    ),
+)
+
+
+def _marks(node: fx.Node) -> str:
+    found = [write(node.meta[key]) for key, write, _ in _MARKS if node.meta.get(key)]
+    if node.op == "call_function":
+        module, kind = module_of(node)
+        if module or kind:
+            found.append(f"at={module}:{kind}")
+    return " ".join(found)
+
+
+def parse_fx(text: str) -> fx.GraphModule:
+    """The graph that `format_fx` wrote, or that was written by hand, with fake tensors on every node.
+
+    Args:
+        text: as `format_fx` writes it. Blank lines and lines that begin with `#` say nothing.
+
+    Raises:
+        GraphError: the text is malformed; the message names the line.
+    """
+    blocks: dict[str, list[tuple[int, str]]] = {"": []}
+    current = blocks[""]
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.startswith("graph "):
+            current = blocks.setdefault(line.removeprefix("graph ").strip(), [])
+        elif line.strip() and not line.lstrip().startswith("#"):
+            current.append((number, line.strip()))
+    root = torch.nn.Module()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    for name in sorted(blocks, key=lambda path: -path.count(".") - (path != "")):  # inner graphs first
+        made = _Reader(mode, root if not name else torch.nn.Module()).read(blocks[name])
+        if not name:
+            return made
+        root.add_module(name, made)
+    raise GraphError("there is no graph in this text")
+
+
+class _Reader:
+    """Reads the lines of one graph."""
+
+    def __init__(self, mode: FakeTensorMode, root: torch.nn.Module) -> None:
+        self.mode, self.root, self.graph = mode, root, fx.Graph()
+        self.made: dict[str, fx.Node] = {}
+
+    def read(self, lines: list[tuple[int, str]]) -> fx.GraphModule:
+        for number, line in lines:
+            try:
+                self._read(line)
+            except (SyntaxError, ValueError, KeyError, AttributeError, TypeError) as cause:
+                raise GraphError(
+                    f"'{line}' is no line of an FX graph: {cause}",
+                    where=f"line {number}",
+                    mend="see amp_compiler.fx.text",
+                ) from cause
+        module = fx.GraphModule(self.root, self.graph)
+        module.graph.lint()
+        return module
+
+    def _read(self, line: str) -> None:
+        content, _, marks = line.partition("  # ")
+        if content.split(" ")[0] == "return":
+            tree = ast.parse(f"[{content.removeprefix('return').strip()}]", mode="eval").body
+            self.graph.output(tuple(self._evaluate(tree)))
+            return
+        if content.startswith("in "):
+            name, _, kind = content.removeprefix("in ").partition(": ")
+            node = self.graph.placeholder(name)
+        else:
+            found = _LINE.fullmatch(content)
+            if found is None:
+                raise ValueError("a node is written 'name: type = op(arguments)'")
+            name, kind = found["name"], found["type"] or ""
+            node = self._call(ast.parse(found["call"], mode="eval").body)
+        node._rename(name)
+        if node.op == "placeholder":
+            node.target = node.name
+        if node.name != name:
+            raise ValueError(f"there are two nodes '{name}'")
+        if kind:
+            node.meta["val"] = self._value(kind.strip())
+        for mark in marks.split():
+            self._mark(node, mark)
+        self.made[name] = node
+
+    def _call(self, call: ast.expr) -> fx.Node:
+        if not isinstance(call, ast.Call):
+            raise ValueError("there is no call behind '='")
+        arguments = tuple(self._evaluate(one) for one in call.args)
+        keywords = {str(one.arg): self._evaluate(one.value) for one in call.keywords}
+        name = ast.unparse(call.func)
+        if name == "attribute":
+            if not hasattr(self.root, arguments[0]):
+                setattr(self.root, arguments[0], torch.nn.Module())
+            return self.graph.get_attr(arguments[0])
+        if name in ("call_method", "call_module"):
+            return self.graph.create_node(name, arguments[0], arguments[1:], keywords)
+        return self.graph.call_function(_function(name), arguments, keywords)
+
+    def _evaluate(self, tree: ast.expr) -> Any:
+        if isinstance(tree, ast.Name):
+            if tree.id in self.made:
+                return self.made[tree.id]
+            if tree.id in ("inf", "nan"):
+                return getattr(math, tree.id)
+            return _function(tree.id)
+        if isinstance(tree, ast.Attribute):
+            return _function(ast.unparse(tree))
+        if isinstance(tree, ast.List):
+            return [self._evaluate(item) for item in tree.elts]
+        if isinstance(tree, ast.Tuple):
+            return tuple(self._evaluate(item) for item in tree.elts)
+        if isinstance(tree, ast.Dict):
+            return {ast.literal_eval(k): self._evaluate(v) for k, v in zip(tree.keys, tree.values, strict=True)}  # type: ignore[arg-type]
+        if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub):
+            return -self._evaluate(tree.operand)
+        if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.id in ("device", "slice"):
+            arguments = [self._evaluate(one) for one in tree.args]
+            return torch.device(*arguments) if tree.func.id == "device" else slice(*arguments)
+        return ast.literal_eval(tree)
+
+    def _value(self, text: str) -> Any:
+        if text.startswith("("):
+            return tuple(
+                None if part == "none" else self._value(part) for part in re.split(r", (?=[a-z(])", text[1:-1])
+            )
+        found = _TENSOR.fullmatch(text)
+        if found is None:
+            raise ValueError(f"'{text}' is no type")
+        dtype = (
+            torch_dtype(_BY_SHORT[found["dtype"]]) if found["dtype"] in _BY_SHORT else getattr(torch, found["dtype"])
+        )
+        shape = [int(size) for size in found["shape"].split(",") if size.strip()]
+        device = found["device"] or "cpu"
+        with self.mode:
+            if found["stride"] is None:
+                return torch.empty(shape, dtype=dtype, device=device)
+            return torch.empty_strided(shape, [int(s) for s in found["stride"].split(",")], dtype=dtype, device=device)
+
+    def _mark(self, node: fx.Node, mark: str) -> None:
+        name, _, value = mark.partition("=")
+        if name == "at":
+            module, _, kind = value.partition(":")
+            node.meta["nn_module_stack"] = {module: (module, kind)}
+            return
+        for key, _, read in _MARKS:
+            if key.removeprefix("amp_") == name:
+                node.meta[key] = read(value or "true")
+                return
+        raise ValueError(f"there is no mark '{mark}'")
+
+
+def _function(name: str) -> Any:
+    """The function, operator or constant of torch that a dotted name stands for."""
+    if name in _FUNCTIONS:
+        return _FUNCTIONS[name]
+    first, _, rest = name.partition(".")
+    found: Any = {"torch": torch, "operator": operator, "math": math}.get(first)
+    if first == "higher_order":
+        return getattr(torch.ops.higher_order, rest)
+    if found is None:
+        found, rest = torch.ops, name
+    for part in rest.split("."):
+        found = getattr(found, part)
+    if found is None or isinstance(found, torch._ops.OpOverloadPacket):
+        raise ValueError(f"'{name}' names no operator; write its overload too")
+    return found

@@ -1,0 +1,1 @@
+"""What is decided on: element types, the neutral graph and its text, the plan. No torch, no ONNX."""

@@ -1,0 +1,240 @@
+"""`PrecisionGraph`: the neutral graph that every pass of the planner works on.
+
+It knows values with a type and a size, and nodes with a canonical op, their module and their source line. It knows
+nothing of torch or ONNX: a frontend lowers its own graph to this one and carries a plan back.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import networkx as nx
+
+from amp_compiler.errors import GraphError
+from amp_compiler.ir.dtypes import DType
+
+Attr = bool | int | float | str | tuple["Attr", ...] | None
+
+
+class ValueKind(enum.Enum):
+    """Where a value comes from; `.value` is its keyword in graph text."""
+
+    INPUT = "input"
+    PARAMETER = "param"
+    BUFFER = "buffer"
+    CONSTANT = "const"
+    RESULT = "result"
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor that flows through the graph.
+
+    Args:
+        name: unique in the graph.
+        dtype: element type as captured, before any rewrite.
+        shape: dimensions; a string is a symbolic one, `None` an unknown rank.
+        numel: number of elements; symbolic dimensions count by their hint.
+        kind: where it comes from.
+        volatile: it shares memory with a tensor that is changed in place, so its contents depend on when it is read:
+            a cast of it must stand right before its user and must not be shared.
+    """
+
+    name: str
+    dtype: DType
+    shape: tuple[int | str, ...] | None = ()
+    numel: int = 1
+    kind: ValueKind = ValueKind.RESULT
+    volatile: bool = False
+
+    @property
+    def rank(self) -> int | None:
+        """Number of dimensions, `None` where unknown."""
+        return None if self.shape is None else len(self.shape)
+
+    def nbytes(self, dtype: DType | None = None) -> int:
+        """Bytes that the value takes, in its own type or in `dtype`."""
+        return self.numel * (dtype or self.dtype).itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """One tensor argument of a node.
+
+    Args:
+        value: name of the value read.
+        slot: name of the argument in the op's schema, such as `weight`; `tensors.1` for the second of a list.
+        allowed: types that the op takes there, where the frontend knows them (ONNX type constraints); else `None`.
+        tied: the op wants it in the type of its data, so that the op table cannot keep it in another one.
+    """
+
+    value: str
+    slot: str
+    allowed: frozenset[DType] | None = None
+    tied: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """What the model's own text demands of a node; no rule overrides it.
+
+    Args:
+        precision: `"fp32"`: run in FP32 (an `autocast(enabled=False)` region); `"keep"`: inputs and outputs stay as
+            captured; `"cast"`: an explicit cast, which takes any floating-point input and gives its captured type.
+        reason: why, with the user's source line where known.
+    """
+
+    precision: str
+    reason: str
+
+
+PIN_PRECISIONS = ("fp32", "keep", "cast")
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One operation.
+
+    Args:
+        name: unique in the graph.
+        op: canonical name, `aten.linear` or `onnx.Gemm` (FX overload names and in-place underscores are dropped).
+        inputs: tensor arguments in schema order.
+        outputs: names of the values made, in order.
+        attrs: the other arguments, by schema name: numbers, strings, tuples of them.
+        module: qualified name of the module that called it (`encoder.layer.0.mlp`), empty at the root.
+        module_type: class name of that module.
+        source: `file:line` of the user's model, empty where unknown.
+        region: name of the control-flow body that it stands in, empty at top level.
+        phase: `"forward"` or `"backward"`.
+        pin: what the model's text demands of it.
+    """
+
+    name: str
+    op: str
+    inputs: tuple[Operand, ...]
+    outputs: tuple[str, ...]
+    attrs: dict[str, Attr] = field(default_factory=dict)
+    module: str = ""
+    module_type: str = ""
+    source: str = ""
+    region: str = ""
+    phase: str = "forward"
+    pin: Pin | None = None
+
+
+class PrecisionGraph:
+    """Nodes in execution order, the values between them, and the graph's outputs.
+
+    Args:
+        device: type of the device that it runs on: `cpu`, `cuda`, …
+        folds: a cast of a parameter or constant is done once on the stored data and costs nothing at run time.
+
+    Example:
+        >>> graph = PrecisionGraph()
+        >>> graph.add_value(Value("x", DType.FLOAT32, (2, 3), 6, ValueKind.INPUT))
+        >>> relu = Node("y", "aten.relu", (Operand("x", "self"),), ("y",))
+        >>> graph.add_node(relu, [Value("y", DType.FLOAT32, (2, 3), 6)])
+        >>> graph.outputs = ["y"]
+        >>> graph.verify()
+    """
+
+    def __init__(self, device: str = "cpu", *, folds: bool = False) -> None:
+        self.device, self.folds = device, folds
+        self.values: dict[str, Value] = {}
+        self.nodes: dict[str, Node] = {}
+        self.outputs: list[str] = []
+        self._producer: dict[str, str] = {}
+        self._users: dict[str, list[tuple[str, int]]] = {}
+
+    def add_value(self, value: Value) -> None:
+        """Add an input, parameter, buffer or constant.
+
+        Raises:
+            GraphError: where the name is taken.
+        """
+        if value.name in self.values:
+            raise GraphError(f"the value name '{value.name}' is taken", mend="give every value a name of its own")
+        self.values[value.name] = value
+        self._users[value.name] = []
+
+    def add_node(self, node: Node, outputs: Iterable[Value]) -> None:
+        """Append a node and the values that it makes.
+
+        Raises:
+            GraphError: where a name is taken, an operand is unknown, or the outputs do not match `node.outputs`.
+        """
+        made = list(outputs)
+        if node.name in self.nodes:
+            raise GraphError(f"the node name '{node.name}' is taken", mend="give every node a name of its own")
+        if tuple(value.name for value in made) != node.outputs:
+            raise GraphError(f"node '{node.name}' lists outputs {node.outputs} but makes other values")
+        for operand in node.inputs:
+            if operand.value not in self.values:
+                raise GraphError(
+                    f"node '{node.name}' reads '{operand.value}', which nothing before it makes",
+                    mend="add nodes in execution order",
+                )
+        for value in made:
+            self.add_value(value)
+            self._producer[value.name] = node.name
+        for index, operand in enumerate(node.inputs):
+            self._users[operand.value].append((node.name, index))
+        self.nodes[node.name] = node
+
+    def is_folded(self, value: str) -> bool:
+        """True where a cast of `value` costs nothing at run time."""
+        return self.folds and self.values[value].kind in (ValueKind.PARAMETER, ValueKind.CONSTANT)
+
+    def producer(self, value: str) -> Node | None:
+        """The node that makes `value`; `None` for inputs, parameters, buffers and constants."""
+        name = self._producer.get(value)
+        return None if name is None else self.nodes[name]
+
+    def users(self, value: str) -> list[tuple[Node, int]]:
+        """Each (node, operand index) that reads `value`, in execution order."""
+        return [(self.nodes[name], index) for name, index in self._users[value]]
+
+    def operands(self, node: Node) -> Iterator[tuple[Operand, Value]]:
+        """The operands of a node with the values that they read."""
+        for operand in node.inputs:
+            yield operand, self.values[operand.value]
+
+    def to_networkx(self) -> nx.DiGraph:
+        """The node-to-node dependency graph, for graph algorithms."""
+        graph: nx.DiGraph = nx.DiGraph()
+        graph.add_nodes_from(self.nodes)
+        for node in self.nodes.values():
+            for operand in node.inputs:
+                source = self._producer.get(operand.value)
+                if source is not None:
+                    graph.add_edge(source, node.name)
+        return graph
+
+    def verify(self) -> None:
+        """Check the invariants that `add_value` and `add_node` cannot hold alone.
+
+        Raises:
+            GraphError: an output is no value, a pin is unknown, a size is negative, or a value has two kinds of origin.
+        """
+        for name in self.outputs:
+            if name not in self.values:
+                raise GraphError(f"the graph returns '{name}', which is not a value of it")
+        for value in self.values.values():
+            made = value.name in self._producer
+            if made != (value.kind is ValueKind.RESULT):
+                raise GraphError(
+                    f"value '{value.name}' is a {value.kind.value} but {'has' if made else 'lacks'} a producer"
+                )
+            if value.numel < 0:
+                raise GraphError(f"value '{value.name}' has {value.numel} elements")
+        for node in self.nodes.values():
+            if node.pin is not None and node.pin.precision not in PIN_PRECISIONS:
+                raise GraphError(f"node '{node.name}' has the unknown pin '{node.pin.precision}'")
+
+    def to_text(self) -> str:
+        """The graph as text, the same on every run; `graph_text.parse_graph` reads it back."""
+        from amp_compiler.ir.graph_text import format_graph
+
+        return format_graph(self)

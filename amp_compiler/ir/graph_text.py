@@ -1,0 +1,179 @@
+r"""A `PrecisionGraph` as text, and back: for reading, for golden files, for diffs.
+
+    graph cpu
+    input x: fp32[2, 8]
+    param w: fp32[8, 8]
+    y = aten.linear(input=x, weight=w) -> fp32[2, 8]  module=fc1 type=Linear source="model.py:3" pin=fp32 "autocast off"
+    a, b = aten.split(self=y) {split_size=4} -> fp32[2, 4], fp32[2, 4] volatile  name=split
+    return a, b
+
+Blank lines and lines that begin with `#` say nothing. A dimension may be a name (`fp32[s0, 8]~64`: 64 elements by
+the hint), the rank unknown (`fp32[?]~64`). An operand may list the types that its op takes (`X=x:fp16|fp32`). A node is
+named after its first output unless `name=` says otherwise, and one without outputs is written `() = op(…)`. After the
+allowed types may stand `tied` (`X=x:fp16|fp32|tied`), and after the device `folds`. After the result
+types may stand `module`, `type`, `source`, `region`, `phase` and `pin`. Names with characters other than letters,
+digits, `_`, `.` and `/` are written as JSON strings, and so are values with the name of a keyword.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+
+from amp_compiler.errors import AmpError
+from amp_compiler.ir.graph import Attr, Node, Operand, PrecisionGraph, Value, ValueKind
+from amp_compiler.ir.graph_parser import KEYWORDS, Line, parse_node, parse_source, parse_value_names
+
+_BARE = re.compile(r"[A-Za-z0-9_./]+\Z")
+_WORDS = {True: "true", False: "false", None: "none"}
+
+
+def format_graph(graph: PrecisionGraph) -> str:
+    """The graph as text, the same for equal graphs.
+
+    Args:
+        graph: any graph; sources (inputs, parameters, buffers, constants) come first, then nodes in execution order.
+
+    Example:
+        >>> graph = PrecisionGraph()
+        >>> graph.add_value(Value("x", DType.FLOAT32, (2, "s0"), 6, ValueKind.INPUT))
+        >>> print(format_graph(graph), end="")
+        graph cpu
+        input x: fp32[2, s0]~6
+        return
+    """
+    lines = [f"graph {_word(graph.device)}" + (" folds" if graph.folds else "")]
+    for value in graph.values.values():
+        if value.kind is not ValueKind.RESULT:
+            lines.append(f"{value.kind.value} {_name(value.name)}: {_type(value)}")
+    lines += [_node(graph, node) for node in graph.nodes.values()]
+    lines.append(f"return {', '.join(map(_name, graph.outputs))}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def parse_graph(text: str) -> PrecisionGraph:
+    """The graph that `format_graph` wrote, or that was written by hand.
+
+    Args:
+        text: the whole text; its first line says `graph` and the device.
+
+    Raises:
+        GraphError: the text is malformed or breaks an invariant of graphs; the message names the line.
+
+    Example:
+        >>> graph = parse_graph("graph cpu\\ninput x: fp32[2]\\ny = aten.relu(self=x) -> fp32[2]\\nreturn y")
+        >>> graph.outputs
+        ['y']
+    """
+    graph: PrecisionGraph | None = None
+    line = Line("", 1)
+    returned = False
+    for number, content in enumerate(text.splitlines(), start=1):
+        if not content.strip() or content.lstrip().startswith("#"):
+            continue
+        line = Line(content, number)
+        if graph is None:
+            line.take("graph")
+            graph = PrecisionGraph(line.name(), folds=line.skip("folds"))
+            line.end()
+            continue
+        if returned:
+            raise line.error("nothing may follow 'return'")
+        try:
+            returned = _statement(graph, line)
+        except AmpError as cause:
+            raise cause if cause.where else line.error(cause.what, cause.mend) from cause
+    if graph is None:
+        raise line.error("the text holds no graph", "begin with 'graph cpu'")
+    graph.verify()
+    return graph
+
+
+def _statement(graph: PrecisionGraph, line: Line) -> bool:
+    """Read one line into the graph; True for the `return` line."""
+    word = line.peek()
+    if word == "return":
+        line.take("return")
+        outputs = parse_value_names(line) if line.peek() else []
+        for name in outputs:
+            if name not in graph.values:
+                raise line.error(f"the graph returns '{name}', which is not a value of it")
+        graph.outputs = outputs
+        line.end()
+        return True
+    if word in {kind.value for kind in ValueKind if kind is not ValueKind.RESULT}:
+        graph.add_value(parse_source(line))
+    else:
+        node, made = parse_node(line)
+        graph.add_node(node, made)
+    return False
+
+
+def _node(graph: PrecisionGraph, node: Node) -> str:
+    made = ", ".join(map(_name, node.outputs)) or "()"
+    reads = ", ".join(f"{_word(operand.slot)}={_operand(operand)}" for operand in node.inputs)
+    text = f"{made} = {_word(node.op)}({reads})"
+    if node.attrs:
+        text += " {" + ", ".join(f"{_word(key)}={_attr(value)}" for key, value in node.attrs.items()) + "}"
+    if node.outputs:
+        text += " -> " + ", ".join(_type(graph.values[name]) for name in node.outputs)
+    facts = []
+    if not node.outputs or node.name != node.outputs[0]:
+        facts.append(f"name={_word(node.name)}")
+    facts += [
+        f"{key}={_word(value)}"
+        for key, value in (("module", node.module), ("type", node.module_type), ("source", node.source))
+        if value
+    ]
+    if node.region:
+        facts.append(f"region={_word(node.region)}")
+    if node.phase != "forward":
+        facts.append(f"phase={_word(node.phase)}")
+    if node.pin is not None:
+        facts.append(f"pin={_word(node.pin.precision)} {_string(node.pin.reason)}")
+    return text + ("  " + " ".join(facts) if facts else "")
+
+
+def _name(value: str) -> str:
+    return _string(value) if value in KEYWORDS else _word(value)
+
+
+def _word(text: str) -> str:
+    return text if _BARE.match(text) else _string(text)
+
+
+def _string(text: str) -> str:
+    # Characters that str.splitlines takes for line ends are escaped too, so that a line stays a line.
+    plain = json.dumps(text, ensure_ascii=False)
+    return "".join(f"\\u{ord(char):04x}" if char in "\x7f\x85\u2028\u2029" else char for char in plain)
+
+
+def _operand(operand: Operand) -> str:
+    if operand.allowed is None:
+        return _name(operand.value) + (":tied" if operand.tied else "")
+    words = sorted(dtype.short for dtype in operand.allowed) or ["none"]
+    return f"{_name(operand.value)}:{'|'.join(words + ['tied'] * operand.tied)}"
+
+
+def _type(value: Value) -> str:
+    if value.shape is None:
+        shape, known = "?", None
+    else:
+        shape = ", ".join(str(dim) if isinstance(dim, int) else _dim(dim) for dim in value.shape)
+        sizes = [dim for dim in value.shape if isinstance(dim, int)]
+        known = math.prod(sizes) if len(sizes) == len(value.shape) else None
+    hint = "" if known == value.numel else f"~{value.numel}"
+    return f"{value.dtype.short}[{shape}]{hint}" + (" volatile" if value.volatile else "")
+
+
+def _dim(dim: str) -> str:
+    return _string(dim) if dim.isdecimal() else _word(dim)
+
+
+def _attr(value: Attr) -> str:
+    if isinstance(value, bool) or value is None:
+        return _WORDS[value]
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_attr, value))})"
+    return _string(value) if isinstance(value, str) else repr(value)

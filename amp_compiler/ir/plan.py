@@ -1,0 +1,196 @@
+"""`PrecisionPlan`: what was decided for every node and every cast, as a value that can be read, diffed and replayed."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from amp_compiler.errors import AmpError
+from amp_compiler.ir.files import write_atomically
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedNode:
+    """One node's verdict.
+
+    Args:
+        name: the node.
+        op: canonical op name.
+        family: op family.
+        module: qualified name of the module that called it.
+        precision: `low`, `fp32` or `keep`: what it runs in, after `widest` and `follow` were resolved.
+        rule: `file:line` of the rule that decided, empty where the model or a guard did.
+        reason: why.
+        asked: what the rule asked for (`widest` and `follow` included).
+        source: `file:line` of the user's model.
+        outputs: (value, type) of each output after the rewrite.
+        math: type to accumulate in, empty for the op's default.
+        backward: precision of the gradients, empty for the same as forward.
+        backward_math: type to accumulate the gradients in, empty for the op's default.
+    """
+
+    name: str
+    op: str
+    family: str
+    module: str
+    precision: str
+    rule: str
+    reason: str
+    asked: str = ""
+    source: str = ""
+    outputs: tuple[tuple[str, str], ...] = ()
+    math: str = ""
+    backward: str = ""
+    backward_math: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCast:
+    """One cast, or an upcast of the model that is read past.
+
+    Where `src == dst` nothing is cast: `users` read `value` itself, in place of the FP32 copy of it that the model's
+    own upcast makes.
+
+    Args:
+        value: the value that is cast.
+        src: its type, as `fp32`, `fp16`, `bf16`.
+        dst: the type that it is cast to.
+        bytes: memory traffic of it: elements times (size of src + size of dst).
+        users: (node, operand index) pairs that read the cast; the node name `return` is the graph's output list.
+        explicit: the cast stands in the model's own text; it is counted here and not inserted.
+    """
+
+    value: str
+    src: str
+    dst: str
+    bytes: int
+    users: tuple[tuple[str, int], ...] = ()
+    explicit: bool = False
+
+
+RETURN = "return"
+
+
+@dataclass(frozen=True)
+class PrecisionPlan:
+    """The outcome of planning. Compare two with `==`; print what differs with `diff`.
+
+    Args:
+        dtype: `fp16` or `bf16`.
+        rules: name of the rule set.
+        device: device type that was planned for.
+        nodes: verdicts in execution order.
+        casts: casts in execution order.
+
+    Example:
+        >>> plan = PrecisionPlan("fp16", "default", "cpu", (), ())
+        >>> plan.cast_bytes
+        0
+    """
+
+    dtype: str
+    rules: str
+    device: str
+    nodes: tuple[PlannedNode, ...]
+    casts: tuple[PlannedCast, ...]
+
+    @property
+    def cast_bytes(self) -> int:
+        """Bytes moved by all casts of one forward run, the model's own included."""
+        return sum(cast.bytes for cast in self.casts)
+
+    @property
+    def low_nodes(self) -> int:
+        """Number of nodes that run in the low type."""
+        return sum(node.precision == "low" for node in self.nodes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain Python data, ready for JSON."""
+        return {"version": FORMAT_VERSION, **asdict(self), "cast_bytes": self.cast_bytes}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> PrecisionPlan:
+        """Read back what `to_dict` or `to_json` wrote.
+
+        Raises:
+            AmpError: where the data is not a plan of this version.
+        """
+        if data.get("version") != FORMAT_VERSION:
+            raise AmpError(
+                f"this is a plan of version {data.get('version')!r}, not {FORMAT_VERSION}",
+                mend="make it again with amp.explain",
+            )
+        try:
+            nodes = tuple(
+                replace(PlannedNode(**node), outputs=tuple((name, dtype) for name, dtype in node["outputs"]))
+                for node in data["nodes"]
+            )
+            casts = tuple(
+                replace(PlannedCast(**cast), users=tuple((name, index) for name, index in cast["users"]))
+                for cast in data["casts"]
+            )
+            return cls(data["dtype"], data["rules"], data["device"], nodes, casts)
+        except (KeyError, TypeError, ValueError) as cause:
+            raise AmpError(f"the plan is damaged: {cause!r}", mend="make it again with amp.explain") from cause
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """The plan as JSON text, the same bytes on every run; written to `path` (atomically) where one is given."""
+        text = json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n"
+        if path is not None:
+            write_atomically(path, text)
+        return text
+
+    def to_html(self, path: str | Path) -> None:
+        """Write the plan as one self-contained HTML page, for a browser.
+
+        Raises:
+            AmpError: where the file cannot be written.
+        """
+        from amp_compiler.report.html import write_plan_html
+
+        write_plan_html(self, path)
+
+    def to_text(self) -> str:
+        """One line a node and one line a cast, for reading and for diffing."""
+        lines = [f"plan dtype={self.dtype} rules={self.rules} device={self.device} cast_bytes={self.cast_bytes}"]
+        for node in self.nodes:
+            made = ", ".join(dtype for _, dtype in node.outputs)
+            lines.append(
+                f"{node.precision:<5}{node.name} = {node.op} -> {made}"
+                + (f"  backward={node.backward}" if node.backward not in ("", node.precision) else "")
+                + (f"  module={node.module}" if node.module else "")
+                + (f"  rule={node.rule}" if node.rule else "")
+                + f"  ({node.reason})"
+            )
+        for cast in self.casts:
+            lines.append(_cast_line(cast))
+        return "\n".join(lines) + "\n"
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def diff(self, other: PrecisionPlan) -> str:
+        """A unified diff of the two plans' text; empty where they are equal."""
+        return "".join(
+            difflib.unified_diff(
+                self.to_text().splitlines(keepends=True),
+                other.to_text().splitlines(keepends=True),
+                "this",
+                "other",
+                n=0,
+            )
+        )
+
+
+def _cast_line(cast: PlannedCast) -> str:
+    users = ", ".join(f"{name}[{index}]" for name, index in cast.users)
+    if cast.explicit:
+        return f"model's own cast {cast.value}: {cast.src} -> {cast.dst}, {cast.bytes} bytes"
+    if cast.src == cast.dst:
+        return f"read {cast.value} ({cast.src}) itself, for {users}"
+    return f"cast {cast.value}: {cast.src} -> {cast.dst}, {cast.bytes} bytes, for {users}"

@@ -1,0 +1,173 @@
+"""Batches of inputs for an ONNX model: from dicts, npz files or a random generator, checked against the model."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper
+
+from amp_compiler.errors import OnnxError
+from amp_compiler.onnx.check.run import FLOAT_TYPES, Batch, LoadedModel, load
+
+Batches = Iterable[Batch] | str | Path
+
+
+def required_inputs(proto: onnx.ModelProto) -> dict[str, onnx.TypeProto]:
+    """The declared inputs that have no initializer as default, with their types."""
+    defaults = {tensor.name for tensor in proto.graph.initializer}
+    defaults |= {tensor.values.name for tensor in proto.graph.sparse_initializer}
+    return {value.name: value.type for value in proto.graph.input if value.name not in defaults}
+
+
+def iterate_batches(batches: Batches, model: LoadedModel) -> Iterator[dict[str, Any]]:
+    """The batches one by one, each checked against the model's inputs.
+
+    Args:
+        batches: dicts of arrays by input name; or an npz file (one batch); or a folder of npz files, read by name.
+        model: whose inputs they are.
+
+    Raises:
+        OnnxError: a missing or unknown input, or one of the wrong type or shape; no batch at all.
+    """
+    types = {value.name: value.type for value in model.proto.graph.input}
+    required = required_inputs(model.proto)
+    empty = True
+    for where, batch in _named_batches(batches):
+        empty = False
+        _check_batch(batch, types, set(required), where)
+        yield dict(batch)
+    if empty:
+        raise OnnxError("there is no batch in it", where=_place(batches), mend="give at least one batch of inputs")
+
+
+def count_batches(batches: Batches) -> int | None:
+    """How many batches there are, where that is known without reading them."""
+    if isinstance(batches, str | Path):
+        return len(_npz_files(Path(batches)))
+    return len(batches) if isinstance(batches, Sized) else None
+
+
+def _place(batches: Batches) -> str:
+    return str(batches) if isinstance(batches, str | Path) else "batches"
+
+
+def _npz_files(path: Path) -> list[Path]:
+    if path.is_dir():
+        return sorted(path.glob("*.npz"))
+    if path.is_file():
+        return [path]
+    raise OnnxError("no such file or folder", where=str(path), mend="name an npz file or a folder of npz files")
+
+
+def _named_batches(batches: Batches) -> Iterator[tuple[str, Batch]]:
+    if isinstance(batches, str | Path):
+        for file in _npz_files(Path(batches)):
+            try:
+                with np.load(file, allow_pickle=False) as data:
+                    arrays = {name: data[name] for name in data.files}
+            except Exception as cause:
+                raise OnnxError(
+                    f"it cannot be read as an npz file: {cause}",
+                    where=str(file),
+                    mend="write it with numpy.savez(path, **inputs)",
+                ) from cause
+            yield str(file), arrays
+        return
+    if isinstance(batches, Mapping):
+        raise OnnxError("it is one dict", where="batches", mend="give a list of dicts: [inputs]")
+    for index, batch in enumerate(batches):
+        if not isinstance(batch, Mapping):
+            raise OnnxError(
+                f"it is a {type(batch).__name__}, not a dict", where=f"batch {index}", mend="give {input name: array}"
+            )
+        yield f"batch {index}", batch
+
+
+def _check_batch(batch: Batch, types: Mapping[str, onnx.TypeProto], required: set[str], where: str) -> None:
+    missing = sorted(required - set(batch))
+    if missing:
+        raise OnnxError(
+            f"the input '{missing[0]}' is missing",
+            where=where,
+            mend=f"give all of {', '.join(sorted(required))}",
+        )
+    for name, value in batch.items():
+        if name not in types:
+            raise OnnxError(f"the model has no input '{name}'", where=where, mend=suggestion(name, types))
+        if types[name].HasField("tensor_type"):
+            _check_tensor(name, value, types[name].tensor_type, where)
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """The mend for a name that is not known: the nearest one, else some of them."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1)
+    if near:
+        return f"did you mean '{near[0]}'?"
+    return f"use one of {', '.join(names[:8])}{', …' if len(names) > 8 else ''}"
+
+
+def _check_tensor(name: str, value: Any, declared: onnx.TypeProto.Tensor, where: str) -> None:
+    if not isinstance(value, np.ndarray | np.generic):
+        raise OnnxError(
+            f"the input '{name}' is a {type(value).__name__}", where=where, mend="give a numpy.ndarray for it"
+        )
+    wanted = helper.tensor_dtype_to_np_dtype(declared.elem_type)
+    text = declared.elem_type == TensorProto.STRING and value.dtype.kind in "OUS"
+    if value.dtype != wanted and not text:
+        raise OnnxError(
+            f"the input '{name}' is {value.dtype}, and the model takes {wanted}",
+            where=where,
+            mend=f"convert it: array.astype('{wanted}')",
+        )
+    if not declared.HasField("shape"):
+        return
+    dims = declared.shape.dim
+    fits = len(dims) == value.ndim and all(
+        not dim.HasField("dim_value") or dim.dim_value == size for dim, size in zip(dims, value.shape, strict=True)
+    )
+    if not fits:
+        shown = ", ".join(str(dim.dim_value) if dim.HasField("dim_value") else dim.dim_param or "?" for dim in dims)
+        raise OnnxError(
+            f"the input '{name}' has the shape {list(value.shape)}, and the model takes [{shown}]",
+            where=where,
+            mend="give it that shape",
+        )
+
+
+def random_batches(
+    model: onnx.ModelProto | str | Path, *, count: int = 1, seed: int = 0, size: int = 2
+) -> list[dict[str, Any]]:
+    """Random inputs of the declared types and shapes: standard normal floats, integers of 0 and 1.
+
+    Args:
+        model: whose inputs.
+        count: number of batches.
+        seed: of the generator; the same seed gives the same batches.
+        size: of every dimension that the model leaves open.
+
+    Raises:
+        OnnxError: an input is no tensor of numbers.
+    """
+    loaded = load(model)
+    generator = np.random.default_rng(seed)
+    inputs = required_inputs(loaded.proto)
+    return [{name: _random(name, kind, generator, size) for name, kind in inputs.items()} for _ in range(count)]
+
+
+def _random(name: str, declared: onnx.TypeProto, generator: np.random.Generator, size: int) -> np.ndarray:
+    if not declared.HasField("tensor_type") or not declared.tensor_type.HasField("shape"):
+        raise OnnxError(f"no random values can be made for the input '{name}'", mend="give batches of inputs")
+    dims = declared.tensor_type.shape.dim
+    shape = [dim.dim_value if dim.HasField("dim_value") else size for dim in dims]
+    dtype = helper.tensor_dtype_to_np_dtype(declared.tensor_type.elem_type)
+    if dtype.kind in "iub":
+        return generator.integers(0, 2, shape).astype(dtype)
+    if declared.tensor_type.elem_type in FLOAT_TYPES:
+        return generator.standard_normal(shape).astype(dtype)
+    raise OnnxError(f"no random values can be made for the input '{name}' ({dtype})", mend="give batches of inputs")

@@ -1,0 +1,75 @@
+"""Calibration: the largest magnitude of every float value of an ONNX model over a user's batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import onnx
+
+from amp_compiler.errors import OnnxError
+from amp_compiler.onnx.check.batches import Batches, iterate_batches, suggestion
+from amp_compiler.onnx.check.run import FLOAT_TYPES, Runner, load
+from amp_compiler.onnx.check.taps import add_taps
+from amp_compiler.onnx.check.types import graph_types, infer_types, opset_versions
+
+
+def calibrate(
+    model: onnx.ModelProto | str | Path,
+    batches: Batches,
+    *,
+    names: Iterable[str] | None = None,
+    on_batch: Callable[[int], object] | None = None,
+) -> dict[str, float]:
+    """Run the FP32 model over all batches and measure its float values.
+
+    Every value is measured inside the run and given out as one number, so that memory stays that of a plain run
+    however many values there are, and the batches are read once. Values inside the bodies of `If`, `Loop` and `Scan`
+    and of model-local functions cannot be outputs of a model and are not measured.
+
+    Args:
+        model: the model, or its path; external weights are read by ONNX Runtime alone.
+        batches: an iterable of {input name: array}, an npz file (one batch), or a folder of npz files.
+        names: measure these values only; by default all float inputs and all float results of nodes. Initializers
+            are measured only when they are named.
+        on_batch: called with the number of batches done, after each.
+
+    Returns:
+        Value name to largest magnitude, in the order of the graph; infinite where an element was not finite in any
+        batch, 0 for an empty tensor.
+
+    Raises:
+        OnnxError: the model or a batch cannot be read or run, or a name is of no float value of the main graph.
+
+    Example:
+        >>> ranges = calibrate("model.onnx", [{"x": numpy.ones((2, 8), numpy.float32)}])
+        >>> ranges["x"]
+        1.0
+    """
+    loaded = load(model)
+    graph = loaded.proto.graph
+    types = graph_types(infer_types(loaded.proto).graph, {}, opset_versions(loaded.proto))
+    values = [value.name for value in graph.input] + [name for node in graph.node for name in node.output if name]
+    floats = [name for name in dict.fromkeys(values) if types.get(name) in FLOAT_TYPES]
+    weights = {tensor.name for tensor in graph.initializer}
+    if names is None:
+        chosen = [name for name in floats if name not in weights]
+    else:
+        chosen = list(dict.fromkeys(names))
+        known = {*floats, *(name for name in weights if types[name] in FLOAT_TYPES)}
+        for name in chosen:
+            if name not in known:
+                raise OnnxError(
+                    f"the main graph has no float value '{name}'", where=loaded.name, mend=suggestion(name, known)
+                )
+    tapped, taps = add_taps(loaded.proto, chosen, types)
+    del tapped.graph.output[: len(graph.output)]  # only the numbers are wanted
+    runner = Runner(tapped, loaded.folder, loaded.name) if taps else None
+    ranges = {tap.value: 0.0 for tap in taps}
+    for done, batch in enumerate(iterate_batches(batches, loaded), start=1):
+        outputs = runner.run(batch) if runner is not None else {}
+        for tap in taps:
+            ranges[tap.value] = max(ranges[tap.value], tap.absmax(outputs))
+        if on_batch is not None:
+            on_batch(done)
+    return ranges

@@ -1,0 +1,124 @@
+"""Taps: nodes that read a value where it is made and give its largest magnitude as one number.
+
+A tap stands right behind the value's producer, and the runner keeps the file's order, so a value is freed as if no tap
+read it: one run measures all values in the memory of a plain run and two copies of the largest value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from amp_compiler.errors import OnnxError
+from amp_compiler.onnx.check.run import FREE_INITIALIZERS
+from amp_compiler.onnx.check.types import opset_versions
+
+OLDEST = 7  # opset; older ones broadcast in another way
+OWN = 17  # opset that a model without the default domain is given for its taps
+
+
+@dataclass(frozen=True)
+class Tap:
+    """Where a value's numbers come out.
+
+    Args:
+        value: what is measured.
+        largest: the output that holds its largest magnitude, where all is finite.
+        check: the output that is 0 where every element is finite and NaN otherwise.
+    """
+
+    value: str
+    largest: str
+    check: str
+
+    def absmax(self, outputs: dict[str, Any]) -> float:
+        """The largest magnitude in one run's outputs; infinite where an element is not finite."""
+        return float("inf") if np.isnan(outputs[self.check]) else float(outputs[self.largest])
+
+
+def add_taps(model: onnx.ModelProto, values: Iterable[str], types: dict[str, int]) -> tuple[onnx.ModelProto, list[Tap]]:
+    """A copy of the model that gives, behind its own outputs, two numbers per value.
+
+    Args:
+        model: the model; its weights are shared by neither copy where they are external.
+        values: float values of the main graph, in no certain order.
+        types: element type of each.
+
+    Raises:
+        OnnxError: the model's opset is older than 7.
+    """
+    version = opset_versions(model).get("", OWN)
+    if version < OLDEST:
+        raise OnnxError(
+            f"the model's opset is {version}", mend=f"raise it with onnx.version_converter to {OLDEST} or later"
+        )
+    made = onnx.ModelProto()
+    made.CopyFrom(model)
+    made.ir_version = max(made.ir_version, FREE_INITIALIZERS)
+    if "" not in opset_versions(made):
+        made.opset_import.append(helper.make_opsetid("", version))
+    prefix = _free_prefix(made.graph)
+    wanted = set(values)
+    taps: list[Tap] = []
+    nodes: list[onnx.NodeProto] = []
+
+    def tap(name: str) -> None:
+        if name in wanted:
+            wanted.remove(name)
+            taps.append(Tap(name, f"{prefix}_{len(taps)}_largest", f"{prefix}_{len(taps)}_check"))
+            nodes.extend(_tap(taps[-1], types, prefix))
+
+    for source in (*made.graph.input, *made.graph.initializer):
+        tap(source.name)
+    for node in made.graph.node:
+        nodes.append(node)
+        for name in node.output:
+            tap(name)
+    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del made.graph.node[:]
+    made.graph.node.extend(copies)
+    made.graph.initializer.append(numpy_helper.from_array(np.array([-1], np.int64), f"{prefix}_flat"))
+    for wide, dtype in ((TensorProto.FLOAT, np.float32), (TensorProto.DOUBLE, np.float64)):
+        made.graph.initializer.append(numpy_helper.from_array(np.zeros(1, dtype), f"{prefix}_zero_{wide}"))
+    for made_tap in taps:
+        kind = _wide(types[made_tap.value])
+        for name in (made_tap.largest, made_tap.check):
+            made.graph.output.append(helper.make_tensor_value_info(name, kind, []))
+    return made, taps
+
+
+def _free_prefix(graph: onnx.GraphProto) -> str:
+    """What no value of the graph's name begins with."""
+    prefix = "amp_tap"
+    names = {name for node in graph.node for name in (*node.input, *node.output)}
+    while any(name.startswith(prefix) for name in names):
+        prefix += "_"
+    return prefix
+
+
+def _wide(kind: int) -> int:
+    return TensorProto.DOUBLE if kind == TensorProto.DOUBLE else TensorProto.FLOAT
+
+
+def _tap(tap: Tap, types: dict[str, int], prefix: str) -> list[onnx.NodeProto]:
+    """The nodes of one tap; a zero is put behind the elements, so that an empty tensor has a largest one."""
+    name, source, nodes = tap.largest.removesuffix("_largest"), tap.value, []
+    wide = _wide(types[tap.value])
+    if types[tap.value] != wide:
+        source = f"{name}_wide"
+        nodes.append(helper.make_node("Cast", [tap.value], [source], to=wide))
+    zero = f"{prefix}_zero_{wide}"
+    return [
+        *nodes,
+        helper.make_node("Reshape", [source, f"{prefix}_flat"], [f"{name}_flat"]),
+        helper.make_node("Concat", [f"{name}_flat", zero], [f"{name}_all"], axis=0),
+        helper.make_node("Abs", [f"{name}_all"], [f"{name}_abs"]),
+        helper.make_node("ReduceMax", [f"{name}_abs"], [tap.largest], keepdims=0),
+        helper.make_node("Mul", [f"{name}_all", zero], [f"{name}_nan"]),  # inf * 0 and NaN * 0 are NaN
+        helper.make_node("ReduceSum", [f"{name}_nan"], [tap.check], keepdims=0),
+    ]

@@ -1,0 +1,245 @@
+"""Verification by execution: a converted ONNX model against its FP32 original, with true rounding after every node."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from amp_compiler.errors import OnnxError
+from amp_compiler.onnx.check.batches import Batches, iterate_batches
+from amp_compiler.onnx.check.emulate import emulate, has_low_types
+from amp_compiler.onnx.check.run import FLOAT_TYPES, LoadedModel, Runner, load
+from amp_compiler.onnx.check.taps import Tap, add_taps
+from amp_compiler.onnx.check.trace import BadNode, Trace
+from amp_compiler.onnx.check.types import graph_types, infer_types, opset_versions
+
+TOLERANCES = {"fp16": 1e-2, "bf16": 8e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class OutputError:
+    """How far one output is from the original's, over all batches.
+
+    Args:
+        name: the output.
+        relative: relative L2 error, `‖a - b‖ / ‖a‖`; infinite where an element is not finite and the original's is.
+            For an output that is not of floats, the share of elements that differ.
+        largest: largest absolute difference of one element.
+        elements: number of elements compared.
+    """
+
+    name: str
+    relative: float
+    largest: float
+    elements: int
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What `verify` found.
+
+    Args:
+        outputs: errors of the outputs, in the model's order.
+        batches: number of batches compared.
+        first_bad: the first node, in the order of execution, whose result is not finite where the original's is;
+            `None` where there is none.
+        bad: number of such values.
+        engine: what ran the models: `onnxruntime`, or `onnx.reference` where ONNX Runtime lacks an operator.
+
+    Example:
+        >>> report = verify("m.onnx", "m.fp16.onnx", "data.npz")
+        >>> report.ok(1e-2), report.largest_error
+        (True, 0.00061)
+    """
+
+    outputs: tuple[OutputError, ...]
+    batches: int
+    first_bad: BadNode | None = None
+    bad: int = 0
+    engine: str = ""
+
+    @property
+    def largest_error(self) -> float:
+        """The largest relative error of any output."""
+        return max((output.relative for output in self.outputs), default=0.0)
+
+    def ok(self, tolerance: float) -> bool:
+        """True where every output is finite wherever the original's is, and off by `tolerance` at most.
+
+        A value between that is not finite (a mask that became minus infinity, say) does no harm by itself.
+        """
+        return self.largest_error <= tolerance
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data, ready for JSON; what is not finite is written as text."""
+        data: dict[str, Any] = _plain({**asdict(self), "largest_error": self.largest_error})
+        return data
+
+    def __str__(self) -> str:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+        for column in ("output", "relative error", "largest difference", "elements"):
+            table.add_column(column, justify="left" if column == "output" else "right", overflow="fold")
+        for output in self.outputs:
+            table.add_row(output.name, f"{output.relative:.3g}", f"{output.largest:.3g}", f"{output.elements:,}")
+        text = io.StringIO()
+        Console(file=text, width=120, color_system=None, markup=False).print(table)
+        batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
+        lines = [text.getvalue().rstrip(), f"largest relative error {self.largest_error:.3g} over {batches}"]
+        if self.first_bad is not None:
+            bad = self.first_bad
+            lines.append(
+                f"not finite first at {bad.op} '{bad.node}' ({bad.value}; the original's largest is "
+                f"{bad.original:.3g}); {self.bad} values in all"
+            )
+        return "\n".join(lines) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def verify(
+    original: onnx.ModelProto | str | Path,
+    converted: onnx.ModelProto | str | Path,
+    batches: Batches,
+    *,
+    trace: bool = True,
+    on_batch: Callable[[int], object] | None = None,
+) -> VerifyReport:
+    """Run both models on all batches and compare.
+
+    The original runs in FP32 in ONNX Runtime. The converted model runs as its FP32 twin (`emulate`), which rounds to
+    FP16 or bfloat16 after every node; so does an original that has 16-bit parts of its own. Nodes with random results
+    differ by nature.
+
+    Args:
+        original: the FP32 model, or its path.
+        converted: the converted one. A 16-bit input takes the batch's FP32 values, rounded.
+        batches: inputs of the original: dicts by input name, an npz file, or a folder of npz files.
+        trace: also look for the first node that is not finite; values within control-flow bodies are not looked at.
+        on_batch: called with the number of batches done, after each.
+
+    Raises:
+        OnnxError: a model or a batch cannot be read or run, or the two models' inputs or outputs have different names.
+    """
+    before, after = load(original), load(converted)
+    _same_interface(before, after)
+    first, second = _Side(before, trace, as_twin=has_low_types(before.proto)), _Side(after, trace, as_twin=True)
+    sums = {output.name: _Sum() for output in after.proto.graph.output}
+    traced = Trace(after.proto, (tap.value for tap in first.taps))
+    count = 0
+    for count, batch in enumerate(iterate_batches(batches, before), start=1):
+        expected, made = first.run(batch), second.run(batch)
+        for name, total in sums.items():
+            total.add(expected[name], made[name], name)
+        traced.add(first.ranges(expected), second.ranges(made))
+        if on_batch is not None:
+            on_batch(count)
+    outputs = tuple(total.result(name) for name, total in sums.items())
+    engine = first.engine if first.engine == second.engine else f"{first.engine}, {second.engine}"
+    return VerifyReport(outputs, count, *traced.result(), engine)
+
+
+def _same_interface(before: LoadedModel, after: LoadedModel) -> None:
+    for what in ("input", "output"):
+        one, two = ([value.name for value in getattr(side.proto.graph, what)] for side in (before, after))
+        if one != two:
+            raise OnnxError(
+                f"the {what}s are {', '.join(two)}, and the original's are {', '.join(one)}",
+                where=after.name,
+                mend="compare a model with its own conversion",
+            )
+
+
+class _Side:
+    """One of the two models, ready to run.
+
+    Args:
+        model: the model.
+        trace: measure the values between, too.
+        as_twin: run its twin with true rounding.
+    """
+
+    def __init__(self, model: LoadedModel, trace: bool, as_twin: bool) -> None:
+        self._twin = emulate(model.proto) if as_twin else None
+        proto = model.proto if self._twin is None else self._twin.proto
+        self.taps: list[Tap] = []
+        if trace:
+            types = graph_types(infer_types(proto).graph, {}, opset_versions(proto))
+            # The casts within the twin (to a 16-bit type) are not values of the model.
+            names = {name for node in model.proto.graph.node for name in node.output}
+            names.update(value.name for value in model.proto.graph.input)
+            proto, self.taps = add_taps(proto, {name for name in names if types.get(name) in FLOAT_TYPES}, types)
+        self._runner = Runner(proto, model.folder, model.name)
+        self.engine = self._runner.engine
+
+    def run(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Outputs by name, those of the taps among them."""
+        return self._runner.run(batch if self._twin is None else self._twin.feeds(batch))
+
+    def ranges(self, outputs: dict[str, Any]) -> dict[str, float]:
+        """Largest magnitude by value of one run."""
+        return {tap.value: tap.absmax(outputs) for tap in self.taps}
+
+
+class _Sum:
+    """Running sums of one output over the batches."""
+
+    def __init__(self) -> None:
+        self.difference = self.norm = self.largest = 0.0
+        self.elements = self.differing = 0
+        self.floats, self.bad = True, False
+
+    def add(self, expected: Any, made: Any, name: str) -> None:
+        """Add one batch: tensors, or sequences or optionals of them."""
+        if isinstance(expected, list | tuple):
+            if len(expected) != len(made):
+                raise OnnxError(f"the sequence '{name}' has {len(made)} elements, not {len(expected)}")
+            for one, two in zip(expected, made, strict=True):
+                self.add(one, two, name)
+            return
+        if expected is None and made is None:
+            return
+        one, two = np.asarray(expected), np.asarray(made)
+        if one.shape != two.shape:
+            raise OnnxError(f"the output '{name}' has the shape {list(two.shape)}, not {list(one.shape)}")
+        self.elements += one.size
+        if one.dtype.kind not in "fVc":  # V: bfloat16
+            self.floats = False
+            self.differing += int(np.sum(one != two))
+            return
+        wide = np.complex128 if one.dtype.kind == "c" else np.float64
+        a, b = one.astype(wide), two.astype(wide)
+        good = np.isfinite(a)
+        same = (a == b) | (np.isnan(a) & np.isnan(b))
+        self.bad |= bool(np.any(~(np.isfinite(b) | same)) or np.any(~good & ~same))
+        good &= np.isfinite(b)
+        difference = np.abs(np.where(good, a, 0) - np.where(good, b, 0))
+        self.difference += float(np.sum(difference**2))
+        self.norm += float(np.sum(np.abs(a[good]) ** 2))
+        self.largest = max(self.largest, float(difference.max(initial=0.0)))
+
+    def result(self, name: str) -> OutputError:
+        """The errors over all that was added."""
+        if not self.floats:
+            return OutputError(name, self.differing / max(self.elements, 1), float(self.differing > 0), self.elements)
+        if self.bad:
+            return OutputError(name, math.inf, math.inf, self.elements)
+        if self.norm == 0.0:
+            return OutputError(name, math.inf if self.difference else 0.0, self.largest, self.elements)
+        return OutputError(name, math.sqrt(self.difference / self.norm), self.largest, self.elements)

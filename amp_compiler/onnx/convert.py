@@ -1,0 +1,157 @@
+"""`amp.convert_onnx`: an ONNX model in, the same model in mixed precision out."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+from amp_compiler.errors import OnnxError
+from amp_compiler.ir.dtypes import low_type
+from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.onnx.lowering.apply import apply_plan
+from amp_compiler.onnx.lowering.lower import Lowered
+from amp_compiler.onnx.lowering.norms import guard_norms
+from amp_compiler.onnx.model.edit import rename_duplicates
+from amp_compiler.onnx.model.infer import infer, stripped
+from amp_compiler.onnx.model.save import save, to_proto
+from amp_compiler.onnx.plan import plan_onnx
+from amp_compiler.policy.loader import load_rules
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What `convert_onnx` did.
+
+    Args:
+        plan: every node's verdict and every cast.
+        model: the converted model; `None` where it was written to a file.
+        path: the file that was written; `None` where there is none.
+        changed: whether the plan changed anything.
+        report: what `verify=` found; `None` without it.
+    """
+
+    plan: PrecisionPlan
+    model: onnx.ModelProto | None = None
+    path: Path | None = None
+    changed: bool = False
+    report: Any = None
+
+
+def convert_onnx(
+    source: str | Path | onnx.ModelProto,
+    output: str | Path | None = None,
+    *,
+    rules: Any = "default",
+    dtype: str = "fp16",
+    calibration: Any = None,
+    keep_io_types: bool = True,
+    verify: Any = None,
+    raise_opset: bool = True,
+) -> Conversion:
+    """Convert an ONNX model to mixed precision.
+
+    Casts become `Cast` nodes, stored data whose readers are all low are stored in 16 bits, and whatever the plan does
+    not touch stays as it is, but for nodes with the name of an earlier one: they get one of their own, without which
+    ONNX Runtime refuses the model. Model-local functions are written out where they are called.
+
+    Args:
+        source: path of a model, or a `ModelProto`. It is never changed.
+        output: file to write, atomically; without it the model is returned. Where the input keeps its data in a file
+            of their own, so does the output (`<output>.data`).
+        rules: a preset name, a path, a dict or a `RuleSet`.
+        dtype: `"fp16"` or `"bf16"`.
+        calibration: batches (dicts from input name to array), an npz file or a folder of npz files: the FP32 model runs
+            over them, and the magnitudes that its values reach decide too.
+        keep_io_types: inputs and outputs of the graph keep their types. With `False`, floating-point outputs have the
+            type in which they are made, and FP32 inputs that are read in the low type alone have the low type.
+        verify: batches as for `calibration`, over which both models run with true rounding after every op.
+        raise_opset: raise the opset where only a later one admits the low type; with `False` such ops stay FP32.
+
+    Returns:
+        The plan, with the model or its path.
+
+    Raises:
+        OnnxError: the model cannot be read, converted or written.
+        RuleError: the rules cannot be loaded.
+
+    Example:
+        ```python
+        done = amp.convert_onnx("m.onnx", "m.fp16.onnx", rules="default", dtype="fp16")
+        print(done.plan.low_nodes, "of", len(done.plan.nodes), "nodes in fp16")
+        ```
+    """
+    low = low_type(dtype)
+    rule_set = load_rules(rules)
+    target = None if output is None else _target(source, output)
+    ranges: Mapping[str, float] = {}
+    if calibration is not None:
+        from amp_compiler.onnx.check.calibrate import calibrate
+
+        ranges = calibrate(source, calibration)
+    converted = None
+    with _paused_collector():
+        plan, lowered, found = plan_onnx(
+            source, rule_set, low, ranges, keep_io_types=keep_io_types, raising=raise_opset
+        )
+        rename_duplicates(lowered)
+        labels = {node.name: node.precision for node in plan.nodes}
+        changed = apply_plan(lowered, plan, floors=found.floors(labels, low), keep_io_types=keep_io_types)
+        if changed:
+            guard_norms(lowered)
+        if target is None:
+            converted = to_proto(lowered.model)
+            _check(lowered, converted, lowered.model.folder)
+        else:
+            save(lowered.model, target, lambda proto, folder: _check(lowered, proto, folder))
+    report = None
+    made: Path | onnx.ModelProto | None = target or converted
+    if verify is not None and made is not None:
+        from amp_compiler.onnx.check.verify import verify as compare
+
+        report = compare(source, made, verify)
+    return Conversion(plan, converted, target, changed, report)
+
+
+@contextlib.contextmanager
+def _paused_collector() -> Iterator[None]:
+    """No garbage collection while a large graph is built, which would walk it over and over."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def _target(source: str | Path | onnx.ModelProto, output: str | Path) -> Path:
+    target = Path(output)
+    if not isinstance(source, onnx.ModelProto):
+        path = Path(source)
+        same = path.samefile(target) if path.exists() and target.exists() else path.absolute() == target.absolute()
+        if same:
+            raise OnnxError("the output is the input", where=str(target), mend="name another output file")
+    if not target.parent.is_dir():
+        raise OnnxError("there is no such folder", where=str(target.parent), mend="create it first")
+    return target
+
+
+def _check(lowered: Lowered, converted: onnx.ModelProto, folder: Path | None) -> None:
+    """Let ONNX's own inference find any disagreement of types, unless the input has one already."""
+    try:
+        infer(stripped(converted, folder), strict=True)
+    except OnnxError as wrong:
+        try:
+            infer(stripped(lowered.model.proto, lowered.model.folder), strict=True)
+        except OnnxError:
+            return  # the input is at fault
+        raise OnnxError(
+            f"the converted model is not valid: {wrong.what}",
+            mend="report this as a bug, with the model; rules that keep the node in FP32 avoid it",
+        ) from wrong

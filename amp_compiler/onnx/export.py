@@ -1,0 +1,211 @@
+"""`amp.export_onnx`: a torch model in, an ONNX model in mixed precision out, by torch's own exporter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from amp_compiler.errors import CaptureError, OnnxError
+from amp_compiler.fx.capture import StandIn, export_module, split_example
+from amp_compiler.fx.lower import apply_plan, lower_graph
+from amp_compiler.ir.dtypes import DType, low_type
+from amp_compiler.ir.graph import Pin
+from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.onnx.exporting.attention import ATTENTION_OPSET, drop_idle_dropout, write_out_attention
+from amp_compiler.onnx.exporting.exporter import run_exporter
+from amp_compiler.onnx.exporting.from_fx import (
+    fold_stored_casts,
+    onnx_typing,
+    open_ends,
+    pin_misfits,
+    settle,
+    value_kinds,
+)
+from amp_compiler.onnx.exporting.misfits import unfit_nodes
+from amp_compiler.onnx.model.model import OnnxModel
+from amp_compiler.onnx.model.save import save
+from amp_compiler.passes.capture.canonicalize import normalize
+from amp_compiler.passes.pipeline import make_plan
+from amp_compiler.policy.loader import load_rules
+from amp_compiler.policy.rules import RuleSet
+
+DEFAULT_OPSET = {DType.FLOAT16: 20, DType.BFLOAT16: 22}  # convolutions take bfloat16 from opset 22 on
+_ROUNDS = 4  # exports until every op has types that ONNX admits
+
+
+@dataclass(frozen=True)
+class Export:
+    """What `export_onnx` did.
+
+    Args:
+        plan: every node's verdict and every cast, by the names of the torch graph.
+        model: the model; `None` where it was written to a file.
+        path: the file that was written; `None` where there is none.
+    """
+
+    plan: PrecisionPlan
+    model: onnx.ModelProto | None = None
+    path: Path | None = None
+
+
+def export_onnx(
+    model: nn.Module,
+    example_args: Any,
+    output: str | Path | None = None,
+    *,
+    rules: Any = "default",
+    dtype: str = "fp16",
+    example_kwargs: dict[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    keep_io_types: bool = True,
+    opset: int | None = None,
+    input_names: Sequence[str] | None = None,
+    output_names: Sequence[str] | None = None,
+) -> Export:
+    """Export a torch model to ONNX in mixed precision.
+
+    The model is captured and planned as `amp.compile` does it, with module names, autocast regions and explicit
+    casts, and the rewritten graph goes through torch's own exporter (`torch.onnx.export`), casts and all. Weights
+    that are read in 16 bits alone are stored in 16 bits. As an ONNX file runs anywhere, the plan is that for the device
+    `onnx`, as with `convert_onnx`.
+
+    Args:
+        model: an `nn.Module`, in eval mode; it is not changed.
+        example_args: as for `amp.explain`.
+        output: file to write, atomically; without it the model is returned. Data of 1.9 GB and more go to
+            `<output>.data`.
+        rules: a preset name, a path, a dict or a `RuleSet`.
+        dtype: `"fp16"` or `"bf16"`.
+        example_kwargs: further keyword arguments.
+        dynamic_shapes: as for `torch.export.export`.
+        keep_io_types: inputs and outputs keep their types. With `False`, outputs have the type in which they are made,
+            and inputs that are read in the low type alone have it.
+        opset: ONNX opset; 20 for FP16 and 22 for BF16 by default.
+        input_names: names of the inputs; those of `forward`'s arguments by default.
+        output_names: names of the outputs; the keys of a dict that `forward` returns, else `output`, or `output_0` and
+            so on.
+
+    Returns:
+        The plan, with the model or its path.
+
+    Raises:
+        CaptureError: the model cannot be captured as one graph, or changes its buffers.
+        OnnxError: torch's exporter cannot export it, or the file cannot be written.
+        RuleError: the rules cannot be loaded.
+
+    Example:
+        ```python
+        done = amp.export_onnx(model.eval(), (x,), "m.fp16.onnx", rules="default", dtype="fp16")
+        print(done.plan)
+        ```
+    """
+    low, rule_set = low_type(dtype), load_rules(rules)
+    if isinstance(model, StandIn):
+        model = model.original
+    if not isinstance(model, nn.Module):
+        raise CaptureError(
+            f"amp.export_onnx takes an nn.Module, not a {type(model).__name__}",
+            mend="for an ONNX file there is amp.convert_onnx",
+        )
+    target = None if output is None else Path(output)
+    if target is not None and not target.parent.is_dir():
+        raise OnnxError("there is no such folder", where=str(target.parent), mend="create it first")
+    args, kwargs = split_example(example_args)
+    version = DEFAULT_OPSET[low] if opset is None else opset
+    pins: dict[str, str] = {}
+    for _ in range(_ROUNDS):
+        program = export_module(model, args, {**kwargs, **(example_kwargs or {})}, dynamic_shapes)
+        plan = _rewrite(program, rule_set, low, version, keep_io_types, pins)
+        made = run_exporter(program, version, input_names, output_names or _output_names(program))
+        unfit = {name: why for name, why in unfit_nodes(made, low, plan).items() if name not in pins}
+        if not unfit:
+            break
+        pins.update(unfit)
+    return _deliver(plan, made, target)
+
+
+def _rewrite(
+    program: torch.export.ExportedProgram,
+    rules: RuleSet,
+    low: DType,
+    opset: int,
+    keep_io_types: bool,
+    pins: dict[str, str],
+) -> PrecisionPlan:
+    """Plan a program and carry the plan out on it, in place."""
+    kinds = value_kinds(program)
+    graph_module = program.graph_module
+    normalize(graph_module)
+    drop_idle_dropout(graph_module)
+    if opset < ATTENTION_OPSET:
+        write_out_attention(graph_module, low)
+    rules = replace(rules, ops=onnx_typing(rules.ops))
+    graph = lower_graph(graph_module, kinds)
+    graph.device, graph.folds = "onnx", True
+    pin_misfits(graph, program, low, rules.ops)
+    for name, why in pins.items():
+        graph.nodes[name] = replace(graph.nodes[name], pin=Pin("fp32", why))
+    plan = make_plan(graph, rules, low)
+    apply_plan(graph_module, plan)
+    fold_stored_casts(program)
+    if not keep_io_types:
+        open_ends(program, low)
+    settle(program)
+    return plan
+
+
+def _output_names(program: torch.export.ExportedProgram) -> list[str]:
+    """Names of the tensors that the program returns, after their places in what `forward` returns."""
+    results = program.graph.output_node().args[0]
+    whole = pytree.tree_unflatten(list(range(len(results))), program.call_spec.out_spec)  # type: ignore[arg-type]
+    names = [f"output_{index}" for index in range(len(results))] if len(results) > 1 else ["output"]  # type: ignore[arg-type]
+    try:
+        paths = [path for path, _ in pytree.tree_flatten_with_path(whole)[0]]
+    except ValueError:  # a container that does not tell its keys
+        paths = []
+    for index, path in enumerate(paths):
+        keys = [key.key if isinstance(key, pytree.MappingKey) else None for key in path]
+        if keys and isinstance(keys[0], str):
+            rest = [str(getattr(key, "idx", getattr(key, "key", ""))) for key in path[1:]]
+            names[index] = "_".join([keys[0], *rest])
+    tensors = [isinstance(item, torch.fx.Node) for item in results]  # type: ignore[union-attr]
+    chosen = [name for name, tensor in zip(names, tensors, strict=True) if tensor]
+    taken = {spec.arg.name for spec in program.graph_signature.input_specs}
+    return [f"{name}_out" if name in taken else name for name in chosen]
+
+
+def _deliver(plan: PrecisionPlan, made: ir.Model, target: Path | None) -> Export:
+    if target is None:
+        proto = ir.serde.serialize_model(made)
+        _check(proto)
+        return Export(plan, proto)
+    described = set(made.graph.initializers.values())
+    save(OnnxModel(onnx.ModelProto(), made, described=described), target, _check_at)
+    return Export(plan, path=target)
+
+
+def _check_at(proto: onnx.ModelProto, folder: Path) -> None:
+    """Check a model about to be written; one with data in a file of their own is read from there."""
+    if any(tensor.data_location == onnx.TensorProto.EXTERNAL for tensor in proto.graph.initializer):
+        (path,) = [path for path in folder.iterdir() if not path.name.endswith(".data")]
+        _check(path)
+    else:
+        _check(proto)
+
+
+def _check(model: onnx.ModelProto | Path) -> None:
+    try:
+        onnx.checker.check_model(model if isinstance(model, onnx.ModelProto) else str(model), full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as cause:
+        raise OnnxError(
+            f"the exported model is not valid: {str(cause).strip().splitlines()[0]}",
+            mend="give a later opset, or a rule that keeps the node in FP32",
+        ) from cause

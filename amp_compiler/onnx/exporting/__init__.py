@@ -1,0 +1,1 @@
+"""From a rewritten FX graph to an ONNX file."""

@@ -1,0 +1,95 @@
+"""An ONNX model as a trainable `torch.fx.GraphModule`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+
+from amp_compiler.errors import AmpError
+
+
+def onnx_to_fx(model: Any, *, trainable: Callable[[str, torch.Tensor], bool] | None = None) -> fx.GraphModule:
+    """Make a trainable module of an ONNX model.
+
+    The module takes the model's inputs in their order (or by name) and returns its output, or a tuple of them. Its
+    floating-point initializers are `nn.Parameter`s, the others buffers; names keep their dots, so that a model that
+    `torch.onnx.export` wrote has the torch model's parameter names (export with `optimize=False` for that: the
+    exporter's optimizer transposes weights and merges equal ones). Batch normalisation and dropout do what the file
+    says, whether the module is in train or eval mode.
+
+    Args:
+        model: a path, an `onnx.ModelProto` or an `onnx_ir.Model`, of any opset from 9 on.
+        trainable: `trainable(name, tensor)` says which floating-point initializers are parameters. Without it all are,
+            except for buffers by the metadata of torch's exporter, single numbers, masks with values beyond 1e30, and
+            what is used only as statistics, bounds, scales or shapes.
+
+    Returns:
+        The module. `meta["onnx_names"]` maps each parameter and buffer to its ONNX name.
+
+    Raises:
+        CaptureError: for operators that have no conversion: all of them, with their nodes and how to add them.
+        OnnxError: where the file cannot be read.
+
+    Example:
+        >>> import amp_compiler as amp, torch                                       # doctest: +SKIP
+        >>> module = amp.onnx_to_fx("m.onnx")                                       # doctest: +SKIP
+        >>> optimizer = torch.optim.AdamW(module.parameters(), 1e-4)                # doctest: +SKIP
+        >>> step = amp.training_step(module, loss_fn, optimizer, dtype="bf16")      # doctest: +SKIP
+    """
+    # ONNX is imported here, so that a user without ONNX models does not wait for it.
+    from amp_compiler.onnx.importing.build import build_module
+    from amp_compiler.onnx.importing.load import load_model
+
+    return build_module(load_model(model), trainable)
+
+
+def module_of(model: Any) -> Any:
+    """The module of an ONNX model, alone or in a dict, list or tuple of models; anything else as it is."""
+    if isinstance(model, dict):
+        return {key: module_of(one) for key, one in model.items()}
+    if type(model) in (list, tuple):
+        return type(model)(module_of(one) for one in model)
+    return onnx_to_fx(model) if _is_onnx(model) else model
+
+
+def trained_module(model: Any, optimizer: Any) -> tuple[Any, Any]:
+    """The model and the optimizer of a training step, with ONNX models made modules and a factory called.
+
+    Args:
+        model: what `amp.training_step` is given.
+        optimizer: optimizers, or a function that makes one from a list of parameters.
+
+    Raises:
+        AmpError: where an ONNX model comes with an optimizer that owns none of its parameters.
+    """
+    made = module_of(model)
+    modules = [one for one in pytree.tree_leaves(made) if isinstance(one, nn.Module)]
+    parameters = list({id(one): one for module in modules for one in module.parameters()}.values())
+    if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        return made, optimizer(parameters)
+    if made is model or not _has_onnx(model):
+        return model, optimizer
+    given = optimizer.values() if isinstance(optimizer, dict) else [optimizer]
+    groups = [group for one in given for group in getattr(one, "param_groups", [])]
+    if {id(one) for group in groups for one in group["params"]}.isdisjoint(map(id, parameters)):
+        raise AmpError(
+            "the optimizer owns no parameter of the ONNX model",
+            where=str(model) if isinstance(model, str) or hasattr(model, "__fspath__") else "",
+            mend="pass a function such as `lambda parameters: torch.optim.AdamW(parameters)`, or "
+            "`module = amp.onnx_to_fx(path)` with an optimizer over module.parameters()",
+        )
+    return made, optimizer
+
+
+def _has_onnx(model: Any) -> bool:
+    return any(_is_onnx(one) for one in pytree.tree_leaves(model))
+
+
+def _is_onnx(model: Any) -> bool:
+    """A path, a `ModelProto` or an `onnx_ir.Model`, told without importing ONNX."""
+    named = hasattr(model, "__fspath__") or (isinstance(model, str) and model.endswith(".onnx"))
+    return named or type(model).__module__.partition(".")[0] in ("onnx", "onnx_ir")

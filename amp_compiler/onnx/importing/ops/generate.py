@@ -1,0 +1,81 @@
+"""Operators that make tensors: fills, ranges, random numbers, windows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from amp_compiler.onnx.importing.ops.registry import op
+from amp_compiler.onnx.importing.ops.values import DTYPES, number, numbers, to_tensor
+
+
+def device_of(like: Tensor | None) -> torch.device | None:
+    """The device of a tensor, if there is one."""
+    return like.device if isinstance(like, Tensor) else None
+
+
+@op("ConstantOfShape", host=(0,))
+def _constant_of_shape(shape: Any, *, like: Tensor | None = None, value: tuple[Any, str] = (0.0, "float32")) -> Tensor:
+    return torch.full(numbers(shape), value[0], dtype=getattr(torch, value[1]), device=device_of(like))
+
+
+@op("Range", host=(0, 1, 2))
+def _range(start: Any, limit: Any, delta: Any, *, like: Tensor | None = None) -> Tensor:
+    known = [one.dtype for one in (start, limit, delta) if one.dtype != object]
+    dtype = to_tensor(np.empty(0, known[0])).dtype if known else torch.int64
+    return torch.arange(number(start), number(limit), number(delta), dtype=dtype, device=device_of(like))
+
+
+@op("EyeLike")
+def _eye_like(x: Tensor, *, dtype: int | None = None, k: int = 0) -> Tensor:
+    kind = x.dtype if dtype is None else DTYPES[dtype]
+    rows = torch.arange(x.shape[0], device=x.device).reshape(-1, 1)
+    return (torch.arange(x.shape[1], device=x.device) == rows + k).to(kind)
+
+
+@op("RandomUniform", "RandomNormal", pure=False)
+def _random(
+    *, kind: str, shape: Any, like: Tensor | None = None, dtype: int = 1, low: float = 0.0, high: float = 1.0,
+    mean: float = 0.0, scale: float = 1.0, seed: float = 0.0,
+) -> Tensor:  # fmt: skip
+    make = torch.randn if kind == "RandomNormal" else torch.rand
+    made = make(list(shape), dtype=DTYPES[dtype], device=device_of(like))
+    return made * scale + mean if kind == "RandomNormal" else made * (high - low) + low
+
+
+@op("RandomUniformLike", "RandomNormalLike", pure=False)
+def _random_like(
+    x: Tensor, *, kind: str, dtype: int | None = None, low: float = 0.0, high: float = 1.0, mean: float = 0.0,
+    scale: float = 1.0, seed: float = 0.0,
+) -> Tensor:  # fmt: skip
+    made = x.dtype if dtype is None else DTYPES[dtype]
+    if kind == "RandomNormalLike":
+        return torch.randn_like(x, dtype=made) * scale + mean
+    return torch.rand_like(x, dtype=made) * (high - low) + low
+
+
+@op("Bernoulli", pure=False)
+def _bernoulli(x: Tensor, *, dtype: int | None = None, seed: float = 0.0) -> Tensor:
+    return torch.bernoulli(x).to(x.dtype if dtype is None else DTYPES[dtype])
+
+
+@op("HannWindow", "HammingWindow", "BlackmanWindow", host=(0,))
+def _window(size: Any, *, kind: str, like: Tensor | None = None, output_datatype: int = 1, periodic: int = 1) -> Tensor:
+    length = number(size)
+    angle = (
+        2
+        * math.pi
+        * torch.arange(length, dtype=torch.float32, device=device_of(like))
+        / (length if periodic else length - 1)
+    )
+    if kind == "HannWindow":
+        made = 0.5 - 0.5 * torch.cos(angle)
+    elif kind == "HammingWindow":
+        made = 25 / 46 - 21 / 46 * torch.cos(angle)
+    else:
+        made = 0.42 - 0.5 * torch.cos(angle) + 0.08 * torch.cos(2 * angle)
+    return made.to(DTYPES[output_datatype])

@@ -1,0 +1,60 @@
+"""Matrix products and attention's parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from amp_compiler.onnx.importing.ops.registry import op
+
+
+@op("MatMul")
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    return torch.matmul(a, b)
+
+
+@op("Gemm")
+def _gemm(
+    a: Tensor, b: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0, transA: int = 0,
+    transB: int = 0, broadcast: int = 1,
+) -> Tensor:  # fmt: skip
+    a = a.t() if transA else a
+    if alpha == 1.0 and (c is None or (beta == 1.0 and c.dim() == 1 and c.shape[0] == b.shape[0 if transB else 1])):
+        return F.linear(a, b if transB else b.t(), c)
+    product = torch.mm(a, b.t() if transB else b)
+    product = product if alpha == 1.0 else alpha * product
+    return product if c is None else product + (c if beta == 1.0 else beta * c)
+
+
+@op("Einsum")
+def _einsum(*values: Tensor, equation: str) -> Tensor:
+    return torch.einsum(equation.replace(" ", ""), *values)
+
+
+@op("FusedMatMul", "TransposeMatMul", domain="com.microsoft")
+def _fused_matmul(
+    a: Tensor, b: Tensor, *, alpha: float = 1.0, transA: int = 0, transB: int = 0, transBatchA: int = 0,
+    transBatchB: int = 0,
+) -> Tensor:  # fmt: skip
+    if transBatchA or transBatchB:
+        raise NotImplementedError("FusedMatMul with transBatchA or transBatchB")
+    a = a.transpose(-1, -2) if transA and a.dim() > 1 else a
+    b = b.transpose(-1, -2) if transB and b.dim() > 1 else b
+    product = torch.matmul(a, b)
+    return product if alpha == 1.0 else alpha * product
+
+
+@op("FusedGemm", domain="com.microsoft")
+def _fused_gemm(
+    a: Tensor, b: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0, transA: int = 0,
+    transB: int = 0, activation: str = "", activation_alpha: float = 0.0,
+) -> Tensor:  # fmt: skip
+    result = _gemm(a, b, c, alpha=alpha, beta=beta, transA=transA, transB=transB)
+    known: dict[str, Any] = {"": lambda x: x, "Relu": torch.relu, "Sigmoid": torch.sigmoid, "Tanh": torch.tanh}
+    known["LeakyRelu"] = lambda x: F.leaky_relu(x, activation_alpha)
+    if activation not in known:
+        raise NotImplementedError(f"FusedGemm with activation '{activation}'")
+    return known[activation](result)  # type: ignore[no-any-return]

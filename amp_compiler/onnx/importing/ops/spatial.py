@@ -1,0 +1,46 @@
+"""Sampling of images by grids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from amp_compiler.errors import CaptureError
+from amp_compiler.onnx.importing.ops.registry import op
+from amp_compiler.onnx.importing.ops.values import numbers
+
+_MODES = {"bilinear": "bilinear", "linear": "bilinear", "nearest": "nearest", "bicubic": "bicubic", "cubic": "bicubic"}
+
+
+@op("GridSample")
+def _grid_sample(
+    x: Tensor, grid: Tensor, *, align_corners: int = 0, mode: str = "linear", padding_mode: str = "zeros"
+) -> Tensor:
+    if x.dim() not in (4, 5) or (x.dim() == 5 and _MODES[mode] == "bicubic"):
+        raise CaptureError(
+            f"GridSample of rank {x.dim()} in mode '{mode}'", mend="torch has rank 4, and 5 without cubic"
+        )
+    return F.grid_sample(x, grid, _MODES[mode], padding_mode, bool(align_corners))
+
+
+@op("AffineGrid", host=(1,))
+def _affine_grid(theta: Tensor, size: Any, *, align_corners: int = 0) -> Tensor:
+    return F.affine_grid(theta, numbers(size), bool(align_corners))
+
+
+@op("GridSample", domain="com.microsoft")
+def _grid_sample_ms(
+    x: Tensor, grid: Tensor, *, align_corners: int = 0, mode: str = "bilinear", padding_mode: str = "zeros"
+) -> Tensor:
+    return _grid_sample(x, grid, align_corners=align_corners, mode=mode, padding_mode=padding_mode)
+
+
+@op("Gelu", "QuickGelu", "FastGelu", "BiasGelu", domain="com.microsoft")
+def _gelu_ms(x: Tensor, bias: Tensor | None = None, *, kind: str, alpha: float = 1.702) -> Tensor:
+    x = x if bias is None else x + bias
+    if kind == "QuickGelu":
+        return x * torch.sigmoid(alpha * x)
+    return F.gelu(x, approximate="tanh" if kind == "FastGelu" else "none")

@@ -1,0 +1,286 @@
+"""Carrying a plan back onto an ONNX model: casts as nodes, and stored data rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import onnx_ir as ir
+
+from amp_compiler.errors import LoweringError
+from amp_compiler.ir.dtypes import DType, dtype_from_short
+from amp_compiler.ir.plan import RETURN, PlannedCast, PrecisionPlan
+from amp_compiler.onnx.lowering.lower import Lowered, Site
+from amp_compiler.onnx.model.data import convert, tensor_of
+from amp_compiler.onnx.model.edit import Scopes, set_data, set_type, unique, with_data
+from amp_compiler.onnx.model.model import all_graphs, bodies
+from amp_compiler.onnx.model.types import ir_type, neutral_type
+
+_IR_WITH_FREE_INITIALIZERS = 4  # the first IR version in which initializers need not be inputs
+
+
+def apply_plan(
+    lowered: Lowered, plan: PrecisionPlan, *, floors: Mapping[str, float] | None = None, keep_io_types: bool = True
+) -> bool:
+    """Carry out a plan on the model that it was made for, in place.
+
+    A cast stands right before its first reader, in the innermost graph that holds all of them, but never inside a loop
+    that the value enters from outside. Stored data whose readers all want the low type are rounded where they stand;
+    where some want FP32, there are two copies. An output of the graph keeps its name: what makes it is renamed.
+
+    Args:
+        lowered: the model and its neutral graph.
+        plan: the plan of that graph.
+        floors: by stored value, what its finite elements are raised to: the masks of attention.
+        keep_io_types: inputs of the graph keep their types; else one that is read in the low type alone becomes low.
+
+    Returns:
+        Whether anything was changed.
+
+    Raises:
+        LoweringError: the plan names a value or a node that the graph lacks.
+    """
+    writer = _Writer(lowered, plan, dict(floors or {}))
+    changed = writer.run()
+    if not keep_io_types:
+        changed |= writer.convert_inputs()
+    return changed
+
+
+class _Writer:
+    def __init__(self, lowered: Lowered, plan: PrecisionPlan, floors: dict[str, float]) -> None:
+        self.lowered, self.plan, self.floors = lowered, plan, floors
+        self.main = lowered.model.ir.graph
+        self.placed: dict[tuple[str, str, ir.Graph], ir.Value] = {}
+        self.folded: dict[tuple[str, DType], ir.Value] = {}
+        self.retired: set[str] = set()
+        self.outputs: dict[int, ir.Value] = {}
+        self.order: dict[ir.Node, int] = {}
+        self.scopes = Scopes(lowered.owners, {self.main: 0})
+        self.home: dict[ir.Value, ir.Graph] = {}
+        self.node_names: set[str] = set()
+        self.value_names: set[str] = set()
+        for graph in all_graphs(self.main):
+            for value in (*graph.inputs, *graph.initializers.values()):
+                self._note(value, graph)
+            for position, node in enumerate(graph):
+                self.order[node] = position
+                self.node_names.add(node.name or "")
+                for value in node.outputs:
+                    self._note(value, graph)
+                self.scopes.depth.update(dict.fromkeys(bodies(node).values(), self.scopes.depth[graph] + 1))
+
+    def _note(self, value: ir.Value, graph: ir.Graph) -> None:
+        self.home[value] = graph
+        self.value_names.add(value.name or "")
+
+    def run(self) -> bool:
+        """Retype what changed, place the casts, settle outputs and stored data."""
+        changed = self._retype()
+        for cast in self.plan.casts:
+            if not cast.explicit:
+                self._place(cast)
+                changed = True
+        self._settle_outputs()
+        for (name, _), new in self.folded.items():
+            self._retire(name, new)
+        for name, floor in self.floors.items():
+            changed |= self._raise(name, floor)
+        if changed:
+            model = self.lowered.model.ir
+            model.ir_version = max(model.ir_version, _IR_WITH_FREE_INITIALIZERS)
+        return changed
+
+    def _value(self, name: str) -> ir.Value:
+        if name not in self.lowered.values:
+            raise LoweringError(f"the plan casts '{name}', which the model does not have", mend="plan this model again")
+        return self.lowered.values[name]
+
+    def _retype(self) -> bool:
+        changed = False
+        for planned in self.plan.nodes:
+            for name, short in planned.outputs:
+                if self.lowered.graph.values[name].dtype.short != short:
+                    set_type(self._value(name), dtype_from_short(short))
+                    changed = True
+        return changed
+
+    def _place(self, cast: PlannedCast) -> None:
+        source = self._value(cast.value)
+        dst = dtype_from_short(cast.dst)
+        sites = list(self._sites(cast))
+        returned = [index for name, index in cast.users if name == RETURN]
+        if cast.src == cast.dst:
+            new = source
+        elif self.lowered.graph.is_folded(cast.value):
+            new = self._fold(cast.value, dst)
+        else:
+            new = self._cast(cast, source, dst, sites, bool(returned))
+        for site in sites:
+            if site.body is not None:
+                self._set_result(site.body, site.index, new, cast.dst)
+            else:
+                site.node.replace_input_with(site.index, new)
+        for index in returned:
+            self.outputs[self.lowered.returned[index]] = new
+
+    def _sites(self, cast: PlannedCast) -> Iterator[Site]:
+        for name, index in cast.users:
+            if name == RETURN:
+                continue
+            sites = self.lowered.sites.get(name)
+            if sites is None or index >= len(sites):
+                raise LoweringError(f"the plan casts operand {index} of '{name}', which the model lacks")
+            yield sites[index]
+
+    def _set_result(self, body: ir.Graph, index: int, new: ir.Value, short: str) -> None:
+        old = body.outputs[index]
+        if new.type is None and old.type is not None:
+            new.type, new.shape = old.type, old.shape
+            set_type(new, dtype_from_short(short))
+        body.outputs[index] = new
+
+    # ---- casts
+
+    def _cast(self, cast: PlannedCast, source: ir.Value, dst: DType, sites: list[Site], returned: bool) -> ir.Value:
+        graphs = [self.scopes.graph_of(site) for site in sites] + [self.main] * returned
+        graph = self.scopes.common(graphs, self.home[source])
+        key = (cast.value, cast.dst, graph)
+        if key in self.placed:
+            return self.placed[key]
+        base = source.name or "value"
+        node = ir.Node(
+            "",
+            "Cast",
+            [source],
+            [ir.AttrInt64("to", ir_type(dst).value)],
+            outputs=[ir.Value(name=unique(f"{base}_{cast.dst}", self.value_names))],
+            name=unique(f"{base}_to_{cast.dst}", self.node_names),
+        )
+        anchors = [anchor for site in sites if (anchor := self.scopes.anchor(site, graph)) is not None]
+        if anchors:
+            graph.insert_before(min(anchors, key=self.order.__getitem__), node)
+        else:
+            graph.append(node)
+        self.placed[key] = node.outputs[0]
+        return node.outputs[0]
+
+    # ---- outputs of the graph
+
+    def _settle_outputs(self) -> None:
+        """Give each output that is now made by another value its name back."""
+        casts = set(self.placed.values())
+        settled: dict[ir.Value, ir.Value] = {}
+        for index, new in self.outputs.items():
+            old = self.main.outputs[index]
+            if old in settled:
+                self.main.outputs[index] = settled[old]
+                continue
+            if new not in casts or new.is_graph_output():
+                new = self._identity(new)
+            settled[old] = new
+            self.main.outputs[index] = new
+            name, captured = old.name or "output", self._captured(index)
+            inner = old.dtype
+            new.type, new.shape, new.doc_string = old.type, old.shape, old.doc_string
+            set_type(new, captured)
+            short = neutral_type(inner.value).short if inner is not None else "inner"
+            old.name = unique(f"{name}_{short}", self.value_names)
+            old.doc_string = None
+            new.name = name
+
+    def _identity(self, source: ir.Value) -> ir.Value:
+        base = source.name or "value"
+        node = ir.Node(
+            "",
+            "Identity",
+            [source],
+            outputs=[ir.Value(name=unique(f"{base}_out", self.value_names))],
+            name=unique(f"{base}_to_output", self.node_names),
+        )
+        self.main.append(node)
+        return node.outputs[0]
+
+    def _captured(self, index: int) -> DType:
+        place = self.lowered.returned.index(index)
+        return self.lowered.graph.values[self.lowered.graph.outputs[place]].dtype
+
+    # ---- stored data
+
+    def _fold(self, name: str, dst: DType) -> ir.Value:
+        found = self.folded.get((name, dst))
+        if found is not None:
+            return found
+        old = self._value(name)
+        tensor = tensor_of(old)
+        if tensor is None:
+            raise LoweringError(f"'{name}' holds no data", mend="plan this model again")
+        title = unique(f"{old.name}_{dst.short}", self.value_names)
+        made = convert(tensor, dst, name=title, floor=self.floors.get(name))
+        new = ir.Value(name=title, type=ir.TensorType(ir_type(dst)), shape=old.shape)
+        producer = old.producer()
+        if producer is None:
+            new.const_value = made
+            self.home[old].register_initializer(new)
+        else:
+            node = with_data(producer, made, new, unique(f"{producer.name}_{dst.short}", self.node_names))
+            self.home[old].insert_before(producer, node)
+            self.order[node] = self.order[producer]
+        self.folded[name, dst] = new
+        return new
+
+    def _retire(self, name: str, new: ir.Value) -> None:
+        """Let rounded data take the place and the name of data that nobody reads any more."""
+        old, maker = self._value(name), new.producer()
+        if old.uses() or old.is_graph_output():
+            return
+        self.retired.add(name)
+        new.replace_all_uses_with(old, replace_graph_outputs=True)
+        producer = old.producer()
+        if producer is None or maker is None:
+            data = new.const_value
+            self.home[old].initializers.pop(new.name or "")
+            if data is not None:
+                data.name = old.name
+            old.const_value = data
+        else:
+            set_data(producer, maker.attributes["value"].value)
+            self.home[old].remove(maker, safe=True)
+        set_type(old, neutral_type(new.dtype.value) if new.dtype is not None else self.lowered.low)
+
+    def _raise(self, name: str, floor: float) -> bool:
+        """Raise the FP32 copy of a mask, where there is one left."""
+        value = self._value(name)
+        if name in self.retired or not (value.uses() or value.is_graph_output()):
+            return False
+        tensor = tensor_of(value)
+        if tensor is None:
+            return False
+        made = convert(tensor, self.lowered.graph.values[name].dtype, name=tensor.name or "", floor=floor)
+        node = value.producer()
+        if node is None:
+            value.const_value = made
+        else:
+            set_data(node, made)
+        return True
+
+    # ---- inputs of the graph
+
+    def convert_inputs(self) -> bool:
+        """Let each FP32 input that is read in the low type alone be an input of the low type."""
+        changed = False
+        casts = set(self.placed.values())
+        for value in list(self.main.inputs):
+            readers = [node for node, _ in value.uses()]
+            if not readers or value.is_initializer() or value.is_graph_output():
+                continue
+            made = [node for node in readers if node.outputs[0] in casts and not node.outputs[0].is_graph_output()]
+            if len(made) < len(readers) or value.dtype is not ir.DataType.FLOAT:
+                continue
+            value.dtype = ir_type(self.lowered.low)
+            for node in made:
+                node.outputs[0].replace_all_uses_with(value)
+                graph = node.graph
+                if isinstance(graph, ir.Graph):
+                    graph.remove(node, safe=True)
+            changed = True
+        return changed

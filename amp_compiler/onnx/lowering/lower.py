@@ -1,0 +1,266 @@
+"""The ONNX frontend: a model is lowered to a `PrecisionGraph`. `onnx_apply` carries a plan back.
+
+The graph is planned for the device `onnx`: a file runs anywhere, and is run rather than trained. Rules may match that.
+
+Bodies of If, Loop and Scan are written out before the node that holds them. That node reads the results of its bodies
+as operands after its own (`then_branch.0`), and everything that crosses the border of a body keeps its captured type.
+Bodies of Loop and Scan count as the region around them, so that a captured value is cast once, outside; each branch of
+an If is a region of its own.
+
+Initializers, `Constant` and `ConstantOfShape` nodes are parameters and constants, whose casts cost nothing: the stored
+data are rounded. An initializer that is also an input of the graph keeps its type, like a buffer that others may write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import onnx_ir as ir
+
+from amp_compiler.errors import OnnxError
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.graph import Attr, Node, Operand, PrecisionGraph, Value, ValueKind
+from amp_compiler.ir.plan import RETURN
+from amp_compiler.onnx.lowering.pins import Constraints, pin_of
+from amp_compiler.onnx.model.model import OnnxModel, bodies
+from amp_compiler.onnx.model.types import canonical_op
+
+FOLDED = ("Constant", "ConstantOfShape")
+LOOPS = ("Loop", "Scan")
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where an operand of a neutral node stands in the model: input `index` of `node`, or output `index` of a body."""
+
+    node: ir.Node
+    index: int
+    body: ir.Graph | None = None
+
+
+@dataclass
+class Lowered:
+    """A model with its neutral graph, and what leads from one to the other.
+
+    Args:
+        model: the model.
+        graph: the neutral graph.
+        low: the 16-bit type.
+        values: the value behind each neutral one.
+        nodes: the node behind each neutral one.
+        sites: where the operands of each neutral node stand.
+        returned: for each output of the neutral graph, its index among the outputs of the model.
+        owners: by body, the node that holds it.
+        late: nodes kept only since their opset does not admit the low type, with the first opset that does.
+    """
+
+    model: OnnxModel
+    graph: PrecisionGraph
+    low: DType
+    values: dict[str, ir.Value] = field(default_factory=dict)
+    nodes: dict[str, ir.Node] = field(default_factory=dict)
+    sites: dict[str, list[Site]] = field(default_factory=dict)
+    returned: list[int] = field(default_factory=list)
+    owners: dict[ir.Graph, ir.Node] = field(default_factory=dict)
+    late: dict[str, int] = field(default_factory=dict)
+
+
+def lower(
+    model: OnnxModel, low: DType, *, named: Callable[[str, str], bool] | None = None, keep_io_types: bool = True
+) -> Lowered:
+    """Lower a model.
+
+    Args:
+        model: as `onnx_model.read_model` gives it. It is not changed.
+        low: the 16-bit type; which operands may have it is read from `onnx.defs` for the model's own opset.
+        named: whether a rule names an op of a custom domain, by op and node name; none does without it.
+        keep_io_types: outputs keep their types; else floating-point ones take the type in which they are made.
+
+    Returns:
+        The neutral graph and the way back. Values have their ONNX names, nodes too as far as they are unique.
+
+    Example:
+        ```python
+        lowered = lower(read_model(*read_proto("m.onnx")), DType.FLOAT16)
+        plan = make_plan(lowered.graph, load_rules("default"), DType.FLOAT16)
+        ```
+    """
+    lowered = Lowered(model, PrecisionGraph("onnx", folds=True), low)
+    builder = _Builder(lowered, named or (lambda op, name: False))
+    main = model.ir.graph
+    builder.reserve(main)
+    builder.add_graph(main, "")
+    for index, value in enumerate(main.outputs):
+        name = builder.names.get(value)
+        if name is None:
+            continue
+        if keep_io_types or lowered.graph.values[name].dtype not in (DType.FLOAT32, low):
+            lowered.graph.outputs.append(name)
+            lowered.returned.append(index)
+    lowered.graph.verify()
+    return lowered
+
+
+class _Builder:
+    """Adds graph after graph, each value and node under a name of its own."""
+
+    def __init__(self, lowered: Lowered, named: Callable[[str, str], bool]) -> None:
+        self.lowered, self.model, self.graph = lowered, lowered.model, lowered.graph
+        self.named = named
+        self.names: dict[ir.Value, str] = {}
+        self.quantized: set[ir.Value] = set()
+        self._reserved: dict[str, ir.Value] = {}
+        self._next: dict[str, int] = {}
+        self._unnamed: dict[str, int] = {}
+
+    def reserve(self, graph: ir.Graph) -> None:
+        """Give values of the main graph their own names, whatever values in bodies before them are called."""
+        values = [*graph.inputs, *graph.initializers.values(), *(out for node in graph for out in node.outputs)]
+        self._reserved = {value.name: value for value in values if value.name}
+
+    def add_graph(self, graph: ir.Graph, region: str) -> None:
+        """Add the inputs, initializers and nodes of a graph."""
+        for value in graph.inputs:
+            self._add_source(value, ValueKind.BUFFER if value.is_initializer() else ValueKind.INPUT)
+        for value in graph.initializers.values():
+            if value not in self.names:
+                self._add_source(value, ValueKind.PARAMETER)
+        for node in graph:
+            if is_folded(node, self.model):
+                self._add_source(node.outputs[0], ValueKind.CONSTANT)
+                continue
+            self._add_node(node, region)
+
+    def _add_source(self, value: ir.Value, kind: ValueKind) -> None:
+        self.graph.add_value(self._value(value, kind))
+
+    def _add_node(self, node: ir.Node, region: str) -> None:
+        name = self._node_name(node)
+        inner = bodies(node)
+        looped = node.op_type in LOOPS
+        for attribute, body in inner.items():
+            self.lowered.owners[body] = node
+            self.add_graph(body, region if looped else f"{name}.{attribute}")
+        op = canonical_op(node.domain, node.op_type)
+        constraints = Constraints(self.model, node, self.lowered.low)
+        pin = pin_of(constraints, op, named=self.named(op, name), quantized=self._quantized(node))
+        if constraints.first_opset is not None and pin is not None and pin.reason == constraints.late_reason:
+            self.lowered.late[name] = constraints.first_opset
+        operands, sites = self._operands(node, constraints, inner)
+        outputs = [self._value(out, ValueKind.RESULT) for out in node.outputs if out.name]
+        self.graph.add_node(
+            Node(
+                name,
+                op,
+                tuple(operands),
+                tuple(value.name for value in outputs),
+                _attributes(node),
+                _module(node),
+                source=node.metadata_props.get("pkg.torch.onnx.stack_trace", "").rpartition("\n")[2][:200],
+                region=region,
+                pin=pin,
+            ),
+            outputs,
+        )
+        self.lowered.nodes[name] = node
+        self.lowered.sites[name] = sites
+
+    def _operands(
+        self, node: ir.Node, constraints: Constraints, inner: dict[str, ir.Graph]
+    ) -> tuple[list[Operand], list[Site]]:
+        operands, sites = [], []
+        for index, value in enumerate(node.inputs):
+            if value is None:
+                continue
+            if value not in self.names:
+                raise OnnxError(
+                    f"it reads '{value.name}', which nothing makes",
+                    where=f"node '{node.name}' ({node.op_type})",
+                    mend="run onnx.checker.check_model on the model",
+                )
+            slot, allowed, tied = constraints.operand(index)
+            operands.append(Operand(self.names[value], slot, allowed, tied))
+            sites.append(Site(node, index))
+        for attribute, body in inner.items():
+            for index, value in enumerate(body.outputs):
+                if value in self.names:
+                    captured = self.graph.values[self.names[value]].dtype
+                    operands.append(Operand(self.names[value], f"{attribute}.{index}", frozenset({captured})))
+                    sites.append(Site(node, index, body))
+        return operands, sites
+
+    def _quantized(self, node: ir.Node) -> bool:
+        """True for a node beside a quantising one: its types are part of the quantised pattern."""
+        makers = (value.producer() for value in node.inputs if value is not None)
+        if any(maker is not None and is_quantizing(maker) for maker in makers):
+            return True
+        return any(is_quantizing(user) for out in node.outputs for user, _ in out.uses())
+
+    def _value(self, value: ir.Value, kind: ValueKind) -> Value:
+        known = self.model.type_of(value)
+        name = self._value_name(value)
+        self.names[value] = name
+        self.lowered.values[name] = value
+        return Value(name, known.dtype or DType.OTHER, known.shape, known.numel, kind)
+
+    def _value_name(self, value: ir.Value) -> str:
+        name = value.name or "value"
+        if self._reserved.get(name, value) is value and name not in self.graph.values:
+            return name
+        return self._unique(name, lambda wanted: wanted in self._reserved or wanted in self.lowered.values)
+
+    def _node_name(self, node: ir.Node) -> str:
+        name = node.name or ""
+        if node in self.model.unnamed or not name:  # counted by op, so that casts in between change no name
+            number = self._unnamed[node.op_type] = self._unnamed.get(node.op_type, -1) + 1
+            name = f"{node.op_type}_{number}"
+        if name != RETURN and name not in self.lowered.nodes:
+            return name
+        return self._unique(name, lambda wanted: wanted in self.lowered.nodes)
+
+    def _unique(self, name: str, taken: Callable[[str], bool]) -> str:
+        number = self._next.get(name, 1)
+        while taken(f"{name}.{number}"):
+            number += 1
+        self._next[name] = number + 1
+        return f"{name}.{number}"
+
+
+def is_folded(node: ir.Node, model: OnnxModel) -> bool:
+    """True for a node that is nothing but stored data: a dense `Constant`, or a `ConstantOfShape` with a `value`."""
+    if node.domain not in ("", "ai.onnx") or node.op_type not in FOLDED or len(node.outputs) != 1:
+        return False
+    known = model.type_of(node.outputs[0])
+    stored = "value" in node.attributes or "value_float" in node.attributes or "value_floats" in node.attributes
+    return stored and known.tensor and known.dtype is not None
+
+
+def is_quantizing(node: ir.Node) -> bool:
+    """True for the ops between floating-point and quantised values."""
+    return node.domain in ("", "ai.onnx", "com.microsoft") and node.op_type in (
+        "QuantizeLinear",
+        "DequantizeLinear",
+        "DynamicQuantizeLinear",
+    )
+
+
+def _module(node: ir.Node) -> str:
+    """The module path that exporters leave: torch's metadata, or a path as node name (`/encoder/layer.0/MatMul`)."""
+    scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes")
+    if scopes:
+        names = [part.strip(" '\"") for part in scopes.strip("[]").split(",")]
+        return names[-2] if len(names) > 1 else ""
+    name = node.name or ""
+    return ".".join(name.strip("/").split("/")[:-1]) if name.startswith("/") else ""
+
+
+def _attributes(node: ir.Node) -> dict[str, Attr]:
+    found: dict[str, Attr] = {}
+    kinds = ir.AttributeType
+    for name, attribute in node.attributes.items():
+        if attribute.type in (kinds.INT, kinds.FLOAT, kinds.STRING):
+            found[name] = attribute.value
+        elif attribute.type in (kinds.INTS, kinds.FLOATS, kinds.STRINGS):
+            found[name] = tuple(attribute.value)
+    return found

@@ -1,0 +1,110 @@
+"""Ops known to leave the range of fp16: powers, sums of squares, exponentials, and what works on their results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from amp_compiler.ir.graph import Node
+from amp_compiler.onnx.model.walk import Walker, is_square
+
+_SQUARES = frozenset({"onnx.ReduceSumSquare", "onnx.ReduceL2"})
+_GROWING = frozenset(
+    {"onnx.Add", "onnx.Sub", "onnx.Max", "onnx.Min", "onnx.Clip", "onnx.Sum", "onnx.ReduceSum", "onnx.ReduceMean"}
+)
+_ENDING = frozenset({"onnx.Sqrt", "onnx.Reciprocal", "onnx.Div", "onnx.Log", "onnx.Pow"})
+_REACH = 12  # nodes between an op that overflows and the one that brings its result back into range
+
+
+class Overflows(Walker):
+    """Pins the patterns, each up to the op that brings its numbers back into range."""
+
+    def patterns(self) -> None:
+        """Squares and exponentials."""
+        for node in self.graph.nodes.values():
+            if node.op == "onnx.Pow" and (self.scalar(node, 1) or 0) >= 2:
+                self._overflows(node, "powers leave the range of fp16")
+            elif node.op in _SQUARES:
+                self._overflows(node, "sums of squares leave the range of fp16")
+            elif self._sums_squares(node):
+                self._overflows(node, "its squares are summed, which leaves the range of fp16")
+            elif node.op == "onnx.Exp" and not self._is_bounded(node):
+                self._overflows(node, "exponentials of more than 11 leave the range of fp16")
+
+    def sums_of_squares(self) -> Iterator[list[str]]:
+        """The nodes of each sum of squares, up to the root or quotient that it ends in; the square comes first."""
+        for node in self.graph.nodes.values():
+            squared = self._sums_squares(node) or (node.op == "onnx.Pow" and self.scalar(node, 1) == 2)
+            if squared and self._is_summed(node):
+                yield [node.name, *self._to_end(node)]
+
+    def _sums_squares(self, node: Node) -> bool:
+        return is_square(node) and self._is_summed(node)
+
+    def _overflows(self, node: Node, reason: str) -> None:
+        self.pin(node, reason)
+        for name in self._to_end(node):
+            self.pin(self.graph.nodes[name], f"it works on the result of '{node.name}': {reason}")
+
+    def _to_end(self, seed: Node) -> list[str]:
+        """The nodes between an op that overflows and the ops that bring its result back into range, those included."""
+        came: dict[str, str] = {}
+        ends: list[str] = []
+        frontier = [seed]
+        for _ in range(_REACH):
+            following: list[Node] = []
+            for node in frontier:
+                for user in self.users(node):
+                    if user.name in came:
+                        continue
+                    if user.op in _ENDING:
+                        came[user.name] = node.name
+                        ends.append(user.name)
+                        ends += self._after_root(user, came)
+                    elif user.op in _GROWING or self.passes(user) or self._scales(user):
+                        came[user.name] = node.name
+                        following.append(user)
+            frontier = following
+        between: dict[str, None] = {}
+        for end in ends:
+            name = end
+            while name != seed.name and name not in between:
+                between[name] = None
+                name = came[name]
+        return list(between)
+
+    def _after_root(self, node: Node, came: dict[str, str]) -> list[str]:
+        """After a root the quotient by it, and the product with a reciprocal: that of a large root is subnormal."""
+        found: list[str] = []
+        following = [node] if node.op == "onnx.Sqrt" else []
+        if node.op == "onnx.Reciprocal" or (node.op in ("onnx.Div", "onnx.Pow") and self.scalar(node, 0) is not None):
+            following = [node]
+        while following:
+            current = following.pop()
+            wanted = ("onnx.Reciprocal", "onnx.Div") if current.op == "onnx.Sqrt" else ("onnx.Mul",)
+            for user in self.users(current):
+                if user.op in wanted and user.name not in came:
+                    came[user.name] = current.name
+                    found.append(user.name)
+                    if user.op == "onnx.Reciprocal" or (user.op == "onnx.Div" and self.scalar(user, 0) is not None):
+                        following.append(user)
+        return found
+
+    def _scales(self, node: Node) -> bool:
+        return node.op == "onnx.Mul" and any(self.scalar(node, index) is not None for index in range(2))
+
+    def _is_summed(self, node: Node) -> bool:
+        frontier = [node]
+        for _ in range(_REACH):
+            users = [user for current in frontier for user in self.users(current)]
+            if any(user.op in ("onnx.ReduceSum", "onnx.ReduceMean") for user in users):
+                return True
+            frontier = [user for user in users if self.passes(user) or self._scales(user)]
+        return False
+
+    def _is_bounded(self, node: Node) -> bool:
+        """True for the exponential of a difference to a maximum, which is at most one."""
+        maker = self.behind(node, 0)
+        if maker is None or maker.op != "onnx.Sub":
+            return False
+        taken = self.behind(maker, 1)
+        return taken is not None and taken.op == "onnx.ReduceMax" and self.origin(maker, 0) == self.origin(taken, 0)

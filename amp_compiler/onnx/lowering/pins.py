@@ -1,0 +1,125 @@
+"""What an ONNX node's schema and surroundings demand: which operands may be 16-bit, which nodes stay as they are."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.graph import Pin
+from amp_compiler.onnx.model.model import OnnxModel, bodies
+from amp_compiler.onnx.model.types import Formal, canonical_domain, first_version, signature_of
+from amp_compiler.policy.op_table import op_table
+
+_CASTS = ("onnx.Cast", "onnx.CastLike")
+_BITS = ("onnx.BitCast",)
+
+
+class Constraints:
+    """The type constraints of one node, from `onnx.defs` for the model's own opset.
+
+    Args:
+        model: the model.
+        node: the node.
+        low: the 16-bit type.
+    """
+
+    def __init__(self, model: OnnxModel, node: ir.Node, low: DType) -> None:
+        self.model, self.node, self.low = model, node, low
+        self.flexible = frozenset({DType.FLOAT32, low})
+        domain = canonical_domain(node.domain)
+        version = node.version or model.opset(domain)
+        self.signature = signature_of(domain, node.op_type, version)
+        self.first_opset: int | None = None
+        self.late_reason = ""
+        self._made: set[str] = set()
+        if self.signature is not None:
+            for index, value in enumerate(node.outputs):
+                formal = self.signature.output(index)
+                if formal is not None and value.name and self.is_flexible(value):
+                    self._made.add(formal.variable)
+
+    def is_flexible(self, value: ir.Value | None) -> bool:
+        """True for a value captured in FP32 or in the low type."""
+        return value is not None and self.model.type_of(value).dtype in self.flexible
+
+    def operand(self, index: int) -> tuple[str, frozenset[DType] | None, bool]:
+        """Slot name, allowed types, and whether the type is tied to that of an output."""
+        formal = self._input(index)
+        if formal is None:
+            return f"input.{index}", None, False
+        if self.node.op_type == "CastLike" and index == 1:  # its type is what the node is there for
+            captured = self.model.type_of(self.node.inputs[1]).dtype if self.node.inputs[1] is not None else None
+            return formal.name, frozenset() if captured is None else frozenset({captured}), False
+        return formal.name, formal.allowed, formal.variable in self._made
+
+    def _input(self, index: int) -> Formal | None:
+        return None if self.signature is None else self.signature.input(index)
+
+    def unmovable(self) -> str | None:
+        """Why no other type may flow through the node, by its schema; `None` where one may."""
+        if self.signature is None:
+            return None
+        carried = set()
+        starved: list[int] = []
+        for index, value in enumerate(self.node.inputs):
+            formal = self._input(index)
+            if formal is None or not self.is_flexible(value):
+                continue
+            if self.flexible <= formal.allowed:
+                carried.add(formal.variable)
+            elif self.low not in formal.allowed:
+                starved.append(index)
+        for index, value in enumerate(self.node.outputs):
+            formal = self.signature.output(index)
+            if formal is None or formal.variable in carried or not value.name or not self.is_flexible(value):
+                continue
+            return self._starved(starved) or f"its output '{value.name}' does not take the type of an input"
+        return None if carried else self._starved(starved)
+
+    def _starved(self, indices: list[int]) -> str | None:
+        if not indices:
+            return None
+        domain = canonical_domain(self.node.domain)
+        version = self.node.version or self.model.opset(domain)
+        self.first_opset = first_version(domain, self.node.op_type, version, indices[0], self.low)
+        since = f" before opset {self.first_opset}" if self.first_opset else ""
+        self.late_reason = f"{self.node.op_type} takes no {self.low.short}{since}; the opset is {version}"
+        return self.late_reason
+
+
+def pin_of(constraints: Constraints, op: str, *, named: bool, quantized: bool) -> Pin | None:
+    """What the model demands of a node; `None` where the rules decide.
+
+    Args:
+        constraints: the node with its constraints.
+        op: its canonical name.
+        named: a rule names it.
+        quantized: it stands beside a quantising node.
+    """
+    model, node = constraints.model, constraints.node
+    values = [value for value in (*node.inputs, *node.outputs) if value is not None and value.name]
+    if bodies(node):
+        return Pin("keep", "control flow: what enters and leaves its bodies keeps its type")
+    unknown = next((value.name for value in values if model.type_of(value).dtype is None), None)
+    if op in _CASTS:
+        return Pin("cast", "the model's own cast")
+    if node.op_identifier() in model.ir.functions:
+        return Pin("keep", "a call of a model-local function, which is not rewritten")
+    if unknown is not None:
+        return Pin("keep", f"the type of '{unknown}' cannot be inferred, and is not guessed")
+    if op in _BITS:
+        return Pin("keep", "it reads the bits of its input as another type of the same width")
+    if any(not model.type_of(value).tensor for value in values):
+        return Pin("keep", "it handles a sequence, an optional or a sparse tensor")
+    if op_table().info(op).family == "quantization":
+        return Pin("keep", "quantised models are left intact")
+    if quantized:
+        return Pin("keep", "it stands beside a quantising op, and quantised patterns are left intact")
+    if not op.startswith("onnx.") and not named:
+        return Pin("keep", "an op of a custom domain that no rule names")
+    if constraints.signature is None and op.startswith("onnx."):
+        return Pin("keep", "this version of onnx does not know the op")
+    if not any(constraints.is_flexible(value) for value in values):
+        return None
+    wrong = constraints.unmovable()
+    return Pin("keep", wrong) if wrong is not None else None

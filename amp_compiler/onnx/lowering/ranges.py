@@ -1,0 +1,174 @@
+"""Where a low type would lose numbers that FP32 holds: stored data that do not fit, ops that overflow, calibration.
+
+Each finding becomes a pin, which no rule overrides, with its reason in the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.graph import Node, Pin
+from amp_compiler.onnx.lowering.lower import Lowered
+from amp_compiler.onnx.lowering.overflow import Overflows
+from amp_compiler.onnx.model.data import Stored, examine, tensor_of
+from amp_compiler.onnx.model.walk import Walker
+from amp_compiler.planner.typing import LOW
+
+MARGIN = 2.0  # calibration saw only some inputs: numbers above 65504 / MARGIN count as out of range
+_PRODUCTS = frozenset({"matmul", "convolution", "attention", "recurrent"})
+_ARITHMETIC = frozenset({"elementwise", "minmax", "activation", "transcendental", "compare", "pooling"})
+_MASKING = frozenset({"onnx.Add", "onnx.Sub", "onnx.Mul", "onnx.Min", "onnx.Max"})
+
+
+@dataclass
+class Ranges:
+    """What the analysis found.
+
+    Args:
+        pins: by node, why it must run in FP32.
+        masks: by stored value, the nodes that its elements pass through on their way to a softmax.
+    """
+
+    pins: dict[str, str] = field(default_factory=dict)
+    masks: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def floors(self, labels: Mapping[str, str], low: DType) -> dict[str, float]:
+        """By stored value, the low type's own minimum, for masks of which some node runs in the low type."""
+        return {
+            name: -low.format.max for name, path in self.masks.items() if any(labels.get(node) == LOW for node in path)
+        }
+
+
+def pin_ranges(lowered: Lowered, ranges: Mapping[str, float] | None = None) -> Ranges:
+    """Pin to FP32 the nodes that would lose numbers in the low type. Changes `lowered.graph`.
+
+    1. Stored data with finite elements beyond the low type, or elements that would become zero, keep what reads them in
+       FP32, and the arithmetic behind that too, up to the next product, norm or softmax: it may be as huge or as
+       tiny. Elements that become zero do not count in a factor of a product or a table of rows whose largest element is
+       a normal number of the low type: there they are below the rounding of the others.
+    2. Huge negative data that reach nothing but a softmax, through sums, products and selections, are an attention
+       mask: they become the low type's minimum (`Ranges.floors`).
+    3. In fp16: squares that are summed, up to the root or quotient that brings them back; exponentials, but those of
+       differences to a maximum.
+    4. In fp16: what makes and reads a value whose calibrated magnitude lies beyond 65504 / 2.
+
+    Args:
+        lowered: as `onnx.lower` gives it.
+        ranges: calibrated largest magnitude by value name.
+    """
+    analysis = _Analysis(lowered)
+    analysis.stored()
+    if lowered.low is DType.FLOAT16:
+        Overflows(lowered, analysis.pins).patterns()
+        analysis.calibrated(ranges or {})
+    nodes = lowered.graph.nodes
+    for name, reason in analysis.found.pins.items():
+        nodes[name] = replace(nodes[name], pin=Pin("fp32", reason))
+    return analysis.found
+
+
+class _Analysis(Walker):
+    def __init__(self, lowered: Lowered) -> None:
+        self.found = Ranges()
+        super().__init__(lowered, self.found.pins)
+        self.returned = set(self.graph.outputs)
+        self.exempt: set[str] = set()
+
+    # ---- stored data
+
+    def stored(self) -> None:
+        """Data that do not fit."""
+        for value in list(self.graph.values.values()):
+            if value.dtype is not DType.FLOAT32 or not self.graph.users(value.name):
+                continue
+            tensor = tensor_of(self.lowered.values[value.name]) if self.holds_data(value.name) else None
+            if tensor is None or tensor.size == 0:
+                continue
+            held = examine(tensor, self.low)
+            if held.over or held.lost:
+                self._misfit(value.name, held)
+            elif held.infinite:
+                self._exempt(self._mask_path(value.name))
+
+    def _exempt(self, path: tuple[str, ...]) -> None:
+        """Note what a mask makes: its magnitude in calibration is that of the mask."""
+        self.exempt.update(name for node in path for name in self.graph.nodes[node].outputs)
+
+    def _misfit(self, name: str, held: Stored) -> None:
+        if held.over and held.only_negative and not held.lost:
+            path = self._mask_path(name)
+            if path:
+                self.found.masks[name] = path
+                self._exempt(path)
+                return
+        moves, sinks = self._spread(name)
+        if held.over:
+            reason = f"'{name}' holds numbers up to {held.largest:g}, beyond {self.low.short}"
+            self._pin_onward(moves, sinks, reason, name)
+            return
+        reason = f"{held.lost} of the numbers in '{name}' would become zero in {self.low.short}"
+        tolerant = held.largest >= self.low.format.smallest_normal
+        gathered = any(self.family(node) == "index" for node in moves)
+        if tolerant and (gathered or all(self.family(node) in _PRODUCTS for node in sinks)):
+            return
+        self._pin_onward(moves, sinks, reason, name)
+
+    def _pin_onward(self, moves: list[Node], sinks: list[Node], reason: str, name: str) -> None:
+        """Pin what reads a value, and the arithmetic behind it."""
+        for node in (*moves, *sinks):
+            self.pin(node, reason)
+        pending = list(sinks)
+        while pending:
+            for node in self.users(pending.pop()):
+                onward = self.passes(node) or self.family(node) in _ARITHMETIC
+                if onward and node.pin is None and node.name not in self.pins:
+                    self.pin(node, f"works on what was made of '{name}', which {self.low.short} does not hold")
+                    pending.append(node)
+
+    def _spread(self, name: str) -> tuple[list[Node], list[Node]]:
+        """The nodes that give the elements of a value on as they are, and those that work on them."""
+        moves: dict[str, Node] = {}
+        sinks: dict[str, Node] = {}
+        pending = [name]
+        while pending:
+            for node, _ in self.graph.users(pending.pop()):
+                if not self.passes(node):
+                    sinks[node.name] = node
+                elif node.name not in moves:
+                    moves[node.name] = node
+                    pending += [out for out in node.outputs if self.graph.values[out].dtype is DType.FLOAT32]
+        return list(moves.values()), list(sinks.values())
+
+    def _mask_path(self, name: str) -> tuple[str, ...]:
+        """The nodes from a mask to its softmax; none where its elements reach anything else."""
+        path: dict[str, None] = {}
+        pending = [name]
+        while pending:
+            value = pending.pop()
+            if value in self.returned:
+                return ()
+            for node, index in self.graph.users(value):
+                if self.family(node) == "softmax" or node.inputs[index].slot == "attn_mask":
+                    path[node.name] = None
+                    continue
+                negated = node.op == "onnx.Sub" and index == 1
+                if negated or not (self.passes(node) or node.op in _MASKING):
+                    return ()
+                if node.name not in path:
+                    path[node.name] = None
+                    pending += node.outputs
+        return tuple(path)
+
+    def calibrated(self, ranges: Mapping[str, float]) -> None:
+        """Values that were seen to be large."""
+        limit = self.low.format.max / MARGIN
+        for name, largest in ranges.items():
+            value = self.graph.values.get(name)
+            if value is None or value.dtype is not DType.FLOAT32 or largest <= limit or name in self.exempt:
+                continue
+            reason = f"'{name}' reached {largest:.3g} in calibration; fp16 ends at {self.low.format.max:g}"
+            maker = self.graph.producer(name)
+            for node in ([maker] if maker is not None else []) + [user for user, _ in self.graph.users(name)]:
+                self.pin(node, reason)

@@ -1,0 +1,1 @@
+"""An ONNX model in memory and on disk."""

@@ -1,0 +1,146 @@
+"""Stored data of an ONNX model: what they hold, and how they are rounded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+
+from amp_compiler.errors import OnnxError
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.onnx.model.types import ir_type
+
+_CHUNK = 1 << 20  # elements looked at in one go
+_EAGER = 1 << 12  # elements up to which a tensor is rounded at once, rather than when it is written
+_NUMPY = {
+    DType.FLOAT16: np.dtype(np.float16),
+    DType.BFLOAT16: np.dtype(ml_dtypes.bfloat16),
+    DType.FLOAT32: np.dtype(np.float32),
+}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What a rounding of stored data to a low type would come to.
+
+    Args:
+        largest: largest finite magnitude.
+        over: some finite elements become infinite.
+        only_negative: all of those are negative.
+        lost: elements, not zero, that become zero.
+        infinite: some elements are infinite or not a number.
+    """
+
+    largest: float = 0.0
+    over: bool = False
+    only_negative: bool = True
+    lost: int = 0
+    infinite: bool = False
+
+
+def tensor_of(value: ir.Value) -> ir.TensorProtocol | None:
+    """The data behind an initializer, a `Constant` or a `ConstantOfShape`; `None` where there are none."""
+    if value.const_value is not None and value.producer() is None:
+        return value.const_value
+    node = value.producer()
+    if node is None:
+        return None
+    for name in ("value", "value_float", "value_floats"):
+        if name in node.attributes:
+            held = node.attributes[name].value
+            return held if name == "value" else ir.tensor(np.asarray(held, np.float32))
+    return None
+
+
+def array_of(tensor: ir.TensorProtocol) -> np.ndarray:
+    """The elements; external data are mapped, and stay so until `release`.
+
+    Raises:
+        OnnxError: external data cannot be read.
+    """
+    try:
+        return np.asarray(tensor.numpy())
+    except (OSError, ValueError) as cause:
+        raise OnnxError(
+            f"the data of '{tensor.name}' cannot be read: {cause}",
+            mend="keep the data files beside the model, and give the path of the model",
+        ) from cause
+
+
+def release(tensor: ir.TensorProtocol) -> None:
+    """Let go of mapped external data."""
+    if isinstance(tensor, ir.ExternalTensor):
+        tensor.release()
+
+
+def examine(tensor: ir.TensorProtocol, low: DType) -> Stored:
+    """What rounding FP32 data to a low type would come to, looked at piece by piece.
+
+    Args:
+        tensor: FP32 data.
+        low: FP16 or BF16. Ties go to even, so a magnitude of half the smallest subnormal becomes zero.
+    """
+    found = _examine(array_of(tensor), low)
+    release(tensor)
+    return found
+
+
+def _examine(array: np.ndarray, low: DType) -> Stored:
+    fmt = low.format
+    tiny = np.float32(fmt.smallest_subnormal / 2)
+    largest, over, negative, lost, infinite = 0.0, False, True, 0, False
+    for piece in _pieces(array):
+        size = np.abs(piece)
+        top = float(size.max())
+        if not math.isfinite(top):
+            infinite = True
+            finite = size[np.isfinite(size)]
+            top = float(finite.max()) if finite.size else 0.0
+        largest = max(largest, top)
+        if top > fmt.max:
+            # What lies beyond the largest number counts as not fitting even where it would round down to it.
+            beyond = piece[(size > fmt.max) & np.isfinite(size)]
+            over = True
+            negative = negative and bool((beyond < 0).all())
+        below = size <= tiny
+        if below.any():
+            lost += int(np.count_nonzero(piece[below]))
+    return Stored(largest, over, negative, lost, infinite)
+
+
+def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
+    flat = array.reshape(-1)
+    for start in range(0, flat.size, _CHUNK):
+        yield flat[start : start + _CHUNK]
+
+
+def convert(tensor: ir.TensorProtocol, dtype: DType, *, name: str, floor: float | None = None) -> ir.TensorProtocol:
+    """The data in another type, rounded to nearest, ties to even; a large tensor is rounded when it is written.
+
+    Args:
+        tensor: FP32, FP16 or BF16 data.
+        dtype: the type wanted.
+        name: name of the new tensor.
+        floor: finite elements below it become it (the number that an attention mask adds); none do without it.
+    """
+
+    def make() -> ir.Tensor:
+        array = array_of(tensor)
+        if floor is not None:
+            array = np.where(np.isfinite(array) & (array < floor), np.float32(floor), array)
+        with np.errstate(over="ignore", invalid="ignore"):
+            made = array.astype(_NUMPY[dtype])
+        if made is array or np.shares_memory(made, array):
+            made = made.copy()
+        del array
+        release(tensor)
+        return ir.Tensor(made, dtype=ir_type(dtype), name=name, doc_string=tensor.doc_string)
+
+    shape = ir.Shape(tuple(tensor.shape.numpy()))
+    if math.prod(shape.numpy()) <= _EAGER:
+        return make()
+    return ir.LazyTensor(make, ir_type(dtype), shape, name=name, doc_string=tensor.doc_string)

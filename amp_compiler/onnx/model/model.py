@@ -1,0 +1,262 @@
+"""Reading an ONNX model: the `onnx_ir` model, and the type of each of its values by ONNX's own inference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import onnx
+import onnx.inliner
+import onnx_ir
+from google.protobuf.message import DecodeError
+
+from amp_compiler.errors import OnnxError
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.onnx.model.infer import infer, stripped
+from amp_compiler.onnx.model.types import neutral_type
+
+SIZE_HINT = 64  # elements that a dimension of unknown size counts for
+
+
+@dataclass(frozen=True)
+class ValueType:
+    """What is known of a value.
+
+    Args:
+        dtype: element type; `None` where inference could not tell.
+        shape: dimensions, a string for a symbolic one, `None` for an unknown rank.
+        tensor: it is a dense tensor, no sequence, optional or sparse one.
+    """
+
+    dtype: DType | None
+    shape: tuple[int | str, ...] | None = None
+    tensor: bool = True
+
+    @property
+    def numel(self) -> int:
+        """Elements; a dimension without a number counts as `SIZE_HINT`."""
+        if self.shape is None:
+            return SIZE_HINT * SIZE_HINT
+        return math.prod(size if isinstance(size, int) else SIZE_HINT for size in self.shape)
+
+
+UNKNOWN = ValueType(None)
+
+
+@dataclass
+class OnnxModel:
+    """A model that was read.
+
+    Args:
+        proto: the message that it was read from; it is never changed.
+        ir: the model on `onnx_ir`, with external data not loaded.
+        types: what is known of each value.
+        folder: where external data lie, `None` for a model in memory.
+        unnamed: nodes that had no name; `onnx_ir` gives them one, and `restore_text` takes it away again.
+        described: initializers with an entry of their own in `value_info`.
+        external: the data that lie in files of their own.
+    """
+
+    proto: onnx.ModelProto
+    ir: onnx_ir.Model
+    types: dict[onnx_ir.Value, ValueType] = field(default_factory=dict)
+    folder: Path | None = None
+    unnamed: set[onnx_ir.Node] = field(default_factory=set)
+    described: set[onnx_ir.Value] = field(default_factory=set)
+    external: list[onnx_ir.ExternalTensor] = field(default_factory=list)
+
+    def type_of(self, value: onnx_ir.Value) -> ValueType:
+        """What is known of a value."""
+        return self.types.get(value, UNKNOWN)
+
+    def opset(self, domain: str) -> int:
+        """The opset version of a domain; 1 where the model does not import it."""
+        found = self.ir.opset_imports.get(domain)
+        if found is None and domain == "":
+            found = self.ir.opset_imports.get("ai.onnx")
+        return 1 if found is None else found
+
+    def restore_text(self) -> None:
+        """Take away what reading added: names of unnamed nodes, and descriptions of initializers."""
+        for node in self.unnamed:
+            node.name = None
+        for graph in all_graphs(self.ir.graph):
+            for value in graph.initializers.values():
+                if value not in self.described and not value.is_graph_input() and not value.is_graph_output():
+                    value.type = None
+                    value.shape = None
+
+
+def read_proto(source: str | Path | onnx.ModelProto) -> tuple[onnx.ModelProto, Path | None]:
+    """The message of a model, external data not loaded, and the folder that they lie in.
+
+    Args:
+        source: a path, or a message, which is not changed.
+
+    Raises:
+        OnnxError: there is no such file, or it holds no ONNX model.
+    """
+    if isinstance(source, onnx.ModelProto):
+        return source, None
+    path = Path(source)
+    try:
+        proto = onnx.load(path, load_external_data=False)
+    except OSError as cause:
+        raise OnnxError(f"cannot be read: {cause.strerror}", where=str(path), mend="name an ONNX file") from cause
+    except DecodeError as cause:
+        raise OnnxError("this is no ONNX model, or a damaged one", where=str(path), mend="export it again") from cause
+    if not proto.HasField("graph") or not proto.opset_import:
+        raise OnnxError("this is no ONNX model: it has no graph or no opset", where=str(path), mend="export it again")
+    return proto, path.parent
+
+
+def read_model(proto: onnx.ModelProto, folder: Path | None) -> OnnxModel:
+    """Read a message into `onnx_ir` and infer types. Model-local functions are written out where they are called.
+
+    Raises:
+        OnnxError: the model holds what `onnx_ir` would lose, or its graph is malformed.
+    """
+    _refuse(proto)
+    if proto.functions:
+        proto = onnx.inliner.inline_local_functions(proto)
+    try:
+        model = onnx_ir.serde.deserialize_model(proto)
+    except (ValueError, TypeError, onnx_ir.serde.SerdeError) as cause:
+        raise OnnxError(f"its graph is malformed: {cause}", mend="run onnx.checker.check_model on it") from cause
+    if folder is not None:
+        onnx_ir.external_data.set_base_dir(model.graph, folder)
+    found = OnnxModel(proto, model, folder=folder)
+    inferred = infer(stripped(proto, folder))
+    _Binder(found).bind(model.graph, proto.graph, inferred.graph)
+    if not _is_sorted(model.graph, set()):
+        try:
+            model.graph.sort()
+        except ValueError as cause:
+            raise OnnxError("its graph has a cycle", mend="run onnx.checker.check_model on it") from cause
+    return found
+
+
+def _refuse(proto: onnx.ModelProto) -> None:
+    if proto.training_info:
+        raise OnnxError("the model carries training_info, which a conversion would lose", mend="remove it first")
+    for graph in proto_graphs(proto.graph):
+        if graph.sparse_initializer:
+            raise OnnxError(
+                f"graph '{graph.name}' has sparse initializers, which a conversion would lose",
+                mend="make them dense: onnx.helper.make_tensor",
+            )
+
+
+def proto_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """A graph and all bodies in it."""
+    pending = [graph]
+    while pending:
+        current = pending.pop()
+        yield current
+        for node in current.node:
+            for attribute in node.attribute:
+                if attribute.type == onnx.AttributeProto.GRAPH:
+                    pending.append(attribute.g)
+                elif attribute.type == onnx.AttributeProto.GRAPHS:
+                    pending.extend(attribute.graphs)
+
+
+def all_graphs(graph: onnx_ir.Graph) -> Iterator[onnx_ir.Graph]:
+    """A graph and all bodies in it, in the order of the nodes."""
+    yield graph
+    for node in graph:
+        for body in bodies(node).values():
+            yield from all_graphs(body)
+
+
+def bodies(node: onnx_ir.Node) -> dict[str, onnx_ir.Graph]:
+    """The bodies of a control-flow node by attribute name."""
+    found: dict[str, onnx_ir.Graph] = {}
+    for name, attribute in node.attributes.items():
+        if attribute.type == onnx_ir.AttributeType.GRAPH:
+            found[name] = attribute.as_graph()
+        elif attribute.type == onnx_ir.AttributeType.GRAPHS:
+            found.update({f"{name}.{index}": body for index, body in enumerate(attribute.as_graphs())})
+    return found
+
+
+def _is_sorted(graph: onnx_ir.Graph, known: set[onnx_ir.Value]) -> bool:
+    """True where every node stands after what it reads; `known` is as before afterwards."""
+    mine = [*graph.inputs, *graph.initializers.values()]
+    known.update(mine)
+    fine = True
+    for node in graph:
+        fine = fine and all(value is None or value in known for value in node.inputs)
+        fine = fine and all(_is_sorted(body, known) for body in bodies(node).values())
+        known.update(node.outputs)
+        mine += node.outputs
+    known.difference_update(mine)
+    return fine
+
+
+@dataclass
+class _Binder:
+    """Walks the `onnx_ir` graph, the message and the inferred message side by side."""
+
+    model: OnnxModel
+
+    def bind(self, graph: onnx_ir.Graph, proto: onnx.GraphProto, inferred: onnx.GraphProto) -> None:
+        """Fill `types`, `unnamed` and `described` for one graph and its bodies."""
+        known = {info.name: info.type for kind in ("value_info", "input", "output") for info in getattr(inferred, kind)}
+        described = {info.name for info in proto.value_info}
+        for value in graph.inputs:
+            self._note(value, known)
+        for name, value in graph.initializers.items():
+            tensor = value.const_value
+            if tensor is not None:
+                self.model.types[value] = ValueType(neutral_type(tensor.dtype.value), tuple(tensor.shape.numpy()))
+            if isinstance(tensor, onnx_ir.ExternalTensor):
+                self.model.external.append(tensor)
+            if name in described:
+                self.model.described.add(value)
+        for node, message, shadow in zip(graph, proto.node, inferred.node, strict=True):
+            if not message.name:
+                self.model.unnamed.add(node)
+            for value in node.outputs:
+                self._note(value, known)
+            inner = bodies(node)
+            if inner:
+                first, second = _proto_bodies(message), _proto_bodies(shadow)
+                for name, body in inner.items():
+                    self.bind(body, first[name], second[name])
+
+    def _note(self, value: onnx_ir.Value, known: dict[str, onnx.TypeProto]) -> None:
+        found = known.get(value.name or "")
+        if found is not None:
+            self.model.types[value] = _value_type(found)
+
+
+def _proto_bodies(node: onnx.NodeProto) -> dict[str, onnx.GraphProto]:
+    found = {}
+    for attribute in node.attribute:
+        if attribute.type == onnx.AttributeProto.GRAPH:
+            found[attribute.name] = attribute.g
+        elif attribute.type == onnx.AttributeProto.GRAPHS:
+            found.update({f"{attribute.name}.{index}": body for index, body in enumerate(attribute.graphs)})
+    return found
+
+
+def _value_type(proto: onnx.TypeProto) -> ValueType:
+    kind = proto.WhichOneof("value")
+    if kind is None:
+        return UNKNOWN
+    if kind != "tensor_type":
+        return ValueType(DType.OTHER, None, tensor=False)
+    tensor = proto.tensor_type
+    dtype = neutral_type(tensor.elem_type) if tensor.elem_type else None
+    if not tensor.HasField("shape"):
+        return ValueType(dtype)
+    return ValueType(
+        dtype,
+        tuple(
+            dim.dim_value if dim.HasField("dim_value") and dim.dim_value >= 0 else dim.dim_param or f"?{index}"
+            for index, dim in enumerate(tensor.shape.dim)
+        ),
+    )

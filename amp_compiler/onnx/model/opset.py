@@ -1,0 +1,86 @@
+"""Raising the opset of a model, where only a later one admits the low type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import onnx.version_converter
+
+from amp_compiler.errors import OnnxError
+from amp_compiler.onnx.model.infer import infer, stripped
+from amp_compiler.onnx.model.model import proto_graphs
+
+
+def raise_opset(proto: onnx.ModelProto, folder: Path | None, version: int, why: str) -> onnx.ModelProto:
+    """The model in a later opset of the default domain, by ONNX's own converter.
+
+    The converter is given the model without the data of large initializers, which are put back afterwards. What it
+    drops of nodes that it leaves alone (names, doc strings, metadata) is put back too.
+
+    Args:
+        proto: the model; it is not changed.
+        folder: where its external data lie.
+        version: the opset version wanted.
+        why: what needs it, for the message.
+
+    Returns:
+        A new message; tensors are shared with `proto` as far as possible.
+
+    Raises:
+        OnnxError: the converter cannot do it.
+    """
+    present = next((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), 1)
+    mend = f"export the model with opset {version} or later, or use dtype='fp16'"
+    if proto.functions:
+        raise OnnxError(f"{why}, and a model with local functions cannot be raised to it", mend=mend)
+    light = stripped(proto, folder)
+    try:
+        raised = onnx.version_converter.convert_version(light, version)
+    except (RuntimeError, ValueError, onnx.checker.ValidationError) as cause:
+        raise OnnxError(
+            f"{why}, and onnx's version converter cannot raise the model from {present}: {str(cause)[:300]}", mend=mend
+        ) from cause
+    _restore(proto, raised)
+    if _is_sound(proto, folder) and not _is_sound(raised, folder):
+        raise OnnxError(f"{why}, and onnx's version converter makes an invalid model of it", mend=mend)
+    for left, right in ((proto.graph.input, raised.graph.input), (proto.graph.output, raised.graph.output)):
+        if [info.name for info in left] != [info.name for info in right]:
+            raise OnnxError(f"{why}, and onnx's version converter changes its inputs or outputs", mend=mend)
+    return raised
+
+
+def _is_sound(proto: onnx.ModelProto, folder: Path | None) -> bool:
+    try:
+        infer(stripped(proto, folder), strict=True)
+    except OnnxError:
+        return False
+    return True
+
+
+def _restore(proto: onnx.ModelProto, raised: onnx.ModelProto) -> None:
+    """Put back data, and the text of nodes that make the same values by the same op."""
+    for name in ("producer_name", "producer_version", "domain", "model_version", "doc_string"):
+        setattr(raised, name, getattr(proto, name))
+    del raised.metadata_props[:]
+    raised.metadata_props.extend(proto.metadata_props)
+    raised.ir_version = max(raised.ir_version, proto.ir_version)
+    raised.graph.doc_string = proto.graph.doc_string
+    for before, after in zip(proto_graphs(proto.graph), proto_graphs(raised.graph), strict=False):
+        data = {tensor.name: tensor for tensor in before.initializer}
+        for tensor in after.initializer:
+            if tensor.name in data:
+                tensor.CopyFrom(data[tensor.name])
+        nodes = {(node.op_type, *node.output): node for node in before.node}
+        for node in after.node:
+            known = nodes.get((node.op_type, *node.output))
+            if known is None:
+                continue
+            node.name, node.doc_string, node.overload = known.name, known.doc_string, known.overload
+            del node.metadata_props[:]
+            node.metadata_props.extend(known.metadata_props)
+    for kind in ("input", "output"):
+        known_info = {info.name: info for info in getattr(proto.graph, kind)}
+        for info in getattr(raised.graph, kind):
+            if info.name in known_info:
+                info.CopyFrom(known_info[info.name])

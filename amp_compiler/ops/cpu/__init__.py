@@ -1,0 +1,1 @@
+"""Native loops for a CPU, compiled when they are first needed."""

@@ -1,0 +1,96 @@
+"""Compiles the C++ of the CPU updates once per machine and source, and keeps the library in a cache folder."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import getpass
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from importlib import resources
+from pathlib import Path
+
+_LOG = logging.getLogger(__name__)
+# No value is reordered and no multiply-add is contracted: results are those of the reference, bit for bit.
+_FLAGS = (
+    "-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp",
+    "-shared", "-fPIC",
+)  # fmt: skip
+_SOURCES = (
+    "update.cpp", "lstm.cpp", "attention.cpp", "patches.cpp", "pooling.cpp",
+    "pieces.h", "product.h", "team.h", "math.h", "blocks.h", "types.h", "windows.h",
+)  # fmt: skip
+_TIMEOUT = 120  # seconds; it takes one or two
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The compiled library of the loops in C++; `None`, with the reason in the log, where it cannot be made.
+
+    `CXX` names the compiler (g++ or clang++), and `AMP_COMPILER_CACHE` the folder that keeps the library.
+    """
+    given = shlex.split(os.environ.get("CXX", ""))  # such as "ccache g++"
+    compiler = given or [name for name in ("g++", "clang++", "c++") if shutil.which(name)][:1]
+    if not compiler:
+        _LOG.warning("no C++ compiler was found: optimizer updates on a CPU run as compiled torch calls, more slowly")
+        return None
+    folder = resources.files(__package__)
+    sources = {name: folder.joinpath(name).read_text(encoding="utf-8") for name in _SOURCES}
+    try:
+        return ctypes.CDLL(str(_built(compiler, sources)))
+    except (OSError, subprocess.SubprocessError) as cause:
+        detail = getattr(cause, "stderr", None) or str(cause)
+        _LOG.warning(
+            "'%s' cannot build the CPU updates, which run as compiled torch calls instead: %s",
+            shlex.join(compiler),
+            detail,
+        )
+        return None
+
+
+def _built(compiler: list[str], sources: dict[str, str]) -> Path:
+    """The library's file, compiled where the cache has none; concurrent processes may both compile, none sees half."""
+    key = hashlib.sha256("\0".join((*sources.values(), *compiler, *_FLAGS, _processor())).encode()).hexdigest()[:16]
+    folder = _cache_folder()
+    target = folder / f"cpu_loops_{key}.so"
+    if target.exists():
+        return target
+    with tempfile.TemporaryDirectory(dir=folder) as work:
+        for name, text in sources.items():
+            (Path(work) / name).write_text(text, encoding="utf-8")
+        code, made = [str(Path(work) / name) for name in sources if name.endswith(".cpp")], Path(work) / target.name
+        subprocess.run(
+            [*compiler, *_FLAGS, *code, "-o", str(made)],
+            check=True, capture_output=True, text=True, timeout=_TIMEOUT,
+        )  # fmt: skip
+        made.replace(target)
+    return target
+
+
+def _cache_folder() -> Path:
+    given = os.environ.get("AMP_COMPILER_CACHE")
+    folder = Path(given) if given else Path(tempfile.gettempdir()) / f"amp_compiler_{_user()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    owner = folder.stat().st_uid
+    if hasattr(os, "getuid") and owner != os.getuid():  # a library is loaded from here: it must be the user's own
+        raise OSError(f"the folder {folder} belongs to another user; set AMP_COMPILER_CACHE to one of yours")
+    return folder
+
+
+def _user() -> str:
+    """Tells users of one machine apart; in a container a user may have no name."""
+    return str(os.getuid()) if hasattr(os, "getuid") else getpass.getuser()
+
+
+def _processor() -> str:
+    """What `-march=native` depends on, so that a cache on a shared disk serves several kinds of machine."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return f"{platform.machine()} {flags}"

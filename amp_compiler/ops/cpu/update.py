@@ -1,0 +1,261 @@
+"""The update operators on a CPU as native loops over all tensors of a group (`cpu_update.cpp`).
+
+They have the signatures of the functions in `group_update`, which is their reference: weights, moments and 16-bit
+copies are the same bit for bit, and the norm is summed in another order. A gradient may be a `Product` here: then no
+gradient is written to memory, and where the check sees from what it is made of that all of it is finite, its part of
+the norm is known from the update only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from math import sqrt
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from amp_compiler.errors import LoweringError
+from amp_compiler.ops.cpu.build import library
+from amp_compiler.ops.cuda.pointer_tables import is_dense, laid_out_like, same_layout
+from amp_compiler.ops.update import formulas as math
+from amp_compiler.ops.update.product import Product
+
+Tensors = Sequence[Tensor]
+Gradients = Sequence[Tensor | Product]
+TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # that gradients may have, by their code in C++
+# The columns of a `Row` in cpu_pieces.h.
+_COLUMNS = ("count", "grad_type", "low_type", "grad", "weight", "first", "second", "largest", "low", "step", "product")
+_CACHED = 64
+
+
+def grad_check(grads: Gradients, inv_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """As `group_update.grad_check`; the squares are summed in fp32 per 512 elements, then in fp64 in one order.
+
+    The norm is without those products whose squares the updates give; see `complete_norm`.
+    """
+    flags = torch.zeros(len(grads), dtype=torch.uint8, device="cpu")
+    table = np.zeros((len(grads), len(_COLUMNS)), np.int64)
+    table[:, 0] = [grad.numel() for grad in grads]
+    dense = [grad if isinstance(grad, Product) or is_dense(grad) else grad.contiguous() for grad in grads]
+    _set_gradients(table, dense)
+    inverse = ctypes.c_float(_number(inv_scale))
+    with record_function("amp_compiler::grad_check"):
+        squares = _loaded().amp_grad_check(_start(table), len(grads), inverse, _address(flags), _threads())
+    return complete_norm(None, squares), _scalar(float(flags.numpy().any())), flags
+
+
+def complete_norm(norm: Tensor | None, *squares: float) -> Tensor:
+    """The norm of all gradients: that of a check together with the squares that updates have given."""
+    known = 0.0 if norm is None else _number(norm) ** 2
+    return _scalar(sqrt(sum(squares, known)))
+
+
+def adam_update(
+    masters: Tensors,
+    grads: Gradients,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    max_exp_avg_sqs: Tensors,
+    lows: Tensors,
+    steps: Tensors,
+    hyper: Tensor,
+    coef: Tensor,
+    skip: Tensor,
+    amsgrad: bool,
+    maximize: bool,
+    decoupled: bool,
+) -> float:
+    """As `group_update.adam_update`; gives the squares of the unscaled gradients that the check has left out."""
+    if not masters or _number(skip) != 0:
+        return 0.0
+    table = _TABLES.get(masters, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, lows, steps)
+    scalars = _adam_scalars(steps, hyper)
+    factor = _signed(coef, maximize)
+    alike, squares = _laid_out_like(grads, masters, factor.value)
+    _set_gradients(table, alike)
+    with record_function("amp_compiler::adam_update"):
+        update = _loaded().amp_adam_update
+        squares += float(update(_start(table), len(masters), _start(scalars), factor, decoupled, _threads()))
+        return squares
+
+
+def sgd_update(
+    masters: Tensors,
+    grads: Gradients,
+    momentum_buffers: Tensors,
+    lows: Tensors,
+    started: Tensor,
+    hyper: Tensor,
+    coef: Tensor,
+    skip: Tensor,
+    nesterov: bool,
+    maximize: bool,
+) -> float:
+    """As `group_update.sgd_update`; gives the squares of the unscaled gradients that the check has left out."""
+    if not masters or _number(skip) != 0:
+        return 0.0
+    scalars = math.sgd_scalars(hyper)
+    table = _TABLES.get(masters, momentum_buffers, [], [], lows, [])
+    factor, flags = _signed(coef, maximize), (_number(started) != 0, nesterov)
+    alike, squares = _laid_out_like(grads, masters, factor.value)
+    _set_gradients(table, alike)
+    with record_function("amp_compiler::sgd_update"):
+        update = _loaded().amp_sgd_update
+        squares += float(update(_start(table), len(masters), _address(scalars), factor, *flags, _threads()))
+    started.fill_(1.0)
+    return squares
+
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "grad_check": grad_check,
+    "adam_update": adam_update,
+    "sgd_update": sgd_update,
+}
+
+
+def available() -> bool:
+    """Whether the native loops can be used on this machine; they are compiled when first asked for."""
+    return library() is not None
+
+
+def most_inner() -> int:
+    """Up to how many inner elements a BF16 `Product` is as fast as a library's matrix product; 0 for none."""
+    return int(_loaded().amp_most_inner()) if available() else 0
+
+
+def _loaded() -> ctypes.CDLL:
+    found = library()
+    if found is None:
+        raise LoweringError("the CPU updates are not compiled", mend="install a C++ compiler, or set CXX")
+    for name in ("amp_grad_check", "amp_adam_update", "amp_sgd_update"):
+        getattr(found, name).restype = ctypes.c_double
+    found.amp_most_inner.restype = ctypes.c_int64
+    return found
+
+
+def _threads() -> int:
+    return torch.get_num_threads()
+
+
+def _address(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def _start(table: Any) -> ctypes.c_void_p:
+    return ctypes.c_void_p(table.ctypes.data)
+
+
+def _number(tensor: Tensor) -> float:
+    """An fp32 scalar on the CPU, read where it lies."""
+    if tensor.dtype != torch.float32 or not tensor.is_cpu:
+        raise LoweringError(f"the CPU updates take no {tensor.dtype} scalar on {tensor.device}")
+    return ctypes.c_float.from_address(tensor.data_ptr()).value
+
+
+def _scalar(number: float) -> Tensor:
+    return torch.tensor(number, dtype=torch.float32, device="cpu")
+
+
+def _signed(coef: Tensor, maximize: bool) -> ctypes.c_float:
+    return ctypes.c_float(-_number(coef) if maximize else _number(coef))
+
+
+def _set_gradients(table: Any, grads: Gradients) -> None:
+    """Enter the gradients into a table; they must outlive its use."""
+    made = [(0, grad.fields.ctypes.data) if isinstance(grad, Product) else (grad.data_ptr(), 0) for grad in grads]
+    table[:, _COLUMNS.index("grad")] = [gradient for gradient, _ in made]
+    table[:, _COLUMNS.index("product")] = [product for _, product in made]
+    table[:, _COLUMNS.index("grad_type")] = [_type(grad) for grad in grads]
+
+
+def _laid_out_like(grads: Gradients, masters: Tensors, factor: float) -> tuple[list[Tensor | Product], float]:
+    """The gradients as their weights lie in memory; a product can be made row by row or column by column.
+
+    A weight whose layout has changed since the step was built gets its product made whole. Where the check has left the
+    squares of such a product out, the update will not count them either: their sum is returned with the gradients.
+    """
+    result: list[Tensor | Product] = []
+    squares = 0.0
+    for grad, master in zip(grads, masters, strict=True):
+        if not isinstance(grad, Product):
+            result += laid_out_like([grad], [master])
+        elif master.is_contiguous():
+            result.append(grad)
+        elif grad.can_be_transposed and master.t().is_contiguous():
+            result.append(grad.transposed())
+        else:
+            made = grad.tensor()
+            result += laid_out_like([made], [master])
+            squares += 0.0 if grad.counted else float((made.double() * factor).square().sum())
+    return result, squares
+
+
+def _type(tensor: Tensor | Product) -> int:
+    code, place = TYPES.get(tensor.dtype), tensor.left if isinstance(tensor, Product) else tensor
+    if code is None or not place.is_cpu:
+        raise LoweringError(f"the CPU updates take no {tensor.dtype} on {place.device}")
+    return code
+
+
+class _Tables:
+    """Tables of addresses without the gradients, made and checked once for the tensors of a group."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[int, tuple[object, Any]] = OrderedDict()
+
+    def get(self, *columns: Tensors) -> Any:
+        """The table of weights, first and second moments, maxima, 16-bit copies and step counts."""
+        first = columns[0][0].data_ptr()
+        key = [_identity(tensor) for column in columns for tensor in column]
+        known, table = self._known.get(first, (None, None))
+        if known != (lengths := [len(column) for column in columns], key):
+            table = _checked_table(columns)
+            self._known[first] = (lengths, key), table
+            if len(self._known) > _CACHED:
+                self._known.popitem(last=False)
+        return table
+
+
+def _identity(tensor: Tensor) -> tuple[Any, ...]:
+    """What a table is made from: memory that was freed may come back as a tensor of another type or layout."""
+    return tensor.data_ptr(), tensor.dtype, tensor.numel(), tensor.stride()
+
+
+def _checked_table(columns: Sequence[Tensors]) -> Any:
+    masters, lows = columns[0], columns[4]
+    for number, master in enumerate(masters):
+        for place, column in enumerate(columns[:5]):
+            tensor = column[number] if column else master
+            wanted = (torch.float16, torch.bfloat16) if place == 4 and column else (torch.float32,)
+            if tensor.dtype not in wanted or tensor.device.type != "cpu":
+                raise LoweringError(f"the CPU updates take no {tensor.dtype} on {tensor.device} there")
+            if tensor.shape != master.shape or not same_layout(tensor, master) or not is_dense(tensor):
+                raise LoweringError(
+                    f"tensors of shape {list(master.shape)} lie in memory with strides {master.stride()} and"
+                    f" {tensor.stride()}",
+                    mend="make them dense and of equal strides, for example with torch.empty_like and copy_",
+                )
+    table = np.zeros((len(masters), len(_COLUMNS)), np.int64)
+    table[:, 0] = [master.numel() for master in masters]
+    for place, column in enumerate(columns):
+        if column:
+            table[:, _COLUMNS.index("weight") + place] = [tensor.data_ptr() for tensor in column]
+    if lows:
+        table[:, _COLUMNS.index("low_type")] = [_type(low) for low in lows]
+    return table
+
+
+def _adam_scalars(steps: Tensors, hyper: Tensor) -> Any:
+    """As `update_math.adam_scalars`, in memory of numpy."""
+    numbers = [_number(step) for step in steps]
+    rows = {number: math.adam_numbers(number, hyper) for number in dict.fromkeys(numbers)}
+    with np.errstate(over="ignore"):
+        return np.array([rows[number] for number in numbers], np.float32)
+
+
+_TABLES = _Tables()

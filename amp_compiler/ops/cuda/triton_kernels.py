@@ -1,0 +1,238 @@
+"""The Triton kernels behind the update operators; imported by `kernels` only where they are needed.
+
+Every kernel walks over many tensors in one launch. `rows` is an int64 table with one row per tensor: number of
+elements, place in the group, then the addresses of its gradient, weight, extra (low copy or compensation), first moment
+or momentum, second moment and its maximum. `blocks` says for every program which row (upper 32 bits) and which block of
+it (lower 32 bits) it works on.
+
+The arithmetic is that of `update_math`, operation for operation: `tl.fma` where that rounds once, `div_rn` and
+`sqrt_rn` for division and square root. The compiler must not contract other products and sums, so every launch passes
+`enable_fp_fusion=False`. Offsets inside a tensor are int64.
+"""
+
+# ruff: noqa: SIM108
+# A conditional expression on a compile-time constant or on a runtime scalar would evaluate both sides.
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# Parameters are values on the device, which have no Python types.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from amp_compiler.ops.cuda.triton_parts import (
+    COLUMNS,
+    FIRST,
+    GRAD,
+    LARGEST,
+    PLACE,
+    SECOND,
+    SIZE,
+    add_l1,
+    address,
+    load_weight,
+    read,
+    store_weight,
+    write,
+)
+
+SCALARS = tl.constexpr(9)  # numbers per tensor, the fields of AdamScalars
+
+
+@triton.jit
+def _adam_block(
+    row, start, size, scalars, coef, rng,
+    GRAD_TYPE: tl.constexpr, WEIGHT_TYPE: tl.constexpr, MOMENT_TYPE: tl.constexpr, EXTRA_TYPE: tl.constexpr,
+    MODE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, DECOUPLED: tl.constexpr,
+    ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    offsets = tl.arange(0, BLOCK)
+    inside = offsets < size - start
+    first = address(row, FIRST, MOMENT_TYPE, start, ALIGNED)
+    second = address(row, SECOND, MOMENT_TYPE, start, ALIGNED)
+    grad = read(address(row, GRAD, GRAD_TYPE, start, ALIGNED), offsets, inside, FULL) * coef
+    weight = load_weight(row, start, offsets, inside, WEIGHT_TYPE, MODE, ALIGNED, FULL)
+    m = read(first, offsets, inside, FULL)
+    v = read(second, offsets, inside, FULL)
+    scalars += tl.load(row + PLACE) * SCALARS
+    shrink, l2, l1 = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
+    weight1, beta2, weight2 = tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5)
+    eps, root, neg_step = tl.load(scalars + 6), tl.load(scalars + 7), tl.load(scalars + 8)
+    if MAXIMIZE:
+        grad = -grad
+    grad = add_l1(grad, weight, l1)
+    if DECOUPLED:
+        weight = weight * shrink
+    else:
+        grad = tl.where(l2 != 0.0, tl.fma(weight, l2, grad), grad)
+    difference = grad - m
+    m = tl.where(weight1 < 0.5, tl.fma(difference, weight1, m), tl.fma(difference, weight1 - 1.0, grad))
+    v = tl.fma(grad * weight2, grad, v * beta2)
+    write(first, offsets, m, inside, FULL)
+    write(second, offsets, v, inside, FULL)
+    if AMSGRAD:
+        largest = address(row, LARGEST, MOMENT_TYPE, start, ALIGNED)
+        v = tl.maximum(read(largest, offsets, inside, FULL), v, propagate_nan=tl.PropagateNan.ALL)
+        write(largest, offsets, v, inside, FULL)
+    denominator = tl.div_rn(tl.sqrt_rn(v), root) + eps
+    new = weight + tl.div_rn(m * neg_step, denominator)
+    store_weight(row, start, offsets, inside, new, rng, WEIGHT_TYPE, EXTRA_TYPE, MODE, ALIGNED, FULL, BLOCK)
+
+
+@triton.jit
+def adam_kernel(
+    rows, blocks, scalars, coef, skip, rng,
+    GRAD_TYPE: tl.constexpr, WEIGHT_TYPE: tl.constexpr, MOMENT_TYPE: tl.constexpr, EXTRA_TYPE: tl.constexpr,
+    MODE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, DECOUPLED: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One Adam step over all tensors of the table."""
+    if tl.load(skip) == 0.0:
+        work = tl.load(blocks + tl.program_id(0))
+        row = rows + (work >> 32) * COLUMNS
+        start = (work & 0xFFFFFFFF) * BLOCK
+        size = tl.load(row + SIZE)
+        if size - start >= BLOCK:
+            _adam_block(
+                row, start, size, scalars, tl.load(coef), rng, GRAD_TYPE, WEIGHT_TYPE, MOMENT_TYPE, EXTRA_TYPE,
+                MODE, AMSGRAD, MAXIMIZE, DECOUPLED, ALIGNED, True, BLOCK,
+            )  # fmt: skip
+        else:
+            _adam_block(
+                row, start, size, scalars, tl.load(coef), rng, GRAD_TYPE, WEIGHT_TYPE, MOMENT_TYPE, EXTRA_TYPE,
+                MODE, AMSGRAD, MAXIMIZE, DECOUPLED, ALIGNED, False, BLOCK,
+            )  # fmt: skip
+
+
+@triton.jit
+def adam_prepare_kernel(rows, count, hyper, skip, scalars, BLOCK: tl.constexpr):
+    """Raise every step count, whose address is in the first column, and write the numbers of its tensor's step.
+
+    They are the fields of `AdamScalars`, computed in fp64. A power is the exponential of a multiple of a logarithm.
+    """
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < count
+    if tl.load(skip) == 0.0:
+        pointers = tl.load(rows + index * COLUMNS + GRAD, mask=inside, other=0).to(tl.pointer_type(tl.float32))
+        raised = tl.load(pointers, mask=inside, other=0.0) + 1.0
+        tl.store(pointers, raised, mask=inside)
+        step = raised.to(tl.float64)
+        lr, beta1, beta2 = tl.load(hyper), tl.load(hyper + 1), tl.load(hyper + 2)
+        eps, decay, l1 = tl.load(hyper + 3), tl.load(hyper + 4), tl.load(hyper + 5)
+        correction1 = 1.0 - tl.exp(step * tl.log(beta1))
+        correction2 = 1.0 - tl.exp(step * tl.log(beta2))
+        out = scalars + index * SCALARS
+        same = step * 0.0
+        tl.store(out, (same + (1.0 - lr * decay)).to(tl.float32), mask=inside)
+        tl.store(out + 1, (same + decay).to(tl.float32), mask=inside)
+        tl.store(out + 2, (same + l1).to(tl.float32), mask=inside)
+        tl.store(out + 3, (same + (1.0 - beta1)).to(tl.float32), mask=inside)
+        tl.store(out + 4, (same + beta2).to(tl.float32), mask=inside)
+        tl.store(out + 5, (same + (1.0 - beta2)).to(tl.float32), mask=inside)
+        tl.store(out + 6, (same + eps).to(tl.float32), mask=inside)
+        tl.store(out + 7, tl.sqrt(correction2).to(tl.float32), mask=inside)
+        tl.store(out + 8, (-lr / correction1).to(tl.float32), mask=inside)
+
+
+@triton.jit
+def _sgd_block(
+    row, start, size, hyper, coef, started, rng,
+    GRAD_TYPE: tl.constexpr, WEIGHT_TYPE: tl.constexpr, MOMENT_TYPE: tl.constexpr, EXTRA_TYPE: tl.constexpr,
+    MODE: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr,
+    ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    offsets = tl.arange(0, BLOCK)
+    inside = offsets < size - start
+    grad = read(address(row, GRAD, GRAD_TYPE, start, ALIGNED), offsets, inside, FULL) * coef
+    weight = load_weight(row, start, offsets, inside, WEIGHT_TYPE, MODE, ALIGNED, FULL)
+    neg_lr = (-tl.load(hyper)).to(tl.float32)
+    momentum = tl.load(hyper + 1).to(tl.float32)
+    keep = (1.0 - tl.load(hyper + 2)).to(tl.float32)
+    l2 = tl.load(hyper + 3).to(tl.float32)
+    if MAXIMIZE:
+        grad = -grad
+    grad = add_l1(grad, weight, tl.load(hyper + 4).to(tl.float32))
+    grad = tl.where(l2 != 0.0, tl.fma(weight, l2, grad), grad)
+    if MOMENT_TYPE is not None:
+        first = address(row, FIRST, MOMENT_TYPE, start, ALIGNED)
+        decayed = tl.fma(grad, keep, read(first, offsets, inside, FULL) * momentum)
+        buffer = tl.where(tl.load(started) != 0.0, decayed, grad).to(MOMENT_TYPE)
+        write(first, offsets, buffer, inside, FULL)
+        if NESTEROV:
+            grad = tl.fma(buffer.to(tl.float32), momentum, grad)
+        else:
+            grad = buffer.to(tl.float32)
+    new = tl.fma(grad, neg_lr, weight)
+    store_weight(row, start, offsets, inside, new, rng, WEIGHT_TYPE, EXTRA_TYPE, MODE, ALIGNED, FULL, BLOCK)
+
+
+@triton.jit
+def sgd_kernel(
+    rows, blocks, hyper, coef, skip, started, rng,
+    GRAD_TYPE: tl.constexpr, WEIGHT_TYPE: tl.constexpr, MOMENT_TYPE: tl.constexpr, EXTRA_TYPE: tl.constexpr,
+    MODE: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One SGD step over all tensors of the table."""
+    if tl.load(skip) == 0.0:
+        work = tl.load(blocks + tl.program_id(0))
+        row = rows + (work >> 32) * COLUMNS
+        start = (work & 0xFFFFFFFF) * BLOCK
+        size = tl.load(row + SIZE)
+        if size - start >= BLOCK:
+            _sgd_block(
+                row, start, size, hyper, tl.load(coef), started, rng, GRAD_TYPE, WEIGHT_TYPE, MOMENT_TYPE, EXTRA_TYPE,
+                MODE, NESTEROV, MAXIMIZE, ALIGNED, True, BLOCK,
+            )  # fmt: skip
+        else:
+            _sgd_block(
+                row, start, size, hyper, tl.load(coef), started, rng, GRAD_TYPE, WEIGHT_TYPE, MOMENT_TYPE, EXTRA_TYPE,
+                MODE, NESTEROV, MAXIMIZE, ALIGNED, False, BLOCK,
+            )  # fmt: skip
+
+
+@triton.jit
+def advance_kernel(started, rng, skip, HAS_STARTED: tl.constexpr, HAS_RNG: tl.constexpr):
+    """After all tensors: note that a first step was made, and count the update for the random bits of the next."""
+    if tl.load(skip) == 0.0:
+        if HAS_STARTED:
+            tl.store(started, 1.0)
+        if HAS_RNG:
+            tl.store(rng + 1, tl.load(rng + 1) + 1)
+
+
+@triton.jit
+def check_kernel(
+    rows, blocks, inv_scale, partials, flags, GRAD_TYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Sum of squares of one block of unscaled gradients; raises the tensor's flag where an element is not finite."""
+    work = tl.load(blocks + tl.program_id(0))
+    row = rows + (work >> 32) * COLUMNS
+    start = (work & 0xFFFFFFFF) * BLOCK
+    size = tl.load(row + SIZE)
+    offsets = tl.arange(0, BLOCK)
+    inside = offsets < size - start
+    pointer = address(row, GRAD, GRAD_TYPE, start, ALIGNED)
+    if size - start >= BLOCK:
+        grad = read(pointer, offsets, inside, True)
+    else:
+        grad = read(pointer, offsets, inside, False)
+    unscaled = grad * tl.load(inv_scale)
+    tl.store(partials + tl.program_id(0), tl.sum(unscaled * unscaled, axis=0))
+    # A comparison with NaN is false, so one test finds infinities and NaN. All writers write the same value.
+    bad = tl.max((tl.abs(grad) < float("inf")).to(tl.int32) ^ 1, axis=0)
+    tl.store(flags + tl.load(row + PLACE), bad.to(tl.uint8), mask=bad != 0)
+
+
+@triton.jit
+def check_finish_kernel(partials, partial_count, flags, flag_count, norm, nonfinite, BLOCK: tl.constexpr):
+    """Add the blocks' sums in a fixed order and combine the flags; one program."""
+    offsets = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, partial_count, BLOCK):
+        total += tl.load(partials + start + offsets, mask=offsets < partial_count - start, other=0.0)
+    bad = tl.zeros([BLOCK], dtype=tl.int32)
+    for start in range(0, flag_count, BLOCK):
+        bad |= tl.load(flags + start + offsets, mask=offsets < flag_count - start, other=0).to(tl.int32)
+    tl.store(norm, tl.sqrt_rn(tl.sum(total, axis=0)))
+    tl.store(nonfinite, tl.max(bad, axis=0).to(tl.float32))

@@ -1,0 +1,120 @@
+"""Patches of BF16 images on a CPU, with which a convolution is a matrix product, and the way back for gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from amp_compiler.errors import LoweringError
+from amp_compiler.ops.cpu import patches as cpu_patches
+from amp_compiler.ops.windows import windows_along
+
+
+@torch.library.custom_op("amp_compiler::patches", mutates_args=())
+def patches(x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]) -> Tensor:
+    """What each pixel of a convolution's result is computed from, as the rows of a matrix.
+
+    Args:
+        x: images, BF16 [batch, channels, height, width].
+        kernel: rows and columns of a patch.
+        stride: pixels from one patch to the next, down and across.
+        padding: pixels of zeros above and below, left and right.
+        dilation: pixels from one element of a patch to the next.
+
+    Returns:
+        [batch * rows * columns, channels * kernel[0] * kernel[1]], in the order of a weight's dimensions.
+
+    Raises:
+        LoweringError: a patch is larger than an image with its padding.
+
+    Example:
+        >>> x = torch.arange(4, dtype=torch.bfloat16).reshape(1, 1, 2, 2)
+        >>> patches(x, [2, 2], [1, 1], [0, 0], [1, 1]).tolist()
+        [[0.0, 1.0, 2.0, 3.0]]
+    """
+    rows, columns = _places(x.shape, kernel, stride, padding, dilation)
+    if cpu_patches.can_run(x):
+        return cpu_patches.unfold(x, (rows, columns), kernel, stride, padding, dilation)
+    made = x.new_empty(x.shape[0] * rows * columns, x.shape[1] * kernel[0] * kernel[1])
+    if made.numel():
+        made.copy_(F.unfold(x, *_tuples(kernel, dilation, padding, stride)).transpose(1, 2).flatten(0, 1))
+    return made
+
+
+@patches.register_fake
+def _(x: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]) -> Tensor:
+    rows, columns = _places(x.shape, kernel, stride, padding, dilation)
+    return x.new_empty(x.shape[0] * rows * columns, x.shape[1] * kernel[0] * kernel[1])
+
+
+@torch.library.custom_op("amp_compiler::fold_patches", mutates_args=())
+def fold_patches(
+    gradient: Tensor, size: list[int], kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]
+) -> Tensor:
+    """The gradient of `patches`: each pixel's is the sum over the patches that it is in, in FP32, rounded once.
+
+    Args:
+        gradient: of the result of `patches`.
+        size: shape of the images.
+        kernel: as there.
+        stride: as there.
+        padding: as there.
+        dilation: as there.
+
+    Returns:
+        The gradient of the images, with channels last in memory.
+
+    Raises:
+        LoweringError: the gradient has another shape than the patches of such images.
+    """
+    rows, columns = _places(size, kernel, stride, padding, dilation)
+    expected = (size[0] * rows * columns, size[1] * kernel[0] * kernel[1])
+    if gradient.shape != expected:
+        raise LoweringError(
+            f"patches of images {list(size)} have the shape {list(expected)}, not {list(gradient.shape)}",
+            where="amp_compiler.fold_patches",
+            mend="give it the gradient of what `patches` made of such images, with the same settings",
+        )
+    if cpu_patches.can_run(gradient):
+        return cpu_patches.fold(gradient.contiguous(), size, (rows, columns), kernel, stride, padding, dilation)
+    found = gradient.float().reshape(size[0], rows * columns, gradient.shape[1]).transpose(1, 2)
+    images = F.fold(found, *_tuples(size[2:], kernel, dilation, padding, stride))
+    return images.to(gradient.dtype, memory_format=torch.channels_last)
+
+
+@fold_patches.register_fake
+def _(
+    gradient: Tensor, size: list[int], kernel: list[int], stride: list[int], padding: list[int], dilation: list[int]
+) -> Tensor:
+    return torch.empty_permuted(size, (0, 2, 3, 1), dtype=gradient.dtype, device=gradient.device)
+
+
+def _places(size: Sequence[int], *settings: Sequence[int]) -> tuple[int, int]:
+    """Rows and columns of a convolution's result."""
+    rows, columns = (windows_along(size[2 + dim], *(pair[dim] for pair in settings)) for dim in (0, 1))
+    if rows < 1 or columns < 1:
+        raise LoweringError(
+            f"a patch of {settings[0]} with dilation {settings[3]} does not fit into images {list(size)}",
+            where="amp_compiler.patches",
+            mend="use a smaller kernel, or more padding",
+        )
+    return rows, columns
+
+
+def _tuples(*settings: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(pair) for pair in settings)
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.size, ctx.settings = list(inputs[0].shape), inputs[1:]
+
+
+def _backward(ctx: Any, gradient: Tensor) -> Any:
+    return torch.ops.amp_compiler.fold_patches(gradient, ctx.size, *ctx.settings), None, None, None, None
+
+
+patches.register_autograd(_backward, setup_context=_save)

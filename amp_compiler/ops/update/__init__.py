@@ -1,0 +1,1 @@
+"""The gradient check and the optimizer updates as operators."""

@@ -1,0 +1,147 @@
+"""The labels of free nodes as a minimum cut over the bytes that casts and the nodes themselves move.
+
+Variable 1 is `fp32`, 0 is `low`. A value is cast at most once to each type in each region, however many nodes read the
+cast. For a value v made by p and read by u1, u2, … that costs c where p is low and any u is fp32. With one more
+variable a this is a sum of pairs: a=1 beside p=0 costs c, and u=1 beside a=0 is forbidden; the other direction
+mirrors it.
+"""
+
+from __future__ import annotations
+
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.planner.free_nodes import Demand, FollowProblem, own_elements, upcast_source
+from amp_compiler.planner.mincut import TwoLabelProblem
+from amp_compiler.planner.typing import FP32, LOW
+
+_ROUNDS = 3  # of choosing anchors anew
+
+
+def solve_follow(problem: FollowProblem) -> dict[str, str]:
+    """Labels of all nodes, in execution order: the fixed ones, and the cheapest choice for the free ones.
+
+    Args:
+        problem: its `labels`, `free` and `notes` are filled in.
+    """
+    problem.hold_exact_nodes()
+    _cut(problem)
+    for _ in range(_ROUNDS):
+        if not problem.better_anchors():
+            break
+        _cut(problem)
+    return {name: problem.labels[name] for name in problem.graph.nodes}
+
+
+def _cut(problem: FollowProblem) -> None:
+    """Label the free nodes, optimal for the anchors as they are."""
+    costs = TwoLabelProblem()
+    variables = {name: costs.variable() for name in problem.free}
+    builder = _CutBuilder(problem, costs, variables)
+    for name in problem.free:
+        builder.add_node(name)
+    for value in _values_at_stake(problem):
+        builder.add_value(value)
+    chosen, _ = costs.solve()
+    for name, variable in variables.items():
+        problem.labels[name] = FP32 if chosen[variable] else LOW
+
+
+def _values_at_stake(problem: FollowProblem) -> dict[str, None]:
+    """Values that a free node reads or makes, in a fixed order; upcasts are looked through."""
+    found: dict[str, None] = {}
+    for name in problem.free:
+        node, typing = problem.graph.nodes[name], problem.typing[name]
+        found.update((node.inputs[index].value, None) for index in typing.data)
+        for value in typing.made:
+            found[value] = None
+            for user, _ in problem.graph.users(value):
+                found.update((out, None) for out in user.outputs if upcast_source(problem.typing, out) == value)
+    return found
+
+
+class _CutBuilder:
+    """Writes nodes and values of a `FollowProblem` as costs."""
+
+    def __init__(self, owner: FollowProblem, problem: TwoLabelProblem, variables: dict[str, int]) -> None:
+        self.owner, self.problem, self.variables = owner, problem, variables
+        self.typing, self.values = owner.typing, owner.graph.values
+        self.low, self.fp32 = owner.typing.low.itemsize, DType.FLOAT32.itemsize
+
+    def add_node(self, name: str) -> None:
+        """The node's own reads and writes."""
+        moved = own_elements(self.typing, name)
+        self.problem.single(self.variables[name], if_zero=moved * self.low, if_one=moved * self.fp32)
+
+    def add_value(self, value: str) -> None:
+        """The casts of one value, and that nobody sees it rounded who must not."""
+        numel = self.values[value].numel
+        cost = 0 if self.owner.graph.is_folded(value) else numel * (self.low + self.fp32)
+        maker = self._maker(value)
+        source = self.owner.source(value)
+        for demand in self.owner.demands(value).values():
+            self._down(cost, demand, source)
+            if maker is None:
+                if self.owner.fixed_type(value) is self.typing.low:
+                    self._up_from_low(cost, demand)
+                continue
+            variable = self.variables[maker]
+            self._explicit(numel, demand, variable)
+            if self.owner.keeps_bits(maker):
+                for user in (*demand.takers, *demand.mixers):
+                    self.problem.pair(self.variables[user], variable, None)
+            else:
+                self._up(cost, demand, variable)
+
+    def _maker(self, value: str) -> str | None:
+        producer = self.owner.graph.producer(value)
+        return producer.name if producer is not None and producer.name in self.owner.free else None
+
+    def _up(self, cost: int, demand: Demand, variable: int) -> None:
+        if demand.fp32:
+            self.problem.single(variable, if_zero=cost)
+        elif len(demand.takers) == 1:
+            self.problem.pair(self.variables[demand.takers[0]], variable, cost)
+        elif demand.takers:
+            shared = self.problem.variable()
+            self.problem.pair(shared, variable, cost)
+            for user in demand.takers:
+                self.problem.pair(self.variables[user], shared, None)
+
+    def _up_from_low(self, cost: int, demand: Demand) -> None:
+        if demand.fp32 or not demand.takers:
+            return  # paid in any case, or never
+        shared = self.variables[demand.takers[0]] if len(demand.takers) == 1 else self.problem.variable()
+        self.problem.single(shared, if_one=cost)
+        for user in demand.takers:
+            self.problem.pair(self.variables[user], shared, None)
+
+    def _down(self, cost: int, demand: Demand, source: str) -> None:
+        """Casts to the low type; `source` is low already where `value` is only its upcast."""
+        users = (*demand.takers, *demand.mixers)
+        maker = self._maker(source)
+        if maker is None:
+            if demand.low or not users or self.owner.fixed_type(source) is not DType.FLOAT32:
+                return
+            shared = self.variables[users[0]] if len(users) == 1 else self.problem.variable()
+            self.problem.single(shared, if_zero=cost)
+            for user in users:
+                self.problem.pair(shared, self.variables[user], None)
+            return
+        variable = self.variables[maker]
+        if demand.low:
+            self.problem.single(variable, if_one=cost)
+        elif len(users) == 1:
+            self.problem.pair(variable, self.variables[users[0]], cost)
+        elif users:
+            shared = self.problem.variable()
+            self.problem.pair(variable, shared, cost)
+            for user in users:
+                self.problem.pair(shared, self.variables[user], None)
+
+    def _explicit(self, numel: int, demand: Demand, variable: int) -> None:
+        """The model's own casts of the value: each moves memory unless it changes nothing."""
+        for dtype in demand.casts:
+            self.problem.single(
+                variable,
+                if_zero=0 if dtype is self.typing.low else numel * (self.low + dtype.itemsize),
+                if_one=0 if dtype is DType.FLOAT32 else numel * (self.fp32 + dtype.itemsize),
+            )

@@ -1,0 +1,52 @@
+"""`Draft`: a plan in the making, handed from one neutral pass to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.graph import PrecisionGraph
+from amp_compiler.ir.plan import PlannedCast
+from amp_compiler.planner.typing import TypingRules
+from amp_compiler.policy.rules import Context, Decision, RuleSet
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What is known so far.
+
+    Args:
+        graph: the captured graph; no neutral pass changes it.
+        rules: the rules.
+        context: low type and device.
+        ranges: calibrated largest magnitude by value name; empty without calibration.
+        decisions: by node name, from `classify`.
+        labels: by node name, from `assign_precision`: `low`, `fp32` or `keep`.
+        notes: by node name, from `assign_precision`: how `widest`, `follow` or an obstacle came to the label.
+        casts: from `place_casts`; `None` before it ran.
+    """
+
+    graph: PrecisionGraph
+    rules: RuleSet
+    context: Context
+    ranges: Mapping[str, float] = field(default_factory=dict)
+    decisions: Mapping[str, Decision] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
+    casts: tuple[PlannedCast, ...] | None = None
+    _typing: TypingRules | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def flexible(self) -> frozenset[DType]:
+        """The types that a plan may exchange for each other: FP32 and the low type."""
+        return frozenset({DType.FLOAT32, self.context.low})
+
+    @property
+    def typing(self) -> TypingRules:
+        """The typing rules of the graph, made once and handed on to the drafts that follow."""
+        found = self._typing
+        if found is None or not found.fits(self.graph, self.rules.ops, self.context.low):
+            found = TypingRules(self.graph, self.rules.ops, self.context.low)
+            object.__setattr__(self, "_typing", found)
+        return found

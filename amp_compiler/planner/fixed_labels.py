@@ -1,0 +1,190 @@
+"""What each node's decision comes to before any freedom is used: fixed labels, and the nodes left free.
+
+The "semantic" type of a value is the one that it would have if every free node ran in the widest of its inputs. It says
+where information is: a value that is semantically low holds nothing that the low type cannot hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.graph import Node, ValueKind
+from amp_compiler.planner.draft import Draft
+from amp_compiler.planner.typing import FP32, KEEP, LOW, TypingRules
+from amp_compiler.policy.rules import Precision
+
+_VIEW = "view"
+_SHARED = "shares memory that is changed in place"
+
+
+@dataclass
+class Semantics:
+    """What decisions come to.
+
+    Args:
+        wide: by flexible value, whether it is semantically FP32 (else it is semantically low).
+        fixed: label of every node that is not free.
+        free: the nodes whose label is to be chosen, in execution order.
+        notes: by node name, how `widest`, `follow` or an obstacle came to its label.
+        stored: values that are stored data, or views of them, whose rounding costs nothing: beside other operands they
+            do not count, as numbers do not beside tensors in torch.
+    """
+
+    wide: dict[str, bool] = field(default_factory=dict)
+    stored: set[str] = field(default_factory=set)
+    fixed: dict[str, str] = field(default_factory=dict)
+    free: list[str] = field(default_factory=list)
+    notes: dict[str, str] = field(default_factory=dict)
+
+    def widest(self, node: Node, data: tuple[int, ...]) -> str | None:
+        """The first data operand that counts and is semantically FP32, `None` where all are low.
+
+        Args:
+            node: the node.
+            data: indices of its data operands.
+        """
+        names = [node.inputs[index].value for index in data]
+        if self.stored:
+            names = [name for name in names if name not in self.stored] or names
+        return next((name for name in names if self.wide[name]), None)
+
+
+def resolve(draft: Draft, typing: TypingRules) -> Semantics:
+    """Fixed labels, free nodes and semantic types of a draft that has decisions.
+
+    Values that share memory which is changed in place all get one type, so that no cast stands between a tensor and its
+    alias: the low type where everything that writes the memory agrees on it, else the captured one.
+
+    Args:
+        draft: with a decision for every node.
+        typing: the typing rules of it.
+    """
+    memory = _memories(draft, typing)
+    kept = {
+        memory[name]
+        for name in memory
+        if draft.graph.values[name].kind is not ValueKind.RESULT  # others may hold this memory: its type is given
+    }
+    while True:
+        walk = _Walk(draft, typing, memory, kept)
+        for node in draft.graph.nodes.values():
+            walk.visit(node)
+        if walk.disagreeing <= kept:
+            return walk.found
+        kept |= walk.disagreeing
+
+
+class _Walk:
+    """One walk in execution order."""
+
+    def __init__(self, draft: Draft, typing: TypingRules, memory: dict[str, str], kept: set[str]) -> None:
+        self.draft, self.typing, self.memory, self.kept = draft, typing, memory, kept
+        self.found = Semantics()
+        for value in draft.graph.values.values():
+            if value.kind is not ValueKind.RESULT and value.dtype in typing.flexible:
+                self.found.wide[value.name] = value.dtype is DType.FLOAT32
+                if draft.graph.folds and value.kind is not ValueKind.INPUT:
+                    self.found.stored.add(value.name)
+        self.memory_wide: dict[str, bool] = {}
+        self.disagreeing: set[str] = set()
+
+    def visit(self, node: Node) -> None:
+        """Give the node its label, or leave it free, and give its outputs their semantic type."""
+        typing, found = self.typing[node.name], self.found
+        precision = self.draft.decisions[node.name].precision
+        writes = next((self.memory[name] for name in typing.made if name in self.memory), None)
+        label: str | None
+        if typing.is_cast or not typing.movable:
+            label = KEEP
+            if not typing.is_cast and typing.made and precision is not Precision.KEEP:
+                found.notes[node.name] = "stays as captured: " + (
+                    "it mixes in another floating-point type" if typing.data else "no operand of it can be cast"
+                )
+        elif writes in self.kept and writes is not None:
+            label = self._in_kept_memory(node, precision)
+        elif precision in (Precision.WIDEST, Precision.FOLLOW):
+            label = self._by_operands(node, precision, writes)
+        else:
+            label = precision.value
+        if label is None:
+            found.free.append(node.name)
+            wide = self._widest(node) is not None
+        else:
+            found.fixed[node.name] = label
+            wide = label == FP32
+        for name in typing.made:
+            found.wide[name] = self.draft.graph.values[name].dtype is DType.FLOAT32 if label == KEEP else wide
+        if found.stored and typing.info.family == _VIEW and typing.data:
+            data = [node.inputs[index].value for index in typing.data]
+            found.stored.update(typing.made if found.stored.issuperset(data) else ())
+        self._agree(typing.made, writes)
+
+    def _widest(self, node: Node) -> str | None:
+        return self.found.widest(node, self.typing[node.name].data)
+
+    def _in_kept_memory(self, node: Node, precision: Precision) -> str:
+        values = self.draft.graph.values
+        if precision is Precision.FP32 and all(
+            values[name].dtype is DType.FLOAT32 for name in self.typing[node.name].made
+        ):
+            return FP32
+        if precision is not Precision.KEEP:
+            self.found.notes[node.name] = f"stays as captured: it {_SHARED}"
+        return KEEP
+
+    def _by_operands(self, node: Node, precision: Precision, writes: str | None) -> str | None:
+        data = [node.inputs[index].value for index in self.typing[node.name].data]
+        shared = next((name for name in data if self.memory.get(name) == writes), None) if writes else None
+        widest = self._widest(node)
+        if shared is not None:
+            wide = self.found.wide[shared]
+            self.found.notes[node.name] = f"has the type of '{shared}', with which it {_SHARED}"
+        else:
+            wide = widest is not None
+            if precision is Precision.FOLLOW and writes is None and not any(name in self.memory for name in data):
+                return None
+            if precision is Precision.FOLLOW:
+                self.found.notes[node.name] = f"follows its input: it {_SHARED}"
+            else:
+                self.found.notes[node.name] = f"'{widest}' is fp32" if wide else "every input is low"
+        if not wide:
+            return LOW
+        return KEEP if precision is Precision.FOLLOW else FP32
+
+    def _agree(self, made: tuple[str, ...], writes: str | None) -> None:
+        """Note memory that is written in two types, or left in neither the low nor the captured type."""
+        for name in made:
+            if name not in self.memory or writes is None:
+                continue
+            wide = self.found.wide[name]
+            if self.memory_wide.setdefault(writes, wide) != wide:
+                self.disagreeing.add(writes)
+
+
+def _memories(draft: Draft, typing: TypingRules) -> dict[str, str]:
+    """By volatile flexible value, a name of the memory that it may share: that of the first value in it.
+
+    A node that reads one volatile value and makes another may alias or write it, so both count as one memory.
+    """
+    parent: dict[str, str] = {}
+
+    def root(name: str) -> str:
+        while parent[name] != name:
+            parent[name] = parent[parent[name]]
+            name = parent[name]
+        return name
+
+    for value in draft.graph.values.values():
+        if value.volatile and value.dtype in typing.flexible:
+            parent[value.name] = value.name
+    if not parent:
+        return parent
+    for node in draft.graph.nodes.values():
+        made = [name for name in node.outputs if name in parent]
+        if not made:
+            continue
+        for name in [operand.value for operand in node.inputs if operand.value in parent] + made[1:]:
+            first, second = root(made[0]), root(name)
+            parent[second] = first
+    return {name: root(name) for name in parent}

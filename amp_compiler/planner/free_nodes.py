@@ -1,0 +1,203 @@
+"""What labels free nodes may have, and what every reader asks of the values between them: the facts behind the cut."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.graph import Node, PrecisionGraph, Value
+from amp_compiler.planner.fixed_labels import Semantics
+from amp_compiler.planner.typing import FP32, KEEP, NodeTyping, Role, TypingRules
+
+_ALIASING = "view"  # ops of this family make a new view of the same memory
+
+
+@dataclass
+class Demand:
+    """What the users of one value in one region ask of it.
+
+    Args:
+        low: some user with a fixed label needs it in the low type.
+        fp32: some user with a fixed label needs it in FP32.
+        bits: some user takes it as it is, so that rounding it would be seen.
+        takers: free users that need it in the type of their label.
+        mixers: free users that need it in the low type under `low`, and take it as it is under `fp32`.
+        casts: types that explicit casts of the model turn it into.
+    """
+
+    low: bool = False
+    fp32: bool = False
+    bits: bool = False
+    takers: list[str] = field(default_factory=list)
+    mixers: list[str] = field(default_factory=list)
+    casts: list[DType] = field(default_factory=list)
+
+
+class FollowProblem:
+    """The choice of labels for the free nodes of one draft.
+
+    Args:
+        typing: the typing rules.
+        semantics: fixed labels, free nodes, semantic types.
+    """
+
+    def __init__(self, typing: TypingRules, semantics: Semantics) -> None:
+        self.typing, self.semantics = typing, semantics
+        self.graph: PrecisionGraph = typing.graph
+        self.labels = dict(semantics.fixed)
+        self.free = dict.fromkeys(semantics.free)
+        self.notes: dict[str, str] = {}
+        self.returned = set(self.graph.outputs)
+        self._anchors: dict[str, int | None] = {}
+        self._demands: dict[str, dict[str, Demand]] = {}
+
+    def keeps_bits(self, name: str) -> bool:
+        """True for a node that may run low only where nobody could tell: an exact op on semantically FP32 data."""
+        typing = self.typing[name]
+        if not typing.info.exact:
+            return False
+        return self.semantics.widest(self.graph.nodes[name], typing.data) is not None
+
+    def demands(self, value: str) -> dict[str, Demand]:
+        """By region, what the users of `value` ask of it. Fixed labels must be known; the answer is kept."""
+        found = self._demands.get(value)
+        if found is None:
+            found = self._demands[value] = self._collect(value)
+        return found
+
+    def fixed_type(self, value: str) -> DType | None:
+        """The type of a value, `None` where a free node makes it."""
+        producer = self.graph.producer(value)
+        if producer is not None and producer.name in self.free and self.typing.is_flexible(value):
+            return None
+        return self.typing.result(value, self.labels)
+
+    def source(self, value: str) -> str:
+        """The value that a low reader of `value` reads: what was upcast, where `value` is nothing but an upcast."""
+        return upcast_source(self.typing, value) or value
+
+    def hold_exact_nodes(self) -> None:
+        """Label fp32, from the end, the exact nodes of whose result somebody needs every bit."""
+        for name in reversed(list(self.free)):
+            if not self.keeps_bits(name):
+                continue
+            made = self.typing[name].made
+            if made and not any(self.needs_bits(value) for value in made):
+                continue
+            self.labels[name] = FP32
+            del self.free[name]
+            wide = self.semantics.widest(self.graph.nodes[name], self.typing[name].data)
+            self.notes[name] = f"follows its fp32 input '{wide}', which rounding would change for a later reader"
+
+    def needs_bits(self, value: str) -> bool:
+        """True where a reader with a settled label would see that `value` was rounded to the low type."""
+        demands = self.demands(value).values()
+        return any(
+            demand.fp32 or demand.bits or any(dtype is not self.typing.low for dtype in demand.casts)
+            for demand in demands
+        )
+
+    def _collect(self, value: str) -> dict[str, Demand]:
+        demands: dict[str, Demand] = {}
+        if value in self.returned:
+            demand = demands.setdefault("", Demand())
+            self._fixed_need(demand, self.graph.values[value].dtype)
+        for user, index in self.graph.users(value):
+            demand = demands.setdefault(user.region, Demand())
+            typing = self.typing[user.name]
+            if typing.roles[index] is Role.ANY:
+                made = self.graph.values[user.outputs[0]].dtype
+                if typing.is_cast and made.is_float:
+                    demand.casts.append(made)
+                else:
+                    demand.bits = True
+            elif user.name in self.free and typing.roles[index] is Role.DATA:
+                self._free_need(demand, user, index, typing)
+            else:
+                self._settled_need(demand, user, index, typing)
+        return demands
+
+    def _free_need(self, demand: Demand, user: Node, index: int, typing: NodeTyping) -> None:
+        kind = demand.mixers if typing.info.promotes and self._anchor(user) != index else demand.takers
+        if user.name not in kind:
+            kind.append(user.name)
+
+    def _settled_need(self, demand: Demand, user: Node, index: int, typing: NodeTyping) -> None:
+        label = self.labels[user.name] if typing.roles[index] is Role.DATA else KEEP
+        if typing.mixes(label) and typing.roles[index] is Role.DATA:
+            if self._anchor(user) == index:
+                demand.fp32 = True
+            demand.bits = True
+            return
+        needed = self.typing.need(user, index, label)
+        if needed is not None:
+            self._fixed_need(demand, needed)
+
+    def _fixed_need(self, demand: Demand, needed: DType) -> None:
+        demand.low |= needed is self.typing.low
+        demand.fp32 |= needed is DType.FLOAT32
+
+    def _anchor(self, node: Node) -> int | None:
+        """The operand of a mixing node that must be FP32, so that the node computes in FP32.
+
+        That any one of several will do is no cost that a cut can hold, so one is chosen before: `None` where some
+        operand is FP32 for sure, else the cheapest one.
+        """
+        if node.name not in self._anchors:
+
+            def surely(value: str) -> DType:
+                producer = self.graph.producer(value)
+                if producer is not None and producer.name in self.free:
+                    return DType.FLOAT32 if self.keeps_bits(producer.name) else self.typing.low
+                return self.typing.result(value, self.labels)
+
+            self._anchors[node.name] = self.typing.anchor(node, surely)
+        return self._anchors[node.name]
+
+    def better_anchors(self) -> bool:
+        """Choose as anchor what came to be FP32 anyway; True where that changed an anchor.
+
+        The labels then cost no more than before, and the next cut may find better ones.
+        """
+        changed = False
+        for name, anchor in self._anchors.items():
+            if anchor is None or self.labels[name] != FP32:
+                continue
+            inputs = self.graph.nodes[name].inputs
+            wide = [
+                index
+                for index in self.typing[name].data
+                if self.typing.result(inputs[index].value, self.labels) is DType.FLOAT32
+            ]
+            if wide and anchor not in wide:
+                self._anchors[name] = wide[0]
+                changed = True
+                for operand in inputs:
+                    self._demands.pop(operand.value, None)
+        return changed
+
+
+def upcast_source(typing: TypingRules, value: str) -> str | None:
+    """What a value was upcast from by an explicit cast of the model to FP32; `None` for any other value.
+
+    Reading the source instead is exact where the source has the low type. Memory that changes in place is left alone.
+    """
+    graph = typing.graph
+    producer = graph.producer(value)
+    if producer is None or not typing[producer.name].is_cast or typing[producer.name].roles[:1] != (Role.ANY,):
+        return None
+    source = graph.values[producer.inputs[0].value]
+    made: Value = graph.values[value]
+    if made.dtype is not DType.FLOAT32 or made.volatile or source.volatile or source.numel != made.numel:
+        return None
+    return source.name
+
+
+def own_elements(typing: TypingRules, name: str) -> int:
+    """Elements that a node reads and writes at the width of its label; 0 for a view, which moves no memory."""
+    node, found = typing.graph.nodes[name], typing[name]
+    if found.info.family == _ALIASING:
+        return 0
+    values = typing.graph.values
+    reads = sum(values[node.inputs[index].value].numel for index in found.data)
+    return reads + sum(values[value].numel for value in found.made)

@@ -1,0 +1,205 @@
+"""Which type every operand needs and every value has once each node carries a label: said here, for all passes.
+
+A label is `low`, `fp32` or `keep` (as captured). Types that a plan may exchange are FP32 and the low type ("flexible");
+a value captured in any other type is never touched.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.graph import Node, Operand, PrecisionGraph, Value
+from amp_compiler.policy.rules import OpInfo, OpTable
+
+LOW, FP32, KEEP = "low", "fp32", "keep"
+LABELS = (LOW, FP32, KEEP)
+_FOREIGN = frozenset(
+    {
+        DType.FLOAT16, DType.BFLOAT16, DType.FLOAT64, DType.FLOAT8,
+        DType.COMPLEX32, DType.COMPLEX64, DType.COMPLEX128,
+    }
+)  # fmt: skip
+
+
+class Role(enum.Enum):
+    """How an operand takes part in a rewrite."""
+
+    OTHER = "other"  # captured in a type that plans do not exchange
+    FIXED = "fixed"  # stays in its captured type whatever the label: a `keep` slot, or a type constraint of the op
+    ANY = "any"  # every floating-point type will do, no cast is ever placed: shape-only arguments, explicit casts
+    DATA = "data"  # takes the type of the node's label
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTyping:
+    """What labels mean for one node.
+
+    Args:
+        info: its entry in the op table.
+        roles: role of each operand.
+        data: indices of the operands with role DATA.
+        made: the outputs whose type a label decides, those captured in a flexible type.
+        is_cast: it is an explicit cast of the model.
+        movable: a label other than `keep` has a meaning: it reads data, and mixes in no other floating-point type.
+    """
+
+    info: OpInfo
+    roles: tuple[Role, ...]
+    data: tuple[int, ...]
+    made: tuple[str, ...]
+    is_cast: bool
+    movable: bool
+
+    def mixes(self, label: str) -> bool:
+        """True where the node takes data operands of different types as they are: at least one must be FP32."""
+        return self.info.promotes and label == FP32
+
+
+class TypingRules:
+    """The typing rules of one graph, op table and low type.
+
+    Args:
+        graph: the captured graph.
+        ops: the op table.
+        low: the 16-bit type.
+
+    Example:
+        >>> from amp_compiler.ir.graph import ValueKind
+        >>> graph = PrecisionGraph()
+        >>> graph.add_value(Value("x", DType.FLOAT32, (2,), 2, ValueKind.INPUT))
+        >>> relu = Node("y", "aten.relu", (Operand("x", "self"),), ("y",))
+        >>> graph.add_node(relu, [Value("y", DType.FLOAT32, (2,), 2)])
+        >>> typing = TypingRules(graph, OpTable({}, {}), DType.BFLOAT16)
+        >>> typing.need(relu, 0, "low").short, typing.result("y", {"y": "low"}).short
+        ('bf16', 'bf16')
+    """
+
+    def __init__(self, graph: PrecisionGraph, ops: OpTable, low: DType) -> None:
+        self.graph, self.ops, self.low = graph, ops, low
+        self.flexible = frozenset({DType.FLOAT32, low})
+        infos: dict[str, OpInfo] = {}
+        self._nodes: dict[str, NodeTyping] = {}
+        for node in graph.nodes.values():
+            info = infos.get(node.op)
+            if info is None:
+                info = infos[node.op] = ops.info(node.op)
+            self._nodes[node.name] = self._type(node, info)
+
+    def fits(self, graph: PrecisionGraph, ops: OpTable, low: DType) -> bool:
+        """True where these are the rules of that graph, as it is now, with that table and type."""
+        return self.graph is graph and self.ops is ops and self.low is low and len(self._nodes) == len(graph.nodes)
+
+    def __getitem__(self, node: str) -> NodeTyping:
+        return self._nodes[node]
+
+    def is_flexible(self, value: str) -> bool:
+        """True where the value was captured in FP32 or in the low type."""
+        return self.graph.values[value].dtype in self.flexible
+
+    def label_type(self, label: str, captured: DType) -> DType:
+        """The type that a flexible value captured as `captured` has under `label`."""
+        return captured if label == KEEP else self.low if label == LOW else DType.FLOAT32
+
+    def result(self, value: str, labels: Mapping[str, str]) -> DType:
+        """The type of a value after the rewrite."""
+        captured = self.graph.values[value].dtype
+        producer = self.graph.producer(value)
+        if producer is None or captured not in self.flexible:
+            return captured
+        return self.label_type(labels[producer.name], captured)
+
+    def need(self, node: Node, index: int, label: str) -> DType | None:
+        """The type that operand `index` must be read in under `label`; `None` where it is read as it is.
+
+        A node that mixes (see `NodeTyping.mixes`) needs nothing of any one operand: `anchor` says what it needs.
+        """
+        typing = self._nodes[node.name]
+        role = typing.roles[index]
+        if role in (Role.OTHER, Role.ANY):
+            return None
+        captured = self.graph.values[node.inputs[index].value].dtype
+        if role is Role.FIXED:
+            return captured
+        return None if typing.mixes(label) else self.label_type(label, captured)
+
+    def anchor(
+        self, node: Node, type_of: Callable[[str], DType], free: Callable[[str], bool] = lambda value: False
+    ) -> int | None:
+        """The operand that must be cast to FP32 so that a mixing node computes in FP32; `None` where none need be.
+
+        Args:
+            node: a node that mixes under its label.
+            type_of: type of each value before casts.
+            free: whether the FP32 cast of a value is there already, for other users.
+
+        Returns:
+            Index of the cheapest operand: one whose cast is there, else the one of fewest elements, else the first.
+        """
+        data = self._nodes[node.name].data
+        names = [node.inputs[index].value for index in data]
+        if any(type_of(name) is DType.FLOAT32 for name in names):
+            return None
+        costs = [(not free(name), self.graph.values[name].numel) for name in names]
+        return data[min(range(len(data)), key=costs.__getitem__)]
+
+    def complaint(self, node: Node, label: str, reads: Sequence[DType]) -> str | None:
+        """What is wrong with the types in which a node reads its operands; `None` where all is well."""
+        typing = self._nodes[node.name]
+        for index, read in enumerate(reads):
+            role = typing.roles[index]
+            captured = self.graph.values[node.inputs[index].value].dtype
+            wanted: frozenset[DType] | set[DType]
+            if role is Role.OTHER or role is Role.FIXED:
+                wanted = {captured}
+            elif role is Role.ANY or typing.mixes(label):
+                wanted = self.flexible
+            else:
+                wanted = {self.label_type(label, captured)}
+            if read not in wanted:
+                expected = " or ".join(sorted(dtype.short for dtype in wanted))
+                return f"node '{node.name}' ({label}) reads operand {index} in {read.short}, not in {expected}"
+        if typing.mixes(label) and all(reads[index] is not DType.FLOAT32 for index in typing.data):
+            return f"node '{node.name}' is to run in fp32 and reads no operand in fp32"
+        return None
+
+    def _type(self, node: Node, info: OpInfo) -> NodeTyping:
+        values = self.graph.values
+        is_cast = node.pin is not None and node.pin.precision == "cast"
+        read = [(operand, values[operand.value]) for operand in node.inputs]
+        ranked = info.promotes and any(value.dtype.is_float and value.rank != 0 for _, value in read)
+        roles = [self._role(operand, value, info, is_cast, scalars_yield=ranked) for operand, value in read]
+        data = tuple([index for index, role in enumerate(roles) if role is Role.DATA])
+        foreign = Role.OTHER in roles and any(
+            role is Role.OTHER and self._is_foreign(operand, value, info, ranked)
+            for (operand, value), role in zip(read, roles, strict=True)
+        )
+        made = tuple([name for name in node.outputs if values[name].dtype in self.flexible])
+        return NodeTyping(info, tuple(roles), data, made, is_cast, bool(data) and not is_cast and not foreign)
+
+    def _role(self, operand: Operand, value: Value, info: OpInfo, is_cast: bool, *, scalars_yield: bool) -> Role:
+        if value.dtype not in self.flexible:
+            return Role.OTHER
+        # A 16-bit parameter of a norm goes with the data: no kernel takes FP32 data beside 16-bit parameters.
+        kept = _in_slots(operand.slot, info.keep) and (value.dtype is DType.FLOAT32 or value.volatile)
+        kept = kept and not operand.tied
+        if kept or (operand.allowed is not None and not self.flexible <= operand.allowed):
+            return Role.FIXED
+        if is_cast or (scalars_yield and value.rank == 0):
+            return Role.ANY
+        if _in_slots(operand.slot, info.any) and not operand.tied:
+            return Role.ANY
+        return Role.DATA
+
+    def _is_foreign(self, operand: Operand, value: Value, info: OpInfo, ranked: bool) -> bool:
+        """True for an operand of a third floating-point type that takes part in what the op computes in."""
+        if value.dtype not in _FOREIGN or _in_slots(operand.slot, info.keep | info.any):
+            return False
+        return not (ranked and value.rank == 0 and value.dtype.is_float)
+
+
+def _in_slots(slot: str, slots: frozenset[str]) -> bool:
+    """True where `slot`, or the list that it is an element of (`tensors` for `tensors.1`), is in `slots`."""
+    return bool(slots) and (slot in slots or slot.partition(".")[0] in slots)

@@ -1,0 +1,97 @@
+"""The op table `rules/ops.yaml` as a `policy.OpTable`."""
+
+from __future__ import annotations
+
+import functools
+from importlib import resources
+from typing import Any
+
+from amp_compiler.errors import RuleError
+from amp_compiler.policy.rules import OpInfo, OpTable
+from amp_compiler.policy.yaml_tree import Tree, parse_yaml
+
+NAMESPACES = ("aten", "onnx")
+_FLAGS = ("exact", "promotes")
+_SETS = ("keep", "any", "emulate")
+
+
+@functools.cache
+def op_table() -> OpTable:
+    """The op table that comes with the package, read once.
+
+    Raises:
+        RuleError: where the installed table is damaged.
+
+    Example:
+        >>> op_table().info("aten.linear").family
+        'matmul'
+    """
+    text = resources.files("amp_compiler.rules").joinpath("ops.yaml").read_text(encoding="utf-8")
+    return parse_op_table(text, "ops.yaml")
+
+
+def parse_op_table(text: str, file: str) -> OpTable:
+    """Read the text of an op table.
+
+    Args:
+        text: YAML as `rules/ops.yaml` has it.
+        file: its name for error messages.
+
+    Raises:
+        RuleError: an op in two families, a family without a description, an unknown field or a wrong type.
+    """
+    root = parse_yaml(text, file)
+    families = root.value.get("families") if isinstance(root.value, dict) else None
+    if families is None or not isinstance(families.value, dict):
+        raise _wrong("an op table needs the mapping 'families'", file, root, "write 'families:' first")
+    ops: dict[str, OpInfo] = {}
+    about: dict[str, str] = {}
+    for family, entry in families.value.items():
+        if not isinstance(entry.value, dict) or "about" not in entry.value:
+            raise _wrong(f"the family '{family}' lacks its line 'about'", file, entry, "say in one line what it holds")
+        about[family] = _typed(entry.value["about"], str, file)
+        _add_family(ops, family, entry, file)
+    return OpTable(ops, about)
+
+
+def _add_family(ops: dict[str, OpInfo], family: str, entry: Tree, file: str) -> None:
+    parts: dict[str, Tree] = entry.value
+    common = _fields({key: tree for key, tree in parts.items() if key in _FLAGS + _SETS}, file)
+    special: dict[str, Tree] = parts["special"].value if "special" in parts else {}
+    unknown = set(parts) - {"about", "special", *NAMESPACES, *_FLAGS, *_SETS}
+    if unknown:
+        raise _wrong(f"unknown field '{min(unknown)}' of family '{family}'", file, entry, "see rules/README.md")
+    mine = set()
+    for namespace in NAMESPACES:
+        for tree in parts[namespace].value if namespace in parts else []:
+            name = f"{namespace}.{_typed(tree, str, file)}"
+            if name in ops:
+                raise _wrong(f"'{name}' is in '{ops[name].family}' and in '{family}'", file, tree, "name it once")
+            fields = {**common, **_fields(special[name].value, file)} if name in special else common
+            ops[name] = OpInfo(name, family, **fields)
+            mine.add(name)
+    for name in special:
+        if name not in mine:
+            raise _wrong(f"'special' names '{name}', which '{family}' does not hold", file, special[name], "move it")
+
+
+def _fields(parts: dict[str, Tree], file: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, tree in parts.items():
+        if key in _FLAGS:
+            found[key] = _typed(tree, bool, file)
+        elif key in _SETS:
+            found[key] = frozenset(_typed(item, str, file) for item in _typed(tree, list, file))
+        else:
+            raise _wrong(f"unknown field '{key}' of an op", file, tree, f"use one of {', '.join(_FLAGS + _SETS)}")
+    return found
+
+
+def _typed(tree: Tree, kind: type, file: str) -> Any:
+    if type(tree.value) is not kind:
+        raise _wrong(f"{tree.plain()!r} is not a {kind.__name__}", file, tree, "see rules/README.md")
+    return tree.value
+
+
+def _wrong(what: str, file: str, tree: Tree, mend: str) -> RuleError:
+    return RuleError(what, file=file, line=tree.line, column=tree.column, mend=mend)

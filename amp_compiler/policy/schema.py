@@ -1,0 +1,182 @@
+"""The shape of a rule file as pydantic models: what `schema.json` is made from and what every file is checked against.
+
+Only shapes and plain words are checked here. What needs the op table or another file (families, op globs, `extends`) is
+checked by `rulefile`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+PRECISIONS = ("low", "fp32", "widest", "follow", "keep")
+COMPARISON = r"^\s*(<=|>=|==|!=|<|>)\s*[0-9]*\.?[0-9]+([eE][-+]?[0-9]+)?\s*$"
+
+Text = Annotated[str, Field(min_length=1)]
+Scalar = bool | int | float | str | None
+Low = Literal["fp16", "bf16"]
+Float = Literal["fp16", "bf16", "fp32", "fp64"]
+Device = Literal["cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "maia", "ipu", "meta", "privateuseone", "onnx"]
+
+
+def _as_list(value: Any) -> Any:
+    """One item where a list may stand: the two mean the same."""
+    return value if isinstance(value, list) else [value]
+
+
+def _whole(value: Any) -> Any:
+    """`Literal[1]` alone takes `true` and `1.0`, which are equal to it."""
+    if type(value) is not int:
+        raise ValueError("the version is the whole number 1")
+    return value
+
+
+Texts = Annotated[list[Text], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=Text | list[Text])]
+Floats = Annotated[
+    list[Float], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=Float | list[Float])
+]
+Lows = Annotated[list[Low], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=Low | list[Low])]
+Devices = Annotated[
+    list[Device], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=Device | list[Device])
+]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Bound = Annotated[str, Field(pattern=COMPARISON)] | Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+def _optional(description: str) -> Any:
+    """A key that may be left out, which gives `None`.
+
+    The field's own type does not say so, because an empty `family:` is a mistake and not a condition left out.
+    """
+    return Field(None, description=description)
+
+
+class Strict(BaseModel):
+    """Base of all: no unknown key, no silent conversion, no change afterwards."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class MatchModel(Strict):
+    """The conditions of a rule: all that are given must hold; of a list, one item must."""
+
+    family: Texts = _optional("op family, such as matmul or softmax")
+    op: Texts = _optional("glob on the canonical op name: aten.linear, onnx.Reduce*")
+    module: Texts = _optional("glob on the qualified module name; * crosses dots")
+    module_type: Texts = _optional("glob on the class name of the module")
+    node: Texts = _optional("regular expression searched in the node name")
+    attr: Annotated[dict[Text, Scalar | list[Scalar]], Field(min_length=1)] = _optional(
+        "attributes of the node with the values they must have"
+    )
+    inputs: Floats = _optional("captured types: every float operand must have one of them")
+    reduction_size: Bound = _optional('elements that one output element sums over: "> 8192" or a number')
+    absmax: Bound = _optional('calibrated largest magnitude at the node: "> 1000"')
+    phase: Literal["forward", "backward"] = _optional("forward or backward part of the graph")
+    device: Devices = _optional("device type that is planned for")
+    dtype: Lows = _optional("low type that is planned for")
+
+
+class BackwardModel(Strict):
+    """What the gradients of a node run in."""
+
+    precision: Literal["low", "fp32"] = _optional("precision of the gradients")
+    math: Literal["fp32", "fp16", "bf16"] = _optional("type to accumulate gradients in")
+
+
+class RuleModel(Strict):
+    """One rule: conditions and what to do where they hold."""
+
+    match: MatchModel = Field(description="conditions; {} matches every node")
+    precision: Literal["low", "fp32", "widest", "follow", "keep"] = _optional("what the node runs in")
+    math: Literal["fp32", "fp16", "bf16"] = _optional("type to accumulate in")
+    backward: BackwardModel = _optional("precision of the gradients, where it differs")
+    why: Text = _optional("the reason, shown with every decision of this rule")
+
+
+class LossScaleModel(Strict):
+    """How gradients are kept inside the range of fp16."""
+
+    mode: Literal["none", "static", "dynamic", "norm_adaptive"] = _optional("kind of loss scale")
+    init: Annotated[Finite, Field(gt=0)] = _optional("first scale")
+    growth_factor: Annotated[Finite, Field(gt=1)] = _optional("factor after growth_interval good steps")
+    backoff_factor: Annotated[Finite, Field(gt=0, lt=1)] = _optional("factor after an overflow")
+    growth_interval: Annotated[int, Field(ge=1)] = _optional("good steps until the scale grows")
+    min: Annotated[Finite, Field(gt=0)] = _optional("floor of the scale")
+    max: Annotated[Finite, Field(gt=0)] = _optional("ceiling of the scale")
+    hysteresis: Annotated[int, Field(ge=1)] = _optional("overflows until the scale backs off")
+    patience: Annotated[int, Field(ge=1)] = _optional("overflows in a row at the floor until training stops")
+    target_norm: Annotated[Finite, Field(gt=0)] = _optional("norm_adaptive: norm that scaled gradients are brought to")
+    check_finite: bool = _optional("none: skip steps with gradients that are not finite all the same")
+
+
+class WeightsModel(Strict):
+    """How the optimizer holds the parameters."""
+
+    master: Literal["fp32", "low"] = _optional("type of the weights that the optimizer updates")
+    rounding: Literal["nearest", "stochastic", "kahan"] = _optional(
+        "how an update is rounded where there is no FP32 master"
+    )
+
+
+class RuleFileModel(Strict):
+    """A rule file of amp_compiler."""
+
+    model_config = ConfigDict(title="amp_compiler rules")
+
+    version: Annotated[Literal[1], BeforeValidator(_whole)] = Field(description="version of the rule language")
+    extends: Text = _optional("a built-in preset, or a path relative to this file")
+    allow: Annotated[list[Text], Field(min_length=1)] = _optional("families and op globs to run low")
+    whitelist: Annotated[list[Text], Field(min_length=1)] = _optional("another name of allow")
+    deny: Annotated[list[Text], Field(min_length=1)] = _optional("families and op globs to run in FP32")
+    blacklist: Annotated[list[Text], Field(min_length=1)] = _optional("another name of deny")
+    rules: list[RuleModel] = _optional("rules, read top to bottom; the last match wins")
+    loss_scale: LossScaleModel = _optional("loss scale, merged over the extended file's")
+    weights: WeightsModel = _optional("weights, merged over the extended file's")
+
+
+MODELS: dict[str, type[Strict]] = {
+    "": RuleFileModel,
+    "rules": RuleModel,
+    "match": MatchModel,
+    "backward": BackwardModel,
+    "loss_scale": LossScaleModel,
+    "weights": WeightsModel,
+}
+
+
+def known_keys(path: tuple[str | int, ...]) -> tuple[str, ...]:
+    """The keys that may stand in the mapping at `path`, for naming the nearest one."""
+    names = [part for part in path if isinstance(part, str)]
+    model = MODELS.get(names[-1] if names else "")
+    return () if model is None else tuple(model.model_fields)
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of a rule file, with the known families and presets as suggestions.
+
+    Example:
+        >>> schema()["title"]
+        'amp_compiler rules'
+    """
+    from amp_compiler.policy.op_table import op_table
+    from amp_compiler.policy.sources import preset_names
+
+    made = RuleFileModel.model_json_schema(mode="validation")
+    made = {"$schema": "https://json-schema.org/draft/2020-12/schema", **made}
+    families = sorted(op_table().families)
+    entry = {"anyOf": [{"enum": families}, {"type": "string", "pattern": r"[.*?\[]"}]}
+    for name in ("allow", "whitelist", "deny", "blacklist"):
+        made["properties"][name]["items"] = entry
+    for option in made["$defs"]["MatchModel"]["properties"]["family"]["anyOf"]:
+        option.get("items", option)["enum"] = families
+    made["properties"]["extends"]["examples"] = list(preset_names())
+    cleaned: dict[str, Any] = _without_null_defaults(made)
+    return cleaned
+
+
+def _without_null_defaults(part: Any) -> Any:
+    """The schema without `default: null`, which would suggest that a null may be written."""
+    if isinstance(part, dict):
+        return {key: _without_null_defaults(item) for key, item in part.items() if key != "default" or item is not None}
+    return [_without_null_defaults(item) for item in part] if isinstance(part, list) else part

@@ -1,1 +1,0 @@
-"""What runs at training time: loss scale, update kernels."""

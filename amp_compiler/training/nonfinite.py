@@ -1,0 +1,177 @@
+"""Where non-finite gradients come from: read from the flags of a step, and found by running its graph again."""
+
+from __future__ import annotations
+
+import enum
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from amp_compiler.fx.graph import canonical_op, module_of
+from amp_compiler.passes.step.differentiate import PHASE
+from amp_compiler.passes.step.fuse_update import STATE
+from amp_compiler.training.program import StepProgram
+
+_MASKS = frozenset({"aten.full", "aten.full_like", "aten.masked_fill", "aten.scalar_tensor", "aten.where"})
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class NonfiniteNode:
+    """A node of the step graph, or an input of it, that made a value that is not finite from finite ones.
+
+    Args:
+        name: of the node, as `step.graph_module.print_readable()` shows it.
+        op: canonical op, or `input`.
+        module: qualified name of the module that it belongs to, empty where unknown.
+        phase: `forward` or `backward`.
+    """
+
+    name: str
+    op: str
+    module: str
+    phase: str
+
+    def __str__(self) -> str:
+        place = f" in {self.module}" if self.module else ""
+        return f"{self.name} ({self.op}, {self.phase}{place})"
+
+
+@dataclass(frozen=True)
+class NonfiniteReport:
+    """What was not finite in a step. False where everything was finite.
+
+    Args:
+        parameters: qualified names of the parameters with a non-finite gradient.
+        nodes: the first nodes that made something non-finite, in execution order. Where running the step again shows
+            nothing (dropout draws new numbers), the nodes that made the gradients of `parameters`.
+        repeated: whether `nodes` come from running the step again.
+    """
+
+    parameters: tuple[str, ...] = ()
+    nodes: tuple[NonfiniteNode, ...] = ()
+    repeated: bool = field(default=False)
+
+    def __bool__(self) -> bool:
+        return bool(self.parameters)
+
+    def __str__(self) -> str:
+        if not self:
+            return "all gradients were finite"
+        rest = len(self.parameters) - _SHOWN
+        names = ", ".join(self.parameters[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+        title = "first made by" if self.repeated else "gradients made by"
+        return f"not finite: the gradients of {names}\n" + "".join(f"  {title} {node}\n" for node in self.nodes)
+
+
+def report_nonfinite(
+    program: StepProgram, flags: Sequence[int], leaves: Sequence[Any] | None, scale: Tensor, most: int = _SHOWN
+) -> NonfiniteReport:
+    """Name the parameters and the first nodes of a step that were not finite.
+
+    A skipped step changes no weight and no buffer, so forward and backward of its graph can run again on the same
+    batch, node by node. Minus infinity that a mask puts in on purpose is told from an overflow by what comes of it.
+
+    Args:
+        program: what ran.
+        flags: per parameter of `program.updated` whether its gradient was not finite.
+        leaves: the batch; `None` where the step was not skipped and cannot be run again.
+        scale: the loss scale that the step ran with, FP32 scalar.
+        most: largest number of nodes to name.
+    """
+    bad = [number for number, flag in enumerate(flags) if flag]
+    if not bad:
+        return NonfiniteReport()
+    parameters = tuple(program.updated[number] for number in bad)
+    order = {node: place for place, node in enumerate(program.graph_module.graph.nodes)}
+    made = sorted({program.gradient_node(number) for number in bad}, key=order.__getitem__)
+    origins = [] if leaves is None else _origins(program, leaves, scale, made)
+    nodes = sorted(origins, key=order.__getitem__) or made
+    return NonfiniteReport(parameters, tuple(_described(node) for node in nodes[:most]), bool(origins))
+
+
+def _described(node: fx.Node) -> NonfiniteNode:
+    if node.op != "call_function":
+        return NonfiniteNode(node.name, "input", "", "forward")
+    phase = node.meta.get(PHASE, "")
+    return NonfiniteNode(
+        node.name, canonical_op(node.target), module_of(node)[0], "forward" if phase == "forward" else "backward"
+    )
+
+
+def _origins(program: StepProgram, leaves: Sequence[Any], scale: Tensor, wanted: list[fx.Node]) -> list[fx.Node]:
+    """The nodes that the non-finite gradients go back to."""
+    replay = _Replay(program, leaves, scale)
+    devices = [scale.device] if scale.device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(devices=devices):  # training's random numbers stay as they are
+        replay.run_again()
+    found: set[fx.Node] = set()
+    seen: set[fx.Node] = set()
+    open_nodes = list(wanted)
+    while open_nodes:
+        node = open_nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.meta.get(PHASE) == "update":  # a sum of gradients, which was not run
+            open_nodes += node.all_input_nodes
+            continue
+        if replay.states.get(node) is not _State.BAD:
+            continue
+        causes = [source for source in node.all_input_nodes if replay.states.get(source) is _State.BAD]
+        open_nodes += causes
+        if not causes:
+            found.add(node)
+    return list(found)
+
+
+class _State(enum.Enum):
+    FINITE = "finite"
+    MASKED = "minus infinity, put in on purpose"
+    BAD = "infinite or NaN"
+
+
+class _Replay(fx.Interpreter):
+    """Runs what comes before the update and notes for each value whether it is finite."""
+
+    def __init__(self, program: StepProgram, leaves: Sequence[Any], scale: Tensor) -> None:
+        super().__init__(program.graph_module, garbage_collect_values=True)
+        self.program, self.leaves, self.scale = program, leaves, scale
+        self.source = program.graph_module.graph
+        self.states: dict[fx.Node, _State] = {}
+
+    def run_again(self) -> None:
+        """Run up to the update."""
+        for node, resolve in zip(self.source.find_nodes(op="placeholder"), self.program.resolve, strict=True):
+            if all(user.meta.get(PHASE) == "update" for user in node.users):
+                continue
+            is_scale = node.meta.get(STATE) == ("scale", "scale", 0)
+            self._note(node, self.scale if is_scale else resolve(self.leaves))
+        for node in self.source.nodes:
+            if node.op in ("call_function", "get_attr") and node.meta.get(PHASE) != "update":
+                self._note(node, self.run_node(node))
+                for done in self.user_to_last_uses.get(node, ()):
+                    self.env.pop(done, None)
+
+    def _note(self, node: fx.Node, value: Any) -> None:
+        self.env[node] = value
+        items = value if isinstance(value, (list, tuple)) else [value]
+        bad = [item for item in items if isinstance(item, Tensor) and not bool(torch.isfinite(item).all())]
+        if not bad:
+            self.states[node] = _State.FINITE
+        elif all(bool((torch.isfinite(item) | torch.isneginf(item)).all()) for item in bad) and self._may_mask(node):
+            self.states[node] = _State.MASKED
+        else:
+            self.states[node] = _State.BAD
+
+    def _may_mask(self, node: fx.Node) -> bool:
+        if node.op != "call_function" or node.target is operator.getitem:
+            return node.op != "call_function" or self.states.get(node.args[0]) is _State.MASKED  # type: ignore[arg-type]
+        if node.meta.get(PHASE) != "forward":
+            return False
+        states = {self.states.get(source) for source in node.all_input_nodes}
+        return _State.BAD not in states and (canonical_op(node.target) in _MASKS or _State.MASKED in states)

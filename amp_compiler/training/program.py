@@ -1,0 +1,140 @@
+"""`StepProgram`: one whole training step for inputs of one signature, ready to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+
+from amp_compiler.backends.cuda_graph import GraphedRun
+from amp_compiler.errors import AmpError
+from amp_compiler.forward.shape_guards import InputForm
+from amp_compiler.forward.tensor_versions import note_writes
+from amp_compiler.fx.graph import LOW_TYPES, results_of
+from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.ops.update.product import Product
+from amp_compiler.training.fused_optimizers import BoundGroup
+from amp_compiler.training.traced_optimizers import TracedGroup
+
+ROOT = "model"  # name of the models in a `LossModule`
+
+
+class LossModule(nn.Module):
+    """`loss_fn(model, *batch)` as a module, so that it can be captured with the parameters of all models in it.
+
+    One model stands under `model`; of a nest, each under its path: `model.generator` for `{"generator": …}`.
+    """
+
+    def __init__(self, model: Any, loss_fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self.__dict__["nest"], self.__dict__["loss_fn"] = model, loss_fn
+        if isinstance(model, nn.Module):
+            self.add_module(ROOT, model)
+            return
+        for path, leaf in pytree.tree_flatten_with_path(model, is_leaf=lambda x: isinstance(x, nn.Module))[0]:
+            if not isinstance(leaf, nn.Module):
+                raise AmpError(
+                    f"model holds a {type(leaf).__name__} at {pytree.keystr(path)}",
+                    mend="pass an nn.Module, or a dict, list or tuple of them",
+                )
+            self._place(path, leaf)
+
+    def _place(self, path: tuple[Any, ...], leaf: nn.Module) -> None:
+        holder: nn.Module = self
+        *outer, last = [ROOT, *(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)]
+        try:
+            for name in outer:
+                if name not in holder._modules:
+                    holder.add_module(name, nn.Module())
+                holder = holder._modules[name]  # type: ignore[assignment]
+            if last in holder._modules:
+                raise KeyError(f"'{last}' is there twice")
+            holder.add_module(last, leaf)
+        except KeyError as cause:
+            raise AmpError(
+                f"model holds a module at {pytree.keystr(path)} whose path is no name: {cause.args[0]}",
+                mend="use keys without dots, each another text",
+            ) from cause
+
+    def forward(self, *batch: Any) -> tuple[Tensor, Any]:
+        """The loss and aux (`None` where the loss function gives none)."""
+        result = self.__dict__["loss_fn"](self.__dict__["nest"], *batch)
+        loss, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            raise AmpError(
+                f"loss_fn returned {_describe(loss)} as the loss",
+                mend="return one floating-point number, or (loss, aux)",
+            )
+        # A 16-bit loss could not hold the loss scale that the backward starts from.
+        return loss.float() if loss.dtype in LOW_TYPES else loss, aux
+
+
+def _describe(loss: Any) -> str:
+    return f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+
+
+@dataclass
+class StepOutput:
+    """What one run of a step program gives.
+
+    Args:
+        loss: detached loss.
+        aux: what the loss function returned beside it.
+        norm: FP32 L2 norm of the unscaled gradients.
+        flags: uint8 per parameter of `StepProgram.updated`: 1 where its gradient was not finite.
+        gradients: raw (scaled) gradients per parameter of `StepProgram.updated`.
+    """
+
+    loss: Tensor
+    aux: Any
+    norm: Tensor
+    flags: Tensor
+    gradients: tuple[Tensor | Product, ...]
+
+
+@dataclass
+class StepProgram:
+    """A compiled step.
+
+    Args:
+        graph_module: the step graph, for reading.
+        plan: what was decided for the forward; `None` in plain FP32.
+        groups: the update groups.
+        updated: qualified names of the updated parameters, in the order of the gradients.
+        run: the compiled graph, replayed as a CUDA graph where it can be.
+        resolve: one function per placeholder, from the batch leaves to its tensor.
+        out_spec: tree of `(loss, aux)`.
+        results: number of flat values in it.
+        form: which batches it can be used for.
+        buffers: gets the buffers that it writes.
+    """
+
+    graph_module: fx.GraphModule
+    plan: PrecisionPlan | None
+    groups: list[BoundGroup | TracedGroup]
+    updated: tuple[str, ...]
+    run: GraphedRun
+    resolve: list[Callable[[Sequence[Any]], Any]]
+    out_spec: pytree.TreeSpec
+    results: int
+    form: InputForm
+    buffers: tuple[Callable[[], Tensor], ...] = ()
+
+    def gradient_node(self, number: int) -> fx.Node:
+        """The node of the graph that gives the gradient of a parameter of `updated`."""
+        return results_of(self.graph_module.graph)[self.results + 3 + number]  # type: ignore[no-any-return]
+
+    def __call__(self, leaves: Sequence[Any]) -> StepOutput:
+        """Run one step on the flattened batch."""
+        for group in self.groups:
+            group.refresh()
+        with torch.no_grad():
+            flat = list(self.run(*[get(leaves) for get in self.resolve]))
+        note_writes([p for group in self.groups for p in group.parameters] + [get() for get in self.buffers])
+        loss, aux = pytree.tree_unflatten(flat[: self.results], self.out_spec)
+        norm, _, flags = flat[self.results : self.results + 3]
+        return StepOutput(loss, aux, norm, flags, tuple(flat[self.results + 3 :]))

@@ -1,0 +1,95 @@
+"""What can be read off a training step after a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, fx
+
+from amp_compiler.errors import AmpError
+from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.ops.loss_scale import LossScale, LossScaleState
+from amp_compiler.training.nonfinite import NonfiniteReport, report_nonfinite
+from amp_compiler.training.program import StepOutput, StepProgram
+
+
+class StepReadings:
+    """The part of `TrainingStep` that reads: properties are tensors on the device or graphs, and never wait for it."""
+
+    _accumulate: int
+    _scale_config: LossScale
+    _scale: LossScaleState
+    _last: tuple[StepProgram, StepOutput, Tensor] | None
+    _leaves: list[Any]
+
+    def _seen(self) -> tuple[StepProgram, StepOutput, Tensor]:
+        if self._last is None:
+            raise AmpError("there is no finished call of the step to read from", mend="call it with a batch first")
+        return self._last
+
+    @property
+    def loss_scale(self) -> Tensor:
+        """FP32 scalar on the device: what the next loss is multiplied by."""
+        return self._scale.scale.clone()
+
+    @property
+    def skipped_steps(self) -> Tensor:
+        """INT64 scalar on the device: how many steps were skipped."""
+        return self._scale.skipped_steps.clone()
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """FP32 scalar on the device: L2 norm of the last step's unscaled gradients, before clipping."""
+        return self._seen()[1].norm
+
+    @property
+    def plan(self) -> PrecisionPlan:
+        """The plan of the last step's forward.
+
+        Raises:
+            AmpError: before the first call, and where mixed precision is off.
+        """
+        plan = self._seen()[0].plan
+        if plan is None:
+            raise AmpError("there is no plan with enabled=False", mend="leave enabled at True")
+        return plan
+
+    @property
+    def graph_module(self) -> fx.GraphModule:
+        """The last step's whole graph: forward, backward and update, with `meta["amp_phase"]` on every node."""
+        return self._seen()[0].graph_module
+
+    @property
+    def execution(self) -> str:
+        """How the last step ran, in words: as one CUDA graph, or without one and why."""
+        return self._seen()[0].run.execution
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The last step's unscaled FP32 gradients by parameter name, before clipping; for logging.
+
+        While batches are gathered, their sum so far divided by `accumulate`.
+        """
+        program, output, scale = self._seen()
+        return {
+            name: gradient.float() / (scale * self._accumulate)
+            for name, gradient in zip(program.updated, output.gradients, strict=True)
+        }
+
+    def nonfinite_report(self) -> NonfiniteReport:
+        """Which gradients of the last step were not finite, and the first nodes that made such values.
+
+        Until it is asked for, only flags are kept, on the device. This reads them, and where the step was skipped it
+        runs its forward and backward once more, node by node, on the last batch.
+        """
+        program, output, scale = self._seen()
+        leaves = self._leaves if self._scale_config.checks_finite else None
+        return report_nonfinite(program, output.flags.tolist(), leaves, scale)
+
+    def check(self) -> None:
+        """Raise where the scale is at its floor and gradients stay non-finite. This reads from the device.
+
+        Raises:
+            LossScaleError: names the first parameters with non-finite gradients and the nodes that made them.
+        """
+        report = self.nonfinite_report()
+        self._scale_config.check(self._scale, parameters=report.parameters, nodes=map(str, report.nodes))

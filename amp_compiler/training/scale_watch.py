@@ -1,0 +1,100 @@
+"""Noticing, without waiting for the device, that gradients stay non-finite at the lowest loss scale."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from amp_compiler.ops.loss_scale_base import LossScale, LossScaleState
+
+
+class HostCopy(Protocol):
+    """A copy of one flag to the host that is under way or done."""
+
+    def start(self, flag: Tensor) -> None:
+        """Begin to copy a bool scalar; the call returns at once."""
+
+    def done(self) -> bool:
+        """Whether the copy has arrived; never waits."""
+
+    def value(self) -> bool:
+        """The flag, once it has arrived."""
+
+
+class PinnedCopy:
+    """A `HostCopy` from a CUDA device: pinned memory, and an event behind the copy."""
+
+    def __init__(self) -> None:
+        self._host = torch.empty((), dtype=torch.bool, pin_memory=True)
+        self._event = torch.cuda.Event()
+
+    def start(self, flag: Tensor) -> None:
+        """As in `HostCopy`."""
+        with torch.cuda.device(flag.device):
+            self._host.copy_(flag, non_blocking=True)
+            self._event.record()
+
+    def done(self) -> bool:
+        """As in `HostCopy`."""
+        return self._event.query()  # type: ignore[no-any-return,no-untyped-call]
+
+    def value(self) -> bool:
+        """As in `HostCopy`."""
+        return bool(self._host)
+
+
+class StuckWatch:
+    """Says whether a loss scale is stuck (`LossScale.stuck`).
+
+    On a CPU the flag is read right after the step. On a CUDA device a copy of it is started after a step and looked at
+    in later calls; nothing ever waits for it, so it is known one step late or a few. On other devices nothing is read.
+
+    Args:
+        device: where the loss scale's state is.
+        copy: how a flag reaches the host; by default what fits the device.
+
+    Example:
+        >>> from amp_compiler.ops.loss_scale import StaticLossScale
+        >>> scaling = StaticLossScale(8.0, patience=1)
+        >>> state = scaling.next(scaling.init("cpu"), torch.ones(()))
+        >>> StuckWatch(torch.device("cpu")).note(scaling, state)
+        True
+    """
+
+    def __init__(self, device: torch.device, copy: HostCopy | None = None) -> None:
+        self._device, self._copy = device, copy
+        self._pending = self._stale = False
+
+    def note(self, scaling: LossScale, state: LossScaleState) -> bool:
+        """Look at the state after a step.
+
+        Args:
+            scaling: the loss scale.
+            state: its state.
+
+        Returns:
+            True where it is known at once that the loss scale is stuck.
+        """
+        if not scaling.checks_finite:
+            return False
+        if self._copy is None and self._device.type == "cuda":
+            self._copy = PinnedCopy()
+        if self._copy is None:
+            return self._device.type == "cpu" and bool(scaling.stuck(state))
+        if not self._pending:  # one at a time: a scale that is stuck still is so when the next copy starts
+            self._copy.start(scaling.stuck(state))
+            self._pending, self._stale = True, False
+        return False
+
+    def arrived(self) -> bool:
+        """Whether a flag that was under way has arrived and is set. It is reported once."""
+        if self._copy is None or not self._pending or not self._copy.done():
+            return False
+        self._pending = False
+        return not self._stale and self._copy.value()
+
+    def forget(self) -> None:
+        """Pass over what is under way, because the state was replaced."""
+        self._stale = True

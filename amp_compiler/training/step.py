@@ -1,0 +1,266 @@
+"""`amp.training_step`: forward, backward, check, clipping, update and 16-bit weights as one graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import Any
+
+import torch.utils._pytree as pytree
+
+from amp_compiler.backends.cuda_capture import TorchGraphs
+from amp_compiler.backends.cuda_graph import GraphSettings
+from amp_compiler.errors import AmpError, CaptureError
+from amp_compiler.forward.compiled_module import CompiledModule
+from amp_compiler.forward.settings import device_of, make_settings
+from amp_compiler.forward.signature import BatchForm, leaves_key, module_key
+from amp_compiler.fx.capture import autocast_off
+from amp_compiler.fx.graph import torch_dtype
+from amp_compiler.fx.torch_private import BUILDING
+from amp_compiler.onnx.importing.api import trained_module
+from amp_compiler.ops.loss_scale import LossScale, LossScaleState, NoLossScale, make_loss_scale
+from amp_compiler.ops.update.rounding import WeightStorage
+from amp_compiler.training.build import StepOptions, StepState, build_step, check_parameters
+from amp_compiler.training.fused_optimizers import check_optimizers, check_storage
+from amp_compiler.training.program import LossModule, StepProgram
+from amp_compiler.training.readings import StepReadings
+from amp_compiler.training.scale_watch import StuckWatch
+from amp_compiler.training.state import GradientSums, LowWeights
+from amp_compiler.training.traced_optimizers import check_hooks
+from amp_compiler.training.weights import OWN_KEY, WeightState, weight_storage
+
+MOST_SIGNATURES = 64
+
+
+def training_step(
+    model: Any,
+    loss_fn: Callable[..., Any],
+    optimizer: Any,
+    *,
+    rules: Any = "default",
+    dtype: str = "auto",
+    loss_scale: Any = "rules",
+    clip_norm: float | None = None,
+    accumulate: int = 1,
+    dynamic_shapes: Any = None,
+    backend: str = "inductor",
+    enabled: bool = True,
+) -> TrainingStep:
+    """Make a training step: one compiled graph that runs forward, backward and update.
+
+    Args:
+        model: an `nn.Module`, an ONNX model (a path or a `ModelProto`), or a dict, list or tuple of them.
+            `step.model` is the module that is trained.
+        loss_fn: `loss_fn(model, *batch)` returns the loss (one floating-point number), or `(loss, aux)`.
+        optimizer: a `torch.optim` optimizer, a dict of them, or a function that makes one from a list of parameters,
+            as an ONNX path needs: `lambda parameters: torch.optim.AdamW(parameters, 1e-4)`. AdamW, Adam and SGD have a
+            fused update, and take L1 decay as the key `l1_decay` of a group; of others but LBFGS and SparseAdam the own
+            code is traced. Its state and `param_groups` stay the single truth: schedulers, `state_dict()` and
+            checkpoints work as always.
+        rules: a preset name, a path, a dict or a `RuleSet`. Their `weights` section says how the optimizer holds the
+            parameters. `{master: fp32}`: FP32 parameters are their own masters; parameters that come in as FP16 or BF16
+            get FP32 masters in `optimizer.state[p]["master"]`. `{master: low}`: at the first call every parameter that
+            the plan reads in the low type is converted in place, the same object in 16 bits, with no master; one that
+            is read in FP32 alone (the weight of a norm under `default`) stays FP32, and buffers stay as they are.
+            Momentum of SGD is 16-bit then, moments of Adam are FP32. `rounding` is `nearest`, `stochastic` or `kahan`.
+            Make the step before `optimizer.load_state_dict`: from then on that loads FP32 state of 16-bit parameters
+            unrounded.
+        dtype: `"fp16"`, `"bf16"` or `"auto"`.
+        loss_scale: `"dynamic"` or another mode, a number, `None`, or a `LossScale`. A mode has the settings of the
+            `loss_scale` section of the rules where that is of the same mode. By default the section in FP16, and mode
+            `"none"` in BF16.
+        clip_norm: largest global L2 norm of the unscaled gradients.
+        accumulate: number of calls whose gradients are averaged, in FP32, before the weights are updated.
+        dynamic_shapes: as for `torch.export.export`, one entry for each tensor or container of `*batch`.
+        backend: `"inductor"` or `"eager"`.
+        enabled: mixed precision; without it the same step in plain FP32, whatever the rules say of weights. Parameters
+            that came in as FP16 or BF16 are refused then.
+
+    Returns:
+        A callable: `loss = step(*batch)`, detached, without a device sync.
+
+    Raises:
+        AmpError: a wrong option. At the first call: `CaptureError`, `LoweringError`.
+
+    Example:
+        >>> import torch, amp_compiler as amp
+        >>> model = torch.nn.Linear(4, 1)
+        >>> step = amp.training_step(model, lambda m, x, y: (m(x) - y).square().mean(),
+        ...                          torch.optim.SGD(model.parameters(), 0.1), dtype="bf16", backend="eager")
+        >>> losses = [float(step(torch.ones(2, 4), torch.zeros(2, 1))) for _ in range(5)]
+        >>> losses[-1] < losses[0]
+        True
+    """
+    return TrainingStep(
+        model,
+        loss_fn,
+        optimizer,
+        rules=rules,
+        dtype=dtype,
+        loss_scale=loss_scale,
+        clip_norm=clip_norm,
+        accumulate=accumulate,
+        dynamic_shapes=dynamic_shapes,
+        backend=backend,
+        enabled=enabled,
+    )
+
+
+class TrainingStep(StepReadings):
+    """What `amp.training_step` returns. Call it with a batch."""
+
+    def __init__(
+        self,
+        model: Any,
+        loss_fn: Callable[..., Any],
+        optimizer: Any,
+        *,
+        rules: Any,
+        dtype: str,
+        loss_scale: Any,
+        clip_norm: float | None,
+        accumulate: int,
+        dynamic_shapes: Any,
+        backend: str,
+        enabled: bool,
+    ) -> None:
+        if isinstance(model, CompiledModule):
+            model = model.original
+        model, optimizer = trained_module(model, optimizer)
+        self.model = model
+        if clip_norm is not None and (not isinstance(clip_norm, Real) or clip_norm is True or not clip_norm > 0):
+            raise AmpError(f"clip_norm={clip_norm!r}", mend="pass a positive number, or None for no clipping")
+        if type(accumulate) is not int or accumulate < 1:
+            raise AmpError(f"accumulate={accumulate!r}", mend="pass a whole number from 1 on")
+        self._accumulate, self._gathered = accumulate, 0
+        if isinstance(dynamic_shapes, (tuple, list)):  # what is captured takes the batch as `*batch`, one tuple
+            dynamic_shapes = (tuple(dynamic_shapes),)
+        self._settings = make_settings(rules, dtype, backend, dynamic_shapes)
+        self._module = LossModule(model, loss_fn)
+        self._optimizers = check_optimizers(optimizer)
+        self._clip_norm, self._enabled = clip_norm, enabled
+        self._device = device_of(self._module.parameters())
+        self._scale_config = self._choose_scale(loss_scale)
+        self._scale = self._scale_config.init(self._device)
+        self._lows = LowWeights()
+        storage = weight_storage(self._settings.rules.weights) if enabled else WeightStorage()
+        check_storage(self._optimizers, storage.low)
+        self._weights = WeightState(storage, self._device, self._optimizers)
+        self._state = StepState(
+            lambda: self._scale, self._lows, GradientSums(), GraphSettings(TorchGraphs()), self._weights
+        )
+        low = torch_dtype(self._settings.low(self._device))
+        check_parameters(self._module, self._optimizers, low, enabled)
+        self._watch, self._form = StuckWatch(self._device), BatchForm()
+        self._programs: dict[Any, StepProgram] = {}
+        self._last, self._leaves = None, []
+
+    def _choose_scale(self, loss_scale: Any) -> LossScale:
+        section = self._settings.rules.loss_scale
+        if not self._enabled:
+            return NoLossScale(check_finite=False)
+        if loss_scale != "rules":
+            return make_loss_scale(loss_scale, section)
+        if self._settings.low(self._device).short != "fp16":  # BF16 has FP32's range
+            return make_loss_scale("none", section)
+        return make_loss_scale(section or "dynamic")
+
+    def __call__(self, *batch: Any) -> Any:
+        """Train on one batch.
+
+        Args:
+            batch: what stands behind `model` in `loss_fn`.
+
+        Returns:
+            The detached loss, or `(loss, aux)`.
+
+        Raises:
+            CaptureError: the loss cannot be captured as one graph, or the batch is built otherwise than the first.
+            LoweringError: the graph cannot be compiled.
+            LossScaleError: the gradients stay non-finite at the lowest loss scale; on a GPU a call or more later.
+        """
+        if self._watch.arrived() and self._last is not None:
+            self.check()
+        for optimizer in self._optimizers:
+            check_hooks(optimizer)
+        leaves, spec = pytree.tree_flatten((batch, {}))
+        with autocast_off():
+            program = self._program(batch, leaves, spec)
+            scale = self._scale.scale.clone()
+            self._last = None  # last step's gradients must not live through this one
+            output = program(leaves)
+        self._gathered = (self._gathered + 1) % self._accumulate
+        for group in program.groups:
+            self._lows.settle(group.parameters)
+            self._weights.settle(group.parameters, group.optimizer.state)
+        for optimizer in self._optimizers:
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether a step came before theirs
+        self._last, self._leaves = (program, output, scale), leaves
+        if self._gathered == 0 and self._watch.note(self._scale_config, self._scale):
+            self.check()
+        return output.loss if output.aux is None else (output.loss, output.aux)
+
+    def _program(self, batch: tuple[Any, ...], leaves: list[Any], spec: Any) -> StepProgram:
+        owners = tuple(
+            tuple(map(id, group["params"])) for optimizer in self._optimizers for group in optimizer.param_groups
+        )
+        gather = "" if self._accumulate == 1 else "use" if self._gathered == self._accumulate - 1 else "add"
+        module, form = module_key(self._module, by_identity=True), leaves_key(leaves)
+        key = (spec, module, owners, gather, form)
+        program = self._programs.get(key) or self._dynamic(key, leaves)
+        if program is not None and not any(group.flags_changed() for group in program.groups):
+            return program
+        self._form.check(batch)
+        if program is None and len(self._programs) >= MOST_SIGNATURES:
+            raise CaptureError(
+                f"the step was captured for {MOST_SIGNATURES} signatures (shapes and types of the batch, model modes)",
+                mend="pad the batches to fewer shapes, and pass numbers that change as tensors",
+            )
+        options = StepOptions(
+            self._settings,
+            self._optimizers,
+            self._scale_config,
+            self._clip_norm,
+            self._enabled,
+            self._accumulate,
+            gather,
+        )
+        with BUILDING:
+            program = build_step(self._module, batch, options, self._state)
+        now = module_key(self._module, by_identity=True)
+        if now != module:  # weights were converted for storage without masters: earlier programs will never fit again
+            self._programs.clear()
+        self._programs[(spec, now, owners, gather, form)] = program
+        self._form.fix(batch)
+        return program
+
+    def _dynamic(self, key: tuple[Any, ...], leaves: list[Any]) -> StepProgram | None:
+        """A program of dynamic shapes that was captured for another batch and fits this one."""
+        if self._settings.dynamic_shapes is not None:
+            for other, program in self._programs.items():
+                if other[:-1] == key[:-1] and program.form.accepts(leaves):
+                    return program
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale, with the keys of `torch.amp.GradScaler.state_dict()`.
+
+        With stochastic rounding its random state is there too, under the key `amp_compiler`, which GradScaler ignores.
+        """
+        state = self._scale_config.state_dict(self._scale)
+        rounding = self._weights.rounding.state_dict()
+        return {**state, OWN_KEY: {**state.get(OWN_KEY, {}), **rounding}} if rounding else state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over the loss scale of another step or of a `torch.amp.GradScaler`, and the random state of rounding.
+
+        Raises:
+            AmpError: keys are missing or do not fit the kind of loss scale.
+        """
+        config = self._scale_config.matching(state)
+        if config != self._scale_config:
+            self._programs.clear()
+            self._scale_config = config
+        self._scale = LossScaleState(*config.load_state_dict(state, self._device))
+        self._weights.rounding.load_state_dict(state.get(OWN_KEY, {}))
+        self._watch.forget()

@@ -1,0 +1,253 @@
+"""Optimizers without a fused update: their own `step()` as a function of tensors, with their real state."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from amp_compiler.errors import AmpError, LoweringError
+from amp_compiler.passes.step.trace_update import OWN_STATE, StateTensor, TracedUpdate
+from amp_compiler.training.traced_calls import StepCalls, compiling, selecting
+from amp_compiler.training.traced_state import State, initialise, own_step, view_of
+from amp_compiler.training.weights import MASTER
+
+L1_DECAY = "l1_decay"  # key of a param group
+# Keys of a group that no step reads: schedulers keep their notes there.
+_NOTES = ("params", "lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "param_names")
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+# Its step reads `param.norm().item()` and its step count, only to compute with them.
+_READS_VALUES = (torch.optim.Adafactor,)
+
+
+def check_hooks(optimizer: Optimizer) -> None:
+    """Refuse an optimizer with step hooks: its `step()` is never called.
+
+    Raises:
+        AmpError: names its class.
+    """
+    if any(getattr(optimizer, hooks, None) for hooks in _HOOKS):
+        raise AmpError(
+            f"{type(optimizer).__name__} has step hooks, which a training step never calls",
+            mend="remove them, and do what they do after the call of the training step",
+        )
+
+
+def check_traceable(optimizer: Optimizer) -> None:
+    """Refuse what no trace can express.
+
+    Raises:
+        AmpError: for an optimizer that needs a closure or sparse gradients, or that is given L1 decay.
+    """
+    name = type(optimizer).__name__
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise AmpError(
+            f"{name} needs a closure that computes the loss again, and a training step computes it once",
+            mend="use an optimizer whose step() takes no closure, such as AdamW",
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise AmpError(f"{name} needs sparse gradients, and a training step makes dense ones", mend="use Adam or AdamW")
+    for group in optimizer.param_groups:
+        if group.get(L1_DECAY):
+            raise AmpError(
+                f"{name} knows no {L1_DECAY}", mend="use SGD, Adam or AdamW, or remove the key from the group"
+            )
+        for key, value in group.items():
+            if isinstance(value, Tensor) and key != "lr":
+                raise AmpError(f"'{key}' of {name} is a tensor", mend="give it as a number")
+
+
+@dataclass
+class TracedGroup:
+    """All parameters of one optimizer that have a gradient, with the way to their state.
+
+    Args:
+        spec: what the graph is told.
+        optimizer: the optimizer.
+        parameters: the weights, in the order of the groups.
+        rates: FP64 vector of learning rates on the device, one for each group.
+        baked: the hyperparameters that are part of the graph.
+    """
+
+    spec: TracedUpdate
+    optimizer: Optimizer
+    parameters: tuple[Tensor, ...]
+    rates: Tensor
+    baked: list[dict[str, Any]]
+    _written: tuple[Any, ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        self.entries = {(entry.parameter, entry.key): entry for entry in self.spec.states}
+
+    def refresh(self) -> None:
+        """Read the learning rates; what schedulers changed since the last step goes to the device, without a sync."""
+        values = tuple(group.get("lr", 0.0) for group in self.optimizer.param_groups)
+        if any(isinstance(value, Tensor) for value in values):
+            for place, value in enumerate(values):
+                if isinstance(value, Tensor):
+                    self.rates[place].copy_(value.squeeze(), non_blocking=True)
+                else:
+                    self.rates[place].fill_(value)
+        elif values != self._written:
+            self.rates.copy_(torch.tensor(values, dtype=torch.float64), non_blocking=True)
+            self._written = values
+
+    def flags_changed(self) -> bool:
+        """True where a hyperparameter other than the learning rate is no longer what was traced."""
+        return _hyperparameters(self.optimizer) != self.baked
+
+    def tensor(self, column: str, number: int) -> Tensor:
+        """Today's state tensor of one parameter; made first where the optimizer has none yet."""
+        if column == "lr":
+            return self.rates
+        parameter = self.parameters[number]
+        state = self.optimizer.state[parameter]
+        key = column.removeprefix(OWN_STATE)
+        if set(state) <= {MASTER}:
+            initialise(self.optimizer, [parameter])
+        expected = self.entries[number, key]
+        found = state.get(key)
+        if not isinstance(found, Tensor) or (tuple(found.shape), found.dtype) != (expected.shape, expected.dtype):
+            raise AmpError(
+                f"the state of {self.spec.name} has no '{key}' of shape {list(expected.shape)} and type"
+                f" {expected.dtype}",
+                mend="load a state_dict of the same optimizer over the same parameters",
+            )
+        if found.device != parameter.device or found.stride() != expected.stride:  # loaded from elsewhere
+            device, dtype = parameter.device, expected.dtype
+            state[key] = torch.empty_strided(expected.shape, expected.stride, dtype=dtype, device=device).copy_(found)
+        return state[key]  # type: ignore[no-any-return]
+
+
+def bind_traced(
+    optimizer: Optimizer, masters: Mapping[int, str], lows: Mapping[int, str], stored: Mapping[int, Any]
+) -> list[TracedGroup]:
+    """The parameters of an optimizer that have gradients, as one traced update.
+
+    All groups stand in one trace, because an optimizer may compute something over all of its parameters.
+
+    Args:
+        optimizer: checked by `check_traceable`.
+        masters: placeholder name of each parameter that has a gradient, by `id`.
+        lows: placeholder name of its 16-bit copy, by `id`, where it has one.
+        stored: the parameters without a master, by `id`.
+
+    Returns:
+        One group, or none where no parameter has a gradient.
+
+    Raises:
+        AmpError: the optimizer cannot be traced, or a parameter has no FP32 master.
+        LoweringError: the state cannot be made before the first step.
+    """
+    check_traceable(optimizer)
+    places = [(n, p) for n, group in enumerate(optimizer.param_groups) for p in group["params"] if id(p) in masters]
+    parameters = [parameter for _, parameter in places]
+    if not parameters:
+        return []
+    if any(id(parameter) in stored for parameter in parameters):
+        raise AmpError(
+            f"{type(optimizer).__name__} needs FP32 masters, and the rules keep the weights in 16 bits",
+            mend="write `weights: {master: fp32}` in the rules, or use AdamW, Adam or SGD",
+        )
+    initialise(optimizer, parameters)
+    states = tuple(
+        StateTensor(key, number, tuple(value.shape), value.stride(), value.dtype)
+        for number, parameter in enumerate(parameters)
+        for key, value in optimizer.state[parameter].items()
+        if isinstance(value, Tensor) and key != MASTER
+    )
+    odd = [entry.key for entry in states if not str(entry.key).isidentifier()]
+    if odd:
+        raise LoweringError(f"{odd[0]!r} is a key of the optimizer's state", mend="use names as keys")
+    numbers: list[State] = [
+        {key: value for key, value in optimizer.state[parameter].items() if not isinstance(value, Tensor)}
+        for parameter in parameters
+    ]
+    spec = TracedUpdate(
+        type(optimizer).__name__,
+        tuple(masters[id(parameter)] for parameter in parameters),
+        tuple(lows.get(id(parameter)) for parameter in parameters),
+        states,
+        len(optimizer.param_groups),
+        _own_update(optimizer, [place for place, _ in places], states, numbers),
+    )
+    rates = torch.zeros(len(optimizer.param_groups), dtype=torch.float64, device=parameters[0].device)
+    return [TracedGroup(spec, optimizer, tuple(parameters), rates, _hyperparameters(optimizer))]
+
+
+def _hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key not in _NOTES} for group in optimizer.param_groups]
+
+
+def _own_update(
+    optimizer: Optimizer, places: list[int], states: tuple[StateTensor, ...], numbers: list[State]
+) -> Callable[..., tuple[list[Tensor], list[Tensor]]]:
+    """The optimizer's step as a function of parameters, gradients, state tensors and learning rates."""
+    name = type(optimizer).__name__
+
+    def update(
+        masters: Sequence[Tensor], grads: Sequence[Tensor], given: Sequence[Tensor], rates: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        own = [master.clone() for master in masters]
+        state: dict[Tensor, State] = defaultdict(dict)
+        for parameter, kept in zip(own, numbers, strict=True):
+            state[parameter] = dict(kept)
+        for entry, value in zip(states, given, strict=True):
+            # Counters are computed with in fp64, as the Python numbers that they are elsewhere.
+            counts = (
+                value.dim() == 0 and value.is_floating_point() and (own[entry.parameter].dim() or entry.key == "step")
+            )
+            state[own[entry.parameter]][entry.key] = value.double() if counts else value.clone()
+        groups = [
+            {**group, "params": [p for p, place in zip(own, places, strict=True) if place == number]}
+            | ({"lr": rate} if "lr" in group else {})
+            for number, (group, rate) in enumerate(zip(optimizer.param_groups, rates, strict=True))
+        ]
+        view = view_of(optimizer, groups, state)
+        before = _numbers(view)
+        reads = isinstance(optimizer, _READS_VALUES)
+        calls = StepCalls(name, {id(p): g for p, g in zip(own, grads, strict=True)}, reads=reads)
+        with torch.no_grad(), compiling(), selecting(type(optimizer).step) if reads else _nothing(), calls:
+            own_step(view)
+        if _numbers(view) != before:
+            raise _keeps_numbers(name, "an attribute or a hyperparameter")
+        for number, (parameter, kept) in enumerate(zip(own, numbers, strict=True)):
+            keys = {entry.key for entry in states if entry.parameter == number} | set(kept)
+            if set(state[parameter]) != keys:
+                extra = ", ".join(sorted(set(state[parameter]) ^ keys))
+                raise LoweringError(
+                    f"step() of {name} adds or removes '{extra}' in its state",
+                    mend="make all of the state before the first step, from zeros",
+                )
+            for key, value in kept.items():
+                if state[parameter][key] != value:
+                    raise _keeps_numbers(name, f"'{key}'")
+        return own, [state[own[entry.parameter]][entry.key] for entry in states]
+
+    return update
+
+
+def _keeps_numbers(name: str, what: str) -> LoweringError:
+    return LoweringError(
+        f"step() of {name} changes {what}, which is a number and would stay as it is in a graph",
+        mend="keep what changes as a tensor in the optimizer's state",
+    )
+
+
+def _numbers(view: Optimizer) -> list[dict[str, Any]]:
+    """Plain values of an optimizer that its step might change."""
+    attributes = {k: v for k, v in view.__dict__.items() if isinstance(v, (int, float, str)) and not k.startswith("_")}
+    return [attributes, *({k: v for k, v in group.items() if k not in _NOTES} for group in view.param_groups)]
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield

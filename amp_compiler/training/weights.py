@@ -1,0 +1,246 @@
+"""How the optimizer holds the parameters: FP32 masters of 16-bit parameters, or 16-bit weights without a master.
+
+This follows the `weights` section of a rule file. With `{master: fp32}` an FP32 parameter is its own master, and a
+parameter that came in as FP16 or BF16 gets one in `optimizer.state[p]["master"]`. With `{master: low}` the weights are
+stored in 16 bits alone; `rounding` says how an update is stored, and what Kahan's summation keeps beside a weight is
+in `optimizer.state[p]["compensation"]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_compiler.errors import AmpError
+from amp_compiler.forward.tensor_versions import write_mark
+from amp_compiler.fx.graph import LOW_TYPES
+from amp_compiler.ops.cuda.pointer_tables import is_laid_out_like
+from amp_compiler.ops.update.rounding import Storage, WeightStorage
+from amp_compiler.training.optimizer_state import keep_state_types, laid_out, narrowed
+
+MASTER, COMPENSATION = "master", "compensation"  # keys in the optimizer's state of a parameter
+OWN_KEY = "amp_compiler"  # of a step's state_dict: what GradScaler has no key for
+_STORED_LOW = "amp_stored_low"  # attribute of a parameter that was FP32 and is stored in 16 bits since
+
+
+def weight_storage(section: Mapping[str, Any]) -> WeightStorage:
+    """Read the `weights` section of a rule set.
+
+    Args:
+        section: `RuleSet.weights`.
+
+    Raises:
+        AmpError: a rounding is asked for where there are FP32 masters, which it would not touch.
+
+    Example:
+        >>> weight_storage({"master": "low", "rounding": "kahan"}).rounding.name
+        'KAHAN'
+    """
+    low = section.get("master", "fp32") == "low"
+    rounding = Storage[str(section.get("rounding", "nearest")).upper()]
+    if not low and rounding is not Storage.NEAREST:
+        raise AmpError(
+            f"weights.rounding is '{rounding.name.lower()}' and weights.master is 'fp32'",
+            mend="write weights: {master: low, rounding: ...}; FP32 masters are never rounded to 16 bits",
+        )
+    return WeightStorage(low, rounding)
+
+
+def store_low(parameter: Tensor, low: torch.dtype) -> None:
+    """Convert an FP32 parameter, and its gradient where it has one, in place: the same object in 16 bits.
+
+    The parameter is marked, so that every training step captures the model with it in FP32, as it was written.
+    """
+    parameter.data = parameter.data.to(low)
+    if parameter.grad is not None:
+        parameter.grad.data = parameter.grad.data.to(low)
+    setattr(parameter, _STORED_LOW, True)
+
+
+def is_stored_low(parameter: Tensor) -> bool:
+    """True for a parameter that `store_low` converted and that is still in 16 bits."""
+    return parameter.dtype in LOW_TYPES and hasattr(parameter, _STORED_LOW)
+
+
+@contextmanager
+def widened(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """While a model is captured, the parameters that `store_low` converted are FP32 again, with the same values."""
+    kept = [(parameter, parameter.data) for parameter in parameters if is_stored_low(parameter)]
+    try:
+        for parameter, data in kept:
+            parameter.data = data.float()
+        yield
+    finally:
+        for parameter, data in kept:
+            parameter.data = data
+
+
+def check_types(named: Iterable[tuple[str, Tensor]], owned: set[int], low: torch.dtype, enabled: bool) -> None:
+    """Refuse parameters of types that a step cannot train.
+
+    Args:
+        named: parameters with their names.
+        owned: `id` of the parameters of the optimizers; others may have any type.
+        low: the step's 16-bit type.
+        enabled: whether mixed precision is on.
+
+    Raises:
+        AmpError: a parameter is neither FP32 nor 16-bit, is in 16 bits with mixed precision off, or in another 16-bit
+            type than the step's.
+    """
+    for name, parameter in named:
+        kind = str(parameter.dtype).removeprefix("torch.")
+        if id(parameter) not in owned or parameter.dtype is torch.float32:
+            continue
+        if parameter.dtype not in LOW_TYPES:
+            what = f"parameter '{name}' is {kind}, and updates are computed in FP32"
+            raise AmpError(what, mend="convert the model with .float()")
+        if not enabled:
+            what = f"enabled=False trains in plain FP32, and parameter '{name}' is {kind}"
+            raise AmpError(what, mend="convert the model with .float()")
+        if parameter.dtype is not low:
+            wanted = "fp16" if parameter.dtype is torch.float16 else "bf16"
+            raise AmpError(
+                f"parameter '{name}' is {kind} and the low type is {str(low).removeprefix('torch.')}",
+                mend=f"pass dtype='{wanted}', or convert the model with .float()",
+            )
+
+
+class MasterWeights:
+    """The FP32 masters of parameters that came in as FP16 or BF16, kept in the optimizer's state.
+
+    The update writes master and parameter together. Where a parameter was changed outside of it, the master follows:
+    an element that is no longer its master rounded takes the parameter's value. All other elements keep their master,
+    so a checkpoint may be loaded into model and optimizer in any order.
+    """
+
+    def __init__(self) -> None:
+        self._marks: dict[int, tuple[int, ...]] = {}
+
+    def get(self, parameter: Tensor, state: dict[str, Any]) -> Tensor:
+        """The master of a parameter; made first where the optimizer has none yet.
+
+        Args:
+            parameter: fp16 or bf16.
+            state: the optimizer's state of it.
+
+        Returns:
+            fp32 of the same shape; the same tensor at every step.
+
+        Raises:
+            AmpError: the master in the state is not FP32, because it was loaded before there was a step to keep it so.
+        """
+        master = state.get(MASTER)
+        if master is None or master.shape != parameter.shape:
+            master = state[MASTER] = parameter.detach().float()
+        elif master.dtype is not torch.float32:
+            raise narrowed(MASTER, master)
+        elif not is_laid_out_like(master, parameter):
+            master = laid_out(state, MASTER, parameter)
+        elif self._marks.get(id(parameter)) != _mark(parameter, master):
+            with torch.no_grad():
+                same = master.to(parameter.dtype) == parameter
+                master.copy_(torch.where(same, master, parameter.detach().float()))
+        self._marks[id(parameter)] = _mark(parameter, master)
+        return master  # type: ignore[no-any-return]
+
+    def settle(self, parameters: Sequence[Tensor], states: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Note that the update has just written these parameters together with their masters."""
+        for parameter in parameters:
+            if id(parameter) in self._marks and MASTER in states.get(parameter, {}):
+                self._marks[id(parameter)] = _mark(parameter, states[parameter][MASTER])
+
+
+def _mark(parameter: Tensor, master: Tensor) -> tuple[int, ...]:
+    return *write_mark(parameter), id(master)
+
+
+class Compensations:
+    """What Kahan's summation keeps beside each 16-bit weight: the error of its last rounding, in the same type.
+
+    Where a weight was changed outside of the update, an error that is too large to be one of its roundings is dropped.
+    """
+
+    def __init__(self) -> None:
+        self._marks: dict[int, tuple[int, ...]] = {}
+
+    def checked(self, parameter: Tensor, kept: Tensor) -> Tensor:
+        """The compensation `kept` of a parameter, in place; both fp16 or bf16 of one shape."""
+        if self._marks.get(id(parameter)) != _mark(parameter, kept):
+            with torch.no_grad():
+                # Half of a rounding error moves no weight, not even below a power of two, where the spacing halves.
+                fits = (parameter.float() + kept.float() * 0.5).to(parameter.dtype) == parameter
+                kept.copy_(torch.where(fits, kept, 0.0))
+            self._marks[id(parameter)] = _mark(parameter, kept)
+        return kept
+
+    def settle(self, parameters: Sequence[Tensor], states: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Note that the update has just written these parameters together with their compensations."""
+        for parameter in parameters:
+            if id(parameter) in self._marks and COMPENSATION in states.get(parameter, {}):
+                self._marks[id(parameter)] = _mark(parameter, states[parameter][COMPENSATION])
+
+
+class RoundingState:
+    """The random state of stochastic rounding: int64 [2] on the device, a key and the number of updates made.
+
+    The key is drawn from torch's default generator, so `torch.manual_seed` decides it; nothing is drawn in other modes.
+
+    Args:
+        storage: how weights are stored.
+        device: where the state lives.
+    """
+
+    def __init__(self, storage: WeightStorage, device: torch.device) -> None:
+        self.used = storage.rounding is Storage.STOCHASTIC
+        key = int(torch.randint(2**63 - 1, ())) if self.used else 0
+        self.tensor = torch.tensor([key, 0], dtype=torch.int64, device=device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, for which it waits for the device; empty in a mode that is not random."""
+        return {"rounding": [int(number) for number in self.tensor.tolist()]} if self.used else {}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take over a saved state; one without random rounding changes nothing.
+
+        Raises:
+            AmpError: the saved state is not two whole numbers.
+        """
+        numbers = saved.get("rounding")
+        if numbers is None or not self.used:
+            return
+        if not isinstance(numbers, (list, tuple)) or len(numbers) != 2 or any(type(n) is not int for n in numbers):
+            raise AmpError(f"the saved rounding state is {numbers!r}", mend="save it with step.state_dict()")
+        self.tensor.copy_(torch.tensor(numbers, dtype=torch.int64))
+
+
+class WeightState:
+    """Everything that a training step holds beside parameters and 16-bit copies of FP32 masters.
+
+    Args:
+        storage: how weights are stored.
+        device: where the random state lives.
+        optimizers: their `load_state_dict` keeps the types of saved state from here on.
+    """
+
+    def __init__(
+        self, storage: WeightStorage, device: torch.device, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> None:
+        self.storage, self.rounding = storage, RoundingState(storage, device)
+        self.masters, self.compensations = MasterWeights(), Compensations()
+        for optimizer in optimizers:
+            keep_state_types(optimizer)
+
+    def settle(self, parameters: Sequence[Tensor], states: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Note that the update has just written these parameters, their masters and their compensations.
+
+        Args:
+            parameters: of one optimizer.
+            states: its state.
+        """
+        self.masters.settle(parameters, states)
+        self.compensations.settle(parameters, states)

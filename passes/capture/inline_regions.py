@@ -1,0 +1,147 @@
+"""Regions of a captured graph, `wrap_with_autocast` and `wrap_with_set_grad_enabled`, replaced by their nodes."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from amp_compiler.fx.graph import CAST, node_tensor, user_source
+from amp_compiler.fx.meta import PIN, region_pin
+from amp_compiler.ir.graph import Pin
+
+aten = torch.ops.aten
+
+
+def inline_regions(graph_module: fx.GraphModule) -> bool:
+    """Replace `wrap_with_autocast` and `wrap_with_set_grad_enabled` by the nodes of their bodies, in place.
+
+    Nodes of a region with autocast off are pinned to FP32. What enters and what leaves a `no_grad` region is detached,
+    which has the same effect on gradients.
+
+    Returns:
+        Whether types must be computed anew: those inside a region with autocast on were autocast's, and now follow from
+        the ops.
+    """
+    graph = graph_module.graph
+    device = _device_type(graph)
+    inlined, retype = True, False
+    while inlined:
+        inlined = False
+        for node in list(graph.nodes):
+            target = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+            if target == "wrap_with_autocast":
+                kind, _, enabled, _, body, *operands = node.args
+                off = str(kind) if not enabled and str(kind) == device else None
+                _inline(graph_module, node, body, operands, off_device=off)
+                inlined, retype = True, retype or bool(enabled)
+            elif target == "wrap_with_set_grad_enabled":
+                enabled, body, *operands = node.args
+                _inline(graph_module, node, body, operands, detach=not enabled)
+                inlined = True
+    graph.eliminate_dead_code(is_impure_node=_keeps)
+    graph_module.delete_all_unused_submodules()
+    return retype
+
+
+def _keeps(node: fx.Node) -> bool:
+    # Only the get_attr of an inlined body may go: dead code of the model is none of our business here.
+    return node.op != "get_attr"
+
+
+def _device_type(graph: fx.Graph) -> str:
+    kinds = {tensor.device.type for node in graph.nodes if (tensor := node_tensor(node)) is not None}
+    return min(kinds - {"cpu", "meta"}, default="cpu")
+
+
+def _inline(
+    graph_module: fx.GraphModule,
+    call: fx.Node,
+    body: Any,
+    operands: list[Any],
+    off_device: str | None = None,
+    detach: bool = False,
+) -> None:
+    graph = graph_module.graph
+    region: fx.GraphModule = getattr(graph_module, body.target)
+    with graph.inserting_before(call):
+        originals = operands
+        if detach:
+            operands = [_detached(graph, operand) for operand in operands]
+        environment: dict[fx.Node, Any] = dict(zip(region.graph.find_nodes(op="placeholder"), operands, strict=True))
+        for node in region.graph.nodes:
+            if node.op in ("placeholder", "output"):
+                continue
+            copied = graph.node_copy(node, lambda old: environment[old])
+            environment[node] = copied
+            if node.op == "get_attr":
+                copied.target = _moved_attribute(graph_module, region, node.target)
+            if off_device is not None and copied.op == "call_function" and PIN not in copied.meta:
+                copied.meta[PIN] = region_pin(off_device, user_source(copied.meta.get("stack_trace")))
+        results = region.graph.output_node().args[0]
+        flat = list(results) if isinstance(results, (list, tuple)) else [results]
+        made = [environment.get(result) if isinstance(result, fx.Node) else result for result in flat]
+        if detach:
+            outer = dict(zip(region.graph.find_nodes(op="placeholder"), originals, strict=True))
+            made = [
+                outer.get(_changed_in_place(result)) or _detached(graph, new)
+                for result, new in zip(flat, made, strict=True)
+            ]
+    _replace_results(graph, call, made)
+
+
+def _changed_in_place(result: Any) -> Any:
+    """What an in-place op, or a row of them, changed: its result is that tensor itself, gradients and all."""
+    while (
+        isinstance(result, fx.Node)
+        and isinstance(result.target, torch._ops.OpOverload)
+        and result.target._schema.is_mutable
+        and result.target._schema.name.endswith("_")
+    ):
+        result = result.args[0]
+    return result
+
+
+def _replace_results(graph: fx.Graph, call: fx.Node, made: list[Any]) -> None:
+    for user in list(call.users):
+        if user.target is operator.getitem:
+            with graph.inserting_before(call):
+                new = _as_captured(graph, made[user.args[1]], user)  # type: ignore[index]
+            user.replace_all_uses_with(new)
+            graph.erase_node(user)
+    if call.users:  # a region with one result that is not in a tuple
+        call.replace_all_uses_with(made[0])
+    graph.erase_node(call)
+
+
+def _as_captured(graph: fx.Graph, result: Any, captured: fx.Node) -> Any:
+    """What leaves a region has the type that it had there: 16-bit, where autocast was on."""
+    tensor = node_tensor(captured)
+    if not isinstance(result, fx.Node) or tensor is None or tensor.dtype not in (torch.float16, torch.bfloat16):
+        return result
+    cast = graph.call_function(CAST, (result, tensor.dtype))
+    cast.meta = {key: captured.meta[key] for key in ("val", "stack_trace", "nn_module_stack") if key in captured.meta}
+    where = user_source(captured.meta.get("stack_trace"))
+    cast.meta[PIN] = Pin("cast", f"result of the model's autocast region{f' at {where}' if where else ''}")
+    return cast
+
+
+def _moved_attribute(target: fx.GraphModule, region: fx.GraphModule, name: Any) -> str:
+    """Hand an attribute of the region's module to the graph's, under a name that is free there; returns that name."""
+    wanted, value, number = str(name), getattr(region, name), 0
+    while hasattr(target, wanted) and getattr(target, wanted) is not value:
+        number += 1
+        wanted = f"{name}_{number}"
+    setattr(target, wanted, value)
+    return wanted
+
+
+def _detached(graph: fx.Graph, result: Any) -> Any:
+    # no_grad is a property of the trace, not of the values: a detach at its border has the same effect on gradients.
+    if not isinstance(result, fx.Node) or node_tensor(result) is None or not node_tensor(result).is_floating_point():  # type: ignore[union-attr]
+        return result
+    new = graph.call_function(aten.detach.default, (result,))
+    new.meta = {key: value for key, value in result.meta.items() if key != PIN}
+    return new

@@ -1,0 +1,1 @@
+"""What a device does faster in another form."""

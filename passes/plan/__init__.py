@@ -1,0 +1,1 @@
+"""The neutral passes: from rules to a plan."""

@@ -1,0 +1,119 @@
+"""`classify`: what the rules, and the model itself, ask of every node."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.graph import Attr, Node
+from amp_compiler.passes.base import Pass, PassResult
+from amp_compiler.planner.draft import Draft
+from amp_compiler.policy.matching import RuleMatcher
+from amp_compiler.policy.rules import Decision, Precision
+
+# Whole numbers are shapes and axes far more often than operands: only those of these arguments are operands.
+_OPERANDS = frozenset({"value", "other", "min", "max", "fill_value"})
+_UNTOUCHABLE = frozenset({DType.FLOAT64, DType.COMPLEX32, DType.COMPLEX64, DType.COMPLEX128})
+_GUARDED = (Precision.LOW, Precision.WIDEST, Precision.FOLLOW)
+
+
+@dataclass(frozen=True)
+class Classify(Pass[Draft]):
+    """Give every node a decision: with the rule that made it, by file and line, and the reason in words.
+
+    The model's own pins come first, then what cannot be converted, then the rules, of which the last match wins, then a
+    guard for numbers that the low type does not hold.
+
+    Before (rules `default`, low type fp16):
+
+        %y = aten.linear(%x, %weight)          # module mlp.fc1
+        %z = aten.softmax(%y) {dim=-1}
+
+    After, as decisions:
+
+        %y: low   default.yaml:40
+        %z: fp32  default.yaml:71
+
+    Not changed: a node inside `autocast(enabled=False)` (fp32 by its pin), `aten.to` (kept by its pin), and
+    `aten.masked_fill` with -3.4e38 in fp16 (fp32: the number would become an infinity).
+    """
+
+    name: ClassVar[str] = "classify"
+
+    def requires(self, subject: Draft) -> str | None:
+        """No decision was made before."""
+        return "the nodes are classified already" if subject.decisions else None
+
+    def ensures(self, before: Draft, after: Draft) -> str | None:
+        """Every node has a decision, and every decision a reason."""
+        missing = [name for name in after.graph.nodes if name not in after.decisions]
+        if missing:
+            return f"node '{missing[0]}' has no decision"
+        mute = [name for name, decision in after.decisions.items() if not decision.reason]
+        return f"the decision on node '{mute[0]}' has no reason" if mute else None
+
+    def fingerprint(self, subject: Draft) -> object:
+        """The decisions."""
+        return dict(subject.decisions)
+
+    def run(self, subject: Draft) -> PassResult[Draft]:
+        """Decide node by node; the decisions do not depend on one another."""
+        matcher = RuleMatcher(subject.rules, subject.graph, subject.context, subject.ranges)
+        decisions = {node.name: _decide(subject, matcher, node) for node in subject.graph.nodes.values()}
+        return PassResult(replace(subject, decisions=decisions), modified=bool(decisions))
+
+
+def _decide(draft: Draft, matcher: RuleMatcher, node: Node) -> Decision:
+    if node.pin is not None:
+        return Decision(Precision.FP32 if node.pin.precision == "fp32" else Precision.KEEP, reason=node.pin.reason)
+    stuck = _why_untouchable(draft, node)
+    if stuck is not None:
+        return Decision(Precision.KEEP, reason=stuck)
+    decision = matcher.decide(node)
+    if decision is None:
+        return Decision(Precision.KEEP, reason="no rule matches, so it stays as it was captured")
+    if decision.precision in _GUARDED:
+        lost = _too_large(draft.context.low, node)
+        if lost is not None:
+            name, number = lost
+            told = f"{name}={number:g} would become an infinity in {draft.context.low.short}"
+            reason = f"{told}, so it runs in FP32, backward too"
+            return replace(decision, precision=Precision.FP32, rule="", reason=reason, math=None, backward=None)
+    return decision
+
+
+def _why_untouchable(draft: Draft, node: Node) -> str | None:
+    """Why no plan may change the types of a node; `None` where one may."""
+    touches = False
+    flexible = draft.flexible
+    for operand in node.inputs:
+        dtype = draft.graph.values[operand.value].dtype
+        if dtype in _UNTOUCHABLE:
+            return f"its input '{operand.value}' is {dtype.value}, which is never exchanged for a 16-bit type"
+        touches = touches or dtype in flexible
+    touches = touches or any(draft.graph.values[name].dtype in flexible for name in node.outputs)
+    return None if touches else "no float32 data"
+
+
+def _too_large(low: DType, node: Node) -> tuple[str, float] | None:
+    """The first finite number among the arguments that the low type turns into an infinity."""
+    largest = low.format.max
+    for name, attr in node.attrs.items():
+        for number in _numbers(name, attr):
+            if math.isfinite(number) and abs(number) > largest:
+                return name, number
+    return None
+
+
+def _numbers(name: str, attr: Attr) -> Iterator[float]:
+    if isinstance(attr, tuple):
+        for item in attr:
+            yield from _numbers(name, item)
+    elif isinstance(attr, float):
+        yield attr
+    elif isinstance(attr, int) and not isinstance(attr, bool) and name in _OPERANDS:
+        # A whole number beyond every float, such as 10**400, is as good as any that does not fit.
+        yield float(attr) if abs(attr) < 1 << 1000 else 1e300 * (1 if attr > 0 else -1)

@@ -1,0 +1,109 @@
+"""`Legalize`: fit a rewritten FX graph to what the device can run."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from amp_compiler.fx.graph import (
+    CAST,
+    canonical_op,
+    node_tensor,
+    refresh,
+    replace_operand,
+    replace_other_uses,
+    tensor_operands,
+)
+from amp_compiler.passes.base import PassResult
+from amp_compiler.passes.fx_pass import FxPass
+from amp_compiler.policy.rules import OpTable
+
+_SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+@dataclass(frozen=True)
+class Legalize(FxPass):
+    """Run an op in FP32 on rounded inputs, and round its result, where the device lacks it in the low type.
+
+    That is what a tensor core does: exact products of 16-bit inputs, FP32 accumulation, one rounding at the end. So
+    FP16 numerics, overflow to inf included, can be seen on a CPU at FP32 speed. Which ops on which devices is data: the
+    `emulate` field of `rules/ops.yaml`.
+
+    Before (CPU, FP16)::
+
+        linear: "f16[4, 8]" = aten.linear(x16, w16)
+
+    After::
+
+        to: "f32[4, 8]" = aten.to.dtype(x16, float32)
+        to_1: "f32[8, 8]" = aten.to.dtype(w16, float32)
+        linear: "f32[4, 8]" = aten.linear(to, to_1)
+        to_2: "f16[4, 8]" = aten.to.dtype(linear, float16)
+
+    Left alone: ops that the device has (BF16 GEMMs on a CPU, any GEMM on a GPU), and ops without low operands.
+
+    Args:
+        ops: the op table.
+    """
+
+    ops: OpTable
+    name: ClassVar[str] = "legalize"
+
+    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+        """Rewrite in place."""
+        modified = False
+        upcasts: dict[fx.Node, fx.Node] = {}
+        for node in list(subject.graph.nodes):
+            low = self._emulated_type(node)
+            if low is not None:
+                _emulate(subject.graph, node, low, upcasts)
+                modified = True
+        if modified:
+            refresh(subject)
+        return PassResult(subject, modified)
+
+    def _emulated_type(self, node: fx.Node) -> torch.dtype | None:
+        if node.op != "call_function" or node.target is operator.getitem:
+            return None
+        emulate = self.ops.info(canonical_op(node.target)).emulate
+        in_place = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+        if not emulate or in_place:  # an op that writes into its operand must be given the operand itself
+            return None
+        for _, _, operand in tensor_operands(node):
+            tensor = node_tensor(operand)
+            if tensor is not None and f"{tensor.device.type}.{_SHORT.get(tensor.dtype)}" in emulate:
+                return tensor.dtype
+        return None
+
+
+def _emulate(graph: fx.Graph, node: fx.Node, low: torch.dtype, upcasts: dict[fx.Node, fx.Node]) -> None:
+    for _, path, operand in tensor_operands(node):
+        tensor = node_tensor(operand)
+        if tensor is None or tensor.dtype != low:
+            continue
+        if operand not in upcasts or operand.meta.get("amp_volatile"):  # what changes in place is widened anew
+            with graph.inserting_before(node):
+                upcasts[operand] = _cast(graph, operand, torch.float32)
+                upcasts[operand].meta["val"] = (
+                    tensor  # refreshed at the end; only its being a tensor matters until then
+                )
+        replace_operand(node, path, upcasts[operand])
+    results = [node] if node_tensor(node) is not None else [u for u in node.users if u.target is operator.getitem]
+    for result in results:
+        made = node_tensor(result)
+        if made is None or made.dtype != low:
+            continue
+        with graph.inserting_after(result):
+            rounded = _cast(graph, result, low)
+        rounded.meta["val"] = made
+        replace_other_uses(result, rounded)
+
+
+def _cast(graph: fx.Graph, source: fx.Node, dtype: torch.dtype) -> fx.Node:
+    node = graph.call_function(CAST, (source, dtype))
+    node.meta = {key: source.meta[key] for key in ("nn_module_stack", "stack_trace") if key in source.meta}
+    return node

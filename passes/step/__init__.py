@@ -1,0 +1,1 @@
+"""From a rewritten forward to a whole training step."""

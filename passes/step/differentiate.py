@@ -1,0 +1,232 @@
+"""`Differentiate`: generate the backward of a rewritten forward, as one explicit joint graph."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+
+from amp_compiler.errors import LoweringError
+from amp_compiler.fx.graph import node_tensor, rename_placeholder, results_of
+from amp_compiler.fx.torch_private import autograd_sequence, function_sequence, own_decompositions
+from amp_compiler.ops import lstm
+from amp_compiler.passes.base import Pass, PassResult
+from amp_compiler.passes.precision.type_backward import gradient_type
+
+PHASE = "amp_phase"  # key in node.meta: "forward" or "backward"
+SEED = "amp_seed"  # key in node.meta of the node that starts the backward
+_INHERITED = ("nn_module_stack", "stack_trace")
+
+
+@dataclass(frozen=True)
+class Differentiate(Pass[fx.GraphModule]):
+    """Trace autograd over a forward graph, so that forward and backward stand in one graph.
+
+    The types of the backward follow from the casts in the forward: the adjoint of a cast is the cast back; a `typed_op`
+    brings its own. No ambient autocast takes part. A 16-bit placeholder that only nodes with FP32 gradients read gets
+    an FP32 gradient. Tied weights are one placeholder and get one summed gradient; a placeholder that the loss does not
+    depend on gets `None`.
+
+    Before::
+
+        def forward(self, w: "f32[4]", x: "f32[4]"):
+            mul: "f32[4]" = aten.mul.Tensor(w, x)
+            sum_1: "f32[]" = aten.sum.default(mul)
+            return (sum_1,)
+
+    After (`wrt=("w",)`)::
+
+        def forward(self, w: "f32[4]", x: "f32[4]"):
+            mul: "f32[4]" = aten.mul.Tensor(w, x)
+            sum_1: "f32[]" = aten.sum.default(mul)
+            ones_like: "f32[]" = aten.ones_like.default(sum_1)      # backward, the seed
+            expand: "f32[4]" = aten.expand.default(ones_like, [4])  # backward
+            mul_1: "f32[4]" = aten.mul.Tensor(expand, x)            # backward
+            return (sum_1, mul_1)
+
+    Args:
+        wrt: names of the placeholders to differentiate by. The loss is the first output and must be a float scalar.
+    """
+
+    wrt: tuple[str, ...]
+    name: ClassVar[str] = "differentiate"
+
+    def requires(self, subject: fx.GraphModule) -> str | None:
+        """The first output is a floating-point scalar, and every name in `wrt` is a placeholder."""
+        results = results_of(subject.graph)
+        loss = results[0] if results else None
+        tensor = node_tensor(loss) if isinstance(loss, fx.Node) else None
+        if tensor is None or tensor.numel() != 1 or not tensor.is_floating_point():
+            return f"the loss must be one floating-point number, not {_describe(tensor)}"
+        known = {node.name for node in subject.graph.find_nodes(op="placeholder")}
+        missing = [name for name in self.wrt if name not in known]
+        return f"'{missing[0]}' is no placeholder of the graph" if missing else None
+
+    def ensures(self, before: fx.GraphModule, after: fx.GraphModule) -> str | None:
+        """There is one gradient, or `None`, for every name, in the shape of its placeholder."""
+        gradients = results_of(after.graph)[len(results_of(before.graph)) :]
+        if len(gradients) != len(self.wrt):
+            return f"there are {len(gradients)} gradients for {len(self.wrt)} placeholders"
+        shapes = {node.name: node_tensor(node) for node in after.graph.find_nodes(op="placeholder")}
+        for name, gradient in zip(self.wrt, gradients, strict=True):
+            source, made = shapes.get(name), node_tensor(gradient) if isinstance(gradient, fx.Node) else None
+            if made is not None and source is not None and made.shape != source.shape:
+                return f"the gradient of '{name}' has the shape {tuple(made.shape)}"
+        return None
+
+    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+        """Trace; the given graph stays as it is."""
+        placeholders = subject.graph.find_nodes(op="placeholder")
+        wanted = [place for place, node in enumerate(placeholders) if node.name in self.wrt]
+        by_name = {placeholders[place].name: position for position, place in enumerate(wanted)}
+        types = {place: gradient_type(placeholders[place]) for place in wanted}
+        asked = {placeholders[place].name: dtype for place, dtype in types.items()}
+        marks: dict[str, Any] = {}
+        starts: list[tuple[int, dict[str, Any]]] = []
+
+        def joint(*inputs: Any) -> list[Any]:
+            leaves = list(inputs)
+            for place in wanted:
+                # Autograd gives a gradient the type of its leaf.
+                wide = inputs[place].float() if types[place] is torch.float32 else inputs[place]
+                leaves[place] = wide.detach().requires_grad_()
+            with torch.enable_grad():
+                forward = _Forward(subject)
+                results = forward.run(*leaves)
+                marks["forward"] = len(_tracer_graph().nodes)
+                _watch(results[0], forward.origin, starts)
+                gradients = _gradients(results[0], [leaves[place] for place in wanted])
+            marks["order"] = {node.name: place for place, node in enumerate(_tracer_graph().nodes)}
+            return [*results, *[gradients[by_name[name]] for name in self.wrt]]
+
+        examples = [node.meta["val"] for node in placeholders]
+        with warnings.catch_warnings(), fx_traceback.preserve_node_meta(), own_decompositions():
+            warnings.simplefilter("ignore")
+            traced = make_fx(joint, _allow_non_fake_inputs=True)(*examples)
+        _tag(traced.graph, marks["order"], marks["forward"], starts)
+        for made, original in zip(traced.graph.find_nodes(op="placeholder"), placeholders, strict=True):
+            rename_placeholder(made, original.name)
+            made.meta.update({key: value for key, value in original.meta.items() if key != "val"})
+        _drop_detach(traced.graph)
+        _narrow(traced.graph, [asked[name] for name in self.wrt])
+        traced.graph.eliminate_dead_code()
+        traced.graph.lint()
+        traced.recompile()
+        return PassResult(traced, True)
+
+
+class _Forward(fx.Interpreter):
+    """Runs the forward; an LSTM on a CPU runs as an operator whose backward can stand in a graph.
+
+    Attributes:
+        origin: by autograd's sequence number, the metadata of the node whose run made that backward function.
+    """
+
+    def __init__(self, subject: fx.GraphModule) -> None:
+        super().__init__(subject)
+        self.origin: dict[int, dict[str, Any]] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        first = autograd_sequence()
+        result = super().run_node(n)
+        last = autograd_sequence()
+        self.origin.update(dict.fromkeys(range(first, last), n.meta))
+        return result
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch.ops.aten.lstm.input and lstm.can_run(args[0], args[1]):
+            return lstm.lstm(*args, **kwargs)
+        return super().call_function(target, args, kwargs)
+
+
+def _describe(tensor: torch.Tensor | None) -> str:
+    return "no tensor" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+
+
+def _tracer_graph() -> fx.Graph:
+    """The graph in the making, with the size queries that tracing takes out again where nothing reads them."""
+    mode = get_proxy_mode()
+    if mode is None:
+        raise LoweringError("the backward was asked for outside of tracing", mend="this is a bug; please report it")
+    return mode.tracer.graph
+
+
+def _gradients(loss: torch.Tensor, leaves: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    if not loss.requires_grad:
+        return (None,) * len(leaves)
+    return torch.autograd.grad(loss, leaves, allow_unused=True)
+
+
+def _watch(loss: torch.Tensor, origin: dict[int, dict[str, Any]], starts: list[tuple[int, dict[str, Any]]]) -> None:
+    """Note, as each backward function starts, how many nodes are traced by then, and the forward node it belongs to."""
+    pending, seen = [loss.grad_fn], set()
+    while pending:
+        function = pending.pop()
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        pending += [following for following, _ in function.next_functions]
+        meta = origin.get(function_sequence(function), {})
+
+        def note(_: Any, meta: dict[str, Any] = meta) -> None:
+            starts.append((len(_tracer_graph().nodes), meta))
+
+        function.register_prehook(note)
+
+
+def _tag(graph: fx.Graph, order: dict[str, int], forward: int, starts: list[tuple[int, dict[str, Any]]]) -> None:
+    """Mark the phase of every node, and give backward nodes the module and source line of their forward node.
+
+    Args:
+        graph: the traced graph.
+        order: place of each node, by name, when it was traced.
+        forward: number of nodes when the forward was done.
+        starts: number of nodes when each backward function began, and the metadata of its forward node.
+    """
+    seeded = False
+    begun = 0
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        position = order[node.name]
+        if position < forward:
+            node.meta[PHASE] = "forward"
+            continue
+        node.meta[PHASE] = "backward"
+        if not seeded and node_tensor(node) is not None:  # autograd makes its seed before any other tensor
+            node.meta[SEED] = seeded = True
+        while begun < len(starts) and starts[begun][0] <= position:
+            begun += 1
+        source = starts[begun - 1][1] if begun else {}
+        for key in _INHERITED:
+            node.meta.pop(key, None)
+            if key in source:
+                node.meta[key] = source[key]
+
+
+def _narrow(graph: fx.Graph, types: list[torch.dtype | None]) -> None:
+    """Return a gradient that was made in the 16-bit type asked for as it was made, not the FP32 copy of it."""
+    outputs = results_of(graph)
+    first = len(outputs) - len(types)
+    for place, dtype in enumerate(types):
+        gradient = outputs[first + place]
+        if dtype is None or not isinstance(gradient, fx.Node) or gradient.target is not torch.ops.aten._to_copy.default:
+            continue
+        (source,) = gradient.all_input_nodes
+        made = node_tensor(source)
+        if made is not None and made.dtype is dtype and dtype is not torch.float32:
+            outputs[first + place] = source
+    graph.output_node().args = (outputs,)
+
+
+def _drop_detach(graph: fx.Graph) -> None:
+    # Within one graph of values there is nothing left to detach from.
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is torch.ops.aten.detach.default:
+            node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+            graph.erase_node(node)

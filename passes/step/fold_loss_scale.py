@@ -1,0 +1,107 @@
+"""`FoldLossScale`: the loss scale enters the backward once, as its seed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from amp_compiler.fx.graph import node_tensor
+from amp_compiler.passes.base import PassResult
+from amp_compiler.passes.fx_pass import FxPass
+
+SCALE = "loss_scale"
+_SEED = "amp_seed"
+aten = torch.ops.aten
+_SCALAR_OPS = frozenset({aten.div.Tensor, aten.div.Scalar, aten.mul.Tensor, aten.mul.Scalar, aten.neg.default})
+
+
+@dataclass(frozen=True)
+class FoldLossScale(FxPass):
+    """Seed the backward with the loss scale, and merge the seed with the constants behind it.
+
+    No gradient is multiplied by the scale: it replaces the 1 that autograd starts from. Where autograd spreads the
+    seed over a tensor and then divides (the 1/N of a mean), the division is done on the one number before. The inverse
+    is not in the backward at all: the update multiplies by it where it reads the gradient.
+
+    Before::
+
+        ones_like: "f32[]" = aten.ones_like.default(loss)
+        expand: "f32[64, 10]" = aten.expand.default(ones_like, [64, 10])
+        div: "f32[64, 10]" = aten.div.Scalar(expand, 640)
+
+    After::
+
+        div: "f32[]" = aten.div.Scalar(loss_scale, 640)
+        expand: "f32[64, 10]" = aten.expand.default(div, [64, 10])
+
+    Left alone: a graph without a seed (the loss depends on nothing that is differentiated), and a derivative that is a
+    product with the seed, as that of binary cross-entropy: `mul(sigmoid - target, loss_scale)`.
+    """
+
+    name: ClassVar[str] = "fold_loss_scale"
+
+    def ensures(self, before: fx.GraphModule, after: fx.GraphModule) -> str | None:
+        """The scale enters every gradient once: what is made from it is never multiplied or divided by the like."""
+        scaled: set[fx.Node] = set()
+        for node in after.graph.nodes:
+            sources = [source for source in node.all_input_nodes if source in scaled]
+            if (node.op == "placeholder" and node.name == SCALE) or sources:
+                scaled.add(node)
+            if len(sources) > 1 and node.target in _SCALAR_OPS:
+                return f"'{node.name}' multiplies or divides two values that have the loss scale in them"
+        return None
+
+    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+        """Rewrite in place; adds the placeholder `loss_scale` (FP32 scalar) behind the others."""
+        graph = subject.graph
+        seed = next((node for node in graph.nodes if node.meta.get(_SEED)), None)
+        if seed is None:
+            return PassResult(subject, False)
+        placeholders = graph.find_nodes(op="placeholder")
+        loss = node_tensor(seed)
+        with graph.inserting_after(placeholders[-1]):
+            scale = graph.placeholder(SCALE)
+        scale.meta["val"] = _like(loss, torch.float32, ())  # type: ignore[arg-type]
+        source = scale
+        if loss is not None and (loss.dtype is not torch.float32 or loss.dim()):
+            source = _fit(graph, scale, seed, loss)
+        seed.replace_all_uses_with(source)
+        graph.erase_node(seed)
+        _hoist_constants(graph, source)
+        graph.lint()
+        subject.recompile()
+        return PassResult(subject, True)
+
+
+def _like(tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return tensor.new_empty(shape, dtype=dtype)
+
+
+def _fit(graph: fx.Graph, scale: fx.Node, seed: fx.Node, loss: torch.Tensor) -> fx.Node:
+    with graph.inserting_before(seed):
+        node = graph.call_function(aten._to_copy.default, (scale,), {"dtype": loss.dtype})
+        node.meta = {"val": _like(loss, loss.dtype, ()), "amp_phase": "backward"}
+        if loss.dim():
+            node = graph.call_function(aten.view.default, (node, list(loss.shape)))
+            node.meta = {"val": loss, "amp_phase": "backward"}
+    return node
+
+
+def _hoist_constants(graph: fx.Graph, source: fx.Node) -> None:
+    """`op(expand(s), c)` becomes `expand(op(s, c))` for the constants right behind the seed."""
+    for expand in list(source.users):
+        if expand.target is not aten.expand.default or len(expand.users) != 1:
+            continue
+        (user,) = expand.users
+        if user.target not in _SCALAR_OPS or any(isinstance(argument, fx.Node) for argument in user.args[1:]):
+            continue
+        with graph.inserting_before(expand):
+            small = graph.call_function(user.target, (source, *user.args[1:]), dict(user.kwargs))
+        small.meta = {**user.meta, "val": source.meta["val"]}
+        expand.update_arg(0, small)
+        user.replace_all_uses_with(expand)
+        graph.erase_node(user)
+        _hoist_constants(graph, small)

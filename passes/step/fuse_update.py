@@ -1,0 +1,293 @@
+"""`FuseUpdate`: turn gradients into one check and one update node per group of parameters."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from amp_compiler.fx.graph import node_tensor, results_of
+from amp_compiler.ops.loss_scale_base import LossScale, LossScaleState
+from amp_compiler.ops.update import operators as fused_update  # noqa: F401  # registers the operators
+from amp_compiler.passes.base import Pass, PassResult
+from amp_compiler.passes.step.fold_loss_scale import SCALE
+from amp_compiler.passes.step.sum_gradients import sum_of
+from amp_compiler.passes.step.trace_update import OWN_STATE, TracedUpdate, lies_in_input, trace_update
+from amp_compiler.passes.step.update_group import UpdateGroup
+
+STATE = "amp_state"  # key in node.meta of the placeholders that this pass adds
+OPERATORS = {
+    "adam": torch.ops.amp_compiler.adam_update.default,
+    "sgd": torch.ops.amp_compiler.sgd_update.default,
+    "adam_low": torch.ops.amp_compiler.adam_update_low.default,
+    "sgd_low": torch.ops.amp_compiler.sgd_update_low.default,
+}
+_CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
+_COLUMN_SCALARS = frozenset({"step"})
+
+
+@dataclass(frozen=True)
+class FuseUpdate(Pass[fx.GraphModule]):
+    """Append the update to a joint graph.
+
+    One `grad_check` reads every gradient once and gives the global norm and whether anything is not finite. One update
+    node per group then reads each gradient in the type in which it was made, multiplies it by the inverse loss scale
+    and the clipping factor, and writes master weight, moments and 16-bit weight. An optimizer without such a node has
+    its own code traced in, see `trace_update`. Where a gradient is not finite
+    nothing is written: weights, moments, step counts and buffers stay bit-identical, and only the scale changes.
+
+    Before::
+
+        return (loss, new_buffer, grad_w)
+
+    After::
+
+        grad_check = amp_compiler.grad_check([grad_w], reciprocal)
+        ...
+        adam_update = amp_compiler.adam_update([w], [grad_w], [exp_avg], [exp_avg_sq], [], [w_low], [step], hyper, coef,
+                                               nonfinite, False, False, True)
+        copy_ = aten.copy_(buffer, where(nonfinite, buffer, new_buffer))
+        return (loss, norm, nonfinite, flags, grad_w)
+
+    Args:
+        groups: what to update, and how.
+        gradients: for each differentiated placeholder its name, in the order of the gradients at the end of the
+            graph's outputs. Two names with one master (its FP32 and its 16-bit form) have their gradients summed.
+        owner: for each of those names the master that it belongs to.
+        results: number of outputs before the new buffers (loss and aux).
+        buffers: placeholder names of the buffers whose new values follow the results.
+        scale: the loss scale.
+        clip_norm: largest global norm, `None` for no clipping.
+        divisor: what gradients are divided by besides the scale (number of accumulated batches).
+        gather: `"add"` only adds the gradients to FP32 sums, and updates nothing but buffers; `"use"` adds the sums to
+            the gradients, updates, and clears the sums; empty for neither.
+    """
+
+    groups: tuple[UpdateGroup | TracedUpdate, ...]
+    gradients: tuple[str, ...]
+    owner: tuple[str, ...]
+    results: int
+    buffers: tuple[str, ...]
+    scale: LossScale
+    clip_norm: float | None = None
+    divisor: int = 1
+    gather: str = ""
+    name: ClassVar[str] = "fuse_update"
+
+    def requires(self, subject: fx.GraphModule) -> str | None:
+        """Results, new buffers and gradients stand in the outputs as announced, and the scale is a placeholder."""
+        outputs = results_of(subject.graph)
+        expected = self.results + len(self.buffers) + len(self.gradients)
+        if len(outputs) != expected:
+            return f"the graph returns {len(outputs)} values, not {expected}"
+        if not any(node.name == SCALE for node in subject.graph.find_nodes(op="placeholder")):
+            return f"the graph has no placeholder '{SCALE}'; run fold_loss_scale first"
+        return None
+
+    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+        """Rewrite in place."""
+        _Builder(self, subject).build()
+        subject.graph.lint()
+        subject.recompile()
+        return PassResult(subject, True)
+
+
+class _Builder:
+    def __init__(self, options: FuseUpdate, subject: fx.GraphModule) -> None:
+        self.options, self.graph = options, subject.graph
+        self.placeholders = {node.name: node for node in self.graph.find_nodes(op="placeholder")}
+        self.last = list(self.placeholders.values())[-1]
+        self.output = self.graph.output_node()
+        self.outputs = results_of(self.graph)
+        self.rounding: fx.Node | None = None
+
+    def build(self) -> None:
+        options = self.options
+        state = self._scale_state()
+        gradients = self._merged_gradients()
+        if options.gather:
+            gradients = self._gathered(gradients)
+        (inverse,) = self._inline(
+            lambda *fields: options.scale.inverse(LossScaleState(*fields)) / options.divisor, state
+        )
+        check = self._call(torch.ops.amp_compiler.grad_check.default, [list(gradients.values()), inverse])
+        norm, nonfinite, flags = (self._item(check, index) for index in range(3))
+        if not options.scale.checks_finite:
+            (nonfinite,) = self._inline(torch.zeros_like, [nonfinite])
+        self._commit_buffers(nonfinite)
+        if options.gather != "add":
+            (coef,) = self._inline(self._coefficient, [inverse, norm])
+            for index, group in enumerate(options.groups):
+                if isinstance(group, TracedUpdate):
+                    self._trace(index, group, gradients, coef, nonfinite)
+                else:
+                    self._update(index, group, gradients, coef, nonfinite)
+            self._commit_scale(state, nonfinite, norm)
+        kept = self.outputs[: options.results]
+        with self.graph.inserting_before(self.output):
+            self.output.args = ((*kept, norm, nonfinite, flags, *gradients.values()),)
+        for gradient in dict.fromkeys(self.outputs[options.results + len(options.buffers) :]):
+            if isinstance(gradient, fx.Node) and not gradient.users:  # it was added in another way
+                self.graph.erase_node(gradient)
+
+    def _coefficient(self, inverse: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+        if self.options.clip_norm is None:
+            return inverse * 1.0
+        return inverse * (self.options.clip_norm / (norm + _CLIP_EPSILON)).clamp(max=1.0)
+
+    def _merged_gradients(self) -> dict[str, fx.Node]:
+        """One gradient per master that has any; the FP32 and the 16-bit form of a weight are summed in FP32.
+
+        A gradient that is an input of the graph is copied: the derivative by a summand is the loss scale itself, and
+        the update writes a new scale where the gradient is still to be read.
+        """
+        first = self.options.results + len(self.options.buffers)
+        merged: dict[str, fx.Node] = {}
+        for owner, gradient in zip(self.options.owner, self.outputs[first:], strict=True):
+            if not isinstance(gradient, fx.Node):
+                continue
+            if lies_in_input(gradient):
+                (gradient,) = self._inline(torch.clone, [gradient])
+            if owner in merged:
+                function, parts = sum_of(merged[owner], gradient)
+                (gradient,) = self._inline(function, parts)
+            merged[owner] = gradient
+        return merged
+
+    def _gathered(self, gradients: dict[str, fx.Node]) -> dict[str, fx.Node]:
+        """The gradients of this batch added, in FP32, to those of the batches before; the sums are kept or cleared."""
+        totals: dict[str, fx.Node] = {}
+        for number, (name, gradient) in enumerate(gradients.items()):
+            weight = node_tensor(self.placeholders[name])
+            value = torch.empty_like(weight, dtype=torch.float32)  # type: ignore[arg-type]
+            kept = self._placeholder(("sum", name, number), value)
+            (totals[name],) = self._inline(lambda a, b: a + b.float(), [kept, gradient])
+            if self.options.gather == "add":
+                self._call(torch.ops.aten.copy_.default, [kept, totals[name]])
+            else:
+                self._call(torch.ops.aten.zero_.default, [kept])
+        return totals
+
+    def _update(
+        self, index: int, group: UpdateGroup, gradients: dict[str, fx.Node], coef: fx.Node, skip: fx.Node
+    ) -> None:
+        masters = [self.placeholders[name] for name in group.masters]
+        lists: list[Any] = [masters, [gradients[name] for name in group.masters]]
+        for column, used in group.columns:
+            if column == "lows":
+                lists.append([self.placeholders[name] for name in group.lows])
+            else:
+                dtype = None if column == "compensation" else group.moment
+                lists.append([self._state(index, column, n, m, dtype) for n, m in enumerate(masters)] if used else [])
+        extra = [self._scalar_state(index, "started", skip, torch.float32, ())] if group.started else []
+        if group.storage is None:
+            mode: list[int] = []
+        else:
+            extra, mode = [*extra, self._rounding(skip)], [group.storage]
+        hyper = self._scalar_state(index, "hyper", skip, torch.float64, (group.scalars,))
+        self._call(OPERATORS[group.kind], [*lists, *extra, hyper, coef, skip, *mode, *group.flags])
+
+    def _trace(
+        self, index: int, group: TracedUpdate, gradients: dict[str, fx.Node], coef: fx.Node, skip: fx.Node
+    ) -> None:
+        masters = [self.placeholders[name] for name in group.masters]
+        states = []
+        for state in group.states:
+            like: Any = node_tensor(masters[state.parameter])
+            value = like.new_empty_strided(state.shape, state.stride, dtype=state.dtype)
+            states.append(self._placeholder((f"{OWN_STATE}{state.key}", index, state.parameter), value))
+        lows = [self.placeholders[name] for name in group.lows if name is not None]
+        rates = self._scalar_state(index, "lr", skip, torch.float64, (group.rates,))
+        given = [*masters, *(gradients[name] for name in group.masters), *states, *lows, rates, coef, skip]
+        self._splice(trace_update(group, [node.meta["val"] for node in given]), given)
+
+    def _rounding(self, like: fx.Node) -> fx.Node:
+        """The random state of stochastic rounding; one for all groups, each of which moves it on."""
+        if self.rounding is None:
+            self.rounding = self._scalar_state(0, "rng", like, torch.int64, (2,))
+        return self.rounding
+
+    def _state(self, group: int, column: str, number: int, master: fx.Node, dtype: torch.dtype | None) -> fx.Node:
+        tensor = node_tensor(master)
+        if column in _COLUMN_SCALARS:
+            value = tensor.new_empty((), dtype=torch.float32)  # type: ignore[union-attr]
+        else:
+            value = torch.empty_like(tensor, dtype=dtype)  # type: ignore[arg-type]  # with the strides of the weight
+        return self._placeholder((column, group, number), value)
+
+    def _scalar_state(
+        self, group: int, column: str, like: fx.Node, dtype: torch.dtype, shape: tuple[int, ...]
+    ) -> fx.Node:
+        return self._placeholder((column, group, 0), node_tensor(like).new_empty(shape, dtype=dtype))  # type: ignore[union-attr]
+
+    def _placeholder(self, key: tuple[Any, ...], value: torch.Tensor) -> fx.Node:
+        with self.graph.inserting_after(self.last):
+            node = self.graph.placeholder("_".join(str(part) for part in key))
+        node.meta = {"val": value, STATE: key}
+        self.last = node
+        return node
+
+    def _scale_state(self) -> list[fx.Node]:
+        scale = self.placeholders[SCALE]
+        scale.meta[STATE] = ("scale", "scale", 0)
+        example = self.options.scale.init("cpu")
+        tensor = node_tensor(scale)
+        return [
+            scale
+            if field == "scale"
+            else self._placeholder(("scale", field, 0), tensor.new_empty((), dtype=getattr(example, field).dtype))  # type: ignore[union-attr]
+            for field in LossScaleState._fields
+        ]
+
+    def _commit_scale(self, state: list[fx.Node], nonfinite: fx.Node, norm: fx.Node) -> None:
+        def following(*inputs: torch.Tensor) -> list[torch.Tensor]:
+            fields, (bad, length) = inputs[:-2], inputs[-2:]
+            return list(self.options.scale.next(LossScaleState(*fields), bad, length))
+
+        for old, new in zip(state, self._inline(following, [*state, nonfinite, norm]), strict=True):
+            if new is not old:
+                self._call(torch.ops.aten.copy_.default, [old, new])
+
+    def _commit_buffers(self, skip: fx.Node) -> None:
+        first = self.options.results
+        new_values = self.outputs[first : first + len(self.options.buffers)]
+        for name, new in zip(self.options.buffers, new_values, strict=True):
+            old = self.placeholders[name]
+            (kept,) = self._inline(lambda s, a, b: torch.where(s != 0, a, b), [skip, old, new])
+            self._call(torch.ops.aten.copy_.default, [old, kept])
+
+    def _item(self, node: fx.Node, index: int) -> fx.Node:
+        with self.graph.inserting_before(self.output):
+            item = self.graph.call_function(operator.getitem, (node, index))
+        item.meta = {"val": node.meta["val"][index], "amp_phase": "update"}
+        return item
+
+    def _call(self, target: Any, arguments: Sequence[Any]) -> fx.Node:
+        with self.graph.inserting_before(self.output):
+            node = self.graph.call_function(target, tuple(arguments))
+        values = torch.fx.node.map_arg(tuple(arguments), lambda argument: argument.meta["val"])
+        node.meta = {"val": target(*values), "amp_phase": "update"}
+        return node
+
+    def _inline(self, function: Callable[..., Any], arguments: Sequence[fx.Node]) -> list[fx.Node]:
+        """Trace a function of tensors and copy its nodes in; a result that is an argument comes back as that node."""
+        traced = make_fx(lambda *inputs: function(*inputs), _allow_non_fake_inputs=True)(
+            *[node.meta["val"] for node in arguments]
+        )
+        return self._splice(traced, arguments)
+
+    def _splice(self, traced: fx.GraphModule, arguments: Sequence[fx.Node]) -> list[fx.Node]:
+        environment = dict(zip(traced.graph.find_nodes(op="placeholder"), arguments, strict=True))
+        with self.graph.inserting_before(self.output):
+            for node in traced.graph.nodes:
+                if node.op == "call_function":
+                    environment[node] = self.graph.node_copy(node, lambda old: environment[old])
+                    environment[node].meta["amp_phase"] = "update"
+        results = traced.graph.output_node().args[0]
+        flat = list(results) if isinstance(results, (list, tuple)) else [results]
+        return [environment[item] for item in flat]  # type: ignore[index]

@@ -1,0 +1,180 @@
+"""`SimplifyCasts`: remove the cast chains that autograd's reversal of a graph leaves, with equal numerics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import fx
+
+from amp_compiler.fx.graph import CAST, node_tensor
+from amp_compiler.passes.base import PassResult
+from amp_compiler.passes.fx_pass import FxPass
+
+_COPY = torch.ops.aten._to_copy.default
+_LAYOUTS = (torch.ops.aten.clone.default, torch.ops.aten._unsafe_view.default)
+_LOW = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class SimplifyCasts(FxPass):
+    """Five rewrites, each exact:
+
+    1. a cast to the type that the value has -> the value
+    2. a cast of an exact upcast -> a cast of the 16-bit value (`bf16 -> fp32 -> bf16` is the value itself)
+    3. the same cast of the same value twice in one phase -> once
+    4. an upcast, or a view or copy of one, made in the forward and read in the backward -> repeated in the backward, so
+       that the 16-bit value is what is kept alive
+    5. a cast that nobody reads -> nothing
+
+    Before::
+
+        up = aten._to_copy(x16, dtype=float32);  y = aten.mul(up, 2.0);  down = aten._to_copy(up, dtype=bfloat16)
+
+    After::
+
+        up = aten._to_copy(x16, dtype=float32);  y = aten.mul(up, 2.0)      # readers of `down` read x16
+
+    Left alone: a down-cast followed by an up-cast, which rounds.
+    """
+
+    name: ClassVar[str] = "simplify_casts"
+
+    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+        """Rewrite in place."""
+        graph = subject.graph
+        modified = _skip_redundant(graph)
+        modified |= _repeat_in_backward(graph)
+        modified |= _merge_equal(graph)
+        modified |= _erase_unread(graph)
+        if modified:
+            graph.lint()
+            subject.recompile()
+        return PassResult(subject, modified)
+
+
+def cast_type(node: fx.Node) -> torch.dtype | None:
+    """The type to which a node casts, where it is a cast and changes nothing else; else `None`."""
+    if node.op != "call_function":
+        return None
+    if node.target is CAST and len(node.args) == 2 and not node.kwargs:
+        return node.args[1]  # type: ignore[return-value]
+    if node.target is _COPY and "dtype" in node.kwargs and _stays(node):
+        return node.kwargs["dtype"]  # type: ignore[return-value]
+    return None
+
+
+def _stays(node: fx.Node) -> bool:
+    """Whether the other arguments of a copy, which autograd spells out, say nothing new."""
+    tensor = node_tensor(node.args[0])  # type: ignore[arg-type]
+    same = {
+        "dtype": node.kwargs.get("dtype"),
+        "layout": torch.strided,
+        "device": tensor.device if tensor is not None else None,
+    }
+    return all(key in same and value in (None, same[key]) for key, value in node.kwargs.items())
+
+
+def _source(node: fx.Node) -> fx.Node:
+    return node.args[0]  # type: ignore[return-value]
+
+
+def _type(node: fx.Node) -> torch.dtype | None:
+    tensor = node_tensor(node)
+    return None if tensor is None else tensor.dtype
+
+
+def _is_upcast(node: fx.Node) -> bool:
+    return cast_type(node) is torch.float32 and _type(_source(node)) in _LOW
+
+
+def _skip_redundant(graph: fx.Graph) -> bool:
+    modified = False
+    for node in list(graph.nodes):
+        dtype = cast_type(node)
+        if dtype is None:
+            continue
+        source = _source(node)
+        if _is_upcast(source):
+            node.update_arg(0, source := _source(source))
+            modified = True
+        if _type(source) is dtype and not _reads_back(node, source):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+            modified = True
+    return modified
+
+
+def _reads_back(node: fx.Node, source: fx.Node) -> bool:
+    # A graph input must not be returned, or changed in place, in the place of a copy of it.
+    written = any(_writes(user) for user in (*node.users, *source.users))
+    return written or (source.op == "placeholder" and any(user.op == "output" for user in node.users))
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _repeat_in_backward(graph: fx.Graph) -> bool:
+    modified = False
+    for node in list(graph.nodes):
+        chain = _from_upcast(node)
+        if not chain or node.meta.get("amp_phase") != "forward":
+            continue
+        later = [user for user in node.users if user.meta.get("amp_phase") == "backward"]
+        if not later:
+            continue
+        made = _source(chain[0])
+        with graph.inserting_before(later[0]):
+            for link in chain:
+                again = graph.node_copy(link)
+                again.update_arg(0, made)
+                again.meta = {**link.meta, "amp_phase": "backward"}
+                made = again
+        for user in later:
+            user.replace_input_with(node, made)
+        modified = True
+    return modified
+
+
+def _from_upcast(node: fx.Node) -> list[fx.Node]:
+    """An upcast and what leads from it to a node, that one included, by views and copies alone; else empty."""
+    chain = [node]
+    while _only_moves(chain[0]):
+        chain.insert(0, _source(chain[0]))
+    return chain if _is_upcast(chain[0]) else []
+
+
+def _only_moves(node: fx.Node) -> bool:
+    """Whether a node gives its first argument's elements and nothing else: a view, or a copy for another layout."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node_tensor(node) is None:
+        return False
+    schema = node.target._schema
+    is_view = bool(schema.arguments) and schema.arguments[0].alias_info is not None and not schema.is_mutable
+    return is_view or node.target in _LAYOUTS
+
+
+def _merge_equal(graph: fx.Graph) -> bool:
+    seen: dict[tuple[Any, ...], fx.Node] = {}
+    modified = False
+    for node in list(graph.nodes):
+        dtype = cast_type(node)
+        if dtype is None or any(_writes(user) for user in node.users):
+            continue
+        key = (_source(node), dtype, node.meta.get("amp_phase"))
+        first = seen.setdefault(key, node)
+        if first is not node and not any(user.op == "output" for user in node.users):
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+            modified = True
+    return modified
+
+
+def _erase_unread(graph: fx.Graph) -> bool:
+    modified = False
+    for node in reversed(list(graph.nodes)):
+        if cast_type(node) is not None and not node.users:
+            graph.erase_node(node)
+            modified = True
+    return modified

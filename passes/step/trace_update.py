@@ -1,0 +1,208 @@
+"""An optimizer's own update as a piece of a graph: traced, made free of writes, and committed where the step counts."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from amp_compiler.errors import LoweringError
+from amp_compiler.fx.graph import results_of
+
+OWN_STATE = "state_"  # before the key of a state tensor, in the name of its placeholder
+_aten = torch.ops.aten
+# Parameters, their FP32 gradients, states and learning rates in; new parameters and states out.
+Update = Callable[
+    [Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]], tuple[Sequence[Tensor], Sequence[Tensor]]
+]
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One tensor of an optimizer's state.
+
+    Args:
+        key: its key in the state of the parameter.
+        parameter: place of the parameter in `TracedUpdate.masters`.
+        shape: its shape.
+        stride: its strides.
+        dtype: its type.
+    """
+
+    key: str
+    parameter: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class TracedUpdate:
+    """The parameters of an optimizer that has no fused kernel.
+
+    Args:
+        name: class of the optimizer, for messages.
+        masters: placeholder names of the weights.
+        lows: placeholder name of the 16-bit copy of each weight, `None` for one without.
+        states: the state tensors.
+        rates: number of learning rates, one for each group of parameters.
+        update: the optimizer's own code.
+    """
+
+    name: str
+    masters: tuple[str, ...]
+    lows: tuple[str | None, ...]
+    states: tuple[StateTensor, ...]
+    rates: int
+    update: Update
+
+
+def trace_update(update: TracedUpdate, values: Sequence[Tensor]) -> fx.GraphModule:
+    """Trace one update into a graph whose only writes are one `copy_` for each tensor that changes.
+
+    Before (RMSprop's code)::
+
+        square_avg.mul_(alpha).addcmul_(grad, grad, value=1 - alpha)
+        param.addcdiv_(grad, square_avg.sqrt().add_(eps), value=-lr)
+
+    After::
+
+        grad = gradient.float() * coef
+        new_square_avg = addcmul(mul(square_avg, alpha), grad, grad, value=1 - alpha)
+        copy_(square_avg, where(skip != 0, square_avg, new_square_avg))
+        ...
+
+    Args:
+        update: what to trace.
+        values: fake tensors: masters, gradients as they were made, states, 16-bit copies, learning rates fp64
+            [rates], `coef` fp32 [], `skip` fp32 []. The placeholders of the graph stand in this order.
+
+    Raises:
+        LoweringError: the code reads values, or cannot be traced for another reason.
+    """
+    count, held = len(update.masters), len(update.states)
+
+    def run(*inputs: Tensor) -> list[Tensor]:
+        masters, gradients, states = inputs[:count], inputs[count : 2 * count], inputs[2 * count : 2 * count + held]
+        rates, coef, _ = inputs[-3:]
+        grads = [(g.float() * coef).to(m.dtype) for g, m in zip(gradients, masters, strict=True)]
+        new_masters, new_states = update.update(masters, grads, states, rates.unbind())
+        pairs = zip([*masters, *states], [*new_masters, *new_states], strict=True)
+        return [new.to(old.dtype) for old, new in pairs]
+
+    # Inside of the fake mode numbers that the code turns into tensors are fake too.
+    with values[0].fake_mode:  # type: ignore[attr-defined]
+        try:
+            traced = make_fx(torch.func.functionalize(run), _allow_non_fake_inputs=True)(*values)
+        except LoweringError:
+            raise
+        except Exception as cause:
+            reason = str(cause).partition("\n")[0]
+            raise LoweringError(
+                f"the update of {update.name} cannot be traced: {type(cause).__name__}: {reason}",
+                mend="use an optimizer whose step() is made of tensor operations alone, or AdamW, Adam or SGD",
+            ) from cause
+    _tidy(traced, values[-1], update.name)
+    _commit(traced, update)
+    return traced
+
+
+def _tidy(traced: fx.GraphModule, like: Tensor, name: str) -> None:
+    """Take out copies, which nothing needs where nothing is written, and constant tensors."""
+    graph = traced.graph
+    for node in list(graph.nodes):
+        if node.op == "get_attr":
+            _inline_constant(traced, node, like, name)
+        elif node.target in (_aten.clone.default, _aten.lift_fresh_copy.default, _aten.detach.default):
+            source: Any = node.args[0]
+            if not node.kwargs or node.meta["val"].stride() == source.meta["val"].stride():
+                node.replace_all_uses_with(source)
+    graph.eliminate_dead_code()
+
+
+def _inline_constant(traced: fx.GraphModule, node: fx.Node, like: Tensor, name: str) -> None:
+    value = getattr(traced, str(node.target))
+    if not isinstance(value, Tensor) or value.dim():
+        raise LoweringError(
+            f"the update of {name} uses a tensor that is neither a parameter nor its state",
+            mend="keep it in the optimizer's state",
+        )
+    with traced.graph.inserting_before(node):
+        constant = traced.graph.call_function(
+            _aten.full.default, ([], value.item()), {"dtype": value.dtype, "device": like.device}
+        )
+    constant.meta = {"val": like.new_empty((), dtype=value.dtype)}
+    node.replace_all_uses_with(constant)
+
+
+def is_view(node: fx.Node) -> bool:
+    """True where the value may lie in the memory of the node's first argument."""
+    schema = getattr(node.target, "_schema", None)
+    return node.target is operator.getitem or (schema is not None and any(a.alias_info for a in schema.arguments))
+
+
+def lies_in_input(node: fx.Node) -> bool:
+    """True for a placeholder, and for a view of one."""
+    while is_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node.op == "placeholder"
+
+
+def readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Users of a value, and those of its views."""
+    for user in node.users:
+        yield user
+        if is_view(user):
+            yield from readers(user)
+
+
+def _apart(graph: fx.Graph, olds: list[fx.Node], news: list[Any], first: fx.Node) -> list[Any]:
+    """The new values, with a copy where one is the old value of another tensor, or a view of it."""
+    shared = {*olds, *(user for old in olds for user in readers(old) if is_view(user))}
+    found = []
+    for old, new in zip(olds, news, strict=True):
+        if new in shared and new is not old:
+            with graph.inserting_after(first if new in olds else new):
+                copy = graph.call_function(_aten.clone.default, (new,))
+            copy.meta = {"val": new.meta["val"]}
+            new = copy
+        found.append(new)
+    return found
+
+
+def _commit(traced: fx.GraphModule, update: TracedUpdate) -> None:
+    """Write every new value behind the last use of the old one, so that it need not live until the end of the graph."""
+    graph = traced.graph
+    count, held = len(update.masters), len(update.states)
+    placeholders = graph.find_nodes(op="placeholder")
+    olds = [*placeholders[:count], *placeholders[2 * count : 2 * count + held]]
+    news = results_of(graph)
+    graph.output_node().args = ((),)
+    if all(new is old for new, old in zip(news[:count], olds, strict=False)):
+        raise LoweringError(
+            f"the update of {update.name} writes no parameter",
+            mend="let step() change the parameters in place, under torch.no_grad()",
+        )
+    copies = iter(placeholders[2 * count + held : -3])
+    lows = [None if name is None else next(copies) for name in update.lows] + [None] * held
+    with graph.inserting_after(placeholders[-1]):
+        bad = graph.call_function(_aten.ne.Scalar, (placeholders[-1], 0))
+    bad.meta = {"val": placeholders[-1].meta["val"] != 0}
+    news = _apart(graph, olds, news, bad)
+    place: dict[fx.Node, int] = {node: number for number, node in enumerate(graph.nodes)}
+    for old, new, low in zip(olds, news, lows, strict=True):
+        if new is old:
+            continue
+        last = max([bad, new, *(user for user in readers(old) if user in place)], key=lambda node: place[node])
+        with graph.inserting_after(last):
+            kept = graph.call_function(_aten.where.self, (bad, old, new))
+        for target in (old,) if low is None else (low, old):
+            with graph.inserting_after(kept):
+                written: Any = graph.call_function(_aten.copy_.default, (target, kept))
+            written.meta = {"val": target.meta["val"]}
+        kept.meta = {"val": old.meta["val"]}

@@ -1,0 +1,176 @@
+"""The benchmarks run from the command line, write what they say, and compare like with like; no time is judged."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from benchmark_modules import BENCHMARKS
+
+from amp_compiler.policy.loader import load_rules
+
+FACTS = {"benchmark", "date", "cpu", "gpu", "threads", "versions", "settings", "rows"}
+SPEED = {"model", "parameters", "variant", "step_ms", "step_ms_10", "step_ms_90", "time_ratio"}
+STEP = SPEED | {
+    "bound", "items", "items_per_s", "best_of_torch", "matmul_flops", "gemm_tflops", "gemm_floor_ms", "gemm_share",
+    "first_call_s", "first_call_ratio", "state_bytes", "growth_bytes", "peak_bytes", "memory_ratio",
+}  # fmt: skip
+UPDATE = SPEED | {"tensors", "gradients", "bytes_per_parameter", "formula", "gb_per_s", "copy_share"}
+
+
+def run(script, path, *arguments):
+    """What a benchmark wrote and what it printed."""
+    command = [sys.executable, str(BENCHMARKS / script), "--json", str(path), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return json.loads(path.read_text(encoding="utf-8")), done.stdout
+
+
+def check_steps(found, printed, variants, bounds):
+    assert set(found) == FACTS
+    assert [(row["bound"], row["variant"]) for row in found["rows"]] == [(b, v) for b in bounds for v in variants]
+    for row in found["rows"]:
+        assert set(row) == STEP
+        assert 0 < row["step_ms_10"] <= row["step_ms"] <= row["step_ms_90"]
+        assert row["gemm_share"] == pytest.approx(row["gemm_floor_ms"] / row["step_ms"])
+        assert row["gemm_floor_ms"] == pytest.approx(row["matmul_flops"] / row["gemm_tflops"] / 1e9)
+        assert row["peak_bytes"] == row["state_bytes"] + row["growth_bytes"]
+        assert row["state_bytes"] >= 4 * row["parameters"]
+        assert row["first_call_s"] > 0
+        assert row["variant"] in printed
+    assert "10 to 90 %" in printed
+
+
+@pytest.mark.parametrize(
+    ("script", "bound"), [("train_step.py", "update"), pytest.param("inference.py", "weights", marks=pytest.mark.slow)]
+)
+def test_an_eager_variant_from_the_command_line(tmp_path, script, bound):
+    options = ["--models", "tiny-mlp", "--bounds", bound, "--variants", "autocast", "--steps", "2", "--least", "0"]
+    check_steps(*run(script, tmp_path / "r.json", *options), ["autocast"], [bound])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "bounds"), [("train_step.py", ["gemm", "update"]), ("inference.py", ["gemm", "weights"])]
+)
+def test_all_variants_from_the_command_line(tmp_path, bench, script, bounds):
+    found, printed = run(script, tmp_path / "r.json", "--models", "tiny-mlp", "--steps", "2", "--least", "0")
+    check_steps(found, printed, bench["comparison"].VARIANTS, bounds)
+    assert [row["variant"] for row in found["rows"] if row["best_of_torch"]] == ["torch.compile"] * 2
+    assert all(row["time_ratio"] == 1 for row in found["rows"] if row["best_of_torch"])
+
+
+def check_updates(found, printed, variants, kinds):
+    assert set(found) == FACTS
+    expected = [(kind, v) for kind in kinds for v in variants if (kind, v) != ("fp32", "casts alone")]
+    assert [(row["gradients"], row["variant"]) for row in found["rows"]] == expected
+    for row in found["rows"]:
+        assert set(row) == UPDATE
+        speed = row["bytes_per_parameter"] * row["parameters"] / row["step_ms"] / 1e6
+        assert row["gb_per_s"] == pytest.approx(speed)
+        assert row["variant"] in printed
+    assert all(row["copy_share"] == 1 for row in found["rows"] if row["variant"] == "copy")
+
+
+def test_updates_from_the_command_line(tmp_path, bench):
+    variants = [v for v in bench["update_runs"].VARIANTS if v != "torch.compile"]
+    options = ["--parameters", "20000", "--dtype", "bf16", "fp32", "--steps", "2", "--variants", *variants]
+    check_updates(*run("update.py", tmp_path / "r.json", *options), variants, ["bf16", "fp32"])
+
+
+@pytest.mark.slow
+def test_all_updates_from_the_command_line(tmp_path, bench):
+    options = ["--models", "wide", "--parameters", "2000", "--steps", "2"]
+    found, printed = run("update.py", tmp_path / "r.json", *options)
+    check_updates(found, printed, bench["update_runs"].VARIANTS, ["bf16", "fp32", "fp16"])
+
+
+def test_products_of_the_mlp_are_counted(bench):
+    cases, tiny = bench["cases"], bench["cases"].TINY
+    first, head = (2 * 8 * 32 * width for width in (32, 100))
+    assert cases.matmul_flops(tiny, "gemm", backward=False) == first + head
+    # The backward makes both weight gradients, and one input gradient: the first layer's input needs none.
+    assert cases.matmul_flops(tiny, "gemm", backward=True) == 2 * first + 3 * head
+
+
+def test_products_inside_fused_lstm_and_attention_are_counted(bench):
+    cases = bench["cases"]
+    shape, rows = cases.SHAPES["lstm"], cases.items("lstm", "update")
+    lstm, head = 2 * 2 * 2 * rows * 4 * shape.hidden**2, 2 * rows * shape.hidden * shape.vocab
+    assert cases.matmul_flops("lstm", "update", backward=False) == lstm + head
+    shape, rows = cases.SHAPES["gpt2"], cases.items("gpt2", "update")
+    projections = shape.layers * 2 * rows * (4 + 2 * 4) * shape.hidden**2  # q, k, v, out, and a net four times as wide
+    attention = shape.layers * 2 * 2 * rows * shape.small_tokens * shape.hidden
+    head = 2 * rows * shape.hidden * shape.vocab
+    assert cases.matmul_flops("gpt2", "update", backward=False) == projections + attention + head
+
+
+def test_planning_and_rewriting_of_a_model(bench):
+    cases, plans = bench["cases"], bench["plan_models"]
+    row = plans.measure_model(cases.TINY, load_rules("fast"), "bf16", "cpu", 1)
+    assert row["graph"] == cases.TINY and row["casts"] > 0 and row["cast_bytes"] > 0
+    assert row["nodes"] * row["us_per_node"] == pytest.approx(1e6 * (row["seconds"] + row["rewrite_seconds"]))
+
+
+def test_the_best_run_counts_and_its_preparation_does_not(bench, monkeypatch):
+    clock, given = [0.0], iter((5.0, 2.0, 9.0))
+
+    def wait(seconds):
+        clock[0] += seconds
+        return seconds
+
+    monkeypatch.setattr(bench["plan_models"].time, "process_time", lambda: clock[0])
+    assert bench["plan_models"].best_of(3, lambda: wait(next(given)), lambda one: wait(one + 1)) == (3.0, 10.0)
+
+
+def test_the_readme_compares_with_the_fastest_mode(bench, tmp_path, monkeypatch):
+    numbers = {"model": "m", "bound": "gemm", "peak_bytes": 10, "first_call_s": 2.0, "gemm_share": 0.5}
+    times = {"fp32": 9.0, "torch.compile": 8.0, "torch.compile reduce-overhead": 4.0, "amp_compiler": 3.0}
+    rows = [{**numbers, "variant": variant, "step_ms": time} for variant, time in times.items()]
+    monkeypatch.setattr(bench["readme"], "RESULTS", tmp_path)
+    (tmp_path / "inference_cpu.json").write_text(json.dumps({"rows": rows}), encoding="utf-8")
+    text = bench["readme"].render("a\n<!-- table: inference -->\nold\n<!-- end -->\nb")
+    assert "| m | gemm | 4.0 | 3.0 | 0.75 | 1.00 | 1.00 | 50% | 50% |" in text
+    assert "old" not in text
+    widths = {line.count("|") for line in text.splitlines() if line.startswith("|")}
+    assert widths == {10}
+
+
+def test_the_notes_show_the_classes_that_take_time(bench, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench["readme"], "RESULTS", tmp_path)
+    facts = {"model": "m", "bound": "gemm"}
+    classes = {"matrix products": 5.0, "LSTM": 0.0, "the rest": 2.04}
+    profiled = [{**facts, "variant": "amp_compiler", "step_ms": 7.04, "page_faults": 1234, "classes_ms": classes}]
+    timed = [{**facts, "variant": variant, "gemm_floor_ms": 3.0} for variant in ("torch.compile", "amp_compiler")]
+    for name, rows in (("profile_cpu", profiled), ("train_step_cpu", timed)):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"rows": rows}), encoding="utf-8")
+    head, _, row = bench["readme"].profile_table().splitlines()
+    assert head == "| model | bound by | variant | step | matrix products | the rest | GEMM floor | page faults |"
+    assert row == "| m | gemm | amp_compiler | 7.0 | 5.0 | 2.0 | 3.0 | 1,234 |"
+
+
+def test_names_of_modes(bench):
+    comparison = bench["comparison"]
+    for mode in comparison.MODES:
+        assert comparison.compiled_mode(comparison.compiled_name(mode)) == mode
+    assert comparison.compiled_name("default") == "torch.compile"
+    assert comparison.compiled_mode("amp_compiler") is None
+    assert comparison.compiled_mode(comparison.RECURRENT) == "default"
+
+
+def test_recurrent_models_are_compiled_as_a_variant_of_its_own(bench, monkeypatch):
+    comparison = bench["comparison"]
+    options = argparse.Namespace(variants=list(comparison.VARIANTS), modes=["default"])
+    assert comparison._variants(options, "gpt2") == list(comparison.VARIANTS)
+    assert comparison._variants(options, "lstm") == [
+        "fp32", "autocast", "torch.compile", "torch.compile allow_rnn", "amp_compiler",
+    ]  # fmt: skip
+    monkeypatch.setattr(torch, "compile", lambda function, mode: (function, mode))
+    with torch._dynamo.config.patch(allow_rnn=False):
+        assert comparison.compiled(len, comparison.RECURRENT) == (len, "default") and torch._dynamo.config.allow_rnn
+        assert comparison.compiled(len, "torch.compile") == (len, "default") and not torch._dynamo.config.allow_rnn
+    assert comparison.compiled(len, "fp32") is len

@@ -1,0 +1,238 @@
+"""The command line, called as a user calls it but in this process; the slow parts behind it have tests of their own."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import amp_compiler as amp
+from amp_compiler.cli import main as cli
+from amp_compiler.cli import model_spec
+from amp_compiler.errors import AmpError
+from amp_compiler.ir.plan import PrecisionPlan
+
+MODEL = """
+import torch
+from torch import nn
+
+class Tiny(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x, scale=None):
+        y = torch.softmax(self.last(self.drop(torch.relu(self.first(x)))), -1)
+        return y if scale is None else y * scale
+
+INSTANCE = Tiny()
+
+def with_example():
+    return Tiny(), (torch.ones(2, 8),)
+
+def with_tensor():
+    return Tiny(), torch.ones(2, 8)
+
+def broken():
+    return 1 / 0
+
+def number():
+    return 7
+"""
+
+
+@pytest.fixture
+def model_file(tmp_path) -> str:
+    path = tmp_path / "tiny_model.py"
+    path.write_text(MODEL, encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs `amp-compiler` with arguments and gives (exit code, standard output, standard error)."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["amp-compiler", *arguments])
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        monkeypatch.setenv("COLUMNS", "200")
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code or 0
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.out + captured.err
+        return code, captured.out, captured.err
+
+    return call
+
+
+def test_help_names_every_command(run):
+    code, out, _ = run("--help")
+    assert code == 0
+    for command in ("explain", "rules", "demo"):
+        assert command in out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["explian"],
+        ["explain"],
+        ["explain", "m:f", "--dtype", "fp8"],
+        ["explain", "m:f", "--format", "xml"],
+        ["demo", "--epochs", "0"],
+    ],
+)
+def test_wrong_usage_exits_with_2(run, arguments):
+    code, _, err = run(*arguments)
+    assert code == 2
+    assert "Usage:" in err
+
+
+def test_explain_prints_tables(run, model_file):
+    code, out, _ = run("explain", f"{model_file}:with_example", "--dtype", "bf16")
+    assert code == 0
+    for part in ("aten.linear", "aten.softmax", "default.yaml:", "casts", "first", "tiny_model.py:12"):
+        assert part in out
+
+
+def test_explain_prints_text(run, model_file):
+    code, out, _ = run("explain", f"{model_file}:Tiny", "--args", "fp32[2,8]", "--dtype", "fp16", "--format", "text")
+    assert code == 0
+    model, example = model_spec.load_model(f"{model_file}:Tiny", ["fp32[2,8]"])
+    assert out == amp.explain(model, example, dtype="fp16").to_text()
+
+
+def test_explain_prints_json_that_reads_back(run, model_file):
+    code, out, _ = run(
+        "explain", f"{model_file}:INSTANCE", "--args", "x=fp32[2,8]", "--args", "scale=fp32[]", "--format", "json"
+    )
+    assert code == 0
+    plan = PrecisionPlan.from_dict(json.loads(out))
+    assert plan.low_nodes >= 2
+    assert plan.rules == "default"
+
+
+def test_explain_writes_files(run, model_file, tmp_path):
+    output, page = tmp_path / "plan.txt", tmp_path / "plan.html"
+    code, out, _ = run("explain", f"{model_file}:with_example", "--output", str(output), "--html", str(page))
+    assert code == 0
+    assert not out
+    assert "aten.linear" in output.read_text(encoding="utf-8")
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_explain_takes_rules_and_mode(run, model_file, tmp_path):
+    rules = tmp_path / "mine.yaml"
+    rules.write_text(
+        "version: 1\nextends: default\nrules:\n  - match: {module: last}\n    precision: fp32\n", encoding="utf-8"
+    )
+    code, out, _ = run("explain", f"{model_file}:with_example", "--rules", str(rules), "--eval", "--format", "json")
+    assert code == 0
+    nodes = {node["module"]: node for node in json.loads(out)["nodes"] if node["op"] == "aten.linear"}
+    assert nodes["first"]["precision"] == "low"
+    assert nodes["last"]["precision"] == "fp32"
+    assert nodes["last"]["rule"].endswith("mine.yaml:4")
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("{}:Tny", ["did you mean 'Tiny'?"]),
+        ("{}:broken", ["ZeroDivisionError", "tiny_model.py:24"]),
+        ("{}:number", ["int", "not an nn.Module"]),
+        ("{}:Tiny", ["example arguments", "--args"]),
+        ("{}", ["names no model"]),
+        ("nowhere.py:f", ["no such file"]),
+        ("nowhere_at_all:f", ["No module named 'nowhere_at_all'"]),
+        ("nowhere.onnx", ["no such file"]),
+    ],
+)
+def test_a_model_that_cannot_be_found(run, model_file, spec, words):
+    code, out, err = run("explain", spec.format(model_file))
+    assert code == 1
+    assert not out
+    assert err.startswith("error: ")
+    assert "\n  mend: " in err
+    for word in words:
+        assert word in err
+
+
+def test_a_module_of_the_current_folder(run, model_file, monkeypatch):
+    monkeypatch.chdir(Path(model_file).parent)
+    code, out, _ = run("explain", "tiny_model:with_tensor", "--format", "text")
+    assert code == 0
+    assert "aten.linear" in out
+
+
+def test_an_error_in_a_rule_file_names_the_line(run, model_file, tmp_path):
+    rules = tmp_path / "mine.yaml"
+    rules.write_text("version: 1\nrules:\n  - match: {modul: last}\n    precision: fp32\n", encoding="utf-8")
+    code, _, err = run("explain", f"{model_file}:with_example", "--rules", str(rules))
+    assert code == 1
+    assert "mine.yaml:3" in err
+    assert "module" in err
+
+
+def test_example_arguments():
+    args, kwargs = model_spec.example_arguments(["fp16[2,3]", "labels=i64[4]", "mask=bool[]"])
+    assert args[0].dtype is torch.float16
+    assert args[0].shape == (2, 3)
+    assert kwargs["labels"].tolist() == [0, 0, 0, 0]
+    assert kwargs["mask"].item() is True
+    assert model_spec.example_arguments([]) is None
+
+
+@pytest.mark.parametrize("spec", ["2,3", "fp32", "fp32[2", "fp32[2;3]", "fp32[-1]", "f32[2]", "other[2]", "1x=fp32[2]"])
+def test_example_arguments_that_cannot_be_read(spec):
+    with pytest.raises(AmpError):
+        model_spec.example_arguments([spec])
+
+
+def test_rules_list_and_show(run):
+    code, out, _ = run("rules", "list")
+    assert code == 0
+    for name in ("default", "fast", "safe"):
+        assert name in out
+        code, text, _ = run("rules", "show", name)
+        assert code == 0
+        assert "version: 1" in text
+
+
+def test_rules_check(run, tmp_path):
+    good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
+    good.write_text("version: 1\nextends: default\n", encoding="utf-8")
+    bad.write_text("version: 1\nallow: [matmull]\n", encoding="utf-8")
+    assert run("rules", "check", str(good))[0] == 0
+    code, out, err = run("rules", "check", str(bad), str(good))
+    assert code == 1
+    assert "good.yaml: good" in out
+    assert "bad.yaml:2" in err
+    assert "matmul" in err
+
+
+def test_rules_schema(run):
+    code, out, _ = run("rules", "schema")
+    assert code == 0
+    assert "rules" in json.loads(out)["properties"]
+
+
+def test_demo_passes_its_options_on(run, monkeypatch):
+    import amp_compiler.cli.demo
+
+    seen = {}
+    monkeypatch.setattr(amp_compiler.cli.demo, "run_demo", lambda **options: seen.update(options))
+    assert run("demo", "--epochs", "2", "--device", "cpu", "--backend", "eager")[0] == 0
+    assert seen == {"epochs": 2, "device": "cpu", "backend": "eager"}
+
+
+def test_the_installed_command(model_file):
+    command = Path(sys.executable).with_name("amp-compiler")
+    done = subprocess.run([command, "explain", f"{model_file}:Tny"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")

@@ -1,0 +1,169 @@
+"""`amp-compiler convert`, called as a user calls it but in this process."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto
+from onnx_corpus import parts, ranges
+
+from amp_compiler.cli import main as cli
+from amp_compiler.onnx.check.verify import verify
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs `amp-compiler convert` with arguments and gives (exit code, standard output, standard error)."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["amp-compiler", "convert", *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", "200")
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code or 0
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.out + captured.err
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def benign(tmp_path) -> Path:
+    model, batches = parts.wide_mlp()
+    onnx.save(model, tmp_path / "in.onnx")
+    (tmp_path / "data").mkdir()
+    for index, batch in enumerate(batches):
+        np.savez(tmp_path / "data" / f"{index}.npz", **batch)
+    return tmp_path / "in.onnx"
+
+
+@pytest.fixture
+def overflowing(tmp_path) -> Path:
+    model, batches = ranges.overflow_in_activations()
+    onnx.save(model, tmp_path / "in.onnx")
+    np.savez(tmp_path / "data.npz", **batches[0])
+    return tmp_path / "in.onnx"
+
+
+def test_it_converts_and_sums_up(run, benign, tmp_path):
+    before, out, page = benign.read_bytes(), tmp_path / "out.onnx", tmp_path / "plan.html"
+    code, text, err = run(
+        benign, out, "--dtype", "fp16", "--calibrate", tmp_path / "data", "--verify", "--report", page
+    )
+    assert code == 0, err
+    for part in ("fp16", "fp32", "casts", "ratio 0.50", "largest error", "passed", "out.onnx"):
+        assert part in text
+    assert not err  # no progress bar where there is no terminal
+    assert benign.read_bytes() == before
+    model = onnx.load(out)
+    onnx.checker.check_model(model, full_check=True)
+    assert TensorProto.FLOAT16 in {tensor.data_type for tensor in model.graph.initializer}
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_json_is_the_same_facts(run, benign, tmp_path):
+    out = tmp_path / "out.onnx"
+    code, text, _ = run(benign, out, "--verify", "--calibrate", tmp_path / "data", "--json", "--dtype", "bf16")
+    facts = json.loads(text)
+    assert code == 0
+    assert facts["dtype"] == "bf16" and facts["rules"] == "default" and facts["nodes"]["low"] > 20
+    assert facts["output_bytes"] == out.stat().st_size and facts["input_bytes"] == benign.stat().st_size
+    assert facts["size_ratio"] == pytest.approx(out.stat().st_size / benign.stat().st_size)
+    found = facts["verification"]
+    assert found["passed"] and not found["random_inputs"] and found["tolerance"] == 0.08 and found["batches"] == 2
+    assert found["largest_error"] == verify(benign, out, tmp_path / "data").largest_error > 0
+    assert facts["cast_bytes"] == 0 or facts["casts"] > 0
+
+
+def test_random_inputs_where_there_are_no_data(run, benign, tmp_path):
+    code, text, _ = run(benign, tmp_path / "out.onnx", "--verify", "--json")
+    found = json.loads(text)["verification"]
+    assert code == 0 and found["random_inputs"] and 0 < found["largest_error"] < 0.01
+    assert json.loads(run(benign, tmp_path / "out.onnx", "--json")[1])["verification"] is None
+
+
+def test_a_failed_verification_exits_with_3(run, benign, overflowing, tmp_path):
+    code, text, _ = run(overflowing, tmp_path / "out.onnx", "--verify", "--tolerance", "1e-9")
+    assert code == 3 and "FAILED" in text
+    # The same model without calibration: the overflow shows only when it runs.
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("version: 1\nrules:\n  - match: {}\n    precision: low\n", encoding="utf-8")
+    code, text, _ = run(overflowing, tmp_path / "out.onnx", "--verify", "--rules", rules)
+    assert code == 3
+    assert "not finite first at" in text and "inf" in text
+
+
+def test_calibration_saves_it(run, overflowing, tmp_path):
+    code, text, _ = run(overflowing, tmp_path / "out.onnx", "--verify", "--calibrate", tmp_path / "data.npz")
+    assert code == 0, text
+    assert "passed" in text and "not finite" not in text
+
+
+def test_io_types(run, benign, tmp_path):
+    for flag, kind in (("--keep-io-types", TensorProto.FLOAT), ("--no-keep-io-types", TensorProto.FLOAT16)):
+        assert run(benign, tmp_path / "out.onnx", flag, "--rules", "fast")[0] == 0
+        graph = onnx.load(tmp_path / "out.onnx").graph
+        assert {value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)} == {kind}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["in.onnx"], 2, "Usage:"),
+        (["in.onnx", "out.onnx", "--dtype", "auto"], 2, "Usage:"),
+        (["in.onnx", "out.onnx", "--tolerance", "-1"], 2, "Usage:"),
+        (["nowhere.onnx", "out.onnx"], 1, "no such file"),
+        (["in.onnx", "out.onnx", "--rules", "defalt"], 1, "default"),
+        (["in.onnx", "out.onnx", "--calibrate", "nowhere.npz"], 1, "no such file or folder"),
+        (["in.onnx", "out.onnx", "--calibrate", "wrong.npz"], 1, "'x' is missing"),
+        (["in.onnx", "in.onnx"], 1, "the output is the input"),
+        (["in.onnx", "nowhere/out.onnx"], 1, "no such folder"),
+        (["broken.onnx", "out.onnx"], 1, "not an ONNX model"),
+    ],
+)
+def test_wrong_arguments(run, benign, tmp_path, monkeypatch, arguments, code, words):
+    monkeypatch.chdir(tmp_path)
+    np.savez("wrong.npz", y=np.zeros(2))
+    Path("broken.onnx").write_bytes(b"\xff\xff no protobuf")
+    before = benign.read_bytes()
+    found, out, err = run(*arguments)
+    assert (found, out) == (code, "")
+    assert words in err
+    assert code != 1 or (err.startswith("error: ") and "mend: " in err)
+    assert benign.read_bytes() == before
+    assert not Path("out.onnx").exists()
+
+
+def test_an_older_output_survives_an_error(run, benign, tmp_path):
+    out = tmp_path / "out.onnx"
+    out.write_bytes(b"older")
+    np.savez(tmp_path / "wrong.npz", y=np.zeros(2))
+    assert run(benign, out, "--calibrate", tmp_path / "wrong.npz")[0] == 1
+    assert out.read_bytes() == b"older"
+    assert not [file for file in tmp_path.iterdir() if file.name.startswith(".")]
+
+
+def test_external_data(run, tmp_path):
+    model, _ = parts.wide_mlp()
+    source, out = tmp_path / "in.onnx", tmp_path / "out.onnx"
+    onnx.save(model, source, save_as_external_data=True, location="weights.bin")
+    code, text, err = run(source, out, "--verify", "--json")
+    assert code == 0, err
+    facts = json.loads(text)
+    assert facts["input_bytes"] > 1_000_000 and facts["size_ratio"] < 0.52
+    onnx.checker.check_model(str(out), full_check=True)
+
+
+def test_the_installed_command(benign, tmp_path):
+    command = Path(sys.executable).with_name("amp-compiler")
+    arguments = [command, "convert", benign, tmp_path / "out.onnx", "--json"]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stderr == ""
+    assert json.loads(done.stdout)["size_ratio"] < 0.52

@@ -1,0 +1,75 @@
+"""`PrecisionGraph`: what it knows, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from amp_compiler.errors import GraphError
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.graph import Node, Operand, Pin, PrecisionGraph, Value, ValueKind
+
+
+def small() -> PrecisionGraph:
+    graph = PrecisionGraph("cuda")
+    graph.add_value(Value("x", DType.FLOAT32, (2, "s0"), 6, ValueKind.INPUT))
+    graph.add_node(Node("y", "aten.relu", (Operand("x", "self"),), ("y",)), [Value("y", DType.FLOAT32, (2, "s0"), 6)])
+    twice = Node("z", "aten.add", (Operand("y", "self"), Operand("y", "other")), ("z",))
+    graph.add_node(twice, [Value("z", DType.FLOAT16, None, 6)])
+    graph.outputs = ["z", "x"]
+    return graph
+
+
+def test_values_know_their_size() -> None:
+    graph = small()
+    assert graph.values["y"].nbytes() == 24
+    assert graph.values["y"].nbytes(DType.BFLOAT16) == 12
+    assert (graph.values["x"].rank, graph.values["z"].rank) == (2, None)
+
+
+def test_producers_users_and_operands() -> None:
+    graph = small()
+    assert graph.producer("x") is None
+    made = graph.producer("z")
+    assert made is not None and made.name == "z"
+    assert [(node.name, index) for node, index in graph.users("y")] == [("z", 0), ("z", 1)]
+    assert [value.name for _, value in graph.operands(made)] == ["y", "y"]
+    graph.verify()
+
+
+def test_networkx_view_has_one_edge_for_each_dependency() -> None:
+    view = small().to_networkx()
+    assert list(view.nodes) == ["y", "z"]
+    assert list(view.edges) == [("y", "z")]
+
+
+@pytest.mark.parametrize(
+    ("node", "made", "says"),
+    [
+        (Node("y", "aten.relu", (), ("w",)), ["w"], "node name 'y' is taken"),
+        (Node("w", "aten.relu", (), ("y",)), ["y"], "value name 'y' is taken"),
+        (Node("w", "aten.relu", (), ("w",)), ["v"], "makes other values"),
+        (Node("w", "aten.relu", (Operand("later", "self"),), ("w",)), ["w"], "reads 'later'"),
+    ],
+)
+def test_nodes_that_do_not_fit_are_refused(node: Node, made: list[str], says: str) -> None:
+    with pytest.raises(GraphError, match=says):
+        small().add_node(node, [Value(name, DType.FLOAT32) for name in made])
+
+
+def test_verify_names_what_is_wrong() -> None:
+    graph = small()
+    graph.outputs = ["nothing"]
+    with pytest.raises(GraphError, match="returns 'nothing'"):
+        graph.verify()
+    graph = small()
+    graph.values["x"] = Value("x", DType.FLOAT32)
+    with pytest.raises(GraphError, match="'x' is a result but lacks a producer"):
+        graph.verify()
+    graph = small()
+    graph.values["y"] = Value("y", DType.FLOAT32, numel=-1)
+    with pytest.raises(GraphError, match="-1 elements"):
+        graph.verify()
+    graph = small()
+    graph.add_node(Node("p", "aten.relu", (), (), pin=Pin("fp23", "typo")), [])
+    with pytest.raises(GraphError, match="unknown pin 'fp23'"):
+        graph.verify()

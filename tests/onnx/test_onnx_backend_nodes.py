@@ -1,0 +1,126 @@
+"""ONNX's own backend node tests, those with a float input: each model converted to FP16 and to bfloat16."""
+
+import functools
+import re
+import warnings
+from typing import Any
+
+import onnx
+import pytest
+from onnx import TensorProto, numpy_helper
+
+from amp_compiler.errors import AmpError, OnnxError
+from amp_compiler.onnx.check.verify import verify
+from amp_compiler.onnx.convert import convert_onnx
+
+BOUNDS = {"fp16": 5e-3, "bf16": 4e-2}
+LOW = {"version": 1, "rules": [{"match": {}, "precision": "low"}]}
+# Outputs that say nothing about rounding.
+INCOMPARABLE = {
+    "bernoulli": "draws random numbers",
+    "random": "draws random numbers",
+    "training_dropout": "draws random numbers",
+    "attention_4d_diff_heads_mask4d_padded_kv": "onnxruntime's kernel refuses the FP32 model",
+    "qk_matmul_bias_.*causal": "one output holds the mask, FP32's lowest number, which no 16-bit type holds",
+}
+
+
+@functools.cache
+def cases() -> dict[str, Any]:
+    """The node tests with an FP32 input, by name. Making them takes long."""
+    from onnx.backend.test.case.node import collect_testcases
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = collect_testcases(None)
+    return {
+        case.name: case
+        for case in found
+        if any(value.type.tensor_type.elem_type == TensorProto.FLOAT for value in case.model.graph.input)
+        and sound(case.model)
+    }
+
+
+def sound(model: onnx.ModelProto) -> bool:
+    """False for a model that ONNX's own checker refuses: `test_mvn`, in onnx 1.23."""
+    try:
+        onnx.checker.check_model(model, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError):
+        return False
+    return True
+
+
+def batch_of(case: Any) -> dict[str, Any]:
+    arrays = [
+        numpy_helper.to_array(value) if isinstance(value, TensorProto) else value for value in case.data_sets[0][0]
+    ]
+    names = [value.name for value in case.model.graph.input]
+    return {name: array for name, array in zip(names, arrays, strict=False) if array is not None}
+
+
+def loads(model: onnx.ModelProto) -> str:
+    """Why ONNX Runtime does not load a model at its default optimisation level; empty where it does."""
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    try:
+        ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # noqa: BLE001  its errors share no base class but Exception
+        return str(error)
+    return ""
+
+
+# Every 25th model by default, all of them in the slow tests.
+STEPS = pytest.mark.parametrize("step", [25, pytest.param(1, marks=pytest.mark.slow)])
+DTYPES = pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+
+
+@DTYPES
+@STEPS
+def test_within_tolerance_by_true_rounding(dtype, step):
+    """Under the default rules; a model that stays FP32 whole is compared too."""
+    wrong, low = [], 0
+    chosen = list(cases().items())[::step]
+    for name, case in chosen:
+        try:
+            done = convert_onnx(case.model, dtype=dtype)
+            onnx.checker.check_model(done.model, full_check=True)
+            if not done.plan.low_nodes or any(re.search(pattern, name) for pattern in INCOMPARABLE):
+                continue
+            low += 1
+            report = verify(case.model, done.model, [batch_of(case)], trace=False)
+            if not report.ok(BOUNDS[dtype]):
+                wrong.append(f"{name}: {report.largest_error:.3g}")
+        except (AmpError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+            wrong.append(f"{name}: {type(error).__name__}: {error}"[:300])
+    assert not wrong, f"{len(wrong)} of {len(chosen)}:\n" + "\n".join(wrong)
+    assert len(cases()) > 1000 and low > 150 // step
+
+
+@DTYPES
+@STEPS
+def test_valid_when_every_node_is_asked_to_be_low(dtype, step):
+    """The strongest rule there is: types that an operator does not take must stay what they are.
+
+    ONNX Runtime, which hardly has bfloat16 kernels on a CPU, must load the FP16 model where it loads the original.
+    """
+    wrong, low = [], 0
+    chosen = list(cases().items())[::step]
+    for name, case in chosen:
+        try:
+            done = convert_onnx(case.model, dtype=dtype, rules=LOW)
+            onnx.checker.check_model(done.model, full_check=True)
+            onnx.shape_inference.infer_shapes(done.model, check_type=True, strict_mode=True)
+            low += bool(done.plan.low_nodes)
+            refused = loads(done.model) if dtype == "fp16" and done.changed else ""
+            if refused and not loads(case.model):
+                wrong.append(f"{name}: {refused}"[:300])
+        except OnnxError as error:
+            # A model that onnx's own version converter cannot raise is refused with a clear error.
+            if "version converter" not in str(error):
+                wrong.append(f"{name}: {error}"[:300])
+        except (AmpError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+            wrong.append(f"{name}: {type(error).__name__}: {error}"[:300])
+    assert not wrong, f"{len(wrong)} of {len(chosen)}:\n" + "\n".join(wrong)
+    assert low > 600 // step

@@ -1,0 +1,220 @@
+"""Calibration: ranges against NumPy, batches in every form, errors with their mend, bounded memory."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+from onnx_helpers import make_model, value
+
+from amp_compiler.errors import OnnxError
+from amp_compiler.onnx.check.batches import random_batches
+from amp_compiler.onnx.check.calibrate import calibrate
+
+RNG = np.random.default_rng(0)
+WEIGHT = RNG.standard_normal((8, 4)).astype(np.float32)
+
+
+def chain(opset: int = 17) -> onnx.ModelProto:
+    """y = relu(x @ w) ** 2, with an integer side branch."""
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h"], name="matmul"),
+        helper.make_node("Relu", ["h"], ["r"], name="relu"),
+        helper.make_node("Mul", ["r", "r"], ["y"], name="square"),
+        helper.make_node("Shape", ["y"], ["shape"], name="shape"),
+    ]
+    outputs = [value("y", ["n", 4]), value("shape", [2], TensorProto.INT64)]
+    return make_model(nodes, [value("x", ["n", 8])], outputs, {"w": WEIGHT}, opset)
+
+
+def batch(rows: int = 3, scale: float = 1.0) -> dict[str, np.ndarray]:
+    return {"x": (scale * RNG.standard_normal((rows, 8))).astype(np.float32)}
+
+
+@pytest.mark.parametrize("opset", [9, 13, 17, 20])
+def test_ranges_are_those_of_numpy_over_all_batches(opset):
+    batches = [batch(3), batch(5, 10.0), batch(1, 0.1)]
+    found = calibrate(chain(opset), batches)
+    hidden = [one["x"] @ WEIGHT for one in batches]
+    expected = {
+        "x": max(np.abs(one["x"]).max() for one in batches),
+        "h": max(np.abs(one).max() for one in hidden),
+        "r": max(one.max() for one in hidden),
+        "y": max(one.clip(0).max() ** 2 for one in hidden),
+    }
+    assert list(found) == ["x", "h", "r", "y"]
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_names_choose_and_weights_are_measured_when_named():
+    assert calibrate(chain(), [batch()], names=["w", "r"]).keys() == {"w", "r"}
+    assert calibrate(chain(), [batch()], names=["w"])["w"] == np.abs(WEIGHT).max()
+    assert calibrate(chain(), [batch()], names=[]) == {}
+    with pytest.raises(OnnxError, match="did you mean 'h'"):
+        calibrate(chain(), [batch()], names=["hh"])
+    with pytest.raises(OnnxError, match="no float value 'shape'"):
+        calibrate(chain(), [batch()], names=["shape"])
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_is_counted(bad):
+    poisoned = batch()
+    poisoned["x"][1, 3] = bad
+    found = calibrate(chain(), [batch(), poisoned, batch()])
+    assert found["x"] == found["h"] == np.inf
+    assert np.isfinite(list(calibrate(chain(), [batch()]).values())).all()
+
+
+def test_an_overflow_of_fp32_is_counted():
+    found = calibrate(chain(), [batch(scale=1e25)])
+    assert np.isfinite(found["r"]) and found["y"] == np.inf
+
+
+def test_an_empty_tensor_has_the_range_zero():
+    assert calibrate(chain(), [batch(0)]) == {"x": 0.0, "h": 0.0, "r": 0.0, "y": 0.0}
+
+
+def test_scalars_and_other_float_types():
+    nodes = [
+        helper.make_node("Cast", ["x"], ["d"], to=TensorProto.DOUBLE),
+        helper.make_node("Mul", ["d", "big"], ["e"]),
+        helper.make_node("Cast", ["x"], ["half"], to=TensorProto.FLOAT16),
+        helper.make_node("ReduceSum", ["e"], ["s"], keepdims=0),
+        helper.make_node("Cast", ["half"], ["b"], to=TensorProto.BFLOAT16),
+    ]
+    outputs = [value("s", [], TensorProto.DOUBLE), value("b", [2], TensorProto.BFLOAT16)]
+    model = make_model(nodes, [value("x", [2])], outputs, {"big": np.array([1e60])})
+    found = calibrate(model, [{"x": np.array([1.0, -3.0], np.float32)}])
+    assert found == pytest.approx({"x": 3.0, "d": 3.0, "e": 3e60, "half": 3.0, "s": 2e60, "b": 3.0})
+
+
+def test_bodies_are_left_out_and_their_results_are_not():
+    then = helper.make_graph([helper.make_node("Mul", ["x", "x"], ["inner"])], "then", [], [value("inner", [2])])
+    other = helper.make_graph([helper.make_node("Neg", ["x"], ["other"])], "else", [], [value("other", [2])])
+    node = helper.make_node("If", ["c"], ["y"], then_branch=then, else_branch=other)
+    model = make_model([node], [value("c", [], TensorProto.BOOL), value("x", [2])], [value("y", [2])])
+    found = calibrate(model, [{"c": np.array(True), "x": np.array([2.0, 3.0], np.float32)}])
+    assert found == {"x": 3.0, "y": 9.0}
+
+
+def test_every_form_of_batches(tmp_path):
+    batches = [batch(), batch(2, 5.0)]
+    expected = calibrate(chain(), batches)
+    for index, one in enumerate(batches):
+        np.savez(tmp_path / f"{index}.npz", **one)
+    assert calibrate(chain(), (one for one in batches)) == expected
+    assert calibrate(chain(), tmp_path) == expected
+    assert calibrate(chain(), str(tmp_path / "0.npz")) == calibrate(chain(), batches[:1])
+    seen = []
+    calibrate(chain(), batches, on_batch=seen.append)
+    assert seen == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("batches", "words"),
+    [
+        ([{}], "'x' is missing"),
+        ([batch(), {"y": np.zeros(2)}], "batch 1: the input 'x' is missing"),
+        ([{**batch(), "xx": np.zeros(2)}], "no input 'xx'; did you mean 'x'"),
+        ([{"x": np.zeros((2, 8))}], r"float64, and the model takes float32; convert it: array.astype\('float32'\)"),
+        ([{"x": np.zeros((2, 7), np.float32)}], r"shape \[2, 7\], and the model takes \[n, 8\]"),
+        ([{"x": np.zeros(8, np.float32)}], r"shape \[8\]"),
+        ([{"x": [1.0]}], "is a list; give a numpy.ndarray"),
+        ([], "there is no batch"),
+        (batch(), "it is one dict"),
+        ([7], "a int, not a dict"),
+        ("nowhere.npz", "no such file or folder"),
+    ],
+)
+def test_bad_batches_are_errors_with_a_mend(batches, words):
+    with pytest.raises(OnnxError, match=words):
+        calibrate(chain(), batches)
+
+
+def test_bad_files_are_errors(tmp_path):
+    broken = tmp_path / "broken.npz"
+    broken.write_bytes(b"no zip")
+    with pytest.raises(OnnxError, match=r"cannot be read as an npz file"):
+        calibrate(chain(), broken)
+    with pytest.raises(OnnxError, match="there is no batch"):
+        (tmp_path / "empty").mkdir()
+        calibrate(chain(), tmp_path / "empty")
+    with pytest.raises(OnnxError, match="no such file"):
+        calibrate(tmp_path / "nowhere.onnx", [batch()])
+    with pytest.raises(OnnxError, match="not an ONNX model"):
+        calibrate(broken, [batch()])
+    # A batch on which the model fails: the multiplication of [n, 8] by [8, 4] is right, its reshape is not.
+    nodes = [helper.make_node("Reshape", ["x", "to"], ["y"])]
+    model = make_model(nodes, [value("x", ["n"])], [value("y", [3, 2])], {"to": np.array([3, 2])})
+    with pytest.raises(OnnxError, match="cannot be run on this batch"):
+        calibrate(model, [{"x": np.zeros(5, np.float32)}])
+
+
+def test_external_weights_stay_where_they_are(tmp_path):
+    path = tmp_path / "m.onnx"
+    onnx.save(chain(), path, save_as_external_data=True, location="weights.bin", size_threshold=0)
+    one = batch()
+    assert (tmp_path / "weights.bin").stat().st_size >= WEIGHT.nbytes
+    assert calibrate(path, [one]) == calibrate(chain(), [one])
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["m.onnx", "weights.bin"]
+    with pytest.raises(OnnxError, match="refers to external data"):
+        calibrate(onnx.load(path, load_external_data=False), [one])
+
+
+def test_the_model_is_not_changed():
+    model = chain()
+    before = model.SerializeToString()
+    calibrate(model, [batch()])
+    assert model.SerializeToString() == before
+
+
+def test_names_of_taps_do_not_collide_with_the_models_own():
+    nodes = [helper.make_node("Relu", ["amp_tap_0_flat"], ["amp_tap_zero"])]
+    model = make_model(nodes, [value("amp_tap_0_flat", [2])], [value("amp_tap_zero", [2])])
+    found = calibrate(model, [{"amp_tap_0_flat": np.array([-4.0, 2.0], np.float32)}])
+    assert found == {"amp_tap_0_flat": 4.0, "amp_tap_zero": 2.0}
+
+
+MEMORY = """
+import resource, sys
+import numpy as np
+from onnx import helper
+sys.path.insert(0, sys.argv[1])
+from onnx_helpers import make_model, value
+from amp_compiler.onnx.check.calibrate import calibrate
+size, depth = 1_000_000, 100
+names = ["x", *(f"v{i}" for i in range(depth))]
+nodes = [helper.make_node("Cos", [one], [two]) for one, two in zip(names, names[1:])]
+model = make_model(nodes, [value("x", ["n"])], [value(names[-1], ["n"])])
+calibrate(model, [{"x": np.ones(8, np.float32)}])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+found = calibrate(model, [{"x": np.ones(size, np.float32)}])
+assert len(found) == depth + 1
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+
+
+def test_memory_does_not_grow_with_the_number_of_values():
+    """100 values of 4 MB, of which a plain run holds two or three at once."""
+    here = str(Path(__file__).parents[1])
+    done = subprocess.run([sys.executable, "-c", MEMORY, here], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 60
+
+
+def test_random_batches_are_of_the_declared_types_and_repeat():
+    inputs = [value("x", ["n", 3]), value("ids", ["n"], TensorProto.INT64), value("c", [], TensorProto.BOOL)]
+    nodes = [helper.make_node("Identity", [one.name], [f"{one.name}_out"]) for one in inputs]
+    outputs = [value("x_out", None), value("ids_out", None, TensorProto.INT64), value("c_out", None, TensorProto.BOOL)]
+    model = make_model(nodes, inputs, outputs)
+    one, two = random_batches(model, count=2, size=5)
+    assert one["x"].shape == (5, 3) and one["x"].dtype == np.float32
+    assert one["ids"].shape == (5,) and set(one["ids"]) <= {0, 1} and one["c"].dtype == np.bool_
+    assert not np.array_equal(one["x"], two["x"])
+    assert np.array_equal(one["x"], random_batches(model, size=5)[0]["x"])
+    texts = make_model(nodes[:1], [value("x", [1], TensorProto.STRING)], [value("x_out", [1], TensorProto.STRING)])
+    with pytest.raises(OnnxError, match="no random values"):
+        random_batches(texts)

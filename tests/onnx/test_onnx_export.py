@@ -1,0 +1,313 @@
+"""`amp.export_onnx`: files, names, types, rules by module, dynamic shapes, data that do not fit, and errors."""
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, numpy_helper
+from torch import nn
+
+import amp_compiler as amp
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.onnx.check.verify import verify
+from amp_compiler.onnx.export import DEFAULT_OPSET
+
+LOW = {"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}
+BOTH = pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.head = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.first(x)))
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+def run(model: onnx.ModelProto, *inputs: torch.Tensor) -> np.ndarray:
+    import onnxruntime as ort
+
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    names = [value.name for value in session.get_inputs()]
+    return session.run(None, dict(zip(names, (one.numpy() for one in inputs), strict=True)))[0]
+
+
+def near(made: np.ndarray, wanted: torch.Tensor, bound: float) -> bool:
+    exact = wanted.detach().numpy()
+    return float(np.linalg.norm(made - exact)) <= bound * float(np.linalg.norm(exact))
+
+
+def types(model: onnx.ModelProto) -> dict[str, int]:
+    known = onnx.shape_inference.infer_shapes(model, strict_mode=True).graph
+    found = {value.name: value.type.tensor_type.elem_type for value in (*known.input, *known.value_info, *known.output)}
+    found.update({tensor.name: tensor.data_type for tensor in known.initializer})
+    return found
+
+
+@BOTH
+def test_a_file_is_written_whole_and_the_model_stays_as_it_was(tmp_path, dtype):
+    model, path = net(), tmp_path / "m.onnx"
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    done = amp.export_onnx(model, (torch.randn(2, 8),), path, dtype=dtype)
+    assert done.path == path and done.model is None and [one.name for one in tmp_path.iterdir()] == ["m.onnx"]
+    loaded = onnx.load(path)
+    onnx.checker.check_model(path, full_check=True)
+    stored = {tensor.name: tensor.data_type for tensor in loaded.graph.initializer}
+    assert stored["first.weight"] == stored["head.bias"] == LOW[dtype]
+    assert stored["norm.weight"] == TensorProto.FLOAT
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert [value.name for value in loaded.graph.input] == ["x"]
+    assert [value.name for value in loaded.graph.output] == ["output"]
+    ends = (*loaded.graph.input, *loaded.graph.output)
+    assert {value.type.tensor_type.elem_type for value in ends} == {TensorProto.FLOAT}
+    weight = next(tensor for tensor in loaded.graph.initializer if tensor.name == "first.weight")
+    rounded = before["first.weight"].to({"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]).float().numpy()
+    assert np.array_equal(numpy_helper.to_array(weight).astype(np.float32), rounded)
+
+
+def test_large_data_go_to_a_file_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr("amp_compiler.onnx.model.save._INLINE_LIMIT", 1000)
+    model = nn.Sequential(nn.Linear(8, 128), nn.Linear(128, 4)).eval()
+    x = torch.randn(2, 8)
+    amp.export_onnx(model, (x,), tmp_path / "m.onnx")
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["m.onnx", "m.onnx.data"]
+    onnx.checker.check_model(tmp_path / "m.onnx", full_check=True)
+    assert near(run(onnx.load(tmp_path / "m.onnx"), x), model(x), 2e-3)
+
+
+def test_the_plan_is_the_file():
+    done = amp.export_onnx(net(), (torch.randn(2, 8),), dtype="fp16")
+    assert [(node.op, node.precision) for node in done.plan.nodes] == [
+        ("aten.linear", "low"), ("aten.layer_norm", "fp32"), ("aten.linear", "low"),
+    ]  # fmt: skip
+    casts = [node for node in done.model.graph.node if node.op_type == "Cast"]
+    assert len(casts) == sum(cast.bytes > 0 for cast in done.plan.casts) == 4
+
+
+def test_rules_see_the_names_of_modules():
+    rules = {"version": 1, "extends": "default", "rules": [{"match": {"module": "head"}, "precision": "fp32"}]}
+    done = amp.export_onnx(net(), (torch.randn(2, 8),), rules=rules)
+    stored = {tensor.name: tensor.data_type for tensor in done.model.graph.initializer}
+    assert stored["first.weight"] == TensorProto.FLOAT16 and stored["head.weight"] == TensorProto.FLOAT
+
+
+def test_a_region_without_autocast_stays_fp32():
+    class Region(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = self.first(x)
+            with torch.autocast("cpu", enabled=False):
+                return self.head(x)
+
+    done = amp.export_onnx(Region().eval(), (torch.randn(2, 8),))
+    stored = {tensor.name: tensor.data_type for tensor in done.model.graph.initializer}
+    assert stored["first.weight"] == TensorProto.FLOAT16 and stored["head.weight"] == TensorProto.FLOAT
+
+
+def test_open_ends_have_the_low_type():
+    x = torch.randn(2, 8)
+    done = amp.export_onnx(net(), (x,), dtype="fp16", keep_io_types=False)
+    graph = done.model.graph
+    assert [value.type.tensor_type.elem_type for value in (*graph.input, *graph.output)] == [TensorProto.FLOAT16] * 2
+    assert [node.op_type for node in graph.node].count("Cast") == 2  # around the norm
+    made = run(done.model, x.half())
+    assert made.dtype == np.float16 and near(made.astype(np.float32), net()(x), 2e-3)
+
+
+def test_dynamic_shapes_and_names():
+    model, x = net(), torch.randn(3, 8)
+    shapes = {"x": {0: torch.export.Dim("batch", min=2)}}
+    done = amp.export_onnx(
+        model, (x,), dtype="fp16", dynamic_shapes=shapes, input_names=["features"], output_names=["scores"]
+    )
+    graph = done.model.graph
+    assert [value.name for value in (*graph.input, *graph.output)] == ["features", "scores"]
+    assert graph.input[0].type.tensor_type.shape.dim[0].dim_param
+    larger = torch.randn(11, 8)
+    assert near(run(done.model, larger), model(larger), 2e-3)
+
+
+def test_an_output_may_have_the_name_of_a_value_within():
+    inner = amp.export_onnx(net(), (torch.randn(2, 8),)).model.graph.node[1].output[0]
+    graph = amp.export_onnx(net(), (torch.randn(2, 8),), output_names=[inner]).model.graph
+    assert [value.name for value in graph.output] == [inner]
+
+
+@pytest.mark.parametrize("names", [["one", "two"], []])
+def test_a_wrong_number_of_names_is_refused(names):
+    with pytest.raises(amp.OnnxError, match="not one for each of 1 values"):
+        amp.export_onnx(net(), (torch.randn(2, 8),), output_names=names, input_names=["x", "y"])
+
+
+def test_outputs_have_the_names_of_a_dict():
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x):
+            return {"hidden": self.one(x), "logits": self.two(x)}
+
+    done = amp.export_onnx(Two().eval(), {"x": torch.randn(2, 4)})
+    assert [value.name for value in done.model.graph.output] == ["hidden", "logits"]
+
+
+class Shared(nn.Module):
+    """One weight that a product and a norm's scale share, and a tied one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        x = torch.nn.functional.layer_norm(self.second(self.first(x)), (8,), self.weight)
+        return torch.matmul(x, self.weight)
+
+
+def test_one_copy_of_each_type_of_a_shared_weight():
+    done = amp.export_onnx(Shared().eval(), (torch.randn(2, 8),), dtype="fp16")
+    stored = {tensor.name: tensor.data_type for tensor in done.model.graph.initializer}
+    assert stored["weight"] == TensorProto.FLOAT and stored["weight_fp16"] == TensorProto.FLOAT16
+    matrices = [tensor for tensor in done.model.graph.initializer if list(tensor.dims) == [8, 8]]
+    assert [tensor.data_type for tensor in matrices] == [TensorProto.FLOAT16]
+
+
+@pytest.mark.parametrize(("number", "dtype", "fits"), [(1e5, "fp16", False), (1e5, "bf16", True), (5e4, "fp16", True)])
+def test_weights_that_do_not_fit_stay_fp32(number, dtype, fits):
+    model = net()
+    with torch.no_grad():
+        model.head.weight[0, 0] = number
+    x = torch.randn(2, 8)
+    done = amp.export_onnx(model, (x,), dtype=dtype)
+    stored = {tensor.name: tensor.data_type for tensor in done.model.graph.initializer}
+    assert stored["first.weight"] == LOW[dtype]
+    assert stored["head.weight"] == (LOW[dtype] if fits else TensorProto.FLOAT)
+    reasons = [node.reason for node in done.plan.nodes if node.module == "head"]
+    assert fits or reasons == ["'head.weight' holds numbers up to 100000, beyond fp16"]
+    assert np.isfinite(run(done.model, x)).all() if dtype == "fp16" else True
+
+
+def test_a_tiny_scale_is_not_lost():
+    class Tiny(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor([1e-9]))
+            self.head = nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.head(x) * self.scale
+
+    x = torch.randn(2, 8)
+    model = Tiny().eval()
+    made = run(amp.export_onnx(model, (x,), dtype="fp16").model, x)
+    assert near(made, model(x), 2e-3) and made.any()
+
+
+@pytest.mark.parametrize("kind", ["none", "bool", "float", "causal", "gqa", "hidden rows"])
+def test_attention_is_written_out_as_torch_computes_it(kind):
+    class Attend(nn.Module):
+        def forward(self, q, k, v, *mask):
+            if kind in ("causal", "gqa"):
+                return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=kind == "gqa")
+            return nn.functional.scaled_dot_product_attention(q, k, v, *mask)
+
+    torch.manual_seed(0)
+    heads = 2 if kind == "gqa" else 4
+    q, k, v = torch.randn(2, 4, 6, 8), torch.randn(2, heads, 6, 8), torch.randn(2, heads, 6, 8)
+    mask = torch.rand(2, 1, 6, 6) > 0.4
+    mask[..., 0] = True
+    if kind == "hidden rows":
+        mask[0, 0, 3] = False
+    extra = {"bool": (mask,), "hidden rows": (mask,), "float": (torch.randn(2, 1, 6, 6),)}.get(kind, ())
+    done = amp.export_onnx(Attend(), (q, k, v, *extra), dtype="fp16")
+    made = run(done.model, q, k, v, *extra)
+    wanted = Attend()(q, k, v, *extra)
+    assert np.isfinite(made).all() and near(made, wanted, 3e-3)
+    read = types(done.model)
+    (softmax,) = [node for node in done.model.graph.node if node.op_type == "Softmax"]
+    assert read[softmax.input[0]] == TensorProto.FLOAT
+    products = [node for node in done.model.graph.node if node.op_type == "MatMul"]
+    assert len(products) == 2 and all(read[name] == TensorProto.FLOAT16 for node in products for name in node.input)
+
+
+@BOTH
+def test_the_opset_admits_convolutions(dtype):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.ConvTranspose2d(4, 3, 3)).eval()
+    done = amp.export_onnx(model, (torch.randn(1, 3, 8, 8),), dtype=dtype)
+    (opset,) = [one.version for one in done.model.opset_import if one.domain == ""]
+    assert opset == DEFAULT_OPSET[{"fp16": DType.FLOAT16, "bf16": DType.BFLOAT16}[dtype]]
+    assert {node.precision for node in done.plan.nodes if node.family == "convolution"} == {"low"}
+
+
+def test_an_older_opset_keeps_convolutions_of_bfloat16_fp32():
+    done = amp.export_onnx(nn.Conv2d(3, 4, 3).eval(), (torch.randn(1, 3, 8, 8),), dtype="bf16", opset=20)
+    (node,) = [one for one in done.plan.nodes if one.family == "convolution"]
+    assert node.precision == "fp32" and "onnx.Conv takes no bf16 at opset 20" in node.reason
+
+
+def test_fused_attention_at_opset_23():
+    class Attend(nn.Module):
+        def forward(self, q, k, v):
+            return nn.functional.scaled_dot_product_attention(q, k, v)
+
+    q = torch.randn(1, 2, 4, 8)
+    done = amp.export_onnx(Attend(), (q, q, q), dtype="fp16", opset=23)
+    kinds = [node.op_type for node in done.model.graph.node]
+    assert "Attention" in kinds and "Softmax" not in kinds
+
+
+def test_the_same_bytes_twice():
+    x = torch.randn(2, 8)
+    first, second = (amp.export_onnx(net(), (x,)).model.SerializeToString(deterministic=True) for _ in range(2))
+    assert first == second
+
+
+def test_it_is_near_the_fp32_model_by_true_rounding(tmp_path):
+    x = torch.randn(16, 8)
+    torch.onnx.export(net(), (x,), tmp_path / "fp32.onnx", dynamo=True, verbose=False, output_names=["output"])
+    amp.export_onnx(net(), (x,), tmp_path / "fp16.onnx")
+    report = verify(tmp_path / "fp32.onnx", tmp_path / "fp16.onnx", [{"x": x.numpy()}])
+    assert 0 < report.largest_error < 2e-3 and report.first_bad is None
+
+
+def test_a_model_in_train_mode_that_moves_its_statistics_is_refused():
+    with pytest.raises(amp.CaptureError, match=r"changes '.*' when it runs.*eval"):
+        amp.export_onnx(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), (torch.randn(2, 3, 8, 8),))
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(amp.CaptureError, match=r"takes an nn\.Module, not a str"):
+        amp.export_onnx("m.onnx", (torch.ones(1),))
+
+
+def test_a_branch_on_values_is_refused_with_its_line():
+    class Branch(nn.Module):
+        def forward(self, x):
+            return x + 1 if x.sum() > 0 else x
+
+    with pytest.raises(amp.CaptureError, match=r"test_onnx_export\.py"):
+        amp.export_onnx(Branch(), (torch.ones(2),))
+
+
+def test_an_op_that_the_exporter_lacks_is_named(tmp_path):
+    class Odd(nn.Module):
+        def forward(self, x):
+            return torch.special.zeta(x, x + 1)
+
+    path = tmp_path / "m.onnx"
+    with pytest.raises(amp.OnnxError, match="zeta"):
+        amp.export_onnx(Odd(), (torch.rand(3) + 2,), path)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(amp.OnnxError, match="no such folder"):
+        amp.export_onnx(net(), (torch.randn(2, 8),), tmp_path / "none" / "m.onnx")

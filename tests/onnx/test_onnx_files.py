@@ -1,0 +1,97 @@
+"""Files that `convert_onnx` reads and writes: whole, atomic, external data, the same bytes on every run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper as nh
+from onnx_models import (
+    copy,
+    loop,
+    masked,
+    mlp,
+)
+
+import amp_compiler as amp
+from amp_compiler.errors import OnnxError
+from amp_compiler.onnx.convert import convert_onnx
+
+
+def test_files_are_written_whole_and_the_input_is_never_touched(tmp_path):
+    source, target = tmp_path / "m.onnx", tmp_path / "out.onnx"
+    onnx.save(mlp(), source)
+    before = source.read_bytes()
+    done = convert_onnx(source, target)
+    assert done.path == target and done.model is None and source.read_bytes() == before
+    assert target.read_bytes() == convert_onnx(source).model.SerializeToString(deterministic=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.onnx", "out.onnx"]
+    for wrong in (source, tmp_path / "no" / "out.onnx"):
+        with pytest.raises(OnnxError):
+            convert_onnx(source, wrong)
+    with pytest.raises(OnnxError, match="cannot be read"):
+        convert_onnx(tmp_path / "none.onnx")
+    (tmp_path / "junk.onnx").write_bytes(b"no model at all")
+    with pytest.raises(OnnxError, match="no ONNX model"):
+        convert_onnx(tmp_path / "junk.onnx")
+
+
+def test_external_data_stay_external_and_cast_exactly(tmp_path):
+    inline = mlp(64)
+    onnx.save(copy(inline), tmp_path / "m.onnx", save_as_external_data=True, location="m.data", size_threshold=0)
+    convert_onnx(tmp_path / "m.onnx", tmp_path / "out.onnx")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m.data", "m.onnx", "out.onnx", "out.onnx.data"]
+    onnx.checker.check_model(str(tmp_path / "out.onnx"), full_check=True)
+    made = onnx.load(tmp_path / "out.onnx")
+    want = convert_onnx(copy(inline)).model
+    for got, expected in zip(made.graph.initializer, want.graph.initializer, strict=True):
+        assert got.name == expected.name
+        np.testing.assert_array_equal(nh.to_array(got), nh.to_array(expected))
+    with pytest.raises(OnnxError, match="data file of the input"):
+        convert_onnx(tmp_path / "m.onnx", tmp_path / "m.data")
+    (tmp_path / "m.data").unlink()
+    with pytest.raises(OnnxError, match="keep the data files beside the model"):
+        convert_onnx(tmp_path / "m.onnx")
+
+
+def test_the_bytes_do_not_depend_on_the_hash_seed(tmp_path):
+    onnx.save(masked(-1e9), tmp_path / "a.onnx")
+    onnx.save(loop(), tmp_path / "b.onnx")
+    code = (
+        "import sys, hashlib, amp_compiler as amp\n"
+        "for path in sys.argv[1:]:\n"
+        "    for dtype in ('fp16', 'bf16'):\n"
+        "        done = amp.convert_onnx(path, dtype=dtype, rules='fast')\n"
+        "        print(hashlib.sha256(done.model.SerializeToString() + done.plan.to_json().encode()).hexdigest())\n"
+    )
+    found = set()
+    for seed in ("1", "77"):
+        ran = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path / "a.onnx"), str(tmp_path / "b.onnx")],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        found.add(ran.stdout)
+    assert len(found) == 1 and found.pop().count("\n") == 4
+
+
+def test_explain_reads_onnx(tmp_path):
+    onnx.save(mlp(), tmp_path / "m.onnx")
+    assert amp.explain(tmp_path / "m.onnx") == amp.explain(mlp(), dtype="fp16") == convert_onnx(mlp()).plan
+
+
+def test_calibration_and_verification_from_a_file(tmp_path):
+    big = np.full((4, 8), 3e4, np.float32)
+    np.savez(tmp_path / "data.npz", x=big)
+    onnx.save(mlp(), tmp_path / "m.onnx")
+    done = convert_onnx(
+        tmp_path / "m.onnx", tmp_path / "o.onnx", calibration=tmp_path / "data.npz", verify=tmp_path / "data.npz"
+    )
+    assert {entry.precision for entry in done.plan.nodes} == {"fp32"}
+    assert "in calibration" in done.plan.nodes[0].reason and done.report.first_bad is None

@@ -1,0 +1,262 @@
+"""Numbers that a 16-bit type does not hold: constants, masks, ops that overflow, calibrated magnitudes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from onnx import TensorProto as T
+from onnx import numpy_helper as nh
+from onnx_models import (
+    X,
+    check,
+    info,
+    masked,
+    mlp,
+    model,
+    node,
+    run,
+    same_numbers,
+    scalar,
+    session,
+    weight,
+)
+
+import amp_compiler as amp
+from amp_compiler.onnx.convert import convert_onnx
+
+
+def with_constant(number, op="Mul", shape=()):
+    return model(
+        [node("MatMul", ["x", "w"], ["a"]), node(op, ["a", "c"], ["b"], "op"), node("MatMul", ["b", "w"], ["y"])],
+        [info("x", 4, 8)],
+        [info("y", 4, 8)],
+        [weight("w", 8, 8), nh.from_array(np.full(shape, number, np.float32), "c")],
+    )
+
+
+@pytest.mark.parametrize("number", [1e6, -1e6, 65505.0, 1e-9, -1e-9, 2.0**-25])
+def test_a_constant_that_does_not_fit_keeps_its_reader_in_fp32(number):
+    done = check(with_constant(number), "fp16")
+    found = next(entry for entry in done.plan.nodes if entry.name == "op")
+    assert found.precision == "fp32" and "'c'" in found.reason
+    kept = {tensor.name: nh.to_array(tensor) for tensor in done.model.graph.initializer}["c"]
+    assert kept.dtype == np.float32 and kept == np.float32(number)
+
+
+@pytest.mark.parametrize("number", [65504.0, 0.0, -0.0, np.inf, -np.inf, 2.0**-24, 1.0])
+def test_a_constant_that_fits_does_not(number):
+    done = check(with_constant(number), "fp16")
+    assert next(entry for entry in done.plan.nodes if entry.name == "op").precision == "low"
+
+
+def test_bf16_has_the_range_of_fp32():
+    for number in (1e6, 1e-9, 3e38):
+        done = check(with_constant(number), "bf16")
+        assert next(entry for entry in done.plan.nodes if entry.name == "op").precision == "low"
+
+
+def test_lost_elements_of_a_factor_are_below_the_rounding_of_the_others():
+    data = np.ones((8, 8), np.float32)
+    data[0, 0] = 1e-9
+    source = model(
+        [node("MatMul", ["x", "w"], ["y"])], [info("x", 4, 8)], [info("y", 4, 8)], [nh.from_array(data, "w")]
+    )
+    assert check(source, "fp16").plan.nodes[0].precision == "low"
+    small = model([node("MatMul", ["x", "w"], ["y"])], [info("x", 4, 8)], [info("y", 4, 8)],
+                  [nh.from_array(data * np.float32(1e-5), "w")])  # fmt: skip
+    assert check(small, "fp16").plan.nodes[0].precision == "fp32"
+
+
+def test_numbers_that_do_not_fit_are_followed_through_views():
+    source = model(
+        [node("Transpose", ["c"], ["t"], "turn"), node("MatMul", ["x", "t"], ["y"], "product")],
+        [info("x", 4, 8)],
+        [info("y", 4, 8)],
+        [nh.from_array(np.full((8, 8), 1e6, np.float32), "c")],
+    )
+    done = check(source, "fp16")
+    assert [entry.precision for entry in done.plan.nodes] == ["fp32", "fp32"]
+    same_numbers(source, done.model, {"x": X}, 1e-6)
+
+
+@pytest.mark.parametrize("number", [-3.4028234663852886e38, -1e9, -1e5])
+@pytest.mark.parametrize("rules", ["default", "fast", "apex-o2", "apex-o3"])
+def test_an_attention_mask_becomes_the_minimum_of_the_type(number, rules):
+    source = masked(number)
+    done = check(source, "fp16", rules)
+    precisions = {entry.name: entry.precision for entry in done.plan.nodes}
+    data = {tensor.name: nh.to_array(tensor) for tensor in done.model.graph.initializer}
+    touched = any(precisions[name] == "low" for name in ("off", "bias", "masked", "softmax"))
+    assert data["big"] == (np.float32(-65504.0) if touched else np.float32(number))
+    mask = (np.arange(8) < 5).astype(np.float32)[None].repeat(4, 0)
+    got = run(done.model, {"x": X, "mask": mask})[0]
+    assert np.isfinite(got).all()
+    same_numbers(source, done.model, {"x": X, "mask": mask})
+
+
+def test_the_largest_negative_fp32_is_no_infinity_in_bf16():
+    done = check(masked(-3.4028234663852886e38), "bf16", "apex-o3")
+    data = {tensor.name: nh.to_array(tensor) for tensor in done.model.graph.initializer}
+    assert np.isfinite(data["big"].astype(np.float32))
+
+
+def test_a_mask_that_is_used_elsewhere_too_is_kept():
+    source = masked(-1e9)
+    source.graph.node.append(node("Mul", ["s", "big"], ["z"], "elsewhere"))
+    source.graph.output.append(info("z", 4, 8))
+    done = check(source, "fp16", "fast")
+    data = {tensor.name: nh.to_array(tensor) for tensor in done.model.graph.initializer}
+    assert data["big"] == np.float32(-1e9)
+    precisions = {entry.name: entry.precision for entry in done.plan.nodes}
+    assert precisions["bias"] == precisions["elsewhere"] == "fp32"
+
+
+def test_masks_in_constants_and_filled_tensors():
+    nodes = [
+        node("Constant", [], ["minf"], value=scalar("", -np.inf)),
+        node("ConstantOfShape", ["shape"], ["full"], value=nh.from_array(np.array([-3e38], np.float32))),
+        node("MatMul", ["x", "w"], ["s"]),
+        node("Where", ["keep", "s", "full"], ["m"], "pick"),
+        node("Where", ["keep", "m", "minf"], ["m2"], "again"),
+        node("Softmax", ["m2"], ["p"], axis=-1),
+        node("MatMul", ["p", "w"], ["y"]),
+    ]
+    source = model(nodes, [info("x", 4, 8), info("keep", 4, 8, kind=T.BOOL)], [info("y", 4, 8)],
+                   [weight("w", 8, 8), nh.from_array(np.array([4, 8]), "shape")])  # fmt: skip
+    done = check(source, "fp16", "apex-o3")
+    stored = {entry.output[0]: nh.to_array(entry.attribute[0].t) for entry in done.model.graph.node
+              if entry.op_type.startswith("Constant")}  # fmt: skip
+    assert stored["full"] == np.float16(-65504) and stored["full"].dtype == np.float16
+    assert stored["minf"] == -np.inf and stored["minf"].dtype == np.float16
+    keep = np.arange(8)[None].repeat(4, 0) < 6
+    same_numbers(source, done.model, {"x": X, "keep": keep})
+
+
+def rms_norm(square):
+    first = node("Pow", ["a", "two"], ["q"], "square") if square == "Pow" else node("Mul", ["a", "a"], ["q"], "square")
+    return model(
+        [
+            node("MatMul", ["x", "w"], ["a"]),
+            first,
+            node("ReduceMean", ["q"], ["v"], "mean", axes=[-1]),
+            node("Add", ["v", "eps"], ["ve"], "eps"),
+            node("Sqrt", ["ve"], ["r"], "root"),
+            node("Reciprocal", ["r"], ["i"], "inverse"),
+            node("Mul", ["a", "i"], ["n"], "scaled"),
+            node("MatMul", ["n", "w"], ["y"]),
+        ],
+        [info("x", 4, 8)],
+        [info("y", 4, 8)],
+        [weight("w", 8, 8), scalar("two", 2.0), scalar("eps", 1e-6)],
+        opset=13,
+    )
+
+
+@pytest.mark.parametrize("rules", ["default", "fast", "apex-o3", "safe"])
+@pytest.mark.parametrize("square", ["Pow", "Mul"])
+def test_a_variance_in_parts_stays_fp32(square, rules):
+    source = rms_norm(square)
+    done = check(source, "fp16", rules)
+    precisions = {entry.name: entry.precision for entry in done.plan.nodes}
+    assert {precisions[name] for name in ("square", "mean", "eps", "root", "inverse", "scaled")} == {"fp32"}
+    same_numbers(source, done.model, {"x": X * 200})
+
+
+def test_exponentials():
+    nodes = [
+        node("MatMul", ["x", "w"], ["a"]),
+        node("Exp", ["a"], ["e"], "free"),
+        node("ReduceMax", ["a"], ["top"], axes=[-1]),
+        node("Sub", ["a", "top"], ["d"]),
+        node("Exp", ["d"], ["f"], "bounded"),
+        node("Add", ["e", "one"], ["g"], "plus"),
+        node("Log", ["g"], ["l"], "log"),
+        node("Add", ["l", "f"], ["y"]),
+    ]
+    source = model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], [weight("w", 8, 8), scalar("one", 1.0)], opset=13)
+    precisions = {entry.name: entry.precision for entry in check(source, "fp16", "apex-o3").plan.nodes}
+    assert precisions["free"] == precisions["plus"] == precisions["log"] == "fp32" and precisions["bounded"] == "low"
+    assert {entry.precision for entry in check(source, "bf16", "apex-o3").plan.nodes} == {"low"}
+
+
+def test_calibrated_ranges_keep_makers_and_readers_in_fp32():
+    from amp_compiler.onnx.plan import explain_onnx
+
+    plan = explain_onnx(mlp(), ranges={"a": 40000.0, "b": 100.0})
+    assert [entry.precision for entry in plan.nodes] == ["fp32", "fp32", "low"]
+    assert "4e+04 in calibration" in plan.nodes[0].reason
+    assert {entry.precision for entry in explain_onnx(mlp(), ranges={"a": 1e9}, dtype="bf16").nodes} == {"low"}
+    assert explain_onnx(mlp(), ranges={"a": 10.0}) == amp.explain(mlp(), dtype="fp16")
+
+
+def test_infinite_masks_do_not_count_in_calibration():
+    """What -inf fills before a softmax reaches infinity in every run, and that says nothing of the scores."""
+    nodes = [
+        node("MatMul", ["x", "w"], ["s"], "scores"),
+        node("Where", ["keep", "s", "minf"], ["m"], "pick"),
+        node("Softmax", ["m"], ["p"], "softmax", axis=-1),
+        node("MatMul", ["p", "w"], ["y"], "mix"),
+    ]
+    source = model(nodes, [info("x", 4, 8), info("keep", 4, 8, kind=T.BOOL)], [info("y", 4, 8)],
+                   [weight("w", 8, 8), scalar("minf", -np.inf)])  # fmt: skip
+    keep = np.arange(8)[None].repeat(4, 0) < 6
+    batches = [{"x": X, "keep": keep}]
+    done = convert_onnx(source, rules="apex-o3", calibration=batches, verify=batches)
+    assert {entry.name: entry.precision for entry in done.plan.nodes}["pick"] == "low"
+    assert done.report.first_bad is None
+
+
+def layer_norm(opset, bias=True):
+    """x·w, normalised in parts with a scale and a bias, times w."""
+    axes, data = {"axes": [-1]}, [weight("w", 8, 8), scalar("two", 2.0), scalar("eps", 1e-5), weight("s", 8)]
+    extra = []
+    if opset >= 18:
+        axes, extra = {}, ["axis"]
+        data.append(nh.from_array(np.array([-1]), "axis"))
+    nodes = [
+        node("MatMul", ["x", "w"], ["a"], "before"),
+        node("ReduceMean", ["a", *extra], ["m"], "mean", **axes),
+        node("Sub", ["a", "m"], ["d"], "difference"),
+        node("Pow", ["d", "two"], ["q"], "square"),
+        node("ReduceMean", ["q", *extra], ["v"], "variance", **axes),
+        node("Add", ["v", "eps"], ["ve"], "eps"),
+        node("Sqrt", ["ve"], ["r"], "root"),
+        node("Div", ["d", "r"], ["n"], "quotient"),
+        node("Mul", ["n", "s"], ["ns"], "scale"),
+        *([node("Add", ["ns", "b"], ["nb"], "bias")] if bias else []),
+        node("MatMul", ["nb" if bias else "ns", "w"], ["y"], "after"),
+    ]
+    if bias:
+        data.append(weight("b", 8))
+    return model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], data, opset=opset)
+
+
+@pytest.mark.parametrize("rules", ["default", "fast", "apex-o3", "safe", "tensorflow"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no_bias"])
+@pytest.mark.parametrize("opset", [13, 17, 18, 20])
+def test_a_written_out_layer_norm_is_fp32_as_a_whole(opset, bias, rules):
+    """ONNX Runtime fuses it to one op of one type: `check` loads the model."""
+    source = layer_norm(opset, bias)
+    done = check(source, "fp16", rules)
+    precisions = {entry.name: entry.precision for entry in done.plan.nodes}
+    assert precisions.pop("before") == precisions.pop("after") == "low"
+    assert set(precisions.values()) == {"fp32"} and len(precisions) == 8 + bias
+    same_numbers(source, done.model, {"x": X * 300})
+
+
+@pytest.mark.parametrize("opset", [17, 18])
+def test_a_written_out_layer_norm_in_bf16(opset):
+    """There ONNX Runtime's CPU provider lacks kernels, which it says after its fusions: none of them may fail."""
+    for rules, wanted in (("default", {"fp32"}), ("apex-o3", {"low"})):
+        done = check(layer_norm(opset), "bf16", rules)
+        inner = {entry.precision for entry in done.plan.nodes if entry.name not in ("before", "after")}
+        assert inner == wanted
+        with pytest.raises(Exception, match="NOT_IMPLEMENTED"):
+            session(done.model)
+
+
+def test_a_rule_for_one_part_of_a_layer_norm_holds_for_all():
+    part = {"version": 1, "extends": "apex-o3", "rules": [{"match": {"node": "^scale$"}, "precision": "fp32"}]}
+    done = check(layer_norm(18), "bf16", part)
+    reasons = {entry.name: (entry.precision, entry.reason) for entry in done.plan.nodes}
+    assert reasons["difference"][0] == "fp32" and "'scale'" in reasons["difference"][1]

@@ -1,0 +1,133 @@
+"""What `convert_onnx` leaves alone: quantised parts, sequences, FP64, custom domains, types that are not known."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto as T
+from onnx import helper as h
+from onnx import numpy_helper as nh
+from onnx_models import (
+    DTYPES,
+    RNG,
+    X,
+    check,
+    info,
+    model,
+    node,
+    run,
+    scalar,
+    types,
+    weight,
+)
+
+from amp_compiler.onnx.convert import convert_onnx
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quantised_models_are_left_intact(dtype):
+    data = [
+        scalar("s", 0.1),
+        scalar("z", 0, np.uint8),
+        nh.from_array(RNG.integers(0, 9, (8, 8)).astype(np.uint8), "wq"),
+    ]
+    source = model(
+        [
+            node("QuantizeLinear", ["x", "s", "z"], ["q"]),
+            node("DequantizeLinear", ["q", "s", "z"], ["d"]),
+            node("DequantizeLinear", ["wq", "s", "z"], ["w"]),
+            node("MatMul", ["d", "w"], ["a"]),
+            node("QuantizeLinear", ["a", "s", "z"], ["aq"]),
+            node("DequantizeLinear", ["aq", "s", "z"], ["y"]),
+        ],
+        [info("x", 4, 8)],
+        [info("y", 4, 8)],
+        data,
+    )
+    done = check(source, dtype)
+    assert not done.changed and done.plan.cast_bytes == 0
+    assert [entry.SerializeToString() for entry in done.model.graph.node] == [
+        e.SerializeToString() for e in source.graph.node
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sequences_fp64_and_integers(dtype):
+    source = model(
+        [
+            node("MatMul", ["x", "w"], ["a"]),
+            node("SequenceConstruct", ["a", "x"], ["seq"]),
+            node("SequenceAt", ["seq", "zero"], ["b"]),
+            node("Cast", ["b"], ["c"], to=T.DOUBLE),
+            node("Mul", ["c", "c"], ["d"], "double"),
+            node("Cast", ["d"], ["e"], to=T.FLOAT),
+            node("MatMul", ["e", "w"], ["y"]),
+            node("Cast", ["a"], ["whole"], to=T.INT64),
+        ],
+        [info("x", 4, 8)],
+        [info("y", 4, 8), info("whole", 4, 8, kind=T.INT64)],
+        [weight("w", 8, 8), scalar("zero", 0, np.int64)],
+    )
+    done = check(source, dtype)
+    assert next(entry for entry in done.plan.nodes if entry.name == "double").precision == "keep"
+    if dtype == "fp16":
+        got, want = run(done.model, {"x": X})[0], run(source, {"x": X})[0]
+        assert np.linalg.norm(got - want) < 5e-3 * np.linalg.norm(want)
+
+
+def custom():
+    source = model(
+        [
+            node("MatMul", ["x", "w"], ["a"]),
+            h.make_node("Odd", ["a"], ["b"], domain="my.ops", name="odd"),
+            node("Relu", ["b"], ["c"], "after"),
+            node("MatMul", ["c", "w"], ["y"], "last"),
+        ],
+        [info("x", 4, 8)],
+        [info("y", 4, 8)],
+        [weight("w", 8, 8)],
+        extra=[h.make_opsetid("my.ops", 1)],
+        value_info=[info("b", 4, 8)],
+    )
+    return source
+
+
+def test_custom_domains_keep_their_precision_unless_a_rule_names_them():
+    done = check(custom(), "fp16", full=False)
+    precisions = {entry.name: entry.precision for entry in done.plan.nodes}
+    assert precisions["odd"] == "keep" and precisions["last"] == "low"
+    assert types(done.model)["a_fp32"] == T.FLOAT
+    assert next(entry for entry in done.model.graph.node if entry.name == "odd").input[0] == "a_fp32"
+    named = {"version": 1, "extends": "default", "rules": [{"match": {"op": "my.ops.Odd"}, "precision": "low"}]}
+    done = check(custom(), "fp16", named, full=False)
+    assert {entry.name: entry.precision for entry in done.plan.nodes}["odd"] == "low"
+    assert {info.name: info.type.tensor_type.elem_type for info in done.model.graph.value_info}["b"] == T.FLOAT16
+
+
+def test_a_type_that_cannot_be_inferred_is_not_guessed():
+    source = custom()
+    del source.graph.value_info[:]
+    done = check(source, "fp16", full=False)
+    reasons = {entry.name: (entry.precision, entry.reason) for entry in done.plan.nodes}
+    assert reasons["odd"] == ("keep", "the type of 'b' cannot be inferred, and is not guessed")
+    assert reasons["after"][0] == reasons["last"][0] == "keep"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [T.INT32, T.FLOAT])
+def test_bits_read_as_another_type_stay_what_they_are(dtype, kind):
+    """BitCast wants equal widths, so that 16-bit data would make it invalid, and other numbers of an FP32 result."""
+    source = model(
+        [node("MatMul", ["x", "w"], ["a"]), node("BitCast", ["a"], ["y"], "bits", to=kind)],
+        [info("x", 4, 8)],
+        [info("y", 4, 8, kind=kind)],
+        [weight("w", 8, 8)],
+        opset=26,
+        ir_version=13,
+    )
+    everything = {"version": 1, "rules": [{"match": {}, "precision": "low"}]}
+    made = convert_onnx(source, rules=everything, dtype=dtype)
+    onnx.checker.check_model(made.model, full_check=True)
+    assert {entry.name: entry.precision for entry in made.plan.nodes}["bits"] == "keep"
+    assert types(made.model)["a_fp32"] == T.FLOAT

@@ -1,0 +1,345 @@
+"""Buffers of a compiled step in one block of memory: the layout, and functions that ask for their memory there."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from amp_compiler.ops.cpu.arena import ArenaMemory, ArenaRun, Span, allocator, lay_out
+from amp_compiler.ops.cpu.arena import empty as own_empty
+
+UNIT, CALLS = 64, 5
+F32, BF16 = torch.float32, torch.bfloat16
+TIMES = st.lists(st.tuples(st.integers(1, 12), st.integers(0, 15), st.integers(1, 8)), max_size=24)
+
+
+class Source:
+    """Ordinary memory, full of rubbish; counts what it was asked for."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.allocate = allocator(self)
+
+    def __call__(self, size, stride, dtype):
+        self.calls += 1
+        return torch.full(size, 77, dtype=dtype).as_strided(size, stride)
+
+    def filled(self, value, count=16):
+        return self.allocate((count,), (1,), F32).fill_(value)
+
+
+def storage(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+def in_block(tensor, memory):
+    return storage(tensor) == storage(memory._block)
+
+
+def layers(source):
+    """A function as Inductor writes them: two outputs to be kept, one of them a view, and two that are not."""
+
+    def run(x):
+        a = source.allocate((8, 16), (16, 1), F32)
+        torch.mul(x, 2, out=a)
+        b = source.allocate((16, 8), (8, 1), F32).copy_(a.t())
+        part = a.view(-1)[5:21]
+        del a
+        c = source.allocate((128,), (1,), F32)
+        assert c.shape == (128,)
+        torch.add(b.flatten(), 1, out=c)
+        del b
+        c.as_strided_((8, 16), (16, 1))
+        low = source.allocate((8, 16), (1, 8), BF16).copy_(c)
+        total = source.allocate((), (), F32).copy_(part.sum() + c[:, 3].sum())
+        del c, part
+        wide = source.allocate((4, 8, 16), (128, 16, 1), F32).copy_(low.float().expand(4, 8, 16) * total)
+        gradient = source.allocate((16, 8), (8, 1), F32)
+        torch.sub(x.t(), total, out=gradient)
+        return total, wide[2:4], gradient, low.t()
+
+    return run
+
+
+@given(TIMES)
+@example([])
+def test_buffers_that_are_in_use_together_do_not_overlap(times):
+    spans = [Span(units * UNIT, born, born + length) for units, born, length in times]
+    offsets, total = lay_out(spans)
+    assert len(offsets) == len(spans) and all(offset >= 0 and offset % UNIT == 0 for offset in offsets)
+    for n, one in enumerate(spans):
+        for m, other in enumerate(spans[:n]):
+            if one.born < other.died and other.born < one.died:
+                assert offsets[n] + one.size <= offsets[m] or offsets[m] + other.size <= offsets[n]
+    alive = [sum(span.size for span in spans if span.born <= time < span.died) for time in range(24)]
+    assert max(alive) <= total <= sum(span.size for span in spans)
+    assert all(offset + span.size <= total for offset, span in zip(offsets, spans, strict=True))
+    assert lay_out(list(spans)) == (offsets, total)
+
+
+@given(st.integers(1, 9), TIMES)
+def test_buffers_of_one_size_lie_at_multiples_of_it(units, times):
+    size, count = units * UNIT, len(times)
+    assert all(offset % size == 0 for offset in lay_out([Span(size, n, n + long) for _, n, long in times])[0])
+    assert lay_out([Span(size, n, n + 1) for n in range(count)]) == ([0] * count, size if count else 0)
+    assert sorted(lay_out([Span(size, 0, 1)] * count)[0]) == [n * size for n in range(count)]
+
+
+def test_five_calls_give_the_values_of_ordinary_memory_and_outputs_stay():
+    source, memory = Source(), ArenaMemory()
+    plain = layers(source)
+    run = ArenaRun(plain, 2, memory, least=0)
+    kept = []
+    for number in range(CALLS):
+        x = torch.randn(8, 16, generator=torch.Generator().manual_seed(number))
+        before = source.calls
+        outputs = run(x)
+        assert source.calls - before == (2 if number else 7)
+        expected = plain(x)
+        assert all(map(torch.equal, outputs, expected))
+        kept.append((outputs[:2], expected[:2]))
+        assert [in_block(value, memory) for value in outputs] == [False, False, number > 0, number > 0]
+        assert outputs[2].is_contiguous() and outputs[3].shape == (16, 8) and outputs[3].is_contiguous()
+    assert all(all(map(torch.equal, outputs, expected)) for outputs, expected in kept)
+    assert len({storage(value) for outputs, _ in kept for value in outputs}) == 2 * CALLS
+    (_, end), (start, _) = sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in outputs[2:])
+    assert (
+        end <= start and start % UNIT == 0 and memory._block.numel() < 4 * 512 + 256
+    )  # all five that are not kept, side by side
+
+
+@st.composite
+def programs(draw):
+    """Requests as (elements, type, earlier buffers that are let go before), the outputs, how many of them are kept."""
+    requests, alive = [], []
+    for number in range(draw(st.integers(1, 10))):
+        gone = draw(st.lists(st.sampled_from(alive), unique=True, max_size=3)) if alive else []
+        alive = [one for one in alive if one not in gone] + [number]
+        requests.append(
+            (draw(st.integers(0, 70)), draw(st.sampled_from((F32, BF16, torch.uint8, torch.float64))), gone)
+        )
+    outputs = draw(st.permutations(alive))[: draw(st.integers(0, len(alive)))]
+    return requests, outputs, draw(st.integers(0, len(outputs)))
+
+
+def holds(tensor, value):
+    return bool((tensor == value).all())
+
+
+def follow(program, source):
+    def run(base):
+        alive = {}
+        for number, (count, dtype, gone) in enumerate(program[0]):
+            for one in gone:
+                del alive[one]
+            whole = source.allocate((count,), (1,), dtype).fill_(base + number)
+            alive[number] = whole[count // 3 :] if number % 2 else whole
+            del whole
+            assert all(holds(value, base + one) for one, value in alive.items())
+        return tuple(alive[one] for one in program[1])
+
+    return run
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(programs(), min_size=1, max_size=3))
+def test_any_programs_over_one_block_keep_their_values(made):
+    source, memory = Source(), ArenaMemory()
+    runs = [ArenaRun(follow(program, source), program[2], memory, least=0) for program in made]
+    kept = []
+    for base in range(0, 40, 10):
+        for run, (_, names, count) in zip(runs, made, strict=True):
+            outputs = run(base)
+            assert all(holds(value, base + name) for value, name in zip(outputs, names, strict=True))
+            kept += [(value, base + name) for value, name in zip(outputs[:count], names, strict=False)]
+    assert all(holds(*one) for one in kept)
+
+
+def filling(source, count):
+    def run(base):
+        first = source.filled(base, count)
+        return (source.filled(1, count).add_(first),)
+
+    return run
+
+
+def test_a_block_that_grows_leaves_nothing_of_the_old_one():
+    source, memory = Source(), ArenaMemory()
+    small, large = (ArenaRun(filling(source, count), 0, memory, least=0) for count in (10, 1000))
+    small(0), small(1)
+    old = weakref.ref(memory._block.untyped_storage())
+    large(0)
+    assert old() is not None and memory._block.numel() == 2 * UNIT
+    assert holds(large(5)[0], 6) and old() is None
+    calls, block = source.calls, storage(memory._block)
+    for base in range(3):
+        (one,) = small(base)
+        assert holds(one, base + 1) and in_block(one, memory)
+        assert holds(large(base)[0], base + 1)
+    assert source.calls == calls and storage(memory._block) == block
+
+
+def test_a_block_goes_with_the_last_that_uses_it():
+    memory = ArenaMemory()
+    run = ArenaRun(filling(Source(), 10), 0, memory, least=0)
+    _, (output,) = run(0), run(1)
+    block = weakref.ref(memory._block.untyped_storage())
+    del memory, run
+    assert block() is not None and holds(output, 2)
+    del output
+    assert block() is None
+
+
+USUAL = [((10,), (1,), F32), ((30,), (1,), BF16), ((4, 5), (5, 1), F32)]
+OTHERS = {
+    "fewer": USUAL[:2],
+    "more": [*USUAL, ((40,), (1,), F32)],
+    "none": [],
+    "shape": [((10,), (1,), F32), ((40,), (1,), BF16), USUAL[2]],
+    "strides": [*USUAL[:2], ((4, 5), (1, 4), F32)],
+    "type": [((10,), (1,), BF16), *USUAL[1:]],
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_a_call_that_asks_otherwise_than_the_first_is_right(other):
+    source = Source()
+
+    def plain(base, requests):
+        return [source.allocate(*one).fill_(base + n) for n, one in enumerate(requests)]
+
+    run = ArenaRun(plain, 0, ArenaMemory(), least=0)
+    for base in range(8):
+        requests, before = other if base % 3 == 2 else USUAL, source.calls
+        outputs = run(base, requests)
+        assert [(tuple(one.shape), one.stride(), one.dtype) for one in outputs] == requests
+        assert all(holds(one, base + n) for n, one in enumerate(outputs))
+        served = [*[mine == usual for mine, usual in zip(requests, USUAL, strict=False)], False].index(False)
+        assert source.calls - before == len(requests) - (served if base else 0)
+
+
+@pytest.mark.parametrize("call", range(3))
+def test_an_error_in_a_call_leaves_the_thread_as_before(call):
+    source, memory = Source(), ArenaMemory()
+
+    def plain(base):
+        buffer = source.filled(base)
+        if base == call:
+            raise ValueError("not this one")
+        return (source.filled(0).copy_(buffer),)
+
+    run = ArenaRun(plain, 0, memory, least=0)
+    for base in range(CALLS):
+        if base == call:
+            with pytest.raises(ValueError, match="not this one"):
+                run(base)
+        else:
+            assert holds(run(base)[0], base)
+        calls = source.calls
+        assert not in_block(source.filled(0), memory) and source.calls == calls + 1
+    assert in_block(run(CALLS)[0], memory)
+
+
+def test_other_threads_get_ordinary_memory():
+    source, memory, others = Source(), ArenaMemory(), []
+
+    def plain(base):
+        mine = source.filled(base)
+        thread = threading.Thread(target=lambda: others.append(source.filled(-1)))
+        thread.start()
+        thread.join()
+        return (source.filled(0).copy_(mine),)
+
+    run = ArenaRun(plain, 0, memory, least=0)
+    assert all(holds(run(base)[0], base) for base in range(CALLS))
+    assert len(others) == CALLS and not any(in_block(one, memory) for one in others)
+    assert all(holds(one, -1) for one in others) and source.calls == 2 + CALLS
+
+
+def test_a_call_within_a_call_disturbs_neither():
+    source, memory = Source(), ArenaMemory()
+    inner = ArenaRun(filling(source, 10), 0, memory, least=0)
+
+    def plain(base):
+        first, (middle,) = source.filled(base, 10), inner(base)
+        return source.filled(0, 10).add_(first).add_(middle), middle
+
+    run = ArenaRun(plain, 0, memory, least=0)
+    for base in range(CALLS):
+        last, middle = run(base)
+        assert holds(last, 2 * base + 1) and holds(middle, base + 1)
+    assert in_block(last, memory) and in_block(middle, memory)
+
+
+def test_requests_for_nothing_are_met():
+    source, memory = Source(), ArenaMemory()
+
+    def plain():
+        empty, full = source.allocate((0, 3), (3, 1), F32), source.filled(1)
+        return empty, source.allocate((0,), (1,), BF16), full
+
+    run = ArenaRun(plain, 1, memory, least=0)
+    for number in range(CALLS):
+        empty, other, full = run()
+        assert empty.shape == (0, 3) and other.shape == (0,) and holds(full, 1)
+        assert in_block(full, memory) == (number > 0)
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_a_function_that_asks_for_nothing_or_keeps_all_needs_no_block(kept):
+    source, memory = Source(), ArenaMemory()
+    run = ArenaRun(lambda: [source.filled(2) for _ in range(kept)], kept, memory, least=0)
+    assert [[one.tolist() for one in run()] for _ in range(3)] == [[[2.0] * 16] * kept] * 3
+    assert memory._block.numel() == 0
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_programs_with_fewer_bytes_than_the_least_run_on_ordinary_memory(more):
+    source, memory = Source(), ArenaMemory()
+    run = ArenaRun(filling(source, 16), 0, memory, least=2 * UNIT + more)
+    for base in range(CALLS):
+        before, (output,) = source.calls, run(base)
+        assert holds(output, base + 1)
+        assert in_block(output, memory) == (base > 0 and not more)
+        assert source.calls - before == (0 if base > 0 and not more else 2)
+    assert memory._block.numel() == (0 if more else 2 * UNIT)
+
+
+def lying(size, order, dtype=F32):
+    return own_empty(size, order, dtype, torch.device("cpu"))
+
+
+def test_results_of_own_operators_lie_in_the_block_too():
+    memory = ArenaMemory()
+
+    def plain(base):
+        first = lying((2, 3, 4, 5), (0, 2, 3, 1), BF16).fill_(base)
+        return lying((2, 3, 4, 5), (0, 1, 2, 3)).copy_(first), first
+
+    run = ArenaRun(plain, 1, memory, least=0)
+    for base in range(CALLS):
+        kept, other = run(base)
+        assert holds(kept, base) and holds(other, base)
+        assert [in_block(one, memory) for one in (kept, other)] == [False, base > 0]
+        assert kept.is_contiguous() and kept.dtype == F32
+        assert other.is_contiguous(memory_format=torch.channels_last) and other.dtype == BF16
+    assert not in_block(lying((2, 3), (0, 1)), memory)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_outside_of_a_call_own_results_are_ordinary_tensors(device):
+    one = own_empty([2, 3, 4], [1, 0, 2], BF16, torch.device(device))
+    assert (one.shape, one.stride(), one.dtype) == ((2, 3, 4), (4, 8, 1), BF16)
+    assert one.device.type == device and one.untyped_storage().nbytes() == one.nbytes
+
+
+def test_within_a_call_own_results_on_other_devices_are_ordinary_tensors():
+    memory = ArenaMemory()
+    run = ArenaRun(lambda: [own_empty([2, 3], [1, 0], F32, torch.device("meta"))], 0, memory, least=0)
+    assert [[(one.device.type, one.stride()) for one in run()] for _ in range(3)] == [[("meta", (1, 2))]] * 3
+    assert memory._block.numel() == 0

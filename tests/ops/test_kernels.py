@@ -1,0 +1,189 @@
+"""The Triton kernels without a GPU: interpreted against the reference, and compiled ahead of time for two devices.
+
+The interpreter replaces Triton's language when Triton is imported, so its tests run in a process of their own. A
+compiled kernel learns its spills only when a driver loads it; without a driver they are read from what `ptxas -v`
+(which comes with Triton) says about the PTX that was compiled.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+import torch
+from amp_compiler.errors import AmpError
+from amp_compiler.ops.update import operators as fused_update
+from amp_compiler.ops.cuda import update as kernels
+ones = [torch.ones(3)]
+assert torch.ops.amp_compiler.grad_check(ones, torch.tensor(1.0))[0] > 1.7
+try:
+    kernels.grad_check(ones, torch.tensor(1.0))
+except AmpError as error:
+    assert "pip install triton" in str(error), error
+else:
+    raise SystemExit("no error")
+"""
+
+
+def run_python(arguments, **environment):
+    environment = {**os.environ, **environment}
+    return subprocess.run([sys.executable, *arguments], cwd=HERE, env=environment, capture_output=True, text=True)
+
+
+def test_under_the_interpreter():
+    pytest.importorskip("triton")
+    arguments = ["-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "kernels_interpreted.py"]
+    done = run_python(arguments, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert re.search(r"\b1\d\d passed", done.stdout)
+
+
+def test_the_module_imports_without_triton():
+    done = run_python(["-c", WITHOUT_TRITON])
+    assert done.returncode == 0, done.stderr
+
+
+def compile_kernel(kernel, signature, constants, capability, **options):
+    """Compile one kernel for a device that need not be there.
+
+    Returns:
+        The PTX, and what ptxas says about it.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
+    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    pointers = [name for name, kind in signature.items() if kind.startswith("*")]
+    aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers}
+    source = ASTSource(kernel, types, values, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return compiled.asm["ptx"]
+
+
+def ptxas_report(ptx, folder):
+    import triton
+
+    (folder / "kernel.ptx").write_text(ptx)
+    arch = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)[1]
+    command = [triton.knobs.nvidia.ptxas.path, "-v", "--fmad=false", f"--gpu-name={arch}", "kernel.ptx", "-o", "out"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+TABLE = {"rows": "*i64", "blocks": "*i64"}
+NUMBERS = {"coef": "*fp32", "skip": "*fp32"}
+TYPES = {"GRAD_TYPE": "bfloat16", "WEIGHT_TYPE": "float32", "MOMENT_TYPE": "float32", "EXTRA_TYPE": "bfloat16"}
+ADAM = {**TYPES, "rng": None, "MODE": 0, "AMSGRAD": False, "MAXIMIZE": False, "DECOUPLED": True, "ALIGNED": True}
+SGD = {**TYPES, "rng": None, "MODE": 0, "NESTEROV": True, "MAXIMIZE": False, "ALIGNED": True}
+ADAM_ARGS = {**TABLE, "scalars": "*fp32", **NUMBERS}
+SGD_ARGS = {**TABLE, "hyper": "*fp64", **NUMBERS, "started": "*fp32"}
+STOCHASTIC = {"WEIGHT_TYPE": "float16", "EXTRA_TYPE": None, "MODE": 1}
+KAHAN = {"WEIGHT_TYPE": "bfloat16", "MODE": 2}
+KERNELS = {
+    "adam": ("adam_kernel", ADAM_ARGS, ADAM),
+    "adam, all options, unaligned": (
+        "adam_kernel",
+        ADAM_ARGS,
+        {**ADAM, "GRAD_TYPE": "float16", "AMSGRAD": True, "MAXIMIZE": True, "DECOUPLED": False, "ALIGNED": False},
+    ),
+    "adam, stochastic": ("adam_kernel", {**ADAM_ARGS, "rng": "*i64"}, {**ADAM, **STOCHASTIC}),
+    "adam, Kahan": ("adam_kernel", {**ADAM_ARGS, "rng": "*i64"}, {**ADAM, **KAHAN}),
+    "sgd": ("sgd_kernel", SGD_ARGS, SGD),
+    "sgd, stochastic": ("sgd_kernel", {**SGD_ARGS, "rng": "*i64"}, {**SGD, **STOCHASTIC}),
+    "sgd, no momentum": ("sgd_kernel", SGD_ARGS, {**SGD, "MOMENT_TYPE": None, "EXTRA_TYPE": None, "NESTEROV": False}),
+    "prepare": (
+        "adam_prepare_kernel",
+        {"rows": "*i64", "count": "i32", "hyper": "*fp64", "skip": "*fp32", "scalars": "*fp32"},
+        {"BLOCK": 128},
+    ),
+    "advance": (
+        "advance_kernel",
+        {"started": "*fp32", "rng": "*i64", "skip": "*fp32"},
+        {"HAS_STARTED": True, "HAS_RNG": True},
+    ),
+    "check": (
+        "check_kernel",
+        {**TABLE, "inv_scale": "*fp32", "partials": "*fp32", "flags": "*u8"},
+        {"GRAD_TYPE": "float16", "ALIGNED": True},
+    ),
+    "check, finish": (
+        "check_finish_kernel",
+        {
+            "partials": "*fp32",
+            "partial_count": "i32",
+            "flags": "*u8",
+            "flag_count": "i32",
+            "norm": "*fp32",
+            "nonfinite": "*fp32",
+        },
+        {"BLOCK": 1024},
+    ),
+    # Triton turns an argument that is 1 into a constant.
+    "check, finish, one block": (
+        "check_finish_kernel",
+        {"partials": "*fp32", "flags": "*u8", "norm": "*fp32", "nonfinite": "*fp32"},
+        {"BLOCK": 1024, "partial_count": 1, "flag_count": 1},
+    ),
+}
+
+
+def compiled_ptx(name, capability):
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("the interpreter has taken the compiler's place")
+    import triton.language as tl
+
+    from amp_compiler.ops.cuda import triton_kernels
+    from amp_compiler.ops.cuda import update as kernels
+
+    kernel, signature, constants = KERNELS[name]
+    options = kernels._CHECK_OPTIONS if kernel == "check_kernel" else kernels._UPDATE_OPTIONS
+    block = kernels.CHECK_BLOCK if kernel == "check_kernel" else kernels.BLOCK
+    function = getattr(triton_kernels, kernel)
+    if "BLOCK" in function.arg_names:
+        constants = {"BLOCK": block, **constants}
+    values = {key: getattr(tl, value) if isinstance(value, str) else value for key, value in constants.items()}
+    values = {key: value for key, value in values.items() if key not in signature}
+    return compile_kernel(function, signature, values, capability, **options)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("name", list(KERNELS))
+def test_compiled_without_spills(name, capability, tmp_path):
+    report = ptxas_report(compiled_ptx(name, capability), tmp_path)
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report
+    registers = int(re.search(r"Used (\d+) registers", report)[1])
+    assert registers <= 64, "with 128 threads per program, more leave too few programs on a multiprocessor"
+
+
+@pytest.mark.parametrize("name", ["adam", "adam, all options, unaligned", "adam, Kahan", "sgd", "check"])
+def test_the_machine_code_rounds_as_the_reference_does(name):
+    ptx = compiled_ptx(name, 80)
+    assert not re.search(r"div\.full|sqrt\.approx|rsqrt|\.ftz", ptx)
+    # Contraction is off: an fma stands only where the kernel asks for one, and two blocks of code ask for each.
+    expected = {"adam": 3, "adam, all options, unaligned": 4, "adam, Kahan": 3, "sgd": 4, "check": 0}[name]
+    per_thread = 1024 // 128
+    assert len(re.findall(r"fma\.rn\.f32", ptx)) == expected * 2 * per_thread
+    if "sgd" not in name and name != "check":
+        assert "sqrt.rn.f32" in ptx and "div.rn.f32" in ptx
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_full_blocks_load_four_elements_at_a_time_and_share_no_memory(name):
+    ptx = compiled_ptx(name, 80)
+    per_thread = 1024 // 128 // 4
+    fp32_columns = 3 if name == "adam" else 2
+    assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == fp32_columns * per_thread
+    assert len(re.findall(r"ld\.global\.v2\.b32", ptx)) == per_thread, "the 16-bit gradients"
+    assert "st.shared" not in ptx and "bar.sync" not in ptx

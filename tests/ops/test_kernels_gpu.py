@@ -1,0 +1,148 @@
+"""The update operators on a CUDA device: the bits of the CPU reference, no synchronisation, CUDA graphs, bandwidth."""
+
+import pytest
+import torch
+
+from amp_compiler.ops.update import operators as fused_update
+from amp_compiler.ops.update.rounding import Storage
+
+assert fused_update
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+OPS = torch.ops.amp_compiler
+SIZES = (0, 1, 2, 1023, 1024, 1025, 3079, 70001)
+GRADS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def move(value, device):
+    if isinstance(value, (list, tuple)):
+        return [move(item, device) for item in value]
+    return value.to(device, copy=True) if isinstance(value, torch.Tensor) else value
+
+
+def assert_same_bits(on_cpu, on_device):
+    for a, b in zip(on_cpu, on_device, strict=True):
+        if isinstance(a, (list, tuple)):
+            assert_same_bits(a, b)
+        elif isinstance(a, torch.Tensor):
+            torch.testing.assert_close(a, b.cpu(), rtol=0, atol=0, equal_nan=True)
+
+
+def arguments_of(name, mode=Storage.NEAREST, sizes=SIZES, skip=0.0, dtype=torch.bfloat16):
+    """Arguments of an update on the CPU, with gradients of mixed types."""
+    torch.manual_seed(0)
+    low = name.endswith("_low")
+    weights = [torch.randn(size).to(dtype if low else torch.float32) for size in sizes]
+    grads = [torch.randn(size).to(GRADS[i % 3]) for i, size in enumerate(sizes)]
+    extras = [(w * 2**-9 if low else w).to(dtype) for w in weights] if not low or mode == Storage.KAHAN else []
+    moments = [[torch.rand(size) for size in sizes] for _ in range(3)]
+    rng, tail = ([torch.tensor([7, 3])], [int(mode)]) if low else ([], [])
+    scalars = [torch.tensor(0.37), torch.tensor(skip)]
+    if name.startswith("adam"):
+        steps = [torch.tensor(float(i)) for i in range(len(sizes))]
+        numbers = torch.tensor([1e-2, 0.9, 0.999, 1e-8, 0.1, 0.01], dtype=torch.float64)
+        return [weights, grads, *moments, extras, steps, *rng, numbers, *scalars, *tail, True, False, True]
+    numbers = torch.tensor([1e-2, 0.9, 0.0, 0.1, 0.01], dtype=torch.float64)
+    return [weights, grads, moments[0], extras, torch.tensor(0.0), *rng, numbers, *scalars, *tail, True, True]
+
+
+CASES = [("adam_update", 0), ("sgd_update", 0)]
+CASES += [(name, mode) for name in ("adam_update_low", "sgd_update_low") for mode in Storage]
+
+
+@pytest.mark.parametrize(("name", "mode"), CASES)
+@pytest.mark.parametrize("skip", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_device_gives_the_bits_of_the_reference(name, mode, skip, dtype):
+    on_cpu = arguments_of(name, mode, skip=skip, dtype=dtype)
+    on_device = move(on_cpu, "cuda")
+    for _ in range(2):
+        getattr(OPS, name)(*on_cpu)
+        getattr(OPS, name)(*on_device)
+    assert_same_bits(on_cpu, on_device)
+
+
+@pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
+def test_grad_check(bad):
+    grads = [torch.randn(size).to(GRADS[i % 3]) for i, size in enumerate(SIZES)]
+    if bad is not None:
+        grads[4][-1] = bad
+    expected = OPS.grad_check(grads, torch.tensor(0.25))
+    got = OPS.grad_check(move(grads, "cuda"), torch.tensor(0.25, device="cuda"))
+    torch.testing.assert_close(got[0].cpu(), expected[0], rtol=1e-6, atol=0, equal_nan=True)
+    assert torch.equal(got[1].cpu(), expected[1]) and torch.equal(got[2].cpu(), expected[2])
+
+
+def test_nothing_synchronises():
+    arguments = {name: move(arguments_of(name, mode), "cuda") for name, mode in CASES}
+    scale = torch.tensor(1.0, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for name, given in arguments.items():
+            OPS.grad_check(given[1], scale)
+            getattr(OPS, name)(*given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_captured_step_replays_as_it_ran():
+    """The gradients are made inside the graph, so their addresses are new when it is captured."""
+    on_cpu = arguments_of("adam_update")
+    on_device = move(on_cpu, "cuda")
+    sources = on_device[1]
+    warm = move(on_cpu, "cuda")
+    scale = torch.tensor(1.0, device="cuda")
+
+    def step(arguments):
+        grads = [source * 1 for source in sources]
+        norm, _, _ = OPS.grad_check(grads, scale)
+        OPS.adam_update(arguments[0], grads, *arguments[2:])
+        return norm
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step(warm)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        norm = step(on_device)
+    for _ in range(3):
+        graph.replay()
+        OPS.adam_update(*on_cpu)
+    assert_same_bits(on_cpu, on_device)
+    torch.testing.assert_close(norm.cpu(), OPS.grad_check(on_cpu[1], torch.tensor(1.0))[0], rtol=1e-6, atol=0)
+
+
+def seconds(run, repeats=20):
+    for _ in range(3):
+        run()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(repeats):
+        run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3 / repeats
+
+
+def test_bandwidth(capsys):
+    """30 bytes per parameter for the check and AdamW; printed beside what a plain copy reaches."""
+    count = 64 * 2**20
+    sizes = [count // 16] * 16
+    empty = [torch.randn(size, device="cuda") for size in sizes]
+    half = [tensor.bfloat16() for tensor in empty]
+    state = [[torch.rand_like(tensor) for tensor in empty] for _ in range(2)]
+    steps = [torch.zeros((), device="cuda") for _ in sizes]
+    numbers = torch.tensor([1e-3, 0.9, 0.999, 1e-8, 0.01, 0], dtype=torch.float64, device="cuda")
+    one, zero = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
+    lows = [tensor.clone() for tensor in half]
+    flags = (False, False, True)
+    update = seconds(lambda: OPS.adam_update(empty, half, *state, [], lows, steps, numbers, one, zero, *flags))
+    check = seconds(lambda: OPS.grad_check(half, one))
+    source, target = torch.empty(count, device="cuda"), torch.empty(count, device="cuda")
+    copy = seconds(lambda: target.copy_(source))
+    rates = {"AdamW": 28 * count / update, "check": 2 * count / check, "copy": 8 * count / copy}
+    with capsys.disabled():
+        print("\n" + "\n".join(f"{name:>6}: {rate / 1e9:8.0f} GB/s" for name, rate in rates.items()))
+    assert rates["AdamW"] > 0.5 * rates["copy"]

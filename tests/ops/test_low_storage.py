@@ -1,0 +1,124 @@
+"""Weights without FP32 masters: NVCaffe's FP16 storage, stochastic rounding, Kahan's compensation."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from amp_compiler.ops.update import operators as fused_update
+from amp_compiler.ops.update import rounding
+from amp_compiler.ops.update.rounding import Storage
+
+assert fused_update
+OPS = torch.ops.amp_compiler
+
+
+def hyper(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def number(value):
+    return torch.tensor(value, dtype=torch.float32)
+
+
+def test_fp16_storage_follows_the_formula_of_nvcaffe():
+    weights = [torch.randn(100).half()]
+    buffers, expected, history = [torch.zeros(100).half()], weights[0].clone(), torch.zeros(100).half()
+    started, rng = number(0), torch.tensor([0, 0])
+    for _ in range(3):
+        grads = [torch.randn(100).half()]
+        OPS.sgd_update_low(
+            weights, grads, buffers, [], started, rng, hyper(0.125, 0.5, 0, 0, 0), number(1), number(0), 0, False, False
+        )
+        history = (0.5 * history.float() + grads[0].float()).half()
+        expected = (expected.float() - 0.125 * history.float()).half()
+        assert torch.equal(buffers[0], history) and torch.equal(weights[0], expected)
+    assert rng.tolist() == [0, 0] and started == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@settings(max_examples=25, deadline=None, database=None, derandomize=True)
+@given(value=st.floats(-60000, 60000, width=32) | st.floats(-(2.0**-13), 2.0**-13, width=32), key=st.integers(0, 2**62))
+def test_stochastic_rounding_is_unbiased_and_picks_a_neighbour(dtype, value, key):
+    count = 20000
+    wide = torch.full((count,), value)
+    words = rounding.random_words(wide, torch.tensor([key, 0]), 0)
+    rounded = rounding.round_stochastically(wide, words, dtype)
+    nearest = wide[:1].to(dtype)
+    away = torch.where(nearest.double() < wide[:1].double(), 9e9, -9e9).to(torch.float32)
+    other = torch.nextafter(nearest, away.to(dtype))
+    exact = nearest.double().item() == wide[0].double().item()
+    neighbours = {nearest.double().item()} | (set() if exact else {other.double().item()})
+    assert set(rounded.double().unique().tolist()) <= neighbours
+    gap = max(neighbours) - min(neighbours)
+    # The standard deviation is at most half the gap; six of them for the mean of `count`.
+    assert abs(rounded.double().mean().item() - value) <= 3 * gap / count**0.5
+
+
+def test_stochastic_rounding_repeats_itself_and_moves_on():
+    def step(rng):
+        weights = [torch.ones(64).bfloat16(), torch.ones(64).bfloat16()]
+        grads = [torch.full((64,), 0.01)] * 2
+        OPS.sgd_update_low(
+            weights, grads, [], [], number(0), rng, hyper(0.1, 0, 0, 0, 0), number(1), number(0), 1, False, False
+        )
+        return torch.stack(weights)
+
+    rng = torch.tensor([42, 0])
+    first = step(rng)
+    assert rng.tolist() == [42, 1]
+    assert torch.equal(first, step(torch.tensor([42, 0])))
+    assert not torch.equal(first[0], first[1])
+    assert not torch.equal(first, step(rng))
+
+
+def test_philox_gives_the_published_numbers():
+    """Known answers of Philox4x32-10 from the Random123 distribution."""
+    zero = torch.zeros(1, dtype=torch.int64)
+    ones = zero + 0xFFFFFFFF
+    assert [int(word) for word in rounding.philox(zero[0], (zero,) * 4)] == [
+        0x6627E8D5,
+        0xE169C58D,
+        0xBC57AC4C,
+        0x9B00DBD8,
+    ]
+    words = rounding.philox(torch.tensor(-1), (ones,) * 4)
+    assert [int(word) for word in words] == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_small_updates_survive_in_low_storage(optimizer):
+    """1000 updates of 1e-4 on a weight of 1: nearest bf16 never moves, the two other storages end near 0.9."""
+    ends = {}
+    for mode in Storage:
+        weights = [torch.ones(256).bfloat16()]
+        extras = [torch.zeros_like(weight) for weight in weights] if mode == Storage.KAHAN else []
+        rng, started, steps = torch.tensor([1, 0]), number(0), [number(0)]
+        first, second = [torch.zeros(256)], [torch.zeros(256)]
+        for _ in range(1000):
+            tail = (number(1), number(0), int(mode))
+            if optimizer == "sgd":
+                OPS.sgd_update_low(
+                    weights, [torch.ones(256)], [], extras, started, rng, hyper(1e-4, 0, 0, 0, 0), *tail, False, False
+                )
+            else:
+                numbers = hyper(1e-4, 0.9, 0.999, 1e-8, 0, 0)
+                OPS.adam_update_low(
+                    weights,
+                    [torch.ones(256)],
+                    first,
+                    second,
+                    [],
+                    extras,
+                    steps,
+                    rng,
+                    numbers,
+                    *tail,
+                    False,
+                    False,
+                    True,
+                )
+        ends[mode] = weights[0].float().mean().item()
+    assert ends[Storage.NEAREST] == 1.0
+    assert ends[Storage.KAHAN] == pytest.approx(0.9, abs=2**-8)
+    assert ends[Storage.STOCHASTIC] == pytest.approx(0.9, abs=5e-3)

@@ -1,0 +1,228 @@
+"""The normal form computes bit for bit what the captured graph does, and has lost what stands in a rewrite's way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from amp_compiler.fx.capture import Captured, Source, capture_module, tensor_getter
+from amp_compiler.fx.lower import lower
+from amp_compiler.ir.graph import PrecisionGraph
+from amp_compiler.passes.capture.canonicalize import normalize
+
+
+class Lambda(nn.Module):
+    def __init__(self, function, **modules: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        for name, module in modules.items():
+            self.add_module(name, module)
+
+    def forward(self, *args):
+        return self.function(self, *args)
+
+
+def run(model: nn.Module, captured: Captured, *args: torch.Tensor):
+    inputs = [
+        args[entry.index] if entry.source is Source.USER else tensor_getter(model, captured, entry)()
+        for entry in captured.inputs
+    ]
+    return captured.graph_module(*inputs)
+
+
+def normal_form(model: nn.Module, *args: torch.Tensor) -> tuple[Captured, PrecisionGraph]:
+    captured = capture_module(model, args)
+    normalize(captured.graph_module)
+    return captured, lower(captured)
+
+
+def ops(graph: PrecisionGraph) -> list[str]:
+    return [node.op for node in graph.nodes.values()]
+
+
+def check_equal(model: nn.Module, *args: torch.Tensor) -> PrecisionGraph:
+    captured, graph = normal_form(model, *args)
+    torch.manual_seed(0)
+    expected = model(*[a.clone() for a in args])
+    torch.manual_seed(0)
+    actual = run(model, captured, *[a.clone() for a in args])
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    for got, wanted in zip(actual, expected, strict=True):
+        assert got.dtype == wanted.dtype
+        assert torch.equal(got, wanted)
+    return graph
+
+
+def targets(captured: Captured) -> list[str]:
+    return [str(node.target) for node in captured.graph_module.graph.nodes if node.op == "call_function"]
+
+
+X = torch.linspace(-2, 2, 24).reshape(3, 8)
+
+
+def test_in_place_on_a_fresh_value_becomes_functional():
+    captured, graph = normal_form(Lambda(lambda m, x: (x + 1).relu_().mul_(2)), X)
+    assert targets(captured) == ["aten.add.Tensor", "aten.relu.default", "aten.mul.Tensor"]
+    assert not any(value.volatile for value in graph.values.values())
+
+
+def test_later_reads_see_the_changed_value():
+    def function(m, x):
+        y = x * 3
+        y.add_(1)
+        return y - x, y
+
+    graph = check_equal(Lambda(function), X)
+    assert ops(graph) == ["aten.mul", "aten.add", "aten.sub"]
+
+
+def test_a_change_through_a_view_stays_in_place_and_is_isolated():
+    def function(m, x):
+        y = m.fc(x)
+        y[:, 0] = 7.0
+        return y + 1
+
+    graph = check_equal(Lambda(function, fc=nn.Linear(8, 8)), X)
+    linear = next(node for node in graph.nodes.values() if node.op == "aten.linear")
+    assert linear.pin is None and not graph.values[linear.outputs[0]].volatile
+    clone = next(node for node in graph.nodes.values() if node.op == "aten.clone")
+    assert clone.pin is not None and clone.pin.precision == "keep"
+
+
+def test_a_change_of_the_callers_tensor_reaches_it():
+    def function(m, x):
+        x.add_(1)
+        return x * 2
+
+    model = Lambda(function)
+    captured, graph = normal_form(model, X.clone())
+    given = X.clone()
+    (result,) = run(model, captured, given)
+    assert torch.equal(given, X + 1) and torch.equal(result, (X + 1) * 2)
+    assert graph.values["x" if "x" in graph.values else captured.inputs[0].name].volatile
+
+
+def test_an_in_place_op_that_would_promote_is_left_in_place():
+    def function(m, x):
+        y = x.half() * 1
+        y.add_(x)
+        return y
+
+    captured, _ = normal_form(Lambda(function), X)
+    assert "aten.add_.Tensor" in targets(captured)
+    check_equal(Lambda(function), X)
+
+
+def test_running_statistics_are_updated_and_marked():
+    model = nn.BatchNorm1d(8).train()
+    reference = nn.BatchNorm1d(8).train()
+    captured, graph = normal_form(model, X)
+    (got,) = run(model, captured, X)
+    assert torch.equal(got, reference(X))
+    assert torch.equal(model.running_mean, reference.running_mean)
+    assert int(model.num_batches_tracked) == 1
+    assert graph.values["b_running_mean"].volatile
+
+
+def test_a_disabled_autocast_region_is_pinned_and_inlined():
+    def function(m, x):
+        with torch.autocast("cpu", enabled=False):
+            y = m.fc(x)
+        return m.fc(y)
+
+    graph = check_equal(Lambda(function, fc=nn.Linear(8, 8)), X)
+    first, second = (node for node in graph.nodes.values() if node.op == "aten.linear")
+    assert first.pin is not None and first.pin.precision == "fp32"
+    assert "test_fx_normalize.py" in first.pin.reason
+    assert second.pin is None
+
+
+def test_an_enabled_autocast_region_is_left_to_the_rules_and_keeps_its_result_types():
+    def function(m, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = m.fc(x)
+            z = y * 2 + x
+        return y, z + 1
+
+    captured, graph = normal_form(Lambda(function, fc=nn.Linear(8, 8)), X)
+    values = [graph.values[name] for name in graph.outputs]
+    assert [value.dtype.short for value in values] == ["bf16", "fp32"]
+    linear = next(node for node in graph.nodes.values() if node.op == "aten.linear")
+    assert linear.pin is None and graph.values[linear.outputs[0]].dtype.short == "fp32"
+    assert (
+        captured.graph_module(*[torch.ones(v.shape) for v in list(graph.values.values())[:3]])[0].dtype
+        == torch.bfloat16
+    )
+
+
+def test_no_grad_regions_keep_their_effect_on_gradients():
+    def function(m, x):
+        y = x * 2
+        with torch.no_grad():
+            z = y.exp()
+        return y * z
+
+    model = Lambda(function)
+    captured, _ = normal_form(model, X.clone().requires_grad_())
+    x1, x2 = X.clone().requires_grad_(), X.clone().requires_grad_()
+    model(x1).sum().backward()
+    run(model, captured, x2)[0].sum().backward()
+    assert torch.equal(x1.grad, x2.grad)
+
+
+def test_a_cast_that_does_nothing_touches_only_its_own_uses():
+    graph = check_equal(Lambda(lambda m, x: (m.fc(x).float().sum(), m.fc(x)), fc=nn.Linear(8, 8)), X)
+
+    def function(m, x):
+        y = m.fc(x)
+        return y.float().exp(), m.fc(y)
+
+    graph = check_equal(Lambda(function, fc=nn.Linear(8, 8)), X)
+    first, second = (node for node in graph.nodes.values() if node.op == "aten.linear")
+    assert second.inputs[0].value == first.outputs[0]
+    cast = next(node for node in graph.nodes.values() if node.op == "aten.to")
+    assert cast.pin is not None and cast.pin.precision == "cast"
+
+
+def test_factories_state_their_type():
+    def function(m, x):
+        return x + torch.zeros_like(x) + x.new_ones(8)
+
+    captured, _ = normal_form(Lambda(function), X)
+    made = [node for node in captured.graph_module.graph.nodes if "zeros_like" in node.name or "new_ones" in node.name]
+    assert [node.kwargs["dtype"] for node in made] == [torch.float32, torch.float32]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda m, x: F.softmax(x, -1, dtype=torch.float32),
+        lambda m, x: torch.fft.rfft(x).abs(),
+        lambda m, x: x.to(torch.int64).float() * x,
+        lambda m, x: x.double().sum().float(),
+        lambda m, x: torch.cat(x.chunk(2, -1), 0).sort(-1),
+        lambda m, x: F.dropout(x, 0.5, True),
+        lambda m, x: x.type_as(torch.ones(1, dtype=torch.float64)),
+        lambda m, x: torch.where(x > 0, x, -1e30).clamp_(min=-3),
+    ],
+)
+def test_results_are_bit_identical(function):
+    check_equal(Lambda(function), X)
+
+
+def test_module_paths_and_source_lines_reach_the_graph():
+    _, graph = normal_form(nn.Sequential(nn.Linear(8, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 2))), X)
+    assert [(node.module, node.module_type) for node in graph.nodes.values()] == [
+        ("0", "Linear"),
+        ("1.0", "ReLU"),
+        ("1.1", "Linear"),
+    ]
+    _, graph = normal_form(Lambda(lambda m, x: x + 1), X)
+    assert all("test_fx_normalize.py:" in node.source for node in graph.nodes.values())
+
+
+def test_recurrent_layers_come_whole():
+    _, graph = normal_form(nn.GRU(8, 4), X[:, None])
+    assert "aten.gru" in ops(graph)

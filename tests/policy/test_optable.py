@@ -1,0 +1,274 @@
+"""The op table against torch and onnx themselves: names, argument names, promotion and exactness."""
+
+import collections
+
+import onnx.defs
+import pytest
+import torch
+from torch.nn import functional as F
+
+from amp_compiler.errors import RuleError
+from amp_compiler.policy.op_table import op_table, parse_op_table
+
+TABLE = op_table()
+ATEN = sorted(name.removeprefix("aten.") for name in TABLE.ops if name.startswith("aten."))
+X = torch.linspace(-2.0, 3.0, 24).reshape(2, 3, 4)
+
+
+def schemas():
+    """ATen schemas by canonical name."""
+    found = collections.defaultdict(list)
+    for schema in torch._C._jit_get_all_schemas():
+        if schema.name.startswith("aten::"):
+            name = schema.name.removeprefix("aten::")
+            found[name[:-1] if name.endswith("_") and not name.endswith("__") else name].append(schema)
+    return found
+
+
+SCHEMAS = schemas()
+
+
+def test_every_aten_op_exists_in_torch():
+    missing = [name for name in ATEN if name not in SCHEMAS]
+    # Other versions of torch may lack a few of the names that the table was written with.
+    assert len(missing) <= (0 if torch.__version__.startswith("2.13") else 20), missing
+
+
+def test_coverage():
+    assert len(ATEN) >= 900
+    assert len(TABLE.families) >= 25
+    used = {info.family for info in TABLE.ops.values()}
+    assert used | {"unknown"} == set(TABLE.families)
+    assert all(len(about) > 10 and "\n" not in about for about in TABLE.families.values())
+
+
+def test_every_onnx_op_is_in_the_table():
+    takes_floats = {
+        schema.name
+        for schema in onnx.defs.get_all_schemas()
+        if schema.domain == "" and any("tensor(float)" in put.types for put in (*schema.inputs, *schema.outputs))
+    }
+    assert {f"onnx.{name}" for name in takes_floats} <= set(TABLE.ops)
+    assert all(onnx.defs.has(name.removeprefix("onnx.")) for name in TABLE.ops if name.startswith("onnx."))
+
+
+def test_an_unknown_op_is_of_the_family_unknown():
+    assert TABLE.info("mylib.op").family == "unknown"
+
+
+def test_slots_are_names_of_schema_arguments():
+    """Some ops of a family may lack a slot that it gives to all; one that no op of it has is a mistake."""
+    by_family = collections.defaultdict(set)
+    for name, info in TABLE.ops.items():
+        short = name.split(".", 1)[1]
+        if name.startswith("aten."):
+            known = {argument.name for schema in SCHEMAS[short] for argument in schema.arguments}
+        else:
+            known = {put.name for put in onnx.defs.get_schema(short).inputs}
+        by_family[info.family] |= known
+        if info.keep and name.startswith("onnx."):
+            assert info.keep <= known, name
+    for name, info in TABLE.ops.items():
+        assert info.keep | info.any <= by_family[info.family], name
+
+
+def test_emulation_is_asked_for_known_devices_and_types():
+    for info in TABLE.ops.values():
+        assert info.emulate <= {"cpu.fp16", "cpu.bf16", "cuda.fp16", "cuda.bf16"}
+
+
+PRODUCTS = ("matmul", "convolution", "attention", "recurrent")
+
+
+def test_products_are_emulated_on_a_cpu_in_fp16():
+    assert all("cpu.fp16" in info.emulate for info in TABLE.ops.values() if info.family in PRODUCTS)
+
+
+# ---- promotes: with (bf16, fp32) operands the op itself computes in FP32
+
+BINARY = ("pow", "atan2", "arctan2", "hypot", "logaddexp", "logaddexp2", "xlogy", "special_xlogy", "special_xlog1py")
+CALLS = {
+    "rsub": lambda a, b: torch.rsub(a, b),
+    "addcmul": lambda a, b: torch.addcmul(a, b, b),
+    "addcdiv": lambda a, b: torch.addcdiv(a, b, b),
+    "outer": lambda a, b: torch.outer(a.flatten(), b.flatten()),
+    "ger": lambda a, b: torch.ger(a.flatten(), b.flatten()),
+    "kron": lambda a, b: torch.kron(a, b),
+    "mse_loss": lambda a, b: F.mse_loss(a, b),
+    "where": lambda a, b: torch.where(a > 0, a, b),
+    "equal": lambda a, b: torch.tensor(torch.equal(a, b)),
+    **{
+        name: lambda a, b, name=name: getattr(torch, name)([a, b])
+        for name in ("cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack", "row_stack")
+    },
+    "column_stack": lambda a, b: torch.column_stack([a, b]),
+    "_stack": lambda a, b: torch.ops.aten._stack([a, b]),
+    "block_diag": lambda a, b: torch.block_diag(a[0], b[0]),
+}
+PROMOTING = sorted(name.removeprefix("aten.") for name, info in TABLE.ops.items() if info.promotes)
+
+
+def call(name, first, second):
+    made = CALLS[name] if name in CALLS else getattr(torch.ops.aten, name)
+    return made(first, second)
+
+
+@pytest.mark.parametrize("name", PROMOTING)
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_promoting_ops_take_mixed_types(name, low):
+    first, second = X.abs() + 0.5, X.flip(0).abs() + 1.0
+    for mixed, wide in (((first.to(low), second), (first.to(low).float(), second)), ((first, second.to(low)), None)):
+        found = call(name, *mixed)
+        assert found.dtype in (torch.float32, torch.bool)
+        if wide is not None:
+            torch.testing.assert_close(found, call(name, *wide), rtol=0, atol=0)
+
+
+def test_ops_that_do_not_promote_are_not_marked():
+    for name in ("lerp", "linear", "prelu", "index_put", "scatter_add", "heaviside", "cross", "isclose", "dot"):
+        assert not TABLE.info(f"aten.{name}").promotes
+
+
+# ---- exact: op(round(x)) == round(op(x)), to the bit
+
+INDEX = torch.tensor([[[0, 1, 1, 0]]])
+EXACT_CALLS = {
+    "relu": torch.relu,
+    "neg": torch.neg,
+    "negative": torch.negative,
+    "abs": torch.abs,
+    "absolute": torch.absolute,
+    "positive": torch.positive,
+    "maximum": lambda x: torch.maximum(x, x.flip(0)),
+    "minimum": lambda x: torch.minimum(x, x.flip(0)),
+    "fmax": lambda x: torch.fmax(x, x.flip(0)),
+    "fmin": lambda x: torch.fmin(x, x.flip(0)),
+    "amax": lambda x: torch.amax(x, 1),
+    "amin": lambda x: torch.amin(x, 1),
+    "max_pool1d": lambda x: F.max_pool1d(x, 2),
+    "max_pool2d": lambda x: F.max_pool2d(x, 2),
+    "max_pool3d": lambda x: F.max_pool3d(x[None], (1, 2, 2)),
+    "msort": torch.msort,
+    "embedding": lambda x: F.embedding(torch.tensor([1, 0]), x[0]),
+    "masked_fill": lambda x: torch.masked_fill(x, x > 0.5, 0.1),
+    "constant_pad_nd": lambda x: F.pad(x, (1, 1), value=0.1),
+    "reflection_pad1d": lambda x: F.pad(x, (1, 1), mode="reflect"),
+    "replication_pad1d": lambda x: F.pad(x, (1, 1), mode="replicate"),
+    "index_fill": lambda x: torch.index_fill(x, 0, torch.tensor([0]), 0.1),
+    "masked_scatter": lambda x: torch.masked_scatter(x, torch.ones_like(x, dtype=torch.bool), x.flip(0)),
+    "select_scatter": lambda x: torch.select_scatter(x, x[0] + 0, 0, 1),
+    "slice_scatter": lambda x: torch.slice_scatter(x, x[:1] + 0, 0, 1, 2),
+    "gather": lambda x: torch.gather(x, 0, INDEX),
+    "pixel_shuffle": lambda x: F.pixel_shuffle(x.reshape(4, 3, 2), 2),
+    "im2col": lambda x: F.unfold(x[None], 2),
+    "tril": torch.tril,
+    "fft_fftshift": torch.fft.fftshift,
+    "cat": lambda x: torch.cat([x, x]),
+    "where": lambda x: torch.where(x.float().round() > 0, x, x.flip(0)),
+}
+
+
+@pytest.mark.parametrize("name", EXACT_CALLS)
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_rounding_commutes_with_exact_ops(name, low):
+    assert TABLE.info(f"aten.{name}").exact
+    mask = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0)) * 3
+    if name in ("masked_fill", "where"):  # the condition is an operand of its own, which rounding must not change
+        condition = mask > 0.5
+        run = (
+            (lambda x: torch.masked_fill(x, condition, 0.1))
+            if name == "masked_fill"
+            else (lambda x: torch.where(condition, x, x.flip(0)))
+        )
+    else:
+        run = EXACT_CALLS[name]
+    torch.testing.assert_close(run(mask.to(low)), run(mask).to(low), rtol=0, atol=0)
+
+
+def test_families_of_views_and_movement_are_exact_and_arithmetic_is_not():
+    inexact = {
+        "add",
+        "mul",
+        "sum",
+        "gelu",
+        "max",
+        "topk",
+        "sort",
+        "clamp",
+        "dropout",
+        "avg_pool2d",
+        "index_put",
+        "scatter",
+    }
+    assert not any(TABLE.info(f"aten.{name}").exact for name in inexact)
+    views = [info for info in TABLE.ops.values() if info.family in ("view", "movement", "index")]
+    assert len(views) > 100
+    assert all(info.exact for info in views)
+
+
+# ---- kept slots: 16-bit data beside FP32 parameters
+
+SIZE = (2, 4, 8)
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_normalisations_take_16_bit_data_beside_fp32_parameters(low):
+    data, width, channels = torch.randn(SIZE).to(low), torch.ones(8), torch.ones(4)
+    made = {
+        "layer_norm": F.layer_norm(data, (8,), width, width),
+        "rms_norm": F.rms_norm(data, (8,), width),
+        "group_norm": F.group_norm(data, 2, channels, channels),
+        "instance_norm": F.instance_norm(data, channels, channels, channels, channels),
+        "batch_norm": F.batch_norm(data, channels, channels, channels, channels, training=True),
+    }
+    for name, result in made.items():
+        assert result.dtype is low
+        assert {"weight", "bias"} <= TABLE.info(f"aten.{name}").keep
+
+
+# ---- emulation: what is said to lack a kernel still lacks it
+
+SCORES = torch.rand(3, 4)
+WITHOUT_KERNELS = {
+    "cdist": lambda low: torch.cdist(X.to(low), X.to(low)),
+    "fft_rfft": lambda low: torch.fft.rfft(X.to(low)),
+    "linalg_inv": lambda low: torch.linalg.inv(torch.eye(3, dtype=low)),
+    "quantile": lambda low: torch.quantile(X.to(low), 0.5),
+    "special_erfcx": lambda low: torch.special.erfcx(X.to(low)),
+    "avg_pool3d": lambda low: F.avg_pool3d(X[None].to(low), (1, 2, 2)),
+    "multi_margin_loss": lambda low: F.multi_margin_loss(SCORES.to(low), torch.tensor([0, 1, 2])),
+    "ctc_loss": lambda low: F.ctc_loss(
+        torch.rand(4, 1, 3).to(low), torch.tensor([[1, 2]]), torch.tensor([4]), torch.tensor([2])
+    ),
+}
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="other versions may have the kernels")
+@pytest.mark.parametrize("name", WITHOUT_KERNELS)
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_emulated_ops_have_no_kernel_on_the_cpu(name, low):
+    assert {"cpu.fp16", "cpu.bf16"} <= TABLE.info(f"aten.{name}").emulate
+    with pytest.raises(RuntimeError):
+        WITHOUT_KERNELS[name](low)
+    WITHOUT_KERNELS[name](torch.float32)
+
+
+# ---- mistakes in a table
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("version: 1\n", "needs the mapping 'families'"),
+        ("families: {a: {aten: [x]}}\n", "lacks its line 'about'"),
+        ("families: {a: {about: text, aten: [x], exakt: true}}\n", "unknown field 'exakt'"),
+        ("families: {a: {about: text, aten: [x]}, b: {about: text, aten: [x]}}\n", "in 'a' and in 'b'"),
+        ("families: {a: {about: text, aten: [x], special: {aten.y: {}}}}\n", "does not hold"),
+        ("families: {a: {about: text, aten: [x], exact: 1}}\n", "not a bool"),
+        ("families: {a: {about: text, aten: [x], special: {aten.x: {foo: true}}}}\n", "unknown field 'foo'"),
+    ],
+)
+def test_wrong_tables(text, message):
+    with pytest.raises(RuleError, match=message) as caught:
+        parse_op_table(text, "table.yaml")
+    assert caught.value.line == 1

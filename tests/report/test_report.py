@@ -1,0 +1,196 @@
+"""A plan as terminal tables, as HTML, and the counter that torch.autocast is measured with."""
+
+from html.parser import HTMLParser
+
+import pytest
+import torch
+from rich.console import Console
+
+from amp_compiler.cli.autocast_counter import CastCounter, count_autocast
+from amp_compiler.errors import AmpError
+from amp_compiler.ir.plan import PlannedCast, PlannedNode, PrecisionPlan
+from amp_compiler.report.html import plan_html
+from amp_compiler.report.table import human_bytes, plan_text, print_plan, summary_line
+
+HOSTILE = "<script>alert('&')</script>"
+
+
+def node(name: str, precision: str = "low", **changes) -> PlannedNode:
+    fields = {
+        "op": "aten.linear",
+        "family": "matmul",
+        "module": "encoder.layer.0",
+        "rule": "/home/me/rules/mine.yaml:7",
+        "reason": "tensor cores run it in 16 bits; every input is low",
+        "asked": precision,
+        "source": "/home/me/model.py:12",
+        "outputs": ((name, "bf16"),),
+    }
+    return PlannedNode(name=name, precision=precision, **{**fields, **changes})
+
+
+def plan(*nodes: PlannedNode, casts: tuple[PlannedCast, ...] = ()) -> PrecisionPlan:
+    return PrecisionPlan("bf16", "default", "cpu", nodes, casts)
+
+
+MIXED = plan(
+    node("linear"),
+    node("relu", asked="follow", op="aten.relu", family="elementwise"),
+    node("softmax", "fp32", op="aten.softmax", family="softmax", outputs=(("softmax", "fp32"),)),
+    node("index", "keep", op="aten.index", family="view", rule="", module="", outputs=(("index", "i64"),)),
+    casts=(
+        PlannedCast("x", "fp32", "bf16", 6144, (("linear", 0),)),
+        PlannedCast("relu", "bf16", "fp32", 600, (("softmax", 0), ("return", 1)), explicit=True),
+    ),
+)
+
+
+class Page(HTMLParser):
+    """Checks that tags close in order, and collects text and the addresses that the page would load."""
+
+    VOID = ("meta", "input", "br", "link", "img")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.loads: list[str] = []
+        self.tags: list[str] = []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.loads += [value for name, value in attrs if name in ("src", "href")]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.words.append(data)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (1024**2, "1.0 MiB"), (1024**5, "1024.0 TiB")],
+)
+def test_human_bytes(count, text):
+    assert human_bytes(count) == text
+
+
+def test_the_wide_table_shows_everything_of_a_node():
+    text = plan_text(MIXED)
+    (line,) = (line for line in text.splitlines() if line.startswith("   relu"))
+    for part in (
+        "aten.relu",
+        "low (follow)",
+        "bf16",
+        "mine.yaml:7",
+        "tensor cores",
+        "every input is low",
+        "model.py:12",
+    ):
+        assert part in line
+    assert " encoder.layer.0" in text
+    assert " (root)" in text
+    assert "reasons" not in text
+
+
+def test_the_narrow_table_has_the_reasons_once_a_rule():
+    text = plan_text(MIXED, width=80)
+    assert max(map(len, text.splitlines())) <= 80
+    (line,) = (line for line in text.splitlines() if "tensor cores" in line and line.startswith(" mine.yaml:7"))
+    assert line.split()[1] == "3"
+    assert "every input is low" not in text
+
+
+def test_the_cast_table_tells_the_models_own_casts():
+    lines = plan_text(MIXED).splitlines()
+    assert any("x" in line and "6.0 KiB" in line and "linear[0]" in line and "the plan" in line for line in lines)
+    assert any("600 B" in line and "softmax[0], return[1]" in line and "the model" in line for line in lines)
+
+
+def test_the_summary_counts():
+    line = summary_line(MIXED)
+    assert "4 nodes (2 low, 1 fp32, 1 keep)" in line
+    assert "2 casts (1 the model's own) move 6.6 KiB" in line
+
+
+def test_names_are_not_read_as_markup(capsys):
+    print_plan(plan(node("x[bold]", module="[red]m[/red]")), Console(width=200))
+    shown = capsys.readouterr().out
+    assert "x[bold]" in shown
+    assert "[red]m[/red]" in shown
+
+
+def test_an_empty_plan_has_a_table_and_a_page():
+    assert "0 nodes · 0 casts move 0 B" in plan_text(plan())
+    assert "None." in Page(plan_html(plan())).words
+
+
+def test_html_is_self_contained_and_holds_the_plan():
+    page = Page(plan_html(MIXED))
+    assert not page.loads
+    assert page.tags.count("script") == 1
+    shown = " ".join("".join(page.words).split())
+    for part in (
+        "linear",
+        "aten.softmax",
+        "encoder.layer.0",
+        "mine.yaml:7",
+        "6.0 KiB",
+        "softmax[0], return[1]",
+        "low (follow)",
+    ):
+        assert part in shown
+
+
+def test_html_escapes_what_comes_from_the_model():
+    hostile = plan(
+        node(HOSTILE, op=HOSTILE, module=HOSTILE, rule=HOSTILE, reason=HOSTILE, source=HOSTILE, family=HOSTILE),
+        casts=(PlannedCast(HOSTILE, "fp32", "bf16", 1, ((HOSTILE, 0),)),),
+    )
+    text = plan_html(hostile)
+    assert HOSTILE not in text
+    assert Page(text).tags.count("script") == 1
+
+
+def test_to_html_writes_the_same_bytes_each_time(tmp_path):
+    first, second = tmp_path / "a.html", tmp_path / "b.html"
+    MIXED.to_html(first)
+    MIXED.to_html(second)
+    assert first.read_bytes() == second.read_bytes()
+    assert first.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_to_html_names_a_folder_that_is_not_there(tmp_path):
+    with pytest.raises(AmpError, match="cannot write"):
+        MIXED.to_html(tmp_path / "nowhere" / "a.html")
+
+
+def test_the_counter_counts_float_casts_and_nothing_else():
+    x = torch.ones(8)
+    with CastCounter() as counter:
+        low = x.to(torch.bfloat16)  # 8 * (4 + 2)
+        low.to(torch.float64)  # 8 * (2 + 8)
+        x.to(torch.int64)
+        x.to(torch.float32)
+        x.to("meta")
+    assert (counter.casts, counter.cast_bytes) == (2, 48 + 80)
+
+
+def test_the_counter_counts_ops_with_a_16_bit_result():
+    x = torch.ones(8, 8, dtype=torch.bfloat16)
+    with CastCounter() as counter:
+        (x.t() @ x).view(64).float().sum()
+    assert counter.low_ops == 1
+
+
+def test_autocast_casts_a_weight_once_a_forward():
+    layer, x = torch.nn.Linear(4, 8, bias=False), torch.ones(3, 4)
+    counter = count_autocast(lambda: (layer(x), layer(x)))
+    weight, inputs = 4 * 8 * 6, 3 * 4 * 6
+    assert counter.cast_bytes == weight + 2 * inputs

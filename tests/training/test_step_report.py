@@ -1,0 +1,128 @@
+"""`step.nonfinite_report()`: which parameters and which nodes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_compiler as amp
+from amp_compiler.errors import LossScaleError
+from amp_compiler.ops.loss_scale import DynamicLossScale
+
+
+class Attention(nn.Module):
+    """Two heads behind a causal mask of minus infinities, then an exponential that can overflow."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.mix, self.act, self.head = nn.Linear(8, 24), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.dropout = dropout
+
+    def forward(self, x, gain):
+        q, k, v = self.mix(x).chunk(3, -1)
+        mask = torch.full((x.shape[1], x.shape[1]), float("-inf")).triu(1)
+        scores = (q @ k.transpose(-1, -2) + mask).softmax(-1)
+        hidden = F.dropout(self.act(scores @ v), self.dropout, self.training)
+        return self.head(torch.exp(hidden * gain))
+
+
+def loss_fn(model, x, gain, target):
+    return F.mse_loss(model(x, gain), target)
+
+
+def make(backend="eager", dropout=0.0, **options):
+    torch.manual_seed(0)
+    model = Attention(dropout)
+    options = {"dtype": "fp16", "loss_scale": 1024.0, **options}
+    return model, amp.training_step(
+        model, loss_fn, torch.optim.SGD(model.parameters(), 1e-3), backend=backend, **options
+    )  # fmt: skip
+
+
+X, TARGET = torch.linspace(-1, 1, 2 * 5 * 8).view(2, 5, 8), torch.zeros(2, 5, 4)
+ONE = torch.ones(())
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_step_whose_gradients_are_finite_reports_nothing(backend):
+    _, step = make(backend)
+    step(X, ONE, TARGET)
+    report = step.nonfinite_report()
+    assert not report and report.parameters == () and report.nodes == ()
+    assert str(report) == "all gradients were finite"
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_an_overflow_in_the_forward_is_found_at_its_node_and_not_at_the_mask(backend):
+    model, step = make(backend)
+    before = [p.detach().clone() for p in model.parameters()]
+    random_state = torch.get_rng_state()
+    step(X, 1e3 * ONE, TARGET)
+    report = step.nonfinite_report()
+    assert {"head.weight", "act.weight"} <= set(report.parameters)
+    assert report.repeated and {node.op for node in report.nodes} == {"aten.exp"}
+    assert all(node.phase == "forward" for node in report.nodes)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_an_overflow_of_the_scaled_gradient_is_found_in_the_backward_and_its_module():
+    _, step = make(loss_scale=2.0**30)
+    step(X, ONE, TARGET)
+    report = step.nonfinite_report()
+    assert report.repeated and report.parameters
+    assert {node.phase for node in report.nodes} == {"backward"}
+
+
+def test_a_batch_that_is_not_finite_is_named_as_the_input():
+    _, step = make()
+    x = X.clone()
+    x[0, 0, 0] = float("nan")
+    step(x, ONE, TARGET)
+    (node,) = step.nonfinite_report().nodes
+    assert node.op == "input" and node.name == "batch_0"
+
+
+def test_a_weight_that_is_not_finite_is_named():
+    model, step = make()
+    step(X, ONE, TARGET)
+    with torch.no_grad():
+        model.act.weight[0, 0] = float("inf")
+    step(X, ONE, TARGET)
+    assert any("act" in node.name and node.op == "input" for node in step.nonfinite_report().nodes)
+
+
+def test_gathered_gradients_are_reported_call_by_call():
+    _, step = make(accumulate=2)
+    step(X, 1e3 * ONE, TARGET)
+    assert {node.op for node in step.nonfinite_report().nodes} == {"aten.exp"}
+    step(X, ONE, TARGET)  # the sums are bad, this batch is not
+    report = step.nonfinite_report()
+    assert report.parameters and not report.repeated
+
+
+def test_a_node_that_makes_the_gradient_is_named_where_nothing_can_be_repeated():
+    _, step = make(loss_scale=None)
+    step._scale_config = type(step._scale_config)(check_finite=False)
+    step(X, 1e3 * ONE, TARGET)
+    report = step.nonfinite_report()
+    assert report.parameters and not report.repeated
+    assert all(node.phase == "backward" for node in report.nodes) and report.nodes
+
+
+def test_the_error_at_the_floor_names_parameters_and_nodes():
+    _, step = make(loss_scale=DynamicLossScale(init_scale=1.0, min=1.0, patience=2))
+    with pytest.raises(LossScaleError, match=r"head\.weight.*nodes: exp.*aten\.exp, forward"):
+        for _ in range(4):
+            step(X, 1e3 * ONE, TARGET)
+            step.check()
+
+
+def test_the_report_as_text():
+    _, step = make()
+    step(X, 1e3 * ONE, TARGET)
+    text = str(step.nonfinite_report())
+    assert text.startswith("not finite: the gradients of ")
+    assert "first made by exp" in text

@@ -1,0 +1,124 @@
+"""Batches of one training step: of one form, with shapes and types that may change."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_compiler as amp
+from amp_compiler.errors import CaptureError
+from amp_compiler.training import step as training
+
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(1, 16, 8, generator=GENERATOR)
+Y = torch.randint(0, 5, (1, 16), generator=GENERATOR)
+
+FORMS = [
+    (lambda x, y: ({"x": x},), r"batch\[0\]\['y'\] is missing, in the first call it was Tensor"),
+    (lambda x, y: ({"x": x, "y": y, "z": y},), r"batch\[0\]\['z'\] is Tensor, in the first call it was missing"),
+    (lambda x, y: ({"x": x, "y": (y, y)},), r"batch\[0\]\['y'\]\[0\] is Tensor, in the first call it was missing"),
+    (lambda x, y: ({"x": x, "y": None},), r"batch\[0\]\['y'\] is None, in the first call it was Tensor"),
+    (lambda x, y: ({"x": x, "y": y}, 3), r"batch\[1\] is number, in the first call it was missing"),
+    (lambda x, y: (), r"batch\[0\]\['x'\] is missing"),
+]
+
+
+def of_dict(model, *batch):
+    return F.cross_entropy(model(batch[0]["x"]), batch[0]["y"])
+
+
+@pytest.mark.parametrize(("form", "text"), FORMS)
+def test_a_batch_of_another_form_is_refused(form, text):
+    model = nn.Linear(8, 5)
+    step = amp.training_step(model, of_dict, torch.optim.SGD(model.parameters(), 0.1), dtype="bf16", backend="eager")
+    step({"x": X[0], "y": Y[0]})
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(amp.CaptureError, match=text) as caught:
+        step(*form(X[0], Y[0]))
+    assert "the first ({'x': Tensor, 'y': Tensor},)" in str(caught.value) and "second training_step" in str(
+        caught.value
+    )
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    step({"y": Y[0], "x": X[0]})  # the order of keys is no matter
+    step({"x": X[0].double().float()[:9], "y": Y[0][:9]})
+    assert len(step._programs) >= 2
+
+
+def test_a_first_batch_that_failed_fixes_nothing():
+    model = nn.Linear(8, 5)
+    step = amp.training_step(model, of_dict, torch.optim.SGD(model.parameters(), 0.1), dtype="bf16", backend="eager")
+    with pytest.raises((amp.AmpError, TypeError)):
+        step(X[0], Y[0])
+    step({"x": X[0], "y": Y[0]})
+
+
+def test_new_shapes_and_types_are_captured_up_to_a_limit(monkeypatch):
+    assert training.MOST_SIGNATURES == 64
+    monkeypatch.setattr(training, "MOST_SIGNATURES", 4)
+    model = nn.Linear(8, 5)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = amp.training_step(model, lambda m, x, y: F.cross_entropy(m(x.float()), y), optimizer, backend="eager")
+    for size in (16, 15, 14):
+        assert torch.isfinite(step(X[0][:size], Y[0][:size]))
+    step(X[0].double().float(), Y[0].int().long())  # as before
+    assert len(step._programs) == 3
+    step(X[0].double(), Y[0])  # elements of another type
+    with pytest.raises(amp.CaptureError, match=r"captured for 4 signatures .*; pad the batches to fewer shapes"):
+        step(X[0][:13], Y[0][:13])
+    for size in (16, 15, 14):
+        step(X[0][:size], Y[0][:size])
+    assert len(step._programs) == 4
+
+
+def test_sizes_of_a_dynamic_dimension_do_not_count_as_signatures(monkeypatch):
+    monkeypatch.setattr(training, "MOST_SIGNATURES", 2)
+    model, size = nn.Linear(8, 5), torch.export.Dim("size", min=2, max=64)
+    shapes = ({0: size}, {0: size})
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = amp.training_step(
+        model, lambda m, x, y: F.cross_entropy(m(x.float()), y), optimizer, backend="eager", dynamic_shapes=shapes
+    )
+    for size in (16, 5, 4, 3, 2, 16):
+        step(X[0][:size], Y[0][:size])
+    assert len(step._programs) == 1
+    step(X[0].double(), Y[0])
+    assert len(step._programs) == 2
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_one_program_serves_every_batch_size_where_shapes_are_dynamic(backend):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    reference = copy.deepcopy(model)
+    size = torch.export.Dim("size", min=2, max=64)
+
+    def loss_fn(model, x, y):
+        return torch.nn.functional.cross_entropy(model(x), y)
+
+    step = amp.training_step(
+        model,
+        loss_fn,
+        torch.optim.SGD(model.parameters(), 0.1),
+        enabled=False,
+        backend=backend,
+        dynamic_shapes=({0: size}, {0: size}),
+    )
+    plain = torch.optim.SGD(reference.parameters(), 0.1)
+    programs = set()
+    for count in (8, 5, 33):
+        x, y = torch.randn(count, 8), torch.randint(0, 4, (count,))
+        plain.zero_grad()
+        expected = loss_fn(reference, x, y)
+        expected.backward()
+        plain.step()
+        torch.testing.assert_close(step(x, y), expected.detach())
+        programs.update(map(id, step._programs.values()))
+    assert len(programs) == 1
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    with pytest.raises(CaptureError):
+        step(torch.randn(65, 8), torch.randint(0, 4, (65,)))

@@ -1,0 +1,199 @@
+"""Training steps of a small CNN on a CPU whose convolutions became products, against the same steps run eagerly."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_training_products import assert_same_gradients_after, deferred
+from torch import nn
+
+import amp_compiler as amp
+from amp_compiler.ops.cpu import update as cpu_update
+
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(6, 5, 3, 8, 8, generator=GENERATOR)
+Y = torch.randint(0, 10, (6, 5), generator=GENERATOR)
+# 5 images of 4 x 4 pixels are too many for the 32 channels of the first; of the others, 5 of 2 x 2 are few.
+CONVERTED = ["pointwise.weight", "few.weight"]
+WEIGHTS = [*CONVERTED, "head.weight"]
+STEPS = 5
+
+pytestmark = pytest.mark.skipif(
+    cpu_update.most_inner() < 20, reason="no C++ compiler, or a processor that does not multiply BF16 itself"
+)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Conv2d(3, 32, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(32)
+        self.pointwise, self.few = nn.Conv2d(32, 64, 1, stride=2), nn.Conv2d(64, 96, 3, padding=1)
+        self.head = nn.Linear(384, 10)
+
+    def forward(self, x):
+        x = F.relu(self.pointwise(F.relu(self.norm(self.first(x)))))
+        return self.head(F.relu(self.few(x)).flatten(1))
+
+
+def loss_fn(model, x, y):
+    return F.cross_entropy(model(x), y)
+
+
+def make(backend="inductor", layout=torch.contiguous_format, loss_of=loss_fn, **options):
+    model = Net().to(memory_format=layout)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3, eps=1e-4)  # small gradients move a weight by little
+    return model, optimizer, amp.training_step(model, loss_of, optimizer, dtype="bf16", backend=backend, **options)
+
+
+def relative(found, exact):
+    """Of the L2 norms."""
+    return float((found.double() - exact.double()).norm() / exact.double().norm())
+
+
+def whole(gradients):
+    return torch.cat([gradient.flatten() for gradient in gradients])
+
+
+def assert_right_gradients(step, eager):
+    """Of each parameter: a sum in another order may round to the next bf16 number, 2e-2 is five of them."""
+    mine, theirs = step.gradients(), eager.gradients()
+    assert list(mine) == list(theirs)
+    for name, gradient in mine.items():
+        assert gradient.dtype == torch.float32 and gradient.shape == theirs[name].shape
+        assert relative(gradient, theirs[name]) < 2e-2, name
+    assert float(step.grad_norm) == pytest.approx(float(whole(mine.values()).norm()), rel=1e-3)
+    assert float(step.grad_norm) == pytest.approx(float(eager.grad_norm), rel=1e-2)
+
+
+def assert_same_training(**options):
+    """Run a compiled step and an eager one side by side; the compiled one's model, optimizer and step."""
+    (model, optimizer, step), (other, _, eager) = make(**options), make("eager", **options)
+    initial = [parameter.detach().clone() for parameter in model.parameters()]
+    for number in range(STEPS):
+        assert float(step(X[number], Y[number])) == pytest.approx(float(eager(X[number], Y[number])), rel=1e-2)
+        if number == 0:
+            assert_right_gradients(step, eager)
+    moved, expected = (
+        whole([now.detach() - before for now, before in zip(one.parameters(), initial, strict=True)])
+        for one in (model, other)
+    )
+    assert float(expected.norm()) > 0.1 and relative(moved, expected) < 2e-2
+    for name, mine in model.named_buffers():
+        torch.testing.assert_close(mine, other.get_buffer(name), rtol=1e-2, atol=1e-3)
+    assert deferred(eager) == []
+    return model, optimizer, step
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return assert_same_training()
+
+
+def test_a_training_with_converted_convolutions_is_that_of_the_eager_backend(trained):
+    _, _, step = trained
+    assert deferred(step) == WEIGHTS
+    gradients = step.gradients()
+    assert gradients["few.weight"].shape == (96, 64, 3, 3) and gradients["pointwise.weight"].shape == (64, 32, 1, 1)
+    assert float(step.grad_norm) == pytest.approx(float(whole(gradients.values()).norm()), rel=1e-3)
+
+
+def test_a_checkpoint_has_the_shapes_of_convolutions_and_a_training_goes_on_from_it(trained):
+    model, optimizer, step = trained
+    state, initial = optimizer.state_dict()["state"], Net().state_dict()
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        assert model.state_dict()[name].shape == initial[name].shape
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert state[number][key].shape == parameter.shape and bool(state[number][key].any())
+    other, again, resumed = make()
+    other.load_state_dict(copy.deepcopy(model.state_dict()))
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    resumed.load_state_dict(step.state_dict())
+    assert torch.equal(step(X[STEPS], Y[STEPS]), resumed(X[STEPS], Y[STEPS]))
+    assert deferred(resumed) == WEIGHTS and torch.equal(step.grad_norm, resumed.grad_norm)
+    assert all(torch.equal(*pair) for pair in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_gradients_are_those_of_the_step_whatever_became_of_its_weights(trained):
+    _, _, step = trained
+    model = copy.deepcopy(trained[0])
+    step(X[0], Y[0])
+    assert deferred(step) == WEIGHTS
+    for parameter in trained[0].parameters():
+        assert_same_gradients_after(parameter.detach(), step)
+    trained[0].load_state_dict(model.state_dict())
+
+
+def test_weights_with_channels_last_are_trained_alike():
+    model, optimizer, step = assert_same_training(layout=torch.channels_last)
+    assert model.few.weight.is_contiguous(memory_format=torch.channels_last)
+    average = optimizer.state_dict()["state"][5]["exp_avg"]
+    assert average.shape == model.few.weight.shape and average.stride() == model.few.weight.stride()
+    assert {"pointwise.weight", "head.weight"} <= set(deferred(step))
+
+
+def test_weights_that_become_channels_last_after_the_first_step_are_trained_on():
+    """Their gradients are then made whole, and count in the norm as before."""
+    model, _, step = make()
+    other, _, eager = make("eager")
+    for number in range(3):
+        if number == 1:
+            model.to(memory_format=torch.channels_last)
+        step(X[number], Y[number])
+        eager(X[number], Y[number])
+        whole_norm = float(whole(step.gradients().values()).norm())
+        assert float(step.grad_norm) == pytest.approx(whole_norm, rel=1e-3)
+        assert float(step.grad_norm) == pytest.approx(float(eager.grad_norm), rel=1e-2)
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=2e-3)
+
+
+def test_clipping_needs_the_norm_first_and_defers_none():
+    _, _, step = assert_same_training(clip_norm=0.5)
+    assert deferred(step) == [] and float(step.grad_norm) > 0.5
+
+
+def hidden_and_loss(model, x):
+    hidden = model[0](x.float())
+    return model[1](hidden).square().mean(), hidden
+
+
+def test_a_batch_or_a_result_that_the_user_may_write_into_is_no_factor():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(32, 64, 1), nn.Conv2d(64, 96, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = amp.training_step(model, hidden_and_loss, optimizer, dtype="bf16", backend="inductor")
+    batch = torch.randn(4, 32, 2, 2, generator=torch.Generator().manual_seed(1)).bfloat16()
+    _, hidden = step(batch)
+    for written in (batch, hidden):
+        assert_same_gradients_after(written, step)
+
+
+def gradients_of(model, run, x, y):
+    F.cross_entropy(run(x).float(), y).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [torch.contiguous_format, pytest.param(torch.channels_last, marks=pytest.mark.slow)],
+    ids=["contiguous", "channels last"],
+)
+def test_a_users_own_backward_through_a_compiled_model_is_that_of_autocast(layout):
+    """The same roundings, but for sums in another order that round to the next bf16 number: 2e-2 is five of them."""
+    model, other = Net().to(memory_format=layout), Net().to(memory_format=layout)
+
+    def autocast(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return other(x)
+
+    compiled = amp.compile(model, dtype="bf16", backend="inductor")
+    mine, theirs = gradients_of(model, compiled, X[0], Y[0]), gradients_of(other, autocast, X[0], Y[0])
+    for name, gradient in mine.items():
+        assert gradient.shape == theirs[name].shape and gradient.dtype == torch.float32
+        assert relative(gradient, theirs[name]) < 2e-2, name
+    targets = [str(node.target) for node in compiled.graph_module.graph.nodes]
+    assert [targets.count(f"aten.{op}") for op in ("conv2d.default", "linear.default")] == [1, 3]

@@ -1,0 +1,279 @@
+"""How a training step runs: replayed as a graph, without waiting for the device, ended where it is stuck."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fake_graphs import FakeGraphs
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+import amp_compiler as amp
+from amp_compiler.backends import BACKENDS, eager
+from amp_compiler.errors import LossScaleError
+from amp_compiler.forward.settings import make_settings
+from amp_compiler.ops.loss_scale import DynamicLossScale
+from amp_compiler.training.build import _no_cuda_graph
+from amp_compiler.training.scale_watch import StuckWatch
+
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(40, 16, 8, generator=GENERATOR)
+Y = torch.randint(0, 5, (40, 16), generator=GENERATOR)
+PATIENCE = 20
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.Linear(16, 5)
+
+    def forward(self, x):
+        return self.b(F.dropout(F.relu(self.norm(self.a(x))), 0.2))
+
+
+def loss_fn(model, x, y):
+    logits = model(x)
+    return F.cross_entropy(logits, y), {"logits": logits, "x": x}
+
+
+def make(graphs=None, backend="inductor", **options):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    options = {"dtype": "fp16", "loss_scale": DynamicLossScale(growth_interval=4), "clip_norm": 1.0} | options
+    step = amp.training_step(model, loss_fn, optimizer, backend=backend, **options)
+    if graphs is not None:
+        step._state.graphs.api = graphs
+    return model, optimizer, step
+
+
+@pytest.fixture
+def node_by_node(monkeypatch):
+    """What Inductor would compile runs node by node: quick, and all that is around it stays the same."""
+    monkeypatch.setitem(BACKENDS, "inductor", eager.build)
+
+
+def snapshot(model, optimizer, step):
+    state = [t.clone() for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+    return [*[t.clone() for t in model.state_dict().values()], *state, *[t.clone() for t in step._scale]]
+
+
+def equal(first, second):
+    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def train(graphs, steps=14, disturb=lambda number, model, optimizer, step: None, sizes=(16,), **options):
+    """Losses, norms, gradients and the end state of a run with infs in some steps and a schedule."""
+    model, optimizer, step = make(graphs, **options)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.7)
+    torch.manual_seed(1)
+    results = []
+    for number in range(steps):
+        size = sizes[number % len(sizes)]
+        x = X[number][:size] * (float("inf") if number in (2, 7, 8) else 1.0)
+        loss, aux = step(x, Y[number][:size])
+        schedule.step()
+        results += [loss, aux["logits"], aux["x"], step.grad_norm, *step.gradients().values()]
+        disturb(number, model, optimizer, step)
+    return results, snapshot(model, optimizer, step), step
+
+
+def same_run(first, second):
+    assert equal(first[1], second[1])
+    for a, b in zip(first[0], second[0], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"sizes": (16, 12)}], ids=["plain", "accumulate", "shapes"])
+def test_replays_are_the_same_training(node_by_node, options):
+    graphs = FakeGraphs()
+    plain, replayed = train(None, **options), train(graphs, **options)
+    same_run(plain, replayed)
+    programs = 1 if not options else 2
+    assert graphs.log.count("warm_up") == 3 * programs and graphs.log.count("capture") == programs
+    assert graphs.log.count("replay") == 14 - 3 * programs
+    assert replayed[2].execution == "replayed as one CUDA graph" and int(replayed[2].skipped_steps) > 1
+
+
+def test_state_replaced_from_outside_is_captured_anew(node_by_node):
+    def disturb(number, model, optimizer, step):
+        if number == 5:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        elif number == 8:
+            model.a.weight.data = model.a.weight.detach() * 0.5
+        elif number == 11:
+            step.load_state_dict(step.state_dict())
+
+    graphs = FakeGraphs()
+    same_run(train(None, 16, disturb), train(graphs, 16, disturb))
+    assert graphs.log.count("capture") == 4 and len(graphs.log) == 16 + 4
+
+
+def test_a_failed_capture_is_told_and_the_training_is_the_same(node_by_node, caplog):
+    graphs = FakeGraphs(fails="operation not permitted when stream is capturing", half_way=True)
+    plain, other = train(None), train(graphs)
+    same_run(plain, other)
+    assert "the capture failed: RuntimeError: operation not permitted" in other[2].execution
+    assert sum("not permitted" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_how_a_step_runs_can_be_read(node_by_node):
+    _, _, step = make(FakeGraphs())
+    with pytest.raises(amp.AmpError, match="no finished call"):
+        _ = step.execution
+    said = []
+    for number in range(5):
+        step(X[number], Y[number])
+        said.append(step.execution)
+    assert [text.split(": ")[-1] for text in said[:3]] == [f"{n} of 3 warm-up steps done" for n in (1, 2, 3)]
+    assert said[3] == said[4] == "replayed as one CUDA graph"
+    for options, text in (
+        ({"backend": "eager"}, "backend='eager' runs the step node by node"),
+        ({}, "the tensors are on the cpu"),
+    ):
+        _, _, step = make(**options)
+        step(X[0], Y[0])
+        assert step.execution.startswith("run without a CUDA graph: ") and text in step.execution
+
+
+def test_what_a_graph_cannot_replay_is_known_before_it_runs():
+    def traced(function):
+        return make_fx(function)(torch.empty(2, device="meta"))
+
+    noisy = traced(lambda x: x * torch.rand(2, device="cpu").to(x.device))
+    assert "'rand' is on cpu, other values are on meta" in _no_cuda_graph(noisy, make_settings())
+    quiet = traced(lambda x: x * 2)
+    assert _no_cuda_graph(quiet, make_settings()) == ""
+    dynamic = make_settings(dynamic_shapes=({0: torch.export.Dim("n")},))
+    assert "dynamic_shapes=" in _no_cuda_graph(quiet, dynamic)
+    symbolic = make_fx(lambda x: x * 2, tracing_mode="symbolic")(torch.empty(2, 3))
+    assert "the shape of 'x_1' is dynamic" in _no_cuda_graph(symbolic, make_settings())
+
+
+def test_inductors_step_is_replayed():
+    graphs = FakeGraphs()
+    plain, replayed = train(None, 6, dtype="bf16", loss_scale=None), train(graphs, 6, dtype="bf16", loss_scale=None)
+    assert graphs.log == ["warm_up"] * 3 + ["capture"] + ["replay"] * 3
+    assert equal(plain[1], replayed[1])
+
+
+class NoReads(TorchDispatchMode):
+    """Fails where a tensor's value is brought to the host."""
+
+    FORBIDDEN = ("aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal", "aten::masked_select")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func._schema.name not in self.FORBIDDEN, func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_step_reads_nothing_from_the_device(optimizer, accumulate):
+    model, made, step = make(backend="eager", accumulate=accumulate)
+    if optimizer == "sgd":
+        made = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, dampening=0.1)
+        step = amp.training_step(model, loss_fn, made, dtype="fp16", backend="eager", accumulate=accumulate)
+    schedule = torch.optim.lr_scheduler.StepLR(made, 2)
+    step._watch = StuckWatch(torch.device("cpu"), SlowCopy(delay=2))  # as on a GPU; a CPU's flag is read directly
+    for number in range(2):
+        step(X[number], Y[number])
+    with NoReads():
+        for number in range(2, 8):
+            step(X[number] * (float("inf") if number == 5 else 1.0), Y[number])
+            schedule.step()
+            step.loss_scale, step.skipped_steps, step.grad_norm, step.gradients()
+        with pytest.raises(AssertionError, match="_local_scalar_dense"):
+            float(step.loss_scale)
+    assert int(step.skipped_steps) == 1
+
+
+class SlowCopy:
+    """A copy to the host that arrives after some looks at it."""
+
+    def __init__(self, delay: int) -> None:
+        self.delay, self.left, self.started = delay, 0, 0
+
+    def start(self, flag):
+        self.flag, self.left, self.started = flag.clone(), self.delay, self.started + 1
+
+    def done(self):
+        self.left -= 1
+        return self.left < 0
+
+    def value(self):
+        with _disable_current_modes():  # by then the flag is on the host
+            return bool(self.flag)
+
+
+def stuck_step(**options):
+    return make(backend="eager", loss_scale=DynamicLossScale(4.0, min=1.0), **options)
+
+
+def test_a_run_that_is_stuck_ends_by_itself():
+    model, _, step = stuck_step()
+    step(X[0], Y[0])
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    for _ in range(2 + PATIENCE - 1):  # two halvings lead to the floor
+        step(X[0] * float("inf"), Y[0])
+    with pytest.raises(LossScaleError, match=r"20 steps in a row at the loss scale 1, .*parameters: .*a\.weight"):
+        step(X[0] * float("inf"), Y[0])
+    assert int(step.skipped_steps) == 2 + PATIENCE
+    assert equal(before, [parameter.detach() for parameter in model.parameters()])
+    step(X[1], Y[1])  # finite data mends it
+    assert not equal(before, [parameter.detach() for parameter in model.parameters()])
+    step(X[0] * float("nan"), Y[0])
+
+
+@pytest.mark.parametrize("delay", [0, 3])
+def test_a_flag_on_its_way_is_raised_for_when_it_arrives(delay):
+    _, _, step = stuck_step()
+    copies = SlowCopy(delay)
+    step._watch = StuckWatch(torch.device("cpu"), copies)
+    bad = X[0] * float("inf")
+    calls = 0
+    with pytest.raises(LossScaleError, match=r"first non-finite parameters: .*a\.weight"):
+        for _ in range(60):
+            step(bad, Y[0])
+            calls += 1
+    # Copies start one behind the other; the first one that starts after the 22nd step brings the news.
+    assert 2 + PATIENCE <= calls <= 2 + PATIENCE + 2 * (delay + 1) and copies.started <= calls // (delay + 1) + 1
+    step(X[1], Y[1])
+    for _ in range(delay + 2):
+        step(X[1], Y[1])
+
+
+def test_news_that_no_longer_hold_are_passed_over():
+    _, _, step = stuck_step()
+    step._watch = StuckWatch(torch.device("cpu"), copies := SlowCopy(1000))
+    for _ in range(2 + PATIENCE):
+        step(X[0] * float("inf"), Y[0])
+    copies.start(step._scale_config.stuck(step._scale))
+    assert copies.value()
+    step(X[1], Y[1])  # finite again before the copy arrives
+    copies.left = 0
+    step(X[2], Y[2])
+
+
+def test_a_loaded_scale_forgets_the_old_news():
+    _, _, step = stuck_step()
+    fresh = step.state_dict()
+    step._watch = StuckWatch(torch.device("cpu"), copies := SlowCopy(1000))
+    for _ in range(2 + PATIENCE):
+        step(X[0] * float("inf"), Y[0])
+    copies.start(step._scale_config.stuck(step._scale))
+    step.load_state_dict(fresh)
+    copies.left = 0
+    step(X[0] * float("inf"), Y[0])
+    assert int(step.skipped_steps) == 1
+
+
+def test_a_scale_that_skips_nothing_is_not_watched():
+    _, _, step = make(backend="eager", enabled=False)
+    step._watch = StuckWatch(torch.device("cpu"), copies := SlowCopy(0))
+    step(X[0], Y[0])
+    assert copies.started == 0

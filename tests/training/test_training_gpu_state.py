@@ -1,0 +1,125 @@
+"""A training step on a CUDA device: state that moves, resumed runs, several graphs, and captures that cannot be."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from training_gpu import REPLAYED, NoWaiting, batches, loss_fn, make, weights, without_graphs
+
+from amp_compiler.backends.cuda_graph import WARM_UPS
+from amp_compiler.errors import LossScaleError
+from amp_compiler.ops.loss_scale import DynamicLossScale
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.fixture(autouse=True)
+def one_order_of_sums(monkeypatch):
+    """cuDNN's weight gradients in one order of summation, so that runs can be compared."""
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+
+
+def test_state_that_moves_is_captured_anew():
+    results = []
+    for moves in (False, True):
+        model, optimizer, step = make()
+        for number, (x, y) in enumerate(batches(24)):
+            step(x, y)
+            if moves and number == 8:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            elif moves and number == 14:
+                model.head.weight.data = model.head.weight.detach().clone()
+            elif moves and number == 18:
+                step.load_state_dict(step.state_dict())
+        assert step.execution == REPLAYED
+        results.append(weights(model))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_a_resumed_run_goes_on_where_it_was():
+    model, optimizer, step = make(drop=0.1)
+    given = list(batches(20))
+    for x, y in given[:10]:
+        step(x, y)
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), step.state_dict()))
+    random = torch.cuda.get_rng_state()
+    straight = [step(x, y) for x, y in given[10:]]
+    other, other_optimizer, resumed = make(drop=0.1)
+    other.load_state_dict(saved[0]), other_optimizer.load_state_dict(saved[1]), resumed.load_state_dict(saved[2])
+    torch.cuda.set_rng_state(random)
+    again = [resumed(x, y) for x, y in given[10:]]
+    for a, b in zip(straight, again, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    for a, b in zip(weights(model), weights(other), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_two_shapes_have_two_graphs_of_one_pool():
+    _, _, step = make()
+    _, _, plain = make()
+    without_graphs(plain)
+    for large, small in zip(batches(12, 32), batches(12, 20, seed=1), strict=True):
+        for batch in (large, small):
+            torch.testing.assert_close(step(*batch), plain(*batch), rtol=1e-5, atol=1e-6)
+            for name, gradient in plain.gradients().items():
+                torch.testing.assert_close(step.gradients()[name], gradient, rtol=1e-3, atol=1e-5)
+    assert len(step._state.graphs.live) == 2 and step.execution == REPLAYED
+
+
+def test_what_cannot_be_captured_still_trains():
+    def reads_the_host(model, x, y):
+        return loss_fn(model, x, y) + torch.rand(4).to(x.device).sum() * 0
+
+    model, _, step = make(loss=reads_the_host)
+    before = weights(model)
+    for x, y in batches(WARM_UPS + 3):
+        loss = step(x, y)
+    assert "run without a CUDA graph" in step.execution and torch.isfinite(loss)
+    assert not torch.equal(before[0], model.conv.weight)
+
+
+def test_a_capture_that_fails_leaves_torch_and_the_training_as_they_were():
+    model, _, step = make()
+    reference, _, plain = make()
+    without_graphs(plain)
+    given = list(batches(WARM_UPS + 6))
+    for number, (x, y) in enumerate(given):
+        if number == WARM_UPS:
+            run = step._last[0].run
+            compiled = run._run
+
+            def waits(*inputs, compiled=compiled):
+                outputs = compiled(*inputs)
+                if torch.cuda.is_current_stream_capturing():
+                    outputs[0].item()
+                return outputs
+
+            run._run = waits
+        stream = torch.cuda.current_stream()
+        step(x, y), plain(x, y)
+        assert torch.cuda.current_stream() == stream
+    assert "the capture failed" in step.execution
+    for a, b in zip(weights(model), weights(reference), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    _, _, later = make()
+    for x, y in given:
+        later(x, y)
+    assert later.execution == REPLAYED
+
+
+def test_a_stuck_run_ends_by_itself_without_waiting():
+    _, _, step = make(loss_scale=DynamicLossScale(2.0, min=1.0))
+    given = list(batches(WARM_UPS + 2))
+    for x, y in given:
+        step(x, y)
+    bad = given[0][0] * float("inf")
+    with NoWaiting():
+        for _ in range(15):
+            step(bad, given[0][1])
+    with pytest.raises(LossScaleError, match=r"conv\.weight"):
+        for _ in range(500):
+            step(bad, given[0][1])
+            torch.cuda.synchronize()

@@ -1,0 +1,198 @@
+"""What may share memory in the graph of a training step, and how it names what is in it."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_compiler as amp
+from amp_compiler.errors import AmpError
+from amp_compiler.fx.graph import canonical_op, module_of, node_tensor
+from amp_compiler.ops.loss_scale import DynamicLossScale
+
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(32, 8, generator=GENERATOR)
+Y = torch.randint(0, 4, (32,), generator=GENERATOR)
+BACKENDS = pytest.mark.parametrize("backend", ["eager", "inductor"])
+
+
+def loss_fn(model, x, y):
+    return F.cross_entropy(model(x), y)
+
+
+def net(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+class Summands(nn.Module):
+    """The derivative by a summand of the loss is the loss scale itself, or an expanded view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number, self.vector, self.line = nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(3)), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.line(x).square().mean() + self.number + self.vector.sum()
+
+
+@BACKENDS
+def test_a_gradient_that_is_the_scale_is_read_before_the_scale_grows(backend):
+    torch.manual_seed(0)
+    model = Summands()
+    optimizer = torch.optim.SGD(model.parameters(), 0.125)
+    scale = DynamicLossScale(init_scale=4.0, growth_interval=1)
+    step = amp.training_step(model, lambda m, x: m(x), optimizer, dtype="fp16", loss_scale=scale, backend=backend)
+    for number in range(1, 4):
+        step(X)
+        assert float(step.loss_scale) == 4.0 * 2**number
+        gradients = step.gradients()
+        assert float(gradients["number"]) == 1 and gradients["vector"].tolist() == [1, 1, 1]
+        assert float(model.number.detach()) == 1 - number / 8
+        assert model.vector.tolist() == [1 - number / 8] * 3
+
+
+@BACKENDS
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.NAdam])
+def test_parameters_that_are_each_others_gradients_are_updated_together(kind, backend):
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.arange(1.0, 7.0)), nn.Parameter(torch.arange(6.0, 0.0, -1.0))
+
+    def loss(model):
+        return (model.a * model.b).sum()
+
+    model = Product()
+    reference = copy.deepcopy(model)
+    step = amp.training_step(model, loss, kind(model.parameters(), 0.1), enabled=False, backend=backend)
+    plain = kind(reference.parameters(), 0.1)
+    for _ in range(3):
+        step()
+        plain.zero_grad()
+        loss(reference).backward()
+        plain.step()
+    torch.testing.assert_close(model.a, reference.a, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(model.b, reference.b, rtol=1e-6, atol=1e-6)
+
+
+def test_gradients_of_a_nest_are_named_by_their_path():
+    nest = {"a": {"b": net(0)}, "a_b": net(1), "list": [net(2)]}
+    models = [nest["a"]["b"], nest["a_b"], nest["list"][0]]
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], 0.1)
+
+    def loss(nest, x, y):
+        return loss_fn(nest["a"]["b"], x, y) + 2 * loss_fn(nest["a_b"], x, y) + loss_fn(nest["list"][0], x, y)
+
+    expected = {}
+    for path, factor, model in zip(("a.b", "a_b", "list.0"), (1, 2, 1), models, strict=True):
+        (factor * loss_fn(model, X, Y)).backward()
+        expected |= {f"{path}.{name}": parameter.grad for name, parameter in model.named_parameters()}
+    step = amp.training_step(nest, loss, optimizer, enabled=False, backend="eager")
+    step(X, Y)
+    assert set(step.gradients()) == set(expected)
+    for name, gradient in step.gradients().items():
+        torch.testing.assert_close(gradient, expected[name])
+
+
+@pytest.mark.parametrize("nest", [{"a.b": net()}, {0: net(), "0": net(1)}])
+def test_a_path_that_is_no_name_is_refused(nest):
+    parameters = [p for model in nest.values() for p in model.parameters()]
+    with pytest.raises(AmpError, match="whose path is no name"):
+        amp.training_step(nest, loss_fn, torch.optim.SGD(parameters, 0.1))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_rule_names_modules_as_in_the_model(nested):
+    """The same rule file fits `amp.compile`, `amp.explain` and the step."""
+    model = net()
+    name = "classifier.0" if nested else "0"
+    rules = {
+        "version": 1,
+        "extends": "default",
+        "rules": [{"match": {"module": name, "op": "aten.linear"}, "precision": "fp32", "why": "test"}],
+    }
+    nest = {"classifier": model} if nested else model
+    step = amp.training_step(
+        nest,
+        lambda m, x, y: loss_fn(m["classifier"] if nested else m, x, y),
+        torch.optim.SGD(model.parameters(), 0.1),
+        rules=rules,
+        dtype="bf16",
+        backend="eager",
+    )
+    step(X, Y)
+    linears = {node.module: node.precision for node in step.plan.nodes if node.op == "aten.linear"}
+    assert linears == {name: "fp32", name.replace("0", "2"): "low"}
+    backward = {str(node.meta.get("nn_module_stack", "")) for node in step.graph_module.graph.nodes}
+    assert not any("'model" in stack for stack in backward)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = nn.Linear(12, 7), nn.Linear(11, 7, bias=False), nn.Linear(12, 9)
+
+    def forward(self, x):
+        return (self.query(x) @ self.key(x[..., 1:]).transpose(1, 2)).softmax(-1) @ self.value(x)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(12), Attention()
+        self.mlp = nn.ModuleDict({"up": nn.Linear(9, 20), "down": nn.Linear(20, 12)})
+
+    def forward(self, x):
+        return x + self.mlp["down"](F.gelu(self.mlp["up"](self.attention(self.norm(x)))))
+
+
+class Nested(nn.Module):
+    """Every weight has a shape of its own, so that shapes tell which module a gradient belongs to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first = nn.Conv2d(1, 6, 3, bias=False), nn.BatchNorm2d(6), nn.ReLU()
+        self.stem = nn.Sequential(*first, nn.Conv2d(6, 9, 3), nn.GroupNorm(3, 9), nn.Conv2d(9, 12, 3))
+        self.body, self.head = nn.Sequential(Block()), nn.Linear(12, 4)
+
+    def forward(self, images):
+        return self.head(self.body(self.stem(images).flatten(2).transpose(1, 2)).mean(1))
+
+
+PRODUCTS = ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm")
+NORMS = (
+    "aten.native_batch_norm_backward",
+    "aten.native_layer_norm_backward",
+    "aten.native_group_norm_backward",
+)
+# A linear layer or a convolution: the gradient of its input and that of its weight, which one node makes of the latter.
+EXPECTED = {
+    **dict.fromkeys(("stem.0", "stem.1", "stem.3", "stem.4", "stem.5", "body.0.norm"), 1),
+    **dict.fromkeys(("body.0.attention.query", "body.0.attention.key", "body.0.attention.value"), 2),
+    **dict.fromkeys(("body.0.mlp.up", "body.0.mlp.down", "head"), 2),
+    "body.0.attention": 4,
+}
+
+
+@pytest.mark.parametrize("options", [{"dtype": "bf16"}, {"dtype": "fp16"}, {"enabled": False}], ids=str)
+def test_products_convolutions_and_norms_of_the_backward_know_the_module_that_they_belong_to(options):
+    torch.manual_seed(0)
+    model = Nested()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = amp.training_step(model, loss_fn, optimizer, backend="eager", **options)
+    step(torch.randn(11, 1, 8, 8), torch.randint(0, 4, (11,)))
+    kinds = (*PRODUCTS, *NORMS, "aten.convolution_backward")
+    nodes = [n for n in step.graph_module.graph.nodes if n.meta.get("amp_phase") == "backward"]
+    nodes = [node for node in nodes if canonical_op(node.target) in kinds]
+    assert Counter(module_of(node)[0] for node in nodes) == EXPECTED
+    for node in nodes:
+        weight = getattr(model.get_submodule(module_of(node)[0]), "weight", None)
+        if weight is not None:
+            shapes = [tuple(one.shape) for one in map(node_tensor, (node, *node.all_input_nodes)) if one is not None]
+            assert {tuple(weight.shape), tuple(weight.shape)[::-1]}.intersection(shapes), node.format_node()

@@ -1,0 +1,109 @@
+"""What a step keeps from its forward for its backward: 16-bit values as they are, never copies of them in FP32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_compiler as amp
+from amp_compiler.cli.demo import SmallCnn
+from amp_compiler.fx.graph import canonical_op, node_tensor
+from amp_compiler.passes.step import simplify_casts
+
+LOW = (torch.bfloat16, torch.float16)
+CASTS = ("aten._to_copy", "aten.to", "prims.convert_element_type")
+VIEWS = ("view", "reshape", "_unsafe_view", "permute", "transpose", "t", "expand", "unsqueeze", "squeeze", "clone")
+VIEWS = tuple(f"aten.{name}" for name in VIEWS)
+
+
+def gpt2(drop=0.0, **options):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 12}
+    sizes |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), drop)
+    config = transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2, use_cache=False, **options)
+    tokens = torch.randint(0, 96, (2, 12))
+    return transformers.GPT2LMHeadModel(config), lambda model, ids: model(ids, labels=ids).loss, (tokens,)
+
+
+def cnn():
+    def loss(model, images, labels):
+        return F.cross_entropy(model(images), labels)
+
+    return SmallCnn(True, width=4), loss, (torch.randn(8, 1, 8, 8), torch.randint(0, 10, (8,)))
+
+
+class Sines(nn.Module):
+    """The derivative of an FP32 sine of a BF16 product reads the product."""
+
+    def __init__(self, turned) -> None:
+        super().__init__()
+        self.a, self.b, self.turned = nn.Linear(8, 16), nn.Linear(16, 4), turned
+
+    def forward(self, x):
+        wide = self.a(x).float()
+        return self.b(torch.sin(wide.t()).t() if self.turned else torch.sin(wide))
+
+
+def sines(turned=False):
+    return Sines(turned), lambda model, x: model(x).square().mean(), (torch.randn(8, 8),)
+
+
+MODELS = {
+    "gpt2": gpt2,
+    "gpt2 without fused attention": lambda: gpt2(attn_implementation="eager"),
+    "cnn with batch norm": cnn,
+    "gpt2 with dropout": lambda: gpt2(drop=0.1),  # its backward reads such copies in another layout
+    "sines": sines,
+    "sines of a view": lambda: sines(turned=True),
+}
+
+
+def graph_of(name):
+    torch.manual_seed(0)
+    model, loss, batch = MODELS[name]()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    step = amp.training_step(model, loss, optimizer, dtype="bf16", backend="eager")
+    step(*batch)
+    return step.graph_module.graph
+
+
+def upcasts(graph):
+    """FP32 copies of 16-bit values, and views of them."""
+    found = []
+    for node in graph.nodes:
+        made = node_tensor(node)
+        if node.op != "call_function" or made is None or made.dtype != torch.float32 or not node.all_input_nodes:
+            continue
+        op, source = canonical_op(node.target), node.all_input_nodes[0]
+        copied = op in CASTS and node_tensor(source).dtype in LOW
+        if copied or (op in VIEWS and source in found):
+            found.append(node)
+    return found
+
+
+def readers(node, phase):
+    return [user for user in node.users if user.meta.get("amp_phase") == phase]
+
+
+def kept(graph):
+    """FP32 copies of 16-bit values that the forward makes and the backward reads."""
+    made = [node for node in upcasts(graph) if node.meta.get("amp_phase") == "forward"]
+    return [node for node in made if readers(node, "backward")]
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_the_backward_reads_no_fp32_copy_of_a_16_bit_value_that_the_forward_made(name):
+    graph = graph_of(name)
+    assert kept(graph) == []
+    forward = [
+        node for node in graph.nodes if node.meta.get("amp_phase") == "forward" and node_tensor(node) is not None
+    ]
+    assert set(upcasts(graph)).intersection(forward)
+    assert any(node_tensor(node).dtype in LOW and readers(node, "backward") for node in forward)
+
+
+def test_without_the_repeated_casts_there_would_be_such_a_copy(monkeypatch):
+    monkeypatch.setattr(simplify_casts, "_repeat_in_backward", lambda graph: False)
+    assert len(kept(graph_of("sines"))) == 1

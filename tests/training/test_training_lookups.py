@@ -1,0 +1,183 @@
+"""Training steps on a CPU whose tables' gradients stay the rows that were looked up, against the eager backend."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_compiler as amp
+from amp_compiler.backends import step_pieces as step_split
+from amp_compiler.ops.cpu import update as cpu_update
+from amp_compiler.ops.update.product import Product
+
+IDS = torch.randint(0, 50, (5, 2, 6), generator=torch.Generator().manual_seed(0))
+IDS[:, 0, :3] = 7  # a row that is looked up often
+
+pytestmark = pytest.mark.skipif(not cpu_update.available(), reason="no C++ compiler on this machine")
+multiplies = pytest.mark.skipif(cpu_update.most_inner() < 24, reason="a processor that does not multiply BF16 itself")
+
+
+class Words(nn.Module):
+    """Words to words, with a table that may be tied to the head and be looked up twice."""
+
+    def __init__(self, width=64, tied=True, twice=False, padding=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(50, width, padding_idx=padding)
+        self.body, self.head = nn.Linear(width, width), nn.Linear(width, 50, bias=False)
+        self.twice = twice
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, ids):
+        hidden = self.table(ids) + (self.table(ids.flip(1)) if self.twice else 0)
+        return self.head(torch.tanh(self.body(hidden)))
+
+
+def loss_fn(model, ids):
+    return F.cross_entropy(model(ids).flatten(0, 1), ids.roll(1, 1).flatten())
+
+
+def left(step):
+    """Names of the parameters whose gradients are left as added rows."""
+    program, output, _ = step._last
+    pairs = zip(program.updated, output.gradients, strict=True)
+    return [name for name, grad in pairs if isinstance(grad, Product) and grad.dtype == torch.float32]
+
+
+def amsgrad(parameters, rate):
+    return torch.optim.Adam(parameters, rate, amsgrad=True)
+
+
+def both(optimizer=torch.optim.AdamW, options=None, **settings):
+    made = []
+    for backend in ("inductor", "eager"):
+        model = Words(**settings)
+        step = amp.training_step(
+            model, loss_fn, optimizer(model.parameters(), 0.05), backend=backend, **{"dtype": "bf16", **(options or {})}
+        )
+        made.append((model, step))
+    return made
+
+
+def assert_same_training(steps=5, **settings):
+    (model, step), (other, eager) = both(**settings)
+    for number in range(steps):
+        torch.testing.assert_close(step(IDS[number]), eager(IDS[number]), rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(step.grad_norm, eager.grad_norm, rtol=1e-2, atol=0)
+        whole = torch.cat([gradient.double().flatten() for gradient in step.gradients().values()]).norm()
+        assert float(step.grad_norm) == pytest.approx(float(whole), rel=1e-3)
+        for name, gradient in eager.gradients().items():
+            mine = step.gradients()[name]
+            assert mine.dtype == torch.float32
+            torch.testing.assert_close(mine, gradient, rtol=0.02, atol=0.02 * float(gradient.abs().max()))
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert float((mine.detach() - theirs.detach()).norm()) < 0.03 * float(theirs.detach().norm())
+    assert left(eager) == []
+    return left(step)
+
+
+@multiplies
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"twice": True}, {"padding": 7}, {"optimizer": torch.optim.SGD}],
+    ids=["once", "twice", "padding", "sgd"],
+)
+def test_a_tied_table_is_trained_as_by_the_eager_backend(settings):
+    assert assert_same_training(**settings) == ["head.weight"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"twice": True}, {"padding": 7}, {"optimizer": amsgrad}],
+    ids=["once", "twice", "padding", "amsgrad"],
+)
+def test_a_table_of_its_own_is_trained_as_by_the_eager_backend(settings):
+    assert assert_same_training(tied=False, **settings) == ["table.weight"]
+
+
+def test_plain_fp32_leaves_rows_too():
+    (model, step), (other, eager) = both(torch.optim.SGD, {"enabled": False}, tied=False)
+    for ids in IDS:
+        step(ids), eager(ids)
+    assert left(step) == ["table.weight"]
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"options": {"clip_norm": 1.0}},
+        pytest.param({"options": {"accumulate": 2}}, marks=pytest.mark.slow),
+        {"width": 32},
+    ],
+    ids=str,
+)
+def test_whole_gradients_are_made_where_they_are_needed_or_faster(settings):
+    assert assert_same_training(steps=4, **settings) == []
+
+
+def weighted(model, ids, weight):
+    return (model.table(ids) * weight[..., None]).square().sum()
+
+
+def test_a_table_whose_last_row_alone_is_not_finite_stops_the_step():
+    torch.manual_seed(0)
+    model = Words(tied=False, padding=7)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.05)
+    step = amp.training_step(model, weighted, optimizer, dtype="bf16")
+    ids, weight = IDS[0].clone(), torch.ones(2, 6)
+    ids[0, :5], ids[1, 5] = 7, 3
+    step(ids, weight)
+    before = model.table.weight.detach().clone()
+    weight[1, 5] = float("inf")
+    step(ids, weight)
+    assert left(step) == ["table.weight"] and int(step.skipped_steps) == 1
+    assert torch.equal(model.table.weight, before)
+    assert step.nonfinite_report().parameters == ("table.weight",)
+    step(ids, torch.ones(2, 6))
+    assert int(step.skipped_steps) == 1 and not torch.equal(model.table.weight, before)
+
+
+def test_positions_that_every_sample_shares_and_a_batch_without_words():
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.table, self.positions = nn.Embedding(50, 64), nn.Embedding(40, 64)
+
+        def forward(self, ids):
+            return self.table(ids) + self.positions(torch.arange(ids.shape[1]))
+
+    results = []
+    for backend in ("inductor", "eager"):
+        model = Positions()
+        optimizer = torch.optim.SGD(model.parameters(), 0.05)
+        step = amp.training_step(model, lambda m, ids: m(ids).square().sum(), optimizer, dtype="bf16", backend=backend)
+        for ids in (IDS[0], IDS[1], IDS[0][:0]):
+            step(ids)
+        results.append((left(step), model))
+    assert results[1][0] == []
+    for mine, theirs in zip(*(model.parameters() for _, model in results), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_on_another_device_nothing_is_left():
+    (_, step), _ = both(tied=False)
+    step(IDS[0])
+    program = step._last[0]
+    examples = [node.meta["val"] for node in program.graph_module.graph.find_nodes(op="placeholder")]
+    kernels = step_split._kernels(program.graph_module, examples)
+    assert [one.gradient.name for one in step_split._Cut(program.graph_module, kernels).products] != []
+    others = {target: target for target in kernels}  # as on CUDA
+    assert step_split._Cut(program.graph_module, others).products == []
+
+
+def test_gradients_are_those_of_the_step_whatever_became_of_its_batch():
+    (_, step), _ = both()
+    ids = IDS[0].clone()
+    step(ids)
+    before = step.gradients()["head.weight"].clone()
+    ids.fill_(1)
+    assert torch.equal(step.gradients()["head.weight"], before)

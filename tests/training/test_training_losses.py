@@ -1,0 +1,82 @@
+"""Losses of all kinds: one plain FP32 step against torch's, and a scaled one against an unscaled one."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_compiler as amp
+from amp_compiler.passes.step.fold_loss_scale import SCALE, FoldLossScale
+
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(5, 6, generator=GENERATOR)
+TARGET = torch.rand(5, 3, generator=GENERATOR)
+LABELS = torch.tensor([0, 2, 1, 1, 0])
+WEIGHT = torch.tensor([0.5, 2.0, 1.0])
+LOSSES = {
+    "binary cross entropy of logits": lambda y: F.binary_cross_entropy_with_logits(y, TARGET),
+    "its sum": lambda y: F.binary_cross_entropy_with_logits(y, TARGET, reduction="sum"),
+    "weighted": lambda y: F.binary_cross_entropy_with_logits(y, TARGET, pos_weight=WEIGHT),
+    "two of them": lambda y: (
+        F.binary_cross_entropy_with_logits(y, TARGET) + F.binary_cross_entropy_with_logits(-y, TARGET, reduction="sum")
+    ),
+    "binary cross entropy": lambda y: F.binary_cross_entropy(y.sigmoid(), TARGET),
+    "cross entropy": lambda y: F.cross_entropy(y, LABELS, weight=WEIGHT, label_smoothing=0.1),
+    "negative log likelihood": lambda y: F.nll_loss(y.log_softmax(1), LABELS, reduction="sum"),
+    "mean square": lambda y: F.mse_loss(y, TARGET),
+    "absolute": lambda y: F.l1_loss(y, TARGET, reduction="sum"),
+    "huber": lambda y: F.huber_loss(y, TARGET, delta=0.3),
+    "smooth": lambda y: F.smooth_l1_loss(y, TARGET),
+    "divergence": lambda y: F.kl_div(y.log_softmax(1), TARGET.softmax(1), reduction="batchmean"),
+    "poisson": lambda y: F.poisson_nll_loss(y, TARGET),
+    "soft margin": lambda y: F.soft_margin_loss(y, TARGET.round() * 2 - 1),
+    "hinge": lambda y: F.hinge_embedding_loss(y, TARGET.round() * 2 - 1),
+    "margin": lambda y: F.multi_margin_loss(y, LABELS),
+    "cosine": lambda y: F.cosine_embedding_loss(y, TARGET, torch.ones(5)),
+    "triplet": lambda y: F.triplet_margin_loss(y, TARGET, TARGET.flip(0)),
+    "product with a number": lambda y: 2 * F.binary_cross_entropy_with_logits(y, TARGET) / 3,
+    "scalar product": lambda y: torch.dot(y.flatten(), TARGET.flatten()),
+    "product": lambda y: (y[:, 0] + 2).prod(),
+    "distance": lambda y: torch.dist(y, TARGET),
+    "norm": lambda y: y.norm(),
+    "largest": lambda y: y.max(),
+    "one element": lambda y: y[2, 1],
+    "sum of exponentials": lambda y: y.logsumexp((0, 1)),
+}
+
+
+def trained(loss, **options):
+    """The weight and bias after a step, and what torch makes of them."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 3)
+    gradients = torch.autograd.grad(loss(model(X)), list(model.parameters()))
+    expected = [p - 0.1 * gradient for p, gradient in zip(model.parameters(), gradients, strict=True)]
+    step = amp.training_step(
+        model, lambda m, x: loss(m(x)), torch.optim.SGD(model.parameters(), 0.1), backend="eager", **options
+    )
+    step(X)
+    return [p.detach() for p in model.parameters()], [p.detach() for p in expected]
+
+
+@pytest.mark.parametrize("name", list(LOSSES))
+def test_a_step_in_fp32_is_torchs(name):
+    for mine, theirs in zip(*trained(LOSSES[name], enabled=False), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", list(LOSSES))
+def test_a_power_of_two_scale_changes_no_bit(name):
+    plain, _ = trained(LOSSES[name], dtype="bf16", loss_scale=None)
+    scaled, _ = trained(LOSSES[name], dtype="bf16", loss_scale=1024.0)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(plain, scaled, strict=True))
+
+
+def test_a_graph_in_which_the_scale_enters_twice_is_refused():
+    graph = torch.fx.Graph()
+    x, scale = graph.placeholder("x"), graph.placeholder(SCALE)
+    gradient = graph.call_function(torch.ops.aten.mul.Tensor, (x, scale))
+    expanded = graph.call_function(torch.ops.aten.expand.default, (scale, [4]))
+    again = graph.call_function(torch.ops.aten.mul.Tensor, (gradient, expanded))
+    graph.output((again,))
+    module = torch.fx.GraphModule({}, graph)
+    assert "'mul_tensor_1' multiplies or divides two values" in str(FoldLossScale().ensures(module, module))

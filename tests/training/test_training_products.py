@@ -1,0 +1,240 @@
+"""Training steps on a CPU that leave gradients of weight matrices as products, against the same steps run eagerly."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_compiler as amp
+from amp_compiler.ops.cpu import update as cpu_update
+from amp_compiler.ops.update.product import Product
+
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(5, 8, 64, generator=GENERATOR)
+Y = torch.randint(0, 64, (5, 8), generator=GENERATOR)
+WEIGHTS = ["0.weight", "2.weight", "4.weight"]
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, 1e-3),
+    "amsgrad": lambda p: torch.optim.Adam(p, 1e-3, weight_decay=1e-2, amsgrad=True),
+    "sgd": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+}
+
+pytestmark = pytest.mark.skipif(
+    cpu_update.most_inner() < 8, reason="no C++ compiler, or a processor that does not multiply BF16 itself"
+)
+
+
+def loss_fn(model, x, y):
+    return F.cross_entropy(model(x), y)
+
+
+def make(backend="inductor", optimizer="adamw", **options):
+    torch.manual_seed(0)
+    layers = nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 96), nn.ReLU(), nn.Linear(96, 64)
+    model = nn.Sequential(*layers)
+    made = OPTIMIZERS[optimizer](model.parameters())
+    return model, made, amp.training_step(model, loss_fn, made, backend=backend, **({"dtype": "bf16"} | options))
+
+
+def deferred(step):
+    """Names of the parameters whose gradients the last step has left as products."""
+    program, output, _ = step._last
+    return [name for name, grad in zip(program.updated, output.gradients, strict=True) if isinstance(grad, Product)]
+
+
+def assert_close_weights(model, other, most):
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=most)
+
+
+def assert_close_gradients(mine, theirs):
+    """Of the size of the largest element: single ones may be what is left of larger ones."""
+    assert mine.keys() == theirs.keys()
+    for name, gradient in mine.items():
+        assert gradient.dtype == torch.float32
+        torch.testing.assert_close(gradient, theirs[name], rtol=0.02, atol=0.02 * float(theirs[name].abs().max()))
+
+
+def assert_same_training(steps=5, **options):
+    """Run a compiled step and an eager one side by side; the names of the deferred gradients at the end."""
+    (model, _, step), (other, _, eager) = make(**options), make("eager", **options)
+    for number in range(steps):
+        torch.testing.assert_close(step(X[number], Y[number]), eager(X[number], Y[number]), rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(step.grad_norm, eager.grad_norm, rtol=1e-2, atol=0)
+        assert list(step.gradients()) == [name for name, _ in model.named_parameters()]
+        assert_close_gradients(step.gradients(), eager.gradients())
+    assert_close_weights(model, other, 2e-3)
+    assert deferred(eager) == []
+    return deferred(step)
+
+
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def test_a_training_with_products_is_that_of_the_eager_backend(optimizer):
+    assert assert_same_training(optimizer=optimizer) == WEIGHTS
+
+
+def test_a_loss_scale_is_taken_out_of_the_norm_of_products():
+    assert assert_same_training(loss_scale=1024.0) == WEIGHTS
+
+
+def test_the_norm_is_that_of_the_gradients():
+    _, _, step = make()
+    step(X[0], Y[0])
+    exact = torch.cat([gradient.double().flatten() for gradient in step.gradients().values()]).norm()
+    assert deferred(step) == WEIGHTS and float(step.grad_norm) == pytest.approx(float(exact), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"clip_norm": 1.0},
+        pytest.param({"accumulate": 2}, marks=pytest.mark.slow),
+        {"dtype": "fp16"},
+        {"enabled": False},
+    ],
+    ids=str,
+)
+def test_steps_that_need_whole_gradients_defer_none(options):
+    assert assert_same_training(steps=4, **options) == []
+
+
+@pytest.mark.parametrize(("rows", "most", "expected"), [(40, 1 << 40, WEIGHTS[:2]), (8, 8, WEIGHTS), (8, 7, [])])
+def test_gradients_are_made_where_that_is_smaller_or_faster(monkeypatch, rows, most, expected):
+    monkeypatch.setattr(cpu_update, "most_inner", lambda: most)
+    _, _, step = make()
+    step(X.view(40, 64)[:rows], Y.view(40)[:rows])  # 40 * (64 + 96) elements are more than 64 * 96
+    assert deferred(step) == expected
+
+
+class Queries(nn.Module):
+    def __init__(self, read) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.queries, self.read = nn.Parameter(torch.randn(4, 64)), read
+        self.a, self.b = nn.Linear(64, 128, bias=False), nn.Linear(128, 96, bias=False)
+
+    def forward(self):
+        return self.b(F.relu(self.a(self.read(self.queries))))
+
+
+@pytest.mark.parametrize(
+    ("read", "expected"),
+    [
+        (lambda queries: queries, ["b.weight"]),
+        (lambda queries: queries.view(2, 2, 64).flatten(0, 1)[:, :], ["b.weight"]),
+        (lambda queries: queries.bfloat16() * 1, ["a.weight", "b.weight"]),
+        (lambda queries: queries.clone(), ["a.weight", "b.weight"]),
+    ],
+    ids=["itself", "views", "times one", "clone"],
+)
+def test_a_weight_whose_factor_is_another_parameter_is_updated_from_its_value_before_the_step(read, expected):
+    models, steps = [Queries(read), Queries(read)], []
+    initial = [parameter.detach().clone() for parameter in models[0].parameters()]
+    for model, backend in zip(models, ("inductor", "eager"), strict=True):
+        groups = [{"params": [model.queries], "lr": 1e3}, {"params": [model.a.weight, model.b.weight]}]
+        optimizer = torch.optim.SGD(groups, 5.0)
+        step = amp.training_step(model, lambda m: m().square().mean(), optimizer, dtype="bf16", backend=backend)
+        step()
+        steps.append(step)
+    assert deferred(steps[0]) == expected
+    assert float((models[0].queries.detach() - initial[0]).abs().max()) > 0.5
+    assert_close_gradients(*(step.gradients() for step in steps))
+    for mine, theirs, before in zip(*(model.parameters() for model in models), initial, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0.02 * float((theirs - before).detach().abs().max()))
+
+
+def test_a_factor_in_the_batch_is_not_deferred_and_one_made_of_it_is():
+    _, _, step = make()
+    step(X[0].bfloat16(), Y[0])
+    assert deferred(step) == WEIGHTS[1:]
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+def test_a_step_that_is_not_finite_changes_nothing_and_is_reported(optimizer, bad):
+    model, made, step = make(optimizer=optimizer)
+    step(X[0], Y[0])
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(made.state_dict()["state"])
+    x = X[1].clone()
+    x[3, 5] = bad
+    step(x, Y[1])
+    assert deferred(step) == WEIGHTS and int(step.skipped_steps) == 1 and not step.grad_norm.isfinite()
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    for number, old in state.items():
+        for name, value in made.state_dict()["state"][number].items():
+            assert torch.equal(value, old[name]) if isinstance(value, torch.Tensor) else value == old[name]
+    report = step.nonfinite_report()
+    assert set(WEIGHTS) <= set(report.parameters) and report.nodes[0].name == "batch_0"
+    assert not step.gradients()["0.weight"].isfinite().all()
+    step(X[2], Y[2])
+    assert int(step.skipped_steps) == 1 and step.grad_norm.isfinite() and not step.nonfinite_report()
+
+
+def loss_and_hidden(model, x):
+    hidden = model[1](model[0](x))
+    return model[2](hidden).square().mean(), hidden.bfloat16()
+
+
+def two_layers(with_aux):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.ReLU(), nn.Linear(128, 96, bias=False))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    loss_of = loss_and_hidden if with_aux else lambda *inputs: loss_and_hidden(*inputs)[0]
+    return model, amp.training_step(model, loss_of, optimizer, dtype="bf16", backend="inductor")
+
+
+def assert_same_gradients_after(change, step):
+    before = step.gradients()
+    assert all(bool(gradient.any()) for gradient in before.values())
+    change.zero_()
+    for name, gradient in step.gradients().items():
+        assert torch.equal(gradient, before[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_those_of_the_step_whatever_became_of_its_batch_and_weights(dtype):
+    model, step = two_layers(with_aux=False)
+    batch = X[0].to(dtype, copy=True)
+    step(batch)
+    assert deferred(step)[-1] == "2.weight"
+    for changed in (batch, *(parameter.detach() for parameter in model.parameters())):
+        assert_same_gradients_after(changed, step)
+
+
+def test_gradients_are_those_of_the_step_whatever_became_of_its_results():
+    _, step = two_layers(with_aux=True)
+    _, aux = step(X[0])
+    assert aux.dtype == torch.bfloat16
+    assert_same_gradients_after(aux, step)
+
+
+def test_a_resumed_training_goes_on_bit_for_bit():
+    model, optimizer, step = make()
+    for number in range(2):
+        step(X[number], Y[number])
+    other, again, resumed = make()
+    other.load_state_dict(copy.deepcopy(model.state_dict()))
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    resumed.load_state_dict(step.state_dict())
+    for number in range(2, 5):
+        assert torch.equal(step(X[number], Y[number]), resumed(X[number], Y[number]))
+        assert torch.equal(step.grad_norm, resumed.grad_norm)
+    assert_close_weights(model, other, 0)
+    assert deferred(resumed) == WEIGHTS
+
+
+def test_float64_gradients_are_left_to_the_compiler():
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.p, model.w = nn.Parameter(torch.randn(4, 64)), nn.Linear(64, 8, bias=False)
+
+    def loss_of(m):
+        return m.w(m.p.double().float()).square().mean()
+
+    before, expected = model.p.detach().clone(), torch.autograd.grad(loss_of(model), model.p)[0]
+    amp.training_step(model, loss_of, torch.optim.SGD(model.parameters(), 0.1), enabled=False)()
+    assert torch.allclose(model.p, before - 0.1 * expected, rtol=0, atol=1e-7)

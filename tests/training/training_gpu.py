@@ -1,0 +1,65 @@
+"""A net, batches and guards for the tests of a training step on a CUDA device."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_compiler as amp
+from amp_compiler.ops.loss_scale import DynamicLossScale
+
+REPLAYED = "replayed as one CUDA graph"
+
+
+class Net(nn.Module):
+    """Convolution, BatchNorm, dropout and a linear layer: every kind of state that a replay must carry on."""
+
+    def __init__(self, drop: float = 0.0) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 16, 3, bias=False), nn.BatchNorm2d(16)
+        self.head, self.drop = nn.Linear(16 * 6 * 6, 10), drop
+
+    def forward(self, x):
+        hidden = F.dropout(F.relu(self.norm(self.conv(x))), self.drop, training=self.drop > 0)
+        return self.head(hidden.flatten(1))
+
+
+def loss_fn(model, x, y):
+    return F.cross_entropy(model(x), y)
+
+
+def batches(count, size=32, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    for _ in range(count):
+        x = torch.randn(size, 3, 8, 8, device="cuda", generator=generator)
+        yield x, torch.randint(0, 10, (size,), device="cuda", generator=generator)
+
+
+def make(backend="inductor", kind=torch.optim.AdamW, drop=0.0, loss=loss_fn, **options):
+    torch.manual_seed(0)
+    model = Net(drop).cuda()
+    optimizer = kind(model.parameters(), 1e-3)
+    options = {"dtype": "fp16", "loss_scale": DynamicLossScale(1024.0, growth_interval=8), "clip_norm": 1.0} | options
+    return model, optimizer, amp.training_step(model, loss, optimizer, backend=backend, **options)
+
+
+def weights(model):
+    return [value.detach().clone() for value in model.state_dict().values()]
+
+
+class NoWaiting:
+    """Any synchronisation that torch knows of is an error."""
+
+    def __enter__(self):
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+
+    def __exit__(self, *caught):
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def without_graphs(step):
+    """The same compiled step, never captured."""
+    step._state.graphs.most = 0
+    return step
