@@ -1,8 +1,8 @@
 """Minimum of a sum of two-label costs, by s-t minimum cut: exact, deterministic, and fast on long thin graphs.
 
-networkx splits the problem into components. It has maximum flow too, but its fastest algorithm takes three times as long
-for a chain of 10,000 nodes under `fast`, and none of them promises which of several minimum cuts it gives; the tests
-hold it against this one.
+networkx splits the problem into components. It has maximum flow too, but its fastest algorithm takes three times as
+long for a chain of 10,000 nodes under `fast`, and none of them promises which of several minimum cuts it gives; the
+tests hold it against this one.
 
 The algorithm is highest-label push-relabel with gap and global relabelling (Goldberg and Tarjan, "A new approach to the
 maximum-flow problem", 1988; Cherkassky and Goldberg, "On implementing push-relabel", 1997), first phase only: a maximum
