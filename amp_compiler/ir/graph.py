@@ -251,15 +251,14 @@ class PrecisionGraph:
                 )
             if value.numel < 0:
                 raise GraphError(f"value '{value.name}' has {value.numel} elements")
-        done: set[str] = set()
+        ready = self.values.keys() - self._producer.keys()
         for node in self.nodes.values():
             if node.pin is not None and node.pin.precision not in PIN_PRECISIONS:
                 raise GraphError(f"node '{node.name}' has the unknown pin '{node.pin.precision}'")
             for operand in node.inputs:
-                maker = self._producer.get(operand.value)
-                if maker not in done and (maker is not None or operand.value not in self.values):
+                if operand.value not in ready:
                     raise self._cannot_run(node, operand.value)
-            done.add(node.name)
+            ready.update(node.outputs)
 
     def _cannot_run(self, node: Node, value: str) -> GraphError:
         """Why `node` cannot read `value` where it stands, and what to do about it."""

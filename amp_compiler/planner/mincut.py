@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+_ALONE = -1  # in place of the number of a component: a variable without pairs
+
 
 @dataclass
 class TwoLabelProblem:
@@ -75,9 +77,7 @@ class TwoLabelProblem:
         import networkx as nx
 
         linked: nx.Graph = nx.Graph((one, zero) for one, zero, _ in self._pairs)
-        for alone in (variable for variable in range(len(self._zero)) if variable not in linked):
-            yield [alone], []
-        group = [0] * len(self._zero)
+        group = [_ALONE] * len(self._zero)
         position = [0] * len(self._zero)
         members: list[list[int]] = []
         for number, part in enumerate(nx.connected_components(linked)):
@@ -88,6 +88,7 @@ class TwoLabelProblem:
         for one, zero, cost in self._pairs:
             pairs[group[one]].append((position[one], position[zero], cost))
         yield from zip(members, pairs, strict=True)
+        yield from (([variable], []) for variable, known in enumerate(group) if known == _ALONE)
 
 
 def _cut(excess: list[int], deficit: list[int], pairs: list[tuple[int, int, int | None]]) -> tuple[list[int], int]:
