@@ -10,8 +10,9 @@ from amp_compiler.errors import LoweringError
 from amp_compiler.ir.dtypes import DType, dtype_from_short
 from amp_compiler.ir.plan import RETURN, PlannedCast, PrecisionPlan
 from amp_compiler.onnx.lowering.lower import Lowered, Site
+from amp_compiler.onnx.lowering.scopes import Scopes
 from amp_compiler.onnx.model.data import convert, tensor_of
-from amp_compiler.onnx.model.edit import Scopes, set_data, set_type, unique, with_data
+from amp_compiler.onnx.model.edit import set_data, set_type, unique, with_data
 from amp_compiler.onnx.model.model import all_graphs, bodies
 from amp_compiler.onnx.model.types import ir_type, neutral_type
 
