@@ -97,10 +97,9 @@ class Builder:
         """The attributes of a node, those that stand for a function's resolved."""
         found = {}
         for name, attribute in node.attributes.items():
-            if not attribute.is_ref():
-                found[name] = attribute
-            elif attribute.ref_attr_name in self.given:
-                found[name] = self.given[attribute.ref_attr_name]
+            held = self.given.get(attribute.ref_attr_name or "") if attribute.is_ref() else attribute
+            if held is not None:
+                found[name] = held
         return found
 
     def _inline(self, function: ir.Function, node: ir.Node, attributes: dict[str, ir.Attr]) -> None:
