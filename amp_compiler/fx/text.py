@@ -30,12 +30,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_compiler.errors import GraphError
 from amp_compiler.fx.graph import module_of, neutral_dtype, torch_dtype
+from amp_compiler.fx.meta import Key
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Pin
+from amp_compiler.ops.cpu.update import complete_norm
 from amp_compiler.ops.typed_op import typed_op
 from amp_compiler.ops.update.product import Product
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {"getitem": operator.getitem, "typed_op": typed_op, "Product": Product}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "getitem": operator.getitem,
+    "typed_op": typed_op,
+    "Product": Product,
+    "Product.zeros": Product.zeros,
+    "complete_norm": complete_norm,
+}
 _NAMES: dict[Any, str] = {function: name for name, function in _FUNCTIONS.items()}
 _BY_SHORT = {dtype.short: dtype for dtype in DType}
 _LINE = re.compile(r"(?P<name>\w+)(?:: (?P<type>[^=]+))? = (?P<call>.*)")
@@ -148,19 +156,21 @@ def _argument(value: Any) -> str:
 
 # What passes tell one another in node.meta, in the order of the text: key, how it is written, how it is read.
 _MARKS: tuple[tuple[str, Callable[[Any], str], Callable[[str], Any]], ...] = (
-    ("amp_phase", lambda value: f"phase={value}", str),
-    ("amp_seed", lambda value: "seed", bool),
-    ("amp_pin", lambda value: f"pin={value.precision}", lambda text: Pin(text, "from text")),
-    ("amp_volatile", lambda value: "volatile", bool),
-    ("amp_cast", lambda value: "cast", bool),
-    ("amp_backward", lambda value: f"backward={neutral_dtype(value).short}", lambda text: torch_dtype(_BY_SHORT[text])),
+    (Key.PHASE, lambda value: f"phase={value}", str),
+    (Key.SEED, lambda value: "seed", bool),
+    (Key.PIN, lambda value: f"pin={value.precision}", lambda text: Pin(text, "from text")),
+    (Key.VOLATILE, lambda value: "volatile", bool),
+    (Key.PLACED, lambda value: "cast", bool),
+    (Key.BACKWARD, lambda value: f"backward={neutral_dtype(value).short}", lambda text: torch_dtype(_BY_SHORT[text])),
     (
-        "amp_low",
+        Key.LOW,
         lambda value: f"low={value[0]}:{neutral_dtype(value[1]).short}",
         lambda text: (text.partition(":")[0], torch_dtype(_BY_SHORT[text.partition(":")[2]])),
     ),
+    (Key.MASTER, lambda value: f"master={value}", str),
+    (Key.WIDE, lambda value: f"wide={value}", str),
     (
-        "amp_state",
+        Key.STATE,
         lambda value: f"state={'/'.join(map(str, value))}",
         lambda text: tuple(int(part) if part.isdigit() else part for part in text.split("/")),
     ),
