@@ -169,6 +169,7 @@ _MARKS: tuple[tuple[str, Callable[[Any], str], Callable[[str], Any]], ...] = (
     ),
     (Key.MASTER, lambda value: f"master={value}", str),
     (Key.WIDE, lambda value: f"wide={value}", str),
+    (Key.STORED, lambda value: f"stored={value}", str),
     (
         Key.STATE,
         lambda value: f"state={'/'.join(map(str, value))}",
@@ -247,8 +248,7 @@ class _Reader:
             if found is None:
                 raise ValueError("a node is written 'name: type = op(arguments)'")
             name, kind = found["name"], found["type"] or ""
-            node = self._call(ast.parse(found["call"], mode="eval").body)
-        node._rename(name)
+            node = self._call(name, ast.parse(found["call"], mode="eval").body)
         if node.op == "placeholder":
             node.target = node.name
         if node.name != name:
@@ -259,19 +259,20 @@ class _Reader:
             self._mark(node, mark)
         self.made[name] = node
 
-    def _call(self, call: ast.expr) -> fx.Node:
+    def _call(self, name: str, call: ast.expr) -> fx.Node:
+        """A node of that name, at once: a default one would be taken from those that stand further down."""
         if not isinstance(call, ast.Call):
             raise ValueError("there is no call behind '='")
         arguments = tuple(self._evaluate(one) for one in call.args)
         keywords = {str(one.arg): self._evaluate(one.value) for one in call.keywords}
-        name = ast.unparse(call.func)
-        if name == "attribute":
+        op = ast.unparse(call.func)
+        if op == "attribute":
             if not hasattr(self.root, arguments[0]):
                 setattr(self.root, arguments[0], torch.nn.Module())
-            return self.graph.get_attr(arguments[0])
-        if name in ("call_method", "call_module"):
-            return self.graph.create_node(name, arguments[0], arguments[1:], keywords)
-        return self.graph.call_function(_function(name), arguments, keywords)
+            return self.graph.create_node("get_attr", arguments[0], (), {}, name)
+        if op in ("call_method", "call_module"):
+            return self.graph.create_node(op, arguments[0], arguments[1:], keywords, name)
+        return self.graph.create_node("call_function", _function(op), arguments, keywords, name)
 
     def _evaluate(self, tree: ast.expr) -> Any:
         if isinstance(tree, ast.Name):

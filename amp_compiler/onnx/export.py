@@ -19,22 +19,13 @@ from amp_compiler.fx.lower import lower_graph
 from amp_compiler.ir.dtypes import DType, low_type
 from amp_compiler.ir.graph import Pin
 from amp_compiler.ir.plan import PrecisionPlan
-from amp_compiler.onnx.exporting.attention import ATTENTION_OPSET, drop_idle_dropout, write_out_attention
 from amp_compiler.onnx.exporting.exporter import run_exporter
-from amp_compiler.onnx.exporting.from_fx import (
-    fold_stored_casts,
-    onnx_typing,
-    open_ends,
-    pin_misfits,
-    settle,
-    value_kinds,
-)
+from amp_compiler.onnx.exporting.from_fx import mark_stored, onnx_typing, pin_misfits, settle, value_kinds
 from amp_compiler.onnx.exporting.misfits import unfit_nodes
 from amp_compiler.onnx.model.model import OnnxModel
 from amp_compiler.onnx.model.save import save
-from amp_compiler.passes.pipeline import CAPTURE
+from amp_compiler.passes.pipeline import CAPTURE, ONNX_CAPTURE, ONNX_EXPORT
 from amp_compiler.passes.plan.make_plan import make_plan
-from amp_compiler.passes.precision.apply_plan import ApplyPlan
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.rules import RuleSet
 
@@ -145,9 +136,7 @@ def _rewrite(
     kinds = value_kinds(program)
     graph_module = program.graph_module
     CAPTURE.run(graph_module, {})
-    drop_idle_dropout(graph_module)
-    if opset < ATTENTION_OPSET:
-        write_out_attention(graph_module, low)
+    ONNX_CAPTURE.run(graph_module, {"low": low, "opset": opset})
     rules = replace(rules, ops=onnx_typing(rules.ops))
     graph = lower_graph(graph_module, kinds)
     graph.device, graph.folds = "onnx", True
@@ -155,10 +144,9 @@ def _rewrite(
     for name, why in pins.items():
         graph.nodes[name] = replace(graph.nodes[name], pin=Pin("fp32", why))
     plan = make_plan(graph, rules, low)
-    ApplyPlan(plan)(graph_module)
-    fold_stored_casts(program)
-    if not keep_io_types:
-        open_ends(program, low)
+    mark_stored(program)
+    pipeline = ONNX_EXPORT.skip("open_ends") if keep_io_types else ONNX_EXPORT
+    pipeline.run(graph_module, {"plan": plan, "low": low})
     settle(program)
     return plan
 
