@@ -11,6 +11,7 @@ import onnx
 import onnx_ir as ir
 import torch
 import torch.utils._pytree as pytree
+from google.protobuf.message import EncodeError
 from torch import nn
 
 from amp_compiler.errors import CaptureError, OnnxError
@@ -112,6 +113,10 @@ def export_onnx(
         raise OnnxError("there is no such folder", where=str(target.parent), mend="create it first")
     args, kwargs = split_example(example_args)
     version = DEFAULT_OPSET[low] if opset is None else opset
+    if not isinstance(version, int) or not 1 <= version <= onnx.defs.onnx_opset_version():
+        raise OnnxError(
+            f"{version!r} is no opset", mend=f"give a number up to {onnx.defs.onnx_opset_version()}, or leave it out"
+        )
     pins: dict[str, str] = {}
     for _ in range(_ROUNDS):
         program = export_module(model, args, {**kwargs, **(example_kwargs or {})}, dynamic_shapes)
@@ -193,6 +198,8 @@ def _check_at(proto: onnx.ModelProto, folder: Path) -> None:
 def _check(model: onnx.ModelProto | Path) -> None:
     try:
         onnx.checker.check_model(model if isinstance(model, onnx.ModelProto) else str(model), full_check=True)
+    except (ValueError, EncodeError) as cause:  # a message beyond 2 GiB
+        raise OnnxError(f"the exported model cannot be checked: {cause}", mend="name a file to write") from cause
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as cause:
         raise OnnxError(
             f"the exported model is not valid: {str(cause).strip().splitlines()[0]}",

@@ -51,6 +51,10 @@ def test_files_are_written_whole_and_the_input_is_never_touched(tmp_path):
         convert_onnx(tmp_path / "junk.json")
     with pytest.raises(OnnxError, match="cannot read a int"):
         convert_onnx(3)
+    with pytest.raises(OnnxError, match="batches: it is a int; give a list of dicts"):
+        convert_onnx(source, calibration=3)
+    with pytest.raises(amp.AmpError, match="trainable= is a str, not a function"):
+        amp.onnx_to_fx(source, trainable="weight")
 
 
 def test_external_data_stay_external_and_cast_exactly(tmp_path):

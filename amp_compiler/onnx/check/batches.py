@@ -81,6 +81,8 @@ def _named_batches(batches: Batches) -> Iterator[tuple[str, Batch]]:
         return
     if isinstance(batches, Mapping):
         raise OnnxError("it is one dict", where="batches", mend="give a list of dicts: [inputs]")
+    if not isinstance(batches, Iterable):
+        raise OnnxError(f"it is a {type(batches).__name__}", where="batches", mend="give a list of dicts: [inputs]")
     for index, batch in enumerate(batches):
         if not isinstance(batch, Mapping):
             raise OnnxError(

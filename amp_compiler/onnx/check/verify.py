@@ -20,6 +20,7 @@ from amp_compiler.onnx.check.types import graph_types, infer_types, opset_versio
 from amp_compiler.onnx.model.model import OnnxFile, Source
 
 TOLERANCES = {"fp16": 1e-2, "bf16": 8e-2}
+_COMPARE = "compare a model with its own conversion"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +162,7 @@ def _same_interface(before: OnnxFile, after: OnnxFile) -> None:
             raise OnnxError(
                 f"the {what}s are {', '.join(two)}, and the original's are {', '.join(one)}",
                 where=after.name,
-                mend="compare a model with its own conversion",
+                mend=_COMPARE,
             )
 
 
@@ -208,7 +209,7 @@ class _Sum:
         """Add one batch: tensors, or sequences or optionals of them."""
         if isinstance(expected, list | tuple):
             if len(expected) != len(made):
-                raise OnnxError(f"the sequence '{name}' has {len(made)} elements, not {len(expected)}")
+                raise OnnxError(f"the sequence '{name}' has {len(made)} elements, not {len(expected)}", mend=_COMPARE)
             for one, two in zip(expected, made, strict=True):
                 self.add(one, two, name)
             return
@@ -216,7 +217,8 @@ class _Sum:
             return
         one, two = np.asarray(expected), np.asarray(made)
         if one.shape != two.shape:
-            raise OnnxError(f"the output '{name}' has the shape {list(two.shape)}, not {list(one.shape)}")
+            what = f"the output '{name}' has the shape {list(two.shape)}, not {list(one.shape)}"
+            raise OnnxError(what, mend=_COMPARE)
         self.elements += one.size
         if one.dtype.kind not in "fVc":  # V: bfloat16
             self.floats = False

@@ -46,6 +46,11 @@ def onnx_to_fx(model: Any, *, trainable: Callable[[str, torch.Tensor], bool] | N
     from amp_compiler.onnx.importing.build import build_module
     from amp_compiler.onnx.model.model import open_model, to_ir
 
+    if trainable is not None and not callable(trainable):
+        raise AmpError(
+            f"trainable= is a {type(trainable).__name__}, not a function",
+            mend="give one of (name, tensor), or leave it out",
+        )
     return build_module(model if isinstance(model, ir.Model) else to_ir(open_model(model)), trainable)
 
 

@@ -31,7 +31,9 @@ def tensor_of(value: ir.TensorProtocol) -> torch.Tensor:
             return torch.from_numpy(bits.copy()).view(getattr(torch, _NOT_IN_NUMPY[name]))
         return torch.from_numpy(array.copy())
     except TypeError as cause:
-        raise OnnxError(f"torch has no tensors of type {name}", where=str(value.name)) from cause
+        raise OnnxError(
+            f"torch has no tensors of type {name}", where=str(value.name), mend="store it in a type that torch has"
+        ) from cause
     except (OSError, ValueError) as cause:
         raise OnnxError(
             f"its data cannot be read: {cause}",

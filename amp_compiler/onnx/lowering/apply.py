@@ -130,7 +130,9 @@ class _Writer:
                 continue
             sites = self.lowered.sites.get(name)
             if sites is None or index >= len(sites):
-                raise LoweringError(f"the plan casts operand {index} of '{name}', which the model lacks")
+                raise LoweringError(
+                    f"the plan casts operand {index} of '{name}', which the model lacks", mend="plan this model again"
+                )
             yield sites[index]
 
     def _set_result(self, body: ir.Graph, index: int, new: ir.Value, short: str) -> None:
