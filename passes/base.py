@@ -49,11 +49,13 @@ class Pass(ABC, Generic[Subject]):
         name: by which pipelines, stages and errors call it.
         exact: whether the graph computes the same numbers after it, bit for bit.
         skippable: whether a pipeline may leave it out.
+        idempotent: whether it changes nothing when it runs again.
     """
 
     name: ClassVar[str]
     exact: ClassVar[bool]
     skippable: ClassVar[bool] = False
+    idempotent: ClassVar[bool] = False
 
     def requires(self, subject: Subject) -> str | None:
         """What is wrong with the input, as a sentence; `None` where the pass accepts it."""

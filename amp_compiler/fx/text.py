@@ -242,37 +242,34 @@ class _Reader:
             return
         if content.startswith("in "):
             name, _, kind = content.removeprefix("in ").partition(": ")
-            node = self.graph.placeholder(name)
+            node = self.graph.create_node("placeholder", name, name=name)
         else:
             found = _LINE.fullmatch(content)
             if found is None:
                 raise ValueError("a node is written 'name: type = op(arguments)'")
             name, kind = found["name"], found["type"] or ""
             node = self._call(name, ast.parse(found["call"], mode="eval").body)
-        if node.op == "placeholder":
-            node.target = node.name
         if node.name != name:
-            raise ValueError(f"there are two nodes '{name}'")
-        if kind:
-            node.meta["val"] = self._value(kind.strip())
+            raise ValueError(f"there are two nodes '{name}', or it is no name of a node")
+        if kind or node.op == "call_function":
+            node.meta["val"] = self._value(kind.strip()) if kind else None
         for mark in marks.split():
             self._mark(node, mark)
         self.made[name] = node
 
     def _call(self, name: str, call: ast.expr) -> fx.Node:
-        """A node of that name, at once: a default one would be taken from those that stand further down."""
         if not isinstance(call, ast.Call):
             raise ValueError("there is no call behind '='")
         arguments = tuple(self._evaluate(one) for one in call.args)
         keywords = {str(one.arg): self._evaluate(one.value) for one in call.keywords}
-        op = ast.unparse(call.func)
-        if op == "attribute":
+        function = ast.unparse(call.func)
+        if function == "attribute":
             if not hasattr(self.root, arguments[0]):
                 setattr(self.root, arguments[0], torch.nn.Module())
-            return self.graph.create_node("get_attr", arguments[0], (), {}, name)
-        if op in ("call_method", "call_module"):
-            return self.graph.create_node(op, arguments[0], arguments[1:], keywords, name)
-        return self.graph.create_node("call_function", _function(op), arguments, keywords, name)
+            return self.graph.create_node("get_attr", arguments[0], name=name)
+        if function in ("call_method", "call_module"):
+            return self.graph.create_node(function, arguments[0], arguments[1:], keywords, name)
+        return self.graph.create_node("call_function", _function(function), arguments, keywords, name)
 
     def _evaluate(self, tree: ast.expr) -> Any:
         if isinstance(tree, ast.Name):

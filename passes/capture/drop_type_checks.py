@@ -31,6 +31,7 @@ class DropTypeChecks(InPlacePass):
 
     name: ClassVar[str] = "drop_type_checks"
     exact: ClassVar[bool] = True
+    idempotent: ClassVar[bool] = True
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""

@@ -35,6 +35,7 @@ class Functionalize(InPlacePass):
 
     name: ClassVar[str] = "functionalize"
     exact: ClassVar[bool] = True
+    idempotent: ClassVar[bool] = True
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""

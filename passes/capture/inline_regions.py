@@ -29,7 +29,7 @@ class InlineRegions(InPlacePass):
     Before::
 
         submod_1 = attribute("submod_1")
-        wrap: (fp32[4],) = higher_order.wrap_with_autocast("cpu", None, False, True, submod_1, x)
+        wrap: (fp32[4]) = higher_order.wrap_with_autocast("cpu", None, False, True, submod_1, x)
         getitem: fp32[4] = getitem(wrap, 0)
         return getitem
         graph submod_1
@@ -48,6 +48,7 @@ class InlineRegions(InPlacePass):
 
     name: ClassVar[str] = "inline_regions"
     exact: ClassVar[bool] = False
+    idempotent: ClassVar[bool] = True
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place.

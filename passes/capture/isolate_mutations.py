@@ -44,6 +44,7 @@ class IsolateMutations(InPlacePass):
 
     name: ClassVar[str] = "isolate_mutations"
     exact: ClassVar[bool] = True
+    idempotent: ClassVar[bool] = True
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""

@@ -33,6 +33,7 @@ class MergeResults(InPlacePass):
 
     name: ClassVar[str] = "merge_results"
     exact: ClassVar[bool] = True
+    idempotent: ClassVar[bool] = True
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""

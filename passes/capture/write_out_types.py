@@ -44,6 +44,7 @@ class WriteOutTypes(InPlacePass):
 
     name: ClassVar[str] = "write_out_types"
     exact: ClassVar[bool] = True
+    idempotent: ClassVar[bool] = True
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""

@@ -50,6 +50,7 @@ class MultiplyConvolutions(InPlacePass):
     name: ClassVar[str] = "multiply_convolutions"
     exact: ClassVar[bool] = False
     skippable: ClassVar[bool] = True
+    idempotent: ClassVar[bool] = True
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""

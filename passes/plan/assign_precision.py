@@ -43,6 +43,7 @@ class AssignPrecision(FunctionalPass[Draft]):
 
     name: ClassVar[str] = "assign_precision"
     exact: ClassVar[bool] = True
+    idempotent: ClassVar[bool] = True
 
     def requires(self, subject: Draft) -> str | None:
         """Every node has a decision."""

@@ -50,6 +50,7 @@ class PlaceCasts(FunctionalPass[Draft]):
 
     name: ClassVar[str] = "place_casts"
     exact: ClassVar[bool] = True
+    idempotent: ClassVar[bool] = True
 
     def requires(self, subject: Draft) -> str | None:
         """Every node has a label."""

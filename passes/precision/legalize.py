@@ -53,6 +53,7 @@ class Legalize(InPlacePass):
     ops: OpTable
     name: ClassVar[str] = "legalize"
     exact: ClassVar[bool] = False
+    idempotent: ClassVar[bool] = True
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""

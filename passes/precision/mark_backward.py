@@ -36,6 +36,7 @@ class MarkBackward(InPlacePass):
     plan: PrecisionPlan
     name: ClassVar[str] = "mark_backward"
     exact: ClassVar[bool] = True
+    idempotent: ClassVar[bool] = True
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Mark in place."""

@@ -43,7 +43,7 @@ class CutStep(FunctionalPass[fx.GraphModule]):
 
     After::
 
-        before_check: (fp32[4],) = call_module("before_check", w, x)
+        before_check: (fp32[4]) = call_module("before_check", w, x)
         mul: fp32[4] = getitem(before_check, 0)
         grad_check: (fp32[], fp32[], u8[1]) = amp_compiler.grad_check.default([mul], inverse)
         norm: fp32[] = getitem(grad_check, 0)

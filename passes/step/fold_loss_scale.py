@@ -42,6 +42,7 @@ class FoldLossScale(InPlacePass):
 
     name: ClassVar[str] = "fold_loss_scale"
     exact: ClassVar[bool] = False
+    idempotent: ClassVar[bool] = True
 
     def ensures(self, subject: fx.GraphModule, remembered: Any) -> str | None:
         """The scale enters every gradient once: what is made from it is never multiplied or divided by the like."""

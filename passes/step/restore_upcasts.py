@@ -35,6 +35,7 @@ class RestoreUpcasts(InPlacePass):
 
     name: ClassVar[str] = "restore_upcasts"
     exact: ClassVar[bool] = True
+    idempotent: ClassVar[bool] = True
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""

@@ -42,6 +42,7 @@ class SimplifyCasts(InPlacePass):
     name: ClassVar[str] = "simplify_casts"
     exact: ClassVar[bool] = True
     skippable: ClassVar[bool] = True
+    idempotent: ClassVar[bool] = True
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""
