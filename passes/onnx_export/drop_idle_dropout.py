@@ -33,6 +33,7 @@ class DropIdleDropout(InPlacePass):
     name: ClassVar[str] = "drop_idle_dropout"
     exact: ClassVar[bool] = True
     skippable: ClassVar[bool] = True
+    idempotent: ClassVar[bool] = True
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""

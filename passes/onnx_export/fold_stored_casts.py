@@ -37,6 +37,7 @@ class FoldStoredCasts(InPlacePass):
 
     name: ClassVar[str] = "fold_stored_casts"
     exact: ClassVar[bool] = True
+    idempotent: ClassVar[bool] = True
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""

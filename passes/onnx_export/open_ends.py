@@ -43,6 +43,7 @@ class OpenEnds(InPlacePass):
     name: ClassVar[str] = "open_ends"
     exact: ClassVar[bool] = False  # who calls it gives and takes other types
     skippable: ClassVar[bool] = True
+    idempotent: ClassVar[bool] = True
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""

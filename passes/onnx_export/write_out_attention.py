@@ -53,6 +53,7 @@ class WriteOutAttention(InPlacePass):
     opset: int
     name: ClassVar[str] = "write_out_attention"
     exact: ClassVar[bool] = False
+    idempotent: ClassVar[bool] = True
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place.
