@@ -1,4 +1,4 @@
-"""CUDA graphs by way of torch, for `backends.cuda_graph`."""
+"""CUDA graphs by way of torch, for `runtime.cuda_graph`."""
 
 from __future__ import annotations
 

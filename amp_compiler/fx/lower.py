@@ -44,7 +44,7 @@ def lower(captured: Captured) -> PrecisionGraph:
     """Lower a captured graph in normal form.
 
     Args:
-        captured: as `fx.capture` makes it, after the passes of CAPTURE.
+        captured: as `fx_capture` makes it, after `fx_normalize.normalize`.
 
     Returns:
         The neutral graph. Value names are the names of the FX nodes that make them.

@@ -133,7 +133,7 @@ def _graph_passes(identity: str, run: Callable[[fx.Graph], None], theirs: Any) -
 
 @contextlib.contextmanager
 def _own_allocator() -> Iterator[None]:
-    """Let code that Inductor loads meanwhile ask `ops.cpu.arena` for CPU memory, where this torch can be told."""
+    """Let code that Inductor loads meanwhile ask `runtime.arena` for CPU memory, where this torch can be told."""
     guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
     allocate = getattr(guards, _ALLOCATE, None)
     if allocate is None or not isinstance(guards, ModuleType):

@@ -56,7 +56,7 @@ def plan_onnx(
     keep_io_types: bool = True,
     raising: bool = True,
 ) -> tuple[PrecisionPlan, Lowered, Ranges]:
-    """The plan of a model, the lowered model that `apply.apply_plan` carries it out on, and what ranges demand.
+    """The plan of a model, the lowered model that `onnx_apply.apply_plan` carries it out on, and what ranges demand.
 
     Args:
         source: path of a model, or a `ModelProto`.

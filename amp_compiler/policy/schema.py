@@ -1,7 +1,7 @@
 """The shape of a rule file as pydantic models: what `schema.json` is made from and what every file is checked against.
 
 Only shapes and plain words are checked here. What needs the op table or another file (families, op globs, `extends`) is
-checked by `loader`.
+checked by `rulefile`.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def _name_modules(graph: fx.Graph) -> None:
 def check_parameters(
     model: LossModule, optimizers: Sequence[torch.optim.Optimizer], low: torch.dtype, enabled: bool
 ) -> None:
-    """Refuse parameters of types that a step cannot train; see `weights.check_types`.
+    """Refuse parameters of types that a step cannot train; see `master_weights.check_types`.
 
     Raises:
         AmpError: names the first of them.

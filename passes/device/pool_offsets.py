@@ -1,4 +1,4 @@
-"""Max-poolings of a graph that holds forward and backward, with places in one byte; see `ops.pooling`."""
+"""Max-poolings of a graph that holds forward and backward, with places in one byte; see `runtime.pooling`."""
 
 from __future__ import annotations
 

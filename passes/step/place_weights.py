@@ -156,7 +156,7 @@ def _widened(graph: fx.Graph, node: fx.Node, parameter: Tensor) -> fx.Node | Non
     rounded as well.
     """
     captured = node_tensor(node)
-    if captured is not None and captured.dtype is torch.float32:  # see `training.weights.widened`
+    if captured is not None and captured.dtype is torch.float32:  # see `master_weights.widened`
         node.meta["val"] = captured.detach().to(parameter.dtype)
         narrow = [user for user in node.users if user.target is CAST and user.args[1] is parameter.dtype]
         others = [user for user in node.users if user not in narrow]

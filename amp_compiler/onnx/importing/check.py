@@ -13,7 +13,7 @@ from amp_compiler.onnx.importing.ops import find_op
 
 CONTROL = ("If", "Loop", "Scan", "Constant")
 MEND = (
-    "write a function with @op in a module of amp_compiler/onnx/importing/ops (registry.py shows how), or replace the "
+    "write a function with @op in a module of amp_compiler/frontends/onnx_ops (registry.py shows how), or replace the "
     "node by operators that have one"
 )
 _SHOWN = 20

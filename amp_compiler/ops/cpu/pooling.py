@@ -1,4 +1,4 @@
-"""Max-pooling and its backward as native loops (`pooling.cpp`)."""
+"""Max-pooling and its backward as native loops (`cpu_pooling.cpp`)."""
 
 from __future__ import annotations
 

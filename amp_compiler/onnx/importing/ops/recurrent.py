@@ -33,7 +33,7 @@ def _activation(name: str, alpha: float | None, beta: float | None) -> Activatio
         "softplus": torch.nn.functional.softplus,
     }
     if name.lower() not in table:
-        raise CaptureError(f"a recurrent op with activation '{name}'", mend="add it to onnx/importing/ops/recurrent.py")
+        raise CaptureError(f"a recurrent op with activation '{name}'", mend="add it to onnx_ops/recurrent.py")
     return table[name.lower()]
 
 
