@@ -1,6 +1,6 @@
 """The README does what it says: its tables are those of the results, its examples and commands run and print that.
 
-`AMP_REGENERATE=1 pytest tests/test_readme.py` writes what the first example prints anew: read the diff before you keep it.
+`AMP_REGENERATE=1 pytest tests/test_readme.py` writes what the first example prints anew: read the diff and keep it.
 """
 
 from __future__ import annotations
