@@ -31,6 +31,7 @@ from amp_compiler.ops.loss_scale import (
     NormAdaptiveLossScale,
     StaticLossScale,
 )
+from amp_compiler.passes import pipeline as pipelines
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.rules import RuleSet
 from amp_compiler.training.step import TrainingStep, training_step
@@ -73,6 +74,7 @@ __all__ = [
     "export_onnx",
     "load_rules",
     "onnx_to_fx",
+    "pipelines",
     "training_step",
 ]
 
