@@ -1,4 +1,4 @@
-"""The examples of docs/errands.md run as they stand there."""
+"""The examples of docs/errands.md and docs/pipelines.md run as they stand there."""
 
 from __future__ import annotations
 
@@ -35,6 +35,14 @@ def test_yaml_is_read(title: str, block: str, tmp_path: Path) -> None:
     path = tmp_path / "example.yaml"
     path.write_text(block, encoding="utf-8")
     assert all(rule.why for rule in load_rules(path).rules)
+
+
+def test_the_page_of_pipelines_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    scope: dict[str, object] = {"__name__": "__main__"}
+    text = PAGE.with_name("pipelines.md").read_text(encoding="utf-8")
+    for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
+        exec(compile(block, "pipelines.md", "exec", dont_inherit=True), scope)
+    assert "aten.to.dtype(p_model_weight, torch.bfloat16)" in capsys.readouterr().out
 
 
 def test_the_table_lists_every_errand() -> None:

@@ -6,44 +6,62 @@ import dataclasses
 import inspect
 import re
 import textwrap
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from amp_compiler.passes import PASSES, find_pass
 from amp_compiler.passes.base import Pass
+from amp_compiler.passes.pipeline import PIPELINES
 
 ROOT = Path(__file__).parents[2]
-ORDER = ("capture", "plan", "precision", "step", "device", "onnx_export")  # the way of a graph
+ABOUT = {
+    "CAPTURE": "From a captured graph to its normal form. Run by every call.",
+    "PLAN": "From the neutral graph and rules to a plan. Run by every call, for FX and ONNX.",
+    "FORWARD": "The plan carried out where gradients are wanted: `amp.compile` in training, and `amp.training_step`.",
+    "INFERENCE": "The plan carried out where gradients are not wanted: `amp.compile` under `no_grad`.",
+    "STEP": "From the rewritten forward to a graph of the whole training step.",
+    "DEVICE": "The step fitted to the device that runs it.",
+    "PIECE": "On each piece of a graph that a compiler is given.",
+    "ONNX_CAPTURE": "From a captured graph to the normal form that is exported: `amp.export_onnx`.",
+    "ONNX_EXPORT": "The plan carried out, and the graph fitted to ONNX: `amp.export_onnx`.",
+}
 HEAD = """\
 <!-- made by `python docs/tools/generate.py` from the docstrings; edit those -->
 # Passes
 
-Every rewrite of a graph is a pass. They are listed here by folder, in the order in which a graph goes through them.
-[docs/architecture.md](../docs/architecture.md) shows one training step after each;
-[docs/errands.md](../docs/errands.md) says how to add one. `PASSES` in `passes/__init__.py` is the table of all.
+Every rewrite of a graph is a pass, and stands in a pipeline, in the order in which a graph goes through them. Each is
+described once, where it first stands. [architecture.md](../docs/architecture.md) shows a training step after each pass;
+[pipelines.md](../docs/pipelines.md) how to print the stages, leave a pass out or put one in;
+[errands.md](../docs/errands.md) how to add one to the project.
 
 """
 
 
 def write() -> str:
     """The text of the catalogue."""
-    groups: dict[str, list[str]] = {}
-    for name, where in PASSES.items():
-        groups.setdefault(where.split(".")[2], []).append(name)
-    order = sorted(groups, key=lambda one: (ORDER.index(one) if one in ORDER else len(ORDER), one))
-    parts = [HEAD, contents(order, groups)]
-    for group in order:
-        about = (import_module(f"amp_compiler.passes.{group}").__doc__ or "").partition("\n")[0]
-        parts.append(f"## {group}\n\n{about}\n\n")
-        parts += [entry(name) for name in groups[group]]
+    parts, told = [HEAD, contents()], set[str]()
+    for pipeline in PIPELINES:
+        new = [name for name in pipeline.names if name not in told]
+        told.update(new)
+        if new:
+            if pipeline.name not in ABOUT:
+                raise SystemExit(f"say in ABOUT of {Path(__file__).name} what the pipeline {pipeline.name} is for")
+            parts.append(f"## {pipeline.name}\n\n{ABOUT[pipeline.name]}\n\n")
+            parts += [entry(name) for name in new]
+    missing = sorted(set(PASSES) - told)
+    if missing:
+        raise SystemExit(f"{', '.join(missing)}: in PASSES and in no pipeline")
     return "".join(parts).rstrip() + "\n"
 
 
-def contents(order: list[str], groups: dict[str, list[str]]) -> str:
-    """A line for each folder with links to its passes."""
-    rows = [f"| {group} | {', '.join(f'[{name}](#{name})' for name in groups[group])} |" for group in order]
-    return "\n".join(["| folder | passes |", "|---|---|", *rows]) + "\n\n"
+def contents() -> str:
+    """A line for each pipeline with links to its passes."""
+    rows = [
+        f"| {pipeline.name} | {', '.join(f'[{name}](#{name})' for name in pipeline.names)} |"
+        for pipeline in PIPELINES
+        if pipeline.names
+    ]
+    return "\n".join(["| pipeline | passes |", "|---|---|", *rows]) + "\n\n"
 
 
 def entry(name: str) -> str:
