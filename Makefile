@@ -7,13 +7,13 @@ BIN     := $(abspath $(VENV))/bin
 STAMP   := $(VENV)/.installed
 PIP     := $(BIN)/python -m pip --disable-pip-version-check
 PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-SOURCES := amp_compiler passes rules tests examples benchmarks
+SOURCES := amp_compiler passes rules tests examples benchmarks docs
 
 # Threads that wait for work sleep instead of spinning: on a busy machine that is many times faster, else no slower.
 export OMP_WAIT_POLICY := PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup venv demo test lint types format test-fast test-slow test-gpu bench bench-onnx clean
+.PHONY: help setup venv demo test lint types format test-fast test-slow test-gpu docs bench bench-onnx clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,7 +58,12 @@ test-slow: $(STAMP) ## the tests marked slow
 test-gpu: $(STAMP) ## the tests that need a CUDA device, with a table of them
 	$(PYTEST) -m gpu
 
-# The short runs do not replace the full ones, which the README's tables are made of: those are each script by itself.
+# NO_MKDOCS_2_WARNING: a notice of the theme's about its successor.
+docs: $(STAMP) ## what is made from the code (pictures, passes/README.md), and all docs as a site in site/, offline
+	$(BIN)/python docs/tools/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
+# The short runs do not replace the full ones, which the tables of the docs are made of: those are each script by itself.
 SHORT := --json benchmarks/results/short_
 bench: $(STAMP) ## every benchmark on the CPU, shortened to a model or two and 10 steps: under 10 minutes; writes results/short_*.json
 	$(BIN)/python benchmarks/train_step.py --models mlp gpt2 --bounds gemm --steps 10 --seconds 10 $(SHORT)train_step_cpu.json
@@ -83,5 +88,5 @@ bench-onnx: $(PEERS)/.installed ## ONNX conversion beside three other converters
 	$(BIN)/python -m benchmarks.onnx_convert --peers $(PEERS)/bin/python
 
 clean: ## remove .venv and everything generated
-	rm -rf $(VENV) .types build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .types build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

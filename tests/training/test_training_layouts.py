@@ -1,6 +1,6 @@
 """Training steps of a small CNN on a CPU whose convolutions read one memory layout, against the same steps run eagerly.
 
-GCC 12 and its SLP vectorizer make NaN of such a step (`_NO_SLP` in `backends/torch_shim.py`): tiles of 16-bit numbers,
+GCC 12 and its SLP vectorizer make NaN of such a step (`_NO_SLP` in `fx/torch_private.py`): tiles of 16-bit numbers,
 which Inductor transposes where layouts meet, are read before they are written.
 """
 
