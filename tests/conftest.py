@@ -1,4 +1,4 @@
-"""Beside the tests' helper modules, so that pytest puts this folder on the import path; which tests compile, fixtures."""
+"""Beside the helper modules of the tests, so that pytest finds them; which tests compile; what tests share."""
 
 from __future__ import annotations
 

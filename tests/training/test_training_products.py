@@ -131,9 +131,7 @@ class Queries(nn.Module):
     ],
     ids=["itself", "views", "times one", "clone"],
 )
-def test_a_weight_whose_factor_is_another_parameter_is_updated_from_its_value_before_the_step(
-    read, expected, compiler
-):
+def test_a_weight_whose_factor_is_another_parameter_is_updated_from_its_value_before_the_step(read, expected, compiler):
     models, steps = [Queries(read), Queries(read)], []
     initial = [parameter.detach().clone() for parameter in models[0].parameters()]
     for model, backend in zip(models, ("inductor", "eager"), strict=True):
