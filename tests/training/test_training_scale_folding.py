@@ -44,10 +44,7 @@ def trained(scale, dtype, name, backend):
     ("dtype", "name", "backend"),
     [
         *itertools.product(SCALES, OPTIMIZERS, ["eager"]),
-        ("fp16", "adamw", "inductor"),
-        pytest.param("bf16", "momentum", "inductor", marks=pytest.mark.slow),
-        pytest.param("fp16", "momentum", "inductor", marks=pytest.mark.slow),
-        pytest.param("bf16", "adamw", "inductor", marks=pytest.mark.slow),
+        *(pytest.param(*case, "inductor", marks=pytest.mark.slow) for case in itertools.product(SCALES, OPTIMIZERS)),
     ],
 )
 def test_a_power_of_two_scale_changes_no_bit(dtype, name, backend):
