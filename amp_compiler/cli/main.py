@@ -17,13 +17,29 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Automatic mixed precision as a compiler pass: plan it, read it, run it.",
 )
 rules_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at rule sets and check rule files.")
 app.add_typer(rules_app, name="rules")
 
 
-class PlanFormat(str, enum.Enum):
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from amp_compiler import __version__
+
+        typer.echo(f"amp-compiler {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Automatic mixed precision as a compiler pass: plan it, read it, run it."""
+
+
+class PlanFormat(enum.StrEnum):
     """How `explain` writes a plan."""
 
     TABLE = "table"
@@ -31,7 +47,7 @@ class PlanFormat(str, enum.Enum):
     JSON = "json"
 
 
-class LowType(str, enum.Enum):
+class LowType(enum.StrEnum):
     """What `--dtype` takes."""
 
     AUTO = "auto"
@@ -39,14 +55,14 @@ class LowType(str, enum.Enum):
     BF16 = "bf16"
 
 
-class StoredType(str, enum.Enum):
+class StoredType(enum.StrEnum):
     """What `convert --dtype` takes: a file is not made for one device."""
 
     FP16 = "fp16"
     BF16 = "bf16"
 
 
-class Backend(str, enum.Enum):
+class Backend(enum.StrEnum):
     """What `--backend` takes."""
 
     INDUCTOR = "inductor"
