@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         NormAdaptiveLossScale,
         StaticLossScale,
     )
+    from amp_compiler.passes import pipeline as pipelines
     from amp_compiler.policy.loader import load_rules
     from amp_compiler.policy.rules import RuleSet
     from amp_compiler.training.step import TrainingStep, training_step
@@ -68,10 +69,11 @@ __all__ = [
     "export_onnx",
     "load_rules",
     "onnx_to_fx",
+    "pipelines",
     "training_step",
 ]
 
-# Where each name is made. Nothing is imported before it is asked for: a shell that wants help does not wait for torch,
+# Where each name is made; with a colon, the module that is known by this name. Nothing is imported before it is asked for: a shell that wants help does not wait for torch,
 # a user without ONNX models not for ONNX, and importing this package costs next to nothing.
 _HOMES = {
     "AmpError": "errors",
@@ -99,6 +101,7 @@ _HOMES = {
     "export_onnx": "onnx.export",
     "load_rules": "policy.loader",
     "onnx_to_fx": "onnx.importing.api",
+    "pipelines": "passes.pipeline:",
     "training_step": "training.step",
 }
 
@@ -108,7 +111,9 @@ if not TYPE_CHECKING:  # a type checker knows the names above, and finds any oth
     def __getattr__(name: str) -> Any:
         """A name of the API, a room of the package (`amp.passes`) or the version, when it is first asked for."""
         if name in _HOMES:
-            found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+            home, itself, _ = _HOMES[name].partition(":")
+            module = import_module(f"{__name__}.{home}")
+            found = module if itself else getattr(module, name)
         elif name == "__version__":
             from importlib.metadata import version
 

@@ -72,6 +72,14 @@ class PlannedCast:
     users: tuple[tuple[str, int], ...] = ()
     explicit: bool = False
 
+    def __str__(self) -> str:
+        users = ", ".join(f"{name}[{index}]" for name, index in self.users)
+        if self.explicit:
+            return f"model's own cast {self.value}: {self.src} -> {self.dst}, {self.bytes} bytes"
+        if self.src == self.dst:
+            return f"read {self.value} ({self.src}) itself, for {users}"
+        return f"cast {self.value}: {self.src} -> {self.dst}, {self.bytes} bytes, for {users}"
+
 
 RETURN = "return"
 
@@ -168,7 +176,7 @@ class PrecisionPlan:
                 + f"  ({node.reason})"
             )
         for cast in self.casts:
-            lines.append(_cast_line(cast))
+            lines.append(str(cast))
         return "\n".join(lines) + "\n"
 
     def __str__(self) -> str:
@@ -185,12 +193,3 @@ class PrecisionPlan:
                 n=0,
             )
         )
-
-
-def _cast_line(cast: PlannedCast) -> str:
-    users = ", ".join(f"{name}[{index}]" for name, index in cast.users)
-    if cast.explicit:
-        return f"model's own cast {cast.value}: {cast.src} -> {cast.dst}, {cast.bytes} bytes"
-    if cast.src == cast.dst:
-        return f"read {cast.value} ({cast.src}) itself, for {users}"
-    return f"cast {cast.value}: {cast.src} -> {cast.dst}, {cast.bytes} bytes, for {users}"

@@ -15,7 +15,7 @@ from torch import nn
 
 from amp_compiler.errors import CaptureError, OnnxError
 from amp_compiler.fx.capture import StandIn, export_module, split_example
-from amp_compiler.fx.lower import apply_plan, lower_graph
+from amp_compiler.fx.lower import lower_graph
 from amp_compiler.ir.dtypes import DType, low_type
 from amp_compiler.ir.graph import Pin
 from amp_compiler.ir.plan import PrecisionPlan
@@ -32,8 +32,9 @@ from amp_compiler.onnx.exporting.from_fx import (
 from amp_compiler.onnx.exporting.misfits import unfit_nodes
 from amp_compiler.onnx.model.model import OnnxModel
 from amp_compiler.onnx.model.save import save
-from amp_compiler.passes.capture.canonicalize import normalize
-from amp_compiler.passes.pipeline import make_plan
+from amp_compiler.passes.pipeline import CAPTURE
+from amp_compiler.passes.plan.make_plan import make_plan
+from amp_compiler.passes.precision.apply_plan import ApplyPlan
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.rules import RuleSet
 
@@ -143,7 +144,7 @@ def _rewrite(
     """Plan a program and carry the plan out on it, in place."""
     kinds = value_kinds(program)
     graph_module = program.graph_module
-    normalize(graph_module)
+    CAPTURE.run(graph_module, {})
     drop_idle_dropout(graph_module)
     if opset < ATTENTION_OPSET:
         write_out_attention(graph_module, low)
@@ -154,7 +155,7 @@ def _rewrite(
     for name, why in pins.items():
         graph.nodes[name] = replace(graph.nodes[name], pin=Pin("fp32", why))
     plan = make_plan(graph, rules, low)
-    apply_plan(graph_module, plan)
+    ApplyPlan(plan)(graph_module)
     fold_stored_casts(program)
     if not keep_io_types:
         open_ends(program, low)

@@ -18,7 +18,7 @@ from amp_compiler.onnx.lowering.overflow import Overflows
 from amp_compiler.onnx.lowering.ranges import Ranges, pin_ranges
 from amp_compiler.onnx.model.model import read_model, read_proto
 from amp_compiler.onnx.model.opset import raise_opset
-from amp_compiler.passes.pipeline import make_plan
+from amp_compiler.passes.plan.make_plan import make_plan
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.matching import RuleMatcher
 from amp_compiler.policy.rules import Context, Precision, RuleSet

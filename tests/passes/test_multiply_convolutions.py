@@ -17,8 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import amp_compiler as amp
 from amp_compiler.errors import PassError
 from amp_compiler.fx.graph import canonical_op, module_of
+from amp_compiler.fx.meta import Key
 from amp_compiler.passes.device.multiply_convolutions import MultiplyConvolutions
-from amp_compiler.passes.precision.type_backward import BACKWARD
 
 aten = torch.ops.aten
 BF16 = torch.bfloat16
@@ -106,7 +106,7 @@ def test_what_is_left_alone(case):
 def test_gradients_of_a_type_of_their_own_keep_the_convolution():
     subject = graph_of((2, 8, 4, 4), (4, 8, 1, 1))
     (node,) = subject.graph.find_nodes(op="call_function", target=aten.conv2d.default)
-    node.meta[BACKWARD] = torch.float32
+    node.meta[Key.BACKWARD] = torch.float32
     assert not MULTIPLY(subject).modified and ops(subject) == ["conv2d"]
 
 

@@ -6,9 +6,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_compiler as amp
-from amp_compiler.backends import step_pieces as step_split
+from amp_compiler.backends.step_runner import kernels_for, most_inner
+from amp_compiler.fx.graph import copy_graph
 from amp_compiler.ops.cpu import update as cpu_update
 from amp_compiler.ops.update.product import Product
+from amp_compiler.passes.step.defer_gradients import DeferGradients
 
 IDS = torch.randint(0, 50, (5, 2, 6), generator=torch.Generator().manual_seed(0))
 IDS[:, 0, :3] = 7  # a row that is looked up often
@@ -167,11 +169,10 @@ def test_on_another_device_nothing_is_left():
     (_, step), _ = both(tied=False)
     step(IDS[0])
     program = step._last[0]
-    examples = [node.meta["val"] for node in program.graph_module.graph.find_nodes(op="placeholder")]
-    kernels = step_split._kernels(program.graph_module, examples)
-    assert [one.gradient.name for one in step_split._Cut(program.graph_module, kernels).products] != []
+    kernels = kernels_for(program.graph_module)
+    assert DeferGradients(most_inner(kernels))(copy_graph(program.graph_module)).modified
     others = {target: target for target in kernels}  # as on CUDA
-    assert step_split._Cut(program.graph_module, others).products == []
+    assert not DeferGradients(most_inner(others))(copy_graph(program.graph_module)).modified
 
 
 def test_gradients_are_those_of_the_step_whatever_became_of_its_batch():

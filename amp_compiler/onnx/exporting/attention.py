@@ -11,12 +11,12 @@ from torch import fx
 
 from amp_compiler.errors import CaptureError
 from amp_compiler.fx.graph import schema_argument
-from amp_compiler.fx.meta import PIN
+from amp_compiler.fx.meta import Key
 from amp_compiler.ir.dtypes import DType
 
 aten = torch.ops.aten
 ATTENTION_OPSET = 23  # from here on ONNX has attention as one op
-_META = ("nn_module_stack", "stack_trace", "source_fn_stack", "torch_fn", PIN)
+_META = ("nn_module_stack", "stack_trace", "source_fn_stack", "torch_fn", Key.PIN)
 
 
 def write_out_attention(graph_module: fx.GraphModule, low: DType) -> bool:

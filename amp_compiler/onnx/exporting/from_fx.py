@@ -12,6 +12,7 @@ from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 from amp_compiler.errors import CaptureError
 from amp_compiler.fx.alias import written_operands
 from amp_compiler.fx.graph import CAST, node_tensor, schema_argument, torch_dtype
+from amp_compiler.fx.meta import Key
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Pin, PrecisionGraph, ValueKind
 from amp_compiler.policy.rules import OpTable
@@ -148,7 +149,7 @@ def fold_stored_casts(program: torch.export.ExportedProgram) -> bool:
     for source in graph.find_nodes(op="placeholder"):
         spec = by_name[source.name]
         data = stored_tensor(program, spec)
-        casts = [user for user in source.users if user.target is CAST and user.meta.get("amp_cast")]
+        casts = [user for user in source.users if user.target is CAST and user.meta.get(Key.PLACED)]
         if data is None or not casts:
             continue
         changed = True
@@ -214,7 +215,7 @@ def open_ends(program: torch.export.ExportedProgram, low: DType) -> None:
 
 
 def _is_cast(node: fx.Node) -> bool:
-    return node.target is CAST and bool(node.meta.get("amp_cast"))
+    return node.target is CAST and bool(node.meta.get(Key.PLACED))
 
 
 def _type(node: Any) -> torch.dtype | None:
