@@ -9,7 +9,7 @@ from rich.console import Console
 from torch.nn import functional as F
 
 import amp_compiler as amp
-from amp_compiler.cli.main import demo
+from amp_compiler.cli import demo
 from amp_compiler.errors import AmpError
 
 
