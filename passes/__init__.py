@@ -17,6 +17,7 @@ PASSES: dict[str, str] = {
     "assign_precision": "amp_compiler.passes.plan.assign_precision:AssignPrecision",
     "place_casts": "amp_compiler.passes.plan.place_casts:PlaceCasts",
     "type_backward": "amp_compiler.passes.precision.type_backward:TypeBackward",
+    "widen_math": "amp_compiler.passes.precision.widen_math:WidenMath",
     "legalize": "amp_compiler.passes.precision.legalize:Legalize",
     "multiply_convolutions": "amp_compiler.passes.device.multiply_convolutions:MultiplyConvolutions",
     "differentiate": "amp_compiler.passes.step.differentiate:Differentiate",

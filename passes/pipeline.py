@@ -10,7 +10,7 @@ from amp_compiler.ir.graph import Node, PrecisionGraph
 from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
 from amp_compiler.passes import NEUTRAL, find_pass
 from amp_compiler.planner.draft import Draft
-from amp_compiler.planner.typing import TypingRules
+from amp_compiler.planner.typing import KEEP, TypingRules
 from amp_compiler.policy.rules import Context, Decision, Precision, RuleSet
 
 
@@ -76,9 +76,10 @@ def _planned(draft: Draft, typing: TypingRules, node: Node) -> PlannedNode:
         asked=decision.precision.value,
         source=node.source,
         outputs=tuple((name, typing.result(name, draft.labels).short) for name in node.outputs),
-        math=decision.math.short if decision.math else "",
+        math=decision.math.short if decision.math and draft.labels[node.name] != KEEP else "",
         backward=_backward(decision, draft.labels[node.name]),
         backward_math=decision.backward_math.short if decision.backward_math else "",
+        math_rule=decision.math_rule if decision.math and draft.labels[node.name] != KEEP else "",
     )
 
 

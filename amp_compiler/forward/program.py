@@ -17,7 +17,7 @@ from amp_compiler.forward.shape_guards import InputForm
 from amp_compiler.forward.tensor_versions import write_mark
 from amp_compiler.fx.capture import Captured, Source, capture_module, tensor_getter
 from amp_compiler.fx.graph import CAST, torch_dtype
-from amp_compiler.fx.lower import apply_plan, lower, lower_graph
+from amp_compiler.fx.lower import apply_plan, lower, lower_graph, mark_math
 from amp_compiler.ir.dtypes import DType, dtype_from_short
 from amp_compiler.ir.graph import ValueKind
 from amp_compiler.ir.plan import PrecisionPlan
@@ -26,6 +26,7 @@ from amp_compiler.passes.device.multiply_convolutions import MultiplyConvolution
 from amp_compiler.passes.pipeline import make_plan
 from amp_compiler.passes.precision.legalize import Legalize
 from amp_compiler.passes.precision.type_backward import BACKWARD, BACKWARD_RULE, TypeBackward, emulates
+from amp_compiler.passes.precision.widen_math import WidenMath
 from amp_compiler.policy.rules import RuleSet
 
 
@@ -49,13 +50,16 @@ def rewrite(
         compiled: whether a compiler will run it, which is then given the forms that it does fastest.
 
     Returns:
-        Whether the low type is emulated for want of hardware, so that every down-cast must really round.
+        Whether FP32 arithmetic stands for 16-bit one, by a rule or for want of hardware, so that every down-cast must
+        really round.
     """
     apply_plan(graph_module, plan)
+    mark_math(graph_module.graph, plan, differentiable=differentiable)
     if differentiable:
         _mark_backward(graph_module.graph, plan)
         TypeBackward(rules.ops, past_weights)(graph_module)
-    emulated = Legalize(rules.ops)(graph_module).modified or emulates(graph_module.graph)
+    widened = WidenMath(rules.ops, differentiable)(graph_module).modified
+    emulated = Legalize(rules.ops)(graph_module).modified or emulates(graph_module.graph) or widened
     if compiled:
         MultiplyConvolutions()(graph_module)
     return emulated and plan.device == "cpu"

@@ -27,7 +27,7 @@ from amp_compiler.fx.graph import (
     torch_dtype,
     user_source,
 )
-from amp_compiler.fx.meta import PIN
+from amp_compiler.fx.meta import BACKWARD_MATH, MATH, PIN
 from amp_compiler.ir.dtypes import dtype_from_short
 from amp_compiler.ir.graph import Node, Operand, Pin, PrecisionGraph, Value, ValueKind
 from amp_compiler.ir.plan import RETURN, PrecisionPlan
@@ -203,6 +203,23 @@ def apply_plan(graph_module: fx.GraphModule, plan: PrecisionPlan) -> bool:
         refresh(graph_module)
     check_types(graph_module, plan)
     return inserted
+
+
+def mark_math(graph: fx.Graph, plan: PrecisionPlan, *, differentiable: bool = True) -> None:
+    """Note on each node what the plan says of its arithmetic, for the passes that carry it out.
+
+    Args:
+        graph: the graph of the plan, with its casts.
+        plan: the plan.
+        differentiable: whether gradients will be asked for.
+    """
+    planned = {node.name: node for node in plan.nodes if node.math or node.backward_math}
+    for node in graph.nodes:
+        found = planned.get(node.name) if node.op == "call_function" else None
+        if found is not None and found.math == "fp32" and found.precision == "low":
+            node.meta[MATH] = found.math_rule
+        if found is not None and found.backward_math == "fp32" and differentiable:
+            node.meta[BACKWARD_MATH] = found.math_rule
 
 
 def _find(by_name: dict[str, fx.Node], name: str) -> fx.Node:

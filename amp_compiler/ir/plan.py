@@ -29,9 +29,10 @@ class PlannedNode:
         asked: what the rule asked for (`widest` and `follow` included).
         source: `file:line` of the user's model.
         outputs: (value, type) of each output after the rewrite.
-        math: type to accumulate in, empty for the op's default.
+        math: type that it computes in, empty for the op's default.
         backward: precision of the gradients, empty for the same as forward.
-        backward_math: type to accumulate the gradients in, empty for the op's default.
+        backward_math: type that the gradients are computed in, empty for the op's default.
+        math_rule: `file:line` of the rule that said `math`, empty where none did.
     """
 
     name: str
@@ -47,6 +48,7 @@ class PlannedNode:
     math: str = ""
     backward: str = ""
     backward_math: str = ""
+    math_rule: str = ""
 
 
 @dataclass(frozen=True, slots=True)

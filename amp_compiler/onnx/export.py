@@ -15,7 +15,7 @@ from torch import nn
 
 from amp_compiler.errors import CaptureError, OnnxError
 from amp_compiler.fx.capture import StandIn, export_module, split_example
-from amp_compiler.fx.lower import apply_plan, lower_graph
+from amp_compiler.fx.lower import apply_plan, lower_graph, mark_math
 from amp_compiler.ir.dtypes import DType, low_type
 from amp_compiler.ir.graph import Pin
 from amp_compiler.ir.plan import PrecisionPlan
@@ -34,6 +34,7 @@ from amp_compiler.onnx.model.model import OnnxModel
 from amp_compiler.onnx.model.save import save
 from amp_compiler.passes.capture.canonicalize import normalize
 from amp_compiler.passes.pipeline import make_plan
+from amp_compiler.passes.precision.widen_math import WidenMath
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.rules import RuleSet
 
@@ -155,6 +156,8 @@ def _rewrite(
         graph.nodes[name] = replace(graph.nodes[name], pin=Pin("fp32", why))
     plan = make_plan(graph, rules, low)
     apply_plan(graph_module, plan)
+    mark_math(graph_module.graph, plan, differentiable=False)
+    WidenMath(rules.ops, differentiable=False, device="onnx")(graph_module)
     fold_stored_casts(program)
     if not keep_io_types:
         open_ends(program, low)
