@@ -11,7 +11,9 @@ from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
 from amp_compiler.passes import NEUTRAL, find_pass
 from amp_compiler.planner.draft import Draft
 from amp_compiler.planner.typing import KEEP, TypingRules
+from amp_compiler.policy.matching import RuleMatcher
 from amp_compiler.policy.rules import Context, Decision, Precision, RuleSet
+from amp_compiler.policy.unused import unused_rules
 
 
 def make_plan(
@@ -60,7 +62,8 @@ def plan_of(draft: Draft) -> PrecisionPlan:
         raise PassError("casts were not placed yet", mend="run 'place_casts' first")
     typing = draft.typing
     nodes = tuple(_planned(draft, typing, node) for node in draft.graph.nodes.values())
-    return PrecisionPlan(draft.context.low.short, draft.rules.name, draft.context.device, nodes, draft.casts)
+    unused = unused_rules(RuleMatcher(draft.rules, draft.graph, draft.context, draft.ranges))
+    return PrecisionPlan(draft.context.low.short, draft.rules.name, draft.context.device, nodes, draft.casts, unused)
 
 
 def _planned(draft: Draft, typing: TypingRules, node: Node) -> PlannedNode:

@@ -99,7 +99,9 @@ class Pieces:
             for i, (plan, _) in enumerate(self.plans)
             for c in plan.casts
         )
-        return PrecisionPlan(first.dtype, first.rules, first.device, nodes, casts)
+        unmatched = [{rule.rule for rule in plan.unused_rules} for plan, _ in self.plans]
+        unused = tuple(rule for rule in first.unused_rules if all(rule.rule in rules for rules in unmatched))
+        return PrecisionPlan(first.dtype, first.rules, first.device, nodes, casts, unused)
 
 
 def _first_line(error: BaseException) -> str:

@@ -29,7 +29,7 @@ from amp_compiler.fx.graph import (
 )
 from amp_compiler.fx.meta import BACKWARD_MATH, MATH, PIN
 from amp_compiler.ir.dtypes import dtype_from_short
-from amp_compiler.ir.graph import Node, Operand, Pin, PrecisionGraph, Value, ValueKind
+from amp_compiler.ir.graph import LOSS_FUNCTION, Node, Operand, Pin, PrecisionGraph, Value, ValueKind
 from amp_compiler.ir.plan import RETURN, PrecisionPlan
 
 _KINDS = {
@@ -121,7 +121,8 @@ def _add_node(graph: PrecisionGraph, node: fx.Node) -> None:
     attributes = {
         slot: neutral_attribute(argument) for slot, path, argument in flat_arguments(node) if path not in paths
     }
-    module, module_type = module_of(node)
+    # A training step has named the modules: what it left in none stands in the loss function.
+    module, module_type = (LOSS_FUNCTION, "") if node.meta.get("nn_module_stack") == {} else module_of(node)
     outputs = _outputs(node)
     graph.add_node(
         Node(

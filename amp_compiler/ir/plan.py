@@ -75,6 +75,33 @@ class PlannedCast:
     explicit: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class UnusedRule:
+    """A rule of the user's own that matches no node.
+
+    Args:
+        rule: `file:line`.
+        text: the rule as it stands there, on one line.
+        condition: the key of `match:` that no node meets; empty where each is met by some node, but not all by one.
+        nearest: the name in the model that is most like what the condition asks for, or, where `condition` is empty,
+            the node that meets most conditions; empty where there is none.
+    """
+
+    rule: str
+    text: str
+    condition: str = ""
+    nearest: str = ""
+
+    def __str__(self) -> str:
+        told = f"{self.rule}, {self.text}"
+        if not self.condition:
+            return f"{told} (node '{self.nearest}' meets most of its conditions)" if self.nearest else told
+        kind = self.condition.replace("_", " ")
+        return (
+            f"{told} (the nearest {kind} is '{self.nearest}')" if self.nearest else f"{told} (no node has that {kind})"
+        )
+
+
 RETURN = "return"
 
 
@@ -88,6 +115,7 @@ class PrecisionPlan:
         device: device type that was planned for.
         nodes: verdicts in execution order.
         casts: casts in execution order.
+        unused_rules: the rules of the user's own files that match no node, in the order in which they are read.
 
     Example:
         >>> plan = PrecisionPlan("fp16", "default", "cpu", (), ())
@@ -100,6 +128,7 @@ class PrecisionPlan:
     device: str
     nodes: tuple[PlannedNode, ...]
     casts: tuple[PlannedCast, ...]
+    unused_rules: tuple[UnusedRule, ...] = ()
 
     @property
     def cast_bytes(self) -> int:
@@ -136,7 +165,8 @@ class PrecisionPlan:
                 replace(PlannedCast(**cast), users=tuple((name, index) for name, index in cast["users"]))
                 for cast in data["casts"]
             )
-            return cls(data["dtype"], data["rules"], data["device"], nodes, casts)
+            unused = tuple(UnusedRule(**rule) for rule in data.get("unused_rules", ()))
+            return cls(data["dtype"], data["rules"], data["device"], nodes, casts, unused)
         except (KeyError, TypeError, ValueError) as cause:
             raise AmpError(f"the plan is damaged: {cause!r}", mend="make it again with amp.explain") from cause
 
@@ -158,7 +188,7 @@ class PrecisionPlan:
         write_plan_html(self, path)
 
     def to_text(self) -> str:
-        """One line a node and one line a cast, for reading and for diffing."""
+        """One line for each node, cast and unused rule, for reading and for diffing."""
         lines = [f"plan dtype={self.dtype} rules={self.rules} device={self.device} cast_bytes={self.cast_bytes}"]
         for node in self.nodes:
             made = ", ".join(dtype for _, dtype in node.outputs)
@@ -171,6 +201,7 @@ class PrecisionPlan:
             )
         for cast in self.casts:
             lines.append(_cast_line(cast))
+        lines += [f"unused rule {rule}" for rule in self.unused_rules]
         return "\n".join(lines) + "\n"
 
     def __str__(self) -> str:

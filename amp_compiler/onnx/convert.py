@@ -22,6 +22,7 @@ from amp_compiler.onnx.model.infer import infer, stripped
 from amp_compiler.onnx.model.save import save, to_proto
 from amp_compiler.onnx.plan import plan_onnx
 from amp_compiler.policy.loader import load_rules
+from amp_compiler.policy.unused import warn_of_unused
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ def convert_onnx(
         plan, lowered, found = plan_onnx(
             source, rule_set, low, ranges, keep_io_types=keep_io_types, raising=raise_opset
         )
+        warn_of_unused(plan.unused_rules, lowered.model.ir.graph.name or "the ONNX model")
         rename_duplicates(lowered)
         labels = {node.name: node.precision for node in plan.nodes}
         changed = apply_plan(lowered, plan, floors=found.floors(labels, low), keep_io_types=keep_io_types)

@@ -37,6 +37,7 @@ from amp_compiler.passes.pipeline import make_plan
 from amp_compiler.passes.precision.widen_math import WidenMath
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.rules import RuleSet
+from amp_compiler.policy.unused import warn_of_unused
 
 DEFAULT_OPSET = {DType.FLOAT16: 20, DType.BFLOAT16: 22}  # convolutions take bfloat16 from opset 22 on
 _ROUNDS = 4  # exports until every op has types that ONNX admits
@@ -130,6 +131,7 @@ def export_onnx(
         if not unfit:
             break
         pins.update(unfit)
+    warn_of_unused(plan.unused_rules, type(model).__name__)
     return _deliver(plan, made, target)
 
 

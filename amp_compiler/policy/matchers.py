@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
 from amp_compiler.ir.dtypes import LOW_TYPES, DType, dtype_from_short
-from amp_compiler.ir.graph import Attr, Node
+from amp_compiler.ir.graph import LOSS_FUNCTION, Attr, Node
 from amp_compiler.policy import forms
 from amp_compiler.policy.marks import Mark, nearest
 from amp_compiler.policy.op_table import NAMESPACES
@@ -113,7 +113,9 @@ class Module(_Names):
     """The qualified name of the calling module matches one of these globs; `*` crosses dots."""
 
     key: ClassVar[str] = "module"
-    about: ClassVar[str] = "glob on the qualified module name; * crosses dots; <loss_fn> is the loss function of a step"
+    about: ClassVar[str] = (
+        f"glob on the qualified module name; * crosses dots; {LOSS_FUNCTION} is the loss function of a step"
+    )
     form: ClassVar[Any] = forms.Texts
 
     def holds(self, node: Node, view: View) -> bool:
@@ -306,6 +308,7 @@ class DeviceType(_Names):
 
     key: ClassVar[str] = "device"
     about: ClassVar[str] = "device type that is planned for"
+    contextual: ClassVar[bool] = True
     form: ClassVar[Any] = forms.Devices
 
     def possible(self, info: OpInfo, context: Context) -> bool:
@@ -320,6 +323,7 @@ class LowType(Match):
     types: tuple[DType, ...]
     key: ClassVar[str] = "dtype"
     about: ClassVar[str] = "low type that is planned for"
+    contextual: ClassVar[bool] = True
     form: ClassVar[Any] = forms.Lows
 
     @property

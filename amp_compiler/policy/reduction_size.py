@@ -1,4 +1,4 @@
-"""How many elements one output element of a node sums over. How an op counts them is its field `sums` in the op table."""
+"""How many elements one output element of a node sums over; how an op counts them is its field `sums` in the table."""
 
 from __future__ import annotations
 

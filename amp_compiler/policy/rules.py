@@ -168,6 +168,7 @@ class Condition(ABC):
     key: ClassVar[str]  # the key in a rule file
     about: ClassVar[str]  # one line for the schema
     form: ClassVar[Any]  # type of what stands there, as pydantic takes it
+    contextual: ClassVar[bool] = False  # it asks what is planned for, which is the same for all nodes of a graph
 
     @property
     def given(self) -> Any:

@@ -160,7 +160,10 @@ def _forward(
 
 
 def _name_modules(graph: fx.Graph) -> None:
-    """Name the modules as in the model, without the loss around it, so that rules match what they match elsewhere."""
+    """Name the modules as in the model, without the loss around it, so that rules match what they match elsewhere.
+
+    A node of the loss function is left with an empty stack, by which lowering knows it (`ir.graph.LOSS_FUNCTION`).
+    """
     for node in graph.nodes:
         stack = node.meta.get("nn_module_stack") or {}
         inner = {

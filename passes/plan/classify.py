@@ -83,7 +83,9 @@ def _decide(draft: Draft, matcher: RuleMatcher, node: Node) -> Decision:
             name, number = lost
             told = f"{name}={number:g} would become an infinity in {draft.context.low.short}"
             reason = f"{told}, so it runs in FP32, backward too"
-            return replace(decision, precision=Precision.FP32, rule="", reason=reason, math=None, backward=None, math_rule="")
+            return replace(
+                decision, precision=Precision.FP32, rule="", reason=reason, math=None, backward=None, math_rule=""
+            )
     return decision
 
 
