@@ -10,7 +10,7 @@ from amp_compiler.ir.graph import Node, PrecisionGraph
 from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
 from amp_compiler.passes import NEUTRAL, find_pass
 from amp_compiler.planner.draft import Draft
-from amp_compiler.planner.typing import KEEP, TypingRules
+from amp_compiler.planner.typing import TypingRules
 from amp_compiler.policy.matching import RuleMatcher
 from amp_compiler.policy.rules import Context, Decision, Precision, RuleSet
 from amp_compiler.policy.unused import unused_rules
@@ -68,6 +68,7 @@ def plan_of(draft: Draft) -> PrecisionPlan:
 
 def _planned(draft: Draft, typing: TypingRules, node: Node) -> PlannedNode:
     decision = draft.decisions[node.name]
+    computes = decision.precision is not Precision.KEEP  # what is kept as captured keeps its arithmetic too
     return PlannedNode(
         name=node.name,
         op=node.op,
@@ -79,10 +80,10 @@ def _planned(draft: Draft, typing: TypingRules, node: Node) -> PlannedNode:
         asked=decision.precision.value,
         source=node.source,
         outputs=tuple((name, typing.result(name, draft.labels).short) for name in node.outputs),
-        math=decision.math.short if decision.math and draft.labels[node.name] != KEEP else "",
+        math=decision.math.short if computes and decision.math else "",
         backward=_backward(decision, draft.labels[node.name]),
         backward_math=decision.backward_math.short if decision.backward_math else "",
-        math_rule=decision.math_rule if decision.math and draft.labels[node.name] != KEEP else "",
+        math_rule=decision.math_rule if computes else "",
     )
 
 

@@ -217,7 +217,7 @@ def mark_math(graph: fx.Graph, plan: PrecisionPlan, *, differentiable: bool = Tr
     planned = {node.name: node for node in plan.nodes if node.math or node.backward_math}
     for node in graph.nodes:
         found = planned.get(node.name) if node.op == "call_function" else None
-        if found is not None and found.math == "fp32" and found.precision == "low":
+        if found is not None and found.math == "fp32" and found.precision != "fp32":
             node.meta[MATH] = found.math_rule
         if found is not None and found.backward_math == "fp32" and differentiable:
             node.meta[BACKWARD_MATH] = found.math_rule

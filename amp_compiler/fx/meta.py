@@ -7,7 +7,7 @@ from typing import Any
 from amp_compiler.ir.graph import Pin
 
 PIN = "amp_pin"  # key in node.meta; the value is a Pin
-MATH = "amp_math"  # key in node.meta of a low node that is to compute in FP32: `file:line` of the rule that asks for it
+MATH = "amp_math"  # key in node.meta of a node that is to compute in FP32: `file:line` of the rule that asks for it
 BACKWARD_MATH = "amp_backward_math"  # the same for its gradients
 
 

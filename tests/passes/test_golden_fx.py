@@ -19,12 +19,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_compiler.fx.graph import rename_placeholder
+from amp_compiler.fx.meta import MATH
 from amp_compiler.ops.loss_scale import StaticLossScale
 from amp_compiler.passes import PASSES, find_pass
 from amp_compiler.passes.base import Pass
 from amp_compiler.passes.device.multiply_convolutions import MultiplyConvolutions
 from amp_compiler.passes.precision.legalize import Legalize
 from amp_compiler.passes.precision.type_backward import BACKWARD, TypeBackward
+from amp_compiler.passes.precision.widen_math import WidenMath
 from amp_compiler.passes.step.differentiate import Differentiate
 from amp_compiler.passes.step.fold_loss_scale import FoldLossScale
 from amp_compiler.passes.step.fuse_update import FuseUpdate
@@ -92,6 +94,14 @@ def marked(
     return traced
 
 
+def computing(function: Callable[..., Any], *dtypes: torch.dtype) -> fx.GraphModule:
+    """The trace with every node marked by a rule with `math: fp32`."""
+    traced = trace(function, *dtypes)
+    for node in traced.graph.nodes:
+        node.meta.update({MATH: "my.yaml:3"} if node.op == "call_function" else {})
+    return traced
+
+
 def low_product(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor]:
     return (aten.to.dtype(aten.mm(aten.relu(a), aten.to.dtype(b, BF16)), F32).sum(),)
 
@@ -108,6 +118,7 @@ def convolved(pixels: int, kernel: int, *options: Any, dtype: torch.dtype = BF16
 
 TYPE_BACKWARD = TypeBackward(load_rules("default").ops)
 LEGALIZE = Legalize(load_rules("default").ops)
+WIDEN_MATH = WidenMath(load_rules("default").ops)
 GROUP = UpdateGroup("sgd", ("a",), (), (("momentum_buffer", True), ("lows", False)), 5, (False, False), True)
 UPDATE = FuseUpdate((GROUP,), ("a",), ("a",), 1, (), StaticLossScale(8.0), clip_norm=1.0)
 
@@ -180,6 +191,16 @@ CASES: dict[str, tuple[Pass[fx.GraphModule], Callable[[], fx.GraphModule], bool]
     "type_backward/what_has_the_type_is_left_alone": (
         TYPE_BACKWARD,
         lambda: marked(BF16, lambda a, b: (aten.mm(a, b),), BF16, BF16),
+        False,
+    ),
+    "widen_math/casts_around_each_node_of_its_own": (
+        WIDEN_MATH,
+        lambda: computing(lambda a, b: (aten.gelu(a), aten.exp(a) * b), BF16, BF16),
+        True,
+    ),
+    "widen_math/products_and_sums_are_left_alone": (
+        WIDEN_MATH,
+        lambda: computing(lambda a, b: (aten.mm(a, b) + aten.relu(a).t(),), BF16, BF16),
         False,
     ),
     "fold_loss_scale/the_seed_takes_the_scale_and_the_mean": (
