@@ -74,17 +74,24 @@ def _describe(rule: Rule, matcher: RuleMatcher) -> UnusedRule:
     return UnusedRule(rule.where, rule.text, nearest=best.name)
 
 
+def _part(name: str, glob: str, depth: int) -> str:
+    """What of a name a glob speaks of: its end after a leading `*`, its beginning before another one."""
+    parts = name.split(".")
+    if glob.startswith("*"):
+        return ".".join(parts[-depth:])
+    return ".".join(parts[:depth]) if "*" in glob else name
+
+
 def _nearest(condition: Condition, names: Iterable[str]) -> str:
     """The name that is most like what a condition asks for; empty where it is compared with no names."""
     found, most = "", 0.0
     known = [name for name in names if name]
     for pattern in condition.given if known else ():
         text = pattern if isinstance(pattern, str) else pattern.pattern
-        parts = text.count(".") + 1
-        alike = SequenceMatcher(None, b=_SIGNS.sub("", text).strip("."), autojunk=False)
+        plain = re.sub(r"\.+", ".", _SIGNS.sub("", text)).strip(".")
+        alike = SequenceMatcher(None, b=plain, autojunk=False)
         for name in known:
-            # A glob says only how a name begins.
-            alike.set_seq1(".".join(name.split(".")[:parts]) if "*" in text else name)
+            alike.set_seq1(_part(name, text, plain.count(".") + 1))
             if alike.real_quick_ratio() > most and alike.quick_ratio() > most and alike.ratio() > most:
                 found, most = name, alike.ratio()
     return found
