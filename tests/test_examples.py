@@ -18,6 +18,7 @@ def load(name: str):
     return runpy.run_path(str(EXAMPLES / name))["main"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_as_a_script(name):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
