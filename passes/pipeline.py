@@ -169,12 +169,16 @@ class Pipeline:
             What the last pass returned.
 
         Raises:
-            PassError: a pass broke its contract, or an option is missing.
+            PassError: a pass broke its contract, or an option is missing; its `stages` are those until then.
         """
         text = text_of(subject)
         for step in self.steps:
             run = self._made(step, options, subject)
-            result, text = run.checked(subject, text)
+            try:
+                result, text = run.checked(subject, text)
+            except PassError as error:
+                error.stages = stages
+                raise
             subject = result.subject
             if stages is not None:
                 stages.note(run.name, text)
