@@ -19,6 +19,7 @@ _ROOMS = {
     "step": "separate_buffers place_weights differentiate restore_upcasts fold_loss_scale simplify_casts"
     " sum_gradients fuse_update defer_gradients cut_step",
     "device": "multiply_convolutions",
+    "onnx_export": "drop_idle_dropout write_out_attention fold_stored_casts open_ends",
 }
 
 

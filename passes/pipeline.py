@@ -260,7 +260,9 @@ STEP = Pipeline(
 )
 DEVICE = Pipeline("DEVICE", ("defer_gradients", "cut_step"))
 PIECE = Pipeline("PIECE", ())
-PIPELINES = (CAPTURE, PLAN, FORWARD, INFERENCE, STEP, DEVICE, PIECE)
+ONNX_CAPTURE = Pipeline("ONNX_CAPTURE", ("drop_idle_dropout", "write_out_attention"))  # behind CAPTURE
+ONNX_EXPORT = Pipeline("ONNX_EXPORT", ("apply_plan", "fold_stored_casts", "open_ends"))
+PIPELINES = (CAPTURE, PLAN, FORWARD, INFERENCE, STEP, DEVICE, PIECE, ONNX_CAPTURE, ONNX_EXPORT)
 
 
 def pipelines_with(given: Any, allowed: Sequence[Pipeline]) -> dict[str, Pipeline]:

@@ -43,6 +43,8 @@ SPECS: dict[str, Spec] = {
         (*_REGIONS, "aten._assert_tensor_metadata", "aten.detach", "amp_compiler.ops.typed_op.typed_op"),
         ("forward", "backward", "update"),
     ),
+    "ONNX_CAPTURE": Spec(_CAPTURED, (*_REGIONS, "aten._assert_tensor_metadata", "aten.alias")),
+    "ONNX_EXPORT": Spec(_CAST | {Key.STORED}, (*_REGIONS, "aten._assert_tensor_metadata", "aten.alias")),
     "DEVICE": Spec(_STEP, modules=True),
 }
 

@@ -54,6 +54,10 @@ def test_the_wheel_holds_the_rule_files(wheel_files, name):
     assert f"amp_compiler/rules/{name}" in wheel_files
 
 
+def test_the_wheel_holds_the_template_of_the_page(wheel_files):
+    assert "amp_compiler/report/plan.html" in wheel_files
+
+
 def test_the_wheel_holds_every_module_and_nothing_else(wheel_files):
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "amp_compiler").rglob("*.py")}
     for folder in ("passes", "rules"):

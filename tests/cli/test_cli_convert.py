@@ -127,7 +127,7 @@ def test_io_types(run, benign, tmp_path):
         (["in.onnx", "out.onnx", "--calibrate", "wrong.npz"], 1, "'x' is missing"),
         (["in.onnx", "in.onnx"], 1, "the output is the input"),
         (["in.onnx", "nowhere/out.onnx"], 1, "no such folder"),
-        (["broken.onnx", "out.onnx"], 1, "not an ONNX model"),
+        (["broken.onnx", "out.onnx"], 1, "no ONNX model"),
     ],
 )
 def test_wrong_arguments(run, benign, tmp_path, monkeypatch, arguments, code, words):

@@ -47,6 +47,7 @@ def _check_same_numbers(before: fx.GraphModule, after: fx.GraphModule) -> None:
         for node in graph_module.graph.find_nodes(op="placeholder"):
             if node.name not in inputs:
                 inputs[node.name] = _input(node, inputs, generator)
+            inputs.setdefault(node.meta.get(Key.STORED, node.name), inputs[node.name])
     old, new = (_run(graph_module, inputs) for graph_module in (before, after))
     for one, other in zip(old, new, strict=False):  # results that a pass adds stand behind those that were there
         if isinstance(one, Tensor) and isinstance(other, Tensor):
@@ -54,8 +55,8 @@ def _check_same_numbers(before: fx.GraphModule, after: fx.GraphModule) -> None:
 
 
 def _input(node: fx.Node, known: dict[str, Tensor], generator: torch.Generator) -> Tensor:
-    """A value for a placeholder: another form of a weight has that weight's value."""
-    of = node.meta.get(Key.LOW, (node.meta.get(Key.MASTER, node.meta.get(Key.WIDE)),))[0]
+    """A value for a placeholder: another form of a weight, or of stored data, has that weight's value."""
+    of = node.meta.get(Key.LOW, (node.meta.get(Key.MASTER, node.meta.get(Key.WIDE, node.meta.get(Key.STORED))),))[0]
     value = node.meta["val"]
     if of in known:
         return known[of].to(value.dtype)
@@ -68,7 +69,8 @@ def _input(node: fx.Node, known: dict[str, Tensor], generator: torch.Generator) 
 
 
 def _run(graph_module: fx.GraphModule, inputs: dict[str, Tensor]) -> list[Any]:
-    given = [inputs[node.name].clone() for node in graph_module.graph.find_nodes(op="placeholder")]
+    places = graph_module.graph.find_nodes(op="placeholder")
+    given = [inputs[node.name].to(node.meta["val"].dtype, copy=True) for node in places]  # stored data are rounded
     torch.manual_seed(0)
     made = fx.Interpreter(graph_module).run(*given)
     assert len(results_of(graph_module.graph)) == len(made)

@@ -1,10 +1,11 @@
-"""Attention written out in an FX graph as the products and the softmax that ONNX has below opset 23."""
+"""`WriteOutAttention`: attention as the products and the softmax that ONNX has below opset 23."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -13,52 +14,72 @@ from amp_compiler.errors import CaptureError
 from amp_compiler.fx.graph import schema_argument
 from amp_compiler.fx.meta import Key
 from amp_compiler.ir.dtypes import DType
+from amp_compiler.passes.base import InPlacePass, PassResult
 
 aten = torch.ops.aten
 ATTENTION_OPSET = 23  # from here on ONNX has attention as one op
+_FUSED = aten.scaled_dot_product_attention.default
 _META = ("nn_module_stack", "stack_trace", "source_fn_stack", "torch_fn", Key.PIN)
 
 
-def write_out_attention(graph_module: fx.GraphModule, low: DType) -> bool:
-    """Write `scaled_dot_product_attention` out as the products and the softmax that ONNX has below opset 23, in place.
+@dataclass(frozen=True)
+class WriteOutAttention(InPlacePass):
+    """Write `scaled_dot_product_attention` out, so that the rules decide on its softmax as they do in the file.
 
-    So the rules decide on the softmax, as they do in the ONNX file. Query and key are each scaled by the root of the
-    scale, which keeps the scores of FP16 in range. What a mask hides gets the low type's minimum, a finite number.
+    Query and key are each scaled by the root of the scale, which keeps the scores of FP16 in range. What a mask hides
+    gets the low type's minimum, a finite number; a row that a boolean mask hides whole becomes zeros.
 
-    Before: `attention(q, k, v)`. After: `matmul(softmax(matmul(q * s, kᵀ * s)), v)`.
+    Before (opset 20)::
+
+        attend: fp32[1, 2, 4, 16] = aten.scaled_dot_product_attention.default(q, k, v)
+
+    After::
+
+        transpose_int: fp32[1, 2, 16, 4] = aten.transpose.int(k, -2, -1)
+        mul_tensor: fp32[1, 2, 4, 16] = aten.mul.Tensor(q, 0.5)
+        mul_tensor_1: fp32[1, 2, 16, 4] = aten.mul.Tensor(transpose_int, 0.5)
+        matmul_default: fp32[1, 2, 4, 4] = aten.matmul.default(mul_tensor, mul_tensor_1)
+        softmax_int: fp32[1, 2, 4, 4] = aten.softmax.int(matmul_default, -1)
+        matmul_default_1: fp32[1, 2, 4, 16] = aten.matmul.default(softmax_int, v)
+
+    Left alone: every graph for opset 23 and later, where ONNX has attention as one op.
 
     Args:
-        graph_module: the graph, in normal form.
         low: the 16-bit type that is planned for.
-
-    Returns:
-        Whether there was one.
+        opset: version of ONNX's own ops that the file will have.
     """
-    graph = graph_module.graph
-    found = graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default)
-    for node in found:
-        with graph.inserting_before(node):
-            result = _attention(_Emitter(graph, node), node, -low.format.max)
-        node.replace_all_uses_with(result)
-        graph.erase_node(node)
-    if found:
-        graph_module.recompile()
-    return bool(found)
 
+    low: DType
+    opset: int
+    name: ClassVar[str] = "write_out_attention"
+    exact: ClassVar[bool] = False
+    idempotent: ClassVar[bool] = True
 
-def drop_idle_dropout(graph_module: fx.GraphModule) -> bool:
-    """Remove dropout that drops nothing, as the exporter does. Returns whether there was any."""
-    idle = [
-        node
-        for node in graph_module.graph.find_nodes(op="call_function", target=aten.dropout.default)
-        if schema_argument(node, "train") is False
-    ]
-    for node in idle:
-        node.replace_all_uses_with(node.args[0])
-        graph_module.graph.erase_node(node)
-    if idle:
-        graph_module.recompile()
-    return bool(idle)
+    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+        """Rewrite in place.
+
+        Raises:
+            CaptureError: the scale depends on a width that is dynamic.
+        """
+        found = self._found(subject.graph)
+        for node in found:
+            with subject.graph.inserting_before(node):
+                result = _attention(_Emitter(subject.graph, node), node, -self.low.format.max)
+            node.replace_all_uses_with(result)
+            subject.graph.erase_node(node)
+        if found:
+            subject.recompile()
+        return PassResult(subject, bool(found))
+
+    def ensures(self, subject: fx.GraphModule, remembered: Any) -> str | None:
+        """None must be left."""
+        left = self._found(subject.graph)
+        return f"'{left[0].name}' is attention, which opset {self.opset} does not have" if left else None
+
+    def _found(self, graph: fx.Graph) -> list[fx.Node]:
+        if self.opset >= ATTENTION_OPSET:
+            return []
+        return list(graph.find_nodes(op="call_function", target=_FUSED))
 
 
 class _Emitter:
