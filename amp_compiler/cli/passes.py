@@ -15,19 +15,20 @@ from rich.markdown import Markdown
 from rich.table import Table
 from rich.text import Text
 
-from amp_compiler.passes import PASSES, find_pass
+from amp_compiler.passes import find_pass
 from amp_compiler.passes.base import InPlacePass, Pass
-from amp_compiler.passes.pipeline import PIPELINES
+from amp_compiler.passes.pipeline import PIPELINES, Pipeline
 
 COLUMNS = ("pass", "works", "numbers", "skip", "what it does")
 HEAD = """\
-<!-- made by `amp-compiler passes --markdown` from the docstrings; edit those -->
+<!-- made by `make docs` from the docstrings; edit those -->
 # Passes
 
-Every rewrite of a graph is a pass. They are listed here pipeline by pipeline, in the order in which they run;
-`amp-compiler passes` prints the list, and `amp-compiler explain MODEL --print-after all` a graph from pass to pass.
-[docs/architecture.md](../docs/architecture.md) shows one training step after each;
-[docs/errands.md](../docs/errands.md) says how to add one. `PASSES` in `passes/__init__.py` is the table of all.
+Every rewrite of a graph is a pass, and stands in a pipeline, in the order in which a graph goes through them. Each is
+described once, where it first stands. `amp-compiler passes` prints this too.
+[architecture.md](../docs/architecture.md) shows a training step after each pass;
+[pipelines.md](../docs/pipelines.md) how to print the stages, leave a pass out or put one in;
+[errands.md](../docs/errands.md) how to add one to the project.
 
 """
 
@@ -51,20 +52,13 @@ def run_passes(name: str = "", *, markdown: bool = False) -> None:
         print_catalogue(console)
 
 
-def groups() -> dict[str, tuple[str, ...]]:
-    """The names of all passes by pipeline, in the order of the run; last, as `alone`, those that stand in none."""
-    found = {pipeline.name: pipeline.names for pipeline in PIPELINES if pipeline.names}
-    known = {name for names in found.values() for name in names}
-    alone = tuple(name for name in PASSES if name not in known)
-    return {**found, "alone": alone} if alone else found
-
-
 def print_catalogue(console: Console) -> None:
     """One line for each pass of each pipeline: its name, how it works, what it does. Plain where it is no terminal."""
-    for title, names in groups().items():
-        rows = [(name, *traits(find_pass(name)), summary(find_pass(name))) for name in names]
+    for pipeline in filled():
+        rows = [(name, *traits(find_pass(name)), summary(find_pass(name))) for name in pipeline.names]
         if console.is_terminal:
-            table = Table(title=title, title_justify="left", title_style="bold cyan", box=box.SIMPLE_HEAD)
+            title = Text.assemble((pipeline.name, "bold cyan"), f"  {pipeline.about}")
+            table = Table(title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD)
             for column in COLUMNS:
                 table.add_column(column, overflow="fold", no_wrap=column != COLUMNS[-1])
             for row in rows:
@@ -72,7 +66,13 @@ def print_catalogue(console: Console) -> None:
             console.print(table)
         else:
             lines = [f"  {row[0]:<22} {row[1]:<9}  {row[2]:<7}  {row[3]:<6}  {row[4]}" for row in rows]
-            console.print(Text("\n".join([title, *lines])), soft_wrap=True, highlight=False)
+            text = "\n".join([f"{pipeline.name}: {pipeline.about}", *lines])
+            console.print(Text(text), soft_wrap=True, highlight=False)
+
+
+def filled() -> list[Pipeline]:
+    """The pipelines that have passes, in the order of the run."""
+    return [pipeline for pipeline in PIPELINES if pipeline.names]
 
 
 def traits(kind: type[Pass[Any]]) -> tuple[str, str, str]:
@@ -105,14 +105,14 @@ def print_pass(name: str, console: Console) -> None:
 
 def catalogue_markdown() -> str:
     """The text of `passes/README.md`."""
-    rows = [f"| {title} | {', '.join(f'[{name}](#{name})' for name in names)} |" for title, names in groups().items()]
+    rows = [f"| {one.name} | {', '.join(f'[{name}](#{name})' for name in one.names)} |" for one in filled()]
     parts = [HEAD, "\n".join(["| pipeline | passes |", "|---|---|", *rows]), "\n\n"]
     told: set[str] = set()
-    for title, names in groups().items():
-        own = [name for name in names if name not in told]
+    for pipeline in filled():
+        own = [name for name in pipeline.names if name not in told]
+        told.update(own)
         if own:
-            told.update(own)
-            parts += [f"## {title}\n\n", *(f"{entry(name)}\n\n" for name in own)]
+            parts += [f"## {pipeline.name}\n\n{pipeline.about}\n\n", *(f"{entry(name)}\n\n" for name in own)]
     return "".join(parts).rstrip() + "\n"
 
 

@@ -87,6 +87,7 @@ def _where(
 
 def _where_it_runs(name: str) -> str:
     homes = [pipeline.name for pipeline in PIPELINES if name in pipeline.names]
+    here = [home for home in homes if not home.startswith("ONNX")]
     hints = {
         "FORWARD": "leave out --eval",
         "INFERENCE": "give --eval",
@@ -94,8 +95,9 @@ def _where_it_runs(name: str) -> str:
         "STEP": "leave out --eval",
         "DEVICE": "give --backend inductor, without --eval",
         "PIECE": "give --backend inductor",
+        "": "amp.export_onnx runs it, this command does not",
     }
-    hint = hints.get(" ".join(homes), "see `amp-compiler passes`")
+    hint = hints.get(" ".join(here), "see `amp-compiler passes`")
     return f"it belongs to {' and '.join(homes)}: {hint}" if homes else "no pipeline has it"
 
 

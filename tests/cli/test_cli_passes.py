@@ -16,13 +16,11 @@ from amp_compiler.passes.pipeline import PIPELINES
 def test_the_catalogue_has_every_pass_in_the_order_of_the_run(shell):
     code, out, _ = shell("passes")
     assert code == 0
-    lines = out.splitlines()
-    titles = [line for line in lines if not line.startswith(" ")]
-    assert titles == list(catalogue.groups())
-    assert [line.split()[0] for line in lines if line.startswith(" ")] == [
-        name for names in catalogue.groups().values() for name in names
-    ]
-    assert {name for names in catalogue.groups().values() for name in names} == set(PASSES)
+    lines, filled = out.splitlines(), [pipeline for pipeline in PIPELINES if pipeline.names]
+    assert [line for line in lines if not line.startswith(" ")] == [f"{one.name}: {one.about}" for one in filled]
+    assert [line.split()[0] for line in lines if line.startswith(" ")] == [name for one in filled for name in one.names]
+    assert {name for one in filled for name in one.names} == set(PASSES)
+    assert all(one.about.endswith(".") for one in PIPELINES)
     assert "\x1b" not in out
 
 
