@@ -100,6 +100,7 @@ class Pipeline:
     Args:
         name: `CAPTURE`, `PLAN`, `FORWARD`, `STEP`, `DEVICE`, `ONNX_EXPORT`.
         steps: the passes.
+        about: what it makes of what, and who runs it.
 
     Example:
         >>> import amp_compiler as amp
@@ -110,6 +111,7 @@ class Pipeline:
 
     name: str
     steps: tuple[str | Pass[Any], ...]
+    about: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -169,12 +171,16 @@ class Pipeline:
             What the last pass returned.
 
         Raises:
-            PassError: a pass broke its contract, or an option is missing.
+            PassError: a pass broke its contract, or an option is missing; its `stages` are those until then.
         """
         text = text_of(subject)
         for step in self.steps:
             run = self._made(step, options, subject)
-            result, text = run.checked(subject, text)
+            try:
+                result, text = run.checked(subject, text)
+            except PassError as error:
+                error.stages = stages
+                raise
             subject = result.subject
             if stages is not None:
                 stages.note(run.name, text)
@@ -237,8 +243,13 @@ CAPTURE = Pipeline(
         "functionalize",
         "isolate_mutations",
     ),
+    "From a captured graph to its normal form. Run by every call.",
 )
-PLAN = Pipeline("PLAN", ("classify", "assign_precision", "place_casts"))
+PLAN = Pipeline(
+    "PLAN",
+    ("classify", "assign_precision", "place_casts"),
+    "From the neutral graph and rules to a plan. Run by every call, for FX and ONNX.",
+)
 FORWARD = Pipeline(
     "FORWARD",
     (
@@ -250,10 +261,12 @@ FORWARD = Pipeline(
         "legalize",
         "multiply_convolutions",
     ),
+    "The plan carried out where gradients are wanted: `amp.compile` in training, and `amp.training_step`.",
 )
 INFERENCE = Pipeline(
     "INFERENCE",
     ("apply_plan", "mark_math", "widen_math", "legalize", "multiply_convolutions", "hoist_weight_casts"),
+    "The plan carried out where gradients are not wanted: `amp.compile` under `no_grad`.",
 )
 STEP = Pipeline(
     "STEP",
@@ -267,11 +280,28 @@ STEP = Pipeline(
         "sum_gradients",
         "fuse_update",
     ),
+    "From the rewritten forward to a graph of the whole training step.",
 )
-DEVICE = Pipeline("DEVICE", ("defer_gradients", "cut_step"))
-PIECE = Pipeline("PIECE", ())
-ONNX_CAPTURE = Pipeline("ONNX_CAPTURE", ("drop_idle_dropout", "write_out_attention"))  # behind CAPTURE
-ONNX_EXPORT = Pipeline("ONNX_EXPORT", ("apply_plan", "mark_math", "widen_math", "fold_stored_casts", "open_ends"))
+DEVICE = Pipeline(
+    "DEVICE",
+    ("defer_gradients", "cut_step"),
+    "The step fitted to the device that runs it.",
+)
+PIECE = Pipeline(
+    "PIECE",
+    (),
+    "On each piece of a graph that a compiler is given.",
+)
+ONNX_CAPTURE = Pipeline(
+    "ONNX_CAPTURE",
+    ("drop_idle_dropout", "write_out_attention"),
+    "From a captured graph to the normal form that is exported: `amp.export_onnx`.",
+)
+ONNX_EXPORT = Pipeline(
+    "ONNX_EXPORT",
+    ("apply_plan", "mark_math", "widen_math", "fold_stored_casts", "open_ends"),
+    "The plan carried out, and the graph fitted to ONNX: `amp.export_onnx`.",
+)
 PIPELINES = (CAPTURE, PLAN, FORWARD, INFERENCE, STEP, DEVICE, PIECE, ONNX_CAPTURE, ONNX_EXPORT)
 
 

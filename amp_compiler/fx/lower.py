@@ -35,7 +35,7 @@ def lower(captured: Captured) -> PrecisionGraph:
     """Lower a captured graph in normal form.
 
     Args:
-        captured: as `fx_capture` makes it, after the pipeline CAPTURE.
+        captured: as `fx.capture` makes it, after the pipeline CAPTURE.
 
     Returns:
         The neutral graph. Value names are the names of the FX nodes that make them.

@@ -10,7 +10,7 @@ import torch
 from amp_compiler.ir.graph import Pin
 
 
-class Key(str, enum.Enum):  # noqa: UP042 - a StrEnum's members take no second value
+class Key(enum.StrEnum):
     """The keys in `node.meta` that are ours, with the type of what stands under them.
 
     A member is the string itself, so that `node.meta["amp_phase"]` finds what `node.meta[Key.PHASE]` wrote.
