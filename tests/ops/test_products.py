@@ -294,7 +294,12 @@ def test_processors_that_can_do_less(without, tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", f"import pytest, test_products as t; {run}"], cwd=Path(__file__).parent,
         capture_output=True, text=True, timeout=200,
-        env={**os.environ, "CXX": " ".join(compiler), "AMP_COMPILER_CACHE": str(tmp_path)},
+        env={
+            **os.environ,
+            "CXX": " ".join(compiler),
+            "AMP_COMPILER_CACHE": str(tmp_path),
+            "HYPOTHESIS_STORAGE_DIRECTORY": str(tmp_path / "hypothesis"),
+        },
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert done.stdout.split()[0] == ("32" if pairs else "0")
