@@ -34,7 +34,10 @@ MOVES = {  # ops that compute nothing, and those on masks
 }  # fmt: skip
 LAYERS = {"gpt2": 2, "bert": 2, "vit": 2}  # layers of masked attention
 BOTH = pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-EVERY = pytest.mark.parametrize("name", MODELS)
+LARGE = ("encoder", "gpt2", "bert", "vit")  # seconds each
+EVERY = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in LARGE else name for name in MODELS]
+)
 
 
 @functools.cache
@@ -90,7 +93,7 @@ def test_default_rules_give_one_plan(name, dtype):
     assert less == ({"Add low low": LAYERS[name]} if name in LAYERS else {})
 
 
-@BOTH
+@pytest.mark.parametrize("dtype", ["fp16", pytest.param("bf16", marks=pytest.mark.slow)])
 @EVERY
 def test_fast_rules_give_one_plan(name, dtype):
     more, less = difference(name, dtype, "fast")
