@@ -23,10 +23,10 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from amp_compiler.backends import BACKENDS
+from amp_compiler.backends.backend import Backend
 from amp_compiler.fx.graph import results_of
 from amp_compiler.ops.cpu import update as cpu_update
-from amp_compiler.ops.cuda.pointer_tables import is_dense
+from amp_compiler.ops.layout import is_dense
 from amp_compiler.ops.update import operators as fused_update
 from amp_compiler.passes.step.defer_gradients import ProductGradient, product_gradients
 from amp_compiler.passes.step.fuse_update import OPERATORS
@@ -38,22 +38,22 @@ _FEW = 64  # nodes behind the check that are not worth compiling: most of them w
 
 
 def compile_step(
-    step: fx.GraphModule, examples: Sequence[Any], backend: str, round_exactly: bool
+    step: fx.GraphModule, examples: Sequence[Any], backend: Backend, round_exactly: bool
 ) -> Callable[..., Sequence[Any]]:
     """The step graph as a function of its placeholders' tensors.
 
     Args:
         step: as `FuseUpdate` makes it; it stays as it is.
         examples: one tensor or number per placeholder.
-        backend: a key of `BACKENDS`; `"eager"` runs the graph itself, node by node.
+        backend: one that does not compile runs the graph itself.
         round_exactly: as for the backends.
 
     Raises:
         LoweringError: where the graph cannot be compiled.
     """
-    build = BACKENDS[backend]
+    build = backend.build
     with torch.no_grad():
-        if backend == "eager":
+        if not backend.compiled:
             return build(step, examples, round_exactly)
         kernels = _kernels(step, examples)
         if not kernels:

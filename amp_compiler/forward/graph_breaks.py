@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from amp_compiler.backends import BACKENDS
 from amp_compiler.errors import AmpError, CaptureError, CustomFunctionError
 from amp_compiler.forward.program import rewrite_piece
 from amp_compiler.forward.settings import Settings, device_of
@@ -126,6 +125,6 @@ def compile_piece(
     """
     traced, kinds = trace_piece(piece, inputs)
     plan, emulated = rewrite_piece(
-        traced, kinds, settings.rules, settings.low(device_of(inputs)), settings.backend == "inductor"
+        traced, kinds, settings.rules, settings.low(device_of(inputs)), settings.runs_on.compiled
     )
-    return BACKENDS[settings.backend](traced, list(inputs), emulated), plan, traced
+    return settings.runs_on.build(traced, list(inputs), emulated), plan, traced

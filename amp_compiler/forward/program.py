@@ -10,7 +10,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-from amp_compiler.backends import BACKENDS
 from amp_compiler.errors import CaptureError
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.shape_guards import InputForm
@@ -210,14 +209,14 @@ def build_program(
     plan = plan_captured(captured, settings.rules, low)
     emulated = rewrite(
         captured.graph_module, plan, settings.rules, differentiable=not keep_weights, past_weights=True,
-        compiled=settings.backend == "inductor",
+        compiled=settings.runs_on.compiled,
     )  # fmt: skip
     weights = hoist_weight_casts(captured) if keep_weights else KeptWeights()
     fetch = tuple(
         None if entry.source is Source.USER else tensor_getter(model, captured, entry) for entry in captured.inputs
     )
     examples = _examples(captured, leaves, fetch, weights, settings)
-    run = BACKENDS[settings.backend](captured.graph_module, examples, emulated)
+    run = settings.runs_on.build(captured.graph_module, examples, emulated)
     return Program(captured, plan, run, weights, fetch, form)
 
 

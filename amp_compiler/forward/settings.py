@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from amp_compiler.backends import BACKENDS
+from amp_compiler.backends import find_backend
+from amp_compiler.backends.backend import Backend
 from amp_compiler.errors import AmpError
 from amp_compiler.fx.torch_private import has_native_bf16
 from amp_compiler.ir.dtypes import LOW_TYPES, DType, low_type
@@ -33,6 +34,11 @@ class Settings:
     backend: str = "inductor"
     dynamic_shapes: Any = None
 
+    @property
+    def runs_on(self) -> Backend:
+        """The backend of that name."""
+        return find_backend(self.backend)
+
     def low(self, device: torch.device) -> DType:
         """The 16-bit type for a device: `auto` is BF16 where the device computes it natively, else FP16."""
         if self.dtype != AUTO:
@@ -51,9 +57,7 @@ def make_settings(
     """
     if dtype not in (*LOW_TYPES, AUTO):
         raise AmpError(f"dtype={dtype!r} is not known", mend="use 'fp16', 'bf16' or 'auto'")
-    if backend not in BACKENDS:
-        raise AmpError(f"backend={backend!r} is not known", mend=f"use one of {', '.join(map(repr, BACKENDS))}")
-    return Settings(load_rules(rules), dtype, backend, dynamic_shapes)
+    return Settings(load_rules(rules), dtype, find_backend(backend).name, dynamic_shapes)
 
 
 def device_of(tensors: Any) -> torch.device:

@@ -10,8 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from amp_compiler.backends.cuda_graph import GraphedRun, GraphSettings
-from amp_compiler.backends.graph_obstacle import graph_obstacle
+from amp_compiler.backends.cuda_graph import GraphedRun, GraphSettings, graph_obstacle
 from amp_compiler.backends.step_pieces import compile_step
 from amp_compiler.errors import CaptureError
 from amp_compiler.forward.program import plan_captured, rewrite
@@ -22,8 +21,10 @@ from amp_compiler.fx.capture import Captured, Input, Source, capture_module, ten
 from amp_compiler.fx.graph import replace_other_uses, results_of, torch_dtype
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.cpu.arena import ArenaMemory, ArenaRun
-from amp_compiler.ops.loss_scale_base import LossScale, LossScaleState
+from amp_compiler.ops.loss_scale import LossScale, LossScaleState
+from amp_compiler.ops.native import FORWARD
 from amp_compiler.passes.capture.canonicalize import normalize
+from amp_compiler.passes.device.native_ops import NativeOps
 from amp_compiler.passes.step.differentiate import Differentiate
 from amp_compiler.passes.step.fold_loss_scale import FoldLossScale
 from amp_compiler.passes.step.fuse_update import STATE, FuseUpdate
@@ -113,6 +114,7 @@ def build_step(model: LossModule, batch: tuple[Any, ...], options: StepOptions, 
     storage = state.weights.storage
     placed = place_weights(captured.graph_module, trained, held, storage, low, options.settings.rules.ops, store_low)
     wrt, owner = placed.wrt, placed.owner
+    NativeOps(FORWARD)(captured.graph_module)
     joint = Differentiate(wrt)(captured.graph_module).subject
     insert_upcasts(joint, placed)
     FoldLossScale()(joint)
@@ -130,8 +132,8 @@ def build_step(model: LossModule, batch: tuple[Any, ...], options: StepOptions, 
     placeholders = step.graph.find_nodes(op="placeholder")
     dynamic = options.settings.dynamic_shapes is not None
     examples = [node.meta["val"] for node in placeholders] if dynamic else [get(leaves) for get in resolve]
-    compiled = compile_step(step, examples, options.settings.backend, emulated)
-    if options.settings.backend == "inductor" and not dynamic and _on_cpu(step):
+    compiled = compile_step(step, examples, options.settings.runs_on, emulated)
+    if options.settings.runs_on.asks_arena and not dynamic and _on_cpu(step):
         compiled = ArenaRun(compiled, results + 3, state.memory)
     inputs = [node.name for node in placeholders]
     known = {*placed.wrt, *getters, *[node.name for node in placeholders if STATE in node.meta]}
@@ -155,7 +157,7 @@ def _forward(
         return captured, form, None, False
     low = options.settings.low(device_of([*leaves, *model.parameters()]))
     plan = plan_captured(captured, options.settings.rules, low)
-    compiled = options.settings.backend == "inductor"
+    compiled = options.settings.runs_on.compiled
     return captured, form, plan, rewrite(captured.graph_module, plan, options.settings.rules, compiled=compiled)
 
 
@@ -214,8 +216,8 @@ def _on_cpu(step: fx.GraphModule) -> bool:
 
 def _no_cuda_graph(step: fx.GraphModule, settings: Settings) -> str:
     """Why the step cannot be replayed as a CUDA graph, as far as it is known before it runs."""
-    if settings.backend == "eager":
-        return "backend='eager' runs the step node by node"
+    if settings.runs_on.no_cuda_graph:
+        return settings.runs_on.no_cuda_graph
     if settings.dynamic_shapes is not None:
         return "the shapes are dynamic (dynamic_shapes=)"
     return graph_obstacle(step.graph)

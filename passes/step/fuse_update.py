@@ -12,7 +12,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_compiler.fx.graph import node_tensor, results_of
-from amp_compiler.ops.loss_scale_base import LossScale, LossScaleState
+from amp_compiler.ops.loss_scale import LossScale, LossScaleState
 from amp_compiler.ops.update import operators as fused_update  # noqa: F401  # registers the operators
 from amp_compiler.passes.base import Pass, PassResult
 from amp_compiler.passes.step.fold_loss_scale import SCALE

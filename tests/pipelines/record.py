@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from toys import TOYS
 
 import amp_compiler as amp
-import amp_compiler.backends.step_pieces as step_split
 import amp_compiler.forward.program as program
 import amp_compiler.passes.capture.canonicalize as fx_normalize
 import amp_compiler.passes.pipeline as pipeline
 import amp_compiler.training.build as step_build
+from amp_compiler.backends import BACKENDS
 from amp_compiler.fx.text import format_fx
 from amp_compiler.ops.cpu import update as cpu_update
 
@@ -148,7 +149,7 @@ def build(piece: Any, inputs: Any, exact: bool) -> Any:
     return piece.forward
 
 
-step_split.BACKENDS["inductor"] = build
+BACKENDS["inductor"] = replace(BACKENDS["inductor"], build=build)
 
 
 def written(stages: list[tuple[str, str]]) -> str:

@@ -23,8 +23,8 @@ _FLAGS = (
     "-shared", "-fPIC",
 )  # fmt: skip
 _SOURCES = (
-    "update.cpp", "lstm.cpp", "attention.cpp", "patches.cpp", "pooling.cpp",
-    "pieces.h", "product.h", "team.h", "math.h", "blocks.h", "types.h", "windows.h",
+    "update.cpp", "lstm.cpp", "attention.cpp", "patches.cpp",
+    "pieces.h", "product.h", "team.h", "math.h", "blocks.h", "types.h",
 )  # fmt: skip
 _TIMEOUT = 120  # seconds; it takes one or two
 
