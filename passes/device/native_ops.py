@@ -48,6 +48,7 @@ class NativeOps(FxPass):
 
     stage: str = ""
     name: ClassVar[str] = "native_ops"
+    exact: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.stage not in ("", *STAGES):

@@ -37,6 +37,7 @@ class TwoMatrices(FxPass):
     """
 
     name: ClassVar[str] = "two_matrices"
+    exact: ClassVar[bool] = False
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Insert the copies in place."""
@@ -44,7 +45,7 @@ class TwoMatrices(FxPass):
         for node in found:
             left = node.args[0]
             with subject.graph.inserting_before(node):
-                copy = subject.graph.call_function(_CONTIGUOUS, (left,))
+                copy = subject.graph.create_node("call_function", _CONTIGUOUS, (left,), name="contiguous")
             copy.meta = {**node.meta, "val": left.meta["val"].contiguous()}
             node.args = (copy, *node.args[1:])
         if found:
