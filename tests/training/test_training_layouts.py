@@ -1,7 +1,7 @@
 """Training steps of a small CNN on a CPU, in two memory layouts, against the same steps run eagerly.
 
-GCC 12 and its SLP vectorizer may make NaN of such a step (`_NO_SLP` in `backends/inductor.py`): tiles of 16-bit numbers,
-which Inductor transposes where layouts meet, are read before they are written.
+GCC 12 and its SLP vectorizer may make NaN of such a step (`_NO_SLP` in `backends/inductor.py`): 16-bit tiles, which
+Inductor transposes where layouts meet, are read before they are written.
 """
 
 from __future__ import annotations
