@@ -19,6 +19,7 @@ PASSES: dict[str, str] = {
     "type_backward": "amp_compiler.passes.precision.type_backward:TypeBackward",
     "legalize": "amp_compiler.passes.precision.legalize:Legalize",
     "multiply_convolutions": "amp_compiler.passes.device.multiply_convolutions:MultiplyConvolutions",
+    "channels_last": "amp_compiler.passes.device.channels_last:ChannelsLast",
     "two_matrices": "amp_compiler.passes.device.two_matrices:TwoMatrices",
     "native_ops": "amp_compiler.passes.device.native_ops:NativeOps",
     "differentiate": "amp_compiler.passes.step.differentiate:Differentiate",

@@ -14,6 +14,7 @@ from amp_compiler.errors import LoweringError
 from amp_compiler.fx import torch_private
 from amp_compiler.ops.cpu.arena import allocator
 from amp_compiler.ops.native import JOINT
+from amp_compiler.passes.device.channels_last import ChannelsLast
 from amp_compiler.passes.device.native_ops import NativeOps
 from amp_compiler.passes.device.two_matrices import TwoMatrices
 
@@ -31,6 +32,7 @@ def build(graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bo
         LoweringError: where Inductor cannot compile it.
     """
     private = copy.deepcopy(graph_module)
+    ChannelsLast()(private)
     TwoMatrices()(private)
     NativeOps()(private)
     return compile_graph(private, inputs, round_exactly)

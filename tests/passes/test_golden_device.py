@@ -15,7 +15,7 @@ from amp_compiler.ops.cpu import update as cpu_update
 from amp_compiler.passes import find_pass
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-PASSES = ("two_matrices", "native_ops")
+PASSES = ("channels_last", "two_matrices", "native_ops")
 CASES = [path for name in PASSES for path in sorted((GOLDEN / name).glob("*.txt"))]
 
 
@@ -35,6 +35,7 @@ def test_text_before_and_after(path):
     if os.environ.get("AMP_REGENERATE"):
         comments = "".join(f"{line}\n" for line in before.splitlines() if line.startswith("#"))
         path.write_text(f"{comments}{given}---\n{made}", encoding="utf-8")
+        after = made
     assert made == after
     assert result.modified == (made != given)
     assert result.modified != path.stem.endswith("left_alone")
