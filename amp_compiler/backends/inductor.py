@@ -14,9 +14,7 @@ from amp_compiler.errors import LoweringError
 from amp_compiler.fx import torch_private
 from amp_compiler.ops.cpu.arena import allocator
 from amp_compiler.ops.native import JOINT
-from amp_compiler.passes.device.channels_last import ChannelsLast
 from amp_compiler.passes.device.native_ops import NativeOps
-from amp_compiler.passes.device.two_matrices import TwoMatrices
 
 # GCC 12 and its SLP vectorizer make code for 16-bit tiles that Inductor transposes which reads them before they are
 # written. This option of Inductor is the one that is put into the compiler's command line as it stands.
@@ -26,16 +24,12 @@ _LAST_PASS = "post_grad_custom_post_pass"
 
 
 def build(graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bool = False) -> Callable[..., Any]:
-    """Compile the graph for inputs like these; the graph itself stays as it is, for reading.
+    """Compile the graph, as the pipeline PIECE made it, for inputs like these; it stays as it is, for reading.
 
     Raises:
         LoweringError: where Inductor cannot compile it.
     """
-    private = copy.deepcopy(graph_module)
-    ChannelsLast()(private)
-    TwoMatrices()(private)
-    NativeOps()(private)
-    return compile_graph(private, inputs, round_exactly)
+    return compile_graph(copy.deepcopy(graph_module), inputs, round_exactly)
 
 
 def compile_graph(

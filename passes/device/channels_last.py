@@ -9,8 +9,7 @@ import torch
 from torch import fx
 
 from amp_compiler.fx.graph import node_tensor, refresh, results_of
-from amp_compiler.passes.base import PassResult
-from amp_compiler.passes.fx_pass import FxPass
+from amp_compiler.passes.base import InPlacePass, PassResult
 
 _ATEN = torch.ops.aten
 _CONVOLUTION = _ATEN.convolution.default
@@ -19,7 +18,7 @@ _MASK = _ATEN.threshold_backward.default
 
 
 @dataclass(frozen=True)
-class ChannelsLast(FxPass):
+class ChannelsLast(InPlacePass):
     """Let convolutions on a CPU and their backwards read the same copies of images and weights, channels last.
 
     oneDNN wants channels last. Where the graph says otherwise, Inductor gives each reader a copy of its own: one for
@@ -43,6 +42,8 @@ class ChannelsLast(FxPass):
 
     name: ClassVar[str] = "channels_last"
     exact: ClassVar[bool] = False
+    idempotent: ClassVar[bool] = True
+    skippable: ClassVar[bool] = True
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""

@@ -18,12 +18,11 @@ from amp_compiler.errors import PassError
 from amp_compiler.fx.graph import node_tensor
 from amp_compiler.ops.native import NATIVE_OPS, STAGES, NativeOp
 from amp_compiler.ops.typed_op import typed_op
-from amp_compiler.passes.base import PassResult
-from amp_compiler.passes.fx_pass import FxPass
+from amp_compiler.passes.base import InPlacePass, PassResult
 
 
 @dataclass(frozen=True)
-class NativeOps(FxPass):
+class NativeOps(InPlacePass):
     """Let the operators of `ops.native.NATIVE_OPS` run in kernels of our own, where these take them.
 
     A row of that table says which operator, on which device and on what condition. The operator of ours has the same
@@ -49,6 +48,7 @@ class NativeOps(FxPass):
     stage: str = ""
     name: ClassVar[str] = "native_ops"
     exact: ClassVar[bool] = False
+    idempotent: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if self.stage not in ("", *STAGES):

@@ -9,15 +9,14 @@ import torch
 from torch import fx
 
 from amp_compiler.fx.graph import node_tensor
-from amp_compiler.passes.base import PassResult
-from amp_compiler.passes.fx_pass import FxPass
+from amp_compiler.passes.base import InPlacePass, PassResult
 
 _PRODUCTS = (torch.ops.aten.linear.default, torch.ops.aten.matmul.default)
 _CONTIGUOUS = torch.ops.aten.contiguous.default
 
 
 @dataclass(frozen=True)
-class TwoMatrices(FxPass):
+class TwoMatrices(InPlacePass):
     """Make the left operand of a product with a matrix contiguous, so that torch flattens it to a matrix.
 
     Where it is not contiguous, such as the output of a recurrent layer with the batch first, torch makes a batched
@@ -38,6 +37,8 @@ class TwoMatrices(FxPass):
 
     name: ClassVar[str] = "two_matrices"
     exact: ClassVar[bool] = False
+    idempotent: ClassVar[bool] = True
+    skippable: ClassVar[bool] = True
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Insert the copies in place."""

@@ -18,15 +18,15 @@ from amp_compiler.fx.graph import (
     replace_other_uses,
     tensor_operands,
 )
-from amp_compiler.passes.base import PassResult
-from amp_compiler.passes.fx_pass import FxPass
+from amp_compiler.fx.meta import Key, source_of
+from amp_compiler.passes.base import InPlacePass, PassResult
 from amp_compiler.policy.rules import OpTable
 
 _SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 @dataclass(frozen=True)
-class Legalize(FxPass):
+class Legalize(InPlacePass):
     """Run an op in FP32 on rounded inputs, and round its result, where the device lacks it in the low type.
 
     That is what a tensor core does: exact products of 16-bit inputs, FP32 accumulation, one rounding at the end. So
@@ -52,6 +52,8 @@ class Legalize(FxPass):
 
     ops: OpTable
     name: ClassVar[str] = "legalize"
+    exact: ClassVar[bool] = False
+    idempotent: ClassVar[bool] = True
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""
@@ -85,7 +87,7 @@ def _emulate(graph: fx.Graph, node: fx.Node, low: torch.dtype, upcasts: dict[fx.
         tensor = node_tensor(operand)
         if tensor is None or tensor.dtype != low:
             continue
-        if operand not in upcasts or operand.meta.get("amp_volatile"):  # what changes in place is widened anew
+        if operand not in upcasts or operand.meta.get(Key.VOLATILE):  # what changes in place is widened anew
             with graph.inserting_before(node):
                 upcasts[operand] = _cast(graph, operand, torch.float32)
                 upcasts[operand].meta["val"] = (
@@ -105,5 +107,5 @@ def _emulate(graph: fx.Graph, node: fx.Node, low: torch.dtype, upcasts: dict[fx.
 
 def _cast(graph: fx.Graph, source: fx.Node, dtype: torch.dtype) -> fx.Node:
     node = graph.call_function(CAST, (source, dtype))
-    node.meta = {key: source.meta[key] for key in ("nn_module_stack", "stack_trace") if key in source.meta}
+    node.meta = source_of(source)
     return node

@@ -21,21 +21,17 @@ from amp_compiler.fx.graph import (
     schema_argument,
     tensor_operands,
 )
+from amp_compiler.fx.meta import Key, source_of
 from amp_compiler.ops.typed_op import typed_op
-from amp_compiler.passes.base import PassResult
-from amp_compiler.passes.fx_pass import FxPass
+from amp_compiler.passes.base import InPlacePass, PassResult
 from amp_compiler.policy.rules import OpTable
 
-BACKWARD = "amp_backward"  # key in node.meta: torch type of the gradients
-BACKWARD_RULE = "amp_backward_rule"  # key in node.meta: the rule that asked for it
-_PLACED = "amp_cast"  # key in node.meta of casts that no model wrote
 _LOW = (torch.float16, torch.bfloat16)
 _SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-_TRACED = ("nn_module_stack", "stack_trace")
 
 
 @dataclass(frozen=True)
-class TypeBackward(FxPass):
+class TypeBackward(InPlacePass):
     """Put each node marked with a backward type that its forward would not give it into a `typed_op`.
 
     A node with FP32 gradients hands them to its neighbours unrounded: its result is seen by autograd as FP32 (the
@@ -65,6 +61,7 @@ class TypeBackward(FxPass):
     ops: OpTable
     past_weights: bool = True
     name: ClassVar[str] = "type_backward"
+    exact: ClassVar[bool] = False
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place.
@@ -75,7 +72,7 @@ class TypeBackward(FxPass):
         modified = False
         own: dict[tuple[Any, ...], fx.Node] = {}
         for node in list(subject.graph.nodes):
-            if BACKWARD in node.meta and self._differs(node):
+            if Key.BACKWARD in node.meta and self._differs(node):
                 _check(node)
                 self._wrap(subject.graph, node, own)
                 modified = True
@@ -88,7 +85,7 @@ class TypeBackward(FxPass):
         made = [tensor.dtype for tensor in _results(node) if _is_plain_float(tensor)]
         operands = [self._data(node, slot, operand) for slot, _, operand in tensor_operands(node)]
         read = [tensor.dtype for tensor in operands if tensor is not None]
-        return bool(made) and bool(read) and set(made + read) != {node.meta[BACKWARD]}
+        return bool(made) and bool(read) and set(made + read) != {node.meta[Key.BACKWARD]}
 
     def _data(self, node: fx.Node, slot: str, operand: fx.Node) -> torch.Tensor | None:
         """The tensor of an operand whose type goes with the node's; `None` for one that keeps its own."""
@@ -100,7 +97,7 @@ class TypeBackward(FxPass):
         return tensor
 
     def _wrap(self, graph: fx.Graph, node: fx.Node, own: dict[tuple[Any, ...], fx.Node]) -> None:
-        gradient = node.meta[BACKWARD]
+        gradient = node.meta[Key.BACKWARD]
         made = [(result, node_tensor(result)) for result in _result_nodes(node)]
         reads, rereads = [], []
         for slot, path, operand in tensor_operands(node):
@@ -162,11 +159,11 @@ def _result_nodes(node: fx.Node) -> list[fx.Node]:
 
 def _past_cast(operand: fx.Node, gradient: torch.dtype) -> fx.Node:
     """What a placed cast reads, where that has the type of the gradient: the cast's own adjoint would round it."""
-    if operand.target is not CAST or _PLACED not in operand.meta:
+    if operand.target is not CAST or Key.PLACED not in operand.meta:
         return operand
     source: Any = operand.args[0]
     tensor = node_tensor(source)
-    plain = tensor is not None and tensor.dtype is gradient and not source.meta.get("amp_volatile")
+    plain = tensor is not None and tensor.dtype is gradient and not source.meta.get(Key.VOLATILE)
     return source if plain else operand
 
 
@@ -174,8 +171,8 @@ def _round_for_others(graph: fx.Graph, result: fx.Node, tensor: torch.Tensor) ->
     """Let the readers of a 16-bit result that is now widened read it rounded; those that widened it, as it is."""
     with graph.inserting_after(result):
         rounded = graph.call_function(CAST, (result, tensor.dtype))
-    rounded.meta = {key: result.meta[key] for key in _TRACED if key in result.meta}
-    rounded.meta.update({"val": tensor, _PLACED: f"{result.name}: its gradient is FP32"})
+    rounded.meta = source_of(result)
+    rounded.meta.update({"val": tensor, Key.PLACED: f"{result.name}: its gradient is FP32"})
     result.meta["val"] = tensor.float()
     replace_other_uses(result, rounded)
     for user in list(rounded.users):
@@ -203,14 +200,14 @@ def _check(node: fx.Node) -> None:
     op, why = node.target, ""
     if not isinstance(op, torch._ops.OpOverload):
         why = "it is no ATen operator"
-    elif op._schema.is_mutable or node.meta.get("amp_volatile"):
+    elif op._schema.is_mutable or node.meta.get(Key.VOLATILE):
         why = "it changes memory in place"
     elif _draws(node, op):
         why = "it draws random numbers, which a second run would draw anew"
     if why:
         raise PassError(
             f"node '{node.name}' ({canonical_op(op)}) cannot have gradients of another type than its result: {why}",
-            where=node.meta.get(BACKWARD_RULE, ""),
+            where=node.meta.get(Key.BACKWARD_RULE, ""),
             mend=f"except it by a later rule: match: {{op: {canonical_op(op)}}}, with the precision and no 'backward'",
         )
 
