@@ -18,7 +18,7 @@ _ROOMS = {
     "precision": "apply_plan mark_backward mark_math type_backward widen_math legalize hoist_weight_casts",
     "step": "separate_buffers place_weights differentiate restore_upcasts fold_loss_scale simplify_casts"
     " sum_gradients fuse_update defer_gradients cut_step",
-    "device": "multiply_convolutions",
+    "device": "multiply_convolutions channels_last two_matrices native_ops",
     "onnx_export": "drop_idle_dropout write_out_attention fold_stored_casts open_ends",
 }
 

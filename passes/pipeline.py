@@ -273,6 +273,7 @@ STEP = Pipeline(
     (
         "separate_buffers",
         "place_weights",
+        "native_ops",
         "differentiate",
         "restore_upcasts",
         "fold_loss_scale",
@@ -289,7 +290,7 @@ DEVICE = Pipeline(
 )
 PIECE = Pipeline(
     "PIECE",
-    (),
+    ("channels_last", "two_matrices", "native_ops"),
     "On each piece of a graph that a compiler is given.",
 )
 ONNX_CAPTURE = Pipeline(

@@ -49,9 +49,7 @@ def node_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """What Inductor would compile runs node by node: quick, and all that is around it stays the same."""
     from amp_compiler.backends import BACKENDS, eager
 
-    real: Any = BACKENDS["inductor"]
-    run: Any = dataclasses.replace(real, build=eager.build) if dataclasses.is_dataclass(real) else eager.build
-    monkeypatch.setitem(BACKENDS, "inductor", run)
+    monkeypatch.setitem(BACKENDS, "inductor", dataclasses.replace(BACKENDS["inductor"], build=eager.build))
 
 
 @pytest.fixture(params=["node by node", pytest.param("inductor", marks=pytest.mark.slow)])

@@ -1,17 +1,31 @@
-"""What executes a rewritten graph: `BACKENDS` is the table of them.
-
-A builder takes the graph, example inputs, and whether every down-cast in the graph must really round.
-"""
+"""What executes a rewritten graph. `BACKENDS` is the one table of them: a new backend is a file and a name in it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
-
-from torch import fx
+import difflib
 
 from amp_compiler.backends import eager, inductor
+from amp_compiler.backends.backend import Backend
+from amp_compiler.errors import AmpError
 
-Builder = Callable[[fx.GraphModule, Sequence[Any], bool], Callable[..., Any]]
+BACKENDS: dict[str, Backend] = {one.name: one for one in (inductor.BACKEND, eager.BACKEND)}
 
-BACKENDS: dict[str, Builder] = {"inductor": inductor.build, "eager": eager.build}
+
+def find_backend(name: str) -> Backend:
+    """The backend of that name.
+
+    Args:
+        name: a key of `BACKENDS`.
+
+    Raises:
+        AmpError: there is none of that name.
+
+    Example:
+        >>> find_backend("eager").compiled
+        False
+    """
+    if name not in BACKENDS:
+        near = difflib.get_close_matches(str(name), BACKENDS, 1)
+        known = f"use one of {', '.join(map(repr, BACKENDS))}"
+        raise AmpError(f"backend={name!r} is not known", mend=f"did you mean '{near[0]}'?" if near else known)
+    return BACKENDS[name]

@@ -1,4 +1,4 @@
-"""CUDA graphs by way of torch, for `runtime.cuda_graph`."""
+"""CUDA graphs by way of torch, for `backends.cuda_graph`."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class TorchGraphs:
         self._live: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def refuses(self, device: torch.device) -> str:
-        """As in `runtime.cuda_graph.GraphApi`."""
+        """As in `cuda_graph.GraphApi`."""
         return "" if device.type == "cuda" else f"the tensors are on the {device.type}"
 
     def warm_up(self, run: Run, inputs: Sequence[Any]) -> Sequence[Any]:
-        """As in `runtime.cuda_graph.GraphApi`: on the stream that captures, so that cuBLAS has its workspace for it."""
+        """As in `cuda_graph.GraphApi`: on the stream that captures, so that cuBLAS has its workspace for it."""
         device = _device_of(inputs)
         with torch.cuda.device(device):
             current = torch.cuda.current_stream()
@@ -47,7 +47,7 @@ class TorchGraphs:
         return outputs
 
     def capture(self, run: Run, inputs: Sequence[Any]) -> tuple[Callable[[], None], Sequence[Any]]:
-        """As in `runtime.cuda_graph.GraphApi`, on the stream of the warm-up.
+        """As in `cuda_graph.GraphApi`, on the stream of the warm-up.
 
         Raises:
             Exception: whatever the step raises, or what torch does where a call cannot be captured. Nothing has run.

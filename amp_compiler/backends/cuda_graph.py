@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from amp_compiler.errors import AmpError
 
@@ -26,10 +26,11 @@ WARM_UPS = 3  # as torch.cuda.make_graphed_callables
 MOST_GRAPHS = 16  # of one training step: each keeps the gradients and batch buffers of its own
 MOST_MOVES = 16  # of one graph's state tensors, until capturing again is given up
 Run = Callable[..., Sequence[Any]]
+_CONSTANTS = frozenset({torch.ops.aten.full.default, torch.ops.aten.scalar_tensor.default})  # scalars on the host
 
 
 class GraphApi(Protocol):
-    """What a graph needs of the device; `backends.cuda_graphs` has the real one."""
+    """What a graph needs of the device; `backends.cuda_capture` has the real one."""
 
     def refuses(self, device: torch.device) -> str:
         """Why there are no graphs on a device; empty where there are."""
@@ -229,3 +230,42 @@ def _overlaps_itself(tensor: Tensor) -> bool:
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return lines[0] if lines else ""
+
+
+def graph_obstacle(graph: fx.Graph) -> str:
+    """Why an ATen graph cannot be replayed: a shape is symbolic, or a value is computed on the host.
+
+    A host value would be recorded once and stay as it was. Scalars that are constants may.
+
+    Args:
+        graph: with `meta["val"]` on its nodes.
+
+    Returns:
+        The reason, empty where there is none.
+    """
+    home: torch.device | None = None
+    for node in graph.nodes:
+        for value in _values(node.meta.get("val")):
+            if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+                return f"'{node.name}' is a number that is known only when the step runs"
+            if any(isinstance(size, torch.SymInt) for size in value.shape):
+                return f"the shape of '{node.name}' is dynamic"
+            home = value.device if home is None or home.type == "cpu" else home
+    for node in graph.nodes:
+        for value in _values(node.meta.get("val")):
+            if isinstance(value, Tensor) and value.device != home and not _is_constant(node, value):
+                return f"'{node.name}' is on {value.device}, other values are on {home}"
+    return ""
+
+
+def _values(meta: Any) -> Iterator[Any]:
+    if isinstance(meta, (list, tuple)):
+        for item in meta:
+            yield from _values(item)
+    elif isinstance(meta, (Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        yield meta
+
+
+def _is_constant(node: fx.Node, value: Tensor) -> bool:
+    moved = any(user.target is torch.ops.aten._to_copy.default for user in node.users)
+    return node.target in _CONSTANTS and value.numel() == 1 and not moved

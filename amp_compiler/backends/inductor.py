@@ -9,60 +9,90 @@ from typing import Any
 import torch
 from torch import fx
 
-from amp_compiler.fx.graph import node_tensor
-from amp_compiler.fx.torch_private import inductor_compile
-from amp_compiler.ops import attention, lstm
-from amp_compiler.ops.cpu import update as cpu_update
-from amp_compiler.passes.device.channels_last import keep_channels_last
-from amp_compiler.passes.device.pool_offsets import use_offsets
+from amp_compiler.backends.backend import Backend
+from amp_compiler.errors import LoweringError
+from amp_compiler.fx import torch_private
+from amp_compiler.ops.cpu.arena import allocator
+from amp_compiler.ops.native import JOINT
+from amp_compiler.passes.device.native_ops import NativeOps
 
-_PRODUCTS = (torch.ops.aten.linear.default, torch.ops.aten.matmul.default)
-_CONTIGUOUS = torch.ops.aten.contiguous.default
+# GCC 12 and its SLP vectorizer make code for 16-bit tiles that Inductor transposes which reads them before they are
+# written. This option of Inductor is the one that is put into the compiler's command line as it stands.
+_CONTRACTION = "cpp.enable_floating_point_contract_flag"
+_NO_SLP = "-fno-tree-slp-vectorize"
+_LAST_PASS = "post_grad_custom_post_pass"
 
 
 def build(graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bool = False) -> Callable[..., Any]:
-    """Compile the graph for inputs like these; the graph itself stays as it is, for reading.
+    """Compile the graph, as the pipeline PIECE made it, for inputs like these; it stays as it is, for reading.
 
     Raises:
         LoweringError: where Inductor cannot compile it.
     """
-    private = copy.deepcopy(graph_module)
-    _fold_batches(private.graph)
-    use_offsets(private.graph)
-    keep_channels_last(private.graph)
-    for node in private.graph.nodes:
-        # Inductor would pick oneDNN's LSTM layer, which has no workspace for its backward outside of autograd.
-        if node.target is torch.ops.aten.lstm.input and lstm.can_run(*[_example(a) for a in node.args[:2]]):
-            node.target = lstm.lstm
-    private.recompile()
-    return inductor_compile(private, inputs, round_exactly, _last_pass(private.graph))
+    return compile_graph(copy.deepcopy(graph_module), inputs, round_exactly)
 
 
-def _fold_batches(graph: fx.Graph) -> None:
-    """Let every product with a matrix be one of two matrices.
+def compile_graph(
+    graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bool = False
+) -> Callable[..., Any]:
+    """Compile an ATen graph with Inductor, and the backward that autograd makes of it.
 
-    Where the other operand is not contiguous, such as the output of a recurrent layer with the batch first, torch makes
-    a batched product of it that no gradient goes through, and copies the matrix for each element of the batch.
+    Args:
+        graph_module: flat inputs, a tuple as output; parameters are inputs. It may be changed.
+        inputs: example inputs, real or fake.
+        round_exactly: round wherever the graph casts down. Otherwise Inductor may keep a value in FP32 inside a fused
+            loop where the graph rounds it to 16 bits and widens it again.
+
+    Returns:
+        A function of the same inputs that autograd can go through.
+
+    Raises:
+        LoweringError: where Inductor is not in this torch, or cannot compile the graph.
     """
-    for node in graph.nodes:
-        if node.op != "call_function" or node.target not in _PRODUCTS:
-            continue
-        left, right = (node_tensor(operand) for operand in node.args[:2])  # type: ignore[arg-type]
-        if left is not None and right is not None and left.dim() > 2 and right.dim() == 2:
-            with graph.inserting_before(node):
-                node.args = (graph.call_function(_CONTIGUOUS, (node.args[0],)), *node.args[1:])
+    if not torch_private.has_inductor():
+        raise LoweringError(
+            f"torch {torch.__version__} has no Inductor that this version knows", mend="use backend='eager'"
+        )
+    options = _options(graph_module, round_exactly)
+    try:
+        with torch_private.cpu_allocation(allocator):
+            return torch_private.compile_with_inductor(graph_module, inputs, options)
+    except Exception as cause:  # Inductor and the C++ compiler behind it raise many types
+        raise LoweringError(
+            f"Inductor cannot compile the graph: {type(cause).__name__}: {_first_line(cause)}",
+            mend="use backend='eager' to run the same graph node by node",
+        ) from cause
 
 
-def _last_pass(graph: fx.Graph) -> tuple[str, Callable[[fx.Graph], None]] | None:
-    """What is to be done behind Inductor's own passes, with an identity that changes whenever it would do otherwise."""
-    found = [node for node in graph.nodes if "scaled_dot_product" in str(node.target) and node.op == "call_function"]
-    operands = [node_tensor(source) for node in found for source in node.all_input_nodes]
-    if not any(tensor is not None and tensor.device.type == "cpu" for tensor in operands):
-        return None  # and nothing is compiled for it
-    return f"{attention.IDENTITY}, {cpu_update.most_inner() > 0}", attention.use_native_backward
+def _options(graph_module: fx.GraphModule, round_exactly: bool) -> dict[str, Any]:
+    """Inductor's settings for a graph, by their names in `torch._inductor.config`."""
+    # torch 2.13's reordering for peak memory can move a read before the scatter that it reads: behind a max-pool
+    # every gradient of a small CNN then comes out as zero, in FP32 too (tests/cli/test_demo.py holds that).
+    # Weights are plain inputs here: Inductor's own CUDA graphs (TORCHINDUCTOR_CUDAGRAPHS=1) would copy them at each
+    # call, and could not be part of the graph that a training step is replayed as.
+    options: dict[str, Any] = {
+        "reorder_for_peak_memory": False,
+        "emulate_precision_casts": round_exactly,
+        "triton.cudagraphs": False,
+    }
+    contraction = torch_private.inductor_option(_CONTRACTION)
+    if contraction is not None and _narrow_on_cpu(graph_module):
+        options[_CONTRACTION] = f"{contraction} {_NO_SLP}"
+    late = NativeOps(JOINT)
+    if late.awaited(graph_module.graph):
+        theirs = torch_private.inductor_option(_LAST_PASS)
+        options[_LAST_PASS] = torch_private.inductor_graph_pass(late.identity(), late.rewrite, theirs)
+    return options
 
 
-def _example(argument: Any) -> Any:
-    if isinstance(argument, (list, tuple)):
-        return [_example(item) for item in argument]
-    return argument.meta["val"]
+def _narrow_on_cpu(graph_module: fx.GraphModule) -> bool:
+    values = [value for node in graph_module.graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor)]
+    return any(value.device.type == "cpu" and value.dtype in (torch.bfloat16, torch.float16) for value in values)
+
+
+def _first_line(cause: Exception) -> str:
+    lines = str(cause).strip().splitlines()
+    return lines[0] if lines else ""
+
+
+BACKEND = Backend("inductor", build, compiled=True, asks_arena=True)

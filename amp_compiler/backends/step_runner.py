@@ -10,7 +10,7 @@ from torch import fx
 
 from amp_compiler.fx.graph import node_tensor
 from amp_compiler.ops.cpu import update as cpu_update
-from amp_compiler.ops.cuda.pointer_tables import is_dense
+from amp_compiler.ops.layout import is_dense
 from amp_compiler.ops.update.operators import CHECK, COMMIT, OPERATORS, commit_on_cpu
 from amp_compiler.passes.step.cut_step import BEFORE
 

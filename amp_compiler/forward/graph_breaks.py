@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from amp_compiler.backends import BACKENDS
 from amp_compiler.errors import AmpError, CaptureError, CustomFunctionError
-from amp_compiler.forward.program import rewrite_piece
+from amp_compiler.forward.program import build_run, rewrite_piece
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.fx.capture import user_frame
 from amp_compiler.fx.custom_functions import OpaqueFunctions
@@ -140,4 +139,4 @@ def compile_piece(
     """
     traced, kinds = trace_piece(piece, inputs)
     plan, emulated, stages = rewrite_piece(traced, kinds, settings, settings.low(device_of(inputs)))
-    return BACKENDS[settings.backend](traced, list(inputs), emulated), plan, traced, stages
+    return build_run(traced, list(inputs), settings, emulated, stages), plan, traced, stages

@@ -10,12 +10,12 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-from amp_compiler.backends import BACKENDS
 from amp_compiler.errors import CaptureError
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.shape_guards import InputForm
 from amp_compiler.forward.tensor_versions import write_mark
 from amp_compiler.fx.capture import Captured, Source, capture_module, tensor_getter
+from amp_compiler.fx.graph import copy_graph
 from amp_compiler.fx.lower import lower, lower_graph
 from amp_compiler.fx.meta import Key
 from amp_compiler.ir.dtypes import DType
@@ -95,8 +95,30 @@ def rewrite_for_inference(
 
 def _for_backend(pipeline: Pipeline, settings: Settings) -> Pipeline:
     """Without the forms that only a compiler runs faster, where the graph is run node by node."""
-    compiled = settings.backend == "inductor" or "multiply_convolutions" not in pipeline.names
-    return pipeline if compiled else pipeline.skip("multiply_convolutions")
+    stays = settings.runs_on.compiled or "multiply_convolutions" not in pipeline.names
+    return pipeline if stays else pipeline.skip("multiply_convolutions")
+
+
+def build_run(
+    graph_module: fx.GraphModule, examples: Sequence[Any], settings: Settings, round_exactly: bool, stages: Stages
+) -> Callable[..., Any]:
+    """A finished graph, or a piece of one, as a function of its flat inputs; a compiler is given it as PIECE makes it.
+
+    Args:
+        graph_module: the graph, which stays as it is for reading.
+        examples: example inputs.
+        settings: backend and pipelines.
+        round_exactly: whether every down-cast in the graph must really round.
+        stages: takes the text behind each pass.
+
+    Raises:
+        LoweringError: the backend cannot compile it.
+    """
+    backend = settings.runs_on
+    if backend.compiled:
+        graph_module = copy_graph(graph_module)
+        settings.pipelines["PIECE"].run(graph_module, {}, stages)
+    return backend.build(graph_module, examples, round_exactly)
 
 
 def _emulates(graph_module: fx.GraphModule, plan: PrecisionPlan, stages: Stages) -> bool:
@@ -231,7 +253,7 @@ def build_program(
         None if entry.source is Source.USER else tensor_getter(model, captured, entry) for entry in captured.inputs
     )
     examples = _examples(captured, leaves, fetch, weights, settings)
-    run = BACKENDS[settings.backend](captured.graph_module, examples, emulated)
+    run = build_run(captured.graph_module, examples, settings, emulated, stages)
     return Program(captured, plan, run, weights, fetch, form, stages)
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from amp_compiler.backends import BACKENDS
+from amp_compiler.backends import find_backend
+from amp_compiler.backends.backend import Backend
 from amp_compiler.errors import AmpError
 from amp_compiler.fx.torch_private import has_native_bf16
 from amp_compiler.ir.dtypes import LOW_TYPES, DType, low_type
@@ -37,6 +38,11 @@ class Settings:
     dynamic_shapes: Any = None
     pipelines: Mapping[str, Pipeline] = field(default_factory=lambda: pipelines_with(None, PIPELINES))
 
+    @property
+    def runs_on(self) -> Backend:
+        """The backend of that name."""
+        return find_backend(self.backend)
+
     def low(self, device: torch.device) -> DType:
         """The 16-bit type for a device: `auto` is BF16 where the device computes it natively, else FP16."""
         if self.dtype != AUTO:
@@ -61,9 +67,8 @@ def make_settings(
     """
     if dtype not in (*LOW_TYPES, AUTO):
         raise AmpError(f"dtype={dtype!r} is not known", mend="use 'fp16', 'bf16' or 'auto'")
-    if backend not in BACKENDS:
-        raise AmpError(f"backend={backend!r} is not known", mend=f"use one of {', '.join(map(repr, BACKENDS))}")
-    return Settings(load_rules(rules), dtype, backend, dynamic_shapes, pipelines_with(passes, allowed))
+    known = find_backend(backend).name
+    return Settings(load_rules(rules), dtype, known, dynamic_shapes, pipelines_with(passes, allowed))
 
 
 def device_of(tensors: Any) -> torch.device:

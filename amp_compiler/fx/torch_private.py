@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -12,75 +12,47 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-from amp_compiler.errors import LoweringError
-from amp_compiler.ops.cpu.arena import allocator
-
-_LAST_PASS = "post_grad_custom_post_pass"
-# GCC 12 and its SLP vectorizer make code for 16-bit tiles that Inductor transposes which reads them before they are
-# written. This option of Inductor is the one that is put into the compiler's command line as it stands.
-_CONTRACTION = "cpp.enable_floating_point_contract_flag"
-_NO_SLP = "-fno-tree-slp-vectorize"
 _ALLOCATE = "_empty_strided_cpu"  # read by the head of every module that Inductor writes
 BUILDING = threading.RLock()  # torch traces and exports with state of the whole process: one graph at a time
 
 
-def inductor_compile(
-    graph_module: fx.GraphModule,
-    inputs: Sequence[Any],
-    round_exactly: bool = False,
-    last_pass: tuple[str, Callable[[fx.Graph], None]] | None = None,
+def compile_with_inductor(
+    graph_module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """Compile an ATen graph, forward and backward, with Inductor.
+    """Compile an ATen graph, and the backward that autograd makes of it, with Inductor.
 
     Args:
-        graph_module: flat inputs, a tuple as output; parameters are inputs. It may be changed.
+        graph_module: flat inputs, a tuple as output. It may be changed.
         inputs: example inputs, real or fake.
-        round_exactly: round wherever the graph casts down. Otherwise Inductor may keep a value in FP32 inside a fused
-            loop where the graph rounds it to 16 bits and widens it again.
-        last_pass: changes each graph, forward and backward, before Inductor lowers it; with a text that is another one
-            whenever it would do something else, for Inductor's cache.
-
-    Returns:
-        A function of the same inputs that autograd can go through.
+        options: of `torch._inductor.config`, by name; those that this torch does not know are left out.
 
     Raises:
-        LoweringError: where Inductor is not in this torch, or cannot compile the graph.
+        ImportError: where this torch has no Inductor, see `has_inductor`.
+        Exception: whatever Inductor and the C++ compiler behind it raise.
     """
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    known = {name: value for name, value in options.items() if hasattr(config, name)}
+    compiled: Any = compile_fx(graph_module, list(inputs), config_patches=known)
+    return compiled  # type: ignore[no-any-return]
+
+
+def has_inductor() -> bool:
+    """Whether this torch has an Inductor that can be used as it is used here."""
     try:
         from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx
-    except ImportError as cause:
-        raise LoweringError(
-            f"torch {torch.__version__} has no Inductor that this version knows", mend="use backend='eager'"
-        ) from cause
-    try:
-        # torch 2.13's reordering for peak memory can move a read before the scatter that it reads: behind a max-pool
-        # every gradient of a small CNN then comes out as zero, in FP32 too (tests/test_demo.py holds that).
-        # Weights are plain inputs here: Inductor's own CUDA graphs (TORCHINDUCTOR_CUDAGRAPHS=1) would copy them at each
-        # call, and could not be part of the graph that a training step is replayed as.
-        wanted: dict[str, Any] = {
-            "reorder_for_peak_memory": False,
-            "emulate_precision_casts": round_exactly,
-            "triton.cudagraphs": False,
-        }
-        if hasattr(config, _CONTRACTION) and _narrow_on_cpu(graph_module):
-            wanted[_CONTRACTION] = f"{getattr(config, _CONTRACTION)} {_NO_SLP}"
-        if last_pass is not None:
-            wanted[_LAST_PASS] = _graph_passes(*last_pass, getattr(config, _LAST_PASS, None))
-        patches = {name: value for name, value in wanted.items() if hasattr(config, name)}
-        with _own_allocator():
-            compiled: Any = compile_fx(graph_module, list(inputs), config_patches=patches)
-        return compiled  # type: ignore[no-any-return]
-    except Exception as cause:  # Inductor and the C++ compiler behind it raise many types
-        raise LoweringError(
-            f"Inductor cannot compile the graph: {type(cause).__name__}: {_first_line(cause)}",
-            mend="use backend='eager' to run the same graph node by node",
-        ) from cause
+    except ImportError:
+        return False
+    return hasattr(config, "patch") and callable(compile_fx)
 
 
-def _narrow_on_cpu(graph_module: fx.GraphModule) -> bool:
-    values = [value for node in graph_module.graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor)]
-    return any(value.device.type == "cpu" and value.dtype in (torch.bfloat16, torch.float16) for value in values)
+def inductor_option(name: str) -> Any:
+    """What a setting of Inductor is now; `None` where this torch does not know it."""
+    from torch._inductor import config
+
+    return getattr(config, name, None)
 
 
 def unrolled_recurrence() -> contextlib.AbstractContextManager[Any]:
@@ -105,10 +77,15 @@ def own_decompositions() -> contextlib.AbstractContextManager[None]:
     return enable_python_dispatcher()  # type: ignore[no-any-return]
 
 
-def _graph_passes(identity: str, run: Callable[[fx.Graph], None], theirs: Any) -> Any:
+def inductor_graph_pass(identity: str, run: Callable[[fx.Graph], None], theirs: Any) -> Any:
     """A pass as Inductor wants it, behind the ones that the user has set there.
 
     Where this torch takes one pass only, the user's stays alone; where its passes have no identity, none is added.
+
+    Args:
+        identity: for Inductor's cache: another text whenever the pass would do something else.
+        run: changes each graph, forward and backward, before Inductor lowers it.
+        theirs: what is set there now.
     """
     try:
         from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -132,14 +109,18 @@ def _graph_passes(identity: str, run: Callable[[fx.Graph], None], theirs: Any) -
 
 
 @contextlib.contextmanager
-def _own_allocator() -> Iterator[None]:
-    """Let code that Inductor loads meanwhile ask `runtime.arena` for CPU memory, where this torch can be told."""
+def cpu_allocation(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Let code that Inductor loads meanwhile ask for CPU memory elsewhere, where this torch can be told.
+
+    Args:
+        wrap: gives what is to be asked, from what is asked now.
+    """
     guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
     allocate = getattr(guards, _ALLOCATE, None)
     if allocate is None or not isinstance(guards, ModuleType):
         yield
         return
-    setattr(guards, _ALLOCATE, allocator(allocate))
+    setattr(guards, _ALLOCATE, wrap(allocate))
     try:
         yield
     finally:
@@ -157,11 +138,6 @@ def end_failed_capture(device: torch.device, pool: Any) -> None:
         return
     with contextlib.suppress(RuntimeError):  # torch had told it already
         end(torch.cuda.current_device() if device.index is None else device.index, pool)
-
-
-def _first_line(cause: Exception) -> str:
-    lines = str(cause).strip().splitlines()
-    return lines[0] if lines else ""
 
 
 def autograd_sequence() -> int:

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 from amp_compiler.errors import LoweringError
 from amp_compiler.ops.cpu import patches as cpu_patches
-from amp_compiler.ops.windows import windows_along
 
 
 @torch.library.custom_op("amp_compiler::patches", mutates_args=())
@@ -95,7 +94,7 @@ def _(
 
 def _places(size: Sequence[int], *settings: Sequence[int]) -> tuple[int, int]:
     """Rows and columns of a convolution's result."""
-    rows, columns = (windows_along(size[2 + dim], *(pair[dim] for pair in settings)) for dim in (0, 1))
+    rows, columns = (_along(size[2 + dim], *(pair[dim] for pair in settings)) for dim in (0, 1))
     if rows < 1 or columns < 1:
         raise LoweringError(
             f"a patch of {settings[0]} with dilation {settings[3]} does not fit into images {list(size)}",
@@ -103,6 +102,11 @@ def _places(size: Sequence[int], *settings: Sequence[int]) -> tuple[int, int]:
             mend="use a smaller kernel, or more padding",
         )
     return rows, columns
+
+
+def _along(pixels: int, kernel: int, stride: int, padding: int, dilation: int) -> int:
+    """How many patches there are along one dimension of an image; below 1 where none fits."""
+    return (pixels + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
 
 
 def _tuples(*settings: Sequence[int]) -> tuple[tuple[int, ...], ...]:

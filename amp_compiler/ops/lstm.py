@@ -77,7 +77,24 @@ def lstm(
     return out.transpose(0, 1) if batch_first else out, torch.cat(last_hidden), torch.cat(last_cell)
 
 
-def can_run(data: Tensor, hidden: list[Tensor]) -> bool:
+_LIBRARY = torch.library.Library("amp_compiler", "FRAGMENT")
+_LIBRARY.define(
+    "lstm(Tensor input, Tensor[] hx, Tensor[] params, bool has_biases, int num_layers, float dropout, bool train,"
+    " bool bidirectional, bool batch_first) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def _lstm_or_atens(data: Tensor, hidden: list[Tensor], *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`amp_compiler.lstm`: traced and differentiated as what it is made of."""
+    if can_run(data, hidden):
+        return lstm(data, hidden, *rest)
+    return torch.ops.aten.lstm.input(data, hidden, *rest)  # type: ignore[no-any-return]
+
+
+_LIBRARY.impl("lstm", _lstm_or_atens, "CompositeImplicitAutograd")
+
+
+def can_run(data: Tensor, hidden: list[Tensor], *rest: Any) -> bool:
     """True where the operator takes an LSTM: on a CPU with oneDNN, in a type of it, without a projection."""
     fits = data.device.type == "cpu" and data.dtype in (torch.float32, torch.bfloat16)
     return fits and torch.backends.mkldnn.is_available() and hidden[0].size(2) == hidden[1].size(2)

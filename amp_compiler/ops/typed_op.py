@@ -17,8 +17,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from amp_compiler.ops import lstm
-
 aten = torch.ops.aten
 _TRAINS = ("training", "train", "use_input_stats")
 _STATISTICS = ("running_mean", "running_var")
@@ -106,8 +104,7 @@ class _Call:
         if low is not None:
             tensors = [t.float() if t is not None and t.dtype is low else t for t in tensors]
         args, kwargs = self.arguments(tensors)
-        op = lstm.lstm if self.op is aten.lstm.input and lstm.can_run(args[0], args[1]) else self.op
-        made = op(*args, **kwargs)
+        made = self.op(*args, **kwargs)
         results = tuple(made) if isinstance(made, (list, tuple)) else (made,)
         if low is None or not rounds:
             return results

@@ -10,18 +10,17 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from amp_compiler.backends import BACKENDS
-from amp_compiler.backends.cuda_graph import GraphedRun, GraphSettings
-from amp_compiler.backends.graph_obstacle import graph_obstacle
+from amp_compiler.backends.cuda_graph import GraphedRun, GraphSettings, graph_obstacle
 from amp_compiler.backends.step_runner import is_on_cpu, kernels_for, most_inner, run_cut_step
-from amp_compiler.forward.program import normalize, plan_captured, rewrite
+from amp_compiler.forward.program import build_run, normalize, plan_captured, rewrite
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.shape_guards import InputForm
 from amp_compiler.fx.capture import Captured, capture_module
 from amp_compiler.fx.graph import copy_graph, results_of, torch_dtype
 from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.ops import native
 from amp_compiler.ops.cpu.arena import ArenaMemory, ArenaRun
-from amp_compiler.ops.loss_scale_base import LossScale
+from amp_compiler.ops.loss_scale import LossScale
 from amp_compiler.passes.pipeline import Late, Stages
 from amp_compiler.passes.step.separate_buffers import written_placeholders
 from amp_compiler.training.inputs import KeptTensors, StepInputs, TrainedWeights
@@ -101,7 +100,7 @@ def build_step(model: LossModule, batch: tuple[Any, ...], options: StepOptions, 
     resolve = weights.resolvers(step, state.kept)
     examples = [get(leaves) for get in resolve] if settings.dynamic_shapes is None else _values(step)
     compiled = _compile(step, examples, settings, emulated, stages)
-    if settings.backend == "inductor" and settings.dynamic_shapes is None and is_on_cpu(step):
+    if settings.runs_on.asks_arena and settings.dynamic_shapes is None and is_on_cpu(step):
         compiled = ArenaRun(compiled, results + 3, state.memory)
     names, known = [node.name for node in step.graph.find_nodes(op="placeholder")], weights.fixed(step)
     places = [place for place, name in enumerate(names) if name not in known]
@@ -143,6 +142,7 @@ def _step_options(
         "clip_norm": options.clip_norm,
         "divisor": options.divisor,
         "gather": options.gather,
+        "stage": native.FORWARD,
     }
 
 
@@ -150,14 +150,17 @@ def _compile(
     step: fx.GraphModule, examples: Sequence[Any], settings: Settings, round_exactly: bool, stages: Stages
 ) -> Callable[..., Sequence[Any]]:
     """The step graph, which stays as it is for reading, as a function of its placeholders' tensors."""
-    build = BACKENDS[settings.backend]
+
+    def build(piece: fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
+        return build_run(piece, given, settings, round_exactly, stages)
+
     with torch.no_grad():
-        if settings.backend == "eager":
-            return build(step, examples, round_exactly)
+        if not settings.runs_on.compiled:
+            return build(step, examples)
         kernels = kernels_for(step)
         options = {"most_inner": most_inner(kernels), "kernels": tuple(kernels)}
         cut = settings.pipelines["DEVICE"].run(copy_graph(step), options, stages)
-        return run_cut_step(cut, examples, lambda piece, given: build(piece, given, round_exactly), kernels)
+        return run_cut_step(cut, examples, build, kernels)
 
 
 def _values(step: fx.GraphModule) -> list[Any]:
@@ -179,8 +182,8 @@ def check_parameters(
 
 def _no_cuda_graph(step: fx.GraphModule, settings: Settings) -> str:
     """Why the step cannot be replayed as a CUDA graph, as far as it is known before it runs."""
-    if settings.backend == "eager":
-        return "backend='eager' runs the step node by node"
+    if settings.runs_on.no_cuda_graph:
+        return settings.runs_on.no_cuda_graph
     if settings.dynamic_shapes is not None:
         return "the shapes are dynamic (dynamic_shapes=)"
     return graph_obstacle(step.graph)

@@ -13,7 +13,7 @@ from amp_compiler.errors import CaptureError
 from amp_compiler.fx.capture import Captured, Source, tensor_getter
 from amp_compiler.fx.graph import LOW_TYPES
 from amp_compiler.fx.meta import Key
-from amp_compiler.ops.loss_scale_base import LossScaleState
+from amp_compiler.ops.loss_scale import LossScaleState
 from amp_compiler.ops.update.rounding import Storage
 from amp_compiler.passes.step.place_weights import PlacedWeights, is_read_low, placed_weights
 from amp_compiler.passes.step.sum_gradients import owners_with_gradient

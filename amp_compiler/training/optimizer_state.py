@@ -12,7 +12,7 @@ from torch import Tensor
 
 from amp_compiler.errors import AmpError
 from amp_compiler.fx.graph import LOW_TYPES
-from amp_compiler.ops.cuda.pointer_tables import empty_laid_out_like, is_laid_out_like
+from amp_compiler.ops.layout import empty_laid_out_like, is_laid_out_like
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _KEEPING: WeakSet[torch.optim.Optimizer] = WeakSet()

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from amp_compiler.ops.loss_scale_base import LossScale, LossScaleState
+from amp_compiler.ops.loss_scale import LossScale, LossScaleState
 
 
 class HostCopy(Protocol):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from amp_compiler.forward.tensor_versions import write_mark
-from amp_compiler.ops.cuda.pointer_tables import empty_laid_out_like, is_laid_out_like
+from amp_compiler.ops.layout import empty_laid_out_like, is_laid_out_like
 
 
 class LowWeights:

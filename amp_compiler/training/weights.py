@@ -18,7 +18,7 @@ from torch import Tensor
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.tensor_versions import write_mark
 from amp_compiler.fx.graph import LOW_TYPES
-from amp_compiler.ops.cuda.pointer_tables import is_laid_out_like
+from amp_compiler.ops.layout import is_laid_out_like
 from amp_compiler.ops.update.rounding import Storage, WeightStorage
 from amp_compiler.training.optimizer_state import keep_state_types, laid_out, narrowed
 

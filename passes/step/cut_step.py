@@ -166,5 +166,8 @@ def open_operators(graph_module: fx.GraphModule) -> fx.GraphModule:
     for made, original in zip(opened.graph.find_nodes(op="placeholder"), placeholders, strict=True):
         rename_placeholder(made, original.name)
         made.meta.update({key: value for key, value in original.meta.items() if key != "val"})
+    for node in [one for one in opened.graph.nodes if one.op == "call_function" and "val" not in one.meta]:
+        if not node.users:  # an item of a result that is none
+            opened.graph.erase_node(node)
     opened.recompile()
     return opened

@@ -15,7 +15,6 @@ from amp_compiler.errors import LoweringError
 from amp_compiler.fx.graph import node_tensor, rename_placeholder, results_of
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import autograd_sequence, function_sequence, own_decompositions
-from amp_compiler.ops import lstm
 from amp_compiler.passes.base import FunctionalPass, PassResult
 from amp_compiler.passes.precision.type_backward import gradient_type
 
@@ -127,7 +126,7 @@ class Differentiate(FunctionalPass[fx.GraphModule]):
 
 
 class _Forward(fx.Interpreter):
-    """Runs the forward; an LSTM on a CPU runs as an operator whose backward can stand in a graph.
+    """Runs the forward and notes which node made which backward function.
 
     Attributes:
         origin: by autograd's sequence number, the metadata of the node whose run made that backward function.
@@ -143,11 +142,6 @@ class _Forward(fx.Interpreter):
         last = autograd_sequence()
         self.origin.update(dict.fromkeys(range(first, last), n.meta))
         return result
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is torch.ops.aten.lstm.input and lstm.can_run(args[0], args[1]):
-            return lstm.lstm(*args, **kwargs)
-        return super().call_function(target, args, kwargs)
 
 
 def _describe(tensor: torch.Tensor | None) -> str:

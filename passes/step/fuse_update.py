@@ -13,7 +13,7 @@ from torch import fx
 from amp_compiler.fx.alias import lies_in_input
 from amp_compiler.fx.graph import call_before, node_tensor, results_of, splice_before, trace_before
 from amp_compiler.fx.meta import Key
-from amp_compiler.ops.loss_scale_base import LossScale, LossScaleState
+from amp_compiler.ops.loss_scale import LossScale, LossScaleState
 from amp_compiler.ops.update.operators import CHECK, COMMIT, OPERATORS
 from amp_compiler.passes.base import InPlacePass, PassResult
 from amp_compiler.passes.step.fold_loss_scale import SCALE

@@ -12,8 +12,7 @@ from fake_graphs import FakeGraphs
 from torch import fx
 
 from amp_compiler.backends.cuda_capture import TorchGraphs
-from amp_compiler.backends.cuda_graph import MOST_MOVES, WARM_UPS, GraphedRun, GraphSettings
-from amp_compiler.backends.graph_obstacle import graph_obstacle
+from amp_compiler.backends.cuda_graph import MOST_MOVES, WARM_UPS, GraphedRun, GraphSettings, graph_obstacle
 
 
 class Step:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,8 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_compiler as amp
-from amp_compiler.backends import BACKENDS, eager
-from amp_compiler.fx.torch_private import inductor_compile
+from amp_compiler.backends import BACKENDS, eager, inductor
 from amp_compiler.ops.cpu.arena import ArenaRun
 from amp_compiler.training import build as step_build
 
@@ -74,7 +74,7 @@ class Run:
 
     def __init__(self, **options) -> None:
         self.asked, self.pieces, self.counts, self.places, self.blocks, self.held = 0, [], [], [], [], []
-        allocate, build = guards._empty_strided_cpu, BACKENDS["inductor"]
+        allocate, build = guards._empty_strided_cpu, BACKENDS["inductor"].build
 
         def counted(*request):
             self.asked += 1
@@ -86,7 +86,7 @@ class Run:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(guards, "_empty_strided_cpu", counted)
-            patch.setitem(BACKENDS, "inductor", remembered)
+            patch.setitem(BACKENDS, "inductor", replace(BACKENDS["inductor"], build=remembered))
             patch.setattr(step_build, "ArenaRun", partial(ArenaRun, least=0))  # however small the model is
             self.model, self.step = make(**options)
             for number in range(STEPS):
@@ -169,7 +169,7 @@ def test_a_user_who_compiles_the_same_graph_gets_ordinary_memory(run):
     piece, inputs, round_exactly = run.pieces[0]
     settings = {"reorder_for_peak_memory": False, "triton.cudagraphs": False, "emulate_precision_casts": round_exactly}
     theirs = compile_fx(copy.deepcopy(piece), inputs, config_patches=settings)
-    mine = inductor_compile(copy.deepcopy(piece), inputs, round_exactly)
+    mine = inductor.compile_graph(copy.deepcopy(piece), inputs, round_exactly)
     kept = []
     for number in range(2 * len(SIZES)):
         with torch.no_grad():
@@ -206,7 +206,7 @@ def test_a_model_that_a_user_compiles_and_trains_beside_a_step_is_not_disturbed(
 
 @pytest.mark.parametrize("case", ["eager", "dynamic_shapes"])
 def test_steps_that_ask_anew_at_each_call_have_no_block(case, monkeypatch):
-    monkeypatch.setitem(BACKENDS, "inductor", eager.build)
+    monkeypatch.setitem(BACKENDS, "inductor", replace(BACKENDS["inductor"], build=eager.build))
     rows = {0: torch.export.Dim("rows", min=2, max=64)}
     _, step = make("eager") if case == "eager" else make(dynamic_shapes=(rows, rows))
     for number in range(4):

@@ -22,10 +22,7 @@ _FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp",
     "-shared", "-fPIC",
 )  # fmt: skip
-_SOURCES = (
-    "update.cpp", "lstm.cpp", "attention.cpp", "patches.cpp", "pooling.cpp",
-    "pieces.h", "product.h", "team.h", "math.h", "blocks.h", "types.h", "windows.h",
-)  # fmt: skip
+_SUFFIXES = (".cpp", ".h")  # of the sources: every such file beside this one
 _TIMEOUT = 120  # seconds; it takes one or two
 
 
@@ -40,8 +37,8 @@ def library() -> ctypes.CDLL | None:
     if not compiler:
         _LOG.warning("no C++ compiler was found: optimizer updates on a CPU run as compiled torch calls, more slowly")
         return None
-    folder = resources.files(__package__)
-    sources = {name: folder.joinpath(name).read_text(encoding="utf-8") for name in _SOURCES}
+    files = [file for file in resources.files(__package__).iterdir() if file.name.endswith(_SUFFIXES)]
+    sources = {file.name: file.read_text(encoding="utf-8") for file in sorted(files, key=lambda file: file.name)}
     try:
         return ctypes.CDLL(str(_built(compiler, sources)))
     except (OSError, subprocess.SubprocessError) as cause:

@@ -21,7 +21,7 @@ from torch.profiler import record_function
 
 from amp_compiler.errors import LoweringError
 from amp_compiler.ops.cpu.build import library
-from amp_compiler.ops.cuda.pointer_tables import is_dense, laid_out_like, same_layout
+from amp_compiler.ops.layout import is_dense, laid_out_like, same_layout
 from amp_compiler.ops.update import formulas as math
 from amp_compiler.ops.update.product import Product
 

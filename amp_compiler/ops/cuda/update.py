@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from amp_compiler.errors import LoweringError
-from amp_compiler.ops.cuda.pointer_tables import Group, TableCache, is_dense, laid_out_like
+from amp_compiler.ops.cuda.pointer_tables import Group, TableCache
+from amp_compiler.ops.layout import is_dense, laid_out_like
 from amp_compiler.ops.update.formulas import AdamScalars
 from amp_compiler.ops.update.rounding import Storage
 

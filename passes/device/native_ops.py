@@ -1,0 +1,138 @@
+"""`NativeOps`: kernels of our own in the place of operators, as the table in `ops/native.py` says."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+
+from amp_compiler.errors import PassError
+from amp_compiler.fx.graph import node_tensor
+from amp_compiler.ops.native import NATIVE_OPS, STAGES, NativeOp
+from amp_compiler.ops.typed_op import typed_op
+from amp_compiler.passes.base import InPlacePass, PassResult
+
+
+@dataclass(frozen=True)
+class NativeOps(InPlacePass):
+    """Let the operators of `ops.native.NATIVE_OPS` run in kernels of our own, where these take them.
+
+    A row of that table says which operator, on which device and on what condition. The operator of ours has the same
+    arguments and results, so nothing else in the graph changes.
+
+    Before (the backward of attention in BF16 on a CPU)::
+
+        made: (bf16[2, 4, 10, 8], …) = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(g, q, k, v, …)
+
+    After::
+
+        made: (bf16[2, 4, 10, 8], …) = amp_compiler.attention_backward.default(g, q, k, v, …)
+
+    The operator inside of a `typed_op` is changed like any other, where its kernel takes the types of both its runs.
+
+    Left alone: other devices, calls that the row's condition refuses (FP32 attention, dropout in it, sizes that are not
+    known), and machines without the kernel.
+
+    Args:
+        stage: `"forward"` for a graph before autograd, `"joint"` for one with a backward; empty for every row.
+    """
+
+    stage: str = ""
+    name: ClassVar[str] = "native_ops"
+    exact: ClassVar[bool] = False
+    idempotent: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.stage not in ("", *STAGES):
+            raise PassError(f"stage={self.stage!r} is not known", mend=f"use one of {', '.join(map(repr, STAGES))}")
+
+    @property
+    def rows(self) -> tuple[NativeOp, ...]:
+        """The rows of the table for this stage."""
+        return tuple(row for row in NATIVE_OPS if self.stage in ("", row.stage))
+
+    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+        """Change targets in place."""
+        modified = self.rewrite(subject.graph)
+        if modified:
+            subject.recompile()
+        return PassResult(subject, modified)
+
+    def rewrite(self, graph: fx.Graph) -> bool:
+        """The work itself, for a graph without a module, as a compiler hands it over; whether anything changed."""
+        rows = {row.op: row for row in self.rows}
+        modified = False
+        for node in graph.nodes:
+            if node.op != "call_function":
+                continue
+            typed = node.target is typed_op
+            row = rows.get(node.args[0] if typed else node.target)
+            if row is None or not row.ready() or not all(_takes(row, call) for call in _calls(node, typed)):
+                continue
+            if typed:
+                node.update_arg(0, row.implementation)
+            else:
+                node.target = row.implementation
+            modified = True
+        return modified
+
+    def awaited(self, graph: fx.Graph) -> bool:
+        """Whether autograd may yet make operators of the table from a graph."""
+        sources = [row for row in self.rows if row.made_from]
+        for node in graph.nodes:
+            for row in sources if node.op == "call_function" else ():
+                devices = {
+                    tensor.device.type for one in node.all_input_nodes if (tensor := node_tensor(one)) is not None
+                }
+                if row.made_from in str(node.target) and row.device in devices:
+                    return True
+        return False
+
+    def identity(self) -> str:
+        """A text that is another one whenever `rewrite` may do something else: for a cache of compiled graphs."""
+        return ", ".join((_sources(), self.stage, *(f"{row.implementation}={row.ready()}" for row in self.rows)))
+
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _takes(row: NativeOp, call: Call) -> bool:
+    tensors = [leaf for leaf in pytree.tree_leaves(call) if isinstance(leaf, torch.Tensor)]
+    return all(one.device.type == row.device for one in tensors) and row.fits(*call[0], **call[1])
+
+
+def _calls(node: fx.Node, typed: bool) -> Iterator[Call]:
+    """What the operator of a node is called with, fake tensors for nodes: twice, in two types each, in a `typed_op`."""
+    if not typed:
+        yield _faked((node.args, node.kwargs))
+        return
+    op_args, op_kwargs, reads, rereads, _, *rest = node.args[1:]
+    emulate = bool(rest and rest[0])
+    leaves, spec = pytree.tree_flatten(_faked((op_args, op_kwargs)))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    for types in (reads, rereads):
+        given = list(leaves)
+        for place, dtype in zip(places, types, strict=True):
+            widened = emulate and dtype in (torch.float16, torch.bfloat16)
+            given[place] = leaves[place].to(torch.float32 if widened else dtype)
+        yield pytree.tree_unflatten(given, spec)
+
+
+def _faked(arguments: Any) -> Any:
+    return fx.node.map_arg(arguments, lambda source: source.meta["val"])
+
+
+@functools.cache
+def _sources() -> str:
+    """The operators, what decides about them, and this file, as one hash."""
+    folder = Path(str(resources.files("amp_compiler.ops")))
+    files = [Path(__file__), *sorted(folder.rglob("*.py"))]
+    return hashlib.sha256(b"\0".join(path.read_bytes() for path in files)).hexdigest()

@@ -1,0 +1,122 @@
+"""The table of native kernels, and that the operators in it give what those give whose place they take."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import amp_compiler as amp
+from amp_compiler.errors import PassError
+from amp_compiler.fx.text import parse_fx
+from amp_compiler.ops.cpu import update as cpu_update
+from amp_compiler.ops.native import FORWARD, JOINT, NATIVE_OPS, STAGES
+from amp_compiler.passes.device.native_ops import NativeOps
+
+LSTM = torch.ops.aten.lstm.input
+OWN = torch.ops.amp_compiler
+
+
+def signature(op):
+    """Types of arguments and results, with the names of the arguments."""
+    arguments = [(argument.name, str(argument.type)) for argument in op._schema.arguments]
+    return [kind.replace("SymInt", "int") for _, kind in arguments], [str(one.type) for one in op._schema.returns]
+
+
+@pytest.mark.parametrize("row", NATIVE_OPS, ids=[str(row.op) for row in NATIVE_OPS])
+def test_a_row_is_complete(row):
+    assert row.stage in STAGES
+    assert row.gain
+    assert isinstance(row.ready(), bool)
+    assert signature(row.op) == signature(row.implementation)
+
+
+def lstm_arguments(hidden=5, dtype=torch.float32):
+    torch.manual_seed(0)
+    layer = nn.LSTM(6, 5, 1, batch_first=True).to(dtype)
+    states = [torch.randn(1, 2, hidden, dtype=dtype) for _ in range(2)]
+    return torch.randn(2, 3, 6, dtype=dtype), states, list(layer._flat_weights), True, 1, 0.0, True, False, True
+
+
+def test_the_operator_is_torchs_lstm():
+    with torch.no_grad():
+        found, expected = OWN.lstm(*lstm_arguments()), LSTM(*lstm_arguments())
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_what_it_does_not_take_is_left_to_aten():
+    arguments = lstm_arguments(dtype=torch.float64)
+    with torch.no_grad():
+        found, expected = OWN.lstm(*arguments), LSTM(*arguments)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+
+
+def test_it_is_traced_as_the_layers_that_it_is_made_of():
+    def gradient(x, h, c, *weights):
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            out = OWN.lstm(x, [h, c], list(weights), True, 1, 0.0, True, False, True)[0]
+        return torch.autograd.grad(out.sum(), x)
+
+    x, states, weights, *_ = lstm_arguments()
+    traced = make_fx(gradient, tracing_mode="fake")(x, *states, *weights)
+    targets = {node.target for node in traced.graph.nodes}
+    assert {OWN.lstm_layer.default, OWN.lstm_layer_backward.default} <= targets
+    assert not {OWN.lstm.default, LSTM} & targets
+
+
+ATTENTION = """in q: bf16[2, 4, 10, 8]
+made: (bf16[2, 4, 10, 8], fp32[2, 4, 10]) = aten._scaled_dot_product_flash_attention_for_cpu.default(q, q, q)
+out: bf16[2, 4, 10, 8] = getitem(made, 0)
+return out
+"""
+
+
+def test_a_compilers_backward_is_awaited_only_where_there_may_be_one():
+    graph = parse_fx(ATTENTION).graph
+    assert NativeOps(JOINT).awaited(graph)
+    assert not NativeOps(FORWARD).awaited(graph)
+    assert not NativeOps(JOINT).awaited(parse_fx(ATTENTION.replace("]", "]@cuda")).graph)
+    assert not NativeOps(JOINT).awaited(parse_fx("in x: fp32[2]\nneg: fp32[2] = aten.neg.default(x)\nreturn neg").graph)
+
+
+def test_the_identity_for_a_cache_says_what_the_machine_has(monkeypatch):
+    found = set()
+    for inner in (0, 512):
+        monkeypatch.setattr(cpu_update, "most_inner", lambda inner=inner: inner)
+        found |= {NativeOps(stage).identity() for stage in ("", *STAGES)}
+    assert len(found) == 5  # of the rows before autograd none asks for it
+
+
+def test_an_unknown_stage_is_an_error():
+    with pytest.raises(PassError, match="use one of 'forward', 'joint'"):
+        NativeOps("backward")
+
+
+@pytest.mark.parametrize("backward", ["", "fp32"])
+def test_a_training_step_runs_the_operator_in_a_typed_op_too(backward):
+    class Recurrent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.recurrent = nn.LSTM(32, 32, batch_first=True)
+
+        def forward(self, x):
+            return self.recurrent(x)[0]
+
+    rule = {
+        "match": {"op": "aten.lstm"},
+        "precision": "low",
+        **({"backward": {"precision": backward}} if backward else {}),
+    }
+    model = Recurrent()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    rules = {"version": 1, "extends": "default", "rules": [rule]}
+    step = amp.training_step(
+        model, lambda m, x: m(x).float().pow(2).mean(), optimizer, dtype="bf16", rules=rules, backend="eager"
+    )
+    step(torch.randn(2, 3, 32))
+    targets = [node.target for program in step._programs.values() for node in program.graph_module.graph.nodes]
+    assert OWN.lstm_layer.default in targets and LSTM not in targets
