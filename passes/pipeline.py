@@ -176,6 +176,7 @@ class Pipeline:
         text = text_of(subject)
         for step in self.steps:
             run = self._made(step, options, subject)
+            whole = not isinstance(step, str) and self._complaint(subject) is None
             try:
                 result, text = run.checked(subject, text)
             except PassError as error:
@@ -185,7 +186,7 @@ class Pipeline:
             if stages is not None:
                 stages.note(run.name, text)
             if not isinstance(step, str):
-                self._verify(subject, run.name)
+                self._verify(subject, run.name, whole)
         if os.environ.get("AMP_VERIFY") == "1":
             self._verify(subject, self.names[-1] if self.names else "")
         return subject
@@ -207,14 +208,16 @@ class Pipeline:
                 )
         return cls(**given)
 
-    def _verify(self, subject: Any, name: str) -> None:
-        """Check that the graph is a legal one behind this pipeline."""
+    def _complaint(self, subject: Any, whole: bool = True) -> str | None:
         from amp_compiler.passes.spec import SPECS, complaint  # here: the neutral passes do without torch
 
-        if self.name in SPECS:
-            wrong = complaint(subject, SPECS[self.name])
-            if wrong is not None:
-                raise PassError(wrong, where=f"after pass '{name}'", mend=f"see SPECS['{self.name}'] in passes/spec.py")
+        return complaint(subject, SPECS[self.name], whole) if self.name in SPECS else None
+
+    def _verify(self, subject: Any, name: str, whole: bool = True) -> None:
+        """Check that the graph is a legal one behind this pipeline; if not `whole`, what holds on the way there."""
+        wrong = self._complaint(subject, whole)
+        if wrong is not None:
+            raise PassError(wrong, where=f"after pass '{name}'", mend=f"see SPECS['{self.name}'] in passes/spec.py")
 
 
 def _skippable(steps: Sequence[str | Pass[Any]]) -> str:
