@@ -27,7 +27,7 @@ from rich.table import Table
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.files import write_atomically
 from amp_compiler.ir.graph import Node, Operand, PrecisionGraph, Value, ValueKind
-from amp_compiler.passes.pipeline import make_plan
+from amp_compiler.passes.plan.make_plan import make_plan
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.rules import RuleSet
 

@@ -9,22 +9,30 @@ from typing import Any
 from amp_compiler.errors import PassError
 from amp_compiler.passes.base import Pass
 
-# Name of every pass, with the class that does it. The classes are imported when they are asked for, because those on FX
-# need torch and the neutral ones must do without.
-NEUTRAL = ("classify", "assign_precision", "place_casts")
-PASSES: dict[str, str] = {
-    "classify": "amp_compiler.passes.plan.classify:Classify",
-    "assign_precision": "amp_compiler.passes.plan.assign_precision:AssignPrecision",
-    "place_casts": "amp_compiler.passes.plan.place_casts:PlaceCasts",
-    "type_backward": "amp_compiler.passes.precision.type_backward:TypeBackward",
-    "widen_math": "amp_compiler.passes.precision.widen_math:WidenMath",
-    "legalize": "amp_compiler.passes.precision.legalize:Legalize",
-    "multiply_convolutions": "amp_compiler.passes.device.multiply_convolutions:MultiplyConvolutions",
-    "differentiate": "amp_compiler.passes.step.differentiate:Differentiate",
-    "fold_loss_scale": "amp_compiler.passes.step.fold_loss_scale:FoldLossScale",
-    "simplify_casts": "amp_compiler.passes.step.simplify_casts:SimplifyCasts",
-    "fuse_update": "amp_compiler.passes.step.fuse_update:FuseUpdate",
+# Name of every pass, with the class that does it, room by room. The classes are imported when they are asked for, as
+# those on FX need torch and the neutral ones must do without.
+_ROOMS = {
+    "capture": "name_modules inline_regions drop_type_checks write_out_types merge_results functionalize"
+    " isolate_mutations",
+    "plan": "classify assign_precision place_casts",
+    "precision": "apply_plan mark_backward type_backward widen_math legalize hoist_weight_casts",
+    "step": "separate_buffers place_weights differentiate restore_upcasts fold_loss_scale simplify_casts"
+    " sum_gradients fuse_update defer_gradients cut_step",
+    "device": "multiply_convolutions",
+    "onnx_export": "drop_idle_dropout write_out_attention fold_stored_casts open_ends",
 }
+
+
+def _class_of(name: str) -> str:
+    return "".join(part.capitalize() for part in name.split("_"))
+
+
+PASSES: dict[str, str] = {
+    name: f"amp_compiler.passes.{room}.{name}:{_class_of(name)}"
+    for room, names in _ROOMS.items()
+    for name in names.split()
+}
+_CLASSES = {path.partition(":")[2]: name for name, path in PASSES.items()}
 
 
 def find_pass(name: str) -> type[Pass[Any]]:
@@ -48,3 +56,10 @@ def find_pass(name: str) -> type[Pass[Any]]:
     module, _, attribute = PASSES[name].partition(":")
     found: type[Pass[Any]] = getattr(import_module(module), attribute)
     return found
+
+
+def __getattr__(name: str) -> Any:
+    """`amp_compiler.passes.Classify` and the like, imported when they are asked for."""
+    if name in _CLASSES:
+        return find_pass(_CLASSES[name])
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

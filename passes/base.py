@@ -1,16 +1,21 @@
-"""The contract of a pass, enforced here for all of them: what it requires, what it ensures, an honest `modified`."""
+"""The contract of a pass, enforced here for all of them: what it requires and ensures, and an honest `modified`.
+
+A pass changes its subject in place (`InPlacePass`, graphs of torch.fx) or leaves it as it is and returns another
+(`FunctionalPass`, drafts of plans and passes that trace anew). `modified` is true exactly if the text changed: that of
+`fx.text.format_fx` for a graph, `Draft.to_text()` for a draft.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
-from amp_compiler.errors import PassError
+from amp_compiler.errors import AmpError, PassError
 
 Subject = TypeVar("Subject")
 _ORDER = "run the passes in the order of the pipeline"
-_BUG = "this is a bug of the pass; please report it"
+_BUG = "this is a bug of the pass: mend it, or report it where it is one of amp_compiler's own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,57 +23,123 @@ class PassResult(Generic[Subject]):
     """What a pass returns.
 
     Args:
-        subject: the draft or graph after the pass (the same object where nothing changed).
-        modified: whether anything changed.
+        subject: the draft or graph after the pass.
+        modified: whether its text changed.
     """
 
     subject: Subject
     modified: bool
 
 
-class Pass(ABC, Generic[Subject]):
-    """Base of every pass. A subclass is a frozen dataclass whose fields are its options.
+def text_of(subject: Any) -> str:
+    """The text by which a change is seen: of a draft, a neutral graph or an FX graph."""
+    if hasattr(subject, "to_text"):
+        return str(subject.to_text())
+    from amp_compiler.fx.text import format_fx  # here, because the neutral passes do without torch
 
-    The neutral passes take and return a `Draft`; those on FX take and return a `torch.fx.GraphModule`.
+    return format_fx(subject)
+
+
+class Pass(ABC, Generic[Subject]):
+    """What `InPlacePass` and `FunctionalPass` share; derive from one of these. A pass is a frozen dataclass.
+
+    Its fields are its options. A pipeline fills them in by name, see `passes.pipeline.Pipeline.run`.
+
+    Attributes:
+        name: by which pipelines, stages and errors call it.
+        exact: whether the graph computes the same numbers after it, bit for bit.
+        skippable: whether a pipeline may leave it out.
+        idempotent: whether it changes nothing when it runs again.
     """
 
     name: ClassVar[str]
+    exact: ClassVar[bool]
+    skippable: ClassVar[bool] = False
+    idempotent: ClassVar[bool] = False
 
     def requires(self, subject: Subject) -> str | None:
         """What is wrong with the input, as a sentence; `None` where the pass accepts it."""
         return None
 
-    def ensures(self, before: Subject, after: Subject) -> str | None:
-        """What is wrong with the result, as a sentence; `None` where the pass kept its promise."""
+    def remember(self, subject: Subject) -> Any:
+        """What `ensures` will have to know of the input."""
         return None
 
-    def fingerprint(self, subject: Subject) -> object:
-        """A comparable summary of the subject, by which `modified` is checked; `None` leaves it unchecked."""
+    def ensures(self, subject: Subject, remembered: Any) -> str | None:
+        """What is wrong with the result, as a sentence; `None` where the pass kept its promise.
+
+        Args:
+            subject: the result.
+            remembered: what `remember` said of the input.
+        """
         return None
 
     @abstractmethod
     def run(self, subject: Subject) -> PassResult[Subject]:
         """Do the work. Call the pass object itself, which checks the contract around this."""
 
+    @abstractmethod
+    def _kept_its_kind(self, subject: Subject, before: str, result: PassResult[Subject]) -> str | None:
+        """What is wrong where an in-place pass returned another object, or a functional one changed its input."""
+
     def __call__(self, subject: Subject) -> PassResult[Subject]:
         """Run the pass with its contract checked.
 
         Raises:
-            PassError: the input is not what the pass requires, the output not what it ensures, or `modified` is untrue.
+            PassError: the input is not what the pass requires, the output not what it ensures, it changed what it must
+                not, or `modified` is untrue. An error that is no `AmpError` becomes one that names the pass.
         """
+        return self.checked(subject, text_of(subject))[0]
+
+    def checked(self, subject: Subject, before: str) -> tuple[PassResult[Subject], str]:
+        """As `__call__`, for those who have the text of the subject already; returns the text of the result as well."""
         wrong = self.requires(subject)
         if wrong is not None:
             raise PassError(wrong, where=f"before pass '{self.name}'", mend=_ORDER)
-        before = self.fingerprint(subject)
-        result = self.run(subject)
-        wrong = self.ensures(subject, result.subject)
+        remembered = self.remember(subject)
+        try:
+            result = self.run(subject)
+        except AmpError:
+            raise
+        except Exception as cause:  # a pass, the user's too, may raise anything
+            raise PassError(f"{type(cause).__name__}: {cause}", where=f"in pass '{self.name}'", mend=_BUG) from cause
+        if not isinstance(result, PassResult):
+            wrong = f"it returned a {type(result).__name__}, not a PassResult"
+            raise PassError(wrong, where=f"after pass '{self.name}'", mend=_BUG)
+        after = text_of(result.subject)
+        wrong = self._kept_its_kind(subject, before, result) or self.ensures(result.subject, remembered)
+        if wrong is None and result.modified != (before != after):
+            change = "changed" if before != after else "did not change"
+            wrong = f"it says modified={result.modified}, and the text {change}"
         if wrong is not None:
             raise PassError(wrong, where=f"after pass '{self.name}'", mend=_BUG)
-        after = self.fingerprint(result.subject)
-        if before is not None and (before != after) != result.modified:
-            raise PassError(
-                f"it says modified={result.modified}, which is not true",
-                where=f"after pass '{self.name}'",
-                mend=_BUG,
-            )
-        return result
+        return result, after
+
+
+class FunctionalPass(Pass[Subject]):
+    """Base of the passes that leave their subject as it is; where nothing is to be done they return it itself."""
+
+    def _kept_its_kind(self, subject: Subject, before: str, result: PassResult[Subject]) -> str | None:
+        if result.subject is not subject and not result.modified:
+            return "nothing was modified, and it returned another object"
+        return "it changed its input, which a functional pass leaves as it is" if text_of(subject) != before else None
+
+
+class InPlacePass(Pass[Any]):
+    """Base of the passes that change a `torch.fx.GraphModule` in place."""
+
+    def requires(self, subject: Any) -> str | None:
+        """Every node that makes a tensor must carry its fake tensor."""
+        for node in subject.graph.nodes:
+            if node.op in ("call_function", "placeholder") and "val" not in node.meta:
+                return f"node '{node.name}' carries no example value in meta['val']"
+        return None
+
+    def _kept_its_kind(self, subject: Any, before: str, result: PassResult[Any]) -> str | None:
+        if result.subject is not subject:
+            return "it returned another graph, where an in-place pass returns the one it was given"
+        try:
+            subject.graph.lint()
+        except RuntimeError as cause:
+            return f"the graph is broken: {cause}"
+        return None

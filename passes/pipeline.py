@@ -1,98 +1,289 @@
-"""From a graph and rules to a `PrecisionPlan`: the neutral passes in their order."""
+"""The pipelines: named lists of passes, which are run, printed, stopped, skipped in and added to."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any, NamedTuple
 
 from amp_compiler.errors import PassError
-from amp_compiler.ir.dtypes import DType
-from amp_compiler.ir.graph import Node, PrecisionGraph
-from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
-from amp_compiler.passes import NEUTRAL, find_pass
-from amp_compiler.planner.draft import Draft
-from amp_compiler.planner.typing import TypingRules
-from amp_compiler.policy.matching import RuleMatcher
-from amp_compiler.policy.rules import Context, Decision, Precision, RuleSet
-from amp_compiler.policy.unused import unused_rules
+from amp_compiler.passes import PASSES, find_pass
+from amp_compiler.passes.base import Pass, text_of
 
 
-def make_plan(
-    graph: PrecisionGraph, rules: RuleSet, low: DType, *, ranges: Mapping[str, float] | None = None
-) -> PrecisionPlan:
-    """Plan a graph: which node runs in which type, and where casts stand.
+class Stage(NamedTuple):
+    """The text of a graph behind one pass.
 
     Args:
-        graph: the captured graph. It is not changed; its device is the one that is planned for.
-        rules: the rules.
-        low: the 16-bit type, `DType.FLOAT16` or `DType.BFLOAT16`.
-        ranges: calibrated largest magnitude by value name.
+        name: of the pass; `capture` is what came in.
+        text: see `fx.text.format_fx`; decisions, labels and casts behind the neutral passes.
+    """
 
-    Returns:
-        The plan; the same for the same arguments on every run.
+    name: str
+    text: str
 
-    Raises:
-        GraphError: the graph breaks an invariant.
-        PassError: `low` is no 16-bit type, or a pass broke its contract.
+
+class Stages(Sequence[Stage]):
+    """The stages that a graph went through, in order; kept compressed, and a text that did not change only once."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[str, bytes]] = []
+        self._last = ""
+
+    def note(self, name: str, text: str) -> None:
+        """Add a stage."""
+        same = bool(self._kept) and text == self._last
+        self._kept.append((name, self._kept[-1][1] if same else zlib.compress(text.encode(), 1)))
+        self._last = text
+
+    def changed(self, name: str) -> bool:
+        """Whether the pass of that name ran and changed the text."""
+        place = next((place for place, (known, _) in enumerate(self._kept) if known == name), 0)
+        before = self.before(place)
+        return before is not None and before.text != self[place].text
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, place: Any) -> Any:
+        """The stage at a place, or the first one of a name.
+
+        Raises:
+            PassError: there is no stage of this name.
+        """
+        if isinstance(place, slice):
+            return [self[number] for number in range(*place.indices(len(self)))]
+        if isinstance(place, str):
+            place = _found(place, [name for name, _ in self._kept], "stage")
+        name, packed = self._kept[place]
+        return Stage(name, zlib.decompress(packed).decode())
+
+    def before(self, place: int) -> Stage | None:
+        """What the stage at a place is to be compared with: the one before it; for a graph, the last graph."""
+        planned = self._kept[place][0] in PLAN.names
+        places = range(place - 1, -1, -1)
+        found = next((one for one in places if planned or self._kept[one][0] not in PLAN.names), None)
+        return None if found is None else self[found]
+
+    def diffs(self) -> Iterator[tuple[str, str]]:
+        """Name of each stage with what its pass changed, as a unified diff; the first stage, and plans, as they are."""
+        for place, stage in enumerate(self):
+            before = self.before(place)
+            if before is None or stage.name in PLAN.names:
+                yield stage.name, stage.text
+            else:
+                lines = before.text.splitlines(keepends=True), stage.text.splitlines(keepends=True)
+                yield stage.name, "".join(difflib.unified_diff(*lines, before.name, stage.name, n=0))
+
+    def __str__(self) -> str:
+        return "".join(f"=== {name}\n{text}" for name, text in self.diffs())
+
+
+@dataclass(frozen=True)
+class Late:
+    """An option of a pass that is known only when the pass runs.
+
+    Args:
+        of: gives it for the graph as it is then.
+    """
+
+    of: Any
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A list of passes, each by its name in `PASSES`, or as an object: a pass of one's own.
+
+    Args:
+        name: `CAPTURE`, `PLAN`, `FORWARD`, `STEP`, `DEVICE`, `ONNX_EXPORT`.
+        steps: the passes.
 
     Example:
-        ```python
-        plan = make_plan(graph, load_rules("default"), DType.BFLOAT16)
-        print(plan.cast_bytes)
-        ```
+        >>> import amp_compiler as amp
+        >>> shorter = amp.pipelines.FORWARD.skip("multiply_convolutions")
+        >>> shorter.names
+        ('apply_plan', 'mark_backward', 'type_backward', 'widen_math', 'legalize')
     """
-    if low not in (DType.FLOAT16, DType.BFLOAT16):
-        raise PassError(f"{low.value} is no low-precision type", mend="use DType.FLOAT16 or DType.BFLOAT16")
-    graph.verify()
-    draft = Draft(graph, rules, Context(low, graph.device), ranges=dict(ranges or {}))
-    for name in NEUTRAL:
-        draft = find_pass(name)()(draft).subject
-    return plan_of(draft)
+
+    name: str
+    steps: tuple[str | Pass[Any], ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its passes, in order."""
+        return tuple(step if isinstance(step, str) else step.name for step in self.steps)
+
+    def insert_before(self, name: str, step: Pass[Any]) -> Pipeline:
+        """With a pass of one's own in front of the one called `name`.
+
+        Raises:
+            PassError: no pass of the pipeline is called so, or `step` is no pass.
+        """
+        return self._with(_found(name, self.names, f"pass of the pipeline {self.name}"), step)
+
+    def insert_after(self, name: str, step: Pass[Any]) -> Pipeline:
+        """With a pass of one's own behind the one called `name`; raises as `insert_before` does."""
+        return self._with(_found(name, self.names, f"pass of the pipeline {self.name}") + 1, step)
+
+    def _with(self, place: int, step: Pass[Any]) -> Pipeline:
+        if not isinstance(step, Pass):
+            raise PassError(
+                f"{step!r} is no pass", mend="give an object of a class derived from InPlacePass, such as MyPass()"
+            )
+        if step.name in self.names:
+            raise PassError(f"the pipeline {self.name} has a pass '{step.name}'", mend="give yours another name")
+        return replace(self, steps=(*self.steps[:place], step, *self.steps[place:]))
+
+    def skip(self, name: str) -> Pipeline:
+        """Without the pass called `name`.
+
+        Raises:
+            PassError: no pass of the pipeline is called so, or what follows relies on it.
+        """
+        place = _found(name, self.names, f"pass of the pipeline {self.name}")
+        step = self.steps[place]
+        if not (find_pass(step) if isinstance(step, str) else step).skippable:
+            raise PassError(f"pass '{name}' cannot be skipped: what follows relies on it", mend=_skippable(self.steps))
+        return replace(self, steps=(*self.steps[:place], *self.steps[place + 1 :]))
+
+    def stop_after(self, name: str) -> Pipeline:
+        """Without the passes behind the one called `name`, for reading: what it gives may not be fit to run.
+
+        Raises:
+            PassError: no pass of the pipeline is called so.
+        """
+        return replace(self, steps=self.steps[: _found(name, self.names, f"pass of the pipeline {self.name}") + 1])
+
+    def run(self, subject: Any, options: Mapping[str, Any], stages: Stages | None = None) -> Any:
+        """Run every pass on the subject.
+
+        Args:
+            subject: a draft or a graph. Passes that work in place change it.
+            options: by name of the field of a pass; a `Late` one is worked out when the pass runs.
+            stages: takes the text behind each pass.
+
+        Returns:
+            What the last pass returned.
+
+        Raises:
+            PassError: a pass broke its contract, or an option is missing.
+        """
+        text = text_of(subject)
+        for step in self.steps:
+            run = self._made(step, options, subject)
+            result, text = run.checked(subject, text)
+            subject = result.subject
+            if stages is not None:
+                stages.note(run.name, text)
+            if not isinstance(step, str):
+                self._verify(subject, run.name)
+        if os.environ.get("AMP_VERIFY") == "1":
+            self._verify(subject, self.names[-1] if self.names else "")
+        return subject
+
+    def _made(self, step: str | Pass[Any], options: Mapping[str, Any], subject: Any) -> Pass[Any]:
+        if not isinstance(step, str):
+            return step
+        cls = find_pass(step)
+        given = {}
+        for option in fields(cls):  # type: ignore[arg-type]  # every pass is a dataclass
+            if option.name in options:
+                value = options[option.name]
+                given[option.name] = value.of(subject) if isinstance(value, Late) else value
+            elif option.default is MISSING and option.default_factory is MISSING:
+                raise PassError(
+                    f"pass '{step}' needs the option '{option.name}'",
+                    where=f"pipeline {self.name}",
+                    mend=f"put '{option.name}' into the options of the run",
+                )
+        return cls(**given)
+
+    def _verify(self, subject: Any, name: str) -> None:
+        """Check that the graph is a legal one behind this pipeline."""
+        from amp_compiler.passes.spec import SPECS, complaint  # here: the neutral passes do without torch
+
+        if self.name in SPECS:
+            wrong = complaint(subject, SPECS[self.name])
+            if wrong is not None:
+                raise PassError(wrong, where=f"after pass '{name}'", mend=f"see SPECS['{self.name}'] in passes/spec.py")
 
 
-def plan_of(draft: Draft) -> PrecisionPlan:
-    """The plan that a finished draft says.
+def _skippable(steps: Sequence[str | Pass[Any]]) -> str:
+    found = [
+        s if isinstance(s, str) else s.name for s in steps if (find_pass(s) if isinstance(s, str) else s).skippable
+    ]
+    return f"those that can be are {', '.join(found)}" if found else "no pass of this pipeline can be"
+
+
+def _found(name: str, names: Sequence[str], kind: str) -> int:
+    if name in names:
+        return list(names).index(name)
+    near = difflib.get_close_matches(name, names, 1)
+    known = "it belongs to another pipeline" if name in PASSES else f"there are {', '.join(names)}"
+    raise PassError(f"'{name}' is no {kind}", mend=f"did you mean '{near[0]}'?" if near else known)
+
+
+CAPTURE = Pipeline(
+    "CAPTURE",
+    (
+        "name_modules",
+        "inline_regions",
+        "drop_type_checks",
+        "write_out_types",
+        "merge_results",
+        "functionalize",
+        "isolate_mutations",
+    ),
+)
+PLAN = Pipeline("PLAN", ("classify", "assign_precision", "place_casts"))
+FORWARD = Pipeline(
+    "FORWARD", ("apply_plan", "mark_backward", "type_backward", "widen_math", "legalize", "multiply_convolutions")
+)
+INFERENCE = Pipeline(
+    "INFERENCE", ("apply_plan", "widen_math", "legalize", "multiply_convolutions", "hoist_weight_casts")
+)
+STEP = Pipeline(
+    "STEP",
+    (
+        "separate_buffers",
+        "place_weights",
+        "differentiate",
+        "restore_upcasts",
+        "fold_loss_scale",
+        "simplify_casts",
+        "sum_gradients",
+        "fuse_update",
+    ),
+)
+DEVICE = Pipeline("DEVICE", ("defer_gradients", "cut_step"))
+PIECE = Pipeline("PIECE", ())
+ONNX_CAPTURE = Pipeline("ONNX_CAPTURE", ("drop_idle_dropout", "write_out_attention"))  # behind CAPTURE
+ONNX_EXPORT = Pipeline("ONNX_EXPORT", ("apply_plan", "widen_math", "fold_stored_casts", "open_ends"))
+PIPELINES = (CAPTURE, PLAN, FORWARD, INFERENCE, STEP, DEVICE, PIECE, ONNX_CAPTURE, ONNX_EXPORT)
+
+
+def pipelines_with(given: Any, allowed: Sequence[Pipeline]) -> dict[str, Pipeline]:
+    """The pipelines by name, with those in the place of ours that the user gave.
 
     Args:
-        draft: with decisions, labels and casts.
+        given: a pipeline, several, or `None`.
+        allowed: those that the call runs.
 
     Raises:
-        PassError: where casts were not placed yet.
+        PassError: something is no pipeline, or one that this call does not run, or one lacks a pass that must be there.
     """
-    if draft.casts is None:
-        raise PassError("casts were not placed yet", mend="run 'place_casts' first")
-    typing = draft.typing
-    nodes = tuple(_planned(draft, typing, node) for node in draft.graph.nodes.values())
-    unused = unused_rules(RuleMatcher(draft.rules, draft.graph, draft.context, draft.ranges))
-    return PrecisionPlan(draft.context.low.short, draft.rules.name, draft.context.device, nodes, draft.casts, unused)
-
-
-def _planned(draft: Draft, typing: TypingRules, node: Node) -> PlannedNode:
-    decision = draft.decisions[node.name]
-    computes = decision.precision is not Precision.KEEP  # what is kept as captured keeps its arithmetic too
-    return PlannedNode(
-        name=node.name,
-        op=node.op,
-        family=typing[node.name].info.family,
-        module=node.module,
-        precision=draft.labels[node.name],
-        rule=decision.rule,
-        reason=_reason(decision, draft.notes.get(node.name, "")),
-        asked=decision.precision.value,
-        source=node.source,
-        outputs=tuple((name, typing.result(name, draft.labels).short) for name in node.outputs),
-        math=decision.math.short if computes and decision.math else "",
-        backward=_backward(decision, draft.labels[node.name]),
-        backward_math=decision.backward_math.short if decision.backward_math else "",
-        math_rule=decision.math_rule if computes else "",
-    )
-
-
-def _backward(decision: Decision, label: str) -> str:
-    """The type of the gradients; the node's own where it could not be moved from its captured type."""
-    stays = label == "keep" and decision.precision is not Precision.KEEP
-    return "" if decision.backward is None or stays else decision.backward.value
-
-
-def _reason(decision: Decision, note: str) -> str:
-    """The rule's reason, and how it came to this label."""
-    return f"{decision.reason}; {note}" if decision.reason and note else decision.reason or note
+    found = {one.name: one for one in allowed}
+    several = [] if given is None else [given] if isinstance(given, Pipeline) else list(given)
+    for one in several:
+        if not isinstance(one, Pipeline):
+            raise PassError(f"{one!r} is no pipeline", mend="give one such as amp.pipelines.FORWARD.insert_after(...)")
+        if one.name not in found:
+            raise PassError(f"the pipeline {one.name} is not run here", mend=f"those that are: {', '.join(found)}")
+        for step in found[one.name].steps:
+            if step not in one.steps and isinstance(step, str) and not find_pass(step).skippable:
+                raise PassError(f"the pipeline {one.name} lacks the pass '{step}'", mend="what follows relies on it")
+        found[one.name] = one
+    return found

@@ -9,8 +9,8 @@ from amp_compiler.ir.dtypes import DType, dtype_from_short
 from amp_compiler.ir.graph import Node, Operand, Pin, PrecisionGraph, Value
 from amp_compiler.ir.graph_text import parse_graph
 from amp_compiler.ir.plan import RETURN, PlannedCast, PrecisionPlan
-from amp_compiler.passes.pipeline import plan_of
 from amp_compiler.passes.plan.assign_precision import AssignPrecision
+from amp_compiler.passes.plan.make_plan import plan_of
 from amp_compiler.passes.plan.place_casts import PlaceCasts
 from amp_compiler.planner.draft import Draft
 from amp_compiler.policy.rules import Context, Decision, OpInfo, OpTable, Precision, RuleSet

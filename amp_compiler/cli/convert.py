@@ -16,9 +16,10 @@ from rich.table import Table
 
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.check.batches import count_batches, iterate_batches, random_batches
-from amp_compiler.onnx.check.run import LoadedModel, load, stored_bytes
+from amp_compiler.onnx.check.run import open_to_run, stored_bytes
 from amp_compiler.onnx.check.verify import TOLERANCES, VerifyReport, verify
 from amp_compiler.onnx.convert import convert_onnx
+from amp_compiler.onnx.model.model import OnnxFile
 from amp_compiler.report.table import human_bytes
 
 
@@ -142,14 +143,14 @@ def run_convert(options: ConvertOptions) -> Summary:
     """
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn())
-    loaded = load(options.source)
+    opened = open_to_run(options.source)
     with Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as progress:
         calibration = None
         if options.calibrate is not None:
-            calibration = _ticking(progress, "calibrate", options.calibrate, loaded)
+            calibration = _ticking(progress, "calibrate", options.calibrate, opened)
         task = progress.add_task("convert", total=1)
         done = convert_onnx(
-            options.source,
+            opened,
             options.output,
             rules=options.rules,
             dtype=options.dtype,
@@ -157,21 +158,21 @@ def run_convert(options: ConvertOptions) -> Summary:
             keep_io_types=options.keep_io_types,
         )
         progress.advance(task)
-        found = None
+        made, found = open_to_run(options.output), None
         if options.verify:
-            batches: Any = options.calibrate if options.calibrate is not None else random_batches(options.source)
-            found = verify(options.source, options.output, _ticking(progress, "verify", batches, loaded))
+            batches: Any = options.calibrate if options.calibrate is not None else random_batches(opened)
+            found = verify(opened, made, _ticking(progress, "verify", batches, opened))
     if options.report is not None:
         done.plan.to_html(options.report)
-    weights = {tensor.name for tensor in loaded.proto.graph.initializer}
+    weights = {tensor.name for tensor in opened.proto.graph.initializer}
     casts = [cast for cast in done.plan.casts if cast.src != cast.dst and cast.value not in weights]
     return Summary(
-        options, done.plan, len(casts), sum(cast.bytes for cast in casts), stored_bytes(options.source),
-        stored_bytes(options.output), found, random=options.calibrate is None,
+        options, done.plan, len(casts), sum(cast.bytes for cast in casts), stored_bytes(opened),
+        stored_bytes(made), found, random=options.calibrate is None,
     )  # fmt: skip
 
 
-def _ticking(progress: Progress, name: str, batches: Any, model: LoadedModel) -> Iterator[dict[str, Any]]:
+def _ticking(progress: Progress, name: str, batches: Any, model: OnnxFile) -> Iterator[dict[str, Any]]:
     """The batches, each of which moves a bar on when the next is asked for."""
     task = progress.add_task(name, total=count_batches(batches))
     for batch in iterate_batches(batches, model):

@@ -19,6 +19,10 @@ from amp_compiler.forward.settings import AUTO, device_of, make_settings
 from amp_compiler.fx.capture import capture_module, captured_from_graph_module, split_example
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.importing.api import module_of
+from amp_compiler.passes.pipeline import CAPTURE, FORWARD, INFERENCE, PIECE, PLAN
+
+# What `amp.compile` runs.
+RUN = (CAPTURE, PLAN, FORWARD, INFERENCE, PIECE)
 
 
 def compile(
@@ -28,6 +32,7 @@ def compile(
     dtype: str = "auto",
     dynamic_shapes: Any = None,
     backend: str = "inductor",
+    passes: Any = None,
 ) -> CompiledModule:
     """Compile a module for mixed precision.
 
@@ -38,12 +43,14 @@ def compile(
         dtype: `"fp16"`, `"bf16"`, or `"auto"` (BF16 where the device computes it natively, else FP16).
         dynamic_shapes: as for `torch.export.export`; without it every new input shape is captured anew.
         backend: `"inductor"`, or `"eager"` (node by node: the oracle, and it allows double backward).
+        passes: pipelines with passes of your own put in, such as
+            `amp.pipelines.FORWARD.insert_after("legalize", MyPass())`; one or several.
 
     Returns:
         A module with the same parameters (the same objects), the same `state_dict` keys and the same call signature.
 
     Raises:
-        AmpError: a wrong option. At the first call: `CaptureError`, `LoweringError`.
+        AmpError: a wrong option. At the first call: `CaptureError`, `LoweringError`; `PassError` of a pass in `passes`.
 
     Example:
         >>> import torch, amp_compiler as amp
@@ -59,7 +66,7 @@ def compile(
         )
     if isinstance(model, CompiledModule):
         model = model.original
-    return CompiledModule(model, make_settings(rules, dtype, backend, dynamic_shapes))
+    return CompiledModule(model, make_settings(rules, dtype, backend, dynamic_shapes, passes, RUN))
 
 
 def dynamo_backend(
@@ -129,7 +136,7 @@ def explain(
     if isinstance(model, fx.GraphModule) and example_args is None:
         captured = captured_from_graph_module(copy.deepcopy(model))
         tensors = [node.meta.get("val") for node in captured.graph_module.graph.nodes]
-        return plan_captured(captured, settings.rules, settings.low(device_of(tensors)))
+        return plan_captured(captured, settings, settings.low(device_of(tensors)))
     if _is_onnx(model):
         from amp_compiler.onnx.plan import explain_onnx  # here, so that nobody else waits for ONNX
 
@@ -142,7 +149,7 @@ def explain(
     args, kwargs = split_example(example_args)
     captured = capture_module(model, args, kwargs, dynamic_shapes)
     low = settings.low(device_of([*pytree.tree_leaves((args, kwargs)), *model.parameters()]))
-    return plan_captured(captured, settings.rules, low)
+    return plan_captured(captured, settings, low)
 
 
 def _is_onnx(model: object) -> bool:

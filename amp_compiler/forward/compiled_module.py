@@ -19,6 +19,7 @@ from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.signature import leaves_key, module_key
 from amp_compiler.fx.capture import StandIn, autocast_off
 from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.passes.pipeline import Stages
 from amp_compiler.policy.unused import warn_of_unused
 
 logger = logging.getLogger("amp_compiler")
@@ -165,6 +166,11 @@ class CompiledModule(StandIn):
         """The rewritten graph of the last forward (of the last piece, for a model in pieces)."""
         last = self._called()
         return last.plans[-1][1] if isinstance(last, Pieces) else last.graph_module
+
+    @property
+    def stages(self) -> Stages:
+        """The text of the last forward's graph behind each pass: `model.stages["apply_plan"].text`."""
+        return self._called().stages
 
     @property
     def in_pieces(self) -> bool:

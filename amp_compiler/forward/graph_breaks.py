@@ -19,6 +19,7 @@ from amp_compiler.fx.custom_functions import OpaqueFunctions
 from amp_compiler.fx.dynamo import trace_piece
 from amp_compiler.fx.torch_private import dynamo_error, unrolled_recurrence
 from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.passes.pipeline import Stages
 
 logger = logging.getLogger("amp_compiler")
 
@@ -34,11 +35,13 @@ class Pieces:
 
     Attributes:
         plans: plan and rewritten graph of every piece, in the order in which they were made.
+        stages: the text of every piece behind each pass; names carry the number of the piece.
     """
 
     def __init__(self, model: nn.Module, settings: Settings, cause: CaptureError, device: torch.device) -> None:
         self.cause = cause
         self.plans: list[tuple[PrecisionPlan, fx.GraphModule]] = []
+        self.stages = Stages()
         short = settings.low(device).short
         self._settings = replace(settings, dtype=short)
         self._model = type(model).__name__
@@ -48,8 +51,10 @@ class Pieces:
         logger.info("torch.export could not take %s whole, Dynamo takes it in pieces: %s", self._model, cause)
 
     def _backend(self, piece: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        run, plan, rewritten = compile_piece(piece, inputs, self._settings)
+        run, plan, rewritten, stages = compile_piece(piece, inputs, self._settings)
         self.plans.append((plan, rewritten))
+        for stage in stages:
+            self.stages.note(f"piece{len(self.plans) - 1}/{stage.name}", stage.text)
         return run
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -90,7 +95,12 @@ class Pieces:
         """The plans of all pieces as one; names carry the number of their piece."""
         first = self.plans[0][0]
         nodes = tuple(
-            replace(n, name=f"piece{i}/{n.name}", outputs=tuple((f"piece{i}/{v}", t) for v, t in n.outputs))
+            replace(
+                n,
+                name=f"piece{i}/{n.name}",
+                inputs=tuple(f"piece{i}/{v}" for v in n.inputs),
+                outputs=tuple((f"piece{i}/{v}", t) for v, t in n.outputs),
+            )
             for i, (plan, _) in enumerate(self.plans)
             for n in plan.nodes
         )
@@ -99,9 +109,11 @@ class Pieces:
             for i, (plan, _) in enumerate(self.plans)
             for c in plan.casts
         )
+        inputs = tuple((f"piece{i}/{v}", t) for i, (plan, _) in enumerate(self.plans) for v, t in plan.inputs)
+        outputs = tuple(f"piece{i}/{v}" for i, (plan, _) in enumerate(self.plans) for v in plan.outputs)
         unmatched = [{rule.rule for rule in plan.unused_rules} for plan, _ in self.plans]
         unused = tuple(rule for rule in first.unused_rules if all(rule.rule in rules for rules in unmatched))
-        return PrecisionPlan(first.dtype, first.rules, first.device, nodes, casts, unused)
+        return PrecisionPlan(first.dtype, first.rules, first.device, nodes, casts, inputs, outputs, unused)
 
 
 def _first_line(error: BaseException) -> str:
@@ -111,7 +123,7 @@ def _first_line(error: BaseException) -> str:
 
 def compile_piece(
     piece: fx.GraphModule, inputs: Sequence[Any], settings: Settings
-) -> tuple[Callable[..., Any], PrecisionPlan, fx.GraphModule]:
+) -> tuple[Callable[..., Any], PrecisionPlan, fx.GraphModule, Stages]:
     """Plan, rewrite and compile one of Dynamo's graphs.
 
     Args:
@@ -120,14 +132,12 @@ def compile_piece(
         settings: the options.
 
     Returns:
-        A function for the piece, its plan, and its rewritten graph.
+        A function for the piece, its plan, its rewritten graph, and the stages that it went through.
 
     Raises:
         CaptureError: it cannot be traced.
         LoweringError: it cannot be rewritten or compiled.
     """
     traced, kinds = trace_piece(piece, inputs)
-    plan, emulated = rewrite_piece(
-        traced, kinds, settings.rules, settings.low(device_of(inputs)), settings.backend == "inductor"
-    )
-    return BACKENDS[settings.backend](traced, list(inputs), emulated), plan, traced
+    plan, emulated, stages = rewrite_piece(traced, kinds, settings, settings.low(device_of(inputs)))
+    return BACKENDS[settings.backend](traced, list(inputs), emulated), plan, traced, stages

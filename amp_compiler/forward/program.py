@@ -16,78 +16,104 @@ from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.shape_guards import InputForm
 from amp_compiler.forward.tensor_versions import write_mark
 from amp_compiler.fx.capture import Captured, Source, capture_module, tensor_getter
-from amp_compiler.fx.graph import CAST, torch_dtype
-from amp_compiler.fx.lower import apply_plan, lower, lower_graph, mark_math
-from amp_compiler.ir.dtypes import DType, dtype_from_short
+from amp_compiler.fx.lower import lower, lower_graph
+from amp_compiler.fx.meta import Key
+from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import ValueKind
 from amp_compiler.ir.plan import PrecisionPlan
-from amp_compiler.passes.capture.canonicalize import normalize
-from amp_compiler.passes.device.multiply_convolutions import MultiplyConvolutions
-from amp_compiler.passes.pipeline import make_plan
-from amp_compiler.passes.precision.legalize import Legalize
-from amp_compiler.passes.precision.type_backward import BACKWARD, BACKWARD_RULE, TypeBackward, emulates
-from amp_compiler.passes.precision.widen_math import WidenMath
-from amp_compiler.policy.rules import RuleSet
+from amp_compiler.passes.base import text_of
+from amp_compiler.passes.pipeline import Pipeline, Stages
+from amp_compiler.passes.plan.make_plan import make_plan
+from amp_compiler.passes.precision.type_backward import emulates
+
+
+def plan_captured(
+    captured: Captured, settings: Settings, low: DType, stages: Stages | None = None, root: str = ""
+) -> PrecisionPlan:
+    """Bring a captured graph into normal form, in place, and plan it.
+
+    Args:
+        captured: as `fx.capture` makes it.
+        settings: rules and pipelines.
+        low: the 16-bit type.
+        stages: takes the text behind each pass.
+        root: name of the model in what was captured.
+    """
+    normalize(captured.graph_module, settings, stages, root)
+    return make_plan(lower(captured), settings.rules, low, stages=stages, pipeline=settings.pipelines["PLAN"])
+
+
+def normalize(graph_module: fx.GraphModule, settings: Settings, stages: Stages | None = None, root: str = "") -> None:
+    """Run the pipeline CAPTURE on a captured graph, in place; the arguments are those of `plan_captured`."""
+    if stages is not None:
+        stages.note("capture", text_of(graph_module))
+    settings.pipelines["CAPTURE"].run(graph_module, {"root": root}, stages)
 
 
 def rewrite(
     graph_module: fx.GraphModule,
     plan: PrecisionPlan,
-    rules: RuleSet,
+    settings: Settings,
+    stages: Stages,
     *,
-    differentiable: bool = True,
-    past_weights: bool = False,
-    compiled: bool = False,
+    past_weights: bool = True,
 ) -> bool:
-    """Carry a plan out on the normal-form graph that it was made for, in place, and fit it to the device.
+    """Run the pipeline FORWARD on the normal-form graph that a plan was made for, in place.
 
     Args:
         graph_module: the graph.
         plan: its plan.
-        rules: the rules that it was made by.
-        differentiable: whether gradients will be asked for; without, what the plan says of them is left out.
+        settings: rules, pipelines and backend.
+        stages: takes the text behind each pass.
         past_weights: as for `TypeBackward`.
-        compiled: whether a compiler will run it, which is then given the forms that it does fastest.
 
     Returns:
         Whether FP32 arithmetic stands for 16-bit one, by a rule or for want of hardware, so that every down-cast must
         really round.
     """
-    apply_plan(graph_module, plan)
-    mark_math(graph_module.graph, plan, differentiable=differentiable)
-    if differentiable:
-        _mark_backward(graph_module.graph, plan)
-        TypeBackward(rules.ops, past_weights)(graph_module)
-    widened = WidenMath(rules.ops, differentiable)(graph_module).modified
-    emulated = Legalize(rules.ops)(graph_module).modified or emulates(graph_module.graph) or widened
-    if compiled:
-        MultiplyConvolutions()(graph_module)
-    return emulated and plan.device == "cpu"
+    options = {"plan": plan, "ops": settings.rules.ops, "past_weights": past_weights}
+    _for_backend(settings.pipelines["FORWARD"], settings).run(graph_module, options, stages)
+    return _emulates(graph_module, plan, stages)
 
 
-def _mark_backward(graph: fx.Graph, plan: PrecisionPlan) -> None:
-    """Note on each node the type that the plan gives its gradients."""
-    types = {"low": torch_dtype(dtype_from_short(plan.dtype)), "fp32": torch.float32}
-    planned = {node.name: node for node in plan.nodes if node.backward}
-    for node in graph.nodes:
-        if node.op == "call_function" and node.name in planned:
-            node.meta[BACKWARD] = types[planned[node.name].backward]
-            node.meta[BACKWARD_RULE] = planned[node.name].rule
+def rewrite_for_inference(
+    graph_module: fx.GraphModule, plan: PrecisionPlan, settings: Settings, stages: Stages, weights: tuple[str, ...]
+) -> bool:
+    """Run the pipeline INFERENCE, which leaves out what a plan says of gradients; see `rewrite`.
+
+    Args:
+        graph_module: the graph.
+        plan: its plan.
+        settings: rules, pipelines and backend.
+        stages: takes the text behind each pass.
+        weights: placeholders of the weights, the casts of which are kept between calls.
+    """
+    options = {"plan": plan, "ops": settings.rules.ops, "differentiable": False, "weights": weights}
+    _for_backend(settings.pipelines["INFERENCE"], settings).run(graph_module, options, stages)
+    return _emulates(graph_module, plan, stages)
 
 
-def plan_captured(captured: Captured, rules: RuleSet, low: DType) -> PrecisionPlan:
-    """Normalise a captured graph in place and plan it."""
-    normalize(captured.graph_module)
-    return make_plan(lower(captured), rules, low)
+def _for_backend(pipeline: Pipeline, settings: Settings) -> Pipeline:
+    """Without the forms that only a compiler runs faster, where the graph is run node by node."""
+    compiled = settings.backend == "inductor" or "multiply_convolutions" not in pipeline.names
+    return pipeline if compiled else pipeline.skip("multiply_convolutions")
+
+
+def _emulates(graph_module: fx.GraphModule, plan: PrecisionPlan, stages: Stages) -> bool:
+    return plan.device == "cpu" and (
+        stages.changed("widen_math") or stages.changed("legalize") or emulates(graph_module.graph)
+    )
 
 
 def rewrite_piece(
-    graph_module: fx.GraphModule, kinds: dict[str, ValueKind], rules: RuleSet, low: DType, compiled: bool
-) -> tuple[PrecisionPlan, bool]:
-    """Plan and rewrite one flat ATen graph in place; returns the plan and what `rewrite` returns."""
-    normalize(graph_module)
-    plan = make_plan(lower_graph(graph_module, kinds), rules, low)
-    return plan, rewrite(graph_module, plan, rules, past_weights=True, compiled=compiled)
+    graph_module: fx.GraphModule, kinds: dict[str, ValueKind], settings: Settings, low: DType
+) -> tuple[PrecisionPlan, bool, Stages]:
+    """Plan and rewrite one flat ATen graph in place; returns the plan, what `rewrite` returns, and the stages."""
+    stages = Stages()
+    normalize(graph_module, settings, stages)
+    graph, pipeline = lower_graph(graph_module, kinds), settings.pipelines["PLAN"]
+    plan = make_plan(graph, settings.rules, low, stages=stages, pipeline=pipeline)
+    return plan, rewrite(graph_module, plan, settings, stages), stages
 
 
 @dataclass
@@ -101,6 +127,7 @@ class Program:
         weights: low-precision copies of weights that are kept between calls (inference only).
         fetch: for each placeholder, how to get its tensor; `None` for a user input.
         form: which inputs it can be used for.
+        stages: the text of the graph behind each pass.
     """
 
     captured: Captured
@@ -109,6 +136,7 @@ class Program:
     weights: KeptWeights
     fetch: tuple[Callable[[], torch.Tensor] | None, ...]
     form: InputForm
+    stages: Stages
 
     @property
     def graph_module(self) -> fx.GraphModule:
@@ -156,32 +184,12 @@ class KeptWeights:
         self._seen = [None] * len(self._casts)
 
 
-def hoist_weight_casts(captured: Captured) -> KeptWeights:
-    """Move casts of parameters and buffers out of the graph, in place: each becomes a further placeholder.
-
-    Only for runs without autograd, where a cast of a weight gives the same result on every call.
-    """
-    graph = captured.graph_module.graph
-    placeholders = graph.find_nodes(op="placeholder")
-    index = {
-        node: position
-        for position, (node, entry) in enumerate(zip(placeholders, captured.inputs, strict=True))
-        if entry.source in (Source.PARAMETER, Source.BUFFER) and not node.meta.get("amp_volatile")
-    }
-    last, casts = placeholders[-1] if placeholders else None, []
-    for node in list(graph.nodes):
-        if node.op != "call_function" or node.target is not CAST or node.args[0] not in index:
-            continue
-        casts.append((index[node.args[0]], node.args[1]))
-        with graph.inserting_after(last):
-            last = graph.placeholder(f"{node.args[0].name}_kept_{len(casts)}")
-        last.meta = dict(node.meta)
-        node.replace_all_uses_with(last)
-        graph.erase_node(node)
-    if casts:
-        graph.lint()
-        captured.graph_module.recompile()
-    return KeptWeights(casts)
+def kept_weights(captured: Captured) -> KeptWeights:
+    """What gives the placeholders that `HoistWeightCasts` added their tensors."""
+    placeholders = captured.graph_module.graph.find_nodes(op="placeholder")
+    index = {node.name: place for place, node in enumerate(placeholders)}
+    added = [node.meta[Key.LOW] for node in placeholders[len(captured.inputs) :]]
+    return KeptWeights([(index[name], dtype) for name, dtype in added])
 
 
 def build_program(
@@ -211,18 +219,20 @@ def build_program(
         )
     form = InputForm.of(captured, leaves)
     low = settings.low(device_of([*leaves, *model.parameters()]))
-    plan = plan_captured(captured, settings.rules, low)
-    emulated = rewrite(
-        captured.graph_module, plan, settings.rules, differentiable=not keep_weights, past_weights=True,
-        compiled=settings.backend == "inductor",
-    )  # fmt: skip
-    weights = hoist_weight_casts(captured) if keep_weights else KeptWeights()
+    stages = Stages()
+    plan = plan_captured(captured, settings, low, stages)
+    if keep_weights:
+        held = tuple(entry.name for entry in captured.inputs if entry.source in (Source.PARAMETER, Source.BUFFER))
+        emulated = rewrite_for_inference(captured.graph_module, plan, settings, stages, held)
+    else:
+        emulated = rewrite(captured.graph_module, plan, settings, stages)
+    weights = kept_weights(captured)
     fetch = tuple(
         None if entry.source is Source.USER else tensor_getter(model, captured, entry) for entry in captured.inputs
     )
     examples = _examples(captured, leaves, fetch, weights, settings)
     run = BACKENDS[settings.backend](captured.graph_module, examples, emulated)
-    return Program(captured, plan, run, weights, fetch, form)
+    return Program(captured, plan, run, weights, fetch, form, stages)
 
 
 def _examples(

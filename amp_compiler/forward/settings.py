@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from amp_compiler.backends import BACKENDS
 from amp_compiler.errors import AmpError
 from amp_compiler.fx.torch_private import has_native_bf16
 from amp_compiler.ir.dtypes import LOW_TYPES, DType, low_type
+from amp_compiler.passes.pipeline import PIPELINES, Pipeline, pipelines_with
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.rules import RuleSet
 
@@ -26,12 +28,14 @@ class Settings:
         dtype: `fp16`, `bf16` or `auto`.
         backend: name of a backend.
         dynamic_shapes: as for `torch.export.export`; `None` captures every input signature anew.
+        pipelines: the passes, by name of their list.
     """
 
     rules: RuleSet
     dtype: str = AUTO
     backend: str = "inductor"
     dynamic_shapes: Any = None
+    pipelines: Mapping[str, Pipeline] = field(default_factory=lambda: pipelines_with(None, PIPELINES))
 
     def low(self, device: torch.device) -> DType:
         """The 16-bit type for a device: `auto` is BF16 where the device computes it natively, else FP16."""
@@ -41,19 +45,25 @@ class Settings:
 
 
 def make_settings(
-    rules: Any = "default", dtype: str = AUTO, backend: str = "inductor", dynamic_shapes: Any = None
+    rules: Any = "default",
+    dtype: str = AUTO,
+    backend: str = "inductor",
+    dynamic_shapes: Any = None,
+    passes: Any = None,
+    allowed: Sequence[Pipeline] = PIPELINES,
 ) -> Settings:
     """Check the options of a public call.
 
     Raises:
         AmpError: an unknown dtype or backend.
         RuleError: the rules cannot be loaded.
+        PassError: a pipeline is given that the call does not run, or that lacks a pass.
     """
     if dtype not in (*LOW_TYPES, AUTO):
         raise AmpError(f"dtype={dtype!r} is not known", mend="use 'fp16', 'bf16' or 'auto'")
     if backend not in BACKENDS:
         raise AmpError(f"backend={backend!r} is not known", mend=f"use one of {', '.join(map(repr, BACKENDS))}")
-    return Settings(load_rules(rules), dtype, backend, dynamic_shapes)
+    return Settings(load_rules(rules), dtype, backend, dynamic_shapes, pipelines_with(passes, allowed))
 
 
 def device_of(tensors: Any) -> torch.device:

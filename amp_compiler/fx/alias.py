@@ -1,18 +1,17 @@
-"""Memory shared between values: which ones alias, which of those are changed in place, and how to get rid of it."""
+"""Memory shared between values: which ones alias, and which of those are changed in place."""
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from amp_compiler.fx.graph import flat_arguments, node_tensor, replace_other_uses, schema_argument
+from amp_compiler.fx.graph import node_tensor, schema_argument
 
-VOLATILE = "amp_volatile"  # key in node.meta
 aten = torch.ops.aten
 # Ops that may return their operand itself though their schema does not say so.
 _MAY_RETURN_OPERAND = frozenset(
@@ -93,104 +92,27 @@ def _nodes(argument: Any) -> list[fx.Node]:
     return [item for item in items if isinstance(item, fx.Node)]
 
 
-def functionalize(graph: fx.Graph) -> None:
-    """Turn `y = relu_(x)` into `y = relu(x)` where no other name of that memory is read afterwards."""
-    # Groups and order are taken once: a change only splits groups, so what they say stays on the safe side.
-    groups = AliasGroups(graph)
-    members = groups.members(graph)
-    order = {node: position for position, node in enumerate(graph.nodes)}
-    for node in list(graph.nodes):
-        variant = _functional_variant(node)
-        changed = written_operands(node) if variant is not None else []
-        if variant is None or len(changed) != 1:
-            continue
-        target = changed[0]
-        if not _only_name_of_fresh_memory(members[groups.root(target)], target, node, order) or not _keeps_type(node):
-            continue
-        node.target = variant
-        _replace_later_uses(target, node, order)
+def written_roots(graph: fx.Graph, groups: AliasGroups) -> set[fx.Node]:
+    """The representatives of the groups whose memory is changed in place somewhere in the graph."""
+    return {groups.root(target) for node in graph.nodes for target in written_operands(node)}
 
 
-def _replace_later_uses(old: fx.Node, new: fx.Node, order: dict[fx.Node, int]) -> None:
-    def is_later(user: fx.Node) -> bool:
-        return order[user] > order[new]
-
-    old.replace_all_uses_with(new, delete_user_cb=is_later)
-
-
-def _functional_variant(node: fx.Node) -> torch._ops.OpOverload | None:
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return None
-    namespace, _, name = node.target._schema.name.partition("::")
-    if not node.target._schema.is_mutable or not name.endswith("_") or name.endswith("__") or name == "copy_":
-        return None
-    packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
-    variant = getattr(packet, node.target._overloadname, None) if packet is not None else None
-    if variant is None or variant._schema.is_mutable:
-        return None
-    same = [a.name for a in variant._schema.arguments] == [a.name for a in node.target._schema.arguments]
-    return variant if same else None
+def is_view(node: fx.Node) -> bool:
+    """True where the value may lie in the memory of the node's first argument."""
+    schema = getattr(node.target, "_schema", None)
+    return node.target is operator.getitem or (schema is not None and any(a.alias_info for a in schema.arguments))
 
 
-def _only_name_of_fresh_memory(
-    group: list[fx.Node], target: fx.Node, mutation: fx.Node, order: dict[fx.Node, int]
-) -> bool:
-    for member in group:
-        if member.op != "call_function":
-            return False  # the caller's tensor, a parameter or a buffer: the change must reach it
-        if member is target or order[member] >= order[mutation]:
-            continue
-        if any(order[user] > order[mutation] for user in member.users):
-            return False
-    return True
+def lies_in_input(node: fx.Node) -> bool:
+    """True for a placeholder, and for a view of one."""
+    while is_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node.op == "placeholder"
 
 
-def _keeps_type(node: fx.Node) -> bool:
-    # The in-place form keeps the type of what it changes; the functional one promotes. Equal only without promotion.
-    made = node_tensor(node)
-    dtypes = {
-        tensor.dtype
-        for _, _, argument in flat_arguments(node)
-        if isinstance(argument, fx.Node) and (tensor := node_tensor(argument)) is not None and tensor.dim() > 0
-    }
-    floats = {dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex}
-    return made is not None and (floats <= {made.dtype} or not floats)
-
-
-def isolate_mutations(graph: fx.Graph) -> None:
-    """Give memory that stays changed in place an owner of its own: a `clone` between the op that made it and the rest.
-
-    The op (a GEMM, say) is then free to run in the low type, and only the copy keeps its captured type.
-    """
-    groups = AliasGroups(graph)
-    written = {groups.root(target) for node in graph.nodes for target in written_operands(node)}
-    for root, members in groups.members(graph).items():
-        base = members[0]
-        if root not in written or base.op != "call_function" or len(members) < 2:
-            continue
-        made = node_tensor(base)
-        if base.target is aten.clone.default:
-            continue  # it is a copy of its own already
-        if made is None or alias_sources(base) or not made.is_floating_point() or not base.all_input_nodes:
-            continue
-        with graph.inserting_after(base):
-            copy = graph.call_function(aten.clone.default, (base,))
-        copy.meta = {key: value for key, value in base.meta.items() if key != "val"}
-        with unset_fake_temporarily(), torch.no_grad():
-            copy.meta["val"] = made.detach().clone() if not hasattr(made, "fake_mode") else _fake_clone(made)
-        replace_other_uses(base, copy)
-
-
-def _fake_clone(made: Any) -> torch.Tensor:
-    with made.fake_mode:
-        copy: torch.Tensor = torch.ops.aten.clone.default(made)
-    return copy
-
-
-def mark_volatile(graph: fx.Graph) -> None:
-    """Mark, in `node.meta`, every node whose memory is changed in place somewhere in the graph."""
-    groups = AliasGroups(graph)
-    written = {groups.root(target) for node in graph.nodes for target in written_operands(node)}
-    for node in graph.nodes:
-        if groups.root(node) in written:
-            node.meta[VOLATILE] = True
+def readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Users of a value, and those of its views."""
+    for user in node.users:
+        yield user
+        if is_view(user):
+            yield from readers(user)

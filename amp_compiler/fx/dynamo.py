@@ -15,10 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from amp_compiler.errors import CaptureError
 from amp_compiler.fx.capture import tracing_context, user_frame
 from amp_compiler.fx.graph import rename_placeholder, user_source
-from amp_compiler.fx.meta import PIN, region_pin
+from amp_compiler.fx.meta import CUSTOM_REGION, Key, region_pin
 from amp_compiler.ir.graph import ValueKind
-
-_REGION = "amp_region"  # key in node.meta["custom"], which tracing copies to every node that a call becomes
 
 
 def trace_piece(piece: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, dict[str, ValueKind]]:
@@ -83,12 +81,12 @@ def _without_autocast_calls(piece: fx.GraphModule) -> fx.GraphModule:
         copied = graph.node_copy(node, lambda old: environment[old])
         environment[node] = copied
         if regions and not regions[-1][1]:
-            copied.meta["custom"] = {**copied.meta.get("custom", {}), _REGION: str(regions[-1][0])}
+            copied.meta["custom"] = {**copied.meta.get("custom", {}), CUSTOM_REGION: str(regions[-1][0])}
     return fx.GraphModule(piece, graph)
 
 
 def _restore_pins(traced: fx.GraphModule) -> None:
     for node in traced.graph.nodes:
-        region = (node.meta.get("custom") or {}).get(_REGION)
+        region = (node.meta.get("custom") or {}).get(CUSTOM_REGION)
         if region is not None and node.op == "call_function":
-            node.meta[PIN] = region_pin(region, user_source(node.meta.get("stack_trace")))
+            node.meta[Key.PIN] = region_pin(region, user_source(node.meta.get("stack_trace")))

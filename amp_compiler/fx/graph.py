@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from amp_compiler.errors import LoweringError
+from amp_compiler.fx.meta import Key
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Attr
 
@@ -137,7 +139,7 @@ def cast_bytes(graph: fx.Graph, phase: str) -> int:
     """
     total = 0
     for node in graph.nodes:
-        if node.target in (CAST, torch.ops.aten._to_copy.default) and node.meta.get("amp_phase") == phase:
+        if node.target in (CAST, torch.ops.aten._to_copy.default) and node.meta.get(Key.PHASE) == phase:
             source, made = node_tensor(node.args[0]), node_tensor(node)
             if source is not None and made is not None and is_float(source.dtype) and is_float(made.dtype):
                 total += hint(made.numel()) * (source.element_size() + made.element_size())
@@ -189,6 +191,69 @@ def neutral_attribute(argument: Any) -> Attr:
     if isinstance(argument, (list, tuple)):
         return tuple(neutral_attribute(item) for item in argument)
     return str(argument)
+
+
+def call_before(place: fx.Node, target: Any, arguments: Sequence[Any], phase: str) -> fx.Node:
+    """Add a call in front of a node, with the fake tensors that it makes.
+
+    Args:
+        place: the node.
+        target: an operator that runs on fake tensors.
+        arguments: nodes, lists of them, and numbers.
+        phase: `forward`, `backward` or `update`.
+    """
+    with place.graph.inserting_before(place):
+        node = place.graph.call_function(target, tuple(arguments))
+    values = fx.node.map_arg(tuple(arguments), lambda argument: argument.meta["val"])
+    node.meta = {"val": target(*values), Key.PHASE: phase}
+    return node
+
+
+def trace_before(
+    place: fx.Node, function: Callable[..., Any], arguments: Sequence[fx.Node], phase: str
+) -> list[fx.Node]:
+    """Trace a function of tensors and add its nodes in front of a node; a result that is an argument is that node.
+
+    Args:
+        place: the node.
+        function: of the arguments' tensors; returns one tensor or several.
+        arguments: nodes of the graph.
+        phase: `forward`, `backward` or `update`.
+    """
+    values = [node.meta["val"] for node in arguments]
+    traced = make_fx(lambda *inputs: function(*inputs), _allow_non_fake_inputs=True)(*values)
+    return splice_before(place, traced, arguments, phase)
+
+
+def splice_before(place: fx.Node, traced: fx.GraphModule, arguments: Sequence[fx.Node], phase: str) -> list[fx.Node]:
+    """Add the nodes of a traced graph in front of a node; the rest is as for `trace_before`."""
+    graph = place.graph
+    environment = dict(zip(traced.graph.find_nodes(op="placeholder"), arguments, strict=True))
+    with graph.inserting_before(place):
+        for node in traced.graph.nodes:
+            if node.op == "call_function":
+                environment[node] = graph.node_copy(node, lambda old: environment[old])
+                environment[node].meta[Key.PHASE] = phase
+    return [environment[item] for item in results_of(traced.graph)]
+
+
+def copy_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """A copy that may be rewritten: of the nodes with their metadata, not of the tensors in it."""
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    results = graph.graph_copy(graph_module.graph, made)
+    graph.output(results)
+    for node, copy in made.items():
+        copy.meta = dict(node.meta)
+    return fx.GraphModule(graph_module, graph)
+
+
+def upcast_behind_inputs(graph: fx.Graph, source: fx.Node) -> fx.Node:
+    """A cast of a placeholder to FP32, right behind the placeholders."""
+    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
+        cast = graph.call_function(CAST, (source, torch.float32))
+    cast.meta = {"val": source.meta["val"].to(torch.float32)}
+    return cast
 
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')

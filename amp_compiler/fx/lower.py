@@ -1,19 +1,15 @@
-"""The FX frontend: an ATen graph is lowered to a `PrecisionGraph`, and a plan is carried back onto it."""
+"""An ATen graph lowered to a `PrecisionGraph`."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import fx
 
-from amp_compiler.errors import LoweringError
-from amp_compiler.fx.alias import VOLATILE
 from amp_compiler.fx.capture import Captured, Source
 from amp_compiler.fx.graph import (
-    CAST,
     canonical_op,
     flat_arguments,
     hint,
@@ -21,16 +17,11 @@ from amp_compiler.fx.graph import (
     neutral_attribute,
     neutral_dtype,
     node_tensor,
-    refresh,
-    replace_operand,
     tensor_operands,
-    torch_dtype,
     user_source,
 )
-from amp_compiler.fx.meta import BACKWARD_MATH, MATH, PIN
-from amp_compiler.ir.dtypes import dtype_from_short
+from amp_compiler.fx.meta import Key
 from amp_compiler.ir.graph import LOSS_FUNCTION, Node, Operand, Pin, PrecisionGraph, Value, ValueKind
-from amp_compiler.ir.plan import RETURN, PrecisionPlan
 
 _KINDS = {
     Source.PARAMETER: ValueKind.PARAMETER,
@@ -44,7 +35,7 @@ def lower(captured: Captured) -> PrecisionGraph:
     """Lower a captured graph in normal form.
 
     Args:
-        captured: as `fx_capture` makes it, after `fx_normalize.normalize`.
+        captured: as `fx_capture` makes it, after the pipeline CAPTURE.
 
     Returns:
         The neutral graph. Value names are the names of the FX nodes that make them.
@@ -111,7 +102,7 @@ def _value(name: str, node: fx.Node, tensor: torch.Tensor, kind: ValueKind = Val
         tuple(size if isinstance(size, int) else str(size) for size in tensor.shape),
         numel,
         kind,
-        bool(node.meta.get(VOLATILE)),
+        bool(node.meta.get(Key.VOLATILE)),
     )
 
 
@@ -134,7 +125,7 @@ def _add_node(graph: PrecisionGraph, node: fx.Node) -> None:
             module,
             module_type,
             user_source(node.meta.get("stack_trace")),
-            phase=node.meta.get("amp_phase", "forward"),
+            phase=node.meta.get(Key.PHASE, "forward"),
             pin=_pin(node),
         ),
         outputs,
@@ -159,113 +150,6 @@ def _outputs(node: fx.Node) -> list[Value]:
 def _pin(node: fx.Node) -> Pin | None:
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return Pin("keep", f"higher-order op {node.target.name()}: its body is not rewritten")
-    if node.meta.get(VOLATILE):
+    if node.meta.get(Key.VOLATILE):
         return Pin("keep", "its memory is changed in place while other values share it")
-    return node.meta.get(PIN)
-
-
-def apply_plan(graph_module: fx.GraphModule, plan: PrecisionPlan) -> bool:
-    """Insert the casts of a plan into the graph that it was made for, in place, and refresh every node's fake tensor.
-
-    A cast stands right before its first user, so that it lives no longer than it must.
-
-    Args:
-        graph_module: the graph that was lowered.
-        plan: the plan of it.
-
-    Returns:
-        Whether anything was inserted.
-
-    Raises:
-        LoweringError: where the plan names a value or operand that the graph lacks, or a node does not come out in the
-            type that the plan says.
-    """
-    graph = graph_module.graph
-    by_name = {node.name: node for node in graph.nodes}
-    order = {node: position for position, node in enumerate(graph.nodes)}
-    inserted = False
-    for cast in plan.casts:
-        if cast.explicit:
-            continue
-        source = _find(by_name, cast.value)
-        users = [(_user(graph, by_name, name), name, index) for name, index in cast.users]
-        if cast.src == cast.dst:  # an operand read past an exact upcast: no cast, another source
-            new = source
-        else:
-            first = min((node for node, _, _ in users), key=order.__getitem__)
-            with graph.inserting_before(first):
-                new = graph.call_function(CAST, (source, torch_dtype(dtype_from_short(cast.dst))))
-            new.meta = {key: source.meta[key] for key in ("nn_module_stack", "stack_trace") if key in source.meta}
-            new.meta["amp_cast"] = f"{cast.value}: {cast.src} -> {cast.dst}"
-        for node, name, index in users:
-            _replace(node, name, index, new)
-        inserted = True
-    if inserted:
-        refresh(graph_module)
-    check_types(graph_module, plan)
-    return inserted
-
-
-def mark_math(graph: fx.Graph, plan: PrecisionPlan, *, differentiable: bool = True) -> None:
-    """Note on each node what the plan says of its arithmetic, for the passes that carry it out.
-
-    Args:
-        graph: the graph of the plan, with its casts.
-        plan: the plan.
-        differentiable: whether gradients will be asked for.
-    """
-    planned = {node.name: node for node in plan.nodes if node.math or node.backward_math}
-    for node in graph.nodes:
-        found = planned.get(node.name) if node.op == "call_function" else None
-        if found is not None and found.math == "fp32" and found.precision != "fp32":
-            node.meta[MATH] = found.math_rule
-        if found is not None and found.backward_math == "fp32" and differentiable:
-            node.meta[BACKWARD_MATH] = found.math_rule
-
-
-def _find(by_name: dict[str, fx.Node], name: str) -> fx.Node:
-    if name not in by_name:
-        raise LoweringError(f"the plan casts '{name}', which the graph does not have", mend="plan this graph again")
-    return by_name[name]
-
-
-def _user(graph: fx.Graph, by_name: dict[str, fx.Node], name: str) -> fx.Node:
-    return graph.output_node() if name == RETURN else _find(by_name, name)
-
-
-def _replace(node: fx.Node, name: str, index: int, new: fx.Node) -> None:
-    if name == RETURN:
-        results: Any = node.args[0]
-        returned = [
-            place for place, item in enumerate(results) if isinstance(item, fx.Node) and node_tensor(item) is not None
-        ]
-        changed = list(results)
-        changed[returned[index]] = new
-        node.args = (tuple(changed),)
-        new.meta.setdefault("val", results[returned[index]].meta["val"])
-        return
-    operands = tensor_operands(node)
-    if index >= len(operands):
-        raise LoweringError(f"the plan casts operand {index} of '{name}', which has {len(operands)}")
-    old = operands[index][2]
-    new.meta.setdefault("val", old.meta["val"])  # keeps later operand indices valid until types are refreshed
-    replace_operand(node, operands[index][1], new)
-
-
-def check_types(graph_module: fx.GraphModule, plan: PrecisionPlan) -> None:
-    """Check that every value has the type that the plan promises.
-
-    Raises:
-        LoweringError: at the first that has not.
-    """
-    by_name = {node.name: node for node in graph_module.graph.nodes}
-    for planned in plan.nodes:
-        for name, promised in planned.outputs:
-            made = node_tensor(by_name[name]) if name in by_name else None
-            if made is not None and neutral_dtype(made.dtype).short != promised:
-                raise LoweringError(
-                    f"node '{planned.name}' ({planned.op}) gives {neutral_dtype(made.dtype).short},"
-                    f" the plan says {promised}",
-                    where=planned.source,
-                    mend=f"the entry of {planned.op} in rules/ops.yaml does not tell how it types its result",
-                )
+    return node.meta.get(Key.PIN)

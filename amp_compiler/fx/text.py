@@ -30,12 +30,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_compiler.errors import GraphError
 from amp_compiler.fx.graph import module_of, neutral_dtype, torch_dtype
+from amp_compiler.fx.meta import Key
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Pin
+from amp_compiler.ops.cpu.update import complete_norm
 from amp_compiler.ops.typed_op import typed_op
 from amp_compiler.ops.update.product import Product
 
-_FUNCTIONS: dict[str, Callable[..., Any]] = {"getitem": operator.getitem, "typed_op": typed_op, "Product": Product}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "getitem": operator.getitem,
+    "typed_op": typed_op,
+    "Product": Product,
+    "Product.zeros": Product.zeros,
+    "complete_norm": complete_norm,
+}
 _NAMES: dict[Any, str] = {function: name for name, function in _FUNCTIONS.items()}
 _BY_SHORT = {dtype.short: dtype for dtype in DType}
 _LINE = re.compile(r"(?P<name>\w+)(?:: (?P<type>[^=]+))? = (?P<call>.*)")
@@ -148,19 +156,24 @@ def _argument(value: Any) -> str:
 
 # What passes tell one another in node.meta, in the order of the text: key, how it is written, how it is read.
 _MARKS: tuple[tuple[str, Callable[[Any], str], Callable[[str], Any]], ...] = (
-    ("amp_phase", lambda value: f"phase={value}", str),
-    ("amp_seed", lambda value: "seed", bool),
-    ("amp_pin", lambda value: f"pin={value.precision}", lambda text: Pin(text, "from text")),
-    ("amp_volatile", lambda value: "volatile", bool),
-    ("amp_cast", lambda value: "cast", bool),
-    ("amp_backward", lambda value: f"backward={neutral_dtype(value).short}", lambda text: torch_dtype(_BY_SHORT[text])),
+    (Key.PHASE, lambda value: f"phase={value}", str),
+    (Key.SEED, lambda value: "seed", bool),
+    (Key.PIN, lambda value: f"pin={value.precision}", lambda text: Pin(text, "from text")),
+    (Key.VOLATILE, lambda value: "volatile", bool),
+    (Key.PLACED, lambda value: "cast", bool),
+    (Key.MATH, lambda value: "math", lambda text: "from text"),
+    (Key.BACKWARD_MATH, lambda value: "backward_math", lambda text: "from text"),
+    (Key.BACKWARD, lambda value: f"backward={neutral_dtype(value).short}", lambda text: torch_dtype(_BY_SHORT[text])),
     (
-        "amp_low",
+        Key.LOW,
         lambda value: f"low={value[0]}:{neutral_dtype(value[1]).short}",
         lambda text: (text.partition(":")[0], torch_dtype(_BY_SHORT[text.partition(":")[2]])),
     ),
+    (Key.MASTER, lambda value: f"master={value}", str),
+    (Key.WIDE, lambda value: f"wide={value}", str),
+    (Key.STORED, lambda value: f"stored={value}", str),
     (
-        "amp_state",
+        Key.STATE,
         lambda value: f"state={'/'.join(map(str, value))}",
         lambda text: tuple(int(part) if part.isdigit() else part for part in text.split("/")),
     ),
@@ -231,37 +244,34 @@ class _Reader:
             return
         if content.startswith("in "):
             name, _, kind = content.removeprefix("in ").partition(": ")
-            node = self.graph.placeholder(name)
+            node = self.graph.create_node("placeholder", name, name=name)
         else:
             found = _LINE.fullmatch(content)
             if found is None:
                 raise ValueError("a node is written 'name: type = op(arguments)'")
             name, kind = found["name"], found["type"] or ""
-            node = self._call(ast.parse(found["call"], mode="eval").body)
-        node._rename(name)
-        if node.op == "placeholder":
-            node.target = node.name
+            node = self._call(name, ast.parse(found["call"], mode="eval").body)
         if node.name != name:
-            raise ValueError(f"there are two nodes '{name}'")
-        if kind:
-            node.meta["val"] = self._value(kind.strip())
+            raise ValueError(f"there are two nodes '{name}', or it is no name of a node")
+        if kind or node.op == "call_function":
+            node.meta["val"] = self._value(kind.strip()) if kind else None
         for mark in marks.split():
             self._mark(node, mark)
         self.made[name] = node
 
-    def _call(self, call: ast.expr) -> fx.Node:
+    def _call(self, name: str, call: ast.expr) -> fx.Node:
         if not isinstance(call, ast.Call):
             raise ValueError("there is no call behind '='")
         arguments = tuple(self._evaluate(one) for one in call.args)
         keywords = {str(one.arg): self._evaluate(one.value) for one in call.keywords}
-        name = ast.unparse(call.func)
-        if name == "attribute":
+        function = ast.unparse(call.func)
+        if function == "attribute":
             if not hasattr(self.root, arguments[0]):
                 setattr(self.root, arguments[0], torch.nn.Module())
-            return self.graph.get_attr(arguments[0])
-        if name in ("call_method", "call_module"):
-            return self.graph.create_node(name, arguments[0], arguments[1:], keywords)
-        return self.graph.call_function(_function(name), arguments, keywords)
+            return self.graph.create_node("get_attr", arguments[0], name=name)
+        if function in ("call_method", "call_module"):
+            return self.graph.create_node(function, arguments[0], arguments[1:], keywords, name)
+        return self.graph.create_node("call_function", _function(function), arguments, keywords, name)
 
     def _evaluate(self, tree: ast.expr) -> Any:
         if isinstance(tree, ast.Name):

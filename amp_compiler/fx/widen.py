@@ -9,8 +9,7 @@ import torch
 from torch import fx
 
 from amp_compiler.fx.graph import CAST, node_tensor, replace_operand, replace_other_uses, tensor_operands
-
-_TRACED = ("nn_module_stack", "stack_trace")
+from amp_compiler.fx.meta import Key, source_of
 
 
 def widen(node: fx.Node, low: torch.dtype, upcasts: dict[fx.Node, fx.Node], skip: Collection[str] = ()) -> bool:
@@ -36,7 +35,7 @@ def widen(node: fx.Node, low: torch.dtype, upcasts: dict[fx.Node, fx.Node], skip
         and tensor.dtype == low
     ]
     for path, operand, tensor in operands:
-        if operand not in upcasts or operand.meta.get("amp_volatile"):  # what changes in place is widened anew
+        if operand not in upcasts or operand.meta.get(Key.VOLATILE):  # what changes in place is widened anew
             with graph.inserting_before(node):
                 upcasts[operand] = _cast(graph, operand, torch.float32)
                 # Refreshed at the end; only its being a tensor matters until then.
@@ -78,5 +77,5 @@ def writes_to(node: fx.Node, dtype: torch.dtype) -> bool:
 
 def _cast(graph: fx.Graph, source: fx.Node, dtype: torch.dtype) -> fx.Node:
     node = graph.call_function(CAST, (source, dtype))
-    node.meta = {key: source.meta[key] for key in _TRACED if key in source.meta}
+    node.meta = source_of(source)
     return node

@@ -33,6 +33,7 @@ class PlannedNode:
         backward: precision of the gradients, empty for the same as forward.
         backward_math: type that the gradients are computed in, empty for the op's default.
         math_rule: `file:line` of the rule that said `math`, empty where none did.
+        inputs: names of the values read, by operand; before casts.
     """
 
     name: str
@@ -48,6 +49,7 @@ class PlannedNode:
     math: str = ""
     backward: str = ""
     backward_math: str = ""
+    inputs: tuple[str, ...] = ()
     math_rule: str = ""
 
 
@@ -73,6 +75,14 @@ class PlannedCast:
     bytes: int
     users: tuple[tuple[str, int], ...] = ()
     explicit: bool = False
+
+    def __str__(self) -> str:
+        users = ", ".join(f"{name}[{index}]" for name, index in self.users)
+        if self.explicit:
+            return f"model's own cast {self.value}: {self.src} -> {self.dst}, {self.bytes} bytes"
+        if self.src == self.dst:
+            return f"read {self.value} ({self.src}) itself, for {users}"
+        return f"cast {self.value}: {self.src} -> {self.dst}, {self.bytes} bytes, for {users}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +125,8 @@ class PrecisionPlan:
         device: device type that was planned for.
         nodes: verdicts in execution order.
         casts: casts in execution order.
+        inputs: (value, type) of each input of the graph; parameters and other stored data are not among them.
+        outputs: names of the values that the graph returns; before casts.
         unused_rules: the rules of the user's own files that match no node, in the order in which they are read.
 
     Example:
@@ -128,6 +140,8 @@ class PrecisionPlan:
     device: str
     nodes: tuple[PlannedNode, ...]
     casts: tuple[PlannedCast, ...]
+    inputs: tuple[tuple[str, str], ...] = ()
+    outputs: tuple[str, ...] = ()
     unused_rules: tuple[UnusedRule, ...] = ()
 
     @property
@@ -158,15 +172,22 @@ class PrecisionPlan:
             )
         try:
             nodes = tuple(
-                replace(PlannedNode(**node), outputs=tuple((name, dtype) for name, dtype in node["outputs"]))
+                replace(
+                    PlannedNode(**node),
+                    outputs=tuple((name, dtype) for name, dtype in node["outputs"]),
+                    inputs=tuple(node.get("inputs", ())),
+                )
                 for node in data["nodes"]
             )
             casts = tuple(
                 replace(PlannedCast(**cast), users=tuple((name, index) for name, index in cast["users"]))
                 for cast in data["casts"]
             )
+            # Plans that were written before these two were kept have neither.
+            inputs = tuple((name, dtype) for name, dtype in data.get("inputs", ()))
+            outputs = tuple(data.get("outputs", ()))
             unused = tuple(UnusedRule(**rule) for rule in data.get("unused_rules", ()))
-            return cls(data["dtype"], data["rules"], data["device"], nodes, casts, unused)
+            return cls(data["dtype"], data["rules"], data["device"], nodes, casts, inputs, outputs, unused)
         except (KeyError, TypeError, ValueError) as cause:
             raise AmpError(f"the plan is damaged: {cause!r}", mend="make it again with amp.explain") from cause
 
@@ -200,7 +221,7 @@ class PrecisionPlan:
                 + f"  ({node.reason})"
             )
         for cast in self.casts:
-            lines.append(_cast_line(cast))
+            lines.append(str(cast))
         lines += [f"unused rule {rule}" for rule in self.unused_rules]
         return "\n".join(lines) + "\n"
 
@@ -218,12 +239,3 @@ class PrecisionPlan:
                 n=0,
             )
         )
-
-
-def _cast_line(cast: PlannedCast) -> str:
-    users = ", ".join(f"{name}[{index}]" for name, index in cast.users)
-    if cast.explicit:
-        return f"model's own cast {cast.value}: {cast.src} -> {cast.dst}, {cast.bytes} bytes"
-    if cast.src == cast.dst:
-        return f"read {cast.value} ({cast.src}) itself, for {users}"
-    return f"cast {cast.value}: {cast.src} -> {cast.dst}, {cast.bytes} bytes, for {users}"

@@ -17,8 +17,9 @@ from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.lowering.apply import apply_plan
 from amp_compiler.onnx.lowering.lower import Lowered
 from amp_compiler.onnx.lowering.norms import guard_norms
-from amp_compiler.onnx.model.edit import rename_duplicates
+from amp_compiler.onnx.model.edit import unique
 from amp_compiler.onnx.model.infer import infer, stripped
+from amp_compiler.onnx.model.model import OnnxFile, Source, all_graphs, open_model
 from amp_compiler.onnx.model.save import save, to_proto
 from amp_compiler.onnx.plan import plan_onnx
 from amp_compiler.policy.loader import load_rules
@@ -45,7 +46,7 @@ class Conversion:
 
 
 def convert_onnx(
-    source: str | Path | onnx.ModelProto,
+    source: Source,
     output: str | Path | None = None,
     *,
     rules: Any = "default",
@@ -62,7 +63,7 @@ def convert_onnx(
     ONNX Runtime refuses the model. Model-local functions are written out where they are called.
 
     Args:
-        source: path of a model, or a `ModelProto`. It is never changed.
+        source: path of a model, a `ModelProto`, or what `open_model` gave. It is never changed, and its file read once.
         output: file to write, atomically; without it the model is returned. Where the input keeps its data in a file
             of their own, so does the output (`<output>.data`).
         rules: a preset name, a path, a dict or a `RuleSet`.
@@ -89,19 +90,20 @@ def convert_onnx(
     """
     low = low_type(dtype)
     rule_set = load_rules(rules)
-    target = None if output is None else _target(source, output)
+    opened = open_model(source)
+    target = None if output is None else _target(opened, output)
     ranges: Mapping[str, float] = {}
     if calibration is not None:
         from amp_compiler.onnx.check.calibrate import calibrate
 
-        ranges = calibrate(source, calibration)
+        ranges = calibrate(opened, calibration)
     converted = None
     with _paused_collector():
         plan, lowered, found = plan_onnx(
-            source, rule_set, low, ranges, keep_io_types=keep_io_types, raising=raise_opset
+            opened, rule_set, low, ranges, keep_io_types=keep_io_types, raising=raise_opset
         )
         warn_of_unused(plan.unused_rules, lowered.model.ir.graph.name or "the ONNX model")
-        rename_duplicates(lowered)
+        _rename_duplicates(lowered)
         labels = {node.name: node.precision for node in plan.nodes}
         changed = apply_plan(lowered, plan, floors=found.floors(labels, low), keep_io_types=keep_io_types)
         if changed:
@@ -116,7 +118,7 @@ def convert_onnx(
     if verify is not None and made is not None:
         from amp_compiler.onnx.check.verify import verify as compare
 
-        report = compare(source, made, verify)
+        report = compare(opened, made, verify)
     return Conversion(plan, converted, target, changed, report)
 
 
@@ -132,16 +134,30 @@ def _paused_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _target(source: str | Path | onnx.ModelProto, output: str | Path) -> Path:
-    target = Path(output)
-    if not isinstance(source, onnx.ModelProto):
-        path = Path(source)
+def _target(opened: OnnxFile, output: str | Path) -> Path:
+    target, path = Path(output), opened.path
+    if path is not None:
         same = path.samefile(target) if path.exists() and target.exists() else path.absolute() == target.absolute()
         if same:
             raise OnnxError("the output is the input", where=str(target), mend="name another output file")
     if not target.parent.is_dir():
         raise OnnxError("there is no such folder", where=str(target.parent), mend="create it first")
     return target
+
+
+def _rename_duplicates(lowered: Lowered) -> None:
+    """Give each node with the name of an earlier one in its graph the name that the neutral graph has for it."""
+    graphs = list(all_graphs(lowered.model.ir.graph))
+    taken = {node.name or "" for graph in graphs for node in graph}
+    neutral = {node: name for name, node in lowered.nodes.items()}
+    for graph in graphs:
+        seen: set[str] = set()
+        for node in graph:
+            if not node.name or node in lowered.model.unnamed:
+                continue
+            if node.name in seen:
+                node.name = unique(neutral.get(node, node.name), taken)
+            seen.add(node.name)
 
 
 def _check(lowered: Lowered, converted: onnx.ModelProto, folder: Path | None) -> None:

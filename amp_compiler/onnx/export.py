@@ -11,30 +11,22 @@ import onnx
 import onnx_ir as ir
 import torch
 import torch.utils._pytree as pytree
+from google.protobuf.message import EncodeError
 from torch import nn
 
 from amp_compiler.errors import CaptureError, OnnxError
 from amp_compiler.fx.capture import StandIn, export_module, split_example
-from amp_compiler.fx.lower import apply_plan, lower_graph, mark_math
+from amp_compiler.fx.lower import lower_graph
 from amp_compiler.ir.dtypes import DType, low_type
 from amp_compiler.ir.graph import Pin
 from amp_compiler.ir.plan import PrecisionPlan
-from amp_compiler.onnx.exporting.attention import ATTENTION_OPSET, drop_idle_dropout, write_out_attention
 from amp_compiler.onnx.exporting.exporter import run_exporter
-from amp_compiler.onnx.exporting.from_fx import (
-    fold_stored_casts,
-    onnx_typing,
-    open_ends,
-    pin_misfits,
-    settle,
-    value_kinds,
-)
+from amp_compiler.onnx.exporting.from_fx import mark_stored, onnx_typing, pin_misfits, settle, value_kinds
 from amp_compiler.onnx.exporting.misfits import unfit_nodes
 from amp_compiler.onnx.model.model import OnnxModel
 from amp_compiler.onnx.model.save import save
-from amp_compiler.passes.capture.canonicalize import normalize
-from amp_compiler.passes.pipeline import make_plan
-from amp_compiler.passes.precision.widen_math import WidenMath
+from amp_compiler.passes.pipeline import CAPTURE, ONNX_CAPTURE, ONNX_EXPORT
+from amp_compiler.passes.plan.make_plan import make_plan
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.rules import RuleSet
 from amp_compiler.policy.unused import warn_of_unused
@@ -122,6 +114,10 @@ def export_onnx(
         raise OnnxError("there is no such folder", where=str(target.parent), mend="create it first")
     args, kwargs = split_example(example_args)
     version = DEFAULT_OPSET[low] if opset is None else opset
+    if not isinstance(version, int) or not 1 <= version <= onnx.defs.onnx_opset_version():
+        raise OnnxError(
+            f"{version!r} is no opset", mend=f"give a number up to {onnx.defs.onnx_opset_version()}, or leave it out"
+        )
     pins: dict[str, str] = {}
     for _ in range(_ROUNDS):
         program = export_module(model, args, {**kwargs, **(example_kwargs or {})}, dynamic_shapes)
@@ -146,10 +142,8 @@ def _rewrite(
     """Plan a program and carry the plan out on it, in place."""
     kinds = value_kinds(program)
     graph_module = program.graph_module
-    normalize(graph_module)
-    drop_idle_dropout(graph_module)
-    if opset < ATTENTION_OPSET:
-        write_out_attention(graph_module, low)
+    CAPTURE.run(graph_module, {})
+    ONNX_CAPTURE.run(graph_module, {"low": low, "opset": opset})
     rules = replace(rules, ops=onnx_typing(rules.ops))
     graph = lower_graph(graph_module, kinds)
     graph.device, graph.folds = "onnx", True
@@ -157,12 +151,9 @@ def _rewrite(
     for name, why in pins.items():
         graph.nodes[name] = replace(graph.nodes[name], pin=Pin("fp32", why))
     plan = make_plan(graph, rules, low)
-    apply_plan(graph_module, plan)
-    mark_math(graph_module.graph, plan, differentiable=False)
-    WidenMath(rules.ops, differentiable=False, device="onnx")(graph_module)
-    fold_stored_casts(program)
-    if not keep_io_types:
-        open_ends(program, low)
+    mark_stored(program)
+    pipeline = ONNX_EXPORT.skip("open_ends") if keep_io_types else ONNX_EXPORT
+    pipeline.run(graph_module, {"plan": plan, "low": low, "ops": rules.ops, "differentiable": False, "device": "onnx"})
     settle(program)
     return plan
 
@@ -209,6 +200,8 @@ def _check_at(proto: onnx.ModelProto, folder: Path) -> None:
 def _check(model: onnx.ModelProto | Path) -> None:
     try:
         onnx.checker.check_model(model if isinstance(model, onnx.ModelProto) else str(model), full_check=True)
+    except (ValueError, EncodeError) as cause:  # a message beyond 2 GiB
+        raise OnnxError(f"the exported model cannot be checked: {cause}", mend="name a file to write") from cause
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as cause:
         raise OnnxError(
             f"the exported model is not valid: {str(cause).strip().splitlines()[0]}",

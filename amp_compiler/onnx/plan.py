@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
-
-import onnx
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import DType, low_type
@@ -16,9 +13,9 @@ from amp_compiler.onnx.lowering.lower import Lowered, lower
 from amp_compiler.onnx.lowering.norms import find_norms, pin_norm
 from amp_compiler.onnx.lowering.overflow import Overflows
 from amp_compiler.onnx.lowering.ranges import Ranges, pin_ranges
-from amp_compiler.onnx.model.model import read_model, read_proto
+from amp_compiler.onnx.model.model import Source, open_model, read_model
 from amp_compiler.onnx.model.opset import raise_opset
-from amp_compiler.passes.pipeline import make_plan
+from amp_compiler.passes.plan.make_plan import make_plan
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.matching import RuleMatcher
 from amp_compiler.policy.rules import Context, Precision, RuleSet
@@ -27,7 +24,7 @@ _ASKED = (Precision.LOW, Precision.WIDEST, Precision.FOLLOW)
 
 
 def explain_onnx(
-    source: str | Path | onnx.ModelProto,
+    source: Source,
     *,
     rules: Any = "default",
     dtype: str = "fp16",
@@ -36,7 +33,7 @@ def explain_onnx(
     """The plan that `convert_onnx` would carry out.
 
     Args:
-        source: path of a model, or a `ModelProto`.
+        source: path of a model, a `ModelProto`, or what `open_model` gave.
         rules: as for `convert_onnx`.
         dtype: as for `convert_onnx`.
         ranges: calibrated largest magnitude by value name.
@@ -48,7 +45,7 @@ def explain_onnx(
 
 
 def plan_onnx(
-    source: str | Path | onnx.ModelProto,
+    source: Source,
     rules: RuleSet,
     low: DType,
     ranges: Mapping[str, float] | None = None,
@@ -56,10 +53,10 @@ def plan_onnx(
     keep_io_types: bool = True,
     raising: bool = True,
 ) -> tuple[PrecisionPlan, Lowered, Ranges]:
-    """The plan of a model, the lowered model that `onnx_apply.apply_plan` carries it out on, and what ranges demand.
+    """The plan of a model, the lowered model that `lowering.apply` carries it out on, and what ranges demand.
 
     Args:
-        source: path of a model, or a `ModelProto`.
+        source: path of a model, a `ModelProto`, or what `open_model` gave.
         rules: the rules.
         low: the 16-bit type.
         ranges: calibrated largest magnitude by value name.
@@ -70,16 +67,16 @@ def plan_onnx(
     Raises:
         OnnxError: the model cannot be read, or its opset not be raised.
     """
-    proto, folder = read_proto(source)
+    opened = open_model(source)
     named = names_ops(rules)
-    lowered = lower(read_model(proto, folder), low, named=named, keep_io_types=keep_io_types)
+    lowered = lower(read_model(opened), low, named=named, keep_io_types=keep_io_types)
     if raising and lowered.late:
         later = _later_opset(lowered, rules, low)
         if later is not None:
             version, why, needed = later
             try:
-                raised = raise_opset(proto, folder, version, why)
-                lowered = lower(read_model(raised, folder), low, named=named, keep_io_types=keep_io_types)
+                raised = raise_opset(opened, version, why)
+                lowered = lower(read_model(raised), low, named=named, keep_io_types=keep_io_types)
             except OnnxError:
                 if needed:
                     raise

@@ -37,6 +37,15 @@ class Draft:
     casts: tuple[PlannedCast, ...] | None = None
     _typing: TypingRules | None = field(default=None, compare=False, repr=False)
 
+    def to_text(self) -> str:
+        """What was found out last, one line a node or cast: decisions, then labels, then casts."""
+        if self.casts is not None:
+            return "".join(f"{cast}\n" for cast in self.casts) or "no casts\n"
+        if self.labels:
+            notes = {name: f"  ({note})" for name, note in self.notes.items() if note}
+            return "".join(f"{label} {name}{notes.get(name, '')}\n" for name, label in self.labels.items())
+        return "".join(f"{name}: {decision}\n" for name, decision in self.decisions.items())
+
     @property
     def flexible(self) -> frozenset[DType]:
         """The types that a plan may exchange for each other: FP32 and the low type."""

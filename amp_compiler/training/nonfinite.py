@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from amp_compiler.fx.graph import canonical_op, module_of
-from amp_compiler.passes.step.differentiate import PHASE
-from amp_compiler.passes.step.fuse_update import STATE
+from amp_compiler.fx.meta import Key
 from amp_compiler.training.program import StepProgram
 
 _MASKS = frozenset({"aten.full", "aten.full_like", "aten.masked_fill", "aten.scalar_tensor", "aten.where"})
@@ -97,7 +96,7 @@ def report_nonfinite(
 def _described(node: fx.Node) -> NonfiniteNode:
     if node.op != "call_function":
         return NonfiniteNode(node.name, "input", "", "forward")
-    phase = node.meta.get(PHASE, "")
+    phase = node.meta.get(Key.PHASE, "")
     return NonfiniteNode(
         node.name, canonical_op(node.target), module_of(node)[0], "forward" if phase == "forward" else "backward"
     )
@@ -117,7 +116,7 @@ def _origins(program: StepProgram, leaves: Sequence[Any], scale: Tensor, wanted:
         if node in seen:
             continue
         seen.add(node)
-        if node.meta.get(PHASE) == "update":  # a sum of gradients, which was not run
+        if node.meta.get(Key.PHASE) == "update":  # a sum of gradients, which was not run
             open_nodes += node.all_input_nodes
             continue
         if replay.states.get(node) is not _State.BAD:
@@ -147,12 +146,12 @@ class _Replay(fx.Interpreter):
     def run_again(self) -> None:
         """Run up to the update."""
         for node, resolve in zip(self.source.find_nodes(op="placeholder"), self.program.resolve, strict=True):
-            if all(user.meta.get(PHASE) == "update" for user in node.users):
+            if all(user.meta.get(Key.PHASE) == "update" for user in node.users):
                 continue
-            is_scale = node.meta.get(STATE) == ("scale", "scale", 0)
+            is_scale = node.meta.get(Key.STATE) == ("scale", "scale", 0)
             self._note(node, self.scale if is_scale else resolve(self.leaves))
         for node in self.source.nodes:
-            if node.op in ("call_function", "get_attr") and node.meta.get(PHASE) != "update":
+            if node.op in ("call_function", "get_attr") and node.meta.get(Key.PHASE) != "update":
                 self._note(node, self.run_node(node))
                 for done in self.user_to_last_uses.get(node, ()):
                     self.env.pop(done, None)
@@ -171,7 +170,7 @@ class _Replay(fx.Interpreter):
     def _may_mask(self, node: fx.Node) -> bool:
         if node.op != "call_function" or node.target is operator.getitem:
             return node.op != "call_function" or self.states.get(node.args[0]) is _State.MASKED  # type: ignore[arg-type]
-        if node.meta.get(PHASE) != "forward":
+        if node.meta.get(Key.PHASE) != "forward":
             return False
         states = {self.states.get(source) for source in node.all_input_nodes}
         return _State.BAD not in states and (canonical_op(node.target) in _MASKS or _State.MASKED in states)

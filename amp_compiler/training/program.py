@@ -17,6 +17,7 @@ from amp_compiler.forward.tensor_versions import note_writes
 from amp_compiler.fx.graph import LOW_TYPES, results_of
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.update.product import Product
+from amp_compiler.passes.pipeline import Stages
 from amp_compiler.training.fused_optimizers import BoundGroup
 from amp_compiler.training.traced_optimizers import TracedGroup
 
@@ -110,6 +111,7 @@ class StepProgram:
         out_spec: tree of `(loss, aux)`.
         results: number of flat values in it.
         form: which batches it can be used for.
+        stages: the text of the graph behind each pass.
         buffers: gets the buffers that it writes.
     """
 
@@ -122,6 +124,7 @@ class StepProgram:
     out_spec: pytree.TreeSpec
     results: int
     form: InputForm
+    stages: Stages
     buffers: tuple[Callable[[], Tensor], ...] = ()
 
     def gradient_node(self, number: int) -> fx.Node:

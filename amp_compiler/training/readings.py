@@ -9,6 +9,7 @@ from torch import Tensor, fx
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.loss_scale import LossScale, LossScaleState
+from amp_compiler.passes.pipeline import Stages
 from amp_compiler.training.nonfinite import NonfiniteReport, report_nonfinite
 from amp_compiler.training.program import StepOutput, StepProgram
 
@@ -58,6 +59,11 @@ class StepReadings:
     def graph_module(self) -> fx.GraphModule:
         """The last step's whole graph: forward, backward and update, with `meta["amp_phase"]` on every node."""
         return self._seen()[0].graph_module
+
+    @property
+    def stages(self) -> Stages:
+        """The text of the last step's graph behind each pass: `step.stages["fold_loss_scale"].text`, or print them."""
+        return self._seen()[0].stages
 
     @property
     def execution(self) -> str:

@@ -20,9 +20,11 @@ from amp_compiler.fx.torch_private import BUILDING
 from amp_compiler.onnx.importing.api import trained_module
 from amp_compiler.ops.loss_scale import LossScale, LossScaleState, NoLossScale, make_loss_scale
 from amp_compiler.ops.update.rounding import WeightStorage
+from amp_compiler.passes.pipeline import CAPTURE, DEVICE, FORWARD, PIECE, PLAN, STEP
 from amp_compiler.policy.unused import warn_of_unused
 from amp_compiler.training.build import StepOptions, StepState, build_step, check_parameters
 from amp_compiler.training.fused_optimizers import check_optimizers, check_storage
+from amp_compiler.training.inputs import KeptTensors
 from amp_compiler.training.program import LossModule, StepProgram
 from amp_compiler.training.readings import StepReadings
 from amp_compiler.training.scale_watch import StuckWatch
@@ -31,6 +33,7 @@ from amp_compiler.training.traced_optimizers import check_hooks
 from amp_compiler.training.weights import OWN_KEY, WeightState, weight_storage
 
 MOST_SIGNATURES = 64
+RUN = (CAPTURE, PLAN, FORWARD, STEP, DEVICE, PIECE)  # the pipelines of a step
 
 
 def training_step(
@@ -46,6 +49,7 @@ def training_step(
     dynamic_shapes: Any = None,
     backend: str = "inductor",
     enabled: bool = True,
+    passes: Any = None,
 ) -> TrainingStep:
     """Make a training step: one compiled graph that runs forward, backward and update.
 
@@ -76,6 +80,8 @@ def training_step(
         backend: `"inductor"` or `"eager"`.
         enabled: mixed precision; without it the same step in plain FP32, whatever the rules say of weights. Parameters
             that came in as FP16 or BF16 are refused then.
+        passes: pipelines with passes of your own put in, such as
+            `amp.pipelines.STEP.insert_after("simplify_casts", MyPass())`; one or several.
 
     Returns:
         A callable: `loss = step(*batch)`, detached, without a device sync.
@@ -104,6 +110,7 @@ def training_step(
         dynamic_shapes=dynamic_shapes,
         backend=backend,
         enabled=enabled,
+        passes=passes,
     )
 
 
@@ -124,6 +131,7 @@ class TrainingStep(StepReadings):
         dynamic_shapes: Any,
         backend: str,
         enabled: bool,
+        passes: Any,
     ) -> None:
         if isinstance(model, CompiledModule):
             model = model.original
@@ -136,7 +144,7 @@ class TrainingStep(StepReadings):
         self._accumulate, self._gathered = accumulate, 0
         if isinstance(dynamic_shapes, (tuple, list)):  # what is captured takes the batch as `*batch`, one tuple
             dynamic_shapes = (tuple(dynamic_shapes),)
-        self._settings = make_settings(rules, dtype, backend, dynamic_shapes)
+        self._settings = make_settings(rules, dtype, backend, dynamic_shapes, passes, RUN)
         self._module = LossModule(model, loss_fn)
         self._optimizers = check_optimizers(optimizer)
         self._clip_norm, self._enabled = clip_norm, enabled
@@ -147,9 +155,8 @@ class TrainingStep(StepReadings):
         storage = weight_storage(self._settings.rules.weights) if enabled else WeightStorage()
         check_storage(self._optimizers, storage.low)
         self._weights = WeightState(storage, self._device, self._optimizers)
-        self._state = StepState(
-            lambda: self._scale, self._lows, GradientSums(), GraphSettings(TorchGraphs()), self._weights
-        )
+        kept = KeptTensors(lambda: self._scale, self._lows, GradientSums(), self._weights)
+        self._state = StepState(kept, GraphSettings(TorchGraphs()))
         low = torch_dtype(self._settings.low(self._device))
         check_parameters(self._module, self._optimizers, low, enabled)
         self._watch, self._form = StuckWatch(self._device), BatchForm()

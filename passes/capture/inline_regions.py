@@ -1,33 +1,75 @@
-"""Regions of a captured graph, `wrap_with_autocast` and `wrap_with_set_grad_enabled`, replaced by their nodes."""
+"""`InlineRegions`: `wrap_with_autocast` and `wrap_with_set_grad_enabled` are replaced by the nodes of their bodies."""
 
 from __future__ import annotations
 
 import operator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
-from amp_compiler.fx.graph import CAST, node_tensor, user_source
-from amp_compiler.fx.meta import PIN, region_pin
+from amp_compiler.fx.graph import CAST, node_tensor, refresh, user_source
+from amp_compiler.fx.meta import Key, region_pin
 from amp_compiler.ir.graph import Pin
+from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.capture.drop_type_checks import drop_type_checks
 
 aten = torch.ops.aten
 
 
-def inline_regions(graph_module: fx.GraphModule) -> bool:
-    """Replace `wrap_with_autocast` and `wrap_with_set_grad_enabled` by the nodes of their bodies, in place.
+@dataclass(frozen=True)
+class InlineRegions(InPlacePass):
+    """Replace `wrap_with_autocast` and `wrap_with_set_grad_enabled` by the nodes of their bodies.
 
     Nodes of a region with autocast off are pinned to FP32. What enters and what leaves a `no_grad` region is detached,
-    which has the same effect on gradients.
+    which has the same effect on gradients. The types inside of a region with autocast on were autocast's and now follow
+    from the ops; what leaves it has the type that it had.
 
-    Returns:
-        Whether types must be computed anew: those inside a region with autocast on were autocast's, and now follow from
-        the ops.
+    Before::
+
+        submod_1 = attribute("submod_1")
+        wrap: (fp32[4]) = higher_order.wrap_with_autocast("cpu", None, False, True, submod_1, x)
+        getitem: fp32[4] = getitem(wrap, 0)
+        return getitem
+        graph submod_1
+        in x: fp32[4]
+        exp: fp32[4] = aten.exp.default(x)
+        return exp
+
+    After::
+
+        exp: fp32[4] = aten.exp.default(x)  # pin=fp32
+        return exp
+
+    Left alone: a graph without regions; a region with autocast off for a device that the graph does not use is opened
+    without pins.
     """
+
+    name: ClassVar[str] = "inline_regions"
+    exact: ClassVar[bool] = False
+    idempotent: ClassVar[bool] = True
+
+    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+        """Rewrite in place.
+
+        Raises:
+            LoweringError: an op does not take the types that it gets where a region with autocast on is opened.
+        """
+        modified, retype = _inline_all(subject)
+        if retype:
+            drop_type_checks(subject.graph)  # they state autocast's types
+            refresh(subject)
+        elif modified:
+            subject.recompile()
+        return PassResult(subject, modified)
+
+
+def _inline_all(graph_module: fx.GraphModule) -> tuple[bool, bool]:
+    """Whether a region was opened, and whether types must be computed anew."""
     graph = graph_module.graph
     device = _device_type(graph)
-    inlined, retype = True, False
+    inlined, retype, modified = True, False, False
     while inlined:
         inlined = False
         for node in list(graph.nodes):
@@ -41,9 +83,10 @@ def inline_regions(graph_module: fx.GraphModule) -> bool:
                 enabled, body, *operands = node.args
                 _inline(graph_module, node, body, operands, detach=not enabled)
                 inlined = True
-    graph.eliminate_dead_code(is_impure_node=_keeps)
+        modified |= inlined
+    modified |= bool(graph.eliminate_dead_code(is_impure_node=_keeps))
     graph_module.delete_all_unused_submodules()
-    return retype
+    return modified, retype
 
 
 def _keeps(node: fx.Node) -> bool:
@@ -78,8 +121,8 @@ def _inline(
             environment[node] = copied
             if node.op == "get_attr":
                 copied.target = _moved_attribute(graph_module, region, node.target)
-            if off_device is not None and copied.op == "call_function" and PIN not in copied.meta:
-                copied.meta[PIN] = region_pin(off_device, user_source(copied.meta.get("stack_trace")))
+            if off_device is not None and copied.op == "call_function" and Key.PIN not in copied.meta:
+                copied.meta[Key.PIN] = region_pin(off_device, user_source(copied.meta.get("stack_trace")))
         results = region.graph.output_node().args[0]
         flat = list(results) if isinstance(results, (list, tuple)) else [results]
         made = [environment.get(result) if isinstance(result, fx.Node) else result for result in flat]
@@ -124,7 +167,7 @@ def _as_captured(graph: fx.Graph, result: Any, captured: fx.Node) -> Any:
     cast = graph.call_function(CAST, (result, tensor.dtype))
     cast.meta = {key: captured.meta[key] for key in ("val", "stack_trace", "nn_module_stack") if key in captured.meta}
     where = user_source(captured.meta.get("stack_trace"))
-    cast.meta[PIN] = Pin("cast", f"result of the model's autocast region{f' at {where}' if where else ''}")
+    cast.meta[Key.PIN] = Pin("cast", f"result of the model's autocast region{f' at {where}' if where else ''}")
     return cast
 
 
@@ -143,5 +186,5 @@ def _detached(graph: fx.Graph, result: Any) -> Any:
     if not isinstance(result, fx.Node) or node_tensor(result) is None or not node_tensor(result).is_floating_point():  # type: ignore[union-attr]
         return result
     new = graph.call_function(aten.detach.default, (result,))
-    new.meta = {key: value for key, value in result.meta.items() if key != PIN}
+    new.meta = {key: value for key, value in result.meta.items() if key != Key.PIN}
     return new

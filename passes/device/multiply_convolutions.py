@@ -10,9 +10,8 @@ from torch import fx
 
 import amp_compiler.ops.images  # noqa: F401 - defines torch.ops.amp_compiler.patches
 from amp_compiler.fx.graph import canonical_op, node_tensor, refresh, schema_argument
-from amp_compiler.passes.base import PassResult
-from amp_compiler.passes.fx_pass import FxPass
-from amp_compiler.passes.precision.type_backward import BACKWARD
+from amp_compiler.fx.meta import Key
+from amp_compiler.passes.base import InPlacePass, PassResult
 
 _aten = torch.ops.aten
 _CONVOLUTIONS = ("aten.conv2d", "aten.convolution")
@@ -20,7 +19,7 @@ _PIXELS_PER_CHANNEL = 2  # up to which patches are made: with more, they cost mo
 
 
 @dataclass(frozen=True)
-class MultiplyConvolutions(FxPass):
+class MultiplyConvolutions(InPlacePass):
     """On a CPU, make a BF16 convolution one matrix product where its patches are the pixels themselves, or few.
 
     A library's convolution reorders its weights at every call, forward and backward; with few pixels that is most of
@@ -49,6 +48,9 @@ class MultiplyConvolutions(FxPass):
     """
 
     name: ClassVar[str] = "multiply_convolutions"
+    exact: ClassVar[bool] = False
+    skippable: ClassVar[bool] = True
+    idempotent: ClassVar[bool] = True
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""
@@ -71,7 +73,7 @@ class _Convolution:
 
 
 def _convolution(node: fx.Node) -> _Convolution | None:
-    if node.op != "call_function" or canonical_op(node.target) not in _CONVOLUTIONS or BACKWARD in node.meta:
+    if node.op != "call_function" or canonical_op(node.target) not in _CONVOLUTIONS or Key.BACKWARD in node.meta:
         return None
     x, weight = schema_argument(node, "input"), schema_argument(node, "weight")
     if not _fits(node, x, weight) or schema_argument(node, "groups") != 1 or schema_argument(node, "transposed"):

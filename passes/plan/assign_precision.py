@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from amp_compiler.passes.base import Pass, PassResult
+from amp_compiler.passes.base import FunctionalPass, PassResult
 from amp_compiler.planner.cut import solve_follow
 from amp_compiler.planner.draft import Draft
 from amp_compiler.planner.fixed_labels import resolve
@@ -15,7 +15,7 @@ from amp_compiler.planner.typing import KEEP, LABELS
 
 
 @dataclass(frozen=True)
-class AssignPrecision(Pass[Draft]):
+class AssignPrecision(FunctionalPass[Draft]):
     """Label every node `low`, `fp32` or `keep`; where the rules leave it free, by least memory traffic.
 
     Traffic is the casts (a value is cast at most once to each type in each region) and what free nodes themselves read
@@ -42,6 +42,8 @@ class AssignPrecision(Pass[Draft]):
     """
 
     name: ClassVar[str] = "assign_precision"
+    exact: ClassVar[bool] = True
+    idempotent: ClassVar[bool] = True
 
     def requires(self, subject: Draft) -> str | None:
         """Every node has a decision."""
@@ -50,21 +52,17 @@ class AssignPrecision(Pass[Draft]):
                 return f"node '{name}' has no decision"
         return None
 
-    def ensures(self, before: Draft, after: Draft) -> str | None:
+    def ensures(self, subject: Draft, remembered: Any) -> str | None:
         """Every node has a label, and nodes that cannot be moved have `keep`."""
-        if list(after.labels) != list(after.graph.nodes):
+        if list(subject.labels) != list(subject.graph.nodes):
             return "the labels are not those of the graph's nodes in execution order"
-        typing = after.typing
-        for name, label in after.labels.items():
+        typing = subject.typing
+        for name, label in subject.labels.items():
             if label not in LABELS:
                 return f"node '{name}' has the unknown label '{label}'"
             if label != KEEP and not typing[name].movable:
                 return f"node '{name}' has the label '{label}' and cannot be moved"
         return None
-
-    def fingerprint(self, subject: Draft) -> object:
-        """The labels and their reasons."""
-        return (dict(subject.labels), dict(subject.notes))
 
     def run(self, subject: Draft) -> PassResult[Draft]:
         """Fill `labels` and `notes`."""

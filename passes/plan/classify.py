@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Attr, Node
-from amp_compiler.passes.base import Pass, PassResult
+from amp_compiler.passes.base import FunctionalPass, PassResult
 from amp_compiler.planner.draft import Draft
 from amp_compiler.policy.marks import error_at
 from amp_compiler.policy.matching import RuleMatcher
@@ -22,7 +22,7 @@ _GUARDED = (Precision.LOW, Precision.WIDEST, Precision.FOLLOW)
 
 
 @dataclass(frozen=True)
-class Classify(Pass[Draft]):
+class Classify(FunctionalPass[Draft]):
     """Give every node a decision: with the rule that made it, by file and line, and the reason in words.
 
     The model's own pins come first, then what cannot be converted, then the rules, of which the last match wins, then a
@@ -43,28 +43,25 @@ class Classify(Pass[Draft]):
     """
 
     name: ClassVar[str] = "classify"
+    exact: ClassVar[bool] = True
 
     def requires(self, subject: Draft) -> str | None:
         """No decision was made before."""
         return "the nodes are classified already" if subject.decisions else None
 
-    def ensures(self, before: Draft, after: Draft) -> str | None:
+    def ensures(self, subject: Draft, remembered: Any) -> str | None:
         """Every node has a decision, and every decision a reason."""
-        missing = [name for name in after.graph.nodes if name not in after.decisions]
+        missing = [name for name in subject.graph.nodes if name not in subject.decisions]
         if missing:
             return f"node '{missing[0]}' has no decision"
-        mute = [name for name, decision in after.decisions.items() if not decision.reason]
+        mute = [name for name, decision in subject.decisions.items() if not decision.reason]
         return f"the decision on node '{mute[0]}' has no reason" if mute else None
-
-    def fingerprint(self, subject: Draft) -> object:
-        """The decisions."""
-        return dict(subject.decisions)
 
     def run(self, subject: Draft) -> PassResult[Draft]:
         """Decide node by node; the decisions do not depend on one another."""
         matcher = RuleMatcher(subject.rules, subject.graph, subject.context, subject.ranges)
         decisions = {node.name: _decide(subject, matcher, node) for node in subject.graph.nodes.values()}
-        return PassResult(replace(subject, decisions=decisions), modified=bool(decisions))
+        return PassResult(replace(subject, decisions=decisions) if decisions else subject, bool(decisions))
 
 
 def _decide(draft: Draft, matcher: RuleMatcher, node: Node) -> Decision:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from amp_compiler.ir.dtypes import DType, dtype_from_short
 from amp_compiler.ir.graph import Node
 from amp_compiler.ir.plan import RETURN, PlannedCast
-from amp_compiler.passes.base import Pass, PassResult
+from amp_compiler.passes.base import FunctionalPass, PassResult
 from amp_compiler.planner.draft import Draft
 from amp_compiler.planner.fixed_labels import resolve
 from amp_compiler.planner.free_nodes import FollowProblem, upcast_source
@@ -21,7 +21,7 @@ Key = tuple[
 
 
 @dataclass(frozen=True)
-class PlaceCasts(Pass[Draft]):
+class PlaceCasts(FunctionalPass[Draft]):
     """List every cast that the labels make necessary, each value once for each type and region.
 
     A cast stands right before its first reader, in the order of execution. Memory that is changed in place is cast anew
@@ -49,6 +49,8 @@ class PlaceCasts(Pass[Draft]):
     """
 
     name: ClassVar[str] = "place_casts"
+    exact: ClassVar[bool] = True
+    idempotent: ClassVar[bool] = True
 
     def requires(self, subject: Draft) -> str | None:
         """Every node has a label."""
@@ -57,13 +59,9 @@ class PlaceCasts(Pass[Draft]):
                 return f"node '{name}' has no label"
         return None
 
-    def ensures(self, before: Draft, after: Draft) -> str | None:
+    def ensures(self, subject: Draft, remembered: Any) -> str | None:
         """Every operand is read in a type that its node takes, and no exact op's result is rounded and widened."""
-        return _wrong_types(after) or _lossy_pair(after)
-
-    def fingerprint(self, subject: Draft) -> object:
-        """The casts."""
-        return (subject.casts,)
+        return _wrong_types(subject) or _lossy_pair(subject)
 
     def run(self, subject: Draft) -> PassResult[Draft]:
         """Fill `casts`."""

@@ -11,15 +11,14 @@ from torch import fx
 
 from amp_compiler.fx.graph import canonical_op, node_tensor, refresh, tensor_operands
 from amp_compiler.fx.widen import widen
-from amp_compiler.passes.base import PassResult
-from amp_compiler.passes.fx_pass import FxPass
+from amp_compiler.passes.base import InPlacePass, PassResult
 from amp_compiler.policy.rules import OpTable
 
 _SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 @dataclass(frozen=True)
-class Legalize(FxPass):
+class Legalize(InPlacePass):
     """Run an op in FP32 on rounded inputs, and round its result, where the device lacks it in the low type.
 
     That is what a tensor core does: exact products of 16-bit inputs, FP32 accumulation, one rounding at the end. So
@@ -45,6 +44,8 @@ class Legalize(FxPass):
 
     ops: OpTable
     name: ClassVar[str] = "legalize"
+    exact: ClassVar[bool] = False
+    idempotent: ClassVar[bool] = True
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""

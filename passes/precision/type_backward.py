@@ -21,23 +21,18 @@ from amp_compiler.fx.graph import (
     schema_argument,
     tensor_operands,
 )
-from amp_compiler.fx.meta import BACKWARD_MATH, MATH
+from amp_compiler.fx.meta import Key, source_of
 from amp_compiler.ops.typed_op import typed_op
-from amp_compiler.passes.base import PassResult
-from amp_compiler.passes.fx_pass import FxPass
+from amp_compiler.passes.base import InPlacePass, PassResult
 from amp_compiler.passes.precision.widen_math import needs_nothing
 from amp_compiler.policy.rules import OpTable
 
-BACKWARD = "amp_backward"  # key in node.meta: torch type of the gradients
-BACKWARD_RULE = "amp_backward_rule"  # key in node.meta: the rule that asked for it
-_PLACED = "amp_cast"  # key in node.meta of casts that no model wrote
 _LOW = (torch.float16, torch.bfloat16)
 _SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-_TRACED = ("nn_module_stack", "stack_trace")
 
 
 @dataclass(frozen=True)
-class TypeBackward(FxPass):
+class TypeBackward(InPlacePass):
     """Put each node marked with a backward type that its forward would not give it into a `typed_op`.
 
     A node with FP32 gradients hands them to its neighbours unrounded: its result is seen by autograd as FP32 (the
@@ -71,6 +66,7 @@ class TypeBackward(FxPass):
     ops: OpTable
     past_weights: bool = True
     name: ClassVar[str] = "type_backward"
+    exact: ClassVar[bool] = False
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place.
@@ -84,7 +80,7 @@ class TypeBackward(FxPass):
             gradient = self._gradient(node)
             if gradient is not None:
                 _check(node)
-                node.meta[BACKWARD] = gradient
+                node.meta[Key.BACKWARD] = gradient
                 self._wrap(subject.graph, node, own)
                 modified = True
         if modified:
@@ -94,19 +90,19 @@ class TypeBackward(FxPass):
 
     def _gradient(self, node: fx.Node) -> torch.dtype | None:
         """Type of the gradients of a node that is to be wrapped; `None` for one that is left alone."""
-        if BACKWARD not in node.meta and BACKWARD_MATH not in node.meta:
+        if Key.BACKWARD not in node.meta and Key.BACKWARD_MATH not in node.meta:
             return None
         made = [tensor.dtype for tensor in _results(node) if _is_plain_float(tensor)]
         operands = [self._data(node, slot, operand) for slot, _, operand in tensor_operands(node)]
         read = [tensor.dtype for tensor in operands if tensor is not None]
         if not made or not read:
             return None
-        asked = node.meta.get(BACKWARD)
+        asked = node.meta.get(Key.BACKWARD)
         if asked is not None and set(made + read) != {asked}:
             return asked  # type: ignore[no-any-return]
         own = {dtype for dtype in made + read if dtype in _LOW}
-        alone = MATH not in node.meta and self._computes_low(node, own)  # else `widen_math` does both ways at once
-        return own.pop() if BACKWARD_MATH in node.meta and len(own) == 1 and alone else None
+        alone = Key.MATH not in node.meta and self._computes_low(node, own)  # else `widen_math` does both ways at once
+        return own.pop() if Key.BACKWARD_MATH in node.meta and len(own) == 1 and alone else None
 
     def _computes_low(self, node: fx.Node, lows: set[torch.dtype]) -> bool:
         """Whether the kernels of a node round to one of these types on the way, where nothing is done about it."""
@@ -124,8 +120,8 @@ class TypeBackward(FxPass):
         return tensor
 
     def _wrap(self, graph: fx.Graph, node: fx.Node, own: dict[tuple[Any, ...], fx.Node]) -> None:
-        gradient = node.meta[BACKWARD]
-        wide_again = BACKWARD_MATH in node.meta and MATH not in node.meta and gradient in _LOW
+        gradient = node.meta[Key.BACKWARD]
+        wide_again = Key.BACKWARD_MATH in node.meta and Key.MATH not in node.meta and gradient in _LOW
         made = [(result, node_tensor(result)) for result in _result_nodes(node)]
         reads, rereads = [], []
         for slot, path, operand in tensor_operands(node):
@@ -157,9 +153,9 @@ class TypeBackward(FxPass):
     def _widened(self, node: fx.Node, reads: list[torch.dtype], gradient: torch.dtype) -> bool:
         """Whether arithmetic on 16-bit operands, forward or backward, is to be FP32 by casts within `typed_op`."""
         lows = {dtype for dtype in reads if dtype in _LOW}
-        if MATH in node.meta:
+        if Key.MATH in node.meta:
             return self._computes_low(node, lows)
-        backward = BACKWARD_MATH in node.meta and not lows and gradient in _LOW
+        backward = Key.BACKWARD_MATH in node.meta and not lows and gradient in _LOW
         return backward and self._computes_low(node, {gradient})
 
     def _emulated(self, node: fx.Node, types: list[torch.dtype]) -> bool:
@@ -196,11 +192,11 @@ def _result_nodes(node: fx.Node) -> list[fx.Node]:
 
 def _past_cast(operand: fx.Node, gradient: torch.dtype) -> fx.Node:
     """What a placed cast reads, where that has the type of the gradient: the cast's own adjoint would round it."""
-    if operand.target is not CAST or _PLACED not in operand.meta:
+    if operand.target is not CAST or Key.PLACED not in operand.meta:
         return operand
     source: Any = operand.args[0]
     tensor = node_tensor(source)
-    plain = tensor is not None and tensor.dtype is gradient and not source.meta.get("amp_volatile")
+    plain = tensor is not None and tensor.dtype is gradient and not source.meta.get(Key.VOLATILE)
     return source if plain else operand
 
 
@@ -208,8 +204,8 @@ def _round_for_others(graph: fx.Graph, result: fx.Node, tensor: torch.Tensor) ->
     """Let the readers of a 16-bit result that is now widened read it rounded; those that widened it, as it is."""
     with graph.inserting_after(result):
         rounded = graph.call_function(CAST, (result, tensor.dtype))
-    rounded.meta = {key: result.meta[key] for key in _TRACED if key in result.meta}
-    rounded.meta.update({"val": tensor, _PLACED: f"{result.name}: its gradient is FP32"})
+    rounded.meta = source_of(result)
+    rounded.meta.update({"val": tensor, Key.PLACED: f"{result.name}: its gradient is FP32"})
     result.meta["val"] = tensor.float()
     replace_other_uses(result, rounded)
     for user in list(rounded.users):
@@ -237,14 +233,14 @@ def _check(node: fx.Node) -> None:
     op, why = node.target, ""
     if not isinstance(op, torch._ops.OpOverload):
         why = "it is no ATen operator"
-    elif op._schema.is_mutable or node.meta.get("amp_volatile"):
+    elif op._schema.is_mutable or node.meta.get(Key.VOLATILE):
         why = "it changes memory in place"
     elif _draws(node, op):
         why = "it draws random numbers, which a second run would draw anew"
     if why:
         raise PassError(
             f"node '{node.name}' ({canonical_op(op)}) cannot have gradients of another type than its result: {why}",
-            where=node.meta.get(BACKWARD_RULE, ""),
+            where=node.meta.get(Key.BACKWARD_RULE, ""),
             mend=f"except it by a later rule: match: {{op: {canonical_op(op)}}}, with the precision and no 'backward'",
         )
 

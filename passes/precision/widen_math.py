@@ -10,10 +10,9 @@ import torch
 from torch import fx
 
 from amp_compiler.fx.graph import LOW_TYPES, canonical_op, node_tensor, refresh, tensor_operands, user_source
-from amp_compiler.fx.meta import MATH
+from amp_compiler.fx.meta import Key
 from amp_compiler.fx.widen import widen, writes_to
-from amp_compiler.passes.base import PassResult
-from amp_compiler.passes.fx_pass import FxPass
+from amp_compiler.passes.base import InPlacePass, PassResult
 from amp_compiler.policy.marks import error_at
 from amp_compiler.policy.rules import OpInfo, OpTable
 
@@ -21,7 +20,7 @@ _SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 @dataclass(frozen=True)
-class WidenMath(FxPass):
+class WidenMath(InPlacePass):
     """Let every node that the plan marks `math: fp32` compute in FP32 between 16-bit operands and 16-bit results.
 
     An upcast stands in front of each 16-bit operand and a downcast behind each result, for this node alone: no FP32
@@ -54,6 +53,8 @@ class WidenMath(FxPass):
     differentiable: bool = True
     device: str = ""
     name: ClassVar[str] = "widen_math"
+    exact: ClassVar[bool] = False
+    idempotent: ClassVar[bool] = True
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place.
@@ -68,7 +69,7 @@ class WidenMath(FxPass):
                 continue
             if writes_to(node, low):
                 raise error_at(
-                    node.meta[MATH],
+                    node.meta[Key.MATH],
                     f"'math: fp32' cannot be carried out on node '{node.name}' ({canonical_op(node.target)}"
                     f"{_at(node)}): it changes 16-bit memory in place",
                     f"except it by a later rule, 'match: {{op: {canonical_op(node.target)}}}', with a precision and no"
@@ -81,7 +82,7 @@ class WidenMath(FxPass):
 
     def _low_type(self, node: fx.Node) -> torch.dtype | None:
         """The 16-bit type that a node must be widened from; `None` where nothing is to be done."""
-        if node.op != "call_function" or MATH not in node.meta or node.target is operator.getitem:
+        if node.op != "call_function" or Key.MATH not in node.meta or node.target is operator.getitem:
             return None
         info = self.ops.info(canonical_op(node.target))
         for slot, _, operand in tensor_operands(node):

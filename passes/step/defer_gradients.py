@@ -1,22 +1,79 @@
-"""Which gradients of a step are left for the update to make, as products of matrices and added rows; see `Product`."""
+"""`DeferGradients`: gradients that the update makes itself, as products of matrices and added rows; see `Product`."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
 
+from amp_compiler.fx.alias import is_view, lies_in_input
 from amp_compiler.fx.graph import results_of, schema_argument
+from amp_compiler.fx.meta import Key
+from amp_compiler.ops.update.operators import ADD_ROWS, CHECK, OPERATORS
 from amp_compiler.ops.update.product import Product, pays
-from amp_compiler.passes.step.trace_update import is_view, lies_in_input
+from amp_compiler.passes.base import InPlacePass, PassResult
 
 _GRADIENTS = 1  # place among the arguments of every update operator
 _NARROWEST = 64  # columns of a table whose gradient is left as rows: a row is a piece of its own to the update's loops
 _aten = torch.ops.aten
 _RESHAPES = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default)
+
+
+@dataclass(frozen=True)
+class DeferGradients(InPlacePass):
+    """Leave a gradient that only the check and an update read, and that is smaller as factors and rows, to the update.
+
+    Such a gradient is written as a `Product`, which lies nowhere in memory: the update's loops make it panel by panel.
+
+    Before::
+
+        mm: bf16[512, 256] = aten.mm.default(t, x)
+        grad_check: (fp32[], fp32[], u8[1]) = amp_compiler.grad_check.default([mm], inverse)
+        adam_update = amp_compiler.adam_update.default([w], [mm], …)
+        return loss, mm
+
+    After::
+
+        product: bf16[512, 256] = Product(t, x)  # phase=update
+        grad_check: (fp32[], fp32[], u8[1]) = amp_compiler.grad_check.default([product], inverse)
+        adam_update = amp_compiler.adam_update.default([w], [product], …)
+        return loss, product
+
+    Left alone: everything, where the norm of all gradients is needed before the update (clipping, a loss scale that
+    follows the norm), for the squares of a product's elements are known when it is made; a gradient whose factors are
+    larger than itself, or lie in an input of the graph, which another update may write.
+
+    Args:
+        most_inner: largest number of inner elements with which products are made fast; 0 where no kernel takes them.
+    """
+
+    most_inner: int = 0
+    name: ClassVar[str] = "defer_gradients"
+    exact: ClassVar[bool] = False
+    skippable: ClassVar[bool] = True
+
+    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+        """Rewrite in place."""
+        graph = subject.graph
+        updates = [node for node in graph.nodes if node.target in OPERATORS.values()]
+        checks = graph.find_nodes(op="call_function", target=CHECK)
+        if self.most_inner < 1 or not updates or len(checks) != 1:
+            return PassResult(subject, False)
+        found = product_gradients(graph, checks[0], updates, self.most_inner)
+        for one in found:
+            with graph.inserting_before(checks[0]):
+                product = one.emit(graph)
+            one.gradient.replace_all_uses_with(product)
+        for one in found:
+            for node in reversed(one.nodes):
+                if not node.users:
+                    graph.erase_node(node)
+        if found:
+            subject.recompile()
+        return PassResult(subject, bool(found))
 
 
 @dataclass(frozen=True)
@@ -54,24 +111,23 @@ class ProductGradient:
         """All that it is made from."""
         return (*self.factors, *(node for one in self.lookups for node in (one.values, one.places)))
 
-    def emit(self, graph: fx.Graph, made: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        """Write it as a `Product` into a graph.
-
-        Args:
-            graph: to whose end it is written.
-            made: the operands' nodes in that graph.
-        """
+    def emit(self, graph: fx.Graph) -> fx.Node:
+        """Write it as a `Product`, at the place where the graph inserts."""
+        value = self.gradient.meta["val"]
         if self.factors:
-            product = graph.call_function(Product, tuple(made[factor] for factor in self.factors))
+            product = graph.call_function(Product, self.factors)
         else:
-            product = graph.call_function(Product.zeros, tuple(self.gradient.meta["val"].shape))
+            product = graph.call_function(Product.zeros, tuple(value.shape))
+        made = [product]
         if self.transposed:
-            product = graph.call_method("transposed", (product,))
+            made.append(graph.call_method("transposed", (made[-1],)))
         if self.shape is not None:
-            product = graph.call_method("reshaped", (product, *self.shape))
+            made.append(graph.call_method("reshaped", (made[-1], *self.shape)))
         for one in self.lookups:
-            product = graph.call_method("plus_rows", (product, made[one.values], made[one.places], one.skipped))
-        return product
+            made.append(graph.call_method("plus_rows", (made[-1], one.values, one.places, one.skipped)))
+        for node in made:
+            node.meta = {"val": value, Key.PHASE: "update"}
+        return made[-1]
 
 
 def product_gradients(
@@ -139,12 +195,12 @@ def _rows(gradient: fx.Node) -> ProductGradient | None:
             return None
         lookup = Lookup(values, places, schema_argument(gradient, "padding_idx"))  # type: ignore[arg-type]
         return ProductGradient(gradient, (gradient,), (), lookups=(lookup,))
-    if gradient.target is _aten.index_put.default and schema_argument(gradient, "accumulate"):
-        base, places, values = gradient.args[:3]
+    if gradient.target is ADD_ROWS:
+        base, values, places, skipped = gradient.args
         below = _addend(base, value)
-        if below is None or not _are_places(places) or not _are_rows(values, places[0], value):  # type: ignore[index]
+        if below is None or not _are_rows(values, places, value):
             return None
-        lookup = Lookup(values, places[0], -1)  # type: ignore[arg-type, index]
+        lookup = Lookup(values, places, skipped)  # type: ignore[arg-type]
         return replace(below, nodes=(*below.nodes, gradient), lookups=(*below.lookups, lookup))
     if gradient.target is _aten.add.Tensor and schema_argument(gradient, "alpha") == 1:
         first, second = (_addend(one, value) for one in gradient.args[:2])
@@ -172,11 +228,6 @@ def _addend(value: Any, table: Tensor) -> ProductGradient | None:
 def _are_rows(values: Any, places: Any, table: Tensor) -> bool:
     value = values.meta["val"]
     return value.dtype == torch.float32 and bool(value.shape == (*places.meta["val"].shape, table.shape[1]))
-
-
-def _are_places(places: Any) -> bool:
-    (one, *more) = places
-    return not more and isinstance(one, fx.Node) and one.meta["val"].dtype in (torch.int32, torch.int64)
 
 
 def _product(gradient: fx.Node) -> ProductGradient | None:

@@ -13,18 +13,17 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from amp_compiler.errors import LoweringError
 from amp_compiler.fx.graph import node_tensor, rename_placeholder, results_of
+from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import autograd_sequence, function_sequence, own_decompositions
 from amp_compiler.ops import lstm
-from amp_compiler.passes.base import Pass, PassResult
+from amp_compiler.passes.base import FunctionalPass, PassResult
 from amp_compiler.passes.precision.type_backward import gradient_type
 
-PHASE = "amp_phase"  # key in node.meta: "forward" or "backward"
-SEED = "amp_seed"  # key in node.meta of the node that starts the backward
 _INHERITED = ("nn_module_stack", "stack_trace")
 
 
 @dataclass(frozen=True)
-class Differentiate(Pass[fx.GraphModule]):
+class Differentiate(FunctionalPass[fx.GraphModule]):
     """Trace autograd over a forward graph, so that forward and backward stand in one graph.
 
     The types of the backward follow from the casts in the forward: the adjoint of a cast is the cast back; a `typed_op`
@@ -49,12 +48,15 @@ class Differentiate(Pass[fx.GraphModule]):
             mul_1: "f32[4]" = aten.mul.Tensor(expand, x)            # backward
             return (sum_1, mul_1)
 
+    Left alone: the forward itself, which stands in front as it was; a placeholder that is not asked for.
+
     Args:
         wrt: names of the placeholders to differentiate by. The loss is the first output and must be a float scalar.
     """
 
     wrt: tuple[str, ...]
     name: ClassVar[str] = "differentiate"
+    exact: ClassVar[bool] = True
 
     def requires(self, subject: fx.GraphModule) -> str | None:
         """The first output is a floating-point scalar, and every name in `wrt` is a placeholder."""
@@ -67,12 +69,16 @@ class Differentiate(Pass[fx.GraphModule]):
         missing = [name for name in self.wrt if name not in known]
         return f"'{missing[0]}' is no placeholder of the graph" if missing else None
 
-    def ensures(self, before: fx.GraphModule, after: fx.GraphModule) -> str | None:
+    def remember(self, subject: fx.GraphModule) -> int:
+        """The number of results of the forward."""
+        return len(results_of(subject.graph))
+
+    def ensures(self, subject: fx.GraphModule, remembered: int) -> str | None:
         """There is one gradient, or `None`, for every name, in the shape of its placeholder."""
-        gradients = results_of(after.graph)[len(results_of(before.graph)) :]
+        gradients = results_of(subject.graph)[remembered:]
         if len(gradients) != len(self.wrt):
             return f"there are {len(gradients)} gradients for {len(self.wrt)} placeholders"
-        shapes = {node.name: node_tensor(node) for node in after.graph.find_nodes(op="placeholder")}
+        shapes = {node.name: node_tensor(node) for node in subject.graph.find_nodes(op="placeholder")}
         for name, gradient in zip(self.wrt, gradients, strict=True):
             source, made = shapes.get(name), node_tensor(gradient) if isinstance(gradient, fx.Node) else None
             if made is not None and source is not None and made.shape != source.shape:
@@ -195,11 +201,11 @@ def _tag(graph: fx.Graph, order: dict[str, int], forward: int, starts: list[tupl
             continue
         position = order[node.name]
         if position < forward:
-            node.meta[PHASE] = "forward"
+            node.meta[Key.PHASE] = "forward"
             continue
-        node.meta[PHASE] = "backward"
+        node.meta[Key.PHASE] = "backward"
         if not seeded and node_tensor(node) is not None:  # autograd makes its seed before any other tensor
-            node.meta[SEED] = seeded = True
+            node.meta[Key.SEED] = seeded = True
         while begun < len(starts) and starts[begun][0] <= position:
             begun += 1
         source = starts[begun - 1][1] if begun else {}

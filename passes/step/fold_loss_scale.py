@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
 from amp_compiler.fx.graph import node_tensor
-from amp_compiler.passes.base import PassResult
-from amp_compiler.passes.fx_pass import FxPass
+from amp_compiler.fx.meta import Key
+from amp_compiler.passes.base import InPlacePass, PassResult
 
 SCALE = "loss_scale"
-_SEED = "amp_seed"
 aten = torch.ops.aten
 _SCALAR_OPS = frozenset({aten.div.Tensor, aten.div.Scalar, aten.mul.Tensor, aten.mul.Scalar, aten.neg.default})
 
 
 @dataclass(frozen=True)
-class FoldLossScale(FxPass):
+class FoldLossScale(InPlacePass):
     """Seed the backward with the loss scale, and merge the seed with the constants behind it.
 
     No gradient is multiplied by the scale: it replaces the 1 that autograd starts from. Where autograd spreads the
@@ -42,11 +41,13 @@ class FoldLossScale(FxPass):
     """
 
     name: ClassVar[str] = "fold_loss_scale"
+    exact: ClassVar[bool] = False
+    idempotent: ClassVar[bool] = True
 
-    def ensures(self, before: fx.GraphModule, after: fx.GraphModule) -> str | None:
+    def ensures(self, subject: fx.GraphModule, remembered: Any) -> str | None:
         """The scale enters every gradient once: what is made from it is never multiplied or divided by the like."""
         scaled: set[fx.Node] = set()
-        for node in after.graph.nodes:
+        for node in subject.graph.nodes:
             sources = [source for source in node.all_input_nodes if source in scaled]
             if (node.op == "placeholder" and node.name == SCALE) or sources:
                 scaled.add(node)
@@ -57,7 +58,7 @@ class FoldLossScale(FxPass):
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place; adds the placeholder `loss_scale` (FP32 scalar) behind the others."""
         graph = subject.graph
-        seed = next((node for node in graph.nodes if node.meta.get(_SEED)), None)
+        seed = next((node for node in graph.nodes if node.meta.get(Key.SEED)), None)
         if seed is None:
             return PassResult(subject, False)
         placeholders = graph.find_nodes(op="placeholder")
@@ -71,7 +72,6 @@ class FoldLossScale(FxPass):
         seed.replace_all_uses_with(source)
         graph.erase_node(seed)
         _hoist_constants(graph, source)
-        graph.lint()
         subject.recompile()
         return PassResult(subject, True)
 
@@ -83,10 +83,10 @@ def _like(tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> t
 def _fit(graph: fx.Graph, scale: fx.Node, seed: fx.Node, loss: torch.Tensor) -> fx.Node:
     with graph.inserting_before(seed):
         node = graph.call_function(aten._to_copy.default, (scale,), {"dtype": loss.dtype})
-        node.meta = {"val": _like(loss, loss.dtype, ()), "amp_phase": "backward"}
+        node.meta = {"val": _like(loss, loss.dtype, ()), Key.PHASE: "backward"}
         if loss.dim():
             node = graph.call_function(aten.view.default, (node, list(loss.shape)))
-            node.meta = {"val": loss, "amp_phase": "backward"}
+            node.meta = {"val": loss, Key.PHASE: "backward"}
     return node
 
 

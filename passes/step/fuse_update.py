@@ -9,30 +9,23 @@ from typing import Any, ClassVar
 
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
-from amp_compiler.fx.graph import node_tensor, results_of
+from amp_compiler.fx.alias import lies_in_input
+from amp_compiler.fx.graph import call_before, node_tensor, results_of, splice_before, trace_before
+from amp_compiler.fx.meta import Key
 from amp_compiler.ops.loss_scale_base import LossScale, LossScaleState
-from amp_compiler.ops.update import operators as fused_update  # noqa: F401  # registers the operators
-from amp_compiler.passes.base import Pass, PassResult
+from amp_compiler.ops.update.operators import CHECK, COMMIT, OPERATORS
+from amp_compiler.passes.base import InPlacePass, PassResult
 from amp_compiler.passes.step.fold_loss_scale import SCALE
-from amp_compiler.passes.step.sum_gradients import sum_of
-from amp_compiler.passes.step.trace_update import OWN_STATE, TracedUpdate, lies_in_input, trace_update
+from amp_compiler.passes.step.trace_update import OWN_STATE, TracedUpdate, trace_update
 from amp_compiler.passes.step.update_group import UpdateGroup
 
-STATE = "amp_state"  # key in node.meta of the placeholders that this pass adds
-OPERATORS = {
-    "adam": torch.ops.amp_compiler.adam_update.default,
-    "sgd": torch.ops.amp_compiler.sgd_update.default,
-    "adam_low": torch.ops.amp_compiler.adam_update_low.default,
-    "sgd_low": torch.ops.amp_compiler.sgd_update_low.default,
-}
 _CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 _COLUMN_SCALARS = frozenset({"step"})
 
 
 @dataclass(frozen=True)
-class FuseUpdate(Pass[fx.GraphModule]):
+class FuseUpdate(InPlacePass):
     """Append the update to a joint graph.
 
     One `grad_check` reads every gradient once and gives the global norm and whether anything is not finite. One update
@@ -43,22 +36,22 @@ class FuseUpdate(Pass[fx.GraphModule]):
 
     Before::
 
-        return (loss, new_buffer, grad_w)
+        return loss, new_buffer, grad_w
 
     After::
 
-        grad_check = amp_compiler.grad_check([grad_w], reciprocal)
-        ...
-        adam_update = amp_compiler.adam_update([w], [grad_w], [exp_avg], [exp_avg_sq], [], [w_low], [step], hyper, coef,
-                                               nonfinite, False, False, True)
-        copy_ = aten.copy_(buffer, where(nonfinite, buffer, new_buffer))
-        return (loss, norm, nonfinite, flags, grad_w)
+        grad_check = amp_compiler.grad_check.default([grad_w], reciprocal)
+        norm = getitem(grad_check, 0); nonfinite = getitem(grad_check, 1); flags = getitem(grad_check, 2)
+        commit = amp_compiler.commit.default(nonfinite, [buffer], [new_buffer])
+        adam_update = amp_compiler.adam_update.default([w], [grad_w], [exp_avg], [exp_avg_sq], [], [w_low], [step],
+                                                       hyper, coef, nonfinite, False, False, True)
+        return loss, norm, nonfinite, flags, grad_w
+
+    Left alone: nothing; with `gather="add"` there is no update, only the sums.
 
     Args:
         groups: what to update, and how.
-        gradients: for each differentiated placeholder its name, in the order of the gradients at the end of the
-            graph's outputs. Two names with one master (its FP32 and its 16-bit form) have their gradients summed.
-        owner: for each of those names the master that it belongs to.
+        updated: the master of each gradient at the end of the graph's outputs, one for each, see `SumGradients`.
         results: number of outputs before the new buffers (loss and aux).
         buffers: placeholder names of the buffers whose new values follow the results.
         scale: the loss scale.
@@ -69,8 +62,7 @@ class FuseUpdate(Pass[fx.GraphModule]):
     """
 
     groups: tuple[UpdateGroup | TracedUpdate, ...]
-    gradients: tuple[str, ...]
-    owner: tuple[str, ...]
+    updated: tuple[str, ...]
     results: int
     buffers: tuple[str, ...]
     scale: LossScale
@@ -78,21 +70,23 @@ class FuseUpdate(Pass[fx.GraphModule]):
     divisor: int = 1
     gather: str = ""
     name: ClassVar[str] = "fuse_update"
+    exact: ClassVar[bool] = False
 
     def requires(self, subject: fx.GraphModule) -> str | None:
         """Results, new buffers and gradients stand in the outputs as announced, and the scale is a placeholder."""
         outputs = results_of(subject.graph)
-        expected = self.results + len(self.buffers) + len(self.gradients)
+        expected = self.results + len(self.buffers) + len(self.updated)
         if len(outputs) != expected:
             return f"the graph returns {len(outputs)} values, not {expected}"
+        if not all(isinstance(gradient, fx.Node) for gradient in outputs[expected - len(self.updated) :]):
+            return "a gradient is missing; run sum_gradients first"
         if not any(node.name == SCALE for node in subject.graph.find_nodes(op="placeholder")):
             return f"the graph has no placeholder '{SCALE}'; run fold_loss_scale first"
-        return None
+        return super().requires(subject)
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""
         _Builder(self, subject).build()
-        subject.graph.lint()
         subject.recompile()
         return PassResult(subject, True)
 
@@ -109,13 +103,14 @@ class _Builder:
     def build(self) -> None:
         options = self.options
         state = self._scale_state()
-        gradients = self._merged_gradients()
+        found = self.outputs[options.results + len(options.buffers) :]
+        gradients: dict[str, fx.Node] = dict(zip(options.updated, found, strict=True))
         if options.gather:
             gradients = self._gathered(gradients)
         (inverse,) = self._inline(
             lambda *fields: options.scale.inverse(LossScaleState(*fields)) / options.divisor, state
         )
-        check = self._call(torch.ops.amp_compiler.grad_check.default, [list(gradients.values()), inverse])
+        check = self._call(CHECK, [list(gradients.values()), inverse])
         norm, nonfinite, flags = (self._item(check, index) for index in range(3))
         if not options.scale.checks_finite:
             (nonfinite,) = self._inline(torch.zeros_like, [nonfinite])
@@ -131,33 +126,11 @@ class _Builder:
         kept = self.outputs[: options.results]
         with self.graph.inserting_before(self.output):
             self.output.args = ((*kept, norm, nonfinite, flags, *gradients.values()),)
-        for gradient in dict.fromkeys(self.outputs[options.results + len(options.buffers) :]):
-            if isinstance(gradient, fx.Node) and not gradient.users:  # it was added in another way
-                self.graph.erase_node(gradient)
 
     def _coefficient(self, inverse: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         if self.options.clip_norm is None:
             return inverse * 1.0
         return inverse * (self.options.clip_norm / (norm + _CLIP_EPSILON)).clamp(max=1.0)
-
-    def _merged_gradients(self) -> dict[str, fx.Node]:
-        """One gradient per master that has any; the FP32 and the 16-bit form of a weight are summed in FP32.
-
-        A gradient that is an input of the graph is copied: the derivative by a summand is the loss scale itself, and
-        the update writes a new scale where the gradient is still to be read.
-        """
-        first = self.options.results + len(self.options.buffers)
-        merged: dict[str, fx.Node] = {}
-        for owner, gradient in zip(self.options.owner, self.outputs[first:], strict=True):
-            if not isinstance(gradient, fx.Node):
-                continue
-            if lies_in_input(gradient):
-                (gradient,) = self._inline(torch.clone, [gradient])
-            if owner in merged:
-                function, parts = sum_of(merged[owner], gradient)
-                (gradient,) = self._inline(function, parts)
-            merged[owner] = gradient
-        return merged
 
     def _gathered(self, gradients: dict[str, fx.Node]) -> dict[str, fx.Node]:
         """The gradients of this batch added, in FP32, to those of the batches before; the sums are kept or cleared."""
@@ -204,7 +177,7 @@ class _Builder:
         lows = [self.placeholders[name] for name in group.lows if name is not None]
         rates = self._scalar_state(index, "lr", skip, torch.float64, (group.rates,))
         given = [*masters, *(gradients[name] for name in group.masters), *states, *lows, rates, coef, skip]
-        self._splice(trace_update(group, [node.meta["val"] for node in given]), given)
+        splice_before(self.output, trace_update(group, [node.meta["val"] for node in given]), given, "update")
 
     def _rounding(self, like: fx.Node) -> fx.Node:
         """The random state of stochastic rounding; one for all groups, each of which moves it on."""
@@ -228,13 +201,13 @@ class _Builder:
     def _placeholder(self, key: tuple[Any, ...], value: torch.Tensor) -> fx.Node:
         with self.graph.inserting_after(self.last):
             node = self.graph.placeholder("_".join(str(part) for part in key))
-        node.meta = {"val": value, STATE: key}
+        node.meta = {"val": value, Key.STATE: key}
         self.last = node
         return node
 
     def _scale_state(self) -> list[fx.Node]:
         scale = self.placeholders[SCALE]
-        scale.meta[STATE] = ("scale", "scale", 0)
+        scale.meta[Key.STATE] = ("scale", "scale", 0)
         example = self.options.scale.init("cpu")
         tensor = node_tensor(scale)
         return [
@@ -254,40 +227,22 @@ class _Builder:
                 self._call(torch.ops.aten.copy_.default, [old, new])
 
     def _commit_buffers(self, skip: fx.Node) -> None:
+        """Write the new buffers where the step counts; a value that lies in an input may be about to be written."""
         first = self.options.results
-        new_values = self.outputs[first : first + len(self.options.buffers)]
-        for name, new in zip(self.options.buffers, new_values, strict=True):
-            old = self.placeholders[name]
-            (kept,) = self._inline(lambda s, a, b: torch.where(s != 0, a, b), [skip, old, new])
-            self._call(torch.ops.aten.copy_.default, [old, kept])
+        given = self.outputs[first : first + len(self.options.buffers)]
+        values = [self._inline(torch.clone, [new])[0] if lies_in_input(new) else new for new in given]
+        if values:
+            targets = [self.placeholders[name] for name in self.options.buffers]
+            self._call(COMMIT, [skip, targets, values])
 
     def _item(self, node: fx.Node, index: int) -> fx.Node:
         with self.graph.inserting_before(self.output):
             item = self.graph.call_function(operator.getitem, (node, index))
-        item.meta = {"val": node.meta["val"][index], "amp_phase": "update"}
+        item.meta = {"val": node.meta["val"][index], Key.PHASE: "update"}
         return item
 
     def _call(self, target: Any, arguments: Sequence[Any]) -> fx.Node:
-        with self.graph.inserting_before(self.output):
-            node = self.graph.call_function(target, tuple(arguments))
-        values = torch.fx.node.map_arg(tuple(arguments), lambda argument: argument.meta["val"])
-        node.meta = {"val": target(*values), "amp_phase": "update"}
-        return node
+        return call_before(self.output, target, arguments, "update")
 
     def _inline(self, function: Callable[..., Any], arguments: Sequence[fx.Node]) -> list[fx.Node]:
-        """Trace a function of tensors and copy its nodes in; a result that is an argument comes back as that node."""
-        traced = make_fx(lambda *inputs: function(*inputs), _allow_non_fake_inputs=True)(
-            *[node.meta["val"] for node in arguments]
-        )
-        return self._splice(traced, arguments)
-
-    def _splice(self, traced: fx.GraphModule, arguments: Sequence[fx.Node]) -> list[fx.Node]:
-        environment = dict(zip(traced.graph.find_nodes(op="placeholder"), arguments, strict=True))
-        with self.graph.inserting_before(self.output):
-            for node in traced.graph.nodes:
-                if node.op == "call_function":
-                    environment[node] = self.graph.node_copy(node, lambda old: environment[old])
-                    environment[node].meta["amp_phase"] = "update"
-        results = traced.graph.output_node().args[0]
-        flat = list(results) if isinstance(results, (list, tuple)) else [results]
-        return [environment[item] for item in flat]  # type: ignore[index]
+        return trace_before(self.output, function, arguments, "update")

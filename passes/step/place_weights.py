@@ -1,25 +1,82 @@
-"""How the trained weights stand in a step's graph: as placeholders of masters, of 16-bit copies, or of both."""
+"""`PlaceWeights`: trained weights as placeholders of masters, of 16-bit copies, or of both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from amp_compiler.fx.graph import CAST, LOW_TYPES, canonical_op, node_tensor
-from amp_compiler.fx.meta import PIN
-from amp_compiler.ops.update.rounding import Storage, WeightStorage
+from amp_compiler.fx.graph import CAST, LOW_TYPES, canonical_op, node_tensor, upcast_behind_inputs
+from amp_compiler.fx.meta import Key
+from amp_compiler.passes.base import InPlacePass, PassResult
 from amp_compiler.policy.rules import OpTable
 
-LOW = "amp_low"  # key in node.meta of a placeholder for a 16-bit weight: (its master's placeholder, torch dtype)
-_FROM_PLAN = "amp_cast"
+
+@dataclass(frozen=True)
+class PlaceWeights(InPlacePass):
+    """Give every weight of a rewritten forward the placeholders that its storage asks for.
+
+    A cast of an FP32 weight becomes a placeholder for its 16-bit copy, which the update writes beside it (`low=`). A
+    16-bit weight with a master gets a placeholder for the FP32 master (`master=`). One without gets, where something
+    reads it in FP32, a placeholder for its FP32 value (`wide=`). That stands for a cast until the graph is traced back,
+    so that a gradient made in FP32 is not rounded to 16 bits.
+
+    Before (`stored={"w": torch.float32}`, `trained=("w",)`)::
+
+        in w: fp32[8, 8]
+        in x: bf16[4, 8]
+        to_dtype: bf16[8, 8] = aten.to.dtype(w, torch.bfloat16)  # cast
+        linear: bf16[4, 8] = aten.linear.default(x, to_dtype)
+
+    After::
+
+        in w: fp32[8, 8]
+        in x: bf16[4, 8]
+        in w_low0: bf16[8, 8]  # cast low=w:bf16
+        linear: bf16[4, 8] = aten.linear.default(x, w_low0)
+
+    Left alone: casts of inputs, and of FP32 parameters that are not trained.
+
+    Args:
+        stored: torch type of every parameter, by placeholder.
+        trained: placeholders of the parameters to train.
+        masters: whether 16-bit parameters have FP32 masters.
+    """
+
+    stored: Mapping[str, torch.dtype]
+    trained: tuple[str, ...]
+    masters: bool = True
+    name: ClassVar[str] = "place_weights"
+    exact: ClassVar[bool] = True
+
+    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+        """Rewrite in place."""
+        graph, count, modified = subject.graph, 0, False
+        placeholders = {node.name: node for node in graph.find_nodes(op="placeholder")}
+        before = len(placeholders), len(graph.nodes)
+        for name, dtype in self.stored.items():
+            node = placeholders[name]
+            if dtype in LOW_TYPES:
+                modified |= node.meta["val"].dtype is not dtype
+                wide = _widened(graph, node, dtype)
+                if name in self.trained and self.masters:
+                    _stand_in(graph, Key.MASTER, node, wide)
+                elif name in self.trained and wide is not None:
+                    _stand_in(graph, Key.WIDE, node, wide)
+            elif name in self.trained:
+                count = _hoist_copies(graph, node, count)
+        modified |= before != (len(graph.find_nodes(op="placeholder")), len(graph.nodes))
+        if modified:
+            subject.recompile()
+        return PassResult(subject, modified)
 
 
-@dataclass
+@dataclass(frozen=True)
 class PlacedWeights:
-    """The trained weights of a graph, by placeholder.
+    """The trained weights of a graph, by placeholder, as `PlaceWeights` marked them.
 
     Args:
         parameters: placeholders of the trained parameters.
@@ -53,25 +110,6 @@ class PlacedWeights:
             for name in (parameter, *[name for name, of in others.items() if of == parameter])
         ]
 
-    def for_update(
-        self, owners: list[str], held: dict[str, Callable[[], Tensor]], storage: WeightStorage
-    ) -> tuple[dict[int, str], dict[int, str], dict[int, Storage]]:
-        """What the update must know of the owners that have a gradient, each by `id` of the parameter.
-
-        Args:
-            owners: placeholders out of `owner`.
-            held: today's tensor of every parameter, by placeholder.
-            storage: how the optimizer holds them.
-
-        Returns:
-            Placeholder of the weight, placeholder of its 16-bit copy, and storage of a 16-bit weight without a master.
-        """
-        parameters = {name: held[self.parameter(name)]() for name in owners}
-        masters = {id(parameter): name for name, parameter in parameters.items()}
-        lows = {id(parameter): low for name, parameter in parameters.items() if (low := self.low(name)) is not None}
-        stored = {id(p): storage.rounding for p in parameters.values() if storage.low and p.dtype in LOW_TYPES}
-        return masters, lows, stored
-
     def parameter(self, owner: str) -> str:
         """Placeholder of the parameter that an owner is, or is the master of."""
         return self.masters.get(owner, owner)
@@ -83,84 +121,43 @@ class PlacedWeights:
         return next((name for name, (parameter, _) in reversed(self.copies.items()) if parameter == owner), None)
 
 
-def place_weights(
-    graph_module: fx.GraphModule,
-    trained: list[str],
-    held: dict[str, Callable[[], Tensor]],
-    storage: WeightStorage,
-    low: torch.dtype,
-    ops: OpTable,
-    store_low: Callable[[Tensor, torch.dtype], None],
-) -> PlacedWeights:
-    """Give every weight of a rewritten forward the placeholders that its storage asks for, in place.
-
-    Without masters, an FP32 parameter that the plan reads in the low type is converted here, once and for all. One
-    that the plan reads in FP32 alone (the weight of a norm under `default`) stays FP32, and is its own master.
+def placed_weights(graph: fx.Graph, trained: tuple[str, ...]) -> PlacedWeights:
+    """What `PlaceWeights` made of the trained weights.
 
     Args:
-        graph_module: the forward, with the casts of the plan.
+        graph: behind that pass, before or after differentiation.
         trained: placeholders of the parameters to train.
-        held: today's tensor of every parameter, by placeholder.
-        storage: how the optimizer holds them.
-        low: the 16-bit type.
-        ops: the op table.
-        store_low: converts a parameter in place.
     """
-    placed = PlacedWeights(tuple(trained))
-    graph = graph_module.graph
-    placeholders = {node.name: node for node in graph.find_nodes(op="placeholder")}
-    for name, get in held.items():
-        node = placeholders[name]
-        if storage.low and name in trained and get().dtype is torch.float32 and _is_read_low(node, low, ops):
-            store_low(get(), low)
-        if get().dtype in LOW_TYPES:
-            wide = _widened(graph, node, get())
-            if name in trained and not storage.low:
-                placed.masters[_stand_in(graph, f"{name}_master", node, wide)] = name
-            elif name in trained and wide is not None:
-                placed.wide[_stand_in(graph, f"{name}_wide", node, wide)] = name
-        elif name in trained:
-            _hoist_copies(graph, node, placed)
-    graph.lint()
-    graph_module.recompile()
-    return placed
+    marked = graph.find_nodes(op="placeholder")
+    return PlacedWeights(
+        trained,
+        {node.name: node.meta[Key.LOW] for node in marked if Key.LOW in node.meta},
+        {node.name: node.meta[Key.MASTER] for node in marked if Key.MASTER in node.meta},
+        {node.name: node.meta[Key.WIDE] for node in marked if Key.WIDE in node.meta},
+    )
 
 
-def insert_upcasts(joint: fx.GraphModule, placed: PlacedWeights) -> None:
-    """Replace the placeholders in `placed.wide` of a joint graph by the casts that they stand for, in place."""
-    graph = joint.graph
-    for name, parameter in placed.wide.items():
-        nodes = {node.name: node for node in graph.find_nodes(op="placeholder")}
-        cast = _cast(graph, nodes[parameter])
-        cast.meta["amp_phase"] = "forward"
-        nodes[name].replace_all_uses_with(cast)
-        graph.erase_node(nodes[name])
-    if placed.wide:
-        graph.lint()
-        joint.recompile()
-
-
-def _is_read_low(node: fx.Node, low: torch.dtype, ops: OpTable) -> bool:
-    """True where the value is cast to the low type, at once or behind ops with which rounding commutes."""
+def is_read_low(node: fx.Node, low: torch.dtype, ops: OpTable) -> bool:
+    """True where a value is cast to the low type, at once or behind ops with which rounding commutes."""
     return any(
         (user.target is CAST and user.args[1] is low)
-        or (user.op == "call_function" and ops.info(canonical_op(user.target)).exact and _is_read_low(user, low, ops))
+        or (user.op == "call_function" and ops.info(canonical_op(user.target)).exact and is_read_low(user, low, ops))
         for user in node.users
     )
 
 
-def _widened(graph: fx.Graph, node: fx.Node, parameter: Tensor) -> fx.Node | None:
+def _widened(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node | None:
     """Gather all FP32 uses of a 16-bit parameter behind one cast; `None` where it has none.
 
     A cast that only emulates 16-bit arithmetic is none of them: it must see the rounded value, and its gradient is
     rounded as well.
     """
     captured = node_tensor(node)
-    if captured is not None and captured.dtype is torch.float32:  # see `master_weights.widened`
-        node.meta["val"] = captured.detach().to(parameter.dtype)
-        narrow = [user for user in node.users if user.target is CAST and user.args[1] is parameter.dtype]
+    if captured is not None and captured.dtype is torch.float32:  # see `training.weights.widened`
+        node.meta["val"] = captured.detach().to(dtype)
+        narrow = [user for user in node.users if user.target is CAST and user.args[1] is dtype]
         others = [user for user in node.users if user not in narrow]
-        wide = _cast(graph, node) if others else None
+        wide = upcast_behind_inputs(graph, node) if others else None
         for user in others:
             user.replace_input_with(node, wide)  # type: ignore[arg-type]
         for cast in narrow:
@@ -168,38 +165,31 @@ def _widened(graph: fx.Graph, node: fx.Node, parameter: Tensor) -> fx.Node | Non
             graph.erase_node(cast)
         return wide
     casts = [user for user in node.users if user.target is CAST and user.args[1] is torch.float32]
-    casts = [cast for cast in casts if PIN in cast.meta or _FROM_PLAN in cast.meta]
-    wide = _cast(graph, node) if casts else None
+    casts = [cast for cast in casts if Key.PIN in cast.meta or Key.PLACED in cast.meta]
+    wide = upcast_behind_inputs(graph, node) if casts else None
     for cast in casts:
         cast.replace_all_uses_with(wide)  # type: ignore[arg-type]
         graph.erase_node(cast)
     return wide
 
 
-def _cast(graph: fx.Graph, node: fx.Node) -> fx.Node:
+def _stand_in(graph: fx.Graph, key: Key, node: fx.Node, wide: fx.Node | None) -> None:
+    """Add a placeholder for the FP32 value of a 16-bit parameter, which takes the place of a cast."""
     with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
-        cast = graph.call_function(CAST, (node, torch.float32))
-    cast.meta = {"val": node.meta["val"].to(torch.float32)}
-    return cast
-
-
-def _stand_in(graph: fx.Graph, name: str, node: fx.Node, wide: fx.Node | None) -> str:
-    """Add a placeholder for the FP32 value of a 16-bit parameter, which takes the place of a cast; returns its name."""
-    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
-        made = graph.placeholder(name)
-    made.meta = {**node.meta, "val": node.meta["val"].to(torch.float32)}
+        made = graph.placeholder(f"{node.name}_{key.name.lower()}")
+    made.meta = {**node.meta, "val": node.meta["val"].to(torch.float32), key: node.name}
     if wide is not None:
         wide.replace_all_uses_with(made)
         graph.erase_node(wide)
-    return made.name
 
 
-def _hoist_copies(graph: fx.Graph, node: fx.Node, placed: PlacedWeights) -> None:
-    """Turn each cast of an FP32 weight into a placeholder for its 16-bit copy."""
+def _hoist_copies(graph: fx.Graph, node: fx.Node, number: int) -> int:
+    """Turn each cast of an FP32 weight into a placeholder for its 16-bit copy; returns how many there are now."""
     for cast in [user for user in node.users if user.target is CAST]:
         with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
-            made = graph.placeholder(f"{node.name}_low{len(placed.copies)}")
-        made.meta = {**cast.meta, LOW: (node.name, cast.args[1])}
-        placed.copies[made.name] = (node.name, cast.args[1])  # type: ignore[assignment]
+            made = graph.placeholder(f"{node.name}_low{number}")
+        made.meta = {**cast.meta, Key.LOW: (node.name, cast.args[1])}
         cast.replace_all_uses_with(made)
         graph.erase_node(cast)
+        number += 1
+    return number

@@ -9,8 +9,8 @@ import torch
 from torch import fx
 
 from amp_compiler.fx.graph import CAST, node_tensor
-from amp_compiler.passes.base import PassResult
-from amp_compiler.passes.fx_pass import FxPass
+from amp_compiler.fx.meta import Key
+from amp_compiler.passes.base import InPlacePass, PassResult
 
 _COPY = torch.ops.aten._to_copy.default
 _LAYOUTS = (torch.ops.aten.clone.default, torch.ops.aten._unsafe_view.default)
@@ -18,7 +18,7 @@ _LOW = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
-class SimplifyCasts(FxPass):
+class SimplifyCasts(InPlacePass):
     """Five rewrites, each exact:
 
     1. a cast to the type that the value has -> the value
@@ -40,6 +40,9 @@ class SimplifyCasts(FxPass):
     """
 
     name: ClassVar[str] = "simplify_casts"
+    exact: ClassVar[bool] = True
+    skippable: ClassVar[bool] = True
+    idempotent: ClassVar[bool] = True
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""
@@ -49,7 +52,6 @@ class SimplifyCasts(FxPass):
         modified |= _merge_equal(graph)
         modified |= _erase_unread(graph)
         if modified:
-            graph.lint()
             subject.recompile()
         return PassResult(subject, modified)
 
@@ -120,9 +122,9 @@ def _repeat_in_backward(graph: fx.Graph) -> bool:
     modified = False
     for node in list(graph.nodes):
         chain = _from_upcast(node)
-        if not chain or node.meta.get("amp_phase") != "forward":
+        if not chain or node.meta.get(Key.PHASE) != "forward":
             continue
-        later = [user for user in node.users if user.meta.get("amp_phase") == "backward"]
+        later = [user for user in node.users if user.meta.get(Key.PHASE) == "backward"]
         if not later:
             continue
         made = _source(chain[0])
@@ -130,7 +132,7 @@ def _repeat_in_backward(graph: fx.Graph) -> bool:
             for link in chain:
                 again = graph.node_copy(link)
                 again.update_arg(0, made)
-                again.meta = {**link.meta, "amp_phase": "backward"}
+                again.meta = {**link.meta, Key.PHASE: "backward"}
                 made = again
         for user in later:
             user.replace_input_with(node, made)
@@ -162,7 +164,7 @@ def _merge_equal(graph: fx.Graph) -> bool:
         dtype = cast_type(node)
         if dtype is None or any(_writes(user) for user in node.users):
             continue
-        key = (_source(node), dtype, node.meta.get("amp_phase"))
+        key = (_source(node), dtype, node.meta.get(Key.PHASE))
         first = seen.setdefault(key, node)
         if first is not node and not any(user.op == "output" for user in node.users):
             node.replace_all_uses_with(first)

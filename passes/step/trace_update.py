@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_compiler.errors import LoweringError
+from amp_compiler.fx.alias import is_view, readers
 from amp_compiler.fx.graph import results_of
 
 OWN_STATE = "state_"  # before the key of a state tensor, in the name of its placeholder
@@ -138,27 +138,6 @@ def _inline_constant(traced: fx.GraphModule, node: fx.Node, like: Tensor, name: 
         )
     constant.meta = {"val": like.new_empty((), dtype=value.dtype)}
     node.replace_all_uses_with(constant)
-
-
-def is_view(node: fx.Node) -> bool:
-    """True where the value may lie in the memory of the node's first argument."""
-    schema = getattr(node.target, "_schema", None)
-    return node.target is operator.getitem or (schema is not None and any(a.alias_info for a in schema.arguments))
-
-
-def lies_in_input(node: fx.Node) -> bool:
-    """True for a placeholder, and for a view of one."""
-    while is_view(node):
-        node = node.args[0]  # type: ignore[assignment]
-    return node.op == "placeholder"
-
-
-def readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Users of a value, and those of its views."""
-    for user in node.users:
-        yield user
-        if is_view(user):
-            yield from readers(user)
 
 
 def _apart(graph: fx.Graph, olds: list[fx.Node], news: list[Any], first: fx.Node) -> list[Any]:

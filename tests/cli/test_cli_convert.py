@@ -119,13 +119,15 @@ def test_io_types(run, benign, tmp_path):
         (["in.onnx"], 2, "Usage:"),
         (["in.onnx", "out.onnx", "--dtype", "auto"], 2, "Usage:"),
         (["in.onnx", "out.onnx", "--tolerance", "-1"], 2, "Usage:"),
+        (["in.onnx", "out.onnx", "--tolerance", "0.1"], 2, "give --verify as well"),
+        (["in.onnx", "out.onnx", "--report", "nowhere/plan.html"], 2, "there is no folder 'nowhere'"),
         (["nowhere.onnx", "out.onnx"], 1, "no such file"),
         (["in.onnx", "out.onnx", "--rules", "defalt"], 1, "default"),
         (["in.onnx", "out.onnx", "--calibrate", "nowhere.npz"], 1, "no such file or folder"),
         (["in.onnx", "out.onnx", "--calibrate", "wrong.npz"], 1, "'x' is missing"),
         (["in.onnx", "in.onnx"], 1, "the output is the input"),
         (["in.onnx", "nowhere/out.onnx"], 1, "no such folder"),
-        (["broken.onnx", "out.onnx"], 1, "not an ONNX model"),
+        (["broken.onnx", "out.onnx"], 1, "no ONNX model"),
     ],
 )
 def test_wrong_arguments(run, benign, tmp_path, monkeypatch, arguments, code, words):

@@ -16,7 +16,7 @@ from amp_compiler.ir.graph_text import format_graph, parse_graph
 from amp_compiler.onnx.convert import convert_onnx
 from amp_compiler.onnx.lowering.lower import lower
 from amp_compiler.onnx.model.data import convert, examine
-from amp_compiler.onnx.model.model import read_model
+from amp_compiler.onnx.model.model import open_model, read_model
 from amp_compiler.onnx.model.types import first_version, signature_of
 
 
@@ -26,7 +26,8 @@ def info(name, *shape, kind=T.FLOAT):
 
 def lowered(nodes, inputs, outputs, data=(), opset=18, low=DType.FLOAT16, **facts):
     graph = h.make_graph(list(nodes), "g", list(inputs), list(outputs), initializer=list(data), **facts)
-    return lower(read_model(h.make_model(graph, opset_imports=[h.make_opsetid("", opset)], ir_version=9), None), low)
+    model = h.make_model(graph, opset_imports=[h.make_opsetid("", opset)], ir_version=9)
+    return lower(read_model(open_model(model)), low)
 
 
 def ones(name, *shape):

@@ -144,7 +144,7 @@ def test_bad_files_are_errors(tmp_path):
         calibrate(chain(), tmp_path / "empty")
     with pytest.raises(OnnxError, match="no such file"):
         calibrate(tmp_path / "nowhere.onnx", [batch()])
-    with pytest.raises(OnnxError, match="not an ONNX model"):
+    with pytest.raises(OnnxError, match="no ONNX model"):
         calibrate(broken, [batch()])
     # A batch on which the model fails: the multiplication of [n, 8] by [8, 4] is right, its reshape is not.
     nodes = [helper.make_node("Reshape", ["x", "to"], ["y"])]

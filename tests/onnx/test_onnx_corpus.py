@@ -14,9 +14,9 @@ from onnx import TensorProto
 from onnx_corpus import CASES, MADE
 from onnx_corpus.case import Batches, Built
 
-from amp_compiler.onnx.check.types import bodies
 from amp_compiler.onnx.check.verify import VerifyReport, verify
 from amp_compiler.onnx.convert import Conversion, convert_onnx
+from amp_compiler.onnx.model.model import proto_bodies
 
 BFLOAT16_PER_FLOAT16 = 8  # three bits of precision fewer
 NAMES = {case.name: case for case in CASES}
@@ -63,7 +63,7 @@ def assert_sorted(graph: onnx.GraphProto, outer: frozenset[str] = frozenset()) -
     for node in graph.node:
         for name in node.input:
             assert not name or name in known, f"{node.name} reads {name} before it is made"
-        for body in bodies(node):
+        for body in proto_bodies(node).values():
             assert_sorted(body, frozenset(known))
         for name in node.output:
             if name:

@@ -291,6 +291,12 @@ def test_what_is_no_module_is_refused():
         amp.export_onnx("m.onnx", (torch.ones(1),))
 
 
+@pytest.mark.parametrize("opset", [0, 999, "20", 20.0])
+def test_what_is_no_opset_is_refused(opset):
+    with pytest.raises(amp.OnnxError, match=r"is no opset; give a number up to \d+"):
+        amp.export_onnx(net(), (torch.randn(2, 8),), opset=opset)
+
+
 def test_a_branch_on_values_is_refused_with_its_line():
     class Branch(nn.Module):
         def forward(self, x):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -18,8 +20,14 @@ from onnx_models import (
 )
 
 import amp_compiler as amp
+from amp_compiler.cli.convert import ConvertOptions, run_convert
 from amp_compiler.errors import OnnxError
+from amp_compiler.onnx.check.batches import random_batches
+from amp_compiler.onnx.check.calibrate import calibrate
+from amp_compiler.onnx.check.run import stored_bytes
 from amp_compiler.onnx.convert import convert_onnx
+from amp_compiler.onnx.model.model import open_model
+from amp_compiler.onnx.plan import explain_onnx
 
 
 def test_files_are_written_whole_and_the_input_is_never_touched(tmp_path):
@@ -38,6 +46,15 @@ def test_files_are_written_whole_and_the_input_is_never_touched(tmp_path):
     (tmp_path / "junk.onnx").write_bytes(b"no model at all")
     with pytest.raises(OnnxError, match="no ONNX model"):
         convert_onnx(tmp_path / "junk.onnx")
+    (tmp_path / "junk.json").write_text("{}}")  # ONNX's text forms, told by the suffix, have errors of their own
+    with pytest.raises(OnnxError, match="no ONNX model"):
+        convert_onnx(tmp_path / "junk.json")
+    with pytest.raises(OnnxError, match="cannot read a int"):
+        convert_onnx(3)
+    with pytest.raises(OnnxError, match="batches: it is a int; give a list of dicts"):
+        convert_onnx(source, calibration=3)
+    with pytest.raises(amp.AmpError, match="trainable= is a str, not a function"):
+        amp.onnx_to_fx(source, trainable="weight")
 
 
 def test_external_data_stay_external_and_cast_exactly(tmp_path):
@@ -95,3 +112,52 @@ def test_calibration_and_verification_from_a_file(tmp_path):
     )
     assert {entry.precision for entry in done.plan.nodes} == {"fp32"}
     assert "in calibration" in done.plan.nodes[0].reason and done.report.first_bad is None
+
+
+OPENED: Counter[str] = Counter()
+
+
+@pytest.fixture
+def opened():
+    """How often Python opens each file, by its name."""
+    if "audit" not in OPENED:  # a hook stays for good
+        OPENED["audit"] = 1
+        sys.addaudithook(_note_open)
+    OPENED.update(armed=1)
+    yield OPENED
+    OPENED.clear()
+    OPENED["audit"] = 1
+
+
+def _note_open(event: str, arguments: tuple) -> None:
+    if event == "open" and OPENED["armed"] and isinstance(arguments[0], (str, Path)):
+        OPENED[Path(arguments[0]).name] += 1
+
+
+def test_a_conversion_opens_its_input_once(opened, tmp_path):
+    batch = {"x": np.ones((4, 8), np.float32)}
+    onnx.save(mlp(), tmp_path / "m.onnx")
+    np.savez(tmp_path / "data.npz", **batch)
+    opened["m.onnx"] = 0
+    done = convert_onnx(tmp_path / "m.onnx", tmp_path / "o.onnx", calibration=[batch], verify=[batch])
+    assert done.report.ok(1e-2) and opened["m.onnx"] == 1
+    amp.onnx_to_fx(tmp_path / "m.onnx")
+    assert opened["m.onnx"] == 2
+    model = open_model(tmp_path / "m.onnx")
+    assert opened["m.onnx"] == 3
+    ranges = calibrate(model, [batch])
+    assert convert_onnx(model).plan == done.plan and explain_onnx(model, ranges=ranges) == done.plan
+    assert random_batches(model) and stored_bytes(model) == (tmp_path / "m.onnx").stat().st_size
+    assert opened["m.onnx"] == 3
+
+
+def test_the_command_opens_its_input_and_its_output_once(opened, tmp_path):
+    onnx.save(mlp(), tmp_path / "m.onnx")
+    opened["m.onnx"] = 0
+    for calibrate_with in (None, tmp_path / "data.npz"):
+        np.savez(tmp_path / "data.npz", x=np.ones((4, 8), np.float32))
+        opened["m.onnx"] = opened["o.onnx"] = 0
+        options = ConvertOptions(tmp_path / "m.onnx", tmp_path / "o.onnx", calibrate=calibrate_with, verify=True)
+        assert not run_convert(options).failed
+        assert opened["m.onnx"] == 1
+        assert opened["o.onnx"] == 2  # written and read

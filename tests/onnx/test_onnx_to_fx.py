@@ -232,6 +232,44 @@ def test_an_unknown_attribute_is_refused_with_its_node():
         amp.onnx_to_fx(model)
 
 
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("[bad] a = Clip(x, nothing)\n y = Relu(a)", r"a value has no producer"),
+        ("[bad] y = Cast<to=8>(x)", r"node 'bad' \(Cast\): there is no conversion for this form"),
+        (
+            "c = Constant<value_floats=[1.0, 2.0]>() [bad] a = Concat<axis=3>(c, c) y = Add(x, a)",
+            r"node 'bad' \(Concat\): it cannot be converted: IndexError.*checker",
+        ),
+        ("[bad] y = If(x)", r"node 'bad' \(If\): the attribute 'then_branch' is missing"),
+        ("[bad] y = com.microsoft.FusedMatMul<transBatchA=1>(x, x)", r"node 'bad' \(FusedMatMul\): there is no conv"),
+        ('[bad] y = com.microsoft.FusedGemm<activation="Elu">(x, x)', r"node 'bad' \(FusedGemm\): there is no conv"),
+    ],
+)
+def test_a_model_that_is_wrong_is_refused_with_its_node(body, told):
+    """An operand that nothing makes is no operand that was left out."""
+    text = '<ir_version: 8, opset_import: ["" : 17, "com.microsoft" : 1]>\n'
+    graph = f"g (float[3,4] x) => (float[3,4] y) <float[4] w = {{1,2,3,4}}> {{ {body} }}"
+    with pytest.raises(CaptureError, match=told):
+        amp.onnx_to_fx(parser.parse_model(text + graph))
+
+
+def test_an_optional_input_that_a_caller_left_out_is_left_out_within():
+    text = """<ir_version: 8, opset_import: ["" : 17, "my" : 1]>
+    g (float[3,4] x) => (float[3,4] y) <float low = {-0.1}> {
+      a = my.outer(x, low)
+      b = my.outer(a)
+      y = Add(a, b)
+    }
+    <domain: "my", opset_import: ["" : 17, "my" : 1]>
+    outer (p, low) => (r) { q = Neg(p)  r = my.inner(q, low) }
+    <domain: "my", opset_import: ["" : 17]>
+    inner (p, low) => (r) { r = Clip(p, low) }"""
+    low = torch.tensor(-0.1)
+    a = torch.maximum(-x34(), low)
+    assert torch.equal(amp.onnx_to_fx(parser.parse_model(text))(x34()), a + -a)
+
+
 def test_an_optimizer_of_other_parameters_is_refused(tmp_path):
     path = tmp_path / "m.onnx"
     onnx.save(parser.parse_model(LINEAR), path)

@@ -10,7 +10,7 @@ from torch import nn
 from amp_compiler.fx.capture import Captured, Source, capture_module, tensor_getter
 from amp_compiler.fx.lower import lower
 from amp_compiler.ir.graph import PrecisionGraph
-from amp_compiler.passes.capture.canonicalize import normalize
+from amp_compiler.passes.pipeline import CAPTURE
 
 
 class Lambda(nn.Module):
@@ -34,7 +34,7 @@ def run(model: nn.Module, captured: Captured, *args: torch.Tensor):
 
 def normal_form(model: nn.Module, *args: torch.Tensor) -> tuple[Captured, PrecisionGraph]:
     captured = capture_module(model, args)
-    normalize(captured.graph_module)
+    CAPTURE.run(captured.graph_module, {})
     return captured, lower(captured)
 
 

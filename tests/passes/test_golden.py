@@ -16,9 +16,9 @@ from ruamel.yaml import YAML
 
 from amp_compiler.ir.graph_text import parse_graph
 from amp_compiler.passes import PASSES
-from amp_compiler.passes.pipeline import plan_of
 from amp_compiler.passes.plan.assign_precision import AssignPrecision
 from amp_compiler.passes.plan.classify import Classify
+from amp_compiler.passes.plan.make_plan import plan_of
 from amp_compiler.planner.draft import Draft
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.rules import Context

@@ -17,8 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import amp_compiler as amp
 from amp_compiler.errors import PassError
 from amp_compiler.fx.graph import canonical_op, module_of
+from amp_compiler.fx.meta import Key
 from amp_compiler.passes.device.multiply_convolutions import MultiplyConvolutions
-from amp_compiler.passes.precision.type_backward import BACKWARD
 
 aten = torch.ops.aten
 BF16 = torch.bfloat16
@@ -106,7 +106,7 @@ def test_what_is_left_alone(case):
 def test_gradients_of_a_type_of_their_own_keep_the_convolution():
     subject = graph_of((2, 8, 4, 4), (4, 8, 1, 1))
     (node,) = subject.graph.find_nodes(op="call_function", target=aten.conv2d.default)
-    node.meta[BACKWARD] = torch.float32
+    node.meta[Key.BACKWARD] = torch.float32
     assert not MULTIPLY(subject).modified and ops(subject) == ["conv2d"]
 
 
@@ -188,7 +188,8 @@ def test_readers_that_know_how_memory_lies_read_what_they_did(name):
     torch.testing.assert_close(found, model(x).detach(), rtol=2**-7, atol=2**-7)
 
 
-@pytest.mark.parametrize("name", ["view", "contiguous and view"])
+@pytest.mark.compiles
+@pytest.mark.parametrize("name", ["view", pytest.param("contiguous and view", marks=pytest.mark.slow)])
 def test_a_model_that_views_a_convolution_is_compiled(name):
     model, x = Read(READERS[name]), tensor(2, 8, 4, 4, dtype=torch.float32)
     with torch.no_grad():
@@ -196,6 +197,7 @@ def test_a_model_that_views_a_convolution_is_compiled(name):
     torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7)
 
 
+@pytest.mark.compiles
 def test_a_result_lies_in_memory_as_it_did():
     model, x = Read(lambda y: y), tensor(2, 8, 4, 4, dtype=torch.float32)
     with torch.no_grad():

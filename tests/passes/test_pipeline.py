@@ -18,7 +18,7 @@ from amp_compiler.errors import GraphError, PassError
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph_text import parse_graph
 from amp_compiler.ir.plan import PrecisionPlan
-from amp_compiler.passes.pipeline import make_plan, plan_of
+from amp_compiler.passes.plan.make_plan import make_plan, plan_of
 from amp_compiler.planner.draft import Draft
 from amp_compiler.planner.free_nodes import own_elements
 from amp_compiler.policy.loader import load_rules
@@ -40,7 +40,7 @@ return a
 SCRIPT = """
 import sys
 from amp_compiler.ir.graph_text import parse_graph
-from amp_compiler.passes.pipeline import make_plan
+from amp_compiler.passes.plan.make_plan import make_plan
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.ir.dtypes import DType
 graph = parse_graph(sys.stdin.read())

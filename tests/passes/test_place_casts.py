@@ -63,9 +63,9 @@ def test_a_value_returned_twice_is_cast_once() -> None:
 def test_a_missing_cast_is_noticed() -> None:
     draft = finish(draft_of(GRAPH))
     assert draft.casts is not None
-    wrong = PlaceCasts().ensures(draft, replace(draft, casts=draft.casts[1:]))
+    wrong = PlaceCasts().ensures(replace(draft, casts=draft.casts[1:]), None)
     assert wrong == "node 'a' (low) reads operand 0 in fp32, not in fp16"
-    lost = PlaceCasts().ensures(draft, replace(draft, labels={**draft.labels, "n": "low"}, casts=draft.casts[:2]))
+    lost = PlaceCasts().ensures(replace(draft, labels={**draft.labels, "n": "low"}, casts=draft.casts[:2]), None)
     assert lost == "output 0 is returned in fp16, not in fp32"
 
 

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import amp_compiler as amp
 from amp_compiler.errors import RuleError
 from amp_compiler.fx.graph import CAST, canonical_op
-from amp_compiler.fx.meta import MATH
+from amp_compiler.fx.meta import Key
 from amp_compiler.passes.precision.widen_math import WidenMath
 from amp_compiler.policy.loader import load_rules
 
@@ -284,7 +284,7 @@ def test_16_bit_memory_changed_in_place_is_refused_and_fp32_memory_is_not() -> N
     for dtype, marked in ((BF16, True), (F32, False)):
         traced = make_fx(lambda a: a.mul_(2.0), pre_dispatch=True)(torch.ones(4, dtype=dtype))
         for node in traced.graph.nodes:
-            node.meta.update({MATH: "my.yaml:7"} if node.op == "call_function" else {})
+            node.meta.update({Key.MATH: "my.yaml:7"} if node.op == "call_function" else {})
         if not marked:
             assert not WidenMath(ops)(traced).modified
             continue

@@ -12,7 +12,8 @@ import onnx
 from onnx import TensorProto, helper
 
 from amp_compiler.errors import OnnxError
-from amp_compiler.onnx.check.run import FLOAT_TYPES, Batch, LoadedModel, load
+from amp_compiler.onnx.check.run import FLOAT_TYPES, Batch, open_to_run
+from amp_compiler.onnx.model.model import OnnxFile, Source
 
 Batches = Iterable[Batch] | str | Path
 
@@ -24,7 +25,7 @@ def required_inputs(proto: onnx.ModelProto) -> dict[str, onnx.TypeProto]:
     return {value.name: value.type for value in proto.graph.input if value.name not in defaults}
 
 
-def iterate_batches(batches: Batches, model: LoadedModel) -> Iterator[dict[str, Any]]:
+def iterate_batches(batches: Batches, model: OnnxFile) -> Iterator[dict[str, Any]]:
     """The batches one by one, each checked against the model's inputs.
 
     Args:
@@ -80,6 +81,8 @@ def _named_batches(batches: Batches) -> Iterator[tuple[str, Batch]]:
         return
     if isinstance(batches, Mapping):
         raise OnnxError("it is one dict", where="batches", mend="give a list of dicts: [inputs]")
+    if not isinstance(batches, Iterable):
+        raise OnnxError(f"it is a {type(batches).__name__}", where="batches", mend="give a list of dicts: [inputs]")
     for index, batch in enumerate(batches):
         if not isinstance(batch, Mapping):
             raise OnnxError(
@@ -140,9 +143,7 @@ def _check_tensor(name: str, value: Any, declared: onnx.TypeProto.Tensor, where:
         )
 
 
-def random_batches(
-    model: onnx.ModelProto | str | Path, *, count: int = 1, seed: int = 0, size: int = 2
-) -> list[dict[str, Any]]:
+def random_batches(model: Source, *, count: int = 1, seed: int = 0, size: int = 2) -> list[dict[str, Any]]:
     """Random inputs of the declared types and shapes: standard normal floats, integers of 0 and 1.
 
     Args:
@@ -154,9 +155,8 @@ def random_batches(
     Raises:
         OnnxError: an input is no tensor of numbers.
     """
-    loaded = load(model)
     generator = np.random.default_rng(seed)
-    inputs = required_inputs(loaded.proto)
+    inputs = required_inputs(open_to_run(model).proto)
     return [{name: _random(name, kind, generator, size) for name, kind in inputs.items()} for _ in range(count)]
 
 

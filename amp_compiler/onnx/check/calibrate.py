@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
-
-import onnx
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.check.batches import Batches, iterate_batches, suggestion
-from amp_compiler.onnx.check.run import FLOAT_TYPES, Runner, load
+from amp_compiler.onnx.check.run import FLOAT_TYPES, Runner, open_to_run
 from amp_compiler.onnx.check.taps import add_taps
 from amp_compiler.onnx.check.types import graph_types, infer_types, opset_versions
+from amp_compiler.onnx.model.model import Source
 
 
 def calibrate(
-    model: onnx.ModelProto | str | Path,
+    model: Source,
     batches: Batches,
     *,
     names: Iterable[str] | None = None,
@@ -28,7 +26,7 @@ def calibrate(
     and of model-local functions cannot be outputs of a model and are not measured.
 
     Args:
-        model: the model, or its path; external weights are read by ONNX Runtime alone.
+        model: the model, its path, or what `open_model` gave; external weights are read by ONNX Runtime alone.
         batches: an iterable of {input name: array}, an npz file (one batch), or a folder of npz files.
         names: measure these values only; by default all float inputs and all float results of nodes. Initializers
             are measured only when they are named.
@@ -46,7 +44,7 @@ def calibrate(
         >>> ranges["x"]
         1.0
     """
-    loaded = load(model)
+    loaded = open_to_run(model)
     graph = loaded.proto.graph
     types = graph_types(infer_types(loaded.proto).graph, {}, opset_versions(loaded.proto))
     values = [value.name for value in graph.input] + [name for node in graph.node for name in node.output if name]

@@ -18,7 +18,8 @@ from onnx import AttributeProto, TensorProto, helper, inliner, numpy_helper
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.check.run import FREE_INITIALIZERS, LOW_TYPES
-from amp_compiler.onnx.check.types import Types, bodies, graph_types, infer_types, opset_versions
+from amp_compiler.onnx.check.types import Types, graph_types, infer_types, opset_versions
+from amp_compiler.onnx.model.model import proto_bodies
 
 FLOAT = TensorProto.FLOAT
 # Attributes that hold an element type. Elsewhere an integer of 10 or 16 is only a number.
@@ -58,7 +59,7 @@ def has_low_types(model: onnx.ModelProto) -> bool:
         types = graph_types(graph, outer, opsets)
         if any(kind in LOW_TYPES for kind in types.values()):
             return True
-        pending += [(body, types) for node in graph.node for body in bodies(node)]
+        pending += [(body, types) for node in graph.node for body in proto_bodies(node).values()]
     return any(_mentions_low(function) for function in model.functions)
 
 
@@ -107,7 +108,7 @@ def _all_names(graph: onnx.GraphProto) -> set[str]:
     names = {tensor.name for tensor in graph.initializer} | {value.name for value in graph.input}
     for node in graph.node:
         names.update(node.input, node.output)
-        for body in bodies(node):
+        for body in proto_bodies(node).values():
             names |= _all_names(body)
     return names
 
@@ -128,7 +129,7 @@ class _Writer:
         types = graph_types(inferred, outer, self.opsets)
         nodes = self._initializers(graph)
         for node, typed in zip(graph.node, inferred.node, strict=True):
-            for body, typed_body in zip(bodies(node), bodies(typed), strict=True):
+            for body, typed_body in zip(proto_bodies(node).values(), proto_bodies(typed).values(), strict=True):
                 self.rewrite(body, typed_body, types)
             nodes += self._node(node, types)
         copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]

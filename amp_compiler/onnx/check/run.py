@@ -1,4 +1,4 @@
-"""Running ONNX models for calibration and verification: loading and sessions.
+"""Running ONNX models for calibration and verification: sessions, and what can have one.
 
 Models run in ONNX Runtime on the CPU with graph optimisations off, so that every value of the file exists. Weights in
 external files stay there: ONNX Runtime maps them itself.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import onnx
 from onnx import TensorProto
 
 from amp_compiler.errors import OnnxError
+from amp_compiler.onnx.model.model import OnnxFile, Source, open_model
 
 Batch = Mapping[str, Any]
 ORT, REFERENCE = "onnxruntime", "onnx.reference"
@@ -26,63 +26,44 @@ LOW_TYPES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 FLOAT_TYPES = (TensorProto.FLOAT, TensorProto.DOUBLE, *LOW_TYPES)
 
 
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model without the weights that lie in external files.
+def open_to_run(source: Source) -> OnnxFile:
+    """Open a model that is going to run.
 
     Args:
-        proto: the model; shared with the caller where a proto was given, so never changed.
-        folder: where its external files are; `None` for a model given as a proto.
-        name: what error messages call it.
-    """
-
-    proto: onnx.ModelProto
-    folder: Path | None
-    name: str
-
-
-def load(model: onnx.ModelProto | str | Path) -> LoadedModel:
-    """Read a model; the data of external weights is left where it is.
+        source: as for `open_model`.
 
     Raises:
-        OnnxError: the file is missing or no ONNX model, or a proto refers to external files.
+        OnnxError: the file is missing or no ONNX model, or a message refers to external files.
     """
-    if isinstance(model, onnx.ModelProto):
-        if any(_external(tensor) for tensor in model.graph.initializer):
-            raise OnnxError(
-                "the ModelProto refers to external data, and not to where it is",
-                mend="give the model's path, or load it with onnx.load(path)",
-            )
-        return LoadedModel(model, None, model.graph.name or "<model>")
-    path = Path(model)
-    if not path.is_file():
-        raise OnnxError("no such file", where=str(path), mend="name an ONNX file")
-    try:
-        proto = onnx.load(path, load_external_data=False)
-    except Exception as cause:  # protobuf's DecodeError and others
-        raise OnnxError(f"it is not an ONNX model: {cause}", where=str(path), mend="name an ONNX file") from cause
-    return LoadedModel(proto, path.resolve().parent, str(path))
+    opened = open_model(source)
+    if opened.path is None and any(_external(tensor) for tensor in opened.proto.graph.initializer):
+        raise OnnxError(
+            "the ModelProto refers to external data, and not to where it is",
+            mend="give the model's path, or load it with onnx.load(path)",
+        )
+    return opened
 
 
 def _external(tensor: TensorProto) -> bool:
     return tensor.data_location == TensorProto.EXTERNAL
 
 
-def stored_bytes(path: str | Path) -> int:
+def stored_bytes(opened: OnnxFile) -> int:
     """Size of a model's file and of the external files that it refers to, in bytes.
 
     Raises:
-        OnnxError: there is no such model, or a file of it is missing.
+        OnnxError: the model has no file, or a file of it is missing.
     """
-    loaded = load(path)
+    if opened.path is None:
+        raise OnnxError("a model in memory has no files", where=opened.name, mend="give its path")
     names = {
         entry.value
-        for tensor in loaded.proto.graph.initializer
+        for tensor in opened.proto.graph.initializer
         if _external(tensor)
         for entry in tensor.external_data
         if entry.key == "location"
     }
-    files = [Path(path), *(Path(path).parent / name for name in sorted(names))]
+    files = [opened.path, *(opened.path.parent / name for name in sorted(names))]
     for file in files:
         if not file.is_file():
             raise OnnxError("a file of the model is missing", where=str(file), mend="put it beside the model")
@@ -112,7 +93,9 @@ class Runner:
         options.log_severity_level = 4
         options.enable_mem_pattern = False
         if folder is not None:
-            options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+            options.add_session_config_entry(
+                "session.model_external_initializers_file_folder_path", str(folder.absolute())
+            )
         proto = _without_duplicate_names(proto)
         self._session: Any
         try:

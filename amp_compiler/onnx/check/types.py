@@ -5,43 +5,25 @@ ONNX's own inference says most of them; behind a node that it does not know, the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import onnx
-from onnx import AttributeProto, TensorProto, defs
+from onnx import TensorProto, defs
 
-STRIPPED = 256  # elements from which a tensor's data is left out of type inference: no shape is that long
+from amp_compiler.errors import OnnxError
+from amp_compiler.onnx.model.infer import infer, stripped
+from amp_compiler.onnx.model.types import canonical_domain
+
 Types = dict[str, int]  # TensorProto.DataType by value name; a value of unknown or no tensor type is not in it
 
 
 def infer_types(model: onnx.ModelProto) -> onnx.ModelProto:
     """A copy of the model, without the data of large tensors, whose `value_info` holds all types that ONNX infers."""
-    light = onnx.ModelProto()
-    light.CopyFrom(_without_weights(model))
+    light = stripped(model, external=False)
     try:
-        return onnx.shape_inference.infer_shapes(light, strict_mode=False, data_prop=False)
-    except onnx.shape_inference.InferenceError:
+        return infer(light)
+    except OnnxError:
         return light  # then the schemas must do
-
-
-def _without_weights(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with each large main-graph initializer cut down to its name, type and shape."""
-    light = onnx.ModelProto(ir_version=model.ir_version)
-    light.opset_import.extend(model.opset_import)
-    light.functions.extend(model.functions)
-    graph = light.graph
-    graph.name = model.graph.name
-    for field in ("node", "input", "output", "value_info", "sparse_initializer"):
-        getattr(graph, field).extend(getattr(model.graph, field))
-    for tensor in model.graph.initializer:
-        size = 1
-        for dim in tensor.dims:
-            size *= dim
-        if size < STRIPPED and tensor.data_location != TensorProto.EXTERNAL:
-            graph.initializer.add().CopyFrom(tensor)
-        else:
-            graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
-    return light
 
 
 def graph_types(graph: onnx.GraphProto, outer: Mapping[str, int], opsets: Mapping[str, int]) -> Types:
@@ -64,23 +46,14 @@ def graph_types(graph: onnx.GraphProto, outer: Mapping[str, int], opsets: Mappin
     return types
 
 
-def bodies(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
-    """The graphs in a node's attributes."""
-    for attribute in node.attribute:
-        if attribute.type == AttributeProto.GRAPH:
-            yield attribute.g
-        elif attribute.type == AttributeProto.GRAPHS:
-            yield from attribute.graphs
-
-
 def opset_versions(model: onnx.ModelProto) -> dict[str, int]:
     """The version of each domain that the model imports; the default domain is `""`."""
-    return {"" if opset.domain == "ai.onnx" else opset.domain: opset.version for opset in model.opset_import}
+    return {canonical_domain(opset.domain): opset.version for opset in model.opset_import}
 
 
 def _by_schema(node: onnx.NodeProto, types: Types, opsets: Mapping[str, int]) -> None:
     """Add the types of a node's outputs that its schema gives from a literal type or from an input's."""
-    domain = "" if node.domain == "ai.onnx" else node.domain
+    domain = canonical_domain(node.domain)
     if domain not in opsets or not defs.has(node.op_type, domain):
         return
     try:

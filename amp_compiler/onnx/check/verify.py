@@ -6,21 +6,21 @@ import io
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.check.batches import Batches, iterate_batches
 from amp_compiler.onnx.check.emulate import emulate, has_low_types
-from amp_compiler.onnx.check.run import FLOAT_TYPES, LoadedModel, Runner, load
+from amp_compiler.onnx.check.run import FLOAT_TYPES, Runner, open_to_run
 from amp_compiler.onnx.check.taps import Tap, add_taps
 from amp_compiler.onnx.check.trace import BadNode, Trace
 from amp_compiler.onnx.check.types import graph_types, infer_types, opset_versions
+from amp_compiler.onnx.model.model import OnnxFile, Source
 
 TOLERANCES = {"fp16": 1e-2, "bf16": 8e-2}
+_COMPARE = "compare a model with its own conversion"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +114,8 @@ def _plain(value: Any) -> Any:
 
 
 def verify(
-    original: onnx.ModelProto | str | Path,
-    converted: onnx.ModelProto | str | Path,
+    original: Source,
+    converted: Source,
     batches: Batches,
     *,
     trace: bool = True,
@@ -128,8 +128,8 @@ def verify(
     differ by nature.
 
     Args:
-        original: the FP32 model, or its path.
-        converted: the converted one. A 16-bit input takes the batch's FP32 values, rounded.
+        original: the FP32 model, its path, or what `open_model` gave.
+        converted: the converted one, likewise. A 16-bit input takes the batch's FP32 values, rounded.
         batches: inputs of the original: dicts by input name, an npz file, or a folder of npz files.
         trace: also look for the first node that is not finite; values within control-flow bodies are not looked at.
         on_batch: called with the number of batches done, after each.
@@ -137,7 +137,7 @@ def verify(
     Raises:
         OnnxError: a model or a batch cannot be read or run, or the two models' inputs or outputs have different names.
     """
-    before, after = load(original), load(converted)
+    before, after = open_to_run(original), open_to_run(converted)
     _same_interface(before, after)
     first, second = _Side(before, trace, as_twin=has_low_types(before.proto)), _Side(after, trace, as_twin=True)
     sums = {output.name: _Sum() for output in after.proto.graph.output}
@@ -155,14 +155,14 @@ def verify(
     return VerifyReport(outputs, count, *traced.result(), engine)
 
 
-def _same_interface(before: LoadedModel, after: LoadedModel) -> None:
+def _same_interface(before: OnnxFile, after: OnnxFile) -> None:
     for what in ("input", "output"):
         one, two = ([value.name for value in getattr(side.proto.graph, what)] for side in (before, after))
         if one != two:
             raise OnnxError(
                 f"the {what}s are {', '.join(two)}, and the original's are {', '.join(one)}",
                 where=after.name,
-                mend="compare a model with its own conversion",
+                mend=_COMPARE,
             )
 
 
@@ -175,7 +175,7 @@ class _Side:
         as_twin: run its twin with true rounding.
     """
 
-    def __init__(self, model: LoadedModel, trace: bool, as_twin: bool) -> None:
+    def __init__(self, model: OnnxFile, trace: bool, as_twin: bool) -> None:
         self._twin = emulate(model.proto) if as_twin else None
         proto = model.proto if self._twin is None else self._twin.proto
         self.taps: list[Tap] = []
@@ -209,7 +209,7 @@ class _Sum:
         """Add one batch: tensors, or sequences or optionals of them."""
         if isinstance(expected, list | tuple):
             if len(expected) != len(made):
-                raise OnnxError(f"the sequence '{name}' has {len(made)} elements, not {len(expected)}")
+                raise OnnxError(f"the sequence '{name}' has {len(made)} elements, not {len(expected)}", mend=_COMPARE)
             for one, two in zip(expected, made, strict=True):
                 self.add(one, two, name)
             return
@@ -217,7 +217,8 @@ class _Sum:
             return
         one, two = np.asarray(expected), np.asarray(made)
         if one.shape != two.shape:
-            raise OnnxError(f"the output '{name}' has the shape {list(two.shape)}, not {list(one.shape)}")
+            what = f"the output '{name}' has the shape {list(two.shape)}, not {list(one.shape)}"
+            raise OnnxError(what, mend=_COMPARE)
         self.elements += one.size
         if one.dtype.kind not in "fVc":  # V: bfloat16
             self.floats = False

@@ -32,13 +32,9 @@ def run_exporter(
     with quiet_exporter():
         try:
             # The exporter's optimizer merges a batch norm into a convolution without heed of their types.
-            made = torch.onnx.export(
-                program,
-                dynamo=True,
-                verbose=False,
-                optimize=False,
-                opset_version=opset,
-            )
+            made = torch.onnx.export(program, dynamo=True, verbose=False, optimize=False, opset_version=opset)
+            if made is not None:
+                _tidy(made.model)
         except Exception as cause:  # the exporter raises its own errors, and whatever its translations raise
             lines = [line for line in str(cause).splitlines() if line.strip()]
             raise OnnxError(
@@ -47,7 +43,6 @@ def run_exporter(
             ) from cause
         if made is None:
             raise OnnxError("torch.onnx.export gave no model", mend="use a torch with the dynamo exporter")
-        _tidy(made.model)
     _name_ends(made.model, inputs, outputs)
     return made.model
 

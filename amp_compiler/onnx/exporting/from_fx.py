@@ -1,4 +1,4 @@
-"""From a rewritten FX graph to what torch's ONNX exporter takes: ONNX's typing, 16-bit data."""
+"""Between an exported program and its FX graph: ONNX's typing, stored data that do not fit, data rounded at the end."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 
 from amp_compiler.errors import CaptureError
 from amp_compiler.fx.alias import written_operands
-from amp_compiler.fx.graph import CAST, node_tensor, schema_argument, torch_dtype
+from amp_compiler.fx.graph import neutral_dtype, node_tensor, results_of, schema_argument
+from amp_compiler.fx.meta import Key
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Pin, PrecisionGraph, ValueKind
 from amp_compiler.policy.rules import OpTable
@@ -22,6 +23,7 @@ _KINDS = {
     InputKind.CONSTANT_TENSOR: ValueKind.CONSTANT,
     InputKind.USER_INPUT: ValueKind.INPUT,
 }
+_STORED = frozenset(_KINDS) - {InputKind.USER_INPUT}
 
 
 def onnx_typing(ops: OpTable) -> OpTable:
@@ -123,7 +125,7 @@ def _readers(graph: PrecisionGraph, name: str, ops: OpTable) -> list[str]:
 
 def stored_tensor(program: torch.export.ExportedProgram, spec: InputSpec) -> torch.Tensor | None:
     """The data behind a placeholder; `None` for an input of the user."""
-    if spec.kind not in _KINDS or spec.kind is InputKind.USER_INPUT or spec.target is None:
+    if spec.kind not in _STORED or spec.target is None:
         return None
     if spec.target in program.state_dict:
         held: torch.Tensor = program.state_dict[spec.target]
@@ -132,99 +134,50 @@ def stored_tensor(program: torch.export.ExportedProgram, spec: InputSpec) -> tor
     return found if isinstance(found, torch.Tensor) else None
 
 
-def fold_stored_casts(program: torch.export.ExportedProgram) -> bool:
-    """Do the casts of stored data on the data themselves, in place.
-
-    Before: `w16 = to(w, float16)` beside the FP32 parameter `w`. After: the parameter holds FP16; where something reads
-    `w` in FP32 too, `w` stays and `w_fp16` stands beside it.
-
-    Returns:
-        Whether there were any.
-    """
-    signature, graph = program.graph_signature, program.graph
-    by_name = {spec.arg.name: spec for spec in signature.input_specs}
-    changed = False
-    for source in graph.find_nodes(op="placeholder"):
-        spec = by_name[source.name]
-        data = stored_tensor(program, spec)
-        casts = [user for user in source.users if user.target is CAST and user.meta.get("amp_cast")]
-        if data is None or not casts:
-            continue
-        changed = True
-        groups: dict[torch.dtype, list[fx.Node]] = {}
-        for cast in casts:
-            groups.setdefault(cast.args[1], []).append(cast)  # type: ignore[arg-type]
-        alone = len(groups) == 1 and len(casts) == len(source.users)
-        for dtype, nodes in groups.items():
-            rounded = data.detach().to(dtype)
-            if isinstance(data, torch.nn.Parameter):
-                rounded = torch.nn.Parameter(rounded, requires_grad=False)
-            place = source if alone else _twin(program, source, spec, dtype)
-            target = spec.target if alone else f"{spec.target}_{_short(dtype)}"
-            store = program.state_dict if spec.target in program.state_dict else program.constants
-            store[target] = rounded  # type: ignore[index]
-            place.meta["val"] = nodes[0].meta["val"]
-            for node in nodes:
-                node.replace_all_uses_with(place)
-                graph.erase_node(node)
-    if changed:
-        program.graph_module.recompile()
-    return changed
-
-
-def _short(dtype: torch.dtype) -> str:
-    return "fp16" if dtype is torch.float16 else "bf16"
-
-
-def _twin(program: torch.export.ExportedProgram, source: fx.Node, spec: InputSpec, dtype: torch.dtype) -> fx.Node:
-    """A further placeholder beside one that keeps FP32."""
-    with program.graph.inserting_after(source):
-        made: fx.Node = program.graph.placeholder(f"{source.name}_{_short(dtype)}")
-    made.meta = dict(source.meta)
-    specs = program.graph_signature.input_specs
-    copy = InputSpec(spec.kind, TensorArgument(made.name), f"{spec.target}_{_short(dtype)}", spec.persistent)
-    specs.insert(specs.index(spec) + 1, copy)
-    return made
-
-
-# ---- inputs and outputs
-
-
-def open_ends(program: torch.export.ExportedProgram, low: DType) -> None:
-    """Give inputs that are read in the low type alone, and outputs that are made in it, that type. In place."""
-    wanted, graph = torch_dtype(low), program.graph
-    output = graph.output_node()
-    results = [
-        item.args[0] if isinstance(item, fx.Node) and _is_cast(item) and _type(item.args[0]) is wanted else item
-        for item in output.args[0]  # type: ignore[union-attr]
-    ]
-    output.args = (tuple(results),)
-    graph.eliminate_dead_code()
-    for spec in program.graph_signature.input_specs:
-        if spec.kind is not InputKind.USER_INPUT:
-            continue
-        (source,) = [node for node in graph.find_nodes(op="placeholder") if node.name == spec.arg.name]
-        users = list(source.users)
-        if users and all(_is_cast(user) and user.args[1] is wanted for user in users):
-            source.meta["val"] = users[0].meta["val"]
-            for user in users:
-                user.replace_all_uses_with(source)
-                graph.erase_node(user)
-
-
-def _is_cast(node: fx.Node) -> bool:
-    return node.target is CAST and bool(node.meta.get("amp_cast"))
-
-
-def _type(node: Any) -> torch.dtype | None:
-    made = node_tensor(node) if isinstance(node, fx.Node) else None
-    return made.dtype if made is not None else None
+def mark_stored(program: torch.export.ExportedProgram) -> None:
+    """Mark the placeholders of stored data with the names of the data, for the passes of the pipeline ONNX_EXPORT."""
+    names = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs if spec.kind in _STORED}
+    for node in program.graph.find_nodes(op="placeholder"):
+        if names.get(node.name) is not None:
+            node.meta[Key.STORED] = names[node.name]
 
 
 def settle(program: torch.export.ExportedProgram) -> None:
-    """Let the program's signature name the outputs that its graph now has."""
-    for spec, item in zip(program.graph_signature.output_specs, program.graph.output_node().args[0], strict=True):  # type: ignore[arg-type]
+    """Let a program say what its graph now is: data rounded to the types that they have there, inputs and outputs.
+
+    Args:
+        program: its graph went through the pipeline ONNX_EXPORT. Changed in place.
+    """
+    _settle_inputs(program)
+    for spec, item in zip(program.graph_signature.output_specs, results_of(program.graph), strict=True):
         if isinstance(spec.arg, TensorArgument) and isinstance(item, fx.Node):
             spec.arg = TensorArgument(item.name)
     program.graph.lint()
     program.graph_module.recompile()
+
+
+def _settle_inputs(program: torch.export.ExportedProgram) -> None:
+    """Round stored data, and enter the placeholders that came to stand beside another one of the same data."""
+    by_name = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+    by_data = {spec.target: spec for spec in by_name.values() if spec.kind in _STORED}
+    settled: list[InputSpec] = []
+    rounded: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    for node in program.graph.find_nodes(op="placeholder"):
+        origin = by_name.get(node.name) or by_data[node.meta[Key.STORED]]
+        data, made = stored_tensor(program, origin), node_tensor(node)
+        spec = origin
+        if node.name not in by_name and made is not None:
+            target = f"{origin.target}_{neutral_dtype(made.dtype).short}"
+            spec = InputSpec(origin.kind, TensorArgument(node.name), target, origin.persistent)
+        settled.append(spec)
+        if data is not None and made is not None and made.dtype is not data.dtype:
+            store: Any = program.state_dict if origin.target in program.state_dict else program.constants
+            rounded.append((store, str(spec.target), _rounded(data, made.dtype)))
+    program.graph_signature.input_specs[:] = settled
+    for store, target, tensor in rounded:
+        store[target] = tensor
+
+
+def _rounded(data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    made = data.detach().to(dtype)
+    return nn.Parameter(made, requires_grad=False) if isinstance(data, nn.Parameter) else made

@@ -41,10 +41,17 @@ def onnx_to_fx(model: Any, *, trainable: Callable[[str, torch.Tensor], bool] | N
         >>> step = amp.training_step(module, loss_fn, optimizer, dtype="bf16")      # doctest: +SKIP
     """
     # ONNX is imported here, so that a user without ONNX models does not wait for it.
-    from amp_compiler.onnx.importing.build import build_module
-    from amp_compiler.onnx.importing.load import load_model
+    import onnx_ir as ir
 
-    return build_module(load_model(model), trainable)
+    from amp_compiler.onnx.importing.build import build_module
+    from amp_compiler.onnx.model.model import open_model, to_ir
+
+    if trainable is not None and not callable(trainable):
+        raise AmpError(
+            f"trainable= is a {type(trainable).__name__}, not a function",
+            mend="give one of (name, tensor), or leave it out",
+        )
+    return build_module(model if isinstance(model, ir.Model) else to_ir(open_model(model)), trainable)
 
 
 def module_of(model: Any) -> Any:

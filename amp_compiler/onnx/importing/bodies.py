@@ -1,42 +1,148 @@
-"""Bodies of If, Loop and Scan, constants, and the function bodies that ONNX defines operators by."""
+"""If, Loop and Scan, whose bodies become graph modules; and the function bodies that ONNX defines operators by."""
 
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import onnx
 import onnx_ir as ir
-import torch
+from torch import fx
 
 from amp_compiler.errors import CaptureError
 from amp_compiler.onnx.importing.check import MEND, schema_of
-from amp_compiler.onnx.importing.load import tensor_of
 from amp_compiler.onnx.importing.ops import control
-from amp_compiler.onnx.importing.values import Entry
+from amp_compiler.onnx.importing.scope import Entry, Scope
 
-if TYPE_CHECKING:
-    from amp_compiler.onnx.importing.build import Builder
+CONTROL = ("If", "Loop", "Scan")
+Convert = Callable[[Scope, ir.Graph], None]
 
 
-def constant_of(attributes: dict[str, Any]) -> torch.Tensor:
-    """The tensor of a Constant node.
+@dataclass(frozen=True)
+class ControlFlow:
+    """An If, Loop or Scan about to become a call.
 
-    Raises:
-        CaptureError: for strings and sparse tensors.
+    Args:
+        scope: where it stands.
+        node: the node.
+        attributes: of the node, references to those of a function resolved.
+        convert: converts the nodes of a body in a scope.
+        opset: version of ONNX's own domain.
     """
-    name, attribute = next(iter(attributes.items()))
-    if name == "value":
-        return tensor_of(attribute.value)
-    if name in ("value_int", "value_ints"):
-        return torch.tensor(attribute.value, dtype=torch.int64)
-    if name in ("value_float", "value_floats"):
-        return torch.tensor(attribute.value, dtype=torch.float32)
-    raise CaptureError(f"a Constant with '{name}'", mend="only numbers in dense tensors are supported")
+
+    scope: Scope
+    node: ir.Node
+    attributes: Mapping[str, ir.Attr]
+    convert: Convert
+    opset: int
+
+    def add(self) -> None:
+        """Convert it.
+
+        Raises:
+            CaptureError: for a form without a conversion.
+        """
+        {"If": self._if, "Loop": self._loop, "Scan": self._scan}[self.node.op_type]()
+
+    def _if(self) -> None:
+        (condition,) = (self._operand(value) for value in self.node.inputs)
+        if condition.constant is not None:
+            graph = self._graph("then_branch" if bool(condition.constant) else "else_branch")
+            self.scope.add_initializers(graph)
+            self.convert(self.scope, graph)
+            for inner, outer in zip(graph.outputs, self.node.outputs, strict=True):
+                self.scope.bind(outer, self.scope.entry(inner))
+            return
+        chosen, captured = self._body("then_branch")
+        other, others = self._body("else_branch")
+        self._call(control.run_if, condition.node, chosen, other, captured, others)
+
+    def _loop(self) -> None:
+        trips, start = (self._optional(place) for place in range(2))
+        count = None if trips is None else self.scope.numbers(trips)
+        condition = None if start is None else start.node if start.constant is None else self.scope.numbers(start)
+        states = tuple(self.scope.tensor(self._operand(value)) for value in self.node.inputs[2:])
+        body, captured = self._body("body", hosts=2)
+        scans = len(self._graph("body").outputs) - 1 - len(states)
+        self._call(control.run_loop, count, condition, body, states, captured, scans, self.scope.like)
+
+    def _scan(self) -> None:
+        if self.opset < 9:
+            raise CaptureError("Scan before opset 9 has another meaning", mend=MEND)
+        count = self._attribute("num_scan_inputs").as_int()
+        tensors = [self.scope.tensor(self._operand(value)) for value in self.node.inputs]
+        states, scanned = tuple(tensors[: len(tensors) - count]), tuple(tensors[len(tensors) - count :])
+        body, captured = self._body("body")
+        stacked = len(self.node.outputs) - len(states)
+        self._call(
+            control.run_scan, body, states, scanned, captured, self._integers("scan_input_axes", count),
+            self._integers("scan_input_directions", count), self._integers("scan_output_axes", stacked),
+            self._integers("scan_output_directions", stacked),
+        )  # fmt: skip
+
+    # ---- parts
+
+    def _operand(self, value: ir.Value | None) -> Entry:
+        entry = self.scope.find(value)
+        if entry is None:
+            raise CaptureError("an operand is missing", mend="check the model with onnx.checker")
+        return entry
+
+    def _optional(self, place: int) -> Entry | None:
+        return self.scope.find(self.node.inputs[place]) if place < len(self.node.inputs) else None
+
+    def _attribute(self, name: str) -> ir.Attr:
+        if name not in self.attributes:
+            raise CaptureError(f"the attribute '{name}' is missing", mend="check the model with onnx.checker")
+        return self.attributes[name]
+
+    def _graph(self, name: str) -> ir.Graph:
+        return self._attribute(name).as_graph()
+
+    def _integers(self, name: str, length: int) -> tuple[int, ...]:
+        return tuple(self.attributes[name].as_ints()) if name in self.attributes else (0,) * length
+
+    def _body(self, name: str, hosts: int = 0) -> tuple[fx.Node, tuple[fx.Node | None, ...]]:
+        """A body as a module of its own: its node in the outer graph, and the outer values that it needs.
+
+        Args:
+            name: the attribute.
+            hosts: how many of its first inputs are plain numbers; then its first result is, too, where it can be.
+        """
+        graph = self._graph(name)
+        inner = Scope(self.scope.trainable, self.scope)
+        for place, value in enumerate(graph.inputs):
+            inner.add_input(value, host=place < hosts)
+        inner.add_initializers(graph)
+        self.convert(inner, graph)
+        results = []
+        for place, value in enumerate(graph.outputs):
+            entry = inner.entry(value)
+            plain = place == 0 and hosts > 0 and (entry.host or entry.is_few)
+            results.append(inner.numbers(entry) if plain else inner.tensor(entry))
+        module = inner.finish(tuple(results), "OnnxBody")
+        held = self.scope.add_body(f"{self.node.name or self.node.op_type}_{name}", module)
+        return held, tuple(entry.node for entry in inner.captured)
+
+    def _call(self, function: Callable[..., object], *args: object) -> None:
+        whole = self.scope.call(function, args, {}, self.node.name or self.node.op_type.lower())
+        for place, value in enumerate(self.node.outputs):
+            if value.name:
+                part = self.scope.call(operator.getitem, (whole, place), {}, value.name)
+                self.scope.bind(value, Entry(value.name, part))
 
 
-def schema_function(node: ir.Node, domain: str, opsets: dict[str, int], attributes: dict[str, Any]) -> ir.Function:
+def schema_function(
+    node: ir.Node, domain: str, opsets: Mapping[str, int], attributes: Mapping[str, ir.Attr]
+) -> ir.Function:
     """The function that ONNX defines an operator by.
+
+    Args:
+        node: a node of that operator.
+        domain: its domain; the default one is empty.
+        opsets: version by domain.
+        attributes: of the node, references resolved.
 
     Raises:
         CaptureError: where it depends on input types that the model does not tell.
@@ -74,96 +180,3 @@ def _type_of(value: ir.Value | None) -> bytes:
             f"the type of '{value.name}' is not known", mend="run onnx.shape_inference.infer_shapes on the model first"
         )
     return ir.to_proto(value).type.SerializeToString()  # type: ignore[no-any-return]
-
-
-def add_control(
-    builder: Builder, node: ir.Node, attributes: dict[str, Any], opsets: dict[str, int], given: dict[str, Any]
-) -> None:
-    """Convert an If, Loop or Scan."""
-    inputs = [None if value is None else builder.find(value) for value in node.inputs]
-    if node.op_type == "If":
-        _add_if(builder, node, attributes, opsets, given, inputs)
-    elif node.op_type == "Loop":
-        _add_loop(builder, node, attributes, opsets, given, inputs)
-    else:
-        _add_scan(builder, node, attributes, opsets, given, inputs)
-
-
-def _body(
-    builder: Builder, node: ir.Node, attribute: Any, opsets: dict[str, int], given: dict[str, Any], hosts: int = 0
-) -> tuple[Any, tuple[Any, ...]]:
-    """A body as a module of its own: its node in the outer graph, and the outer values that it needs."""
-    graph = attribute.as_graph()
-    inner = type(builder)(builder.model, builder.trainable, builder)
-    for place, value in enumerate(graph.inputs):
-        inner.add_input(value, host=place < hosts)
-    inner.add_initializers(graph)
-    inner.add_nodes(graph, opsets, given)
-    results = []
-    for place, value in enumerate(graph.outputs):
-        entry = inner.find(value)
-        results.append(entry.node if place == 0 and hosts and entry.host else inner.tensor(entry))
-        if place == 0 and hosts and entry.constant is not None and entry.is_few:
-            results[0] = inner.numbers(entry)
-    module = inner.finish(tuple(results), "OnnxBody")
-    target = builder.names.give(f"{node.name or node.op_type}_{attribute.name}")
-    builder.attributes[target] = module
-    builder.onnx_names.update({f"{target}.{name}": one for name, one in module.meta["onnx_names"].items()})
-    captured = tuple(entry.node for entry in inner.captured)
-    return builder.graph.get_attr(target), captured
-
-
-def _results(builder: Builder, node: ir.Node, whole: Any) -> None:
-    for place, value in enumerate(node.outputs):
-        if value.name:
-            part = builder.call(operator.getitem, (whole, place), {}, value.name)
-            builder.bind(value, Entry(value.name, part))
-
-
-def _add_if(builder: Builder, node: ir.Node, attributes: dict[str, Any], opsets: Any, given: Any, inputs: Any) -> None:
-    condition = inputs[0]
-    if condition.constant is not None:
-        graph = attributes["then_branch" if bool(condition.constant) else "else_branch"].as_graph()
-        builder.add_initializers(graph)
-        builder.add_nodes(graph, opsets, given)
-        for inner, outer in zip(graph.outputs, node.outputs, strict=True):
-            builder.bind(outer, builder.find(inner))
-        return
-    chosen, captured = _body(builder, node, attributes["then_branch"], opsets, given)
-    other, others = _body(builder, node, attributes["else_branch"], opsets, given)
-    args = (condition.node, chosen, other, captured, others)
-    _results(builder, node, builder.call(control.run_if, args, {}, node.name or "if"))
-
-
-def _add_loop(
-    builder: Builder, node: ir.Node, attributes: dict[str, Any], opsets: Any, given: Any, inputs: Any
-) -> None:
-    trips = None if inputs[0] is None else builder.numbers(inputs[0])
-    start = inputs[1] if len(inputs) > 1 else None
-    condition = None if start is None else start.node if start.constant is None else builder.numbers(start)
-    states = tuple(builder.tensor(entry) for entry in inputs[2:])
-    body, captured = _body(builder, node, attributes["body"], opsets, given, hosts=2)
-    scans = len(attributes["body"].as_graph().outputs) - 1 - len(states)
-    args = (trips, condition, body, states, captured, scans, builder.like)
-    _results(builder, node, builder.call(control.run_loop, args, {}, node.name or "loop"))
-
-
-def _add_scan(
-    builder: Builder, node: ir.Node, attributes: dict[str, Any], opsets: Any, given: Any, inputs: Any
-) -> None:
-    if opsets.get("", 1) < 9:
-        raise CaptureError("Scan before opset 9 has another meaning", mend=MEND)
-    count = attributes["num_scan_inputs"].as_int()
-    tensors = [builder.tensor(entry) for entry in inputs]
-    states, scanned = tuple(tensors[: len(tensors) - count]), tuple(tensors[len(tensors) - count :])
-    body, captured = _body(builder, node, attributes["body"], opsets, given)
-    stacked = len(node.outputs) - len(states)
-
-    def listed(name: str, length: int) -> tuple[int, ...]:
-        return tuple(attributes[name].as_ints()) if name in attributes else (0,) * length
-
-    args = (
-        body, states, scanned, captured, listed("scan_input_axes", count), listed("scan_input_directions", count),
-        listed("scan_output_axes", stacked), listed("scan_output_directions", stacked),
-    )  # fmt: skip
-    _results(builder, node, builder.call(control.run_scan, args, {}, node.name or "scan"))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,12 @@ import torch
 from torch import fx
 
 from amp_compiler.errors import AmpError, CaptureError
-from amp_compiler.onnx.importing import bodies
-from amp_compiler.onnx.importing.check import MEND, check_operators, node_label, schema_has_body
-from amp_compiler.onnx.importing.load import tensor_of
-from amp_compiler.onnx.importing.ops import Op, find_host_op, find_op
-from amp_compiler.onnx.importing.scope import Scope, Trainable
-from amp_compiler.onnx.importing.values import Entry, attribute_value
+from amp_compiler.onnx.importing.bodies import CONTROL, ControlFlow, schema_function
+from amp_compiler.onnx.importing.check import MEND, check_operators, node_label, opset_versions, schema_has_body
+from amp_compiler.onnx.importing.load import attribute_value, constant_of
+from amp_compiler.onnx.importing.ops.registry import Op, find_host_op, find_op
+from amp_compiler.onnx.importing.scope import Entry, Scope, Trainable
+from amp_compiler.onnx.model.types import canonical_domain
 
 DATA_FIRST = ("Gather", "Reshape", "Slice", "Squeeze", "Unsqueeze")
 HOST_RESULTS = ("Shape", "Size", "SequenceLength")
@@ -28,170 +29,209 @@ LARGEST_FOLD = 1 << 24
 def build_module(model: ir.Model, trainable: Trainable) -> fx.GraphModule:
     """The module of a model; see `onnx_to_fx`."""
     check_operators(model)
-    builder = Builder(model, trainable)
+    scope = Scope(trainable)
     initialized = set(model.graph.initializers)
     for value in model.graph.inputs:
         if value.name not in initialized:
-            builder.add_input(value)
-    builder.add_initializers(model.graph)
-    builder.add_nodes(model.graph, dict(model.graph.opset_imports), {})
-    results = tuple(builder.tensor(builder.find(value)) for value in model.graph.outputs)
-    return builder.finish(results[0] if len(results) == 1 else results, "OnnxModule")
+            scope.add_input(value)
+    scope.add_initializers(model.graph)
+    Builder(scope, model.functions, opset_versions(model.graph.opset_imports), {}).add_nodes(model.graph)
+    results = tuple(scope.tensor(scope.entry(value)) for value in model.graph.outputs)
+    return scope.finish(results[0] if len(results) == 1 else results, "OnnxModule")
 
 
-class Builder(Scope):
-    """The graph of one ONNX graph: the model's, or that of a body with `parent` around it."""
+@dataclass(frozen=True)
+class Builder:
+    """Converts nodes into calls. A body gets a builder with a scope of its own, a function one with its own opsets.
 
-    def add_nodes(self, graph: Any, opsets: dict[str, int], given: dict[str, Any]) -> None:
-        """Convert the nodes of a graph in order; `given` holds the attributes that a function is called with."""
-        for node in graph:
+    Args:
+        scope: where values are found, and where the calls go.
+        functions: the functions that the model defines.
+        opsets: version by domain.
+        given: the attributes that the function around the nodes is called with.
+    """
+
+    scope: Scope
+    functions: Mapping[ir.OperatorIdentifier, ir.Function]
+    opsets: Mapping[str, int]
+    given: Mapping[str, ir.Attr]
+
+    def add_nodes(self, nodes: Iterable[ir.Node]) -> None:
+        """Convert nodes in order.
+
+        Raises:
+            AmpError: what cannot be converted, with the node.
+        """
+        for node in nodes:
+            where = f"node {node_label(node)} ({node.op_type})"
             try:
-                self.add_node(node, opsets, given)
+                self._add_node(node)
             except AmpError as error:
                 if error.where:
                     raise
-                raise type(error)(
-                    error.what, where=f"node {node_label(node)} ({node.op_type})", mend=error.mend
-                ) from error
+                raise type(error)(error.what, where=where, mend=error.mend) from error
+            except Exception as cause:  # torch and NumPy refuse constants that do not fit together
+                raise CaptureError(
+                    f"it cannot be converted: {type(cause).__name__}: {cause}",
+                    where=where,
+                    mend="check the model with onnx.checker.check_model(model, full_check=True)",
+                ) from cause
 
-    def add_node(self, node: ir.Node, opsets: dict[str, int], given: dict[str, Any]) -> None:
-        """Convert one node."""
-        domain = "" if node.domain == "ai.onnx" else node.domain
-        attributes = self._attributes(node, given)
-        function = self.model.functions.get((domain, node.op_type, node.overload))
+    def _add_node(self, node: ir.Node) -> None:
+        domain = canonical_domain(node.domain)
+        attributes = self._attributes(node)
+        function = self.functions.get((domain, node.op_type, node.overload))
         if function is not None:
             self._inline(function, node, attributes)
         elif not domain and node.op_type == "Constant":
-            self.set_constant(node.outputs[0], bodies.constant_of(attributes))
-        elif not domain and node.op_type in ("If", "Loop", "Scan"):
-            bodies.add_control(self, node, attributes, opsets, given)
+            self.scope.set_constant(node.outputs[0], constant_of(attributes))
+        elif not domain and node.op_type in CONTROL:
+            ControlFlow(self.scope, node, attributes, self._add_body, self.opsets.get("", 1)).add()
         else:
-            self._add_op(node, domain, opsets, attributes)
+            self._add_op(node, domain, attributes)
 
-    def _attributes(self, node: ir.Node, given: dict[str, Any]) -> dict[str, Any]:
+    def _add_body(self, scope: Scope, graph: ir.Graph) -> None:
+        replace(self, scope=scope).add_nodes(graph)
+
+    def _attributes(self, node: ir.Node) -> dict[str, ir.Attr]:
+        """The attributes of a node, those that stand for a function's resolved."""
         found = {}
         for name, attribute in node.attributes.items():
-            if not attribute.is_ref():
-                found[name] = attribute
-            elif attribute.ref_attr_name in given:
-                found[name] = given[attribute.ref_attr_name]
+            held = self.given.get(attribute.ref_attr_name or "") if attribute.is_ref() else attribute
+            if held is not None:
+                found[name] = held
         return found
 
-    def _inline(self, function: ir.Function, node: ir.Node, attributes: dict[str, Any]) -> None:
-        inputs = [None if value is None else self.find(value) for value in node.inputs]
+    def _inline(self, function: ir.Function, node: ir.Node, attributes: dict[str, ir.Attr]) -> None:
+        inputs = [self.scope.find(value) for value in node.inputs]
         defaults = {name: one for name, one in function.attributes.items() if one.value is not None}
         for place, value in enumerate(function.inputs):
-            self.bind(value, inputs[place] if place < len(inputs) else None)
-        self.add_nodes(function.graph, dict(function.opset_imports), {**defaults, **attributes})
-        for inner, outer in zip(function.outputs, node.outputs, strict=False):
-            self.bind(outer, self.find(inner))
+            self.scope.bind(value, inputs[place] if place < len(inputs) else None)
+        inner = replace(self, opsets=opset_versions(function.opset_imports), given={**defaults, **attributes})
+        inner.add_nodes(function.graph)
+        for made, outer in zip(function.outputs, node.outputs, strict=False):
+            self.scope.bind(outer, self.scope.entry(made))
 
-    def _add_op(self, node: ir.Node, domain: str, opsets: dict[str, int], attributes: dict[str, Any]) -> None:
-        entry_op = find_op(domain, node.op_type)
-        inputs = [self._input(value) for value in node.inputs]
-        literal = {name: attribute_value(one, tensor_of) for name, one in attributes.items()}
+    def _add_op(self, node: ir.Node, domain: str, attributes: dict[str, ir.Attr]) -> None:
+        op = find_op(domain, node.op_type)
+        inputs = [self.scope.find(value) for value in node.inputs]
+        literal = {name: attribute_value(one) for name, one in attributes.items()}
         used = [bool(one.name) and (bool(one.uses()) or one.is_graph_output()) for one in node.outputs]
         given = [one is not None for one in inputs]
-        if entry_op is None or (entry_op.when is not None and not entry_op.when(literal, given, used)):
-            if not schema_has_body(domain, node.op_type, opsets):
+        if op is None or (op.when is not None and not op.when(literal, given, used)):
+            if not schema_has_body(domain, node.op_type, self.opsets):
                 raise CaptureError("there is no conversion for this form of the operator", mend=MEND)
-            self._inline(bodies.schema_function(node, domain, opsets, attributes), node, attributes)
+            self._inline(schema_function(node, domain, self.opsets, attributes), node, attributes)
             return
         while inputs and inputs[-1] is None:
             inputs.pop()
         if node.op_type in HOST_RESULTS and inputs[0] is not None and inputs[0].shape is not None:
             inputs = [Entry("shape", constant=torch.empty(inputs[0].shape, device="meta"), shape=inputs[0].shape)]
-        self._emit(node, self._choose(node, domain, entry_op, inputs), inputs, literal, opsets.get(domain, 1))
+        host = _host_op(node, domain, inputs)
+        call = _Call(node, host or op, tuple(inputs), literal, self.opsets.get(domain, 1), host is not None)
+        call.add(self.scope)
 
-    def _input(self, value: ir.Value | None) -> Entry | None:
-        if value is None:
-            return None
-        if self._is_absent(value):
-            return None
-        return self.find(value)
 
-    def _is_absent(self, value: ir.Value) -> bool:
-        """An optional input of a function that its caller left out."""
-        scope: Scope | None = self
-        while scope is not None:
-            if scope.holds(value):
-                return False
-            scope = scope.parent
-        return value.producer() is None and not value.is_initializer()
+def _host_op(node: ir.Node, domain: str, inputs: list[Entry | None]) -> Op | None:
+    """The operator on plain numbers, where all inputs are such."""
+    op = find_host_op(domain, node.op_type)
+    live = [one for one in inputs if one is not None and one.constant is None]
+    if op is None or not live or not all(one.host for one in live):
+        return None
+    if node.op_type == "ConstantOfShape" and not live[0].small:
+        return None
+    if node.op_type in DATA_FIRST and (inputs[0] is None or inputs[0].constant is not None):
+        return None  # a table of data, cut or read by numbers
+    return op if all(one.is_few for one in inputs if one is not None and one.constant is not None) else None
 
-    def _choose(self, node: ir.Node, domain: str, entry_op: Op, inputs: Sequence[Entry | None]) -> Op:
-        """The operator on plain numbers where all inputs are such, else the one on tensors."""
-        host_op = find_host_op(domain, node.op_type)
-        live = [one for one in inputs if one is not None and one.constant is None]
-        if host_op is None or not live or not all(one.host for one in live):
-            return entry_op
-        if node.op_type == "ConstantOfShape" and not live[0].small:
-            return entry_op
-        if node.op_type in DATA_FIRST and (inputs[0] is None or inputs[0].constant is not None):
-            return entry_op  # a table of data, cut or read by numbers
-        return (
-            host_op if all(one.is_few for one in inputs if one is not None and one.constant is not None) else entry_op
-        )
 
-    def _emit(
-        self, node: ir.Node, entry_op: Op, inputs: Sequence[Entry | None], literal: dict[str, Any], opset: int
-    ) -> None:
-        unknown = sorted(set(literal) - entry_op.attributes)
+@dataclass(frozen=True)
+class _Call:
+    """One node about to become a call, or constants.
+
+    Args:
+        node: the node.
+        op: what is called.
+        inputs: its operands, `None` for one that is left out.
+        literal: its attributes.
+        opset: version of its domain.
+        host: the call is on plain numbers.
+    """
+
+    node: ir.Node
+    op: Op
+    inputs: tuple[Entry | None, ...]
+    literal: Mapping[str, Any]
+    opset: int
+    host: bool
+
+    def add(self, scope: Scope) -> None:
+        """Put the results into a scope.
+
+        Raises:
+            CaptureError: the call does not take one of the attributes.
+        """
+        unknown = sorted(set(self.literal) - self.op.attributes)
         if unknown:
             raise CaptureError(f"attribute '{unknown[0]}' is not supported here", mend=MEND)
-        asked: dict[str, Any] = {"kind": node.op_type, "opset": opset, "outputs": len(node.outputs)}
-        options = {**literal, **{name: asked[name] for name in entry_op.asked if name in asked}}
-        is_host = entry_op is not find_op("" if node.domain == "ai.onnx" else node.domain, node.op_type)
-        if entry_op.pure and all(one is None or one.constant is not None for one in inputs):
-            folded = self._fold(entry_op, inputs, options, is_host)
-            if folded is not None:
-                for value, one in zip(node.outputs, folded, strict=False):
-                    self.set_constant(value, one)
-                return
-        if "like" in entry_op.asked:
-            options["like"] = self.like
-        args = [self._argument(node, entry_op, place, inputs, is_host) for place in range(len(inputs))]
-        names = [one.name or node.name or node.op_type for one in node.outputs]
-        if not entry_op.many:
-            made = self.call(entry_op.function, args, options, names[0])
-            small = is_host and node.op_type == "Shape"
-            host = is_host or node.op_type in HOST_RESULTS
-            self.bind(node.outputs[0], Entry(names[0], made, host, small=small))
+        asked = {"kind": self.node.op_type, "opset": self.opset, "outputs": len(self.node.outputs)}
+        options = {**self.literal, **{name: asked[name] for name in self.op.asked if name in asked}}
+        folded = self._fold(options)
+        if folded is not None:
+            for value, one in zip(self.node.outputs, folded, strict=False):
+                scope.set_constant(value, one)
             return
-        whole = self.call(entry_op.function, args, options, node.name or f"{names[0]}_all")
-        for place, value in enumerate(node.outputs):
+        if "like" in self.op.asked:
+            options["like"] = scope.like
+        args = [self._argument(place, scope) for place in range(len(self.inputs))]
+        names = [one.name or self.node.name or self.node.op_type for one in self.node.outputs]
+        if not self.op.many:
+            made = scope.call(self.op.function, args, options, names[0])
+            small = self.host and self.node.op_type == "Shape"
+            numbers = self.host or self.node.op_type in HOST_RESULTS
+            scope.bind(self.node.outputs[0], Entry(names[0], made, numbers, small=small))
+            return
+        whole = scope.call(self.op.function, args, options, self.node.name or f"{names[0]}_all")
+        for place, value in enumerate(self.node.outputs):
             if value.name:
-                part = self.call(operator.getitem, (whole, place), {}, names[place])
-                self.bind(value, Entry(names[place], part))
+                part = scope.call(operator.getitem, (whole, place), {}, names[place])
+                scope.bind(value, Entry(names[place], part))
 
-    def _argument(self, node: ir.Node, entry_op: Op, place: int, inputs: Sequence[Entry | None], is_host: bool) -> Any:
-        entry = inputs[place]
+    def _argument(self, place: int, scope: Scope) -> Any:
+        entry = self.inputs[place]
         if entry is None:
             return None
-        if is_host or place in entry_op.host:
-            return self.numbers(entry)
-        first = 1 if node.op_type == "Where" else 0
-        if entry_op.scalars and place >= first and entry.constant is not None and entry.constant.dim() == 0:
-            others = [one for at, one in enumerate(inputs) if at >= first and at not in entry_op.host and at != place]
-            live = any(one is not None and (one.constant is None or one.constant.dim()) for one in others)
-            if live and entry.constant.dtype in (torch.float32, torch.int64, torch.int32, torch.float64):
-                return entry.constant.item()
-        return self.tensor(entry)
+        if self._is_host(place):
+            return scope.numbers(entry)
+        held = entry.constant
+        return held.item() if held is not None and self._is_scalar(place, held) else scope.tensor(entry)
 
-    def _fold(
-        self, entry_op: Op, inputs: Sequence[Entry | None], options: dict[str, Any], is_host: bool
-    ) -> list[torch.Tensor] | None:
-        """The results of a node of constants, or `None` where they are left to run time."""
+    def _is_host(self, place: int) -> bool:
+        return self.host or place in self.op.host
+
+    def _is_scalar(self, place: int, held: torch.Tensor) -> bool:
+        """Whether a constant goes in as a Python number, beside another operand that says the type."""
+        first = 1 if self.node.op_type == "Where" else 0
+        if not self.op.scalars or place < first or held.dim():
+            return False
+        others = [self.inputs[at] for at in range(first, len(self.inputs)) if at != place and not self._is_host(at)]
+        live = any(one is not None and (one.constant is None or one.constant.dim()) for one in others)
+        return live and held.dtype in (torch.float32, torch.int64, torch.int32, torch.float64)
+
+    def _fold(self, options: dict[str, Any]) -> list[torch.Tensor] | None:
+        """The results of a node of constants, or `None` where there are none, or they are left to run time."""
+        if not self.op.pure or not all(one is None or one.constant is not None for one in self.inputs):
+            return None
         args: list[Any] = []
-        for place, entry in enumerate(inputs):
+        for place, entry in enumerate(self.inputs):
             held = None if entry is None else entry.constant
-            if held is not None and held.device.type != "meta" and (is_host or place in entry_op.host):
+            if held is not None and held.device.type != "meta" and self._is_host(place):
                 args.append(held.numpy())
             else:
                 args.append(held)
         with torch.no_grad():
-            made = entry_op.function(*args, **options)
-        results = list(made) if entry_op.many else [made]
+            made = self.op.function(*args, **options)
+        results = list(made) if self.op.many else [made]
         tensors = [torch.from_numpy(np.array(one)) if isinstance(one, np.ndarray) else one for one in results]
         plain = all(one is None or isinstance(one, torch.Tensor) for one in tensors)
         if not plain or any(one is not None and one.numel() > LARGEST_FOLD for one in tensors):

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import onnx
 import onnx_ir as ir
 
 from amp_compiler.errors import CaptureError
-from amp_compiler.onnx.importing.ops import find_op
+from amp_compiler.onnx.importing.ops.registry import find_op
+from amp_compiler.onnx.model.types import canonical_domain
 
-CONTROL = ("If", "Loop", "Scan", "Constant")
+BUILT_IN = ("If", "Loop", "Scan", "Constant")
+"""Operators that are no function: see `bodies` and `load.constant_of`."""
 MEND = (
-    "write a function with @op in a module of amp_compiler/frontends/onnx_ops (registry.py shows how), or replace the "
+    "write a function with @op in a module of amp_compiler/onnx/importing/ops (registry.py shows how), or replace the "
     "node by operators that have one"
 )
 _SHOWN = 20
@@ -26,16 +28,13 @@ def check_operators(model: ir.Model) -> None:
         CaptureError: names every such operator with its first nodes.
     """
     functions = {(key[0], key[1]) for key in model.functions}
-    opsets = dict(model.graph.opset_imports)
     missing: dict[str, list[str]] = {}
-    graphs = [
-        (model.graph, opsets),
-        *((function.graph, function.opset_imports) for function in model.functions.values()),
-    ]
+    graphs = [(model.graph, opset_versions(model.graph.opset_imports))]
+    graphs += [(function.graph, opset_versions(function.opset_imports)) for function in model.functions.values()]
     for graph, versions in graphs:
         for node in every_node(graph):
-            domain = "" if node.domain == "ai.onnx" else node.domain
-            known = (domain, node.op_type) in functions or (not domain and node.op_type in CONTROL)
+            domain = canonical_domain(node.domain)
+            known = (domain, node.op_type) in functions or (not domain and node.op_type in BUILT_IN)
             if known or find_op(domain, node.op_type) or schema_has_body(domain, node.op_type, versions):
                 continue
             label = f"{domain}.{node.op_type}" if domain else node.op_type
@@ -55,6 +54,11 @@ def node_label(node: ir.Node) -> str:
     return f"'{node.name or next((one.name for one in node.outputs if one.name), '?')}'"
 
 
+def opset_versions(imports: Mapping[str, int]) -> dict[str, int]:
+    """The version of each domain that is imported; the default domain is `""`."""
+    return {canonical_domain(domain): version for domain, version in imports.items()}
+
+
 def schema_of(domain: str, name: str, version: int) -> Any:
     """ONNX's own description of an operator, or `None`."""
     try:
@@ -63,7 +67,7 @@ def schema_of(domain: str, name: str, version: int) -> Any:
         return None
 
 
-def schema_has_body(domain: str, name: str, opsets: Any) -> bool:
+def schema_has_body(domain: str, name: str, opsets: Mapping[str, int]) -> bool:
     """Whether ONNX defines the operator by others."""
     schema = schema_of(domain, name, opsets.get(domain, 1))
     return schema is not None and (schema.has_function or schema.has_context_dependent_function)

@@ -10,9 +10,10 @@ from amp_compiler.errors import LoweringError
 from amp_compiler.ir.dtypes import DType, dtype_from_short
 from amp_compiler.ir.plan import RETURN, PlannedCast, PrecisionPlan
 from amp_compiler.onnx.lowering.lower import Lowered, Site
+from amp_compiler.onnx.lowering.scopes import Scopes
 from amp_compiler.onnx.lowering.widen import widen_math
 from amp_compiler.onnx.model.data import convert, tensor_of
-from amp_compiler.onnx.model.edit import Scopes, set_data, set_type, unique, with_data
+from amp_compiler.onnx.model.edit import set_data, set_type, unique, with_data
 from amp_compiler.onnx.model.model import all_graphs, bodies
 from amp_compiler.onnx.model.types import ir_type, neutral_type
 
@@ -131,7 +132,9 @@ class _Writer:
                 continue
             sites = self.lowered.sites.get(name)
             if sites is None or index >= len(sites):
-                raise LoweringError(f"the plan casts operand {index} of '{name}', which the model lacks")
+                raise LoweringError(
+                    f"the plan casts operand {index} of '{name}', which the model lacks", mend="plan this model again"
+                )
             yield sites[index]
 
     def _set_result(self, body: ir.Graph, index: int, new: ir.Value, short: str) -> None:

@@ -1,4 +1,4 @@
-"""The ONNX frontend: a model is lowered to a `PrecisionGraph`. `onnx_apply` carries a plan back.
+"""The way in: a model is lowered to a `PrecisionGraph`. `apply` carries a plan back.
 
 The graph is planned for the device `onnx`: a file runs anywhere, and is run rather than trained. Rules may match that.
 
@@ -72,7 +72,7 @@ def lower(
     """Lower a model.
 
     Args:
-        model: as `onnx_model.read_model` gives it. It is not changed.
+        model: as `model.read_model` gives it. It is not changed.
         low: the 16-bit type; which operands may have it is read from `onnx.defs` for the model's own opset.
         named: whether a rule names an op of a custom domain, by op and node name; none does without it.
         keep_io_types: outputs keep their types; else floating-point ones take the type in which they are made.
@@ -82,7 +82,7 @@ def lower(
 
     Example:
         ```python
-        lowered = lower(read_model(*read_proto("m.onnx")), DType.FLOAT16)
+        lowered = lower(read_model(open_model("m.onnx")), DType.FLOAT16)
         plan = make_plan(lowered.graph, load_rules("default"), DType.FLOAT16)
         ```
     """

@@ -9,9 +9,9 @@ import onnx_ir as ir
 
 from amp_compiler.ir.graph import Node, Pin
 from amp_compiler.onnx.lowering.lower import Lowered
+from amp_compiler.onnx.lowering.walk import Walker, is_square
 from amp_compiler.onnx.model.edit import unique
 from amp_compiler.onnx.model.model import all_graphs
-from amp_compiler.onnx.model.walk import Walker, is_square
 
 _ROOTS = ("onnx.Sqrt", "onnx.Pow")
 
@@ -27,7 +27,7 @@ def find_norms(lowered: Lowered) -> list[list[str]]:
     data and scale have.
 
     Example:
-        >>> find_norms(lower(read_model(proto, None), DType.FLOAT16))
+        >>> find_norms(lower(read_model(open_model(proto)), DType.FLOAT16))
         [['mean', 'centred', 'square', 'variance', 'plus_eps', 'root', 'quotient', 'scale', 'bias']]
     """
     walker = _Norms(lowered, {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from amp_compiler.ir.graph import Node
-from amp_compiler.onnx.model.walk import Walker, is_square
+from amp_compiler.onnx.lowering.walk import Walker, is_square
 
 _SQUARES = frozenset({"onnx.ReduceSumSquare", "onnx.ReduceL2"})
 _GROWING = frozenset(

@@ -12,8 +12,8 @@ from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Node, Pin
 from amp_compiler.onnx.lowering.lower import Lowered
 from amp_compiler.onnx.lowering.overflow import Overflows
+from amp_compiler.onnx.lowering.walk import Walker
 from amp_compiler.onnx.model.data import Stored, examine, tensor_of
-from amp_compiler.onnx.model.walk import Walker
 from amp_compiler.planner.typing import LOW
 
 MARGIN = 2.0  # calibration saw only some inputs: numbers above 65504 / MARGIN count as out of range

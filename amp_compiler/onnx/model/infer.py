@@ -13,24 +13,34 @@ from amp_compiler.errors import OnnxError
 _SMALL = 1024  # elements up to which inference is given the data of an initializer
 
 
-def stripped(proto: onnx.ModelProto, folder: Path | None = None) -> onnx.ModelProto:
-    """A copy for inference, in which large initializers have a type and a shape and no data."""
+def stripped(proto: onnx.ModelProto, folder: Path | None = None, *, external: bool = True) -> onnx.ModelProto:
+    """A copy for inference, in which large initializers have a type and a shape and no data.
+
+    Args:
+        proto: the model; it is not changed.
+        folder: where external data lie.
+        external: read small external data, such as shapes.
+
+    Raises:
+        OnnxError: small external data cannot be read.
+    """
     light = onnx.ModelProto(ir_version=proto.ir_version)
     light.opset_import.extend(proto.opset_import)
     light.functions.extend(proto.functions)
     graph = proto.graph
     light.graph.name = graph.name
-    for kind in ("node", "input", "output", "value_info"):
+    for kind in ("node", "input", "output", "value_info", "sparse_initializer"):
         getattr(light.graph, kind).extend(getattr(graph, kind))
     for tensor in graph.initializer:
-        light.graph.initializer.append(_stub(tensor, folder))
+        light.graph.initializer.append(_stub(tensor, folder, external))
     return light
 
 
-def _stub(tensor: onnx.TensorProto, folder: Path | None) -> onnx.TensorProto:
-    if math.prod(tensor.dims) > _SMALL:
+def _stub(tensor: onnx.TensorProto, folder: Path | None, external: bool) -> onnx.TensorProto:
+    outside = tensor.data_location == onnx.TensorProto.EXTERNAL
+    if math.prod(tensor.dims) > _SMALL or (outside and not external):
         return onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
-    if tensor.data_location != onnx.TensorProto.EXTERNAL:
+    if not outside:
         return tensor
     small = onnx.TensorProto()
     small.CopyFrom(tensor)

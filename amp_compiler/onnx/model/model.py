@@ -1,16 +1,15 @@
-"""Reading an ONNX model: the `onnx_ir` model, and the type of each of its values by ONNX's own inference."""
+"""Reading an ONNX model, once: its file, the `onnx_ir` model, and the type of each value by ONNX's own inference."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import onnx
 import onnx.inliner
 import onnx_ir
-from google.protobuf.message import DecodeError
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import DType
@@ -43,6 +42,32 @@ class ValueType:
 
 
 UNKNOWN = ValueType(None)
+
+
+@dataclass(frozen=True)
+class OnnxFile:
+    """A model as it was given: what `open_model` has read, once, for all who work on it.
+
+    Args:
+        proto: its message, external data not loaded; shared with a caller who gave a message, so never changed.
+        path: its file; `None` for a model in memory.
+    """
+
+    proto: onnx.ModelProto
+    path: Path | None = None
+
+    @property
+    def folder(self) -> Path | None:
+        """Where external data lie; `None` for a model in memory."""
+        return None if self.path is None else self.path.parent
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return str(self.path) if self.path is not None else self.proto.graph.name or "<model>"
+
+
+Source = str | Path | onnx.ModelProto | OnnxFile
 
 
 @dataclass
@@ -89,44 +114,72 @@ class OnnxModel:
                     value.shape = None
 
 
-def read_proto(source: str | Path | onnx.ModelProto) -> tuple[onnx.ModelProto, Path | None]:
-    """The message of a model, external data not loaded, and the folder that they lie in.
+def open_model(source: Source) -> OnnxFile:
+    """Open a model: the one place where an ONNX file is read. The data of external tensors stay where they are.
 
     Args:
-        source: a path, or a message, which is not changed.
+        source: a path; or a message, which is not changed; or a model that is open already.
 
     Raises:
         OnnxError: there is no such file, or it holds no ONNX model.
+
+    Example:
+        ```python
+        model = open_model("m.onnx")
+        ranges = calibrate(model, batches)
+        done = convert_onnx(model, "m.fp16.onnx")       # reads no file again
+        ```
     """
+    if isinstance(source, OnnxFile):
+        return source
     if isinstance(source, onnx.ModelProto):
-        return source, None
+        return OnnxFile(source)
+    if not isinstance(source, str | Path):
+        raise OnnxError(
+            f"amp_compiler cannot read a {type(source).__name__} as an ONNX model",
+            mend="give a path or an onnx.ModelProto",
+        )
     path = Path(source)
     try:
         proto = onnx.load(path, load_external_data=False)
     except OSError as cause:
-        raise OnnxError(f"cannot be read: {cause.strerror}", where=str(path), mend="name an ONNX file") from cause
-    except DecodeError as cause:
+        why = (cause.strerror or str(cause)).lower()
+        raise OnnxError(f"cannot be read: {why}", where=str(path), mend="name an ONNX file") from cause
+    except Exception as cause:  # protobuf and ONNX's readers of its text forms raise errors of their own
         raise OnnxError("this is no ONNX model, or a damaged one", where=str(path), mend="export it again") from cause
     if not proto.HasField("graph") or not proto.opset_import:
         raise OnnxError("this is no ONNX model: it has no graph or no opset", where=str(path), mend="export it again")
-    return proto, path.parent
+    return OnnxFile(proto, path)
 
 
-def read_model(proto: onnx.ModelProto, folder: Path | None) -> OnnxModel:
-    """Read a message into `onnx_ir` and infer types. Model-local functions are written out where they are called.
+def to_ir(model: OnnxFile) -> onnx_ir.Model:
+    """The model on `onnx_ir`, its external data not loaded.
+
+    Raises:
+        OnnxError: its graph is malformed.
+    """
+    try:
+        made = onnx_ir.serde.deserialize_model(model.proto)
+    except (ValueError, TypeError, onnx_ir.serde.SerdeError) as cause:
+        raise OnnxError(
+            f"its graph is malformed: {cause}", where=model.name, mend="run onnx.checker.check_model on it"
+        ) from cause
+    if model.folder is not None:
+        onnx_ir.external_data.set_base_dir(made.graph, model.folder)
+    return made
+
+
+def read_model(opened: OnnxFile) -> OnnxModel:
+    """Read a model into `onnx_ir` and infer types. Model-local functions are written out where they are called.
 
     Raises:
         OnnxError: the model holds what `onnx_ir` would lose, or its graph is malformed.
     """
+    proto, folder = opened.proto, opened.folder
     _refuse(proto)
     if proto.functions:
         proto = onnx.inliner.inline_local_functions(proto)
-    try:
-        model = onnx_ir.serde.deserialize_model(proto)
-    except (ValueError, TypeError, onnx_ir.serde.SerdeError) as cause:
-        raise OnnxError(f"its graph is malformed: {cause}", mend="run onnx.checker.check_model on it") from cause
-    if folder is not None:
-        onnx_ir.external_data.set_base_dir(model.graph, folder)
+    model = to_ir(replace(opened, proto=proto))
     found = OnnxModel(proto, model, folder=folder)
     inferred = infer(stripped(proto, folder))
     _Binder(found).bind(model.graph, proto.graph, inferred.graph)
@@ -156,11 +209,18 @@ def proto_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
         current = pending.pop()
         yield current
         for node in current.node:
-            for attribute in node.attribute:
-                if attribute.type == onnx.AttributeProto.GRAPH:
-                    pending.append(attribute.g)
-                elif attribute.type == onnx.AttributeProto.GRAPHS:
-                    pending.extend(attribute.graphs)
+            pending.extend(proto_bodies(node).values())
+
+
+def proto_bodies(node: onnx.NodeProto) -> dict[str, onnx.GraphProto]:
+    """The bodies of a control-flow node by attribute name, as `bodies` names them."""
+    found = {}
+    for attribute in node.attribute:
+        if attribute.type == onnx.AttributeProto.GRAPH:
+            found[attribute.name] = attribute.g
+        elif attribute.type == onnx.AttributeProto.GRAPHS:
+            found.update({f"{attribute.name}.{index}": body for index, body in enumerate(attribute.graphs)})
+    return found
 
 
 def all_graphs(graph: onnx_ir.Graph) -> Iterator[onnx_ir.Graph]:
@@ -223,7 +283,7 @@ class _Binder:
                 self._note(value, known)
             inner = bodies(node)
             if inner:
-                first, second = _proto_bodies(message), _proto_bodies(shadow)
+                first, second = proto_bodies(message), proto_bodies(shadow)
                 for name, body in inner.items():
                     self.bind(body, first[name], second[name])
 
@@ -231,16 +291,6 @@ class _Binder:
         found = known.get(value.name or "")
         if found is not None:
             self.model.types[value] = _value_type(found)
-
-
-def _proto_bodies(node: onnx.NodeProto) -> dict[str, onnx.GraphProto]:
-    found = {}
-    for attribute in node.attribute:
-        if attribute.type == onnx.AttributeProto.GRAPH:
-            found[attribute.name] = attribute.g
-        elif attribute.type == onnx.AttributeProto.GRAPHS:
-            found.update({f"{attribute.name}.{index}": body for index, body in enumerate(attribute.graphs)})
-    return found
 
 
 def _value_type(proto: onnx.TypeProto) -> ValueType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import onnx
@@ -9,27 +10,27 @@ import onnx.version_converter
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.model.infer import infer, stripped
-from amp_compiler.onnx.model.model import proto_graphs
+from amp_compiler.onnx.model.model import OnnxFile, proto_graphs
 
 
-def raise_opset(proto: onnx.ModelProto, folder: Path | None, version: int, why: str) -> onnx.ModelProto:
+def raise_opset(opened: OnnxFile, version: int, why: str) -> OnnxFile:
     """The model in a later opset of the default domain, by ONNX's own converter.
 
     The converter is given the model without the data of large initializers, which are put back afterwards. What it
     drops of nodes that it leaves alone (names, doc strings, metadata) is put back too.
 
     Args:
-        proto: the model; it is not changed.
-        folder: where its external data lie.
+        opened: the model; it is not changed.
         version: the opset version wanted.
         why: what needs it, for the message.
 
     Returns:
-        A new message; tensors are shared with `proto` as far as possible.
+        The same file with a new message; tensors are shared with the old one as far as possible.
 
     Raises:
         OnnxError: the converter cannot do it.
     """
+    proto, folder = opened.proto, opened.folder
     present = next((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), 1)
     mend = f"export the model with opset {version} or later, or use dtype='fp16'"
     if proto.functions:
@@ -47,7 +48,7 @@ def raise_opset(proto: onnx.ModelProto, folder: Path | None, version: int, why: 
     for left, right in ((proto.graph.input, raised.graph.input), (proto.graph.output, raised.graph.output)):
         if [info.name for info in left] != [info.name for info in right]:
             raise OnnxError(f"{why}, and onnx's version converter changes its inputs or outputs", mend=mend)
-    return raised
+    return replace(opened, proto=raised)
 
 
 def _is_sound(proto: onnx.ModelProto, folder: Path | None) -> bool:

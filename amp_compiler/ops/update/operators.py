@@ -33,9 +33,51 @@ _SCHEMAS = (
     " Tensor(d!) started, Tensor(e!) rng, Tensor hyper, Tensor coef, Tensor skip, int mode, bool nesterov,"
     " bool maximize) -> ()",
 )
-for _schema in _SCHEMAS:
+_OTHERS = (
+    "add_rows(Tensor dense, Tensor rows, Tensor places, int skipped) -> Tensor",
+    "commit(Tensor skip, Tensor(a!)[] targets, Tensor[] values) -> ()",
+)
+for _schema in (*_SCHEMAS, *_OTHERS):
     _LIBRARY.define(_schema)
 _HYPERPARAMETERS = {"adam": 6, "sgd": 5}
+
+
+def add_rows(dense: Tensor, rows: Tensor, places: Tensor, skipped: int) -> Tensor:
+    """A gradient with the rows of a lookup added to it: what a table that is looked up in and multiplied with gets.
+
+    Args:
+        dense: fp32 [height, width], the other part of the gradient.
+        rows: fp32 [..., width], one row for every place.
+        places: int64 or int32 [...], to which row of the gradient each belongs.
+        skipped: a row that gets none (the padding index); negative where every row may.
+
+    Returns:
+        fp32 [height, width]; `dense` stays as it is.
+    """
+    flat = places.reshape(-1)
+    added = rows.reshape(flat.numel(), -1)
+    if skipped >= 0:
+        added = torch.where((flat == skipped)[:, None], 0.0, added)
+    return torch.index_put(dense, (flat,), added, accumulate=True)
+
+
+def commit(skip: Tensor, targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Write new values unless the step is skipped, in calls that can be traced.
+
+    Args:
+        skip: one number, not 0 where the step does not count.
+        targets: what to write.
+        values: the new values, which share no memory with a target; of the targets' shapes.
+    """
+    for target, value in zip(targets, values, strict=True):
+        target.copy_(torch.where(skip != 0, target, value))
+
+
+def commit_on_cpu(skip: Tensor, targets: list[Tensor], values: list[Tensor]) -> None:
+    """As `commit`, for a CPU."""
+    if skip.item() == 0:  # looking at a tensor on a CPU waits for nothing
+        torch._foreach_copy_(targets, values)
+
 
 _TRACEABLE: dict[str, Callable[..., Any]] = {
     "grad_check": group_update.grad_check,
@@ -44,6 +86,7 @@ _TRACEABLE: dict[str, Callable[..., Any]] = {
     "adam_update_low": group_update.adam_update_low,
     "sgd_update_low": group_update.sgd_update_low,
 }
+_OPENED = {**_TRACEABLE, "add_rows": add_rows, "commit": commit}
 
 
 def decomposition(operator: torch._ops.OpOverload) -> Callable[..., Any]:
@@ -63,11 +106,11 @@ def decomposition(operator: torch._ops.OpOverload) -> Callable[..., Any]:
         'sgd_update'
     """
     namespace, _, name = operator._schema.name.partition("::")
-    if namespace != "amp_compiler" or name not in _TRACEABLE:
+    if namespace != "amp_compiler" or name not in _OPENED:
         raise LoweringError(
-            f"'{operator}' is not an update of this library", mend=f"use one of {', '.join(sorted(_TRACEABLE))}"
+            f"'{operator}' is not an update of this library", mend=f"use one of {', '.join(sorted(_OPENED))}"
         )
-    return _TRACEABLE[name]
+    return _OPENED[name]
 
 
 def _check(name: str, arguments: Sequence[Any]) -> None:
@@ -142,6 +185,22 @@ def _register() -> None:
         torch.library.register_fake(f"amp_compiler::{name}", _fake_update(name), lib=_LIBRARY)
     _LIBRARY.impl("grad_check", group_update.grad_check, "CPU")
     torch.library.register_fake("amp_compiler::grad_check", _grad_check_fake, lib=_LIBRARY)
+    _LIBRARY.impl("add_rows", add_rows, "CompositeExplicitAutograd")
+    torch.library.register_fake("amp_compiler::add_rows", lambda dense, *_: torch.empty_like(dense), lib=_LIBRARY)
+    _LIBRARY.impl("commit", commit_on_cpu, "CPU")
+    _LIBRARY.impl("commit", commit, "CUDA")
+    torch.library.register_fake("amp_compiler::commit", lambda *_: None, lib=_LIBRARY)
 
 
 _register()
+
+# The update operators, by the kind of a group of parameters.
+OPERATORS = {
+    "adam": torch.ops.amp_compiler.adam_update.default,
+    "sgd": torch.ops.amp_compiler.sgd_update.default,
+    "adam_low": torch.ops.amp_compiler.adam_update_low.default,
+    "sgd_low": torch.ops.amp_compiler.sgd_update_low.default,
+}
+CHECK = torch.ops.amp_compiler.grad_check.default
+ADD_ROWS = torch.ops.amp_compiler.add_rows.default
+COMMIT = torch.ops.amp_compiler.commit.default

@@ -1,51 +1,14 @@
-"""ONNX operators as torch functions, one module per family; `registry` says how to add one."""
+"""ONNX operators as torch functions, one module per family; `registry` says how to add one.
 
-from amp_compiler.onnx.importing.ops import (
-    activations,
-    attention,
-    control,
-    conv,
-    elementwise,
-    generate,
-    host,
-    indexing,
-    linear,
-    losses,
-    norm,
-    pool,
-    recurrent,
-    reductions,
-    resize,
-    sequence,
-    shape,
-    signal,
-    spatial,
-)
-from amp_compiler.onnx.importing.ops.registry import Op, find_host_op, find_op, op, operators
+Every module in this folder is imported here, so that an operator is known as soon as its function is written.
+"""
 
-__all__ = [
-    "Op",
-    "activations",
-    "attention",
-    "control",
-    "conv",
-    "elementwise",
-    "find_host_op",
-    "find_op",
-    "generate",
-    "host",
-    "indexing",
-    "linear",
-    "losses",
-    "norm",
-    "op",
-    "operators",
-    "pool",
-    "recurrent",
-    "reductions",
-    "resize",
-    "sequence",
-    "shape",
-    "signal",
-    "spatial",
-]
+from importlib import import_module
+from pkgutil import iter_modules
+
+from amp_compiler.onnx.importing.ops.registry import op
+
+__all__ = ["op"]
+
+for _found in sorted(iter_modules(__path__), key=lambda module: module.name):
+    import_module(f"{__name__}.{_found.name}")

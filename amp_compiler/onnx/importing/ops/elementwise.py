@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amp_compiler.errors import CaptureError
 from amp_compiler.onnx.importing.ops.registry import op
-from amp_compiler.onnx.importing.ops.values import DTYPES
+from amp_compiler.onnx.importing.ops.values import DTYPES, names_known_type
 
 _UNARY: dict[str, Any] = {
     "Abs": torch.abs, "Acos": torch.acos, "Acosh": torch.acosh, "Asin": torch.asin, "Asinh": torch.asinh,
@@ -72,7 +73,7 @@ def _bit_shift(a: Tensor, b: Tensor, *, direction: str) -> Tensor:
     return shift(a, b)
 
 
-@op("BitCast")
+@op("BitCast", when=names_known_type)
 def _bit_cast(x: Tensor, *, to: int) -> Tensor:
     return x.view(DTYPES[to])
 
@@ -110,11 +111,13 @@ def _clip(
 @op("Where", scalars=True)
 def _where(condition: Tensor, a: Any, b: Any) -> Tensor:
     if not isinstance(a, Tensor) and not isinstance(b, Tensor):
-        raise TypeError("Where has two constant branches without a type")
+        raise CaptureError(
+            "Where has two constant branches", mend="fold it: onnxscript.optimizer.fold_constants(model)"
+        )
     return torch.where(condition, a, b)
 
 
-@op("Cast")
+@op("Cast", when=names_known_type)
 def _cast(x: Tensor, *, to: int, saturate: int = 1, round_mode: str = "up") -> Tensor:
     return x.to(DTYPES[to])
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from amp_compiler.onnx.importing.ops.registry import op
-from amp_compiler.onnx.importing.ops.values import DTYPES, number, numbers, to_tensor
+from amp_compiler.onnx.importing.ops.values import DTYPES, names_known_type, number, numbers, to_tensor
 
 
 def device_of(like: Tensor | None) -> torch.device | None:
@@ -30,14 +30,14 @@ def _range(start: Any, limit: Any, delta: Any, *, like: Tensor | None = None) ->
     return torch.arange(number(start), number(limit), number(delta), dtype=dtype, device=device_of(like))
 
 
-@op("EyeLike")
+@op("EyeLike", when=names_known_type)
 def _eye_like(x: Tensor, *, dtype: int | None = None, k: int = 0) -> Tensor:
     kind = x.dtype if dtype is None else DTYPES[dtype]
     rows = torch.arange(x.shape[0], device=x.device).reshape(-1, 1)
     return (torch.arange(x.shape[1], device=x.device) == rows + k).to(kind)
 
 
-@op("RandomUniform", "RandomNormal", pure=False)
+@op("RandomUniform", "RandomNormal", pure=False, when=names_known_type)
 def _random(
     *, kind: str, shape: Any, like: Tensor | None = None, dtype: int = 1, low: float = 0.0, high: float = 1.0,
     mean: float = 0.0, scale: float = 1.0, seed: float = 0.0,
@@ -47,7 +47,7 @@ def _random(
     return made * scale + mean if kind == "RandomNormal" else made * (high - low) + low
 
 
-@op("RandomUniformLike", "RandomNormalLike", pure=False)
+@op("RandomUniformLike", "RandomNormalLike", pure=False, when=names_known_type)
 def _random_like(
     x: Tensor, *, kind: str, dtype: int | None = None, low: float = 0.0, high: float = 1.0, mean: float = 0.0,
     scale: float = 1.0, seed: float = 0.0,
@@ -58,12 +58,12 @@ def _random_like(
     return torch.rand_like(x, dtype=made) * (high - low) + low
 
 
-@op("Bernoulli", pure=False)
+@op("Bernoulli", pure=False, when=names_known_type)
 def _bernoulli(x: Tensor, *, dtype: int | None = None, seed: float = 0.0) -> Tensor:
     return torch.bernoulli(x).to(x.dtype if dtype is None else DTYPES[dtype])
 
 
-@op("HannWindow", "HammingWindow", "BlackmanWindow", host=(0,))
+@op("HannWindow", "HammingWindow", "BlackmanWindow", host=(0,), when=names_known_type)
 def _window(size: Any, *, kind: str, like: Tensor | None = None, output_datatype: int = 1, periodic: int = 1) -> Tensor:
     length = number(size)
     angle = (

@@ -34,27 +34,38 @@ def _einsum(*values: Tensor, equation: str) -> Tensor:
     return torch.einsum(equation.replace(" ", ""), *values)
 
 
-@op("FusedMatMul", "TransposeMatMul", domain="com.microsoft")
+def _keeps_batches(attributes: dict[str, Any], inputs: list[bool], outputs: list[bool]) -> bool:
+    return not attributes.get("transBatchA") and not attributes.get("transBatchB")
+
+
+@op("FusedMatMul", "TransposeMatMul", domain="com.microsoft", when=_keeps_batches)
 def _fused_matmul(
     a: Tensor, b: Tensor, *, alpha: float = 1.0, transA: int = 0, transB: int = 0, transBatchA: int = 0,
     transBatchB: int = 0,
 ) -> Tensor:  # fmt: skip
-    if transBatchA or transBatchB:
-        raise NotImplementedError("FusedMatMul with transBatchA or transBatchB")
     a = a.transpose(-1, -2) if transA and a.dim() > 1 else a
     b = b.transpose(-1, -2) if transB and b.dim() > 1 else b
     product = torch.matmul(a, b)
     return product if alpha == 1.0 else alpha * product
 
 
-@op("FusedGemm", domain="com.microsoft")
+_ACTIVATIONS: dict[str, Any] = {
+    "": lambda x, alpha: x,
+    "Relu": lambda x, alpha: torch.relu(x),
+    "Sigmoid": lambda x, alpha: torch.sigmoid(x),
+    "Tanh": lambda x, alpha: torch.tanh(x),
+    "LeakyRelu": F.leaky_relu,
+}
+
+
+def _has_known_activation(attributes: dict[str, Any], inputs: list[bool], outputs: list[bool]) -> bool:
+    return attributes.get("activation", "") in _ACTIVATIONS
+
+
+@op("FusedGemm", domain="com.microsoft", when=_has_known_activation)
 def _fused_gemm(
     a: Tensor, b: Tensor, c: Tensor | None = None, *, alpha: float = 1.0, beta: float = 1.0, transA: int = 0,
     transB: int = 0, activation: str = "", activation_alpha: float = 0.0,
 ) -> Tensor:  # fmt: skip
     result = _gemm(a, b, c, alpha=alpha, beta=beta, transA=transA, transB=transB)
-    known: dict[str, Any] = {"": lambda x: x, "Relu": torch.relu, "Sigmoid": torch.sigmoid, "Tanh": torch.tanh}
-    known["LeakyRelu"] = lambda x: F.leaky_relu(x, activation_alpha)
-    if activation not in known:
-        raise NotImplementedError(f"FusedGemm with activation '{activation}'")
-    return known[activation](result)  # type: ignore[no-any-return]
+    return _ACTIVATIONS[activation](result, activation_alpha)  # type: ignore[no-any-return]

@@ -33,7 +33,9 @@ def _activation(name: str, alpha: float | None, beta: float | None) -> Activatio
         "softplus": torch.nn.functional.softplus,
     }
     if name.lower() not in table:
-        raise CaptureError(f"a recurrent op with activation '{name}'", mend="add it to onnx_ops/recurrent.py")
+        raise CaptureError(
+            f"a recurrent op with activation '{name}'", mend="add it to amp_compiler/onnx/importing/ops/recurrent.py"
+        )
     return table[name.lower()]
 
 

@@ -155,7 +155,10 @@ def _points(size: int, length: int, scale: float, coordinates: str, region: tupl
     if coordinates == "half_pixel_symmetric":
         return centred + size / 2 * (1 - length / wide)
     if coordinates not in ("half_pixel", "pytorch_half_pixel"):
-        raise CaptureError(f"Resize with coordinate_transformation_mode '{coordinates}'", mend="add it to resize.py")
+        raise CaptureError(
+            f"Resize with coordinate_transformation_mode '{coordinates}'",
+            mend="add it to amp_compiler/onnx/importing/ops/resize.py",
+        )
     return centred
 
 

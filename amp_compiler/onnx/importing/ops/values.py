@@ -21,11 +21,17 @@ DTYPES: dict[int, torch.dtype] = {
     19: torch.float8_e5m2, 20: torch.float8_e5m2fnuz,
 }  # fmt: skip
 """ONNX's element types, by number."""
+_TYPE_ATTRIBUTES = ("to", "dtype", "output_datatype")
 _NUMPY = {
     torch.float32: np.float32, torch.float64: np.float64, torch.int64: np.int64, torch.int32: np.int32,
     torch.int16: np.int16, torch.int8: np.int8, torch.uint8: np.uint8, torch.bool: np.bool_,
 }  # fmt: skip
 Host = np.ndarray
+
+
+def names_known_type(attributes: dict[str, Any], inputs: list[bool], outputs: list[bool]) -> bool:
+    """Whether the element type that a node's attributes name is one that torch has: `when=` of `op`."""
+    return all(attributes[name] in DTYPES for name in _TYPE_ATTRIBUTES if attributes.get(name) is not None)
 
 
 def as_host(value: Any) -> Host:

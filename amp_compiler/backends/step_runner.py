@@ -1,0 +1,95 @@
+"""Runs a step that `CutStep` has cut: what lies between its kernels by a compiler, the kernels where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from amp_compiler.fx.graph import node_tensor
+from amp_compiler.ops.cpu import update as cpu_update
+from amp_compiler.ops.cuda.pointer_tables import is_dense
+from amp_compiler.ops.update.operators import CHECK, COMMIT, OPERATORS, commit_on_cpu
+from amp_compiler.passes.step.cut_step import BEFORE
+
+Kernels = Mapping[Any, Callable[..., Any]]
+Build = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+_FEW = 64  # nodes behind the check that are not worth compiling: most of them work on single numbers
+
+
+def kernels_for(step: fx.GraphModule) -> Kernels:
+    """What runs each update operator of a step where its parameters are; empty where a compiler has to do it.
+
+    Kernels walk over memory: a weight that is a slice of something larger is left to the compiler.
+
+    Args:
+        step: as `FuseUpdate` makes it.
+    """
+    updates = [node for node in step.graph.nodes if node.target in OPERATORS.values()]
+    weights = [weight for node in updates for weight in node.args[0]]  # type: ignore[union-attr]
+    if not all(is_dense(weight.meta["val"]) for weight in weights):  # type: ignore[union-attr]
+        return {}
+    devices = {leaf.meta["val"].device.type for node in updates for leaf in node.all_input_nodes}
+    if devices == {"cuda"}:
+        return {operator: operator for operator in (CHECK, *OPERATORS.values())}
+    gradients = [gradient for node in updates for gradient in node.args[1]]  # type: ignore[union-attr]
+    typed = all(gradient.meta["val"].dtype in cpu_update.TYPES for gradient in gradients)  # type: ignore[union-attr]
+    if devices == {"cpu"} and typed and cpu_update.available():
+        names = {target._schema.name.partition("::")[2]: target for target in (CHECK, *OPERATORS.values())}
+        return {COMMIT: commit_on_cpu, **{names[name]: run for name, run in cpu_update.FUNCTIONS.items()}}
+    return {}
+
+
+def most_inner(kernels: Kernels) -> int:
+    """Up to how many inner elements the kernels make a gradient that is a product fast; 0 where they take none."""
+    return cpu_update.most_inner() if kernels.get(CHECK) is cpu_update.grad_check else 0
+
+
+def run_cut_step(
+    cut: fx.GraphModule, examples: Sequence[Any], build: Build, kernels: Kernels
+) -> Callable[..., Sequence[Any]]:
+    """The cut step as a function of its placeholders' tensors.
+
+    Args:
+        cut: as `CutStep` makes it; it stays as it is.
+        examples: one tensor or number per placeholder.
+        build: makes a function of a graph and example inputs.
+        kernels: as `kernels_for` gave them.
+
+    Raises:
+        LoweringError: a piece cannot be compiled.
+    """
+    if not hasattr(cut, BEFORE):
+        return build(cut, examples)
+    graph, root = fx.Graph(), torch.nn.Module()
+    real = dict(zip(cut.graph.find_nodes(op="placeholder"), examples, strict=True))
+    made: dict[fx.Node, fx.Node] = {}
+    for node in cut.graph.nodes:
+        made[node] = graph.node_copy(node, made.__getitem__)
+        if node.op == "call_function" and node.target in kernels:
+            made[node].target = kernels[node.target]
+    for call in cut.graph.find_nodes(op="call_module"):
+        piece: Any = getattr(cut, str(call.target))
+        inputs = [real.get(node, node.meta["val"]) for node in call.args]
+        worth_it = call.target == BEFORE or len(piece.graph.nodes) > _FEW
+        root.add_module(str(call.target), _Piece(build(piece, inputs) if worth_it else piece.forward))
+    return fx.GraphModule(root, graph).forward  # type: ignore[no-any-return]
+
+
+def is_on_cpu(step: fx.GraphModule) -> bool:
+    """Whether all tensors that a step is given are on a CPU."""
+    values = [node_tensor(node) for node in step.graph.find_nodes(op="placeholder")]
+    return all(value.device.type == "cpu" for value in values if value is not None)
+
+
+class _Piece(torch.nn.Module):
+    """A compiled piece, as something that a graph can call."""
+
+    def __init__(self, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.run = run
+
+    def __call__(self, *inputs: Any) -> Any:  # without the way through hooks, which takes longer than a small kernel
+        return self.run(*inputs)

@@ -1,0 +1,196 @@
+"""What a step graph is given: which tensors it trains, and where each placeholder's tensor comes from at run time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from amp_compiler.errors import CaptureError
+from amp_compiler.fx.capture import Captured, Source, tensor_getter
+from amp_compiler.fx.graph import LOW_TYPES
+from amp_compiler.fx.meta import Key
+from amp_compiler.ops.loss_scale_base import LossScaleState
+from amp_compiler.ops.update.rounding import Storage
+from amp_compiler.passes.step.place_weights import PlacedWeights, is_read_low, placed_weights
+from amp_compiler.passes.step.sum_gradients import owners_with_gradient
+from amp_compiler.policy.rules import OpTable
+from amp_compiler.training.fused_optimizers import BoundGroup, bind
+from amp_compiler.training.program import LossModule
+from amp_compiler.training.state import GradientSums, LowWeights
+from amp_compiler.training.traced_optimizers import TracedGroup
+from amp_compiler.training.weights import COMPENSATION, WeightState, store_low
+
+Resolver = Callable[[Sequence[Any]], Any]
+Getters = dict[str, Callable[[], Tensor]]
+
+
+@dataclass(frozen=True)
+class KeptTensors:
+    """The tensors that all programs of a training step share.
+
+    Args:
+        scale: gives the loss scale's present state.
+        lows: the 16-bit weights.
+        sums: sums of gradients over several batches.
+        weights: FP32 masters of 16-bit parameters, or what storage without masters needs.
+    """
+
+    scale: Callable[[], LossScaleState]
+    lows: LowWeights
+    sums: GradientSums
+    weights: WeightState
+
+
+class StepInputs:
+    """The inputs of a step in the making.
+
+    Args:
+        model: the loss as a module.
+        captured: its captured and rewritten forward.
+        optimizers: checked optimizers.
+
+    Attributes:
+        getters: today's tensor of every parameter, buffer and constant, by placeholder.
+        trained: placeholders of the parameters that require a gradient and belong to an optimizer.
+        buffers: placeholders of the buffers.
+
+    Raises:
+        CaptureError: no parameter is trained.
+    """
+
+    def __init__(self, model: LossModule, captured: Captured, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.entries = {entry.name: entry for entry in captured.inputs}
+        self.optimizers = optimizers
+        self.getters: Getters = {
+            name: tensor_getter(model, captured, entry)
+            for name, entry in self.entries.items()
+            if entry.source is not Source.USER
+        }
+        self.buffers = tuple(name for name in self.getters if self.entries[name].source is Source.BUFFER)
+        held = [name for name in self.getters if self.entries[name].source is Source.PARAMETER]
+        self.holders = {id(p): one for one in optimizers for group in one.param_groups for p in group["params"]}
+        tensors = {name: self.getters[name]() for name in held}
+        self._parameters = held
+        self.trained = tuple(name for name in held if tensors[name].requires_grad and id(tensors[name]) in self.holders)
+        if not self.trained:
+            raise depends_on_nothing()
+
+    def store_low(self, graph: fx.Graph, low: torch.dtype, ops: OpTable) -> None:
+        """Convert the trained FP32 parameters that a graph reads in the low type, once and for all.
+
+        One that the plan reads in FP32 alone (the weight of a norm under `default`) stays FP32: it is its own master.
+
+        Args:
+            graph: the forward, with the casts of the plan.
+            low: the 16-bit type.
+            ops: the op table.
+        """
+        for node in graph.find_nodes(op="placeholder"):
+            parameter = self.getters[node.name]() if node.name in self.trained else None
+            if parameter is not None and parameter.dtype is torch.float32 and is_read_low(node, low, ops):
+                store_low(parameter, low)
+
+    def stored(self) -> dict[str, torch.dtype]:
+        """Type of every parameter as it is stored now, by placeholder."""
+        return {name: self.getters[name]().dtype for name in self._parameters}
+
+
+@dataclass
+class TrainedWeights:
+    """The trained weights on their way through the pipeline STEP: what one pass has made of them, for those behind it.
+
+    Args:
+        inputs: the inputs of the step.
+        storage: how weights without a master are stored; `None` where there are masters.
+    """
+
+    inputs: StepInputs
+    storage: Storage | None
+    placed: PlacedWeights = field(init=False)
+    updated: tuple[str, ...] = ()
+    groups: list[BoundGroup | TracedGroup] = field(default_factory=list)
+
+    def wrt(self, graph_module: fx.GraphModule) -> tuple[str, ...]:
+        """What the loss is differentiated by, behind `PlaceWeights`."""
+        self.placed = placed_weights(graph_module.graph, self.inputs.trained)
+        return self.placed.wrt
+
+    def owner(self, joint: fx.GraphModule) -> tuple[str, ...]:
+        """The weight that each gradient belongs to, in front of `SumGradients`.
+
+        Raises:
+            CaptureError: the loss depends on none of them.
+        """
+        self.updated = owners_with_gradient(joint, self.placed.owner)
+        if not self.updated:
+            raise depends_on_nothing()
+        return self.placed.owner
+
+    def specs(self, joint: fx.GraphModule) -> tuple[Any, ...]:
+        """What `FuseUpdate` must know of the optimizers' groups, which are bound to the weights here."""
+        parameters = {name: self.inputs.getters[self.placed.parameter(name)]() for name in self.updated}
+        masters = {id(parameter): name for name, parameter in parameters.items()}
+        lows = {id(p): low for name, p in parameters.items() if (low := self.placed.low(name)) is not None}
+        low_only = [p for p in parameters.values() if self.storage is not None and p.dtype in LOW_TYPES]
+        stored = {id(p): self.storage for p in low_only if self.storage is not None}
+        self.groups = bind(self.inputs.optimizers, masters, lows, stored)
+        return tuple(group.spec for group in self.groups)
+
+    def names(self) -> tuple[str, ...]:
+        """Qualified names of the updated parameters, in the order of the gradients."""
+        entries = self.inputs.entries
+        return tuple(entries[self.placed.parameter(name)].target.partition(".")[2] for name in self.updated)
+
+    def fixed(self, step: fx.GraphModule) -> set[str]:
+        """The placeholders whose tensors are the same at every step: all but the batch."""
+        kept = [node.name for node in step.graph.find_nodes(op="placeholder") if Key.STATE in node.meta]
+        return {*self.placed.wrt, *self.inputs.getters, *kept}
+
+    def resolvers(self, step: fx.GraphModule, kept: KeptTensors) -> list[Resolver]:
+        """For each placeholder of a step graph, how to get its tensor from the flat batch at run time."""
+        return [self._resolver(node, kept) for node in step.graph.find_nodes(op="placeholder")]
+
+    def _resolver(self, node: fx.Node, kept: KeptTensors) -> Resolver:
+        getters, placed = self.inputs.getters, self.placed
+        if Key.STATE in node.meta:
+            return self._state(node.meta[Key.STATE], kept)
+        if node.name in placed.copies:
+            name, dtype = placed.copies[node.name]
+            return lambda leaves: kept.lows.get(getters[name](), dtype)
+        if node.name in placed.masters:
+            get = getters[placed.masters[node.name]]
+            return lambda leaves: self._master(get(), kept)
+        if node.name in getters:
+            return lambda leaves: getters[node.name]().detach()
+        index = self.inputs.entries[node.name].index
+        return lambda leaves: leaves[index]
+
+    def _master(self, parameter: Tensor, kept: KeptTensors) -> Tensor:
+        return kept.weights.masters.get(parameter, self.inputs.holders[id(parameter)].state[parameter])
+
+    def _state(self, key: tuple[Any, ...], kept: KeptTensors) -> Resolver:
+        """Of a placeholder that `FuseUpdate` added; see the marks that it leaves."""
+        column, group, number = key
+        if column == "scale":
+            return lambda leaves: getattr(kept.scale(), group)
+        if column == "sum":
+            return lambda leaves: kept.sums.get(self.inputs.getters[self.placed.parameter(group)]())
+        if column == "rng":
+            return lambda leaves: kept.weights.rounding.tensor
+        bound = self.groups[group]
+        if column == COMPENSATION:
+            parameter, check = bound.parameters[number], kept.weights.compensations.checked
+            return lambda leaves: check(parameter, bound.tensor(column, number))
+        return lambda leaves: bound.tensor(column, number)
+
+
+def depends_on_nothing() -> CaptureError:
+    """The error of a loss that trains no parameter."""
+    return CaptureError(
+        "the loss depends on no parameter of the optimizer",
+        mend="pass an optimizer over the parameters of this model, and detach nothing on the way to the loss",
+    )

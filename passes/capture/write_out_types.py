@@ -1,0 +1,98 @@
+"""`WriteOutTypes`: implied element types become arguments, and casts have one form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from amp_compiler.fx.graph import flat_arguments, node_tensor, schema_argument, user_source
+from amp_compiler.fx.meta import Key
+from amp_compiler.ir.graph import Pin
+from amp_compiler.passes.base import InPlacePass, PassResult, text_of
+
+aten = torch.ops.aten
+_LIKE_FACTORIES = frozenset(
+    {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like",
+     "new_zeros", "new_ones", "new_full", "new_empty"}
+)  # fmt: skip
+_CASTING = frozenset({"to", "type_as", "_to_copy"})
+
+
+@dataclass(frozen=True)
+class WriteOutTypes(InPlacePass):
+    """Write the element type into every op that would take it from an operand, and casts as `to.dtype`.
+
+    A cast, and an op that the model gave a type, gets a pin: plans obey it.
+
+    Before::
+
+        zeros_like: fp32[4] = aten.zeros_like.default(x)
+        half: fp16[4] = aten.to.dtype_layout(x, dtype=torch.float16)
+        sum_1: fp32[] = aten.sum.default(x, dtype=torch.float32)
+
+    After::
+
+        zeros_like: fp32[4] = aten.zeros_like.default(x, dtype=torch.float32)
+        half: fp16[4] = aten.to.dtype(x, torch.float16)  # pin=cast
+        sum_1: fp32[] = aten.sum.default(x, dtype=torch.float32)  # pin=cast
+
+    Left alone: a cast that moves to another device as well, or asks for a memory format, keeps its form.
+    """
+
+    name: ClassVar[str] = "write_out_types"
+    exact: ClassVar[bool] = True
+    idempotent: ClassVar[bool] = True
+
+    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+        """Rewrite in place."""
+        before = text_of(subject)
+        _write_out_types(subject.graph)
+        modified = text_of(subject) != before
+        if modified:
+            subject.recompile()
+        return PassResult(subject, modified)
+
+
+def _write_out_types(graph: fx.Graph) -> None:
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        made = node_tensor(node)
+        if made is None:
+            continue
+        name = node.target._schema.name.removeprefix("aten::")
+        if node.target is aten.view.dtype:
+            node.meta.setdefault(Key.PIN, Pin("keep", "it reads the bits of its operand as another type"))
+        elif name in _LIKE_FACTORIES and schema_argument(node, "dtype") is None:
+            node.update_kwarg("dtype", made.dtype)
+        elif name in _CASTING:
+            _write_out_cast(node, made)
+        elif _has_explicit_type(node):
+            node.meta.setdefault(Key.PIN, Pin("cast", "explicit dtype argument in the model"))
+
+
+def _write_out_cast(node: fx.Node, made: torch.Tensor) -> None:
+    source = node.args[0]
+    before = node_tensor(source) if isinstance(source, fx.Node) else None
+    node.meta.setdefault(Key.PIN, Pin("cast", _cast_reason(node)))
+    if before is not None and before.device == made.device and schema_argument(node, "memory_format") is None:
+        node.target, node.args, node.kwargs = aten.to.dtype, (source, made.dtype), {}
+
+
+def _cast_reason(node: fx.Node) -> str:
+    source = user_source(node.meta.get("stack_trace"))
+    return f"explicit cast in the model{f' at {source}' if source else ''}"
+
+
+def _has_explicit_type(node: fx.Node) -> bool:
+    reads_float = any(
+        isinstance(argument, fx.Node)
+        and node_tensor(argument) is not None
+        and node_tensor(argument).is_floating_point()  # type: ignore[union-attr]
+        for _, _, argument in flat_arguments(node)
+    )
+    name = node.target._schema.name.removeprefix("aten::")  # type: ignore[union-attr]
+    return reads_float and name not in _LIKE_FACTORIES and isinstance(schema_argument(node, "dtype"), torch.dtype)

@@ -1,0 +1,143 @@
+"""`ApplyPlan`: the casts of a plan, in the graph that it was made for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+
+from amp_compiler.errors import LoweringError
+from amp_compiler.fx.graph import (
+    CAST,
+    neutral_dtype,
+    node_tensor,
+    refresh,
+    replace_operand,
+    tensor_operands,
+    torch_dtype,
+)
+from amp_compiler.fx.meta import Key, source_of
+from amp_compiler.ir.dtypes import dtype_from_short
+from amp_compiler.ir.plan import RETURN, PrecisionPlan
+from amp_compiler.passes.base import InPlacePass, PassResult
+
+
+@dataclass(frozen=True)
+class ApplyPlan(InPlacePass):
+    """Insert the casts of a plan, and compute every node's fake tensor anew.
+
+    A cast stands right before its first user, so that it lives no longer than it must. A node with `math: fp32` is
+    marked, for `widen_math`.
+
+    Before (plan: linear low)::
+
+        linear: fp32[4, 8] = aten.linear.default(x, w)
+        return linear
+
+    After::
+
+        to_dtype: bf16[4, 8] = aten.to.dtype(x, torch.bfloat16)  # cast
+        to_dtype_1: bf16[8, 8] = aten.to.dtype(w, torch.bfloat16)  # cast
+        linear: bf16[4, 8] = aten.linear.default(to_dtype, to_dtype_1)
+        to_dtype_2: fp32[4, 8] = aten.to.dtype(linear, torch.float32)  # cast
+        return to_dtype_2
+
+    Left alone: a graph whose plan casts nothing; casts that the model wrote itself, which the plan only lists.
+
+    Args:
+        plan: the plan of this very graph.
+    """
+
+    plan: PrecisionPlan
+    name: ClassVar[str] = "apply_plan"
+    exact: ClassVar[bool] = False
+
+    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+        """Rewrite in place.
+
+        Raises:
+            LoweringError: the plan names a value or operand that the graph lacks, or a node does not come out in the
+                type that the plan says.
+        """
+        graph = subject.graph
+        by_name = {node.name: node for node in graph.nodes}
+        order = {node: position for position, node in enumerate(graph.nodes)}
+        inserted = False
+        for cast in self.plan.casts:
+            if cast.explicit:
+                continue
+            source = _find(by_name, cast.value)
+            users = [(_user(graph, by_name, name), name, index) for name, index in cast.users]
+            if cast.src == cast.dst:  # an operand read past an exact upcast: no cast, another source
+                new = source
+            else:
+                first = min((node for node, _, _ in users), key=order.__getitem__)
+                with graph.inserting_before(first):
+                    new = graph.call_function(CAST, (source, torch_dtype(dtype_from_short(cast.dst))))
+                new.meta = source_of(source)
+                new.meta[Key.PLACED] = f"{cast.value}: {cast.src} -> {cast.dst}"
+            for node, name, index in users:
+                _replace(node, name, index, new)
+            inserted = True
+        if inserted:
+            refresh(subject)
+        check_types(subject, self.plan)
+        return PassResult(subject, _mark_math(graph, self.plan) or inserted)
+
+
+def _mark_math(graph: fx.Graph, plan: PrecisionPlan) -> bool:
+    """Mark the nodes that are to compute in FP32, for `type_backward` and `widen_math`; whether there are any."""
+    planned = {node.name: node for node in plan.nodes if node.math == "fp32" and node.precision != "fp32"}
+    marked = [node for node in graph.nodes if node.op == "call_function" and node.name in planned]
+    for node in marked:
+        node.meta[Key.MATH] = planned[node.name].math_rule
+    return bool(marked)
+
+
+def _find(by_name: dict[str, fx.Node], name: str) -> fx.Node:
+    if name not in by_name:
+        raise LoweringError(f"the plan casts '{name}', which the graph does not have", mend="plan this graph again")
+    return by_name[name]
+
+
+def _user(graph: fx.Graph, by_name: dict[str, fx.Node], name: str) -> fx.Node:
+    return graph.output_node() if name == RETURN else _find(by_name, name)
+
+
+def _replace(node: fx.Node, name: str, index: int, new: fx.Node) -> None:
+    if name == RETURN:
+        results: Any = node.args[0]
+        returned = [
+            place for place, item in enumerate(results) if isinstance(item, fx.Node) and node_tensor(item) is not None
+        ]
+        changed = list(results)
+        changed[returned[index]] = new
+        node.args = (tuple(changed),)
+        new.meta.setdefault("val", results[returned[index]].meta["val"])
+        return
+    operands = tensor_operands(node)
+    if index >= len(operands):
+        raise LoweringError(f"the plan casts operand {index} of '{name}', which has {len(operands)}")
+    old = operands[index][2]
+    new.meta.setdefault("val", old.meta["val"])  # keeps later operand indices valid until types are refreshed
+    replace_operand(node, operands[index][1], new)
+
+
+def check_types(graph_module: fx.GraphModule, plan: PrecisionPlan) -> None:
+    """Check that every value has the type that the plan promises.
+
+    Raises:
+        LoweringError: at the first that has not.
+    """
+    by_name = {node.name: node for node in graph_module.graph.nodes}
+    for planned in plan.nodes:
+        for name, promised in planned.outputs:
+            made = node_tensor(by_name[name]) if name in by_name else None
+            if made is not None and neutral_dtype(made.dtype).short != promised:
+                raise LoweringError(
+                    f"node '{planned.name}' ({planned.op}) gives {neutral_dtype(made.dtype).short},"
+                    f" the plan says {promised}",
+                    where=planned.source,
+                    mend=f"the entry of {planned.op} in rules/ops.yaml does not tell how it types its result",
+                )

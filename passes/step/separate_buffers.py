@@ -1,0 +1,71 @@
+"""`SeparateBuffers`: the forward works on copies of the buffers that it changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from amp_compiler.fx.alias import AliasGroups, written_roots
+from amp_compiler.fx.graph import replace_other_uses, results_of
+from amp_compiler.passes.base import InPlacePass, PassResult
+
+
+@dataclass(frozen=True)
+class SeparateBuffers(InPlacePass):
+    """Let the forward work on copies of the buffers that it changes; their final values become outputs.
+
+    So that a step which is skipped leaves the buffers as they were.
+
+    Before (`buffers=("mean",)`)::
+
+        in mean: fp32[8]
+        in x: fp32[4, 8]
+        add_: fp32[8] = aten.add_.Tensor(mean, 1)  # volatile
+        return loss
+
+    After::
+
+        in mean: fp32[8]
+        in x: fp32[4, 8]
+        clone: fp32[8] = aten.clone.default(mean)
+        add_: fp32[8] = aten.add_.Tensor(clone, 1)  # volatile
+        return loss, clone
+
+    Left alone: buffers that are only read.
+
+    Args:
+        buffers: placeholders of the buffers that the graph changes, see `written_placeholders`.
+    """
+
+    buffers: tuple[str, ...] = ()
+    name: ClassVar[str] = "separate_buffers"
+    exact: ClassVar[bool] = True
+
+    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+        """Rewrite in place."""
+        graph = subject.graph
+        placeholders = graph.find_nodes(op="placeholder")
+        copies = []
+        for node in [node for node in placeholders if node.name in self.buffers]:
+            with graph.inserting_after(placeholders[-1]):
+                copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+            copy.meta["val"] = node.meta["val"]
+            replace_other_uses(node, copy)
+            copies.append(copy)
+        if copies:
+            graph.output_node().args = ((*results_of(graph), *copies),)
+            subject.recompile()
+        return PassResult(subject, bool(copies))
+
+
+def written_placeholders(graph: fx.Graph, among: Iterable[str]) -> tuple[str, ...]:
+    """Those of the named placeholders whose memory the graph changes in place, in the graph's order."""
+    groups, names = AliasGroups(graph), set(among)
+    written = written_roots(graph, groups)
+    return tuple(
+        node.name for node in graph.find_nodes(op="placeholder") if node.name in names and groups.root(node) in written
+    )

@@ -1,0 +1,77 @@
+"""One helper that runs any pass on FX and checks all that its contract says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from amp_compiler.fx.graph import copy_graph, results_of
+from amp_compiler.fx.meta import Key
+from amp_compiler.fx.text import format_fx, parse_fx
+from amp_compiler.passes.base import FunctionalPass, Pass, PassResult
+
+
+def run_checked(run: Pass[Any], text: str) -> tuple[str, PassResult[Any]]:
+    """The text of a graph behind a pass, and the result; everything that the pass promises is checked.
+
+    The text reads back as itself, before and after. A functional pass leaves its input alone. The inputs of the graph
+    keep their names and places; what the pass adds stands behind them. An exact pass gives the same numbers to the bit,
+    and one that says so changes nothing when it runs again.
+    """
+    given = parse_fx(text)
+    assert format_fx(given) == text, "the text does not read back as itself"
+    kept = copy_graph(given)
+    names = [node.name for node in given.graph.find_nodes(op="placeholder")]
+    result = run(given)
+    found = format_fx(result.subject)
+    assert format_fx(parse_fx(found)) == found, "the result does not read back as itself"
+    if isinstance(run, FunctionalPass):
+        assert format_fx(given) == text
+    after = [node.name for node in result.subject.graph.find_nodes(op="placeholder")]
+    assert [name for name in after if name in names] == [name for name in names if name in after]
+    if run.exact:
+        _check_same_numbers(kept, result.subject)
+    if run.idempotent:
+        again = run(result.subject)
+        assert not again.modified and format_fx(again.subject) == found
+    return found, result
+
+
+def _check_same_numbers(before: fx.GraphModule, after: fx.GraphModule) -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs: dict[str, Tensor] = {}
+    for graph_module in (before, after):
+        for node in graph_module.graph.find_nodes(op="placeholder"):
+            if node.name not in inputs:
+                inputs[node.name] = _input(node, inputs, generator)
+            inputs.setdefault(node.meta.get(Key.STORED, node.name), inputs[node.name])
+    old, new = (_run(graph_module, inputs) for graph_module in (before, after))
+    for one, other in zip(old, new, strict=False):  # results that a pass adds stand behind those that were there
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            assert one.dtype is other.dtype and torch.equal(one, other)
+
+
+def _input(node: fx.Node, known: dict[str, Tensor], generator: torch.Generator) -> Tensor:
+    """A value for a placeholder: another form of a weight, or of stored data, has that weight's value."""
+    of = node.meta.get(Key.LOW, (node.meta.get(Key.MASTER, node.meta.get(Key.WIDE, node.meta.get(Key.STORED))),))[0]
+    value = node.meta["val"]
+    if of in known:
+        return known[of].to(value.dtype)
+    with unset_fake_temporarily():
+        if value.dtype.is_floating_point:
+            made = torch.randn(value.shape, generator=generator, dtype=torch.float32).to(value.dtype)
+        else:
+            made = torch.randint(0, 2, value.shape, generator=generator).to(value.dtype)
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(made)
+
+
+def _run(graph_module: fx.GraphModule, inputs: dict[str, Tensor]) -> list[Any]:
+    places = graph_module.graph.find_nodes(op="placeholder")
+    given = [inputs[node.name].to(node.meta["val"].dtype, copy=True) for node in places]  # stored data are rounded
+    torch.manual_seed(0)
+    made = fx.Interpreter(graph_module).run(*given)
+    assert len(results_of(graph_module.graph)) == len(made)
+    return list(made)

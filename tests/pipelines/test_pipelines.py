@@ -1,0 +1,52 @@
+"""The text of every stage of seven small models: `tests/pipelines/*.txt`.
+
+`AMP_REGENERATE=1 pytest tests/pipelines` writes them anew: read the diff before you keep it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from toys import TOYS
+
+import amp_compiler as amp
+from amp_compiler.backends import BACKENDS
+from amp_compiler.ops.cpu import update as cpu_update
+from amp_compiler.passes import PASSES
+from amp_compiler.passes.pipeline import PIPELINES, Stages
+
+
+def written(stages: Stages) -> str:
+    """The stages as one text; places in files move with every edit of these, and are left out."""
+    parts, before = [], ""
+    for name, text in stages:
+        parts.append(f"=== {name}" + (", nothing changed\n" if text == before else f"\n{text}"))
+        before = text
+    return re.sub(r"(toys\.py|\.yaml):\d+", r"\1", "".join(parts))
+
+
+@pytest.mark.parametrize("name", TOYS)
+def test_every_stage(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BACKENDS, "inductor", lambda graph_module, inputs, exact: graph_module.forward)
+    monkeypatch.setattr(cpu_update, "most_inner", lambda: 512)  # else it says what is fast on this processor
+    toy = TOYS[name]
+    step = toy.step(amp)
+    torch.manual_seed(1)
+    batch = toy.batch()
+    found = []
+    for _ in range(toy.options.get("accumulate", 1)):
+        step(*batch)
+        found.append(written(step.stages))
+    path = Path(__file__).with_name(f"{name}.txt")
+    if os.environ.get("AMP_REGENERATE"):
+        path.write_text("".join(found), encoding="utf-8")
+    assert "".join(found) == path.read_text(encoding="utf-8")
+
+
+def test_every_pass_stands_in_a_pipeline() -> None:
+    listed = [name for pipeline in PIPELINES for name in pipeline.names]
+    assert set(listed) == set(PASSES)
