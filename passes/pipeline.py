@@ -105,7 +105,7 @@ class Pipeline:
         >>> import amp_compiler as amp
         >>> shorter = amp.pipelines.FORWARD.skip("multiply_convolutions")
         >>> shorter.names
-        ('apply_plan', 'mark_backward', 'type_backward', 'widen_math', 'legalize')
+        ('apply_plan', 'mark_backward', 'mark_math', 'type_backward', 'widen_math', 'legalize')
     """
 
     name: str
@@ -240,10 +240,20 @@ CAPTURE = Pipeline(
 )
 PLAN = Pipeline("PLAN", ("classify", "assign_precision", "place_casts"))
 FORWARD = Pipeline(
-    "FORWARD", ("apply_plan", "mark_backward", "type_backward", "widen_math", "legalize", "multiply_convolutions")
+    "FORWARD",
+    (
+        "apply_plan",
+        "mark_backward",
+        "mark_math",
+        "type_backward",
+        "widen_math",
+        "legalize",
+        "multiply_convolutions",
+    ),
 )
 INFERENCE = Pipeline(
-    "INFERENCE", ("apply_plan", "widen_math", "legalize", "multiply_convolutions", "hoist_weight_casts")
+    "INFERENCE",
+    ("apply_plan", "mark_math", "widen_math", "legalize", "multiply_convolutions", "hoist_weight_casts"),
 )
 STEP = Pipeline(
     "STEP",
@@ -261,7 +271,7 @@ STEP = Pipeline(
 DEVICE = Pipeline("DEVICE", ("defer_gradients", "cut_step"))
 PIECE = Pipeline("PIECE", ())
 ONNX_CAPTURE = Pipeline("ONNX_CAPTURE", ("drop_idle_dropout", "write_out_attention"))  # behind CAPTURE
-ONNX_EXPORT = Pipeline("ONNX_EXPORT", ("apply_plan", "widen_math", "fold_stored_casts", "open_ends"))
+ONNX_EXPORT = Pipeline("ONNX_EXPORT", ("apply_plan", "mark_math", "widen_math", "fold_stored_casts", "open_ends"))
 PIPELINES = (CAPTURE, PLAN, FORWARD, INFERENCE, STEP, DEVICE, PIECE, ONNX_CAPTURE, ONNX_EXPORT)
 
 

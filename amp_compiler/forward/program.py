@@ -88,7 +88,7 @@ def rewrite_for_inference(
         stages: takes the text behind each pass.
         weights: placeholders of the weights, the casts of which are kept between calls.
     """
-    options = {"plan": plan, "ops": settings.rules.ops, "differentiable": False, "weights": weights}
+    options = {"plan": plan, "ops": settings.rules.ops, "weights": weights, "differentiable": False}
     _for_backend(settings.pipelines["INFERENCE"], settings).run(graph_module, options, stages)
     return _emulates(graph_module, plan, stages)
 
@@ -101,7 +101,7 @@ def _for_backend(pipeline: Pipeline, settings: Settings) -> Pipeline:
 
 def _emulates(graph_module: fx.GraphModule, plan: PrecisionPlan, stages: Stages) -> bool:
     return plan.device == "cpu" and (
-        stages.changed("widen_math") or stages.changed("legalize") or emulates(graph_module.graph)
+        stages.changed("legalize") or stages.changed("widen_math") or emulates(graph_module.graph)
     )
 
 

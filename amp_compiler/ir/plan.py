@@ -31,9 +31,9 @@ class PlannedNode:
         outputs: (value, type) of each output after the rewrite.
         math: type that it computes in, empty for the op's default.
         backward: precision of the gradients, empty for the same as forward.
-        backward_math: type that the gradients are computed in, empty for the op's default.
-        math_rule: `file:line` of the rule that said `math`, empty where none did.
+        backward_math: type to accumulate the gradients in, empty for the op's default.
         inputs: names of the values read, by operand; before casts.
+        math_rule: `file:line` of the rule that said `math`, empty where none did.
     """
 
     name: str
@@ -183,7 +183,7 @@ class PrecisionPlan:
                 replace(PlannedCast(**cast), users=tuple((name, index) for name, index in cast["users"]))
                 for cast in data["casts"]
             )
-            # Plans that were written before these two were kept have neither.
+            # Plans that were written before these were kept have none of them.
             inputs = tuple((name, dtype) for name, dtype in data.get("inputs", ()))
             outputs = tuple(data.get("outputs", ()))
             unused = tuple(UnusedRule(**rule) for rule in data.get("unused_rules", ()))

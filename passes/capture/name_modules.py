@@ -15,6 +15,8 @@ from amp_compiler.passes.base import InPlacePass, PassResult
 class NameModules(InPlacePass):
     """Name the modules as in the model, without the loss around it, so that rules match what they match elsewhere.
 
+    A node of the loss function is left with an empty stack, by which lowering knows it (`ir.graph.LOSS_FUNCTION`).
+
     Before (`root="model"`)::
 
         linear: fp32[4, 8] = aten.linear.default(x, w)  # at=model.fc1:Linear
@@ -24,8 +26,6 @@ class NameModules(InPlacePass):
 
         linear: fp32[4, 8] = aten.linear.default(x, w)  # at=fc1:Linear
         mean: fp32[] = aten.mean.default(linear)
-
-    A node of the loss function is left with an empty stack, by which lowering knows it (`ir.graph.LOSS_FUNCTION`).
 
     Left alone: every graph that was captured from the model itself (`root=""`).
 

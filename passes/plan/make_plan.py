@@ -97,8 +97,8 @@ def _planned(draft: Draft, typing: TypingRules, node: Node) -> PlannedNode:
         math=decision.math.short if computes and decision.math else "",
         backward=_backward(decision, draft.labels[node.name]),
         backward_math=decision.backward_math.short if decision.backward_math else "",
-        math_rule=decision.math_rule if computes else "",
         inputs=tuple([operand.value for operand in node.inputs]),
+        math_rule=decision.math_rule if computes else "",
     )
 
 

@@ -27,8 +27,7 @@ from amp_compiler.passes.base import InPlacePass, PassResult
 class ApplyPlan(InPlacePass):
     """Insert the casts of a plan, and compute every node's fake tensor anew.
 
-    A cast stands right before its first user, so that it lives no longer than it must. A node with `math: fp32` is
-    marked, for `widen_math`.
+    A cast stands right before its first user, so that it lives no longer than it must.
 
     Before (plan: linear low)::
 
@@ -83,16 +82,7 @@ class ApplyPlan(InPlacePass):
         if inserted:
             refresh(subject)
         check_types(subject, self.plan)
-        return PassResult(subject, _mark_math(graph, self.plan) or inserted)
-
-
-def _mark_math(graph: fx.Graph, plan: PrecisionPlan) -> bool:
-    """Mark the nodes that are to compute in FP32, for `type_backward` and `widen_math`; whether there are any."""
-    planned = {node.name: node for node in plan.nodes if node.math == "fp32" and node.precision != "fp32"}
-    marked = [node for node in graph.nodes if node.op == "call_function" and node.name in planned]
-    for node in marked:
-        node.meta[Key.MATH] = planned[node.name].math_rule
-    return bool(marked)
+        return PassResult(subject, inserted)
 
 
 def _find(by_name: dict[str, fx.Node], name: str) -> fx.Node:

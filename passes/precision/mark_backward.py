@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
@@ -17,7 +17,7 @@ from amp_compiler.passes.base import InPlacePass, PassResult
 
 @dataclass(frozen=True)
 class MarkBackward(InPlacePass):
-    """Note on each node the type that the plan gives its gradients and their arithmetic, for `type_backward`.
+    """Note on each node the type that the plan gives its gradients, for `type_backward`.
 
     Before (plan: linear low, backward fp32)::
 
@@ -41,16 +41,12 @@ class MarkBackward(InPlacePass):
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Mark in place."""
         types = {"low": torch_dtype(dtype_from_short(self.plan.dtype)), "fp32": torch.float32}
-        planned = {node.name: node for node in self.plan.nodes if node.backward or node.backward_math}
+        planned = {node.name: node for node in self.plan.nodes if node.backward}
         modified = False
         for node in subject.graph.nodes:
             if node.op == "call_function" and node.name in planned:
-                found = planned[node.name]
-                marks: dict[Key, Any] = {}
-                if found.backward:
-                    marks = {Key.BACKWARD: types[found.backward], Key.BACKWARD_RULE: found.rule}
-                if found.backward_math:
-                    marks[Key.BACKWARD_MATH] = found.rule or "a later rule"
-                modified |= any(node.meta.get(key) != value for key, value in marks.items())
-                node.meta.update(marks)
+                asked = types[planned[node.name].backward]
+                modified |= node.meta.get(Key.BACKWARD) is not asked
+                node.meta[Key.BACKWARD] = asked
+                node.meta[Key.BACKWARD_RULE] = planned[node.name].rule
         return PassResult(subject, modified)

@@ -29,15 +29,15 @@ class WidenMath(InPlacePass):
 
     Before (`gelu` marked)::
 
-        linear: "bf16[4, 8]" = aten.linear(x16, w16)
-        gelu: "bf16[4, 8]" = aten.gelu(linear)
+        linear: bf16[4, 8] = aten.linear.default(x, w)
+        gelu: bf16[4, 8] = aten.gelu.default(linear)  # math
 
     After::
 
-        linear: "bf16[4, 8]" = aten.linear(x16, w16)
-        to: "f32[4, 8]" = aten.to.dtype(linear, float32)
-        gelu: "f32[4, 8]" = aten.gelu(to)
-        to_1: "bf16[4, 8]" = aten.to.dtype(gelu, bfloat16)
+        linear: bf16[4, 8] = aten.linear.default(x, w)
+        to_dtype: fp32[4, 8] = aten.to.dtype(linear, torch.float32)
+        gelu: fp32[4, 8] = aten.gelu.default(to_dtype)  # math
+        to_dtype_1: bf16[4, 8] = aten.to.dtype(gelu, torch.bfloat16)
 
     Left alone: ops whose kernels compute in FP32 by themselves (field `accumulates` of `rules/ops.yaml`: products and
     convolutions), ops with which rounding commutes where no gradient is made, ops that `legalize` will widen, and

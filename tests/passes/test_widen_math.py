@@ -90,12 +90,13 @@ def test_eager_computes_in_fp32_to_the_bit(name: str, dtype: str) -> None:
 
 
 INDUCTOR = [
-    pytest.param(name, marks=pytest.mark.compiles if name in ("softmax", "batch_norm", "scale") else pytest.mark.slow)
+    pytest.param(name, marks=[] if name in ("softmax", "batch_norm", "scale") else [pytest.mark.slow])
     for name in SINGLE
     if name not in ("index", "embedding")
 ]
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("name", INDUCTOR)
 def test_inductor_computes_in_fp32(name: str) -> None:
     """What compiled code sums in another order may be rounded to the neighbour: one unit in the last place of BF16."""
@@ -181,7 +182,7 @@ def test_the_fields_of_the_pass() -> None:
 # ---- gradients alone
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.compiles])])
 @pytest.mark.parametrize("name", ["softmax", "gelu", "scale"])
 def test_backward_math_alone(name: str, backend: str) -> None:
     """The forward is what the 16-bit kernel gives; the gradients are computed in FP32 and rounded as they leave."""
@@ -222,7 +223,7 @@ def test_fp32_gradients_of_a_low_node_with_fp32_arithmetic() -> None:
     assert not torch.equal(found[2], found[2].to(BF16).float())
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.compiles])])
 def test_a_training_step_of_nvcaffe(backend: str) -> None:
     """Everything low but the loss, FP32 arithmetic in all of it."""
     model = Chain()
