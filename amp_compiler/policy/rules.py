@@ -234,14 +234,6 @@ class Rule:
     math: DType | None = None
     backward: Precision | None = None
     backward_math: DType | None = None
-
-    def __str__(self) -> str:
-        asked = self.precision.value
-        asked += f" math={self.math.short}" if self.math else ""
-        asked += f" backward={self.backward.value}" if self.backward else ""
-        asked += f" backward_math={self.backward_math.short}" if self.backward_math else ""
-        return asked + (f"  by {self.rule}" if self.rule else "") + f"  ({self.reason})"
-
     why: str = ""
     text: str = ""
     own: bool = False

@@ -24,13 +24,15 @@ def _whole(value: Any) -> Any:
     return value
 
 
-MatchModel: type[Strict] = create_model(
-    "MatchModel",
+_Conditions: Any = create_model(
+    "_Conditions",
     __base__=Strict,
-    __module__=__name__,
-    __doc__="The conditions of a rule: all that are given must hold; of a list, one item must.",
     **{key: (kind.form, _optional(kind.about)) for key, kind in MATCHERS.items()},  # type: ignore[call-overload]
 )
+
+
+class MatchModel(_Conditions):  # type: ignore[misc]
+    """The conditions of a rule: all that are given must hold; of a list, one item must."""
 
 
 class BackwardModel(Strict):
