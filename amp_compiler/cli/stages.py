@@ -175,10 +175,9 @@ def _of_onnx(path: str, options: StageOptions) -> Stages:
     from amp_compiler.onnx.plan import explain_onnx
 
     for option, name in (("--print-after", options.show), ("--stop-after", options.stop)):
-        if name not in (ALL, "", *PLAN.names):
-            raise UsageError(
-                f"'{name}' does not run on an ONNX file", where=option, mend=f"use {', '.join(PLAN.names)}"
-            )
+        if name not in (ALL, "", CAPTURED, *PLAN.names):
+            mend = f"use {', '.join((CAPTURED, *PLAN.names))}"
+            raise UsageError(f"'{name}' does not run on an ONNX file", where=option, mend=mend)
     if options.skip or options.loss is not None:
         option = "--skip" if options.skip else "--loss"
         raise UsageError("there is nothing of that in the plan of an ONNX file", where=option, mend="leave it out")
