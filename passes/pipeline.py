@@ -100,23 +100,26 @@ class Pipeline:
     Args:
         name: `CAPTURE`, `PLAN`, `FORWARD`, `STEP`, `DEVICE`, `ONNX_EXPORT`.
         steps: the passes.
-        about: what it makes of what, and who runs it.
 
     Example:
         >>> import amp_compiler as amp
         >>> shorter = amp.pipelines.FORWARD.skip("multiply_convolutions")
         >>> shorter.names
-        ('apply_plan', 'mark_backward', 'type_backward', 'legalize')
+        ('apply_plan', 'mark_backward', 'mark_math', 'type_backward', 'widen_math', 'legalize')
     """
 
     name: str
     steps: tuple[str | Pass[Any], ...]
-    about: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of its passes, in order."""
         return tuple(step if isinstance(step, str) else step.name for step in self.steps)
+
+    @property
+    def about(self) -> str:
+        """What it makes of what, and who runs it, in a sentence or two."""
+        return _ABOUT[self.name]
 
     def insert_before(self, name: str, step: Pass[Any]) -> Pipeline:
         """With a pass of one's own in front of the one called `name`.
@@ -232,6 +235,17 @@ def _found(name: str, names: Sequence[str], kind: str) -> int:
     raise PassError(f"'{name}' is no {kind}", mend=f"did you mean '{near[0]}'?" if near else known)
 
 
+_ABOUT = {
+    "CAPTURE": "From a captured graph to its normal form. Run by every call.",
+    "PLAN": "From the neutral graph and rules to a plan. Run by every call, for FX and ONNX.",
+    "FORWARD": "The plan carried out where gradients are wanted: `amp.compile` in training, and `amp.training_step`.",
+    "INFERENCE": "The plan carried out where gradients are not wanted: `amp.compile` under `no_grad`.",
+    "STEP": "From the rewritten forward to a graph of the whole training step.",
+    "DEVICE": "The step fitted to the device that runs it.",
+    "PIECE": "On each piece of a graph that a compiler is given.",
+    "ONNX_CAPTURE": "From a captured graph to the normal form that is exported: `amp.export_onnx`.",
+    "ONNX_EXPORT": "The plan carried out, and the graph fitted to ONNX: `amp.export_onnx`.",
+}
 CAPTURE = Pipeline(
     "CAPTURE",
     (
@@ -243,22 +257,23 @@ CAPTURE = Pipeline(
         "functionalize",
         "isolate_mutations",
     ),
-    "From a captured graph to its normal form. Run by every call.",
 )
-PLAN = Pipeline(
-    "PLAN",
-    ("classify", "assign_precision", "place_casts"),
-    "From the neutral graph and rules to a plan. Run by every call, for FX and ONNX.",
-)
+PLAN = Pipeline("PLAN", ("classify", "assign_precision", "place_casts"))
 FORWARD = Pipeline(
     "FORWARD",
-    ("apply_plan", "mark_backward", "type_backward", "legalize", "multiply_convolutions"),
-    "The plan carried out where gradients are wanted: `amp.compile` in training, and `amp.training_step`.",
+    (
+        "apply_plan",
+        "mark_backward",
+        "mark_math",
+        "type_backward",
+        "widen_math",
+        "legalize",
+        "multiply_convolutions",
+    ),
 )
 INFERENCE = Pipeline(
     "INFERENCE",
-    ("apply_plan", "legalize", "multiply_convolutions", "hoist_weight_casts"),
-    "The plan carried out where gradients are not wanted: `amp.compile` under `no_grad`.",
+    ("apply_plan", "mark_math", "widen_math", "legalize", "multiply_convolutions", "hoist_weight_casts"),
 )
 STEP = Pipeline(
     "STEP",
@@ -272,28 +287,11 @@ STEP = Pipeline(
         "sum_gradients",
         "fuse_update",
     ),
-    "From the rewritten forward to a graph of the whole training step.",
 )
-DEVICE = Pipeline(
-    "DEVICE",
-    ("defer_gradients", "cut_step"),
-    "The step fitted to the device that runs it.",
-)
-PIECE = Pipeline(
-    "PIECE",
-    (),
-    "On each piece of a graph that a compiler is given.",
-)
-ONNX_CAPTURE = Pipeline(
-    "ONNX_CAPTURE",
-    ("drop_idle_dropout", "write_out_attention"),
-    "From a captured graph to the normal form that is exported: `amp.export_onnx`.",
-)
-ONNX_EXPORT = Pipeline(
-    "ONNX_EXPORT",
-    ("apply_plan", "fold_stored_casts", "open_ends"),
-    "The plan carried out, and the graph fitted to ONNX: `amp.export_onnx`.",
-)
+DEVICE = Pipeline("DEVICE", ("defer_gradients", "cut_step"))
+PIECE = Pipeline("PIECE", ())
+ONNX_CAPTURE = Pipeline("ONNX_CAPTURE", ("drop_idle_dropout", "write_out_attention"))  # behind CAPTURE
+ONNX_EXPORT = Pipeline("ONNX_EXPORT", ("apply_plan", "mark_math", "widen_math", "fold_stored_casts", "open_ends"))
 PIPELINES = (CAPTURE, PLAN, FORWARD, INFERENCE, STEP, DEVICE, PIECE, ONNX_CAPTURE, ONNX_EXPORT)
 
 
