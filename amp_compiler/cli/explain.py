@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from amp_compiler.cli.usage import UsageError, check_pass, check_place, emit
-
-ALL, CAPTURED = "all", "capture"  # what `--print-after` takes beside the names of passes
+from amp_compiler.cli.usage import ALL, CAPTURED, UsageError, check_pass, check_place, emit
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.syntax import Syntax
 from rich.text import Text
 
-from amp_compiler.cli.explain import ALL, CAPTURED
-from amp_compiler.cli.usage import UsageError
+from amp_compiler.cli.usage import ALL, CAPTURED, UsageError
 from amp_compiler.errors import AmpError, PassError
 from amp_compiler.forward import api as forward
 from amp_compiler.fx.capture import split_example
@@ -176,16 +175,19 @@ def _of_onnx(path: str, options: StageOptions) -> Stages:
     from amp_compiler.onnx.plan import explain_onnx
 
     for option, name in (("--print-after", options.show), ("--stop-after", options.stop)):
-        if name not in (ALL, "", *PLAN.names):
-            raise UsageError(
-                f"'{name}' does not run on an ONNX file", where=option, mend=f"use {', '.join(PLAN.names)}"
-            )
+        if name not in (ALL, "", CAPTURED, *PLAN.names):
+            mend = f"use {', '.join((CAPTURED, *PLAN.names))}"
+            raise UsageError(f"'{name}' does not run on an ONNX file", where=option, mend=mend)
     if options.skip or options.loss is not None:
         option = "--skip" if options.skip else "--loss"
         raise UsageError("there is nothing of that in the plan of an ONNX file", where=option, mend="leave it out")
-    stages = Stages()
+    stages, until = Stages(), Stages()
     explain_onnx(path, rules=options.rules, dtype="fp16" if options.dtype == "auto" else options.dtype, stages=stages)
-    return stages
+    for stage in stages:
+        until.note(*stage)
+        if stage.name == options.stop:
+            break
+    return until
 
 
 def mean_of_first(model: Callable[..., Any], *args: Any, **kwargs: Any) -> torch.Tensor:

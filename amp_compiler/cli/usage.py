@@ -9,6 +9,8 @@ import typer
 
 from amp_compiler.errors import AmpError
 
+ALL, CAPTURED = "all", "capture"  # what `--print-after` takes beside the names of passes
+
 
 class UsageError(AmpError):
     """An option cannot be what it is, or does not go with another one; the command ends with exit code 2."""

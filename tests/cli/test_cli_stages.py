@@ -272,6 +272,9 @@ def test_an_onnx_file_has_the_stages_of_its_plan(shell, onnx_file):
     assert code == 0
     assert text and out.endswith(text)
     assert shell("explain", onnx_file, "--stop-after", "classify")[1].count("by default.yaml") > 1
+    assert shell("explain", onnx_file, "--print-after", "capture")[1].startswith("graph onnx")
+    out = shell("explain", onnx_file, "--print-after", "all", "--stop-after", "classify")[1]
+    assert names(out) == ["capture", "classify"]
 
 
 @pytest.mark.parametrize("options", [["--print-after", "apply_plan"], ["--print-after", "all", "--skip", "legalize"]])
