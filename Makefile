@@ -6,14 +6,20 @@ PYTEST_WORKERS ?= 2
 BIN     := $(abspath $(VENV))/bin
 STAMP   := $(VENV)/.installed
 PIP     := $(BIN)/python -m pip --disable-pip-version-check
-PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-SOURCES := amp_compiler passes rules tests examples benchmarks
+# What the tests compile is kept between runs in a folder of its own.
+CACHES  := TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/.cache/inductor AMP_COMPILER_CACHE=$(CURDIR)/.cache/loops
+PYTEST  := OMP_NUM_THREADS=1 $(CACHES) $(BIN)/python -m pytest
+# Each process takes half of the tests as they stand in the files, which share models, and then from the other's rest.
+BOTH    := $(PYTEST) -n $(PYTEST_WORKERS) --dist worksteal
+SOURCES := amp_compiler passes rules tests examples benchmarks docs
 
 # Threads that wait for work sleep instead of spinning: on a busy machine that is many times faster, else no slower.
 export OMP_WAIT_POLICY := PASSIVE
+# The tests start many processes, and each would compile the bytecode of all that it imports.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup venv demo test lint types format test-fast test-slow test-gpu bench bench-onnx clean
+.PHONY: help setup venv demo test lint types format test-all-but-slow test-fast test-slow test-gpu docs bench bench-onnx clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -22,18 +28,25 @@ setup: $(STAMP) ## make .venv with the tested versions (done by the other target
 venv: $(STAMP)
 
 # torch goes first and alone: it is the largest, and whatever else needs it must find the pinned one there.
+# Bytecode is compiled behind that, on all cores, but for the large packages of which little is imported.
+RARELY := 'transformers/(models|integrations|quantizers)|torch/(testing|_inductor/kernel|distributed)|/tests/|scipy|sklearn|pip/'
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "constraints.txt is for Python 3.11 or newer: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet -c constraints.txt torch
-	$(PIP) install --quiet -c constraints.txt -e '.[dev]'
+	$(PIP) install --quiet --no-compile -c constraints.txt torch
+	$(PIP) install --quiet --no-compile -c constraints.txt -e '.[dev]'
+	-$(BIN)/python -m compileall -q -j 0 -x $(RARELY) $(VENV)/lib > /dev/null
 	@touch $@
 
 demo: $(STAMP) ## train two small CNNs on handwritten digits in FP32, with torch.autocast and with amp.training_step
 	$(BIN)/amp-compiler demo
 
-test: lint types test-fast ## lint, types and the test suite
+test: $(STAMP) ## lint, types and all tests but the slow ones; under 8 minutes on two cores, the first time too
+	+$(MAKE) --no-print-directory -j 2 lint types test-all-but-slow
+
+test-all-but-slow: $(STAMP)
+	$(BOTH) -m "not slow and not gpu"
 
 lint: $(STAMP) ## ruff: rules and format
 	$(BIN)/ruff check $(SOURCES)
@@ -49,16 +62,21 @@ types: $(STAMP) ## mypy --strict on an installed copy
 	$(PIP) install --quiet --no-deps --no-build-isolation --target .types .
 	cd .types && $(BIN)/python -m mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p amp_compiler
 
-test-fast: $(STAMP) ## the test suite alone, without the slow and the GPU tests
-	$(PYTEST) -n $(PYTEST_WORKERS) -m "not slow and not gpu"
+test-fast: $(STAMP) ## the tests that compile nothing and take no seconds; under 3 minutes
+	$(BOTH) -m "not slow and not gpu and not compiles and not long"
 
-test-slow: $(STAMP) ## the tests marked slow
-	$(PYTEST) -m slow
+test-slow: $(STAMP) ## the tests marked slow, which with those of `make test` are all that need no GPU
+	$(BOTH) -m "slow and not gpu"
 
 test-gpu: $(STAMP) ## the tests that need a CUDA device, with a table of them
 	$(PYTEST) -m gpu
 
-# The short runs do not replace the full ones, which the README's tables are made of: those are each script by itself.
+# NO_MKDOCS_2_WARNING: a notice of the theme's about its successor.
+docs: $(STAMP) ## what is made from the code (pictures, passes/README.md), and all docs as a site in site/, offline
+	$(BIN)/python docs/tools/generate.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+
+# The short runs do not replace the full ones, which the tables of the docs are made of: those are each script by itself.
 SHORT := --json benchmarks/results/short_
 bench: $(STAMP) ## every benchmark on the CPU, shortened to a model or two and 10 steps: under 10 minutes; writes results/short_*.json
 	$(BIN)/python benchmarks/train_step.py --models mlp gpt2 --bounds gemm --steps 10 --seconds 10 $(SHORT)train_step_cpu.json
@@ -83,5 +101,5 @@ bench-onnx: $(PEERS)/.installed ## ONNX conversion beside three other converters
 	$(BIN)/python -m benchmarks.onnx_convert --peers $(PEERS)/bin/python
 
 clean: ## remove .venv and everything generated
-	rm -rf $(VENV) .types build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .cache .types build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -7,46 +7,41 @@ Example:
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from amp_compiler.errors import (
-    AmpError,
-    CaptureError,
-    GraphError,
-    LossScaleError,
-    LoweringError,
-    OnnxError,
-    PassError,
-    RuleError,
-)
-from amp_compiler.forward.api import compile, explain
-from amp_compiler.forward.compiled_module import CompiledModule
-from amp_compiler.ir.plan import PrecisionPlan
-from amp_compiler.onnx.importing.api import onnx_to_fx
-from amp_compiler.ops.loss_scale import (
-    DynamicLossScale,
-    LossScale,
-    NoLossScale,
-    NormAdaptiveLossScale,
-    StaticLossScale,
-)
-from amp_compiler.passes import pipeline as pipelines
-from amp_compiler.policy.loader import load_rules
-from amp_compiler.policy.rules import RuleSet
-from amp_compiler.training.step import TrainingStep, training_step
-
 if TYPE_CHECKING:
+    from amp_compiler.errors import (
+        AmpError,
+        CaptureError,
+        GraphError,
+        LossScaleError,
+        LoweringError,
+        OnnxError,
+        PassError,
+        RuleError,
+    )
+    from amp_compiler.forward.api import compile, explain
+    from amp_compiler.forward.compiled_module import CompiledModule
+    from amp_compiler.ir.plan import PrecisionPlan
     from amp_compiler.onnx.convert import Conversion, convert_onnx
     from amp_compiler.onnx.export import Export, export_onnx
+    from amp_compiler.onnx.importing.api import onnx_to_fx
+    from amp_compiler.ops.loss_scale import (
+        DynamicLossScale,
+        LossScale,
+        NoLossScale,
+        NormAdaptiveLossScale,
+        StaticLossScale,
+    )
+    from amp_compiler.passes import pipeline as pipelines
+    from amp_compiler.policy.loader import load_rules
+    from amp_compiler.policy.rules import RuleSet
+    from amp_compiler.training.step import TrainingStep, training_step
 
-# Imported when first asked for, so that a user without ONNX models does not wait for ONNX.
-_LATER = {
-    "Conversion": "onnx.convert",
-    "convert_onnx": "onnx.convert",
-    "Export": "onnx.export",
-    "export_onnx": "onnx.export",
-}
+    __version__: str
 
 __all__ = [
     "AmpError",
@@ -78,14 +73,58 @@ __all__ = [
     "training_step",
 ]
 
+# Where each name is made; with a colon, the module that is known by this name. Nothing is imported before it is asked for: a shell that wants help does not wait for torch,
+# a user without ONNX models not for ONNX, and importing this package costs next to nothing.
+_HOMES = {
+    "AmpError": "errors",
+    "CaptureError": "errors",
+    "CompiledModule": "forward.compiled_module",
+    "Conversion": "onnx.convert",
+    "DynamicLossScale": "ops.loss_scale",
+    "Export": "onnx.export",
+    "GraphError": "errors",
+    "LossScale": "ops.loss_scale",
+    "LossScaleError": "errors",
+    "LoweringError": "errors",
+    "NoLossScale": "ops.loss_scale",
+    "NormAdaptiveLossScale": "ops.loss_scale",
+    "OnnxError": "errors",
+    "PassError": "errors",
+    "PrecisionPlan": "ir.plan",
+    "RuleError": "errors",
+    "RuleSet": "policy.rules",
+    "StaticLossScale": "ops.loss_scale",
+    "TrainingStep": "training.step",
+    "compile": "forward.api",
+    "convert_onnx": "onnx.convert",
+    "explain": "forward.api",
+    "export_onnx": "onnx.export",
+    "load_rules": "policy.loader",
+    "onnx_to_fx": "onnx.importing.api",
+    "pipelines": "passes.pipeline:",
+    "training_step": "training.step",
+}
 
-def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module 'amp_compiler' has no attribute '{name}'")
-    found = getattr(import_module(f"amp_compiler.{_LATER[name]}"), name)
-    globals()[name] = found
-    return found
+
+if not TYPE_CHECKING:  # a type checker knows the names above, and finds any other one wrong
+
+    def __getattr__(name: str) -> Any:
+        """A name of the API, a room of the package (`amp.passes`) or the version, when it is first asked for."""
+        if name in _HOMES:
+            home, itself, _ = _HOMES[name].partition(":")
+            module = import_module(f"{__name__}.{home}")
+            found = module if itself else getattr(module, name)
+        elif name == "__version__":
+            from importlib.metadata import version
+
+            found = version(__name__)  # pyproject.toml says it, and the installation has written it down
+        elif not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
+            return import_module(f"{__name__}.{name}")
+        else:
+            raise AttributeError(f"module '{__name__}' has no attribute '{name}'", name=name, obj=sys.modules[__name__])
+        globals()[name] = found
+        return found
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "__version__"})

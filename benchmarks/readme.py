@@ -1,4 +1,4 @@
-"""Write the tables of the README and of the notes beside the results from benchmarks/results/*.json.
+"""Write the headline of the README and the tables of docs/benchmarks.md and of the notes from the results.
 
     python benchmarks/readme.py             # `--check` only compares
 
@@ -12,13 +12,13 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-FILES = (ROOT / "README.md", RESULTS / "notes_cpu.md")
+FILES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", RESULTS / "notes_cpu.md")
 
 
 def _load(name: str) -> dict[str, Any]:
@@ -55,11 +55,22 @@ def plan_table() -> str:
     return "\n".join(lines)
 
 
-def _against_compile(rows: list[dict[str, Any]], first: str) -> str:
-    """Ours beside the fastest mode of torch.compile: time, memory, first call, and the share of the GEMM floor."""
+def _pairs(rows: list[dict[str, Any]]) -> dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]]:
+    """By model and batch, the fastest mode of torch.compile and ours."""
     by_case: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         by_case.setdefault((row["model"], row["bound"]), []).append(row)
+    return {
+        case: (
+            min((v for v in variants if v["variant"].startswith("torch.compile")), key=lambda v: v["step_ms"]),
+            next(v for v in variants if v["variant"] == "amp_compiler"),
+        )
+        for case, variants in by_case.items()
+    }
+
+
+def _against_compile(rows: list[dict[str, Any]], first: str) -> str:
+    """Ours beside the fastest mode of torch.compile: time, memory, first call, and the share of the GEMM floor."""
     floors = all("gemm_share" in row for row in rows)
     lines = [
         "| model | bound by | torch.compile, ms | ours, ms | ours / theirs | peak memory, ours / theirs"
@@ -67,9 +78,7 @@ def _against_compile(rows: list[dict[str, Any]], first: str) -> str:
         "|---" * (9 if floors else 7) + "|",
     ]
     ratios = []
-    for (model, bound), variants in by_case.items():
-        theirs = min((v for v in variants if v["variant"].startswith("torch.compile")), key=lambda v: v["step_ms"])
-        ours = next(v for v in variants if v["variant"] == "amp_compiler")
+    for (model, bound), (theirs, ours) in _pairs(rows).items():
         ratios.append([ours[key] / theirs[key] for key in ("step_ms", "peak_bytes", "first_call_s")])
         time, memory, start = ratios[-1]
         lines.append(
@@ -78,6 +87,63 @@ def _against_compile(rows: list[dict[str, Any]], first: str) -> str:
         )
     time, memory, start = (statistics.geometric_mean(column) for column in zip(*ratios, strict=True))
     lines.append(f"| geometric mean | | | | {time:.2f} | {memory:.2f} | {start:.2f} |" + (" | |" if floors else ""))
+    return "\n".join(lines)
+
+
+def headline_table() -> str:
+    """Three lines for the README: a training step, inference, numbers."""
+    lines = ["| BF16 on a CPU | cases | ours / theirs, geometric mean |", "|---|---|---|"]
+    for what, name in (
+        ("a training step, beside `torch.compile` with `torch.autocast` and fused AdamW", "train_step_cpu"),
+        ("inference, beside `torch.compile` with `torch.autocast`", "inference_cpu"),
+    ):
+        pairs = _pairs(_load(name)["rows"]).values()
+        time, memory = (_mean(ours[key] / theirs[key] for theirs, ours in pairs) for key in ("step_ms", "peak_bytes"))
+        lines.append(f"| {what} | {len(pairs)} | time {time:.2f}, peak memory {memory:.2f} |")
+    rows = _load("autocast_parity")["models"]
+    output, gradient, moved = (_mean(row[f"{key}_ratio"] for row in rows) for key in ("output", "grad", "bytes"))
+    lines.append(
+        f"| distance to FP32 and bytes moved by casts, beside `torch.autocast` | {len(rows)}"
+        f" | outputs {output:.2f}, gradients {gradient:.2f}, bytes {moved:.2f} |"
+    )
+    return "\n".join(lines)
+
+
+def _mean(ratios: Iterable[float]) -> float:
+    return statistics.geometric_mean(ratios)
+
+
+def machines_table() -> str:
+    """On what each results file was made."""
+    lines = ["| file | processor | threads | torch | date |", "|---|---|---|---|---|"]
+    for name in (
+        "train_step_cpu",
+        "inference_cpu",
+        "update_cpu",
+        "profile_cpu",
+        "autocast_parity",
+        "plan",
+        "onnx_convert",
+    ):
+        data = _load(name)
+        lines.append(
+            f"| `{name}.json` | {data['cpu']} | {data['threads']} | {data['versions']['torch']} | {data['date']} |"
+        )
+    return "\n".join(lines)
+
+
+def onnx_table() -> str:
+    """Seconds to convert an ONNX file to fp16, beside other converters."""
+    rows = _load("onnx_convert")["rows"]
+    peers = list(dict.fromkeys(peer for row in rows for peer in row["peers"]))
+    lines = [f"| model | nodes | MB | ours, s | {', s | '.join(peers)}, s |", "|---" * (len(peers) + 4) + "|"]
+    for row in rows:
+        theirs = (row["peers"].get(peer, {}) for peer in peers)
+        cells = (f"{one['seconds']:.2f}" if "seconds" in one else one.get("error", "") for one in theirs)
+        lines.append(
+            f"| {row['model']} | {row['nodes']:,} | {row['bytes'] / 1e6:.1f} | {row['convert']:.2f}"
+            f" | {' | '.join(cells)} |"
+        )
     return "\n".join(lines)
 
 
@@ -125,6 +191,9 @@ def profile_table() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "headline": headline_table,
+    "machines": machines_table,
+    "onnx": onnx_table,
     "parity": parity_table,
     "plan": plan_table,
     "train": train_table,

@@ -1,11 +1,65 @@
-"""Beside the tests' helper modules, so that pytest puts this folder on the import path; a table of the GPU tests."""
+"""Beside the helper modules of the tests, so that pytest finds them; which tests compile; what tests share."""
 
 from __future__ import annotations
 
+import dataclasses
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from benchmark_modules import benchmark_modules
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A test with the parameter "inductor" is marked `compiles`."""
+    for item in items:
+        values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        if any(isinstance(value, str) and value == "inductor" for value in values):
+            item.add_marker("compiles")
+
+
+_LOOKS = pytest.StashKey[int]()
+
+
+def _looks_of_inductor() -> int:
+    """How often Inductor did something in this process, the compiled graphs that it found in its cache included."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return 0 if utils is None else sum(utils.counters["inductor"].values())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Count before the first fixture is made."""
+    item.stash[_LOOKS] = _looks_of_inductor()
+
+
+@pytest.fixture(autouse=True)
+def compiles_where_marked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Inductor takes seconds for each graph: a test that runs it says so, and `make test-fast` leaves it out."""
+    yield
+    ran = _looks_of_inductor() > request.node.stash[_LOOKS]
+    if ran and not any(map(request.node.get_closest_marker, ("compiles", "gpu"))):
+        pytest.fail("Inductor ran: mark the test `compiles`, or use backend='eager' or the fixture `compiler`")
+
+
+@pytest.fixture
+def node_by_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Inductor would compile runs node by node: quick, and all that is around it stays the same."""
+    from amp_compiler.backends import BACKENDS, eager
+
+    real: Any = BACKENDS["inductor"]
+    run: Any = dataclasses.replace(real, build=eager.build) if dataclasses.is_dataclass(real) else eager.build
+    monkeypatch.setitem(BACKENDS, "inductor", run)
+
+
+@pytest.fixture(params=["node by node", pytest.param("inductor", marks=pytest.mark.slow)])
+def compiler(request: pytest.FixtureRequest) -> str:
+    """What takes the graphs that are given to Inductor; the test itself asks for `backend="inductor"`."""
+    if request.param != "inductor":
+        request.getfixturevalue("node_by_node")
+    return str(request.param)
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

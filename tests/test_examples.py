@@ -18,6 +18,7 @@ def load(name: str):
     return runpy.run_path(str(EXAMPLES / name))["main"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_as_a_script(name):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -71,3 +72,9 @@ def test_an_onnx_model_is_converted_exported_and_trained(tmp_path):
     assert results["conversion"].report.largest_error > 0
     assert results["export"].plan.low_nodes == len(results["export"].plan.nodes) - 1  # all but the norm
     assert results["losses"][-1] < 0.5 * results["losses"][0]
+
+
+def test_a_pass_of_ones_own_saturates_casts(capsys):
+    largest = load("07_own_pass.py")()
+    assert largest == {"plain": float("inf"), "saturating": 65504.0}
+    assert "aten.clamp.default(linear, -65504.0, 65504.0)" in capsys.readouterr().out

@@ -4,16 +4,12 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from importlib import metadata
 from pathlib import Path
 
 import pytest
-
-try:
-    import tomllib
-except ImportError:  # Python 3.10
-    tomllib = None
 
 ROOT = Path(__file__).parent.parent
 # Distributions whose installed version is the platform's choice, not the constraints file's.
@@ -58,6 +54,10 @@ def test_the_wheel_holds_the_rule_files(wheel_files, name):
     assert f"amp_compiler/rules/{name}" in wheel_files
 
 
+def test_the_wheel_holds_the_template_of_the_page(wheel_files):
+    assert "amp_compiler/report/plan.html" in wheel_files
+
+
 def test_the_wheel_holds_every_module_and_nothing_else(wheel_files):
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "amp_compiler").rglob("*.py")}
     for folder in ("passes", "rules"):
@@ -67,15 +67,11 @@ def test_the_wheel_holds_every_module_and_nothing_else(wheel_files):
 
 
 def test_every_folder_with_code_is_a_package_of_the_distribution():
-    if tomllib is None:
-        pytest.skip("reads pyproject.toml with tomllib, of Python 3.11")
     config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
-    folders = {
-        ".".join(path.parent.relative_to(ROOT).parts)
-        for path in (ROOT / "amp_compiler").rglob("__init__.py")
-        if "__pycache__" not in path.parts
-    }
-    assert folders | {"amp_compiler.passes", "amp_compiler.rules"} == set(config["packages"])
+    inside = {path.parent.relative_to(ROOT) for path in (ROOT / "amp_compiler").rglob("__init__.py")}
+    beside = {path.parent.relative_to(ROOT) for path in (ROOT / "passes").rglob("__init__.py")} | {Path("rules")}
+    folders = {".".join(folder.parts) for folder in inside | {"amp_compiler" / folder for folder in beside}}
+    assert folders == set(config["packages"])
 
 
 def test_entry_points():

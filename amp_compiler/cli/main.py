@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import io
 import re
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from amp_compiler.cli.usage import UsageError
 from amp_compiler.errors import AmpError
 
 app = typer.Typer(
@@ -17,13 +19,29 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Automatic mixed precision as a compiler pass: plan it, read it, run it.",
 )
 rules_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at rule sets and check rule files.")
 app.add_typer(rules_app, name="rules")
 
 
-class PlanFormat(str, enum.Enum):
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from amp_compiler import __version__
+
+        typer.echo(f"amp-compiler {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Automatic mixed precision as a compiler pass: plan it, read it, run it."""
+
+
+class PlanFormat(enum.StrEnum):
     """How `explain` writes a plan."""
 
     TABLE = "table"
@@ -31,7 +49,7 @@ class PlanFormat(str, enum.Enum):
     JSON = "json"
 
 
-class LowType(str, enum.Enum):
+class LowType(enum.StrEnum):
     """What `--dtype` takes."""
 
     AUTO = "auto"
@@ -39,18 +57,26 @@ class LowType(str, enum.Enum):
     BF16 = "bf16"
 
 
-class StoredType(str, enum.Enum):
+class StoredType(enum.StrEnum):
     """What `convert --dtype` takes: a file is not made for one device."""
 
     FP16 = "fp16"
     BF16 = "bf16"
 
 
-class Backend(str, enum.Enum):
+class Backend(enum.StrEnum):
     """What `--backend` takes."""
 
     INDUCTOR = "inductor"
     EAGER = "eager"
+
+
+class Device(enum.StrEnum):
+    """What `--device` takes."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
 
 
 RulesOption = Annotated[str, typer.Option("--rules", help="A preset's name or a path to a rule file.")]
@@ -85,6 +111,8 @@ def explain(
     import amp_compiler as amp
     from amp_compiler.cli.model_spec import load_model
 
+    _check_place("--output", output)
+    _check_place("--html", html)
     loaded, example_args = load_model(model, args or [], eval_mode=eval_mode)
     plan = amp.explain(loaded, example_args, rules=rules, dtype=dtype.value)
     if html is not None:
@@ -133,6 +161,9 @@ def convert(
 
     from amp_compiler.cli.convert import ConvertOptions, run_convert
 
+    _check_place("--report", report)
+    if tolerance is not None and not verify:
+        raise UsageError("it says which --verify passes", where="--tolerance", mend="give --verify as well")
     options = ConvertOptions(
         source, output, rules, dtype.value, calibrate, verify, tolerance, report, keep_io_types=keep_io_types
     )
@@ -200,23 +231,26 @@ def rules_schema() -> None:
 def demo(
     epochs: Annotated[int, typer.Option("--epochs", min=1, help="Passes over the training images.")] = 10,
     device: Annotated[
-        str, typer.Option("--device", help="`cpu`, `cuda` or `auto` (a GPU where there is one).")
-    ] = "auto",
+        Device, typer.Option("--device", help="Where to train; `auto` is a GPU where there is one.")
+    ] = Device.AUTO,
     backend: Annotated[Backend, typer.Option("--backend", help="What runs the compiled model.")] = Backend.INDUCTOR,
 ) -> None:
     """Train two small CNNs on handwritten digits in FP32, with torch.autocast and with amp.compile."""
     from amp_compiler.cli.demo import run_demo
 
-    run_demo(epochs=epochs, device=device, backend=backend.value)
+    run_demo(epochs=epochs, device=device.value, backend=backend.value)
 
 
 def main() -> None:
-    """Run the command line; an `AmpError` becomes a message on the standard error and the exit code 1."""
+    """Run the command line; an `AmpError` is told on the standard error, with exit code 1, or 2 for a wrong option."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without our signs shows `?` rather than failing
+            stream.reconfigure(errors="replace")
     try:
         app(prog_name="amp-compiler")
     except AmpError as error:
         _print_error(error)
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
 
 
 def _print_error(error: AmpError) -> None:
@@ -224,6 +258,13 @@ def _print_error(error: AmpError) -> None:
     if error.mend:
         lines.append(f"  mend: {error.mend}")
     typer.echo("\n".join(lines), err=True)
+
+
+def _check_place(option: str, path: Path | None) -> None:
+    """Refuse a place that nothing can be written to before the work is done."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        what = "it is a folder" if path.is_dir() else f"there is no folder '{path.parent}'"
+        raise UsageError(what, where=f"{option} {path}", mend="name a file in a folder that exists")
 
 
 def _emit(text: str, output: Path | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import inspect
 import re
 import sys
 import traceback
@@ -15,7 +16,9 @@ from typing import Any
 
 import torch
 
+from amp_compiler.cli.usage import UsageError
 from amp_compiler.errors import AmpError
+from amp_compiler.fx.capture import split_example
 from amp_compiler.ir.dtypes import dtype_from_short
 
 _ARGUMENT = re.compile(r"^(?:(?P<name>[A-Za-z_]\w*)=)?(?P<dtype>\w+)\[(?P<shape>\s*(?:\d+\s*(?:,\s*\d+\s*)*)?)\]$")
@@ -32,13 +35,12 @@ def load_model(spec: str, argument_specs: Sequence[str] = (), *, eval_mode: bool
         eval_mode: put the model into eval mode.
 
     Raises:
-        AmpError: where the name leads to no model, or an argument cannot be read.
+        UsageError: an argument cannot be read, or does not fit the model.
+        AmpError: the name leads to no model.
     """
     given = example_arguments(argument_specs)
     if spec.endswith(".onnx"):
-        if not Path(spec).is_file():
-            raise AmpError("there is no such file", where=spec, mend="name an ONNX file that exists")
-        return spec, given
+        return _onnx_file(spec, given is not None, eval_mode), None
     model, made = _build(_find(spec), spec)
     if eval_mode:
         model.eval()
@@ -49,7 +51,33 @@ def load_model(spec: str, argument_specs: Sequence[str] = (), *, eval_mode: bool
             where=spec,
             mend="give --args 'fp32[8,64]' once for each, or let the factory give (model, example_args)",
         )
+    _check_fit(model, example, spec, from_shell=given is not None)
     return model, example
+
+
+def _onnx_file(spec: str, has_arguments: bool, eval_mode: bool) -> str:
+    if not Path(spec).is_file():
+        raise AmpError("there is no such file", where=spec, mend="name an ONNX file that exists")
+    for option, given in (("--args", has_arguments), ("--eval", eval_mode)):
+        if given:
+            raise UsageError("an ONNX file says its own inputs and mode", where=option, mend="leave it out")
+    return spec
+
+
+def _check_fit(model: torch.nn.Module, example: Any, spec: str, *, from_shell: bool) -> None:
+    """The arguments must be those of `forward`, by number and name."""
+    args, kwargs = split_example(example)
+    try:
+        signature = inspect.signature(model.forward)
+    except ValueError:  # a forward that is written in C
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as cause:
+        what, mend = f"the example arguments do not fit forward{signature}: {cause}", "give one for each, in its order"
+        if from_shell:
+            raise UsageError(what, where="--args", mend=mend) from cause
+        raise AmpError(what, where=spec, mend=mend) from cause
 
 
 def example_arguments(specs: Sequence[str]) -> Any:
@@ -59,7 +87,7 @@ def example_arguments(specs: Sequence[str]) -> Any:
     booleans are true.
 
     Raises:
-        AmpError: where a text is not `dtype[sizes]` or `name=dtype[sizes]`.
+        UsageError: where a text is not `dtype[sizes]` or `name=dtype[sizes]`, or torch can make no such tensor.
 
     Example:
         >>> example_arguments(["fp32[2,3]"])[0].shape
@@ -69,14 +97,15 @@ def example_arguments(specs: Sequence[str]) -> Any:
     positional: list[torch.Tensor] = []
     keywords: dict[str, torch.Tensor] = {}
     for spec in specs:
-        match = _ARGUMENT.match(spec.strip())
+        match, where = _ARGUMENT.match(spec.strip()), f"--args {spec}"
         if match is None:
-            raise AmpError(
-                "an argument is a type with its sizes",
-                where=f"--args {spec}",
-                mend="write 'fp32[8,64]' or 'labels=i64[8]'",
+            raise UsageError(
+                "an argument is a type with its sizes", where=where, mend="write 'fp32[8,64]' or 'labels=i64[8]'"
             )
-        tensor = _tensor(match["dtype"], [int(size) for size in match["shape"].split(",") if size.strip()], generator)
+        if match["name"] in keywords:
+            raise UsageError(f"'{match['name']}' is given twice", where=where, mend="leave one out")
+        sizes = [int(size) for size in match["shape"].split(",") if size.strip()]
+        tensor = _tensor(match["dtype"], sizes, generator, where)
         if match["name"]:
             keywords[match["name"]] = tensor
         else:
@@ -86,13 +115,20 @@ def example_arguments(specs: Sequence[str]) -> Any:
     return tuple(positional) or None
 
 
-def _tensor(short: str, shape: list[int], generator: torch.Generator) -> torch.Tensor:
-    dtype = getattr(torch, dtype_from_short(short).value, None)
+def _tensor(short: str, shape: list[int], generator: torch.Generator, where: str) -> torch.Tensor:
+    try:
+        dtype = getattr(torch, dtype_from_short(short).value, None)
+    except AmpError as cause:
+        raise UsageError(cause.what, where=where, mend=cause.mend) from cause
     if not isinstance(dtype, torch.dtype):
-        raise AmpError(f"torch makes no tensors of type '{short}'", where="--args", mend="use fp32, i64 or bool")
-    if dtype.is_floating_point or dtype.is_complex:
-        return torch.randn(shape, generator=generator).to(dtype)
-    return torch.ones(shape, dtype=dtype) if dtype is torch.bool else torch.zeros(shape, dtype=dtype)
+        raise UsageError(f"torch makes no tensors of type '{short}'", where=where, mend="use fp32, i64 or bool")
+    try:
+        if dtype.is_floating_point or dtype.is_complex:
+            return torch.randn(shape, generator=generator).to(dtype)
+        return torch.ones(shape, dtype=dtype) if dtype is torch.bool else torch.zeros(shape, dtype=dtype)
+    except (RuntimeError, OverflowError) as cause:  # sizes that no memory holds
+        reason = str(cause).partition("\n")[0]
+        raise UsageError(f"torch cannot make it: {reason}", where=where, mend="write smaller sizes") from cause
 
 
 def _find(spec: str) -> Any:
@@ -118,6 +154,9 @@ def _import(place: str) -> ModuleType:
     sys.path.insert(0, str(path.resolve().parent if is_file else Path.cwd()))
     try:
         return _import_file(path) if is_file else importlib.import_module(place)
+    except SystemExit as cause:
+        mend = "put what it does when it is run under `if __name__ == '__main__':`"
+        raise AmpError("it ends the program when it is imported", where=place, mend=mend) from cause
     except Exception as cause:
         raise AmpError(
             f"importing it failed: {_describe(cause)}", where=place, mend="see that it imports in a Python prompt"
@@ -138,6 +177,9 @@ def _build(found: Any, spec: str) -> tuple[torch.nn.Module, Any]:
     if not isinstance(found, torch.nn.Module) and callable(found):
         try:
             found = found()
+        except SystemExit as cause:
+            mend = "name a function without arguments that gives the model"
+            raise AmpError("calling it ends the program", where=spec, mend=mend) from cause
         except Exception as cause:
             raise AmpError(
                 f"calling it without arguments failed: {_describe(cause)}",

@@ -1,1 +1,1 @@
-"""`amp.compile` and `amp.explain`."""
+"""`amp.compile` and `amp.explain`: a model captured, planned, rewritten and run."""

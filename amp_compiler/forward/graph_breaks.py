@@ -95,7 +95,12 @@ class Pieces:
         """The plans of all pieces as one; names carry the number of their piece."""
         first = self.plans[0][0]
         nodes = tuple(
-            replace(n, name=f"piece{i}/{n.name}", outputs=tuple((f"piece{i}/{v}", t) for v, t in n.outputs))
+            replace(
+                n,
+                name=f"piece{i}/{n.name}",
+                inputs=tuple(f"piece{i}/{v}" for v in n.inputs),
+                outputs=tuple((f"piece{i}/{v}", t) for v, t in n.outputs),
+            )
             for i, (plan, _) in enumerate(self.plans)
             for n in plan.nodes
         )
@@ -104,7 +109,9 @@ class Pieces:
             for i, (plan, _) in enumerate(self.plans)
             for c in plan.casts
         )
-        return PrecisionPlan(first.dtype, first.rules, first.device, nodes, casts)
+        inputs = tuple((f"piece{i}/{v}", t) for i, (plan, _) in enumerate(self.plans) for v, t in plan.inputs)
+        outputs = tuple(f"piece{i}/{v}" for i, (plan, _) in enumerate(self.plans) for v in plan.outputs)
+        return PrecisionPlan(first.dtype, first.rules, first.device, nodes, casts, inputs, outputs)
 
 
 def _first_line(error: BaseException) -> str:

@@ -7,13 +7,16 @@ nothing of torch or ONNX: a frontend lowers its own graph to this one and carrie
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-
-import networkx as nx
+from typing import TYPE_CHECKING
 
 from amp_compiler.errors import GraphError
 from amp_compiler.ir.dtypes import DType
+
+if TYPE_CHECKING:
+    import networkx as nx  # takes a tenth of a second to import, so it is imported where a graph is asked for
 
 Attr = bool | int | float | str | tuple["Attr", ...] | None
 
@@ -202,21 +205,40 @@ class PrecisionGraph:
             yield operand, self.values[operand.value]
 
     def to_networkx(self) -> nx.DiGraph:
-        """The node-to-node dependency graph, for graph algorithms."""
-        graph: nx.DiGraph = nx.DiGraph()
-        graph.add_nodes_from(self.nodes)
+        """The node-to-node dependency graph, for graph algorithms: orders, reachability, dominators, components.
+
+        Returns:
+            A graph of its own, which may be changed. Its nodes are the names of the nodes, in execution order. An edge
+            goes from a maker to a reader, and its `values` are the names of the values read, in the reader's order.
+
+        Example:
+            >>> graph = PrecisionGraph()
+            >>> graph.add_value(Value("x", DType.FLOAT32, (2,), 2, ValueKind.INPUT))
+            >>> for name, read in (("y", "x"), ("z", "y")):
+            ...     node = Node(name, "aten.relu", (Operand(read, "self"),), (name,))
+            ...     graph.add_node(node, [Value(name, DType.FLOAT32, (2,), 2)])
+            >>> list(graph.to_networkx().edges(data="values"))
+            [('y', 'z', ('y',))]
+        """
+        import networkx as nx
+
+        reads: dict[tuple[str, str], dict[str, None]] = {}
         for node in self.nodes.values():
             for operand in node.inputs:
                 source = self._producer.get(operand.value)
                 if source is not None:
-                    graph.add_edge(source, node.name)
+                    reads.setdefault((source, node.name), {})[operand.value] = None
+        graph: nx.DiGraph = nx.DiGraph()
+        graph.add_nodes_from(self.nodes)
+        graph.add_edges_from((*edge, {"values": tuple(values)}) for edge, values in reads.items())
         return graph
 
     def verify(self) -> None:
-        """Check the invariants that `add_value` and `add_node` cannot hold alone.
+        """Check the invariants that `add_value` and `add_node` cannot hold alone: `nodes` and `values` can be edited.
 
         Raises:
-            GraphError: an output is no value, a pin is unknown, a size is negative, or a value has two kinds of origin.
+            GraphError: an output is no value, a pin is unknown, a size is negative, a value has two kinds of origin, or
+                nodes stand in an order in which they cannot run.
         """
         for name in self.outputs:
             if name not in self.values:
@@ -229,9 +251,34 @@ class PrecisionGraph:
                 )
             if value.numel < 0:
                 raise GraphError(f"value '{value.name}' has {value.numel} elements")
+        ready = self.values.keys() - self._producer.keys()
         for node in self.nodes.values():
             if node.pin is not None and node.pin.precision not in PIN_PRECISIONS:
                 raise GraphError(f"node '{node.name}' has the unknown pin '{node.pin.precision}'")
+            for operand in node.inputs:
+                if operand.value not in ready:
+                    raise self._cannot_run(node, operand.value)
+            ready.update(node.outputs)
+
+    def _cannot_run(self, node: Node, value: str) -> GraphError:
+        """Why `node` cannot read `value` where it stands, and what to do about it."""
+        import networkx as nx
+
+        maker = self._producer.get(value)
+        what = f"node '{node.name}' reads '{value}'"
+        if value not in self.values or maker not in self.nodes:
+            return GraphError(f"{what}, which nothing makes", mend="add the node that makes it, or read another value")
+        whole = self.to_networkx()
+        if nx.has_path(whole, node.name, maker):
+            circle = [*nx.shortest_path(whole, node.name, maker), node.name]
+            names = " -> ".join(f"'{name}'" for name in circle)
+            return GraphError(f"{what}, which is made of its own result: {names}", mend="break the circle")
+        needed = {maker} | nx.ancestors(whole, maker)
+        names = ", ".join(f"'{name}'" for name in itertools.dropwhile(node.name.__ne__, self.nodes) if name in needed)
+        return GraphError(
+            f"{what}, which '{maker}' makes only later",
+            mend=f"nodes stand in execution order: put {names} before '{node.name}'",
+        )
 
     def to_text(self) -> str:
         """The graph as text, the same on every run; `graph_text.parse_graph` reads it back."""

@@ -36,6 +36,7 @@ def format_graph(graph: PrecisionGraph) -> str:
         graph: any graph; sources (inputs, parameters, buffers, constants) come first, then nodes in execution order.
 
     Example:
+        >>> from amp_compiler.ir.dtypes import DType
         >>> graph = PrecisionGraph()
         >>> graph.add_value(Value("x", DType.FLOAT32, (2, "s0"), 6, ValueKind.INPUT))
         >>> print(format_graph(graph), end="")

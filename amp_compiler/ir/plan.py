@@ -32,6 +32,7 @@ class PlannedNode:
         math: type to accumulate in, empty for the op's default.
         backward: precision of the gradients, empty for the same as forward.
         backward_math: type to accumulate the gradients in, empty for the op's default.
+        inputs: names of the values read, by operand; before casts.
     """
 
     name: str
@@ -47,6 +48,7 @@ class PlannedNode:
     math: str = ""
     backward: str = ""
     backward_math: str = ""
+    inputs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +96,8 @@ class PrecisionPlan:
         device: device type that was planned for.
         nodes: verdicts in execution order.
         casts: casts in execution order.
+        inputs: (value, type) of each input of the graph; parameters and other stored data are not among them.
+        outputs: names of the values that the graph returns; before casts.
 
     Example:
         >>> plan = PrecisionPlan("fp16", "default", "cpu", (), ())
@@ -106,6 +110,8 @@ class PrecisionPlan:
     device: str
     nodes: tuple[PlannedNode, ...]
     casts: tuple[PlannedCast, ...]
+    inputs: tuple[tuple[str, str], ...] = ()
+    outputs: tuple[str, ...] = ()
 
     @property
     def cast_bytes(self) -> int:
@@ -135,14 +141,21 @@ class PrecisionPlan:
             )
         try:
             nodes = tuple(
-                replace(PlannedNode(**node), outputs=tuple((name, dtype) for name, dtype in node["outputs"]))
+                replace(
+                    PlannedNode(**node),
+                    outputs=tuple((name, dtype) for name, dtype in node["outputs"]),
+                    inputs=tuple(node.get("inputs", ())),
+                )
                 for node in data["nodes"]
             )
             casts = tuple(
                 replace(PlannedCast(**cast), users=tuple((name, index) for name, index in cast["users"]))
                 for cast in data["casts"]
             )
-            return cls(data["dtype"], data["rules"], data["device"], nodes, casts)
+            # Plans that were written before these two were kept have neither.
+            inputs = tuple((name, dtype) for name, dtype in data.get("inputs", ()))
+            outputs = tuple(data.get("outputs", ()))
+            return cls(data["dtype"], data["rules"], data["device"], nodes, casts, inputs, outputs)
         except (KeyError, TypeError, ValueError) as cause:
             raise AmpError(f"the plan is damaged: {cause!r}", mend="make it again with amp.explain") from cause
 

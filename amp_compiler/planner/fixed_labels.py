@@ -167,24 +167,20 @@ def _memories(draft: Draft, typing: TypingRules) -> dict[str, str]:
 
     A node that reads one volatile value and makes another may alias or write it, so both count as one memory.
     """
-    parent: dict[str, str] = {}
+    names = [value.name for value in draft.graph.values.values() if value.volatile and value.dtype in typing.flexible]
+    if not names:
+        return {}
+    import networkx as nx
 
-    def root(name: str) -> str:
-        while parent[name] != name:
-            parent[name] = parent[parent[name]]
-            name = parent[name]
-        return name
-
-    for value in draft.graph.values.values():
-        if value.volatile and value.dtype in typing.flexible:
-            parent[value.name] = value.name
-    if not parent:
-        return parent
+    shared: nx.Graph = nx.Graph()
+    shared.add_nodes_from(names)
     for node in draft.graph.nodes.values():
-        made = [name for name in node.outputs if name in parent]
-        if not made:
-            continue
-        for name in [operand.value for operand in node.inputs if operand.value in parent] + made[1:]:
-            first, second = root(made[0]), root(name)
-            parent[second] = first
-    return {name: root(name) for name in parent}
+        made = [name for name in node.outputs if name in shared]
+        if made:
+            read = [operand.value for operand in node.inputs if operand.value in shared]
+            shared.add_edges_from((made[0], name) for name in (*read, *made[1:]))
+    places = {name: place for place, name in enumerate(names)}
+    memories: dict[str, str] = {}
+    for part in nx.connected_components(shared):
+        memories.update(dict.fromkeys(part, min(part, key=places.__getitem__)))
+    return {name: memories[name] for name in names}

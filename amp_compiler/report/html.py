@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 
 import jinja2
 
 from amp_compiler.ir.files import write_atomically
 from amp_compiler.ir.plan import PrecisionPlan
-from amp_compiler.report.html_template import TEMPLATE
+from amp_compiler.report.drawing import draw_plan
 from amp_compiler.report.table import human_bytes, short_place
 
 PRECISIONS = ("low", "fp32", "keep")
+TEMPLATE = "plan.html"  # a file beside this one
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,11 @@ def plan_html(plan: PrecisionPlan) -> str:
     )
     environment.filters["bytes"] = human_bytes
     environment.filters["place"] = short_place
+    template = resources.files("amp_compiler.report").joinpath(TEMPLATE).read_text(encoding="utf-8")
     counts = Counter(node.precision for node in plan.nodes)
-    return environment.from_string(TEMPLATE).render(
+    return environment.from_string(template).render(
         plan=plan,
+        drawing=draw_plan(plan),
         precisions=PRECISIONS,
         counts={precision: counts[precision] for precision in PRECISIONS},
         low_share=round(100 * counts["low"] / max(1, len(plan.nodes))),

@@ -1,1 +1,1 @@
-"""`amp.training_step`."""
+"""`amp.training_step`: forward, backward, check, clipping and update as one graph."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from amp_compiler.errors import PassError
 from amp_compiler.ir.dtypes import DType
-from amp_compiler.ir.graph import Node, PrecisionGraph
+from amp_compiler.ir.graph import Node, PrecisionGraph, ValueKind
 from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
 from amp_compiler.passes.pipeline import PLAN, Pipeline, Stages
 from amp_compiler.planner.draft import Draft
@@ -66,7 +66,15 @@ def plan_of(draft: Draft) -> PrecisionPlan:
         raise PassError("casts were not placed yet", mend="run 'place_casts' first")
     typing = draft.typing
     nodes = tuple(_planned(draft, typing, node) for node in draft.graph.nodes.values())
-    return PrecisionPlan(draft.context.low.short, draft.rules.name, draft.context.device, nodes, draft.casts)
+    return PrecisionPlan(
+        draft.context.low.short,
+        draft.rules.name,
+        draft.context.device,
+        nodes,
+        draft.casts,
+        tuple((v.name, v.dtype.short) for v in draft.graph.values.values() if v.kind is ValueKind.INPUT),
+        tuple(draft.graph.outputs),
+    )
 
 
 def _planned(draft: Draft, typing: TypingRules, node: Node) -> PlannedNode:
@@ -85,6 +93,7 @@ def _planned(draft: Draft, typing: TypingRules, node: Node) -> PlannedNode:
         math=decision.math.short if decision.math else "",
         backward=_backward(decision, draft.labels[node.name]),
         backward_math=decision.backward_math.short if decision.backward_math else "",
+        inputs=tuple([operand.value for operand in node.inputs]),
     )
 
 

@@ -45,6 +45,7 @@ def check_steps(found, printed, variants, bounds):
     assert "10 to 90 %" in printed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("script", "bound"), [("train_step.py", "update"), pytest.param("inference.py", "weights", marks=pytest.mark.slow)]
 )

@@ -1,6 +1,7 @@
 """The command line, called as a user calls it but in this process; the slow parts behind it have tests of their own."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,9 @@ def broken():
 
 def number():
     return 7
+
+def ends():
+    raise SystemExit(3)
 """
 
 
@@ -86,6 +90,7 @@ def test_help_names_every_command(run):
         ["explain", "m:f", "--dtype", "fp8"],
         ["explain", "m:f", "--format", "xml"],
         ["demo", "--epochs", "0"],
+        ["demo", "--device", "tpu"],
     ],
 )
 def test_wrong_usage_exits_with_2(run, arguments):
@@ -146,6 +151,7 @@ def test_explain_takes_rules_and_mode(run, model_file, tmp_path):
         ("{}:Tny", ["did you mean 'Tiny'?"]),
         ("{}:broken", ["ZeroDivisionError", "tiny_model.py:24"]),
         ("{}:number", ["int", "not an nn.Module"]),
+        ("{}:ends", ["ends the program", "tiny_model.py:ends"]),
         ("{}:Tiny", ["example arguments", "--args"]),
         ("{}", ["names no model"]),
         ("nowhere.py:f", ["no such file"]),
@@ -161,6 +167,67 @@ def test_a_model_that_cannot_be_found(run, model_file, spec, words):
     assert "\n  mend: " in err
     for word in words:
         assert word in err
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--args", "fp32"], ["--args fp32", "fp32[8,64]"]),
+        (["--args", "int4[2]"], ["--args int4[2]", "use one of bf16"]),
+        (["--args", "fp8[2]"], ["no tensors of type 'fp8'"]),
+        (["--args", "fp32[99999999999,99999999]"], ["torch cannot make it", "smaller sizes"]),
+        (["--args", "x=fp32[2,8]", "--args", "x=fp32[2,8]"], ["'x' is given twice"]),
+        (["--args", "y=fp32[2,8]"], ["forward(x, scale=None)", "missing a required argument: 'x'"]),
+        (["--args", "fp32[2,8]"] * 3, ["too many positional arguments"]),
+        (["--output", "{tmp}"], ["it is a folder"]),
+        (["--output", "{tmp}/none/plan.txt"], ["there is no folder"]),
+        (["--html", "{tmp}/none/plan.html"], ["--html", "there is no folder"]),
+    ],
+)
+def test_an_option_that_cannot_be(run, model_file, tmp_path, options, words):
+    """Told with the mend and exit code 2, before anything is written."""
+    code, out, err = run("explain", f"{model_file}:with_example", *(one.format(tmp=tmp_path) for one in options))
+    assert code == 2
+    assert not out
+    assert err.startswith("error: --")
+    assert "\n  mend: " in err
+    for word in words:
+        assert word in err
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["tiny_model.py"]
+
+
+def test_a_factory_whose_example_does_not_fit_its_model(run, model_file):
+    path = Path(model_file)
+    path.write_text(MODEL + "\n\ndef odd():\n    return Tiny(), (1, 2, 3)\n", encoding="utf-8")
+    code, _, err = run("explain", f"{model_file}:odd")
+    assert code == 1
+    assert "tiny_model.py:odd: the example arguments do not fit forward(x, scale=None)" in err
+
+
+def test_a_file_that_ends_the_program_when_it_is_imported(run, tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text("raise SystemExit(0)\n", encoding="utf-8")
+    code, _, err = run("explain", f"{path}:model")
+    assert code == 1
+    assert "ends the program" in err
+    assert "__main__" in err
+
+
+def test_an_output_that_cannot_show_our_signs(model_file):
+    command = [Path(sys.executable).with_name("amp-compiler"), "explain", f"{model_file}:with_example"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "aten.linear" in done.stdout
+
+
+@pytest.mark.parametrize("option", [["--eval"], ["--args", "fp32[2]"]])
+def test_options_that_an_onnx_file_has_no_use_for(run, tmp_path, option):
+    path = tmp_path / "model.onnx"
+    path.write_bytes(b"")
+    code, _, err = run("explain", str(path), *option)
+    assert code == 2
+    assert f"{option[0]}: an ONNX file says its own inputs" in err
 
 
 def test_a_module_of_the_current_folder(run, model_file, monkeypatch):

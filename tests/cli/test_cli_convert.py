@@ -119,6 +119,8 @@ def test_io_types(run, benign, tmp_path):
         (["in.onnx"], 2, "Usage:"),
         (["in.onnx", "out.onnx", "--dtype", "auto"], 2, "Usage:"),
         (["in.onnx", "out.onnx", "--tolerance", "-1"], 2, "Usage:"),
+        (["in.onnx", "out.onnx", "--tolerance", "0.1"], 2, "give --verify as well"),
+        (["in.onnx", "out.onnx", "--report", "nowhere/plan.html"], 2, "there is no folder 'nowhere'"),
         (["nowhere.onnx", "out.onnx"], 1, "no such file"),
         (["in.onnx", "out.onnx", "--rules", "defalt"], 1, "default"),
         (["in.onnx", "out.onnx", "--calibrate", "nowhere.npz"], 1, "no such file or folder"),

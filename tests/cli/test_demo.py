@@ -9,7 +9,7 @@ from rich.console import Console
 from torch.nn import functional as F
 
 import amp_compiler as amp
-from amp_compiler.cli.main import demo
+from amp_compiler.cli import demo
 from amp_compiler.errors import AmpError
 
 
@@ -75,6 +75,7 @@ def test_the_table_is_shown(shown_and_rows):
         assert part in text
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("batch_norm", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_inductor_gives_the_gradients_of_the_graph_run_node_by_node(digits, batch_norm):
     # At this width, and without BatchNorm, torch 2.13's pass `reorder_for_peak_memory` lets the CPU code read the

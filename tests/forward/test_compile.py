@@ -91,7 +91,7 @@ def test_nested_outputs_and_keyword_arguments():
     assert error(actual["scaled"], expected["scaled"]) < BF16_ERROR
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_kept_weights_follow_every_change_of_a_parameter(backend):
     _, model = pair(backend=backend)
     model.eval()
@@ -208,7 +208,7 @@ class Branches(nn.Module):
             return self.b(y.float()) - 1
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_data_dependent_branch_runs_in_pieces(backend):
     torch.manual_seed(0)
     model = Branches()

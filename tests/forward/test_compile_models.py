@@ -69,7 +69,7 @@ class Reverse(torch.autograd.Function):
         return -g
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_custom_function_keeps_its_backward(backend):
     model = Lambda(lambda m, x: m.b(Reverse.apply(m.a(x))), a=linear(), b=linear())
     compiled = check(model, X, backend=backend, times=2)
@@ -112,7 +112,7 @@ class Clamped(nn.Module):
         return self.fc(x)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make", [Average, Clamped])
 def test_in_place_updates_under_no_grad(make, backend):
     check(make(), X, backend=backend, times=2)

@@ -50,6 +50,7 @@ def result_and_calls(backend, model):
     return result, {event.key for event in profile.key_averages()}
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("name", list(MODELS))
 def test_a_product_with_a_matrix_is_no_batch_of_products(name):
     model = MODELS[name]()
@@ -71,6 +72,7 @@ class Squared(nn.Module):
         return x @ x + self.bias
 
 
+@pytest.mark.compiles
 def test_both_operands_may_be_the_same():
     x = torch.randn(6, 6, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from amp_compiler.errors import GraphError
@@ -39,7 +41,49 @@ def test_producers_users_and_operands() -> None:
 def test_networkx_view_has_one_edge_for_each_dependency() -> None:
     view = small().to_networkx()
     assert list(view.nodes) == ["y", "z"]
-    assert list(view.edges) == [("y", "z")]
+    assert list(view.edges(data="values")) == [("y", "z", ("y",))]
+    view.remove_node("y")  # it is a graph of its own
+    assert "y" in small().nodes
+
+
+def chain(order: str, **reads: str) -> PrecisionGraph:
+    """Nodes named by letters, each of which reads what `reads` says (`x`, the input, by default), in that order."""
+    graph = PrecisionGraph()
+    graph.add_value(Value("x", DType.FLOAT32, (), 1, ValueKind.INPUT))
+    for name in sorted(order):
+        graph.add_node(Node(name, "aten.relu", (), (name,)), [Value(name, DType.FLOAT32)])
+    for name in order:
+        inputs = tuple(Operand(value, "self") for value in reads.get(name, "x"))
+        graph.nodes[name] = replace(graph.nodes.pop(name), inputs=inputs)
+    return graph
+
+
+def test_verify_says_what_must_come_before_a_node_that_is_too_early() -> None:
+    chain("abcd", d="c", c="b", b="a").verify()
+    with pytest.raises(GraphError, match=r"node 'd' reads 'c', which 'c' makes only later") as caught:
+        chain("adbc", d="c", c="b", b="a").verify()
+    assert caught.value.mend == "nodes stand in execution order: put 'b', 'c' before 'd'"
+
+
+def test_verify_names_a_circle() -> None:
+    with pytest.raises(GraphError, match=r"made of its own result: 'b' -> 'c' -> 'd' -> 'b'"):
+        chain("abcde", b="ad", c="b", d="c", e="d").verify()
+    with pytest.raises(GraphError, match=r"'a' -> 'a'"):
+        chain("a", a="a").verify()
+
+
+def test_verify_tells_a_circle_elsewhere_from_a_wrong_order() -> None:
+    with pytest.raises(GraphError, match=r"node 'a' reads 'b', which 'b' makes only later"):
+        chain("abcd", a="b", c="d", d="c").verify()
+
+
+def test_verify_names_what_nothing_makes() -> None:
+    with pytest.raises(GraphError, match=r"node 'a' reads 'q', which nothing makes"):
+        chain("ab", a="q").verify()
+    graph = chain("ab", b="a")
+    del graph.nodes["a"]
+    with pytest.raises(GraphError, match=r"node 'b' reads 'a', which nothing makes"):
+        graph.verify()
 
 
 @pytest.mark.parametrize(

@@ -12,14 +12,32 @@ from amp_compiler.errors import AmpError
 from amp_compiler.ir.plan import PlannedCast, PlannedNode, PrecisionPlan
 
 NODE = PlannedNode(
-    "y", "aten.linear", "matmul", "fc", "low", "default.yaml:4", "tensor cores", "low", "model.py:3", (("y", "fp16"),)
+    "y",
+    "aten.linear",
+    "matmul",
+    "fc",
+    "low",
+    "default.yaml:4",
+    "tensor cores",
+    "low",
+    "model.py:3",
+    (("y", "fp16"),),
+    inputs=("x", "w"),
 )
 CASTS = (
     PlannedCast("x", "fp32", "fp16", 96, (("y", 0), ("return", 1))),
     PlannedCast("h", "fp16", "fp32", 12, explicit=True),
     PlannedCast("h", "fp16", "fp16", 0, (("z", 0),)),
 )
-PLAN = PrecisionPlan("fp16", "default", "cpu", (NODE, replace(NODE, name="é", precision="fp32", outputs=())), CASTS)
+PLAN = PrecisionPlan(
+    "fp16",
+    "default",
+    "cpu",
+    (NODE, replace(NODE, name="é", precision="fp32", outputs=())),
+    CASTS,
+    (("x", "fp32"),),
+    ("y", "x"),
+)
 
 
 def test_sums() -> None:
@@ -30,6 +48,15 @@ def test_json_round_trip(tmp_path: Path) -> None:
     text = PLAN.to_json(tmp_path / "plan.json")
     assert (tmp_path / "plan.json").read_text(encoding="utf-8") == text == PLAN.to_json()
     assert PrecisionPlan.from_dict(json.loads(text)) == PLAN
+
+
+def test_plans_written_before_reads_were_kept_are_read_back() -> None:
+    data = PLAN.to_dict()
+    for part in (data, *data["nodes"]):
+        del part["inputs"]
+    del data["outputs"]
+    plan = PrecisionPlan.from_dict(data)
+    assert plan == replace(PLAN, nodes=tuple(replace(node, inputs=()) for node in PLAN.nodes), inputs=(), outputs=())
 
 
 def test_text_tells_kinds_of_casts_apart() -> None:

@@ -193,7 +193,8 @@ def calls(monkeypatch):
 
 
 @needs_loops
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.compiles
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_compiled_steps_use_it_and_agree_with_the_eager_oracle(calls, causal):
     x = torch.randn(2, 10, 32)
     weights = {}
@@ -215,6 +216,7 @@ def test_compiled_steps_use_it_and_agree_with_the_eager_oracle(calls, causal):
 
 
 @needs_loops
+@pytest.mark.compiles
 def test_compiled_models_use_it_in_the_users_own_loop(calls):
     torch.manual_seed(0)
     model = Attention(True)
@@ -228,7 +230,15 @@ def test_compiled_models_use_it_in_the_users_own_loop(calls):
 
 
 @needs_loops
-@pytest.mark.parametrize("wrap", [lambda one: one, lambda one: [one], lambda one: (one, one)])
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        pytest.param(lambda one: one, marks=pytest.mark.slow),
+        pytest.param(lambda one: [one], marks=pytest.mark.slow),
+        lambda one: (one, one),
+    ],
+)
 def test_passes_that_the_user_has_given_inductor_still_run(wrap, calls, tmp_path, monkeypatch):
     from torch._inductor import config
 
@@ -240,6 +250,7 @@ def test_passes_that_the_user_has_given_inductor_still_run(wrap, calls, tmp_path
     assert len(calls) == 1
 
 
+@pytest.mark.compiles
 def test_the_pass_puts_no_bounds_on_symbolic_sizes(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     sizes = {0: torch.export.Dim("batch", min=2, max=64), 1: torch.export.Dim("rows", min=2, max=64)}

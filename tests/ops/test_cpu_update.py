@@ -221,6 +221,13 @@ def fresh_build(tmp_path, monkeypatch):
     cpu_build.library.cache_clear()
 
 
+@pytest.fixture
+def few_sources(monkeypatch):
+    """A library of the smallest source alone: what is tested is how it is built."""
+    monkeypatch.setattr(cpu_build, "_SOURCES", ("patches.cpp", *[n for n in cpu_build._SOURCES if n.endswith(".h")]))
+
+
+@pytest.mark.usefixtures("few_sources")
 def test_the_library_is_built_once_into_the_cache(fresh_build):
     assert cpu_build.library() is not None
     (made,) = fresh_build.iterdir()
@@ -258,6 +265,7 @@ def test_memory_that_comes_back_as_another_type_or_layout_is_not_taken_for_the_o
         cpu_update.sgd_update(turned, *arguments[1:], False, False)
 
 
+@pytest.mark.usefixtures("few_sources")
 def test_a_compiler_with_arguments_and_a_user_without_a_name(monkeypatch, tmp_path):
     """As with `CXX="ccache g++"`, and in a container whose user is no more than a number."""
 

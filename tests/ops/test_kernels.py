@@ -38,6 +38,7 @@ def run_python(arguments, **environment):
     return subprocess.run([sys.executable, *arguments], cwd=HERE, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.long
 def test_under_the_interpreter():
     pytest.importorskip("triton")
     arguments = ["-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "kernels_interpreted.py"]
@@ -46,6 +47,7 @@ def test_under_the_interpreter():
     assert re.search(r"\b1\d\d passed", done.stdout)
 
 
+@pytest.mark.long
 def test_the_module_imports_without_triton():
     done = run_python(["-c", WITHOUT_TRITON])
     assert done.returncode == 0, done.stderr

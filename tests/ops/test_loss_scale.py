@@ -276,6 +276,7 @@ def test_next_is_traced_without_reads_or_host_constants(scaling: LossScale) -> N
         assert traced(*inputs) == expected
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("scaling", [KINDS[4], NormAdaptiveLossScale(growth_interval=2)], ids=repr)
 def test_inductor_gives_the_same_bits(scaling: LossScale) -> None:
     compiled = torch.compile(lambda state, flag, norm: scaling.next(state, flag, norm), fullgraph=True)

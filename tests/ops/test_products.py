@@ -276,6 +276,7 @@ def test_results_are_the_same_for_any_number_of_threads():
     assert equal(results[0], results[1]) and equal(results[0], results[2])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "without", [pytest.param("amx-tile amx-bf16", marks=pytest.mark.slow), "avx512bf16 amx-tile amx-bf16"]
 )

@@ -188,7 +188,8 @@ def test_readers_that_know_how_memory_lies_read_what_they_did(name):
     torch.testing.assert_close(found, model(x).detach(), rtol=2**-7, atol=2**-7)
 
 
-@pytest.mark.parametrize("name", ["view", "contiguous and view"])
+@pytest.mark.compiles
+@pytest.mark.parametrize("name", ["view", pytest.param("contiguous and view", marks=pytest.mark.slow)])
 def test_a_model_that_views_a_convolution_is_compiled(name):
     model, x = Read(READERS[name]), tensor(2, 8, 4, 4, dtype=torch.float32)
     with torch.no_grad():
@@ -196,6 +197,7 @@ def test_a_model_that_views_a_convolution_is_compiled(name):
     torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7)
 
 
+@pytest.mark.compiles
 def test_a_result_lies_in_memory_as_it_did():
     model, x = Read(lambda y: y), tensor(2, 8, 4, 4, dtype=torch.float32)
     with torch.no_grad():

@@ -68,7 +68,7 @@ def test_plain_fp32_equals_a_torch_loop(name):
     assert {k: set(v) for k, v in ours.items()} == {k: set(v) for k, v in theirs.items()}
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_mixed_precision_learns_as_autocast_does(dtype, backend):
     model, reference = models()
@@ -93,9 +93,17 @@ def snapshot(model, optimizer):
     return [t.clone() for t in model.state_dict().values()] + state
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-@pytest.mark.parametrize("poison", [float("inf"), float("-inf"), float("nan")])
-@pytest.mark.parametrize("name", ["momentum", "adamw"])
+POISONS = [(name, poison) for name in ("momentum", "adamw") for poison in map(float, ("inf", "-inf", "nan"))]
+
+
+@pytest.mark.parametrize(
+    ("name", "poison", "backend"),
+    [
+        *((*case, "eager") for case in POISONS),
+        *(pytest.param(*case, "inductor", marks=pytest.mark.slow) for case in POISONS[:-1]),
+        (*POISONS[-1], "inductor"),
+    ],
+)
 def test_a_step_with_a_non_finite_gradient_changes_nothing_but_the_scale(name, poison, backend):
     model, _ = models()
     optimizer = OPTIMIZERS[name](model.parameters())
@@ -180,7 +188,7 @@ def test_schedulers_groups_and_scaler_states_carry_over():
     scaler.load_state_dict(scaled.state_dict())
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_accumulated_batches_are_averaged(backend):
     class Plain(nn.Module):  # without BatchNorm, whose statistics differ between one large batch and two small ones
         def __init__(self):

@@ -17,7 +17,7 @@ GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(32, 8, generator=GENERATOR)
 Y = torch.randint(0, 4, (32,), generator=GENERATOR)
 IMAGES = torch.randn(4, 3, 8, 8, generator=GENERATOR)
-BACKENDS = pytest.mark.parametrize("backend", ["eager", "inductor"])
+BACKENDS = pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 
 
 def loss_fn(model, x, y):
@@ -78,8 +78,11 @@ def test_steps_that_the_optimizer_makes_itself_are_seen(fused, half):
     ("backend", "enabled", "accumulate"),
     [
         *(("eager", enabled, accumulate) for enabled in (False, True) for accumulate in (1, 2)),
-        ("inductor", True, 1),
-        *(pytest.param("inductor", *rest, marks=pytest.mark.slow) for rest in ((False, 1), (False, 2), (True, 2))),
+        *(
+            pytest.param("inductor", enabled, accumulate, marks=pytest.mark.slow)
+            for enabled in (False, True)
+            for accumulate in (1, 2)
+        ),
     ],
 )
 def test_a_model_may_become_channels_last(backend, enabled, accumulate):
@@ -101,8 +104,10 @@ def test_a_model_may_become_channels_last(backend, enabled, accumulate):
     ("kind", "backend"),
     [
         *((kind, "eager") for kind in ("adamw", "sgd", "rmsprop", "kahan", "master")),
-        *((kind, "inductor") for kind in ("adamw", "sgd", "master")),
-        *(pytest.param(kind, "inductor", marks=pytest.mark.slow) for kind in ("rmsprop", "kahan")),
+        *(
+            pytest.param(kind, "inductor", marks=pytest.mark.slow)
+            for kind in ("adamw", "sgd", "rmsprop", "kahan", "master")
+        ),
     ],
 )
 def test_a_checkpoint_of_another_memory_format_is_taken(backend, kind):

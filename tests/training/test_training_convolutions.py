@@ -93,6 +93,7 @@ def trained():
     return assert_same_training()
 
 
+@pytest.mark.compiles
 def test_a_training_with_converted_convolutions_is_that_of_the_eager_backend(trained):
     _, _, step = trained
     assert deferred(step) == WEIGHTS
@@ -101,6 +102,7 @@ def test_a_training_with_converted_convolutions_is_that_of_the_eager_backend(tra
     assert float(step.grad_norm) == pytest.approx(float(whole(gradients.values()).norm()), rel=1e-3)
 
 
+@pytest.mark.compiles
 def test_a_checkpoint_has_the_shapes_of_convolutions_and_a_training_goes_on_from_it(trained):
     model, optimizer, step = trained
     state, initial = optimizer.state_dict()["state"], Net().state_dict()
@@ -117,6 +119,7 @@ def test_a_checkpoint_has_the_shapes_of_convolutions_and_a_training_goes_on_from
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), other.parameters(), strict=True))
 
 
+@pytest.mark.compiles
 def test_gradients_are_those_of_the_step_whatever_became_of_its_weights(trained):
     _, _, step = trained
     model = copy.deepcopy(trained[0])
@@ -127,7 +130,7 @@ def test_gradients_are_those_of_the_step_whatever_became_of_its_weights(trained)
     trained[0].load_state_dict(model.state_dict())
 
 
-def test_weights_with_channels_last_are_trained_alike():
+def test_weights_with_channels_last_are_trained_alike(compiler):
     model, optimizer, step = assert_same_training(layout=torch.channels_last)
     assert model.few.weight.is_contiguous(memory_format=torch.channels_last)
     average = optimizer.state_dict()["state"][5]["exp_avg"]
@@ -135,7 +138,7 @@ def test_weights_with_channels_last_are_trained_alike():
     assert {"pointwise.weight", "head.weight"} <= set(deferred(step))
 
 
-def test_weights_that_become_channels_last_after_the_first_step_are_trained_on():
+def test_weights_that_become_channels_last_after_the_first_step_are_trained_on(compiler):
     """Their gradients are then made whole, and count in the norm as before."""
     model, _, step = make()
     other, _, eager = make("eager")
@@ -151,7 +154,7 @@ def test_weights_that_become_channels_last_after_the_first_step_are_trained_on()
         torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=2e-3)
 
 
-def test_clipping_needs_the_norm_first_and_defers_none():
+def test_clipping_needs_the_norm_first_and_defers_none(compiler):
     _, _, step = assert_same_training(clip_norm=0.5)
     assert deferred(step) == [] and float(step.grad_norm) > 0.5
 
@@ -161,7 +164,7 @@ def hidden_and_loss(model, x):
     return model[1](hidden).square().mean(), hidden
 
 
-def test_a_batch_or_a_result_that_the_user_may_write_into_is_no_factor():
+def test_a_batch_or_a_result_that_the_user_may_write_into_is_no_factor(compiler):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(32, 64, 1), nn.Conv2d(64, 96, 1))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -177,12 +180,8 @@ def gradients_of(model, run, x, y):
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [torch.contiguous_format, pytest.param(torch.channels_last, marks=pytest.mark.slow)],
-    ids=["contiguous", "channels last"],
-)
-def test_a_users_own_backward_through_a_compiled_model_is_that_of_autocast(layout):
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["contiguous", "channels last"])
+def test_a_users_own_backward_through_a_compiled_model_is_that_of_autocast(layout, compiler):
     """The same roundings, but for sums in another order that round to the next bf16 number: 2e-2 is five of them."""
     model, other = Net().to(memory_format=layout), Net().to(memory_format=layout)
 

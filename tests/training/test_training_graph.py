@@ -18,7 +18,7 @@ from amp_compiler.ops.loss_scale import DynamicLossScale
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(32, 8, generator=GENERATOR)
 Y = torch.randint(0, 4, (32,), generator=GENERATOR)
-BACKENDS = pytest.mark.parametrize("backend", ["eager", "inductor"])
+BACKENDS = pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 
 
 def loss_fn(model, x, y):
@@ -41,7 +41,7 @@ class Summands(nn.Module):
         return self.line(x).square().mean() + self.number + self.vector.sum()
 
 
-@BACKENDS
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_a_gradient_that_is_the_scale_is_read_before_the_scale_grows(backend):
     torch.manual_seed(0)
     model = Summands()

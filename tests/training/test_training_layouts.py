@@ -1,6 +1,6 @@
 """Training steps of a small CNN on a CPU whose convolutions read one memory layout, against the same steps run eagerly.
 
-GCC 12 and its SLP vectorizer make NaN of such a step (`_NO_SLP` in `backends/torch_shim.py`): tiles of 16-bit numbers,
+GCC 12 and its SLP vectorizer make NaN of such a step (`_NO_SLP` in `fx/torch_private.py`): tiles of 16-bit numbers,
 which Inductor transposes where layouts meet, are read before they are written.
 """
 
@@ -50,6 +50,7 @@ def steps(request):
     return [make(backend, LAYOUTS[request.param]) for backend in ("inductor", "eager")]
 
 
+@pytest.mark.compiles
 def test_gradients_are_those_of_the_eager_backend(steps):
     mine, theirs = steps
     for x, y in zip(X, Y, strict=True):
@@ -60,6 +61,7 @@ def test_gradients_are_those_of_the_eager_backend(steps):
         assert float(losses[0]) == pytest.approx(float(losses[1]), rel=1e-2)
 
 
+@pytest.mark.compiles
 def test_results_keep_their_layouts(steps):
     found, expected = (step(X[0], Y[0])[1] for step in steps)
     for mine, theirs in zip(found, expected, strict=True):
@@ -73,7 +75,7 @@ def loss_of_both(model, x, y):
     return F.cross_entropy(model(x), y) + F.cross_entropy(model(x), y)
 
 
-def test_convolutions_may_share_images_and_weights():
+def test_convolutions_may_share_images_and_weights(compiler):
     mine, theirs = (make(backend, torch.contiguous_format, loss_of_both) for backend in ("inductor", "eager"))
     assert float(mine(X[0], Y[0])) == pytest.approx(float(theirs(X[0], Y[0])), rel=1e-2)
     for (name, gradient), expected in zip(mine.gradients().items(), theirs.gradients().values(), strict=True):

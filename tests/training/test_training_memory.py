@@ -108,13 +108,14 @@ class Run:
         self.held.append((held, {name: value.clone() for name, value in held.items()}))
 
 
-@pytest.fixture(scope="module", params=OPTIONS)
+@pytest.fixture(scope="module", params=["plain", pytest.param("accumulate", marks=pytest.mark.slow)])
 def run(request):
     made = Run(**OPTIONS[request.param])
     made.options = OPTIONS[request.param]
     return made
 
 
+@pytest.mark.compiles
 def test_from_the_third_step_on_one_block_holds_all_but_what_is_kept(run):
     assert all(count > 2 * MOST_KEPT for count in run.counts[:2])
     assert all(0 < count <= MOST_KEPT for count in run.counts[2:])
@@ -123,12 +124,14 @@ def test_from_the_third_step_on_one_block_holds_all_but_what_is_kept(run):
     assert len({*run.blocks[3:]}) == 1
 
 
+@pytest.mark.compiles
 def test_two_programs_share_a_block_as_large_as_the_larger_needs(run):
     assert len(run.used) == 2 and all(isinstance(one, ArenaRun) for one in run.used)
     sizes = [one._plan.size for one in run.used]
     assert 0 < min(sizes) < max(sizes) == run.block.numel()
 
 
+@pytest.mark.compiles
 def test_what_earlier_steps_gave_keeps_its_values(run):
     assert len(run.held) == STEPS
     for held, copies in run.held:
@@ -141,6 +144,7 @@ def test_what_earlier_steps_gave_keeps_its_values(run):
         assert len({float(copies[name]) for _, copies in run.held}) == STEPS
 
 
+@pytest.mark.compiles
 def test_the_training_is_that_of_the_eager_backend(run):
     model, step = make("eager", **run.options)
     start = {name: value.clone() for name, value in model.state_dict().items()}
@@ -157,6 +161,7 @@ def test_the_training_is_that_of_the_eager_backend(run):
         assert moved > 0 and (run.end[name] - value).float().norm() <= 0.05 * moved, name
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("run", ["plain", pytest.param("accumulate", marks=pytest.mark.slow)], indirect=True)
 def test_a_user_who_compiles_the_same_graph_gets_ordinary_memory(run):
     from torch._inductor.compile_fx import compile_fx
@@ -175,6 +180,8 @@ def test_a_user_who_compiles_the_same_graph_gets_ordinary_memory(run):
     assert kept and all(torch.equal(value, same) and storage(value) != storage(run.block) for value, same in kept)
 
 
+@pytest.mark.compiles
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["plain"], indirect=True)
 def test_a_model_that_a_user_compiles_and_trains_beside_a_step_is_not_disturbed(run):
     models = [copy.deepcopy(run.model) for _ in range(2)]

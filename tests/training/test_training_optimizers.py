@@ -156,6 +156,7 @@ def test_groups_dicts_clipping_and_accumulation(make, accumulate):
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.compiles
 @pytest.mark.parametrize("name", ["rmsprop", pytest.param("adafactor", marks=pytest.mark.slow)])
 def test_under_inductor_the_step_does_what_it_does_node_by_node(name):
     found = []
@@ -170,8 +171,8 @@ def test_under_inductor_the_step_does_what_it_does_node_by_node(name):
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [pytest.param("nadam", marks=pytest.mark.slow), "muon"])
-def test_under_inductor_16_bit_copies_are_written_and_bad_steps_skipped(name):
+@pytest.mark.parametrize("name", ["nadam", "muon"])
+def test_under_inductor_16_bit_copies_are_written_and_bad_steps_skipped(name, compiler):
     model, _ = models(name)
     optimizer = OPTIMIZERS[name](model.parameters())
     step = amp.training_step(model, loss_fn, optimizer, dtype="fp16", loss_scale=64.0, backend="inductor")

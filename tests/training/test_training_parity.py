@@ -152,6 +152,7 @@ def cases():
         yield pytest.param(task, dtype, marks=pytest.mark.slow if slow else ())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("task", "dtype"), list(cases()))
 def test_the_final_loss_is_autocasts_within_one_percent_and_close_to_that_in_fp32(task, dtype):
     build, batches, steps, rate = TASKS[task]

@@ -72,16 +72,21 @@ def assert_same_training(steps=5, **options):
     return deferred(step)
 
 
+@pytest.mark.compiles
+def test_a_compiled_training_with_products_is_that_of_the_eager_backend():
+    assert assert_same_training() == WEIGHTS
+
+
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-def test_a_training_with_products_is_that_of_the_eager_backend(optimizer):
+def test_a_training_with_products_is_that_of_the_eager_backend(optimizer, compiler):
     assert assert_same_training(optimizer=optimizer) == WEIGHTS
 
 
-def test_a_loss_scale_is_taken_out_of_the_norm_of_products():
+def test_a_loss_scale_is_taken_out_of_the_norm_of_products(compiler):
     assert assert_same_training(loss_scale=1024.0) == WEIGHTS
 
 
-def test_the_norm_is_that_of_the_gradients():
+def test_the_norm_is_that_of_the_gradients(compiler):
     _, _, step = make()
     step(X[0], Y[0])
     exact = torch.cat([gradient.double().flatten() for gradient in step.gradients().values()]).norm()
@@ -90,20 +95,15 @@ def test_the_norm_is_that_of_the_gradients():
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"clip_norm": 1.0},
-        pytest.param({"accumulate": 2}, marks=pytest.mark.slow),
-        {"dtype": "fp16"},
-        {"enabled": False},
-    ],
+    [{"clip_norm": 1.0}, {"accumulate": 2}, {"dtype": "fp16"}, {"enabled": False}],
     ids=str,
 )
-def test_steps_that_need_whole_gradients_defer_none(options):
+def test_steps_that_need_whole_gradients_defer_none(options, compiler):
     assert assert_same_training(steps=4, **options) == []
 
 
 @pytest.mark.parametrize(("rows", "most", "expected"), [(40, 1 << 40, WEIGHTS[:2]), (8, 8, WEIGHTS), (8, 7, [])])
-def test_gradients_are_made_where_that_is_smaller_or_faster(monkeypatch, rows, most, expected):
+def test_gradients_are_made_where_that_is_smaller_or_faster(monkeypatch, rows, most, expected, compiler):
     monkeypatch.setattr(cpu_update, "most_inner", lambda: most)
     _, _, step = make()
     step(X.view(40, 64)[:rows], Y.view(40)[:rows])  # 40 * (64 + 96) elements are more than 64 * 96
@@ -131,7 +131,7 @@ class Queries(nn.Module):
     ],
     ids=["itself", "views", "times one", "clone"],
 )
-def test_a_weight_whose_factor_is_another_parameter_is_updated_from_its_value_before_the_step(read, expected):
+def test_a_weight_whose_factor_is_another_parameter_is_updated_from_its_value_before_the_step(read, expected, compiler):
     models, steps = [Queries(read), Queries(read)], []
     initial = [parameter.detach().clone() for parameter in models[0].parameters()]
     for model, backend in zip(models, ("inductor", "eager"), strict=True):
@@ -147,7 +147,7 @@ def test_a_weight_whose_factor_is_another_parameter_is_updated_from_its_value_be
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0.02 * float((theirs - before).detach().abs().max()))
 
 
-def test_a_factor_in_the_batch_is_not_deferred_and_one_made_of_it_is():
+def test_a_factor_in_the_batch_is_not_deferred_and_one_made_of_it_is(compiler):
     _, _, step = make()
     step(X[0].bfloat16(), Y[0])
     assert deferred(step) == WEIGHTS[1:]
@@ -155,7 +155,7 @@ def test_a_factor_in_the_batch_is_not_deferred_and_one_made_of_it_is():
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-def test_a_step_that_is_not_finite_changes_nothing_and_is_reported(optimizer, bad):
+def test_a_step_that_is_not_finite_changes_nothing_and_is_reported(optimizer, bad, compiler):
     model, made, step = make(optimizer=optimizer)
     step(X[0], Y[0])
     weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(made.state_dict()["state"])
@@ -196,7 +196,7 @@ def assert_same_gradients_after(change, step):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_are_those_of_the_step_whatever_became_of_its_batch_and_weights(dtype):
+def test_gradients_are_those_of_the_step_whatever_became_of_its_batch_and_weights(dtype, compiler):
     model, step = two_layers(with_aux=False)
     batch = X[0].to(dtype, copy=True)
     step(batch)
@@ -205,14 +205,14 @@ def test_gradients_are_those_of_the_step_whatever_became_of_its_batch_and_weight
         assert_same_gradients_after(changed, step)
 
 
-def test_gradients_are_those_of_the_step_whatever_became_of_its_results():
+def test_gradients_are_those_of_the_step_whatever_became_of_its_results(compiler):
     _, step = two_layers(with_aux=True)
     _, aux = step(X[0])
     assert aux.dtype == torch.bfloat16
     assert_same_gradients_after(aux, step)
 
 
-def test_a_resumed_training_goes_on_bit_for_bit():
+def test_a_resumed_training_goes_on_bit_for_bit(compiler):
     model, optimizer, step = make()
     for number in range(2):
         step(X[number], Y[number])
@@ -227,6 +227,7 @@ def test_a_resumed_training_goes_on_bit_for_bit():
     assert deferred(resumed) == WEIGHTS
 
 
+@pytest.mark.compiles
 def test_float64_gradients_are_left_to_the_compiler():
     torch.manual_seed(0)
     model = nn.Module()

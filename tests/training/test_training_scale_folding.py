@@ -44,10 +44,7 @@ def trained(scale, dtype, name, backend):
     ("dtype", "name", "backend"),
     [
         *itertools.product(SCALES, OPTIMIZERS, ["eager"]),
-        ("fp16", "adamw", "inductor"),
-        ("bf16", "momentum", "inductor"),
-        pytest.param("fp16", "momentum", "inductor", marks=pytest.mark.slow),
-        pytest.param("bf16", "adamw", "inductor", marks=pytest.mark.slow),
+        *(pytest.param(*case, "inductor", marks=pytest.mark.slow) for case in itertools.product(SCALES, OPTIMIZERS)),
     ],
 )
 def test_a_power_of_two_scale_changes_no_bit(dtype, name, backend):
@@ -119,7 +116,7 @@ PRODUCTS = [
 ]
 
 
-@pytest.mark.parametrize(("spread", "product"), itertools.product(SPREADS, PRODUCTS))
+@pytest.mark.parametrize(("spread", "product"), list(itertools.product(SPREADS, PRODUCTS)))
 def test_a_product_with_the_scale_is_found_however_the_scale_is_spread(spread, product):
     graph = graph_of(lambda scale, gradient: product(gradient + 1, SPREADS[spread](scale)) + 2)
     assert len(products_with_the_scale(graph)) == 1

@@ -13,7 +13,7 @@ import amp_compiler as amp
 INF = float("inf")
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_norm_adaptive_scale_follows_the_norms_and_learns_from_an_overflow(backend):
     # The gradient is the batch. The scale is 4096 / norm rounded down to a power of two, between 2 and 65536; an
     # overflow halves what it may be, and three finite steps double that again.

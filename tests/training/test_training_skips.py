@@ -65,7 +65,7 @@ PLACES = {
     "a loss of NaN": (batch(gain=float("nan")), ALL),
 }
 FINITE = list(PLACES)[:-2]
-KINDS = [("adamw", "eager"), ("momentum", "eager"), ("adamw", "inductor")]
+KINDS = [("adamw", "eager"), ("momentum", "eager"), pytest.param("adamw", "inductor", marks=pytest.mark.slow)]
 
 
 def make(name, backend="eager", **options):

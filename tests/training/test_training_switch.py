@@ -118,7 +118,11 @@ def counters(side):
 
 
 @pytest.mark.parametrize(
-    ("kind", "backend"), [("fp16", "eager"), ("bf16", "eager"), ("bf16, scaled", "eager"), ("fp16", "inductor")]
+    ("kind", "backend"),
+    [
+        *((kind, "eager") for kind in ("fp16", "bf16", "bf16, scaled")),
+        pytest.param("fp16", "inductor", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_that_changes_sides_twice_is_torchs_run(kind, backend):
     whole, (wanted, wanted_scales), last, (losses, scales) = runs(kind, backend)

@@ -1,4 +1,4 @@
-"""The backward of BF16 attention on a CPU as native loops (`cpu_attention.cpp`)."""
+"""The backward of BF16 attention on a CPU as native loops (`attention.cpp`)."""
 
 from __future__ import annotations
 

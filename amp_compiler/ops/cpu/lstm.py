@@ -1,6 +1,6 @@
-"""One direction of a BF16 LSTM layer as native loops over time (`cpu_lstm.cpp`), and what of its backward is loops.
+"""One direction of a BF16 LSTM layer as native loops over time (`lstm.cpp`), and what of its backward is loops.
 
-What is left of the backward are matrix products over all steps at once, which a graph can show; see `runtime.lstm`.
+What is left of the backward are matrix products over all steps at once, which a graph can show; see `ops.lstm`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Unfolding BF16 images into patches and folding gradients back, as native loops (`cpu_patches.cpp`)."""
+"""Unfolding BF16 images into patches and folding gradients back, as native loops (`patches.cpp`)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 // How the work on the tensors of a group is dealt out to threads: in runs of elements whose gradients lie in memory, in
 // panels of those that are products, and both in pieces that stay in the nearest cache. What is done with a piece, and
-// what is found in it, is the business of cpu_update.cpp.
+// what is found in it, is the business of update.cpp.
 
 #pragma once
 

@@ -1,11 +1,11 @@
-"""The Triton kernels behind the update operators; imported by `kernels` only where they are needed.
+"""The Triton kernels behind the update operators; imported by `ops.cuda.update` only where they are needed.
 
 Every kernel walks over many tensors in one launch. `rows` is an int64 table with one row per tensor: number of
 elements, place in the group, then the addresses of its gradient, weight, extra (low copy or compensation), first moment
 or momentum, second moment and its maximum. `blocks` says for every program which row (upper 32 bits) and which block of
 it (lower 32 bits) it works on.
 
-The arithmetic is that of `update_math`, operation for operation: `tl.fma` where that rounds once, `div_rn` and
+The arithmetic is that of `ops.update.formulas`, operation for operation: `tl.fma` where that rounds once, `div_rn` and
 `sqrt_rn` for division and square root. The compiler must not contract other products and sums, so every launch passes
 `enable_fp_fusion=False`. Offsets inside a tensor are int64.
 """

@@ -1,6 +1,6 @@
-"""The gradient check and the updates over a group of parameters, built from the functions of `update_math`.
+"""The gradient check and the updates over a group of parameters, built from the functions of `formulas`.
 
-Each function has the signature of the operator of the same name (see `fused_update`), can be traced, and writes its
+Each function has the signature of the operator of the same name (see `operators`), can be traced, and writes its
 results with `copy_` into the tensors that the operator changes.
 
 Every update takes `coef`, fp32 [], which multiplies every gradient (inverse loss scale times clipping factor), and

@@ -1,0 +1,46 @@
+"""Writes what is made from the code: pictures, the catalogue of passes, the stages in the architecture page.
+
+python docs/tools/generate.py           # `--check` only compares
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import catalogue
+import rooms
+import stages
+import way
+
+ROOT = Path(__file__).parents[2]
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+FILES: dict[Path, Callable[[], str]] = {
+    ROOT / "docs" / "pictures" / "rooms.svg": rooms.draw,
+    ROOT / "docs" / "pictures" / "way.svg": way.draw,
+    ROOT / "passes" / "README.md": catalogue.write,
+    ARCHITECTURE: lambda: stages.fill(ARCHITECTURE.read_text(encoding="utf-8"), "mlp"),
+}
+
+
+def main() -> int:
+    """Write the files, or compare them; 1 where one is not current."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="exit with 1 where a file is not current")
+    options = parser.parse_args()
+    stale = []
+    for path, make in FILES.items():
+        new = make()
+        if not path.exists() or path.read_text(encoding="utf-8") != new:
+            stale.append(path.relative_to(ROOT).as_posix())
+            if not options.check:
+                path.write_text(new, encoding="utf-8")
+    if stale:
+        print(f"{'not current' if options.check else 'written'}: {', '.join(stale)}")
+    return int(options.check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""Hooks of mkdocs: files of the repository that stand outside of docs/ become pages, and their links lead to pages.
+
+A link to a file that is no page (a script, a folder of examples) becomes its text, because the site does not hold it. A
+link to a file that does not exist is an error, as is any other warning (`strict` in mkdocs.yml).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).parents[2]
+PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "benchmarks/results/notes_cpu.md": "notes_cpu.md",
+    "passes/README.md": "passes.md",
+    "rules/README.md": "rules.md",
+}
+_LINK = re.compile(r"(?P<image>!?)\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]*)(?P<anchor>#[^)]*)?\)")
+_FETCHED = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=["']((?:https?:)?//[^"']+)""")
+_EXAMPLE = re.compile(r"^( +)Example:\n", re.MULTILINE)  # mkdocstrings knows it in the plural alone
+_VERBATIM = re.compile(r"(```.*?```|<!--.*?-->)", re.DOTALL)
+
+
+def on_config(config: Any) -> Any:
+    """Lay the sources out as they are installed: the reference is made from them, without importing them."""
+    package = ROOT / "build" / "docs" / "amp_compiler"
+    shutil.rmtree(package, ignore_errors=True)
+    for source, target in ((ROOT / "amp_compiler", package), (ROOT / "passes", package / "passes")):
+        for path in source.rglob("*.py"):
+            copy = target / path.relative_to(source)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            text = path.read_text(encoding="utf-8")
+            copy.write_text(_EXAMPLE.sub(r"\1Examples:\n", text), encoding="utf-8")
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the pages from outside of docs/."""
+    for source, page in PAGES.items():
+        files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Turn links between files of the repository into links between pages."""
+    here = _origin(page.file.src_uri)
+    parts = _VERBATIM.split(markdown)
+    return "".join(
+        part if part.startswith(("```", "<!--")) else _LINK.sub(lambda one: _link(one, here), part) for part in parts
+    )
+
+
+def on_post_build(config: Any) -> None:
+    """Refuse a site that a browser would have to fetch something for."""
+    for page in sorted(Path(config.site_dir).rglob("*.html")):
+        found = _FETCHED.search(page.read_text(encoding="utf-8"))
+        if found:
+            raise PluginError(f"{page.name} fetches {found[1]}: every asset must be part of the site")
+
+
+def _link(match: re.Match[str], here: PurePosixPath) -> str:
+    """One link, rewritten."""
+    target = match["target"]
+    if not target or "://" in target:
+        return match[0]
+    path = PurePosixPath(os.path.normpath(here.parent / target))
+    if not (ROOT / path).exists():
+        raise PluginError(f"{here}: the link to {target} leads nowhere")
+    inside = PAGES.get(str(path)) or (str(path.relative_to("docs")) if path.parts[0] == "docs" else None)
+    if inside is None:
+        return match["text"]
+    return f"{match['image']}[{match['text']}]({inside}{match['anchor'] or ''})"
+
+
+def _origin(page: str) -> PurePosixPath:
+    """Where in the repository a page stands."""
+    outside = {inside: source for source, inside in PAGES.items()}
+    return PurePosixPath(outside.get(page) or f"docs/{page}")

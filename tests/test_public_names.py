@@ -1,0 +1,92 @@
+"""The names of `amp.*`: each is there, is imported when it is first asked for, and no room hides it."""
+
+from __future__ import annotations
+
+import ast
+import pkgutil
+import subprocess
+import sys
+from importlib import import_module, metadata
+from pathlib import Path
+
+import pytest
+
+import amp_compiler as amp
+
+SOURCE = Path(amp.__file__)
+
+
+def run_python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_the_three_lists_of_names_agree():
+    """What type checkers read, what a star imports, and what is found at run time."""
+    homes = {}
+    for node in ast.walk(ast.parse(SOURCE.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("amp_compiler."):
+            room = node.module.removeprefix("amp_compiler.")
+            homes.update({one.asname or one.name: f"{room}.{one.name}:" if one.asname else room for one in node.names})
+    assert homes == amp._HOMES
+    assert sorted(homes) == amp.__all__
+    assert len(set(amp.__all__)) == len(amp.__all__)
+
+
+@pytest.mark.parametrize("name", amp.__all__)
+def test_a_name_is_that_of_its_module(name):
+    home, itself, _ = amp._HOMES[name].partition(":")
+    module = import_module(f"amp_compiler.{home}")
+    assert getattr(amp, name) is (module if itself else getattr(module, name))
+    assert name in dir(amp)
+
+
+def test_no_room_has_the_name_of_a_function():
+    """Importing a room sets an attribute of the package, which must not hide a function of the API."""
+    rooms = {module.name for module in pkgutil.iter_modules([str(SOURCE.parent)])} | {"passes", "rules"}
+    assert "training" in rooms
+    assert not rooms & {*amp.__all__, "__version__"}
+
+
+def test_rooms_are_found_without_an_import_of_their_own():
+    code = "import amp_compiler as amp; print(amp.passes.__name__, amp.errors.AmpError.__name__, amp.onnx.__name__)"
+    assert run_python(code).split() == ["amp_compiler.passes", "AmpError", "amp_compiler.onnx"]
+
+
+def test_importing_the_package_imports_no_other_library():
+    """Not torch, nor anything beside it: what `import torch` had not brought is the package itself or Python's own."""
+    code = (
+        "import sys\n"
+        "import torch\n"
+        "before = set(sys.modules)\n"
+        "import amp_compiler\n"
+        "dir(amp_compiler)\n"
+        "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
+        "print(*sorted(new - sys.stdlib_module_names))\n"
+    )
+    assert run_python(code).split() == ["amp_compiler"]
+    code = "import sys, amp_compiler; amp_compiler.__version__; print(*sorted(sys.modules))"
+    assert not {"torch", "numpy", "networkx", "rich"} & set(run_python(code).split())
+
+
+def test_a_star_imports_every_name():
+    code = "from amp_compiler import *\nprint(training_step.__module__, compile.__module__, AmpError.__module__)"
+    assert run_python(code).split() == ["amp_compiler.training.step", "amp_compiler.forward.api", "amp_compiler.errors"]
+
+
+def test_an_unknown_name_is_an_error_with_the_nearest():
+    with pytest.raises(AttributeError, match="'amp_compiler' has no attribute 'complie'") as caught:
+        amp.complie  # noqa: B018
+    assert caught.value.name == "complie"
+    done = subprocess.run(
+        [sys.executable, "-c", "import amp_compiler as amp; amp.complie"], capture_output=True, text=True, check=False
+    )
+    assert "Did you mean: 'compile'?" in done.stderr
+    with pytest.raises(ImportError, match="trainign_step"):
+        from amp_compiler import trainign_step  # noqa: F401
+
+
+def test_the_version_is_that_of_the_installation():
+    assert amp.__version__ == metadata.version("amp_compiler")
+    assert "__version__" in dir(amp)
