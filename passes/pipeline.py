@@ -105,7 +105,7 @@ class Pipeline:
         >>> import amp_compiler as amp
         >>> shorter = amp.pipelines.FORWARD.skip("multiply_convolutions")
         >>> shorter.names
-        ('apply_plan', 'mark_backward', 'type_backward', 'legalize')
+        ('apply_plan', 'mark_backward', 'mark_math', 'type_backward', 'widen_math', 'legalize')
     """
 
     name: str
@@ -239,8 +239,22 @@ CAPTURE = Pipeline(
     ),
 )
 PLAN = Pipeline("PLAN", ("classify", "assign_precision", "place_casts"))
-FORWARD = Pipeline("FORWARD", ("apply_plan", "mark_backward", "type_backward", "legalize", "multiply_convolutions"))
-INFERENCE = Pipeline("INFERENCE", ("apply_plan", "legalize", "multiply_convolutions", "hoist_weight_casts"))
+FORWARD = Pipeline(
+    "FORWARD",
+    (
+        "apply_plan",
+        "mark_backward",
+        "mark_math",
+        "type_backward",
+        "widen_math",
+        "legalize",
+        "multiply_convolutions",
+    ),
+)
+INFERENCE = Pipeline(
+    "INFERENCE",
+    ("apply_plan", "mark_math", "widen_math", "legalize", "multiply_convolutions", "hoist_weight_casts"),
+)
 STEP = Pipeline(
     "STEP",
     (
@@ -257,7 +271,7 @@ STEP = Pipeline(
 DEVICE = Pipeline("DEVICE", ("defer_gradients", "cut_step"))
 PIECE = Pipeline("PIECE", ())
 ONNX_CAPTURE = Pipeline("ONNX_CAPTURE", ("drop_idle_dropout", "write_out_attention"))  # behind CAPTURE
-ONNX_EXPORT = Pipeline("ONNX_EXPORT", ("apply_plan", "fold_stored_casts", "open_ends"))
+ONNX_EXPORT = Pipeline("ONNX_EXPORT", ("apply_plan", "mark_math", "widen_math", "fold_stored_casts", "open_ends"))
 PIPELINES = (CAPTURE, PLAN, FORWARD, INFERENCE, STEP, DEVICE, PIECE, ONNX_CAPTURE, ONNX_EXPORT)
 
 

@@ -11,8 +11,8 @@ from amp_compiler.fx.graph import canonical_op
 from amp_compiler.fx.meta import Key
 
 _CAPTURED = frozenset({Key.PIN, Key.VOLATILE})
-_CAST = _CAPTURED | {Key.PLACED}
-_PLANNED = _CAST | {Key.BACKWARD, Key.BACKWARD_RULE}
+_CAST = _CAPTURED | {Key.PLACED, Key.MATH}
+_PLANNED = _CAST | {Key.BACKWARD, Key.BACKWARD_RULE, Key.BACKWARD_MATH}
 _STEP = _PLANNED | {Key.PHASE, Key.SEED, Key.LOW, Key.MASTER, Key.WIDE, Key.STATE}
 _REGIONS = ("higher_order.wrap_with_autocast", "higher_order.wrap_with_set_grad_enabled")
 

@@ -161,6 +161,8 @@ _MARKS: tuple[tuple[str, Callable[[Any], str], Callable[[str], Any]], ...] = (
     (Key.PIN, lambda value: f"pin={value.precision}", lambda text: Pin(text, "from text")),
     (Key.VOLATILE, lambda value: "volatile", bool),
     (Key.PLACED, lambda value: "cast", bool),
+    (Key.MATH, lambda value: "math", str),
+    (Key.BACKWARD_MATH, lambda value: "backward_math", str),
     (Key.BACKWARD, lambda value: f"backward={neutral_dtype(value).short}", lambda text: torch_dtype(_BY_SHORT[text])),
     (
         Key.LOW,
@@ -179,7 +181,7 @@ _MARKS: tuple[tuple[str, Callable[[Any], str], Callable[[str], Any]], ...] = (
 
 
 def _marks(node: fx.Node) -> str:
-    found = [write(node.meta[key]) for key, write, _ in _MARKS if node.meta.get(key)]
+    found = [write(node.meta[key]) for key, write, _ in _MARKS if node.meta.get(key) not in (None, False)]
     if node.op == "call_function":
         module, kind = module_of(node)
         if module or kind:

@@ -88,8 +88,8 @@ def plan_onnx(
 
 def names_ops(rules: RuleSet) -> Callable[[str, str], bool]:
     """Whether some rule names an op, or a node, of a custom domain: by a glob that says more than `*`."""
-    globs = [glob for rule in rules.rules for glob in rule.match.op if glob.strip("*")]
-    patterns = [pattern for rule in rules.rules for pattern in rule.match.node]
+    globs = [glob for rule in rules.rules for glob in rule.match.get("op") if glob.strip("*")]
+    patterns = [pattern for rule in rules.rules for pattern in rule.match.get("node")]
 
     def named(op: str, node: str) -> bool:
         if op.startswith("onnx."):
