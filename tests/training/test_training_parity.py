@@ -146,12 +146,12 @@ def plain_finals(task):
 
 
 def cases():
-    """Every task in both types, of which three are not slow.
+    """Every task in both types, of which two are not slow.
 
     On a CPU autocast's FP16 convolutions take a minute, those of the CNN about eight.
     """
     for task, dtype in itertools.product(TASKS, LOW):
-        quick = (("cnn with batch norm", "bf16"), ("gpt2", "fp16"), ("lstm", "bf16"))
+        quick = (("cnn with batch norm", "bf16"), ("gpt2", "fp16"))
         yield pytest.param(task, dtype, marks=() if (task, dtype) in quick else pytest.mark.slow)
 
 
