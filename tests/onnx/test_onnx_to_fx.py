@@ -318,6 +318,7 @@ def test_a_module_is_copied_saved_and_loaded(tmp_path):
     assert copy.deepcopy(module).meta["onnx_names"] == module.meta["onnx_names"]
 
 
+@pytest.mark.long
 def test_the_same_model_gives_the_same_code_under_any_hash_seed():
     code = f"import amp_compiler as a, onnx.parser as p; print(a.onnx_to_fx(p.parse_model({LINEAR!r})).code, end='')"
     environment = {"PYTHONHASHSEED": "7", "PATH": "", "OMP_NUM_THREADS": "1"}
