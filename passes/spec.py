@@ -9,6 +9,7 @@ from torch import fx
 
 from amp_compiler.fx.graph import canonical_op
 from amp_compiler.fx.meta import Key
+from amp_compiler.passes.base import lacks_example
 
 _CAPTURED = frozenset({Key.PIN, Key.VOLATILE})
 _CAST = _CAPTURED | {Key.PLACED, Key.MATH}
@@ -71,7 +72,7 @@ def _wrong_node(node: fx.Node, spec: Spec, whole: bool) -> str | None:
         return None
     if node.op == "call_module" and not spec.modules:
         return "calls a module"
-    if node.op in ("placeholder", "call_function") and "val" not in node.meta:
+    if lacks_example(node):
         return "carries no example value in meta['val']"
     if node.op != "call_function" or not whole:
         return None

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from benchmark_modules import benchmark_modules
 
-
 os.environ["AMP_VERIFY"] = "1"  # every pipeline checks that its graph is a legal one
 
 

@@ -86,7 +86,7 @@ _TRACEABLE: dict[str, Callable[..., Any]] = {
     "adam_update_low": group_update.adam_update_low,
     "sgd_update_low": group_update.sgd_update_low,
 }
-_OPENED = {**_TRACEABLE, "add_rows": add_rows, "commit": commit}
+_OPENED: dict[str, Callable[..., Any]] = {**_TRACEABLE, "add_rows": add_rows, "commit": commit}
 
 
 def decomposition(operator: torch._ops.OpOverload) -> Callable[..., Any]:
