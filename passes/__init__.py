@@ -4,34 +4,33 @@ from __future__ import annotations
 
 import difflib
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from amp_compiler.errors import PassError
 from amp_compiler.passes.base import Pass
 
-# Name of every pass, with the class that does it, room by room. The classes are imported when they are asked for, as
-# those on FX need torch and the neutral ones must do without.
-_ROOMS = {
-    "capture": "name_modules inline_regions drop_type_checks write_out_types merge_results functionalize"
-    " isolate_mutations",
-    "plan": "classify assign_precision place_casts",
-    "precision": "apply_plan mark_backward mark_math type_backward widen_math legalize hoist_weight_casts",
-    "step": "separate_buffers place_weights differentiate restore_upcasts fold_loss_scale simplify_casts"
-    " sum_gradients fuse_update defer_gradients cut_step",
-    "device": "multiply_convolutions channels_last two_matrices native_ops",
-    "onnx_export": "drop_idle_dropout write_out_attention fold_stored_casts open_ends",
-}
+_ROOMS = ("capture", "plan", "precision", "step", "device", "onnx_export")
 
 
 def _class_of(name: str) -> str:
     return "".join(part.capitalize() for part in name.split("_"))
 
 
-PASSES: dict[str, str] = {
-    name: f"amp_compiler.passes.{room}.{name}:{_class_of(name)}"
-    for room, names in _ROOMS.items()
-    for name in names.split()
-}
+def _passes() -> dict[str, str]:
+    """A module of a room that has the class of its name is a pass; the others there help one."""
+    here = Path(__file__).parent
+    modules = [path for room in _ROOMS for path in sorted((here / room).glob("*.py"))]
+    return {
+        path.stem: f"{__name__}.{path.parent.name}.{path.stem}:{_class_of(path.stem)}"
+        for path in modules
+        if f"\nclass {_class_of(path.stem)}(" in path.read_text(encoding="utf-8")
+    }
+
+
+# Name of every pass, with the class that does it. The classes are imported when they are asked for, as those on FX need
+# torch and the neutral ones must do without.
+PASSES: dict[str, str] = _passes()
 _CLASSES = {path.partition(":")[2]: name for name, path in PASSES.items()}
 
 
