@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import amp_compiler as amp
+from amp_compiler.ops.update.operators import CHECK, OPERATORS
 
-OPERATORS = torch.ops.amp_compiler
 CASES = {
-    "adamw": (lambda p: torch.optim.AdamW(p, 1e-3), OPERATORS.adam_update.default, 30),
-    "sgd": (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), OPERATORS.sgd_update.default, 22),
+    "adamw": (lambda p: torch.optim.AdamW(p, 1e-3), OPERATORS["adam"], 30),
+    "sgd": (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), OPERATORS["sgd"], 22),
 }
 WEIGHTS = 3
 
@@ -30,7 +30,7 @@ def emitted(name, dtype, backend="eager"):
     )
     step(torch.randn(4, 16))
     graph = step.graph_module.graph
-    (check,) = graph.find_nodes(op="call_function", target=OPERATORS.grad_check.default)
+    (check,) = graph.find_nodes(op="call_function", target=CHECK)
     (update,) = graph.find_nodes(op="call_function", target=update)
     return graph, check, update
 
