@@ -1,6 +1,6 @@
 """An LSTM layer on a CPU as an operator whose backward is made of operators too.
 
-In BF16 the layer is the native loop of `cpu_lstm`, where it fits; else it is oneDNN's.
+In BF16 the layer is the native loop of `ops.cpu.lstm`, where it fits; else it is oneDNN's.
 ATen's `mkldnn_rnn_layer` hands a workspace to its backward, but makes it only while autograd records, and its size is
 not known to fake tensors. So it cannot stand in a graph that holds forward and backward. The operator here always makes
 the workspace, and learns its size by running the layer once on zeros of the same shapes.
@@ -200,7 +200,7 @@ def _(saved: list[Tensor], results: list[Tensor], gradients: list[Tensor], rever
 def lstm_gates_backward(
     w_hh: Tensor, c: Tensor, gradients: list[Tensor], workspace: Tensor, reverse: bool
 ) -> list[Tensor]:
-    """The backward through time of the native layer; see `cpu_lstm.gates_backward`."""
+    """The backward through time of the native layer; see `ops.cpu.lstm.gates_backward`."""
     given = [gradient.contiguous() for gradient in gradients]
     return cpu_lstm.gates_backward(w_hh.contiguous(), c.contiguous(), given, workspace, reverse)
 

@@ -1,4 +1,4 @@
-"""Rule files: YAML, or the same as a Python dict, to a `policy.RuleSet`. The language is told in `rules/README.md`."""
+"""Rule files: YAML, or the same as a Python dict, to a `rules.RuleSet`. The language is told in `rules/README.md`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The op table `rules/ops.yaml` as a `policy.OpTable`."""
+"""The op table `rules/ops.yaml` as a `rules.OpTable`."""
 
 from __future__ import annotations
 

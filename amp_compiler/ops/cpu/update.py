@@ -1,6 +1,6 @@
-"""The update operators on a CPU as native loops over all tensors of a group (`cpu_update.cpp`).
+"""The update operators on a CPU as native loops over all tensors of a group (`update.cpp`).
 
-They have the signatures of the functions in `group_update`, which is their reference: weights, moments and 16-bit
+They have the signatures of the functions in `ops/update/reference.py`: weights, moments and 16-bit
 copies are the same bit for bit, and the norm is summed in another order. A gradient may be a `Product` here: then no
 gradient is written to memory, and where the check sees from what it is made of that all of it is finite, its part of
 the norm is known from the update only.
@@ -34,7 +34,7 @@ _CACHED = 64
 
 
 def grad_check(grads: Gradients, inv_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As `group_update.grad_check`; the squares are summed in fp32 per 512 elements, then in fp64 in one order.
+    """As `reference.grad_check`; the squares are summed in fp32 per 512 elements, then in fp64 in one order.
 
     The norm is without those products whose squares the updates give; see `complete_norm`.
     """
@@ -70,7 +70,7 @@ def adam_update(
     maximize: bool,
     decoupled: bool,
 ) -> float:
-    """As `group_update.adam_update`; gives the squares of the unscaled gradients that the check has left out."""
+    """As `reference.adam_update`; gives the squares of the unscaled gradients that the check has left out."""
     if not masters or _number(skip) != 0:
         return 0.0
     table = _TABLES.get(masters, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, lows, steps)
@@ -96,7 +96,7 @@ def sgd_update(
     nesterov: bool,
     maximize: bool,
 ) -> float:
-    """As `group_update.sgd_update`; gives the squares of the unscaled gradients that the check has left out."""
+    """As `reference.sgd_update`; gives the squares of the unscaled gradients that the check has left out."""
     if not masters or _number(skip) != 0:
         return 0.0
     scalars = math.sgd_scalars(hyper)
@@ -251,7 +251,7 @@ def _checked_table(columns: Sequence[Tensors]) -> Any:
 
 
 def _adam_scalars(steps: Tensors, hyper: Tensor) -> Any:
-    """As `update_math.adam_scalars`, in memory of numpy."""
+    """As `formulas.adam_scalars`, in memory of numpy."""
     numbers = [_number(step) for step in steps]
     rows = {number: math.adam_numbers(number, hyper) for number in dict.fromkeys(numbers)}
     with np.errstate(over="ignore"):

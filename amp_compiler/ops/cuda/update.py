@@ -1,7 +1,7 @@
 """The update operators on a CUDA device: each function launches Triton kernels over all tensors of a group.
 
 This module can be imported on every machine; Triton is imported at the first launch. The functions have the signatures
-of the operators in `fused_update`; arguments are documented in `group_update`. They never wait for the device and can
+of the operators; arguments are documented in `ops/update/reference.py`. They never wait for the device and can
 be captured in a CUDA graph once they have run outside of one. On CPU tensors they run under Triton's interpreter
 (environment variable `TRITON_INTERPRET=1`).
 """
@@ -71,7 +71,7 @@ def _group_options(group: Group, mode: int) -> dict[str, Any]:
 
 
 def grad_check(grads: Tensors, inv_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """See `group_update.grad_check`. Sums are made per block of 4096 elements, then in a fixed order."""
+    """See `reference.grad_check`. Sums are made per block of 4096 elements, then in a fixed order."""
     device, code = inv_scale.device, _device_code()
     with _on(device):
         norm = torch.empty((), dtype=torch.float32, device=device)
@@ -111,7 +111,7 @@ def adam_update(
     maximize: bool,
     decoupled: bool,
 ) -> None:
-    """See `group_update.adam_update`."""
+    """See `reference.adam_update`."""
     moments = (exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
     options = {"AMSGRAD": amsgrad, "MAXIMIZE": maximize, "DECOUPLED": decoupled}
     _adam(masters, grads, moments, lows, steps, None, hyper, coef, skip, Storage.NEAREST, options)
@@ -134,7 +134,7 @@ def adam_update_low(
     maximize: bool,
     decoupled: bool,
 ) -> None:
-    """See `group_update.adam_update_low`."""
+    """See `reference.adam_update_low`."""
     moments = (exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
     options = {"AMSGRAD": amsgrad, "MAXIMIZE": maximize, "DECOUPLED": decoupled}
     extras = compensations if mode == Storage.KAHAN else []
@@ -187,7 +187,7 @@ def sgd_update(
     nesterov: bool,
     maximize: bool,
 ) -> None:
-    """See `group_update.sgd_update`."""
+    """See `reference.sgd_update`."""
     options = {"NESTEROV": nesterov, "MAXIMIZE": maximize}
     _sgd(masters, grads, momentum_buffers, lows, started, None, hyper, coef, skip, Storage.NEAREST, options)
 
@@ -206,7 +206,7 @@ def sgd_update_low(
     nesterov: bool,
     maximize: bool,
 ) -> None:
-    """See `group_update.sgd_update_low`."""
+    """See `reference.sgd_update_low`."""
     options = {"NESTEROV": nesterov, "MAXIMIZE": maximize}
     extras = compensations if mode == Storage.KAHAN else []
     _sgd(weights, grads, momentum_buffers, extras, started, rng, hyper, coef, skip, mode, options)
