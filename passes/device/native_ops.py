@@ -114,7 +114,8 @@ def _calls(node: fx.Node, typed: bool) -> Iterator[Call]:
     if not typed:
         yield _faked((node.args, node.kwargs))
         return
-    op_args, op_kwargs, reads, rereads, _, *rest = node.args[1:]
+    arguments: tuple[Any, ...] = node.args[1:]
+    op_args, op_kwargs, reads, rereads, _, *rest = arguments
     emulate = bool(rest and rest[0])
     leaves, spec = pytree.tree_flatten(_faked((op_args, op_kwargs)))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
