@@ -6,8 +6,8 @@ PYTEST_WORKERS ?= 2
 BIN     := $(abspath $(VENV))/bin
 STAMP   := $(VENV)/.installed
 PIP     := $(BIN)/python -m pip --disable-pip-version-check
-# What the tests compile is kept between runs in a folder of its own.
-CACHES  := TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/.cache/inductor AMP_COMPILER_CACHE=$(CURDIR)/.cache/loops
+# What the tests compile is kept between runs in a folder of its own; no processes wait for kernels of a GPU.
+CACHES  := TORCH_WARM_POOL=0 TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/.cache/inductor AMP_COMPILER_CACHE=$(CURDIR)/.cache/loops
 PYTEST  := OMP_NUM_THREADS=1 $(CACHES) $(BIN)/python -m pytest
 # Each process takes half of the tests as they stand in the files, which share models, and then from the other's rest.
 BOTH    := $(PYTEST) -n $(PYTEST_WORKERS) --dist worksteal

@@ -73,8 +73,9 @@ __all__ = [
     "training_step",
 ]
 
-# Where each name is made; with a colon, the module that is known by this name. Nothing is imported before it is asked for: a shell that wants help does not wait for torch,
-# a user without ONNX models not for ONNX, and importing this package costs next to nothing.
+# Where each name is made; with a colon, the module that is known by this name. Nothing is imported before it is asked
+# for: a shell that wants help does not wait for torch, a user without ONNX models not for ONNX, and importing this
+# package costs next to nothing.
 _HOMES = {
     "AmpError": "errors",
     "CaptureError": "errors",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 
 class AmpError(Exception):
@@ -79,7 +80,13 @@ class GraphError(AmpError):
 
 
 class PassError(AmpError):
-    """A pass was given a graph that it does not accept, or made one that it must not."""
+    """A pass was given a graph that it does not accept, or made one that it must not.
+
+    Attributes:
+        stages: where a pipeline was running, the stages that the graph had gone through until then.
+    """
+
+    stages: Any = None
 
 
 class LoweringError(AmpError):

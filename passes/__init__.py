@@ -15,7 +15,7 @@ _ROOMS = {
     "capture": "name_modules inline_regions drop_type_checks write_out_types merge_results functionalize"
     " isolate_mutations",
     "plan": "classify assign_precision place_casts",
-    "precision": "apply_plan mark_backward type_backward legalize hoist_weight_casts",
+    "precision": "apply_plan mark_backward mark_math type_backward widen_math legalize hoist_weight_casts",
     "step": "separate_buffers place_weights differentiate restore_upcasts fold_loss_scale simplify_casts"
     " sum_gradients fuse_update defer_gradients cut_step",
     "device": "multiply_convolutions channels_last two_matrices native_ops",

@@ -125,15 +125,20 @@ class FunctionalPass(Pass[Subject]):
         return "it changed its input, which a functional pass leaves as it is" if text_of(subject) != before else None
 
 
+def lacks_example(node: Any) -> bool:
+    """Whether a node of an FX graph makes something and carries no example of it; some ops return nothing."""
+    schema = getattr(node.target, "_schema", None)
+    makes = node.op == "placeholder" or (node.op == "call_function" and (schema is None or len(schema.returns) > 0))
+    return makes and "val" not in node.meta
+
+
 class InPlacePass(Pass[Any]):
     """Base of the passes that change a `torch.fx.GraphModule` in place."""
 
     def requires(self, subject: Any) -> str | None:
-        """Every node that makes a tensor must carry its fake tensor."""
-        for node in subject.graph.nodes:
-            if node.op in ("call_function", "placeholder") and "val" not in node.meta:
-                return f"node '{node.name}' carries no example value in meta['val']"
-        return None
+        """Every node that makes something must carry an example of it."""
+        bare = next((node for node in subject.graph.nodes if lacks_example(node)), None)
+        return None if bare is None else f"node '{bare.name}' carries no example value in meta['val']"
 
     def _kept_its_kind(self, subject: Any, before: str, result: PassResult[Any]) -> str | None:
         if result.subject is not subject:

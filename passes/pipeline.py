@@ -100,16 +100,18 @@ class Pipeline:
     Args:
         name: `CAPTURE`, `PLAN`, `FORWARD`, `STEP`, `DEVICE`, `ONNX_EXPORT`.
         steps: the passes.
+        about: what it makes of what, and who runs it.
 
     Example:
         >>> import amp_compiler as amp
         >>> shorter = amp.pipelines.FORWARD.skip("multiply_convolutions")
         >>> shorter.names
-        ('apply_plan', 'mark_backward', 'type_backward', 'legalize')
+        ('apply_plan', 'mark_backward', 'mark_math', 'type_backward', 'widen_math', 'legalize')
     """
 
     name: str
     steps: tuple[str | Pass[Any], ...]
+    about: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -169,17 +171,22 @@ class Pipeline:
             What the last pass returned.
 
         Raises:
-            PassError: a pass broke its contract, or an option is missing.
+            PassError: a pass broke its contract, or an option is missing; its `stages` are those until then.
         """
         text = text_of(subject)
         for step in self.steps:
             run = self._made(step, options, subject)
-            result, text = run.checked(subject, text)
+            whole = not isinstance(step, str) and self._complaint(subject) is None
+            try:
+                result, text = run.checked(subject, text)
+            except PassError as error:
+                error.stages = stages
+                raise
             subject = result.subject
             if stages is not None:
                 stages.note(run.name, text)
             if not isinstance(step, str):
-                self._verify(subject, run.name)
+                self._verify(subject, run.name, whole)
         if os.environ.get("AMP_VERIFY") == "1":
             self._verify(subject, self.names[-1] if self.names else "")
         return subject
@@ -201,14 +208,16 @@ class Pipeline:
                 )
         return cls(**given)
 
-    def _verify(self, subject: Any, name: str) -> None:
-        """Check that the graph is a legal one behind this pipeline."""
+    def _complaint(self, subject: Any, whole: bool = True) -> str | None:
         from amp_compiler.passes.spec import SPECS, complaint  # here: the neutral passes do without torch
 
-        if self.name in SPECS:
-            wrong = complaint(subject, SPECS[self.name])
-            if wrong is not None:
-                raise PassError(wrong, where=f"after pass '{name}'", mend=f"see SPECS['{self.name}'] in passes/spec.py")
+        return complaint(subject, SPECS[self.name], whole) if self.name in SPECS else None
+
+    def _verify(self, subject: Any, name: str, whole: bool = True) -> None:
+        """Check that the graph is a legal one behind this pipeline; if not `whole`, what holds on the way there."""
+        wrong = self._complaint(subject, whole)
+        if wrong is not None:
+            raise PassError(wrong, where=f"after pass '{name}'", mend=f"see SPECS['{self.name}'] in passes/spec.py")
 
 
 def _skippable(steps: Sequence[str | Pass[Any]]) -> str:
@@ -237,10 +246,31 @@ CAPTURE = Pipeline(
         "functionalize",
         "isolate_mutations",
     ),
+    "From a captured graph to its normal form. Run by every call.",
 )
-PLAN = Pipeline("PLAN", ("classify", "assign_precision", "place_casts"))
-FORWARD = Pipeline("FORWARD", ("apply_plan", "mark_backward", "type_backward", "legalize", "multiply_convolutions"))
-INFERENCE = Pipeline("INFERENCE", ("apply_plan", "legalize", "multiply_convolutions", "hoist_weight_casts"))
+PLAN = Pipeline(
+    "PLAN",
+    ("classify", "assign_precision", "place_casts"),
+    "From the neutral graph and rules to a plan. Run by every call, for FX and ONNX.",
+)
+FORWARD = Pipeline(
+    "FORWARD",
+    (
+        "apply_plan",
+        "mark_backward",
+        "mark_math",
+        "type_backward",
+        "widen_math",
+        "legalize",
+        "multiply_convolutions",
+    ),
+    "The plan carried out where gradients are wanted: `amp.compile` in training, and `amp.training_step`.",
+)
+INFERENCE = Pipeline(
+    "INFERENCE",
+    ("apply_plan", "mark_math", "widen_math", "legalize", "multiply_convolutions", "hoist_weight_casts"),
+    "The plan carried out where gradients are not wanted: `amp.compile` under `no_grad`.",
+)
 STEP = Pipeline(
     "STEP",
     (
@@ -254,11 +284,28 @@ STEP = Pipeline(
         "sum_gradients",
         "fuse_update",
     ),
+    "From the rewritten forward to a graph of the whole training step.",
 )
-DEVICE = Pipeline("DEVICE", ("defer_gradients", "cut_step"))
-PIECE = Pipeline("PIECE", ("channels_last", "two_matrices", "native_ops"))
-ONNX_CAPTURE = Pipeline("ONNX_CAPTURE", ("drop_idle_dropout", "write_out_attention"))  # behind CAPTURE
-ONNX_EXPORT = Pipeline("ONNX_EXPORT", ("apply_plan", "fold_stored_casts", "open_ends"))
+DEVICE = Pipeline(
+    "DEVICE",
+    ("defer_gradients", "cut_step"),
+    "The step fitted to the device that runs it.",
+)
+PIECE = Pipeline(
+    "PIECE",
+    ("channels_last", "two_matrices", "native_ops"),
+    "On each piece of a graph that a compiler is given.",
+)
+ONNX_CAPTURE = Pipeline(
+    "ONNX_CAPTURE",
+    ("drop_idle_dropout", "write_out_attention"),
+    "From a captured graph to the normal form that is exported: `amp.export_onnx`.",
+)
+ONNX_EXPORT = Pipeline(
+    "ONNX_EXPORT",
+    ("apply_plan", "mark_math", "widen_math", "fold_stored_casts", "open_ends"),
+    "The plan carried out, and the graph fitted to ONNX: `amp.export_onnx`.",
+)
 PIPELINES = (CAPTURE, PLAN, FORWARD, INFERENCE, STEP, DEVICE, PIECE, ONNX_CAPTURE, ONNX_EXPORT)
 
 

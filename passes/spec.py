@@ -9,10 +9,11 @@ from torch import fx
 
 from amp_compiler.fx.graph import canonical_op
 from amp_compiler.fx.meta import Key
+from amp_compiler.passes.base import lacks_example
 
 _CAPTURED = frozenset({Key.PIN, Key.VOLATILE})
-_CAST = _CAPTURED | {Key.PLACED}
-_PLANNED = _CAST | {Key.BACKWARD, Key.BACKWARD_RULE}
+_CAST = _CAPTURED | {Key.PLACED, Key.MATH}
+_PLANNED = _CAST | {Key.BACKWARD, Key.BACKWARD_RULE, Key.BACKWARD_MATH}
 _STEP = _PLANNED | {Key.PHASE, Key.SEED, Key.LOW, Key.MASTER, Key.WIDE, Key.STATE}
 _REGIONS = ("higher_order.wrap_with_autocast", "higher_order.wrap_with_set_grad_enabled")
 
@@ -46,32 +47,34 @@ SPECS: dict[str, Spec] = {
     "ONNX_CAPTURE": Spec(_CAPTURED, (*_REGIONS, "aten._assert_tensor_metadata", "aten.alias")),
     "ONNX_EXPORT": Spec(_CAST | {Key.STORED}, (*_REGIONS, "aten._assert_tensor_metadata", "aten.alias")),
     "DEVICE": Spec(_STEP, modules=True),
+    "PIECE": Spec(_STEP),
 }
 
 
-def complaint(graph_module: Any, spec: Spec) -> str | None:
+def complaint(graph_module: Any, spec: Spec, whole: bool = True) -> str | None:
     """What makes a graph illegal, as a sentence; `None` where it is legal.
 
     Args:
         graph_module: a `torch.fx.GraphModule`.
         spec: what it must be.
+        whole: all of it. Else what holds in the midst of a pipeline too: example values, and marks of known types.
     """
     for node in graph_module.graph.nodes:
-        wrong = _wrong_node(node, spec) or _wrong_marks(node, spec)
+        wrong = _wrong_node(node, spec, whole) or _wrong_marks(node, spec, whole)
         if wrong is not None:
             return f"node '{node.name}' {wrong}"
     outputs = [node for node in graph_module.graph.nodes if node.op == "output"]
     return None if len(outputs) == 1 else f"the graph has {len(outputs)} outputs"
 
 
-def _wrong_node(node: fx.Node, spec: Spec) -> str | None:
+def _wrong_node(node: fx.Node, spec: Spec, whole: bool) -> str | None:
     if node.op == "output":
         return None
     if node.op == "call_module" and not spec.modules:
         return "calls a module"
-    if node.op in ("placeholder", "call_function") and "val" not in node.meta:
+    if lacks_example(node):
         return "carries no example value in meta['val']"
-    if node.op != "call_function":
+    if node.op != "call_function" or not whole:
         return None
     op = canonical_op(node.target)
     if op in spec.forbidden:
@@ -81,7 +84,7 @@ def _wrong_node(node: fx.Node, spec: Spec) -> str | None:
     return None
 
 
-def _wrong_marks(node: fx.Node, spec: Spec) -> str | None:
+def _wrong_marks(node: fx.Node, spec: Spec, whole: bool) -> str | None:
     known = {key.value: key for key in Key}
     for name, value in node.meta.items():
         if not str(name).startswith("amp_"):
@@ -89,7 +92,7 @@ def _wrong_marks(node: fx.Node, spec: Spec) -> str | None:
         key = known.get(str(name.value) if isinstance(name, Key) else str(name))
         if key is None:
             return f"carries '{name}', which is no key of fx.meta.Key"
-        if key not in spec.marks:
+        if whole and key not in spec.marks:
             return f"carries the mark '{key.value}', which does not belong here"
         if not isinstance(value, key.kind):
             return f"carries '{key.value}' of type {type(value).__name__}, not {key.kind.__name__}"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from benchmark_modules import benchmark_modules
+
+os.environ["AMP_VERIFY"] = "1"  # every pipeline checks that its graph is a legal one
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
@@ -27,6 +30,9 @@ def _looks_of_inductor() -> int:
     """How often Inductor did something in this process, the compiled graphs that it found in its cache included."""
     utils = sys.modules.get("torch._dynamo.utils")
     return 0 if utils is None else sum(utils.counters["inductor"].values())
+
+
+os.environ["AMP_VERIFY"] = "1"  # every pipeline checks that its graph is a legal one
 
 
 @pytest.hookimpl(tryfirst=True)

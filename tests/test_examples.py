@@ -12,6 +12,7 @@ from amp_compiler.policy.loader import load_rules
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
+CALLED = {"02_rules.py", "03_fp16_overflow_on_cpu.py", "05_loss_scaling.py", "06_onnx.py"}  # below, as they stand
 
 
 def load(name: str):
@@ -19,7 +20,9 @@ def load(name: str):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in CALLED else name for name in SCRIPTS]
+)
 def test_as_a_script(name):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(

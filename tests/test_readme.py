@@ -33,6 +33,7 @@ def test_tables_are_current():
         assert readme["render"](text) == text
 
 
+@pytest.mark.compiles
 def test_python_examples_run_in_order_and_print_what_stands_there(capsys):
     scope: dict[str, object] = {}
     first, *others = blocks("python")

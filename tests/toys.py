@@ -57,6 +57,12 @@ def mlp(wide: int = 16) -> nn.Module:
     return nn.Sequential(nn.Linear(8, wide), nn.GELU(), nn.LayerNorm(wide), nn.Linear(wide, 4))
 
 
+def small(seed: int = 0) -> nn.Module:
+    """Linear, ReLU, Linear: the least that has something to round, with weights from a seed."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
 def conv() -> nn.Module:
     """A convolution with BatchNorm, whose buffers change in every step, and a linear head."""
     return nn.Sequential(

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from amp_compiler.cli.usage import UsageError
+from amp_compiler.cli.usage import UsageError, check_pass, check_place
 from amp_compiler.errors import AmpError
 
 app = typer.Typer(
@@ -106,28 +106,59 @@ def explain(
     format_: Annotated[PlanFormat, typer.Option("--format", help="What to print.")] = PlanFormat.TABLE,
     output: Annotated[Path | None, typer.Option("--output", help="Write there instead of to the terminal.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write a page for the browser as well.")] = None,
+    print_after: Annotated[
+        str,
+        typer.Option(
+            "--print-after",
+            metavar="PASS",
+            help="Print the graph behind this pass instead of the plan, or behind each with `all`: the first in full, "
+            "then what each pass changed. `amp-compiler passes` lists them. For the passes of a training step a copy "
+            "of the model is trained by AdamW for one step, on the --loss.",
+        ),
+    ] = "",
+    stop_after: Annotated[
+        str, typer.Option("--stop-after", metavar="PASS", help="Run no pass behind this one; prints what it leaves.")
+    ] = "",
+    skip: Annotated[
+        list[str] | None,
+        typer.Option("--skip", metavar="PASS", help="Leave this pass out. Give it once for each."),
+    ] = None,
+    loss: Annotated[
+        str,
+        typer.Option(
+            "--loss",
+            metavar="FUNCTION",
+            help="Called as loss(model, *args) by a training step, named as MODEL is. Without it the loss is the mean "
+            "of the first floating-point output in FP32.",
+        ),
+    ] = "",
+    backend: Annotated[
+        Backend, typer.Option("--backend", help="For --print-after: `inductor` runs more passes, and compiles.")
+    ] = Backend.EAGER,
 ) -> None:
-    """Show the precision of every node, the rule that decided it, and every cast with its bytes."""
-    import amp_compiler as amp
-    from amp_compiler.cli.model_spec import load_model
+    """Show the precision of every node, the rule that decided it, and every cast with its bytes.
 
-    _check_place("--output", output)
-    _check_place("--html", html)
-    loaded, example_args = load_model(model, args or [], eval_mode=eval_mode)
-    plan = amp.explain(loaded, example_args, rules=rules, dtype=dtype.value)
-    if html is not None:
-        plan.to_html(html)
-    if format_ is PlanFormat.JSON:
-        _emit(plan.to_json(), output)
-    elif format_ is PlanFormat.TEXT:
-        _emit(plan.to_text(), output)
-    else:
-        from amp_compiler.report.table import plan_text, print_plan
+    With --print-after, show the graph from pass to pass.
+    """
+    from amp_compiler.cli.explain import ExplainOptions, run_explain
 
-        if output is None:
-            print_plan(plan)
-        else:
-            _emit(plan_text(plan), output)
+    run_explain(
+        ExplainOptions(
+            model=model,
+            args=tuple(args or ()),
+            rules=rules,
+            dtype=dtype.value,
+            eval_mode=eval_mode,
+            format=format_.value,
+            output=output,
+            html=html,
+            print_after=print_after,
+            stop_after=stop_after,
+            skip=tuple(skip or ()),
+            loss=loss,
+            backend=backend.value,
+        )
+    )
 
 
 @app.command()
@@ -161,7 +192,7 @@ def convert(
 
     from amp_compiler.cli.convert import ConvertOptions, run_convert
 
-    _check_place("--report", report)
+    check_place("--report", report)
     if tolerance is not None and not verify:
         raise UsageError("it says which --verify passes", where="--tolerance", mend="give --verify as well")
     options = ConvertOptions(
@@ -228,6 +259,23 @@ def rules_schema() -> None:
 
 
 @app.command()
+def passes(
+    name: Annotated[
+        str, typer.Argument(metavar="[PASS]", help="Print all that this pass says of itself.", show_default=False)
+    ] = "",
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print it as Markdown; without PASS, the text of passes/README.md.")
+    ] = False,
+) -> None:
+    """List the passes, pipeline by pipeline in the order in which they run, or tell all about one."""
+    if name:
+        check_pass(name, "PASS")
+    from amp_compiler.cli.passes import run_passes
+
+    run_passes(name, markdown=markdown)
+
+
+@app.command()
 def demo(
     epochs: Annotated[int, typer.Option("--epochs", min=1, help="Passes over the training images.")] = 10,
     device: Annotated[
@@ -258,22 +306,6 @@ def _print_error(error: AmpError) -> None:
     if error.mend:
         lines.append(f"  mend: {error.mend}")
     typer.echo("\n".join(lines), err=True)
-
-
-def _check_place(option: str, path: Path | None) -> None:
-    """Refuse a place that nothing can be written to before the work is done."""
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        what = "it is a folder" if path.is_dir() else f"there is no folder '{path.parent}'"
-        raise UsageError(what, where=f"{option} {path}", mend="name a file in a folder that exists")
-
-
-def _emit(text: str, output: Path | None) -> None:
-    if output is None:
-        typer.echo(text, nl=False)
-        return
-    from amp_compiler.ir.files import write_atomically
-
-    write_atomically(output, text)
 
 
 def _preset_text(name: str) -> str:

@@ -9,7 +9,7 @@ import inspect
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,7 +25,9 @@ _ARGUMENT = re.compile(r"^(?:(?P<name>[A-Za-z_]\w*)=)?(?P<dtype>\w+)\[(?P<shape>
 _SPEC_MEND = "write `package.module:name` or `path/to/file.py:name`"
 
 
-def load_model(spec: str, argument_specs: Sequence[str] = (), *, eval_mode: bool = False) -> tuple[Any, Any]:
+def load_model(
+    spec: str, argument_specs: Sequence[str] = (), *, eval_mode: bool = False, loss: Callable[..., Any] | None = None
+) -> tuple[Any, Any]:
     """The model that `spec` names, and example arguments for it as `amp.explain` takes them.
 
     Args:
@@ -33,6 +35,7 @@ def load_model(spec: str, argument_specs: Sequence[str] = (), *, eval_mode: bool
         argument_specs: one text per argument, such as `fp32[8,64]` or `labels=i64[8]`; where there is none, the
             arguments that the factory gave are used.
         eval_mode: put the model into eval mode.
+        loss: what the arguments are for, behind the model; without it they are those of `forward`.
 
     Raises:
         UsageError: an argument cannot be read, or does not fit the model.
@@ -51,7 +54,10 @@ def load_model(spec: str, argument_specs: Sequence[str] = (), *, eval_mode: bool
             where=spec,
             mend="give --args 'fp32[8,64]' once for each, or let the factory give (model, example_args)",
         )
-    _check_fit(model, example, spec, from_shell=given is not None)
+    if loss is None:
+        _check_fit(model.forward, (), example, "forward", "--args" if given is not None else spec)
+    else:
+        _check_fit(loss, (model,), example, getattr(loss, "__name__", "the loss"), "--args")
     return model, example
 
 
@@ -64,20 +70,33 @@ def _onnx_file(spec: str, has_arguments: bool, eval_mode: bool) -> str:
     return spec
 
 
-def _check_fit(model: torch.nn.Module, example: Any, spec: str, *, from_shell: bool) -> None:
-    """The arguments must be those of `forward`, by number and name."""
+def load_loss(spec: str) -> Callable[..., Any]:
+    """The function that `spec` names, as `load_model` finds a model.
+
+    Raises:
+        UsageError: it cannot be called.
+        AmpError: the name leads nowhere.
+    """
+    found = _find(spec)
+    if not callable(found):
+        mend = "name a function that is called as loss(model, *args)"
+        raise UsageError(f"it is a {type(found).__name__}, not a function", where=f"--loss {spec}", mend=mend)
+    return found  # type: ignore[no-any-return]
+
+
+def _check_fit(function: Callable[..., Any], before: tuple[Any, ...], example: Any, name: str, where: str) -> None:
+    """The example arguments must be those of the function, by number and name."""
     args, kwargs = split_example(example)
     try:
-        signature = inspect.signature(model.forward)
-    except ValueError:  # a forward that is written in C
+        signature = inspect.signature(function)
+    except ValueError:  # a function that is written in C
         return
     try:
-        signature.bind(*args, **kwargs)
+        signature.bind(*before, *args, **kwargs)
     except TypeError as cause:
-        what, mend = f"the example arguments do not fit forward{signature}: {cause}", "give one for each, in its order"
-        if from_shell:
-            raise UsageError(what, where="--args", mend=mend) from cause
-        raise AmpError(what, where=spec, mend=mend) from cause
+        kind = UsageError if where == "--args" else AmpError
+        what, mend = f"the example arguments do not fit {name}{signature}: {cause}", "give one for each, in its order"
+        raise kind(what, where=where, mend=mend) from cause
 
 
 def example_arguments(specs: Sequence[str]) -> Any:

@@ -20,6 +20,7 @@ from amp_compiler.forward.signature import leaves_key, module_key
 from amp_compiler.fx.capture import StandIn, autocast_off
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
+from amp_compiler.policy.unused import warn_of_unused
 
 logger = logging.getLogger("amp_compiler")
 MANY_SIGNATURES = 16
@@ -44,7 +45,7 @@ class CompiledModule(StandIn):
         own["original"], own["settings"] = model, settings
         for name in self._SHARED:
             own[name] = model.__dict__[name]
-        own["_programs"], own["_pieces"], own["_last"] = {}, {}, None
+        own["_programs"], own["_pieces"], own["_last"], own["_told"] = {}, {}, None, False
         own["_lock"] = threading.RLock()
 
     def __getattr__(self, name: str) -> Any:
@@ -122,6 +123,9 @@ class CompiledModule(StandIn):
             else:
                 result = runner(leaves)
             self.__dict__["_last"] = runner
+            if not self._told:
+                self.__dict__["_told"] = True
+                warn_of_unused(runner.plan.unused_rules, type(self.original).__name__)
             return result
 
     def _capture(self, key: Any, args: Any, kwargs: Any, leaves: Sequence[Any]) -> Program | Pieces:

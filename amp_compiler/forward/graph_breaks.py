@@ -110,7 +110,9 @@ class Pieces:
         )
         inputs = tuple((f"piece{i}/{v}", t) for i, (plan, _) in enumerate(self.plans) for v, t in plan.inputs)
         outputs = tuple(f"piece{i}/{v}" for i, (plan, _) in enumerate(self.plans) for v in plan.outputs)
-        return PrecisionPlan(first.dtype, first.rules, first.device, nodes, casts, inputs, outputs)
+        unmatched = [{rule.rule for rule in plan.unused_rules} for plan, _ in self.plans]
+        unused = tuple(rule for rule in first.unused_rules if all(rule.rule in rules for rules in unmatched))
+        return PrecisionPlan(first.dtype, first.rules, first.device, nodes, casts, inputs, outputs, unused)
 
 
 def _first_line(error: BaseException) -> str:

@@ -68,7 +68,8 @@ def rewrite(
         past_weights: as for `TypeBackward`.
 
     Returns:
-        Whether the low type is emulated for want of hardware, so that every down-cast must really round.
+        Whether FP32 arithmetic stands for 16-bit one, by a rule or for want of hardware, so that every down-cast must
+        really round.
     """
     options = {"plan": plan, "ops": settings.rules.ops, "past_weights": past_weights}
     _for_backend(settings.pipelines["FORWARD"], settings).run(graph_module, options, stages)
@@ -87,7 +88,7 @@ def rewrite_for_inference(
         stages: takes the text behind each pass.
         weights: placeholders of the weights, the casts of which are kept between calls.
     """
-    options = {"plan": plan, "ops": settings.rules.ops, "weights": weights}
+    options = {"plan": plan, "ops": settings.rules.ops, "weights": weights, "differentiable": False}
     _for_backend(settings.pipelines["INFERENCE"], settings).run(graph_module, options, stages)
     return _emulates(graph_module, plan, stages)
 
@@ -121,7 +122,9 @@ def build_run(
 
 
 def _emulates(graph_module: fx.GraphModule, plan: PrecisionPlan, stages: Stages) -> bool:
-    return plan.device == "cpu" and (stages.changed("legalize") or emulates(graph_module.graph))
+    return plan.device == "cpu" and (
+        stages.changed("legalize") or stages.changed("widen_math") or emulates(graph_module.graph)
+    )
 
 
 def rewrite_piece(

@@ -21,7 +21,7 @@ from amp_compiler.fx.graph import (
     user_source,
 )
 from amp_compiler.fx.meta import Key
-from amp_compiler.ir.graph import Node, Operand, Pin, PrecisionGraph, Value, ValueKind
+from amp_compiler.ir.graph import LOSS_FUNCTION, Node, Operand, Pin, PrecisionGraph, Value, ValueKind
 
 _KINDS = {
     Source.PARAMETER: ValueKind.PARAMETER,
@@ -35,7 +35,7 @@ def lower(captured: Captured) -> PrecisionGraph:
     """Lower a captured graph in normal form.
 
     Args:
-        captured: as `fx_capture` makes it, after the pipeline CAPTURE.
+        captured: as `fx.capture` makes it, after the pipeline CAPTURE.
 
     Returns:
         The neutral graph. Value names are the names of the FX nodes that make them.
@@ -112,7 +112,8 @@ def _add_node(graph: PrecisionGraph, node: fx.Node) -> None:
     attributes = {
         slot: neutral_attribute(argument) for slot, path, argument in flat_arguments(node) if path not in paths
     }
-    module, module_type = module_of(node)
+    # A training step has named the modules: what it left in none stands in the loss function.
+    module, module_type = (LOSS_FUNCTION, "") if node.meta.get("nn_module_stack") == {} else module_of(node)
     outputs = _outputs(node)
     graph.add_node(
         Node(

@@ -10,7 +10,7 @@ import torch
 from amp_compiler.ir.graph import Pin
 
 
-class Key(str, enum.Enum):
+class Key(enum.StrEnum):
     """The keys in `node.meta` that are ours, with the type of what stands under them.
 
     A member is the string itself, so that `node.meta["amp_phase"]` finds what `node.meta[Key.PHASE]` wrote.
@@ -34,6 +34,8 @@ class Key(str, enum.Enum):
     PLACED = "amp_cast", str  # a cast that no model wrote, with what it casts
     BACKWARD = "amp_backward", torch.dtype  # type of the gradients
     BACKWARD_RULE = "amp_backward_rule", str  # the rule that asked for it
+    MATH = "amp_math", str  # it is to compute in FP32: the rule that asks for it
+    BACKWARD_MATH = "amp_backward_math", str  # the same for its gradients
     PHASE = "amp_phase", str  # forward, backward or update
     SEED = "amp_seed", bool  # the node that starts the backward
     LOW = "amp_low", tuple  # placeholder of a 16-bit weight: (its master's placeholder, torch type)

@@ -146,7 +146,9 @@ def _argument(value: Any) -> str:
     if isinstance(value, slice):
         return f"slice({_argument(value.start)}, {_argument(value.stop)}, {_argument(value.step)})"
     if isinstance(value, str):
-        return json.dumps(value)
+        return (
+            json.dumps(value) if value.isascii() else repr(value)
+        )  # JSON's pairs for rare characters are not Python's
     if isinstance(value, torch.device):
         return f'device("{value.type}")'
     if callable(value):
@@ -160,7 +162,9 @@ _MARKS: tuple[tuple[str, Callable[[Any], str], Callable[[str], Any]], ...] = (
     (Key.SEED, lambda value: "seed", bool),
     (Key.PIN, lambda value: f"pin={value.precision}", lambda text: Pin(text, "from text")),
     (Key.VOLATILE, lambda value: "volatile", bool),
-    (Key.PLACED, lambda value: "cast", bool),
+    (Key.PLACED, lambda value: "cast", str),
+    (Key.MATH, lambda value: "math", str),
+    (Key.BACKWARD_MATH, lambda value: "backward_math", str),
     (Key.BACKWARD, lambda value: f"backward={neutral_dtype(value).short}", lambda text: torch_dtype(_BY_SHORT[text])),
     (
         Key.LOW,
@@ -179,7 +183,7 @@ _MARKS: tuple[tuple[str, Callable[[Any], str], Callable[[str], Any]], ...] = (
 
 
 def _marks(node: fx.Node) -> str:
-    found = [write(node.meta[key]) for key, write, _ in _MARKS if node.meta.get(key)]
+    found = [write(node.meta[key]) for key, write, _ in _MARKS if node.meta.get(key) not in (None, False)]
     if node.op == "call_function":
         module, kind = module_of(node)
         if module or kind:

@@ -77,7 +77,7 @@ def own_decompositions() -> contextlib.AbstractContextManager[None]:
     return enable_python_dispatcher()  # type: ignore[no-any-return]
 
 
-def inductor_graph_pass(identity: str, run: Callable[[fx.Graph], object], theirs: Any) -> Any:
+def inductor_graph_pass(identity: str, run: Callable[[fx.Graph], Any], theirs: Any) -> Any:
     """A pass as Inductor wants it, behind the ones that the user has set there.
 
     Where this torch takes one pass only, the user's stays alone; where its passes have no identity, none is added.

@@ -93,6 +93,7 @@ class Pin:
     reason: str
 
 
+LOSS_FUNCTION = "<loss_fn>"  # the module of a node of a step's loss function, which stands in no module of the model
 PIN_PRECISIONS = ("fp32", "keep", "cast")
 
 

@@ -29,10 +29,11 @@ class PlannedNode:
         asked: what the rule asked for (`widest` and `follow` included).
         source: `file:line` of the user's model.
         outputs: (value, type) of each output after the rewrite.
-        math: type to accumulate in, empty for the op's default.
+        math: type that it computes in, empty for the op's default.
         backward: precision of the gradients, empty for the same as forward.
         backward_math: type to accumulate the gradients in, empty for the op's default.
         inputs: names of the values read, by operand; before casts.
+        math_rule: `file:line` of the rule that said `math`, empty where none did.
     """
 
     name: str
@@ -49,6 +50,7 @@ class PlannedNode:
     backward: str = ""
     backward_math: str = ""
     inputs: tuple[str, ...] = ()
+    math_rule: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,33 @@ class PlannedCast:
         return f"cast {self.value}: {self.src} -> {self.dst}, {self.bytes} bytes, for {users}"
 
 
+@dataclass(frozen=True, slots=True)
+class UnusedRule:
+    """A rule of the user's own that matches no node.
+
+    Args:
+        rule: `file:line`.
+        text: the rule as it stands there, on one line.
+        condition: the key of `match:` that no node meets; empty where each is met by some node, but not all by one.
+        nearest: the name in the model that is most like what the condition asks for, or, where `condition` is empty,
+            the node that meets most conditions; empty where there is none.
+    """
+
+    rule: str
+    text: str
+    condition: str = ""
+    nearest: str = ""
+
+    def __str__(self) -> str:
+        told = f"{self.rule}, {self.text}"
+        if not self.condition:
+            return f"{told} (node '{self.nearest}' meets most of its conditions)" if self.nearest else told
+        kind = self.condition.replace("_", " ")
+        return (
+            f"{told} (the nearest {kind} is '{self.nearest}')" if self.nearest else f"{told} (no node has that {kind})"
+        )
+
+
 RETURN = "return"
 
 
@@ -98,6 +127,7 @@ class PrecisionPlan:
         casts: casts in execution order.
         inputs: (value, type) of each input of the graph; parameters and other stored data are not among them.
         outputs: names of the values that the graph returns; before casts.
+        unused_rules: the rules of the user's own files that match no node, in the order in which they are read.
 
     Example:
         >>> plan = PrecisionPlan("fp16", "default", "cpu", (), ())
@@ -112,6 +142,7 @@ class PrecisionPlan:
     casts: tuple[PlannedCast, ...]
     inputs: tuple[tuple[str, str], ...] = ()
     outputs: tuple[str, ...] = ()
+    unused_rules: tuple[UnusedRule, ...] = ()
 
     @property
     def cast_bytes(self) -> int:
@@ -152,10 +183,11 @@ class PrecisionPlan:
                 replace(PlannedCast(**cast), users=tuple((name, index) for name, index in cast["users"]))
                 for cast in data["casts"]
             )
-            # Plans that were written before these two were kept have neither.
+            # Plans that were written before these were kept have none of them.
             inputs = tuple((name, dtype) for name, dtype in data.get("inputs", ()))
             outputs = tuple(data.get("outputs", ()))
-            return cls(data["dtype"], data["rules"], data["device"], nodes, casts, inputs, outputs)
+            unused = tuple(UnusedRule(**rule) for rule in data.get("unused_rules", ()))
+            return cls(data["dtype"], data["rules"], data["device"], nodes, casts, inputs, outputs, unused)
         except (KeyError, TypeError, ValueError) as cause:
             raise AmpError(f"the plan is damaged: {cause!r}", mend="make it again with amp.explain") from cause
 
@@ -177,7 +209,7 @@ class PrecisionPlan:
         write_plan_html(self, path)
 
     def to_text(self) -> str:
-        """One line a node and one line a cast, for reading and for diffing."""
+        """One line for each node, cast and unused rule, for reading and for diffing."""
         lines = [f"plan dtype={self.dtype} rules={self.rules} device={self.device} cast_bytes={self.cast_bytes}"]
         for node in self.nodes:
             made = ", ".join(dtype for _, dtype in node.outputs)
@@ -190,6 +222,7 @@ class PrecisionPlan:
             )
         for cast in self.casts:
             lines.append(str(cast))
+        lines += [f"unused rule {rule}" for rule in self.unused_rules]
         return "\n".join(lines) + "\n"
 
     def __str__(self) -> str:

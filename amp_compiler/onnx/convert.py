@@ -23,6 +23,7 @@ from amp_compiler.onnx.model.model import OnnxFile, Source, all_graphs, open_mod
 from amp_compiler.onnx.model.save import save, to_proto
 from amp_compiler.onnx.plan import plan_onnx
 from amp_compiler.policy.loader import load_rules
+from amp_compiler.policy.unused import warn_of_unused
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ def convert_onnx(
         plan, lowered, found = plan_onnx(
             opened, rule_set, low, ranges, keep_io_types=keep_io_types, raising=raise_opset
         )
+        warn_of_unused(plan.unused_rules, lowered.model.ir.graph.name or "the ONNX model")
         _rename_duplicates(lowered)
         labels = {node.name: node.precision for node in plan.nodes}
         changed = apply_plan(lowered, plan, floors=found.floors(labels, low), keep_io_types=keep_io_types)

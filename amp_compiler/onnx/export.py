@@ -29,6 +29,7 @@ from amp_compiler.passes.pipeline import CAPTURE, ONNX_CAPTURE, ONNX_EXPORT
 from amp_compiler.passes.plan.make_plan import make_plan
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.rules import RuleSet
+from amp_compiler.policy.unused import warn_of_unused
 
 DEFAULT_OPSET = {DType.FLOAT16: 20, DType.BFLOAT16: 22}  # convolutions take bfloat16 from opset 22 on
 _ROUNDS = 4  # exports until every op has types that ONNX admits
@@ -126,6 +127,7 @@ def export_onnx(
         if not unfit:
             break
         pins.update(unfit)
+    warn_of_unused(plan.unused_rules, type(model).__name__)
     return _deliver(plan, made, target)
 
 
@@ -151,7 +153,7 @@ def _rewrite(
     plan = make_plan(graph, rules, low)
     mark_stored(program)
     pipeline = ONNX_EXPORT.skip("open_ends") if keep_io_types else ONNX_EXPORT
-    pipeline.run(graph_module, {"plan": plan, "low": low})
+    pipeline.run(graph_module, {"plan": plan, "low": low, "ops": rules.ops, "differentiable": False, "device": "onnx"})
     settle(program)
     return plan
 

@@ -15,6 +15,7 @@ from amp_compiler.onnx.lowering.overflow import Overflows
 from amp_compiler.onnx.lowering.ranges import Ranges, pin_ranges
 from amp_compiler.onnx.model.model import Source, open_model, read_model
 from amp_compiler.onnx.model.opset import raise_opset
+from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.plan.make_plan import make_plan
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.matching import RuleMatcher
@@ -29,6 +30,7 @@ def explain_onnx(
     rules: Any = "default",
     dtype: str = "fp16",
     ranges: Mapping[str, float] | None = None,
+    stages: Stages | None = None,
 ) -> PrecisionPlan:
     """The plan that `convert_onnx` would carry out.
 
@@ -37,11 +39,12 @@ def explain_onnx(
         rules: as for `convert_onnx`.
         dtype: as for `convert_onnx`.
         ranges: calibrated largest magnitude by value name.
+        stages: takes the graph that is planned, as text, and what each pass decides on it.
 
     Raises:
         OnnxError: the model cannot be read.
     """
-    return plan_onnx(source, load_rules(rules), low_type(dtype), ranges)[0]
+    return plan_onnx(source, load_rules(rules), low_type(dtype), ranges, stages=stages)[0]
 
 
 def plan_onnx(
@@ -52,6 +55,7 @@ def plan_onnx(
     *,
     keep_io_types: bool = True,
     raising: bool = True,
+    stages: Stages | None = None,
 ) -> tuple[PrecisionPlan, Lowered, Ranges]:
     """The plan of a model, the lowered model that `lowering.apply` carries it out on, and what ranges demand.
 
@@ -63,6 +67,7 @@ def plan_onnx(
         keep_io_types: as for `convert_onnx`.
         raising: raise the opset where only a later one admits the low type. Where ONNX's converter cannot do it, the
             ops that a rule merely lets be low stay FP32, and one that a rule asks to be low is an error.
+        stages: as for `explain_onnx`.
 
     Raises:
         OnnxError: the model cannot be read, or its opset not be raised.
@@ -83,13 +88,15 @@ def plan_onnx(
     found = pin_ranges(lowered, ranges)
     known = {name: largest for name, largest in (ranges or {}).items() if name in lowered.graph.values}
     _unify_norms(lowered, rules, low, known)
-    return make_plan(lowered.graph, rules, low, ranges=known), lowered, found
+    if stages is not None:
+        stages.note("capture", lowered.graph.to_text())
+    return make_plan(lowered.graph, rules, low, ranges=known, stages=stages), lowered, found
 
 
 def names_ops(rules: RuleSet) -> Callable[[str, str], bool]:
     """Whether some rule names an op, or a node, of a custom domain: by a glob that says more than `*`."""
-    globs = [glob for rule in rules.rules for glob in rule.match.op if glob.strip("*")]
-    patterns = [pattern for rule in rules.rules for pattern in rule.match.node]
+    globs = [glob for rule in rules.rules for glob in rule.match.get("op") if glob.strip("*")]
+    patterns = [pattern for rule in rules.rules for pattern in rule.match.get("node")]
 
     def named(op: str, node: str) -> bool:
         if op.startswith("onnx."):

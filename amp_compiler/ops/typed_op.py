@@ -40,7 +40,8 @@ def typed_op(
         args: its positional arguments.
         kwargs: its keyword arguments, in the order of the schema.
         reads: for each tensor among the arguments, in their order, the type in which the forward reads it.
-        rereads: the types in which the backward reads them.
+        rereads: the types in which the backward reads them; FP32 for a 16-bit one with 16-bit gradients computes those
+            in FP32 and rounds them as they leave.
         gradient: type of the gradients, as they come in and go out. FP32 gradients are handed on as they are: a 16-bit
             result comes out widened to FP32, which is exact. 16-bit ones are widened where the tensor is FP32.
         emulate: compute in FP32 on rounded operands wherever the operator would run in 16 bits.
@@ -154,7 +155,7 @@ class _TypedOp(torch.autograd.Function):
                 )
             )
             found = dict(zip(wanted, made, strict=True))
-            return None, *[_handed_on(call, found.get(place), ctx.types[place]) for place in range(count)]
+            return None, *[_handed_on(call, place, found.get(place), ctx.types[place]) for place in range(count)]
 
 
 def _reread(call: _Call, place: int, tensor: Tensor | None, wanted: bool, again: bool) -> Tensor | None:
@@ -169,10 +170,11 @@ def _reread(call: _Call, place: int, tensor: Tensor | None, wanted: bool, again:
     return (read.detach() if read is tensor else read).requires_grad_()
 
 
-def _handed_on(call: _Call, gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def _handed_on(call: _Call, place: int, gradient: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if gradient is None:
         return None
-    narrow = call.emulate and gradient.dtype is torch.float32 and call.gradient in _LOW
+    widened = call.emulate or (call.reads[place] in _LOW and call.rereads[place] is torch.float32)
+    narrow = widened and gradient.dtype is torch.float32 and call.gradient in _LOW
     return (gradient.to(call.gradient) if narrow else gradient).to(dtype)
 
 

@@ -14,7 +14,6 @@ from amp_compiler.planner.draft import Draft
 from amp_compiler.planner.typing import FP32, KEEP, LOW, TypingRules
 from amp_compiler.policy.rules import Precision
 
-_VIEW = "view"
 _SHARED = "shares memory that is changed in place"
 
 
@@ -115,7 +114,7 @@ class _Walk:
             wide = label == FP32
         for name in typing.made:
             found.wide[name] = self.draft.graph.values[name].dtype is DType.FLOAT32 if label == KEEP else wide
-        if found.stored and typing.info.family == _VIEW and typing.data:
+        if found.stored and typing.info.moves == "shape" and typing.data:
             data = [node.inputs[index].value for index in typing.data]
             found.stored.update(typing.made if found.stored.issuperset(data) else ())
         self._agree(typing.made, writes)

@@ -9,8 +9,6 @@ from amp_compiler.ir.graph import Node, PrecisionGraph, Value
 from amp_compiler.planner.fixed_labels import Semantics
 from amp_compiler.planner.typing import FP32, KEEP, NodeTyping, Role, TypingRules
 
-_ALIASING = "view"  # ops of this family make a new view of the same memory
-
 
 @dataclass
 class Demand:
@@ -196,7 +194,7 @@ def upcast_source(typing: TypingRules, value: str) -> str | None:
 def own_elements(typing: TypingRules, name: str) -> int:
     """Elements that a node reads and writes at the width of its label; 0 for a view, which moves no memory."""
     node, found = typing.graph.nodes[name], typing[name]
-    if found.info.family == _ALIASING:
+    if found.info.moves == "shape":
         return 0
     values = typing.graph.values
     reads = sum(values[node.inputs[index].value].numel for index in found.data)

@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-import fnmatch
 import functools
-import re
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from amp_compiler.errors import RuleError
-from amp_compiler.ir.dtypes import LOW_TYPES, DType, dtype_from_short
-from amp_compiler.policy.op_table import NAMESPACES, op_table
-from amp_compiler.policy.rules import Comparison, Matcher, OpTable, Precision, Rule, RuleSet
-from amp_compiler.policy.schema import PRECISIONS, MatchModel, RuleFileModel, RuleModel
+from amp_compiler.ir.dtypes import DType, dtype_from_short
+from amp_compiler.policy.marks import Mark, nearest
+from amp_compiler.policy.matchers import MATCHERS, Family, Match, Op, check_family, check_op, is_op
+from amp_compiler.policy.op_table import op_table
+from amp_compiler.policy.rules import Matcher, OpTable, Precision, Rule, RuleSet
+from amp_compiler.policy.schema import RuleFileModel, RuleModel
 from amp_compiler.policy.schema import schema as schema
 from amp_compiler.policy.sources import (
     Keys,
-    Mark,
     Source,
     from_dict,
     from_path,
     from_preset,
     looks_like_path,
-    nearest,
     validate,
 )
 from amp_compiler.policy.sources import preset_names as preset_names
 
 MAX_CHAIN = 16  # files that may extend one another
 _ALIASES = {"whitelist": "allow", "blacklist": "deny"}
-_GLOB = re.compile(r"[*?\[]")
 _OR_PATH = "or give the path of a .yaml file"
 
 
@@ -141,27 +139,24 @@ def _list_rules(model: RuleFileModel, source: Source, table: OpTable) -> list[Ru
             seen[entry] = (key, mark)
             entries[side].append((entry, mark))
     return [
-        _list_rule(entry, mark, side, precision, table)
-        for is_op in (False, True)
+        _list_rule(entry, mark, side, precision, table, not source.preset)
+        for ops in (False, True)
         for side, precision in (("allow", Precision.LOW), ("deny", Precision.FP32))
         for entry, mark in entries[side]
-        if _is_op(entry) == is_op
+        if is_op(entry) == ops
     ]
 
 
-def _is_op(entry: str) -> bool:
-    """True for an op or a glob on ops, false for the name of a family."""
-    return "." in entry or _GLOB.search(entry) is not None
-
-
-def _list_rule(entry: str, mark: Mark, side: str, precision: Precision, table: OpTable) -> Rule:
-    if _is_op(entry):
-        _check_op(entry, mark, table)
-        match = Matcher(op=(entry,))
+def _list_rule(entry: str, mark: Mark, side: str, precision: Precision, table: OpTable, own: bool) -> Rule:
+    condition: Match
+    if is_op(entry):
+        check_op(entry, mark, table)
+        condition = Op((entry,))
     else:
-        _check_family(entry, mark, table)
-        match = Matcher(family=(entry,))
-    return Rule(mark.where, match, precision, why=f"'{entry}' is on the {side} list")
+        check_family(entry, mark, table)
+        condition = Family((entry,))
+    why, text = f"'{entry}' is on the {side} list", f"{side}: {entry}" if own else ""
+    return Rule(mark.where, Matcher((condition,)), precision, why=why, text=text, own=own)
 
 
 def _rule(model: RuleModel, source: Source, path: Keys, table: OpTable) -> Rule:
@@ -169,11 +164,7 @@ def _rule(model: RuleModel, source: Source, path: Keys, table: OpTable) -> Rule:
     backward = _given(model.backward)
     if model.precision is None and model.math is None and not backward:
         raise mark.error("the rule asks for nothing", "add 'precision:', 'math:' or 'backward:'")
-    if backward.get("math", "fp32") != "fp32":
-        raise source.mark((*path, "backward", "math")).error(
-            f"no kernel accumulates gradients in {backward['math']}: 16-bit ones accumulate in FP32",
-            "write 'math: fp32', or leave it out",
-        )
+    _check_math(model, source, path)
     return Rule(
         where=mark.where,
         match=_matcher(model.match, source, (*path, "match"), table),
@@ -182,76 +173,56 @@ def _rule(model: RuleModel, source: Source, path: Keys, table: OpTable) -> Rule:
         backward=Precision(backward["precision"]) if "precision" in backward else None,
         backward_math=_type(backward.get("math")),
         why=model.why or "",
+        text="" if source.preset else _text(source.tree.locate(path).plain()),
+        own=not source.preset,
     )
 
 
-def _matcher(model: MatchModel, source: Source, path: Keys, table: OpTable) -> Matcher:
-    for name in model.family or ():
-        _check_family(name, source.item_mark((*path, "family"), model.family or [], name), table)
-    for glob in model.op or ():
-        _check_op(glob, source.item_mark((*path, "op"), model.op or [], glob), table)
-    node = [_regex(text, source.item_mark((*path, "node"), model.node or [], text)) for text in model.node or ()]
-    attr = {name: tuple(value) if isinstance(value, list) else value for name, value in (model.attr or {}).items()}
-    return Matcher(
-        family=tuple(model.family or ()),
-        op=tuple(model.op or ()),
-        module=tuple(model.module or ()),
-        module_type=tuple(model.module_type or ()),
-        node=tuple(node),
-        attr=tuple(attr.items()),
-        inputs=frozenset(dtype_from_short(short) for short in model.inputs or ()),
-        reduction_size=_comparison(model.reduction_size),
-        absmax=_comparison(model.absmax),
-        phase=model.phase,
-        device=tuple(model.device or ()),
-        dtype=tuple(LOW_TYPES[name] for name in model.dtype or ()),
-    )
-
-
-def _check_family(name: str, mark: Mark, table: OpTable) -> None:
-    if name in table.families:
+def _check_math(model: RuleModel, source: Source, path: Keys) -> None:
+    """Refuse arithmetic that no node could have, whatever the model and the device; the rest is for planning to say."""
+    backward = _given(model.backward)
+    if backward.get("math", "fp32") != "fp32":
+        raise source.mark((*path, "backward", "math")).error(
+            f"no kernel accumulates gradients in {backward['math']}: 16-bit ones accumulate in FP32",
+            "write 'math: fp32', or leave it out",
+        )
+    if model.math is None or model.precision is None:
         return
-    if name in PRECISIONS:
-        raise mark.error(f"'{name}' is a precision, not an op family", "name a family here")
-    ops = [op for op in table.ops if op.split(".", 1)[1] == name]
-    mend = f"an op is written '{ops[0]}'" if ops else nearest(name, sorted(table.families))
-    raise mark.error(f"there is no op family '{name}'", mend)
+    mark = source.mark((*path, "math"))
+    if model.precision == "fp32" and model.math != "fp32":
+        raise mark.error(
+            f"a node that runs in FP32 cannot compute in {model.math}, which is narrower than its data",
+            "write 'precision: low' for 16-bit inputs and outputs, or leave 'math' out",
+        )
+    if model.precision == "keep":
+        raise mark.error(
+            "'precision: keep' leaves a node as it was captured, its arithmetic included",
+            "write 'precision: low' or 'widest', or leave 'math' out",
+        )
 
 
-def _check_op(glob: str, mark: Mark, table: OpTable) -> None:
-    """A literal namespace other than `aten` and `onnx` is a user's own, of which the table can know nothing."""
-    namespace, dot, name = glob.partition(".")
-    is_glob = _GLOB.search(glob) is not None
-    own = bool(dot) and bool(name) and _GLOB.search(namespace) is None and namespace not in NAMESPACES
-    if own or glob in table.ops or (is_glob and any(fnmatch.fnmatchcase(op, glob) for op in table.ops)):
-        return
-    what = f"'{glob}' matches no known op"
-    if name.endswith("_") and glob[:-1] in table.ops:
-        raise mark.error(what, f"an op in place has the name of the other: '{glob[:-1]}'")
-    base = glob.rpartition(".")[0]
-    if base in table.ops:
-        raise mark.error(what, f"overloads have no names of their own: '{base}'")
-    raise mark.error(what, nearest(glob, sorted(table.ops), "see rules/ops.yaml for the names"))
+def _matcher(model: Any, source: Source, path: Keys, table: OpTable) -> Matcher:
+    conditions = []
+    for key, kind in MATCHERS.items():
+        given = getattr(model, key)
+        if given is not None:
+            conditions.append(kind.read(given, table, _item_marks(source, (*path, key), given)))
+    return Matcher(tuple(conditions))
 
 
-def _regex(text: str, mark: Mark) -> re.Pattern[str]:
-    try:
-        return re.compile(text)
-    except (re.error, RecursionError, OverflowError) as cause:
-        spot = getattr(cause, "pos", None)
-        mend = "correct it" if spot is None else f"correct it at character {spot + 1}"
-        raise mark.error(f"'{text}' is no regular expression: {cause}", mend) from cause
+def _item_marks(source: Source, path: Keys, given: Any) -> Callable[[str], Mark]:
+    """For each item of a list, which may stand alone, its place."""
+    return lambda item: source.item_mark(path, given, item)
 
 
-def _comparison(bound: str | float | None) -> Comparison | None:
-    """A bound of which the model has checked the form; a bare number asks for equality."""
-    if bound is None:
-        return None
-    if not isinstance(bound, str):
-        return Comparison("==", float(bound))
-    text = bound.strip()
-    width = 2 if text[1] == "=" else 1
-    return Comparison(text[:width], float(text[width:]))
+def _text(data: Any) -> str:
+    """A part of a rule file on one line, as it might stand in YAML."""
+    if isinstance(data, dict):
+        parts = (f"{key}: {_text(value)}" for key, value in data.items() if key != "why")
+        return "{" + ", ".join(parts) + "}"
+    if isinstance(data, list):
+        return "[" + ", ".join(_text(item) for item in data) + "]"
+    return json.dumps(data) if data is None or isinstance(data, bool) else str(data)
 
 
 def _type(name: str | None) -> DType | None:

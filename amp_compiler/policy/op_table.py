@@ -7,12 +7,15 @@ from importlib import resources
 from typing import Any
 
 from amp_compiler.errors import RuleError
+from amp_compiler.policy.reduction_size import SIZES
 from amp_compiler.policy.rules import OpInfo, OpTable
 from amp_compiler.policy.yaml_tree import Tree, parse_yaml
 
 NAMESPACES = ("aten", "onnx")
-_FLAGS = ("exact", "promotes")
-_SETS = ("keep", "any", "emulate")
+_FLAGS = ("exact", "promotes", "factors", "carries", "casts", "quantized")
+_SETS = ("keep", "any", "emulate", "accumulates", "masks", "onnx_keep")
+_WORDS = {"moves": ("shape", "place", "index"), "sums": tuple(SIZES)}  # "" unsays what the family says
+_FIELDS = (*_FLAGS, *_SETS, *_WORDS)
 
 
 @functools.cache
@@ -56,9 +59,9 @@ def parse_op_table(text: str, file: str) -> OpTable:
 
 def _add_family(ops: dict[str, OpInfo], family: str, entry: Tree, file: str) -> None:
     parts: dict[str, Tree] = entry.value
-    common = _fields({key: tree for key, tree in parts.items() if key in _FLAGS + _SETS}, file)
+    common = _fields({key: tree for key, tree in parts.items() if key in _FIELDS}, file)
     special: dict[str, Tree] = parts["special"].value if "special" in parts else {}
-    unknown = set(parts) - {"about", "special", *NAMESPACES, *_FLAGS, *_SETS}
+    unknown = set(parts) - {"about", "special", *NAMESPACES, *_FIELDS}
     if unknown:
         raise _wrong(f"unknown field '{min(unknown)}' of family '{family}'", file, entry, "see rules/README.md")
     mine = set()
@@ -82,8 +85,12 @@ def _fields(parts: dict[str, Tree], file: str) -> dict[str, Any]:
             found[key] = _typed(tree, bool, file)
         elif key in _SETS:
             found[key] = frozenset(_typed(item, str, file) for item in _typed(tree, list, file))
+        elif key in _WORDS:
+            found[key] = _typed(tree, str, file)
+            if found[key] not in ("", *_WORDS[key]):
+                raise _wrong(f"'{found[key]}' is no '{key}'", file, tree, f"use one of {', '.join(_WORDS[key])}")
         else:
-            raise _wrong(f"unknown field '{key}' of an op", file, tree, f"use one of {', '.join(_FLAGS + _SETS)}")
+            raise _wrong(f"unknown field '{key}' of an op", file, tree, f"use one of {', '.join(_FIELDS)}")
     return found
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import enum
 import operator as op
-import re
+from abc import ABC
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from amp_compiler.ir.dtypes import DType
-from amp_compiler.ir.graph import Attr
+from amp_compiler.ir.graph import Node, PrecisionGraph
+
+UNKNOWN = "unknown"  # the family of an op that the table does not hold
 
 
 class Precision(enum.Enum):
@@ -35,6 +39,18 @@ class OpInfo:
             weights of a normalisation).
         any: slots whose element type does not matter to the result (shape-only arguments, comparisons).
         emulate: `device.dtype` pairs (`cpu.fp16`) on which the low type is emulated: FP32 arithmetic on rounded inputs.
+        accumulates: devices (`all`, `onnx`) whose 16-bit kernels compute in FP32 inside, forward and backward, and
+            round once, at the end: `math: fp32` adds nothing there.
+        moves: what it does with elements where it computes none: `shape` (a view: same memory, another shape), `place`
+            (copies to other places), `index` (picks by index or mask); empty for an op that computes.
+        sums: how the elements that one output element sums over are counted, a key of `reduction_size.SIZES`; empty
+            where nothing is summed, or nobody knows.
+        factors: its operands are factors of a long product: an element that the low type makes zero does not count.
+        carries: it hands the magnitude of its operands on to what reads it.
+        casts: an explicit cast, which the model itself asks for.
+        quantized: a part of quantised arithmetic, which is left intact.
+        masks: slots that may hold a mask: numbers far below all others, which stand for minus infinity.
+        onnx_keep: what `keep` is in an ONNX model; `None` for the same.
     """
 
     name: str
@@ -44,6 +60,23 @@ class OpInfo:
     keep: frozenset[str] = frozenset()
     any: frozenset[str] = frozenset()
     emulate: frozenset[str] = frozenset()
+    accumulates: frozenset[str] = frozenset()
+    moves: str = ""
+    sums: str = ""
+    factors: bool = False
+    carries: bool = False
+    casts: bool = False
+    quantized: bool = False
+    masks: frozenset[str] = frozenset()
+    onnx_keep: frozenset[str] | None = None
+
+    def accumulates_on(self, device: str) -> bool:
+        """True where the kernels of a device compute in FP32 by themselves.
+
+        Args:
+            device: device type (`cpu`, `cuda`, …; `onnx` for an ONNX model).
+        """
+        return "all" in self.accumulates or device in self.accumulates
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +89,7 @@ class OpTable:
     def info(self, op: str) -> OpInfo:
         """The entry of `op`, or one of the family `unknown`."""
         found = self.ops.get(op)
-        return found if found is not None else OpInfo(op, "unknown")
+        return found if found is not None else OpInfo(op, UNKNOWN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +100,10 @@ class Decision:
         precision: what is asked of it.
         rule: `file:line` of the rule that decided; empty where no rule did (a pin of the model, a guard).
         reason: one sentence for people.
-        math: type to accumulate in, `None` for the op's own default.
+        math: type that it computes in, `None` for the op's own default.
         backward: precision of its gradients, `None` for the same as forward.
-        backward_math: type to accumulate its gradients in.
+        backward_math: type that its gradients are computed in.
+        math_rule: `file:line` of the rule that said `math`.
     """
 
     precision: Precision
@@ -78,6 +112,7 @@ class Decision:
     math: DType | None = None
     backward: Precision | None = None
     backward_math: DType | None = None
+    math_rule: str = ""
 
     def __str__(self) -> str:
         asked = self.precision.value
@@ -116,36 +151,65 @@ _OPERATORS = {"<": op.lt, "<=": op.le, ">": op.gt, ">=": op.ge, "==": op.eq, "!=
 
 
 @dataclass(frozen=True, slots=True)
-class Matcher:
-    """The conditions of a rule; all that are given must hold, and an empty one matches every node.
+class View:
+    """What a condition may look at beside the node itself.
 
     Args:
-        family: names of op families.
-        op: globs on the canonical op name.
-        module: globs on the qualified module name (`*` crosses dots).
-        module_type: globs on the class name of the module.
-        node: regular expressions searched in the node name.
-        attr: attribute names with the values that they must have.
-        inputs: captured types; every floating-point operand must have one of them.
-        reduction_size: bound on the number of elements that one output element sums over.
-        absmax: bound on the calibrated largest magnitude of the node's inputs and outputs.
-        phase: `forward` or `backward`.
-        device: device types (`cpu`, `cuda`).
-        dtype: low types for which the rule holds.
+        graph: the graph that the node is of.
+        ops: the op table.
+        ranges: calibrated largest magnitude by value name.
     """
 
-    family: tuple[str, ...] = ()
-    op: tuple[str, ...] = ()
-    module: tuple[str, ...] = ()
-    module_type: tuple[str, ...] = ()
-    node: tuple[re.Pattern[str], ...] = ()
-    attr: tuple[tuple[str, Attr], ...] = ()
-    inputs: frozenset[DType] = frozenset()
-    reduction_size: Comparison | None = None
-    absmax: Comparison | None = None
-    phase: str | None = None
-    device: tuple[str, ...] = ()
-    dtype: tuple[DType, ...] = ()
+    graph: PrecisionGraph
+    ops: OpTable
+    ranges: Mapping[str, float]
+
+
+class Condition(ABC):
+    """One condition of a rule, as it stands under a key of `match:`.
+
+    The classes are in `amp_compiler.policy.matchers`. Each is a frozen dataclass that overrides `possible`, or `holds`,
+    or both.
+    """
+
+    key: ClassVar[str]  # the key in a rule file
+    about: ClassVar[str]  # one line for the schema
+    form: ClassVar[Any]  # type of what stands there, as pydantic takes it
+    contextual: ClassVar[bool] = False  # it asks what is planned for, which is the same for all nodes of a graph
+
+    @property
+    def given(self) -> Any:
+        """What the rule asks for, as it was read."""
+        raise NotImplementedError
+
+    def possible(self, info: OpInfo, context: Context) -> bool:
+        """Whether nodes of an op may match at all, by what is the same for all of them."""
+        return True
+
+    def holds(self, node: Node, view: View) -> bool:
+        """Whether one node matches, by what differs from node to node."""
+        return True
+
+    def compared(self, node: Node, view: View) -> str:
+        """The name of the node that the condition is compared with; empty where that is no name."""
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Matcher:
+    """The conditions of a rule; all of them must hold, and an empty one matches every node."""
+
+    conditions: tuple[Condition, ...] = ()
+
+    def get(self, key: str) -> Any:
+        """What the rule asks for under a key of `match:`; an empty tuple where it says nothing.
+
+        Example:
+            >>> from amp_compiler.policy.matchers import Op
+            >>> Matcher((Op(("aten.conv*",)),)).get("op")
+            ('aten.conv*',)
+        """
+        return next((condition.given for condition in self.conditions if condition.key == key), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +220,12 @@ class Rule:
         where: `file:line`.
         match: its conditions.
         precision: what it asks; `None` leaves what earlier rules said (a rule that only sets `math` or `backward`).
-        math: type to accumulate in.
+        math: type to compute in.
         backward: precision of the gradients.
-        backward_math: type to accumulate the gradients in.
+        backward_math: type to compute the gradients in.
         why: the author's reason.
+        text: the rule as its author wrote it, on one line; empty for a rule of a preset.
+        own: it stands in a file of the user's, not in a preset.
     """
 
     where: str
@@ -168,15 +234,9 @@ class Rule:
     math: DType | None = None
     backward: Precision | None = None
     backward_math: DType | None = None
-
-    def __str__(self) -> str:
-        asked = self.precision.value
-        asked += f" math={self.math.short}" if self.math else ""
-        asked += f" backward={self.backward.value}" if self.backward else ""
-        asked += f" backward_math={self.backward_math.short}" if self.backward_math else ""
-        return asked + (f"  by {self.rule}" if self.rule else "") + f"  ({self.reason})"
-
     why: str = ""
+    text: str = ""
+    own: bool = False
 
 
 @dataclass(frozen=True, slots=True)

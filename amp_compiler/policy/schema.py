@@ -1,28 +1,20 @@
 """The shape of a rule file as pydantic models: what `schema.json` is made from and what every file is checked against.
 
 Only shapes and plain words are checked here. What needs the op table or another file (families, op globs, `extends`) is
-checked by `rulefile`.
+checked by `loader`.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, create_model
 
-PRECISIONS = ("low", "fp32", "widest", "follow", "keep")
-COMPARISON = r"^\s*(<=|>=|==|!=|<|>)\s*[0-9]*\.?[0-9]+([eE][-+]?[0-9]+)?\s*$"
+from amp_compiler.policy.forms import Finite, Strict, Text
+from amp_compiler.policy.forms import optional as _optional
+from amp_compiler.policy.matchers import MATCHERS
 
-Text = Annotated[str, Field(min_length=1)]
-Scalar = bool | int | float | str | None
-Low = Literal["fp16", "bf16"]
-Float = Literal["fp16", "bf16", "fp32", "fp64"]
-Device = Literal["cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "maia", "ipu", "meta", "privateuseone", "onnx"]
-
-
-def _as_list(value: Any) -> Any:
-    """One item where a list may stand: the two mean the same."""
-    return value if isinstance(value, list) else [value]
+Arithmetic = Literal["fp32", "fp16", "bf16"]
 
 
 def _whole(value: Any) -> Any:
@@ -32,56 +24,22 @@ def _whole(value: Any) -> Any:
     return value
 
 
-Texts = Annotated[list[Text], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=Text | list[Text])]
-Floats = Annotated[
-    list[Float], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=Float | list[Float])
-]
-Lows = Annotated[list[Low], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=Low | list[Low])]
-Devices = Annotated[
-    list[Device], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=Device | list[Device])
-]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Bound = Annotated[str, Field(pattern=COMPARISON)] | Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Conditions: Any = create_model(
+    "_Conditions",
+    __base__=Strict,
+    **{key: (kind.form, _optional(kind.about)) for key, kind in MATCHERS.items()},  # type: ignore[call-overload]
+)
 
 
-def _optional(description: str) -> Any:
-    """A key that may be left out, which gives `None`.
-
-    The field's own type does not say so, because an empty `family:` is a mistake and not a condition left out.
-    """
-    return Field(None, description=description)
-
-
-class Strict(BaseModel):
-    """Base of all: no unknown key, no silent conversion, no change afterwards."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-class MatchModel(Strict):
+class MatchModel(_Conditions):  # type: ignore[misc]
     """The conditions of a rule: all that are given must hold; of a list, one item must."""
-
-    family: Texts = _optional("op family, such as matmul or softmax")
-    op: Texts = _optional("glob on the canonical op name: aten.linear, onnx.Reduce*")
-    module: Texts = _optional("glob on the qualified module name; * crosses dots")
-    module_type: Texts = _optional("glob on the class name of the module")
-    node: Texts = _optional("regular expression searched in the node name")
-    attr: Annotated[dict[Text, Scalar | list[Scalar]], Field(min_length=1)] = _optional(
-        "attributes of the node with the values they must have"
-    )
-    inputs: Floats = _optional("captured types: every float operand must have one of them")
-    reduction_size: Bound = _optional('elements that one output element sums over: "> 8192" or a number')
-    absmax: Bound = _optional('calibrated largest magnitude at the node: "> 1000"')
-    phase: Literal["forward", "backward"] = _optional("forward or backward part of the graph")
-    device: Devices = _optional("device type that is planned for")
-    dtype: Lows = _optional("low type that is planned for")
 
 
 class BackwardModel(Strict):
     """What the gradients of a node run in."""
 
     precision: Literal["low", "fp32"] = _optional("precision of the gradients")
-    math: Literal["fp32", "fp16", "bf16"] = _optional("type to accumulate gradients in")
+    math: Arithmetic = _optional("type that the gradients are computed in: fp32")
 
 
 class RuleModel(Strict):
@@ -89,7 +47,7 @@ class RuleModel(Strict):
 
     match: MatchModel = Field(description="conditions; {} matches every node")
     precision: Literal["low", "fp32", "widest", "follow", "keep"] = _optional("what the node runs in")
-    math: Literal["fp32", "fp16", "bf16"] = _optional("type to accumulate in")
+    math: Arithmetic = _optional("type that a node computes in between 16-bit inputs and outputs: fp32")
     backward: BackwardModel = _optional("precision of the gradients, where it differs")
     why: Text = _optional("the reason, shown with every decision of this rule")
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -14,6 +13,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from amp_compiler.errors import RuleError
+from amp_compiler.policy.marks import Mark, nearest
+from amp_compiler.policy.matchers import MATCHERS
 from amp_compiler.policy.schema import RuleFileModel, known_keys
 from amp_compiler.policy.yaml_tree import MAX_BYTES, Tree, parse_yaml, tree_of
 
@@ -34,32 +35,6 @@ def preset_names() -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Mark:
-    """A place in a rule file, for errors and for `Rule.where`.
-
-    Args:
-        file: name of the file as shown.
-        line: line from 1; `None` for rules that have none.
-        column: column from 1.
-        key: dotted path of the key.
-    """
-
-    file: str = ""
-    line: int | None = None
-    column: int | None = None
-    key: str = ""
-
-    @property
-    def where(self) -> str:
-        """`file:line`; for a dict, which has no lines, `<dict>:rules.0`."""
-        return f"{self.file}:{self.line if self.line is not None else self.key}"
-
-    def error(self, what: str, mend: str) -> RuleError:
-        """The error that says `what` at this place."""
-        return RuleError(what, file=self.file, line=self.line, column=self.column, key=self.key, mend=mend)
-
-
-@dataclass(frozen=True)
 class Source:
     """A rule file that was read.
 
@@ -69,6 +44,7 @@ class Source:
         identity: what tells it from other files, however their paths are written.
         folder: what a relative `extends` is relative to.
         tree: its contents.
+        preset: it comes with the package.
     """
 
     name: str
@@ -76,6 +52,7 @@ class Source:
     identity: str
     folder: Path
     tree: Tree
+    preset: bool = False
 
     def mark(self, path: Keys, *, key: bool = False) -> Mark:
         """The place of the value at `path`, or of its key."""
@@ -97,7 +74,7 @@ def from_preset(name: str) -> Source:
     """The file of a built-in preset."""
     file = f"{name}.yaml"
     text = resources.files("amp_compiler.rules").joinpath(file).read_text(encoding="utf-8")
-    return Source(name, file, f"preset {name}", Path(), parse_yaml(text, file))
+    return Source(name, file, f"preset {name}", Path(), parse_yaml(text, file), preset=True)
 
 
 def from_path(path: Path, asked_at: Mark | None = None) -> Source:
@@ -134,21 +111,6 @@ def looks_like_path(text: str) -> bool:
     return "/" in text or "\\" in text or text.endswith((".yaml", ".yml", ".json"))
 
 
-def nearest(name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """The mend of a wrong name: the nearest known one, or all of them where they are few.
-
-    Example:
-        >>> nearest("matmull", ["matmul", "loss"])
-        "did you mean 'matmul'?"
-    """
-    names = list(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    if close:
-        return f"did you mean '{close[0]}'?"
-    listed = f"use one of {', '.join(names)}" if 0 < len(names) <= 40 else ""
-    return ", ".join(part for part in (listed, otherwise) if part)
-
-
 def validate(source: Source) -> RuleFileModel:
     """The file as a pydantic model.
 
@@ -177,13 +139,15 @@ def _translate(source: Source, error: Any) -> RuleError:
         name = str(error["loc"][-1])
         return mark.error(f"the key '{name}' is missing", mends.get(name, f"add '{name}:'"))
     value = source.tree.locate(path).plain()
+    matcher = MATCHERS.get(str(path[-1])) if len(path) > 1 and path[-2] == "match" else None
+    refusal = None if matcher is None else matcher.refusal(value)
+    if refusal is not None:
+        return mark.error(*refusal)
     shown = f"'{value}'" if isinstance(value, str) else repr(value)[:60]
     if kind == "literal_error":
         expected = error["ctx"]["expected"]
         words = re.findall(r"'([^']*)'", expected)
         return mark.error(f"{shown} is not {expected}", nearest(str(value), words) if words else f"write {expected}")
-    if path and path[-1] in ("reduction_size", "absmax"):
-        return mark.error(f"{shown} is no comparison", 'write an operator and a number in quotes, such as "> 8192"')
     if kind in ("model_type", "dict_type"):
         return mark.error(f"{shown} stands where a mapping belongs", "write 'key: value' lines below it")
     message = error["msg"].removeprefix("Value error, ")

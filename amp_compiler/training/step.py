@@ -21,6 +21,7 @@ from amp_compiler.onnx.importing.api import trained_module
 from amp_compiler.ops.loss_scale import LossScale, LossScaleState, NoLossScale, make_loss_scale
 from amp_compiler.ops.update.rounding import WeightStorage
 from amp_compiler.passes.pipeline import CAPTURE, DEVICE, FORWARD, PIECE, PLAN, STEP
+from amp_compiler.policy.unused import warn_of_unused
 from amp_compiler.training.build import StepOptions, StepState, build_step, check_parameters
 from amp_compiler.training.fused_optimizers import check_optimizers, check_storage
 from amp_compiler.training.inputs import KeptTensors
@@ -160,6 +161,7 @@ class TrainingStep(StepReadings):
         check_parameters(self._module, self._optimizers, low, enabled)
         self._watch, self._form = StuckWatch(self._device), BatchForm()
         self._programs: dict[Any, StepProgram] = {}
+        self._told = False  # which rules match nothing
         self._last, self._leaves = None, []
 
     def _choose_scale(self, loss_scale: Any) -> LossScale:
@@ -234,6 +236,9 @@ class TrainingStep(StepReadings):
         )
         with BUILDING:
             program = build_step(self._module, batch, options, self._state)
+        if program.plan is not None and not self._told:
+            self._told = True
+            warn_of_unused(program.plan.unused_rules, "the training step")
         now = module_key(self._module, by_identity=True)
         if now != module:  # weights were converted for storage without masters: earlier programs will never fit again
             self._programs.clear()

@@ -10,17 +10,18 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import catalogue
 import rooms
 import stages
 import way
+
+from amp_compiler.cli.passes import catalogue_markdown
 
 ROOT = Path(__file__).parents[2]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 FILES: dict[Path, Callable[[], str]] = {
     ROOT / "docs" / "pictures" / "rooms.svg": rooms.draw,
     ROOT / "docs" / "pictures" / "way.svg": way.draw,
-    ROOT / "passes" / "README.md": catalogue.write,
+    ROOT / "passes" / "README.md": catalogue_markdown,
     ARCHITECTURE: lambda: stages.fill(ARCHITECTURE.read_text(encoding="utf-8"), "mlp"),
 }
 

@@ -49,7 +49,7 @@ PLACES = {
 BANDS = ("what you call", "what you call", "what runs, and ONNX in and out", "what rewrites", "what decides, and what"
          " graphs are made of", "", "what all speak of", "")  # fmt: skip
 TOP, GAP = 78, 26
-HEIGHTS = (62, 62, 62, 132, 62, 62, 62, 46)
+HEIGHTS = (62, 62, 62, 146, 62, 62, 62, 46)
 ORDER = ("capture", "plan", "precision", "step", "device", "onnx_export")  # the way of a graph
 
 
@@ -76,7 +76,8 @@ def measure() -> tuple[dict[str, Room], networkx.DiGraph]:
     for name, path in table["ALL"]:
         here = table["room"](name)
         files.setdefault(here, []).append((name, path))
-        for imported in table["imports"](path):
+        # what the package offers it imports when it is asked for, and names for type checkers alone
+        for imported in table["imports"](path) if name else every_import(path):
             other = table["own"](imported)
             if other is not None and (name, other) not in table["LAZY"] and table["room"](other) != here:
                 graph.add_edge(here, table["room"](other))
@@ -86,6 +87,12 @@ def measure() -> tuple[dict[str, Room], networkx.DiGraph]:
     if missing:
         raise SystemExit(f"no place for {', '.join(missing)}: say in PLACES of {Path(__file__).name} where to draw it")
     return rooms, networkx.transitive_reduction(graph)
+
+
+def every_import(path: Path) -> list[str]:
+    """What a file imports from modules, those for type checking included."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
 
 
 def room_of(name: str, files: list[tuple[str, Path]], imports: Callable[[Path], set[str]]) -> Room:

@@ -15,6 +15,8 @@ from amp_compiler.passes.base import InPlacePass, PassResult
 class NameModules(InPlacePass):
     """Name the modules as in the model, without the loss around it, so that rules match what they match elsewhere.
 
+    A node of the loss function is left with an empty stack, by which lowering knows it (`ir.graph.LOSS_FUNCTION`).
+
     Before (`root="model"`)::
 
         linear: fp32[4, 8] = aten.linear.default(x, w)  # at=model.fc1:Linear

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.utils._pytree as pytree
@@ -114,8 +114,7 @@ def _calls(node: fx.Node, typed: bool) -> Iterator[Call]:
     if not typed:
         yield _faked((node.args, node.kwargs))
         return
-    arguments: tuple[Any, ...] = node.args[1:]
-    op_args, op_kwargs, reads, rereads, _, *rest = arguments
+    op_args, op_kwargs, reads, rereads, _, *rest = cast("tuple[Any, ...]", node.args[1:])
     emulate = bool(rest and rest[0])
     leaves, spec = pytree.tree_flatten(_faked((op_args, op_kwargs)))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]

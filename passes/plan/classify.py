@@ -11,6 +11,7 @@ from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Attr, Node
 from amp_compiler.passes.base import FunctionalPass, PassResult
 from amp_compiler.planner.draft import Draft
+from amp_compiler.policy.marks import error_at
 from amp_compiler.policy.matching import RuleMatcher
 from amp_compiler.policy.rules import Decision, Precision
 
@@ -72,14 +73,35 @@ def _decide(draft: Draft, matcher: RuleMatcher, node: Node) -> Decision:
     decision = matcher.decide(node)
     if decision is None:
         return Decision(Precision.KEEP, reason="no rule matches, so it stays as it was captured")
+    _check_math(draft, node, decision)
     if decision.precision in _GUARDED:
         lost = _too_large(draft.context.low, node)
         if lost is not None:
             name, number = lost
             told = f"{name}={number:g} would become an infinity in {draft.context.low.short}"
             reason = f"{told}, so it runs in FP32, backward too"
-            return replace(decision, precision=Precision.FP32, rule="", reason=reason, math=None, backward=None)
+            return replace(
+                decision, precision=Precision.FP32, rule="", reason=reason, math=None, backward=None, math_rule=""
+            )
     return decision
+
+
+def _check_math(draft: Draft, node: Node, decision: Decision) -> None:
+    """Refuse arithmetic that no kernel has, at the rule that asks for it."""
+    math_type, low = decision.math, draft.context.low
+    if math_type is None or math_type is DType.FLOAT32 or decision.precision is Precision.KEEP:
+        return
+    if decision.precision is Precision.FP32:
+        why = f"'{node.name}' ({node.op}) runs in FP32, and {math_type.short} is narrower than its data"
+    elif math_type is not low:
+        why = f"the low type is {low.short}"
+    else:
+        why = f"kernels that read and write {low.short} compute in FP32 and round at the end"
+    raise error_at(
+        decision.math_rule,
+        f"'math: {math_type.short}' cannot be carried out: {why}",
+        "write 'math: fp32', or leave it out",
+    )
 
 
 def _why_untouchable(draft: Draft, node: Node) -> str | None:

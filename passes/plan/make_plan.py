@@ -11,7 +11,9 @@ from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
 from amp_compiler.passes.pipeline import PLAN, Pipeline, Stages
 from amp_compiler.planner.draft import Draft
 from amp_compiler.planner.typing import TypingRules
+from amp_compiler.policy.matching import RuleMatcher
 from amp_compiler.policy.rules import Context, Decision, Precision, RuleSet
+from amp_compiler.policy.unused import unused_rules
 
 
 def make_plan(
@@ -74,11 +76,13 @@ def plan_of(draft: Draft) -> PrecisionPlan:
         draft.casts,
         tuple((v.name, v.dtype.short) for v in draft.graph.values.values() if v.kind is ValueKind.INPUT),
         tuple(draft.graph.outputs),
+        unused_rules(RuleMatcher(draft.rules, draft.graph, draft.context, draft.ranges)),
     )
 
 
 def _planned(draft: Draft, typing: TypingRules, node: Node) -> PlannedNode:
     decision = draft.decisions[node.name]
+    computes = decision.precision is not Precision.KEEP  # what is kept as captured keeps its arithmetic too
     return PlannedNode(
         name=node.name,
         op=node.op,
@@ -90,10 +94,11 @@ def _planned(draft: Draft, typing: TypingRules, node: Node) -> PlannedNode:
         asked=decision.precision.value,
         source=node.source,
         outputs=tuple((name, typing.result(name, draft.labels).short) for name in node.outputs),
-        math=decision.math.short if decision.math else "",
+        math=decision.math.short if computes and decision.math else "",
         backward=_backward(decision, draft.labels[node.name]),
         backward_math=decision.backward_math.short if decision.backward_math else "",
         inputs=tuple([operand.value for operand in node.inputs]),
+        math_rule=decision.math_rule if computes else "",
     )
 
 

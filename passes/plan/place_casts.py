@@ -99,7 +99,7 @@ class _Placer:
             for index in range(len(node.inputs)):
                 needed = self.typing.need(node, index, self.labels[node.name])
                 self._require(order, node.name, index, node.inputs[index].value, needed, node.region)
-            if typing.is_cast and typing.info.family == "cast":
+            if typing.is_cast and typing.info.casts:
                 self._note_model_cast(node)
         for index, value in enumerate(self.graph.outputs):
             if self.typing.is_flexible(value):

@@ -9,16 +9,8 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from amp_compiler.fx.graph import (
-    CAST,
-    canonical_op,
-    node_tensor,
-    refresh,
-    replace_operand,
-    replace_other_uses,
-    tensor_operands,
-)
-from amp_compiler.fx.meta import Key, source_of
+from amp_compiler.fx.graph import canonical_op, node_tensor, refresh, tensor_operands
+from amp_compiler.fx.widen import widen
 from amp_compiler.passes.base import InPlacePass, PassResult
 from amp_compiler.policy.rules import OpTable
 
@@ -62,7 +54,7 @@ class Legalize(InPlacePass):
         for node in list(subject.graph.nodes):
             low = self._emulated_type(node)
             if low is not None:
-                _emulate(subject.graph, node, low, upcasts)
+                widen(node, low, upcasts)
                 modified = True
         if modified:
             refresh(subject)
@@ -80,32 +72,3 @@ class Legalize(InPlacePass):
             if tensor is not None and f"{tensor.device.type}.{_SHORT.get(tensor.dtype)}" in emulate:
                 return tensor.dtype
         return None
-
-
-def _emulate(graph: fx.Graph, node: fx.Node, low: torch.dtype, upcasts: dict[fx.Node, fx.Node]) -> None:
-    for _, path, operand in tensor_operands(node):
-        tensor = node_tensor(operand)
-        if tensor is None or tensor.dtype != low:
-            continue
-        if operand not in upcasts or operand.meta.get(Key.VOLATILE):  # what changes in place is widened anew
-            with graph.inserting_before(node):
-                upcasts[operand] = _cast(graph, operand, torch.float32)
-                upcasts[operand].meta["val"] = (
-                    tensor  # refreshed at the end; only its being a tensor matters until then
-                )
-        replace_operand(node, path, upcasts[operand])
-    results = [node] if node_tensor(node) is not None else [u for u in node.users if u.target is operator.getitem]
-    for result in results:
-        made = node_tensor(result)
-        if made is None or made.dtype != low:
-            continue
-        with graph.inserting_after(result):
-            rounded = _cast(graph, result, low)
-        rounded.meta["val"] = made
-        replace_other_uses(result, rounded)
-
-
-def _cast(graph: fx.Graph, source: fx.Node, dtype: torch.dtype) -> fx.Node:
-    node = graph.call_function(CAST, (source, dtype))
-    node.meta = source_of(source)
-    return node

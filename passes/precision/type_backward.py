@@ -24,6 +24,7 @@ from amp_compiler.fx.graph import (
 from amp_compiler.fx.meta import Key, source_of
 from amp_compiler.ops.typed_op import typed_op
 from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.precision.widen_math import needs_nothing
 from amp_compiler.policy.rules import OpTable
 
 _LOW = (torch.float16, torch.bfloat16)
@@ -50,6 +51,10 @@ class TypeBackward(InPlacePass):
         to_1: "bf16[4, 8]" = aten.to.dtype(linear, bfloat16)
         relu: "bf16[4, 8]" = aten.relu(to_1)
 
+    A node whose gradients alone are to be computed in FP32 (`backward: {math: fp32}`) is wrapped as well: its second
+    run reads its operands widened, and the gradients are rounded as they leave. Where `math: fp32` holds for a wrapped
+    node itself, `typed_op` emulates: FP32 arithmetic on rounded operands, both ways.
+
     Left alone: a node whose operands and results have the backward type already, and one without gradients.
 
     Args:
@@ -72,8 +77,10 @@ class TypeBackward(InPlacePass):
         modified = False
         own: dict[tuple[Any, ...], fx.Node] = {}
         for node in list(subject.graph.nodes):
-            if Key.BACKWARD in node.meta and self._differs(node):
+            gradient = self._gradient(node)
+            if gradient is not None:
                 _check(node)
+                node.meta[Key.BACKWARD] = gradient
                 self._wrap(subject.graph, node, own)
                 modified = True
         if modified:
@@ -81,11 +88,27 @@ class TypeBackward(InPlacePass):
             refresh(subject)
         return PassResult(subject, modified)
 
-    def _differs(self, node: fx.Node) -> bool:
+    def _gradient(self, node: fx.Node) -> torch.dtype | None:
+        """Type of the gradients of a node that is to be wrapped; `None` for one that is left alone."""
+        if Key.BACKWARD not in node.meta and Key.BACKWARD_MATH not in node.meta:
+            return None
         made = [tensor.dtype for tensor in _results(node) if _is_plain_float(tensor)]
         operands = [self._data(node, slot, operand) for slot, _, operand in tensor_operands(node)]
         read = [tensor.dtype for tensor in operands if tensor is not None]
-        return bool(made) and bool(read) and set(made + read) != {node.meta[Key.BACKWARD]}
+        if not made or not read:
+            return None
+        asked = node.meta.get(Key.BACKWARD)
+        if asked is not None and set(made + read) != {asked}:
+            return asked  # type: ignore[no-any-return]
+        own = {dtype for dtype in made + read if dtype in _LOW}
+        alone = Key.MATH not in node.meta and self._computes_low(node, own)  # else `widen_math` does both ways at once
+        return own.pop() if Key.BACKWARD_MATH in node.meta and len(own) == 1 and alone else None
+
+    def _computes_low(self, node: fx.Node, lows: set[torch.dtype]) -> bool:
+        """Whether the kernels of a node round to one of these types on the way, where nothing is done about it."""
+        info = self.ops.info(canonical_op(node.target))
+        device = next(tensor.device.type for tensor in _results(node))
+        return any(not needs_nothing(info, device, low, differentiable=True) for low in lows)
 
     def _data(self, node: fx.Node, slot: str, operand: fx.Node) -> torch.Tensor | None:
         """The tensor of an operand whose type goes with the node's; `None` for one that keeps its own."""
@@ -98,15 +121,17 @@ class TypeBackward(InPlacePass):
 
     def _wrap(self, graph: fx.Graph, node: fx.Node, own: dict[tuple[Any, ...], fx.Node]) -> None:
         gradient = node.meta[Key.BACKWARD]
+        wide_again = Key.BACKWARD_MATH in node.meta and Key.MATH not in node.meta and gradient in _LOW
         made = [(result, node_tensor(result)) for result in _result_nodes(node)]
         reads, rereads = [], []
         for slot, path, operand in tensor_operands(node):
             dtype = node_tensor(operand).dtype  # type: ignore[union-attr]
             reads.append(dtype)
             follows = dtype in _LOW if gradient is torch.float32 else self._data(node, slot, operand) is not None
-            rereads.append(gradient if follows else dtype)
+            widened = wide_again and follows and dtype in _LOW and self._computes_low(node, {gradient})
+            rereads.append(dtype if not follows else torch.float32 if widened else gradient)
             source = _past_cast(operand, gradient)
-            if rereads[-1] is not gradient or source is operand:
+            if not (follows or dtype is gradient) or source is operand:
                 continue
             if source.op == "placeholder" and not self.past_weights:
                 key = (source, dtype, gradient)
@@ -115,7 +140,7 @@ class TypeBackward(InPlacePass):
                         own[key] = graph.node_copy(operand)
                 source = own[key]
             replace_operand(node, path, source)
-        emulated = self._emulated(node, [*reads, gradient])
+        emulated = self._emulated(node, [*reads, gradient]) or self._widened(node, reads, gradient)
         names = [path[0] for _, path, _ in flat_arguments(node) if isinstance(path[0], str)]
         kwargs = {name: node.kwargs[name] for name in dict.fromkeys(names)}
         node.args = (node.target, tuple(node.args), kwargs, reads, rereads, gradient, emulated)  # type: ignore[assignment]
@@ -124,6 +149,14 @@ class TypeBackward(InPlacePass):
             for result, tensor in made:
                 if tensor is not None and tensor.dtype in _LOW:
                     _round_for_others(graph, result, tensor)
+
+    def _widened(self, node: fx.Node, reads: list[torch.dtype], gradient: torch.dtype) -> bool:
+        """Whether arithmetic on 16-bit operands, forward or backward, is to be FP32 by casts within `typed_op`."""
+        lows = {dtype for dtype in reads if dtype in _LOW}
+        if Key.MATH in node.meta:
+            return self._computes_low(node, lows)
+        backward = Key.BACKWARD_MATH in node.meta and not lows and gradient in _LOW
+        return backward and self._computes_low(node, {gradient})
 
     def _emulated(self, node: fx.Node, types: list[torch.dtype]) -> bool:
         pairs = self.ops.info(canonical_op(node.target)).emulate

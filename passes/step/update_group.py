@@ -19,7 +19,7 @@ class UpdateGroup:
         scalars: sizes of the operator's FP64 vector of hyperparameters.
         flags: the operator's boolean arguments, in order.
         started: whether the operator takes a `started` flag.
-        storage: how weights without a master are stored, a `runtime.rounding.Storage`; `None` where there are masters.
+        storage: how weights without a master are stored, a `rounding.Storage`; `None` where there are masters.
         moment: type of the moments; `None` for that of the masters.
     """
 

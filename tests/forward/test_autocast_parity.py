@@ -10,7 +10,8 @@ import torch
 
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 SETTINGS = {"size": "tiny", "seeds": 2}
-QUICK = ("bert", "gpt2", "llama", "t5", "resnet50", "segformer", "lstm")
+LARGE = ("bert", "llama", "t5", "resnet50", "segformer")  # seconds each
+QUICK = ("gpt2", "lstm", *(pytest.param(name, marks=pytest.mark.long) for name in LARGE))
 
 
 @pytest.fixture(scope="module")

@@ -33,8 +33,18 @@ MOVES = {  # ops that compute nothing, and those on masks
     "Slice", "Gather", "Split", "Where",
 }  # fmt: skip
 LAYERS = {"gpt2": 2, "bert": 2, "vit": 2}  # layers of masked attention
-BOTH = pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-EVERY = pytest.mark.parametrize("name", MODELS)
+LARGE = ("encoder", "gpt2", "bert", "vit")  # seconds each
+
+
+def marks(name: str, dtype: str) -> list[pytest.MarkDecorator]:
+    """In bfloat16 the small ones are the quick ones."""
+    return [pytest.mark.long] * (name in LARGE) + [pytest.mark.slow] * (name in LARGE and dtype == "bf16")
+
+
+EVERY = pytest.mark.parametrize(
+    ("name", "dtype"),
+    [pytest.param(name, dtype, marks=marks(name, dtype)) for name in MODELS for dtype in ("fp16", "bf16")],
+)
 
 
 @functools.cache
@@ -82,7 +92,6 @@ def difference(name: str, dtype: str, rules: str) -> tuple[Counter[str], Counter
     return only
 
 
-@BOTH
 @EVERY
 def test_default_rules_give_one_plan(name, dtype):
     more, less = difference(name, dtype, "default")
@@ -90,7 +99,6 @@ def test_default_rules_give_one_plan(name, dtype):
     assert less == ({"Add low low": LAYERS[name]} if name in LAYERS else {})
 
 
-@BOTH
 @EVERY
 def test_fast_rules_give_one_plan(name, dtype):
     more, less = difference(name, dtype, "fast")
@@ -98,7 +106,6 @@ def test_fast_rules_give_one_plan(name, dtype):
     assert less == ({"Add low low": LAYERS[name]} if name in LAYERS else {})
 
 
-@BOTH
 @EVERY
 def test_both_are_equally_near_the_fp32_model(name, dtype):
     first = original(name, DEFAULT_OPSET[low_type(dtype)])
@@ -112,7 +119,6 @@ def test_both_are_equally_near_the_fp32_model(name, dtype):
     assert errors[0] < 2 * errors[1] and errors[1] < 3 * errors[0]
 
 
-@BOTH
 @EVERY
 def test_the_export_is_valid_and_small(name, dtype):
     model = exported(name, dtype, "default").model

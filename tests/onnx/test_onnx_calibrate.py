@@ -197,6 +197,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 """
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_number_of_values():
     """100 values of 4 MB, of which a plain run holds two or three at once."""
     here = str(Path(__file__).parents[1])

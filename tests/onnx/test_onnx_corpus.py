@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx
 import pytest
 from onnx import TensorProto
 from onnx_corpus import CASES, MADE
-from onnx_corpus.case import Batches, Built
+from onnx_corpus.case import Batches, Built, Case
 
 from amp_compiler.onnx.check.verify import VerifyReport, verify
 from amp_compiler.onnx.convert import Conversion, convert_onnx
@@ -20,12 +21,27 @@ from amp_compiler.onnx.model.model import proto_bodies
 
 BFLOAT16_PER_FLOAT16 = 8  # three bits of precision fewer
 NAMES = {case.name: case for case in CASES}
-EVERY = pytest.mark.parametrize("name", NAMES)
-QUICK = pytest.mark.parametrize(
-    "name", [pytest.param(case.name, marks=pytest.mark.slow) if case.slow else case.name for case in CASES]
-)
 BOTH = pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-BENIGN = pytest.mark.parametrize("name", [case.name for case in CASES if case.kind == "benign"])
+
+
+def over(wanted: Callable[[Case], object], slow: Callable[[Case], bool] = lambda case: False) -> pytest.MarkDecorator:
+    """The cases that are wanted; those that are not made by hand take seconds to make."""
+    return pytest.mark.parametrize(
+        "name",
+        [
+            pytest.param(
+                case.name,
+                marks=[pytest.mark.long] * (case not in MADE) + [pytest.mark.slow] * slow(case),
+            )
+            for case in CASES
+            if wanted(case)
+        ],
+    )
+
+
+EVERY = over(lambda case: True)
+QUICK = over(lambda case: True, slow=lambda case: case.slow)
+BENIGN = over(lambda case: case.kind == "benign")
 
 
 @functools.cache
@@ -155,7 +171,7 @@ def test_on_benign_models_nothing_is_fp32_without_a_cause(name, dtype):
     assert low == sum(node.family in ("matmul", "convolution") for node in plan.nodes if node.precision != "keep") > 0
 
 
-@pytest.mark.parametrize("name", [case.name for case in CASES if case.low_share])
+@over(lambda case: case.low_share)
 def test_an_overflow_costs_few_nodes(name):
     plan = converted(name, "fp16").plan
     counted = [node for node in plan.nodes if node.precision != "keep"]
@@ -165,9 +181,7 @@ def test_an_overflow_costs_few_nodes(name):
 
 
 @BOTH
-@pytest.mark.parametrize(
-    "name", [case.name for case in CASES if case.kind in ("overflow", "outlier") and not case.slow]
-)
+@over(lambda case: case.kind in ("overflow", "outlier") and not case.slow)
 def test_without_calibration_the_result_is_valid(name, dtype):
     """How accurate it is then depends on the model; bfloat16 has FP32's range and needs no data."""
     model, batches = built(name)
@@ -178,7 +192,7 @@ def test_without_calibration_the_result_is_valid(name, dtype):
 
 
 @BOTH
-@pytest.mark.parametrize("name", ["mlp", "wide_mlp", "convolutions_with_batch_norm", "resnet50", "vit"])
+@over(lambda case: case.name in ("mlp", "wide_mlp", "convolutions_with_batch_norm", "resnet50", "vit"))
 def test_fast_rules_leave_the_casts_at_the_ends(name, dtype):
     done = converted(name, dtype, "fast")
     graph = done.model.graph
@@ -192,7 +206,7 @@ def test_fast_rules_leave_the_casts_at_the_ends(name, dtype):
 
 
 @BOTH
-@pytest.mark.parametrize("name", [case.name for case in CASES if case.low_weights])
+@over(lambda case: case.low_weights)
 def test_the_size_halves(name, dtype):
     model = built(name)[0]
     assert converted(name, dtype).model.ByteSize() <= 0.52 * model.ByteSize()
@@ -214,6 +228,7 @@ print(json.dumps(digests))
 """
 
 
+@pytest.mark.long
 def test_the_same_bytes_under_any_hash_seed():
     found = []
     for seed in ("1", "2"):

@@ -14,6 +14,7 @@ from amp_compiler.onnx.export import DEFAULT_OPSET
 
 LOW = {"fp16": TensorProto.FLOAT16, "bf16": TensorProto.BFLOAT16}
 BOTH = pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+pytestmark = pytest.mark.long  # an export each; test_export_and_convert.py has some for every day
 
 
 class Net(nn.Module):

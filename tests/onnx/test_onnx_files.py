@@ -75,6 +75,7 @@ def test_external_data_stay_external_and_cast_exactly(tmp_path):
         convert_onnx(tmp_path / "m.onnx")
 
 
+@pytest.mark.slow
 def test_the_bytes_do_not_depend_on_the_hash_seed(tmp_path):
     onnx.save(masked(-1e9), tmp_path / "a.onnx")
     onnx.save(loop(), tmp_path / "b.onnx")

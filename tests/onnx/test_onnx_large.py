@@ -79,6 +79,7 @@ def test_3_gb_of_external_data_convert_in_under_2_gb(tmp_path):
     assert (first[:64] == 12).all() and first[64] == 0
 
 
+@pytest.mark.long
 def test_peak_memory_is_under_3_times_the_model(tmp_path):
     """One file of 256 MB; the libraries' own memory, measured in the same process, is taken off."""
     random = np.random.default_rng(0)

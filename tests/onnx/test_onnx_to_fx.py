@@ -241,6 +241,11 @@ def test_an_unknown_attribute_is_refused_with_its_node():
             "c = Constant<value_floats=[1.0, 2.0]>() [bad] a = Concat<axis=3>(c, c) y = Add(x, a)",
             r"node 'bad' \(Concat\): it cannot be converted: IndexError.*checker",
         ),
+        ("[bad] y = Dropout<slope=1>(x)", r"node 'bad' \(Dropout\): attribute 'slope'"),
+        (
+            'p = Constant<value_ints=[0, 1, 0, 0]>() [bad] y = Pad<mode="mirror">(x, p)',
+            r"node 'bad' \(Pad\): attribute mode='mirror' is none of 'constant', 'reflect', 'edge', 'wrap'",
+        ),
         ("[bad] y = If(x)", r"node 'bad' \(If\): the attribute 'then_branch' is missing"),
         ("[bad] y = com.microsoft.FusedMatMul<transBatchA=1>(x, x)", r"node 'bad' \(FusedMatMul\): there is no conv"),
         ('[bad] y = com.microsoft.FusedGemm<activation="Elu">(x, x)', r"node 'bad' \(FusedGemm\): there is no conv"),
@@ -313,6 +318,7 @@ def test_a_module_is_copied_saved_and_loaded(tmp_path):
     assert copy.deepcopy(module).meta["onnx_names"] == module.meta["onnx_names"]
 
 
+@pytest.mark.long
 def test_the_same_model_gives_the_same_code_under_any_hash_seed():
     code = f"import amp_compiler as a, onnx.parser as p; print(a.onnx_to_fx(p.parse_model({LINEAR!r})).code, end='')"
     environment = {"PYTHONHASHSEED": "7", "PATH": "", "OMP_NUM_THREADS": "1"}

@@ -14,6 +14,7 @@ from torch import nn
 import amp_compiler as amp
 
 transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.long  # an export each
 
 IDS = torch.arange(14).reshape(2, 7) + 3  # no padding token: ONNX does not say that its row is frozen
 TEXT = {

@@ -94,6 +94,7 @@ def check(case: Any) -> None:
                 np.testing.assert_allclose(found, theirs, rtol=max(case.rtol, 1e-5), atol=1e-5)
 
 
+@pytest.mark.long
 def test_the_float_node_tests_pass_but_for_what_is_listed():
     passed, refused, failed = 0, [], {}
     for case in float_cases_cached():

@@ -50,6 +50,12 @@ def backward(name: str, gradient: str) -> PrecisionPlan:
     return PrecisionPlan("bf16", "mine", "cpu", (node,), ())
 
 
+def computing(name: str) -> PrecisionPlan:
+    says = {"math": "fp32", "math_rule": "my.yaml:3"}
+    node = PlannedNode(name, "aten.gelu", "elementwise", "", "low", "", "asked for", "low", **says)
+    return PrecisionPlan("bf16", "mine", "cpu", (node,), ())
+
+
 SGD = UpdateGroup("sgd", ("a",), (), (("momentum_buffer", True), ("lows", False)), 5, (False, False), True)
 MEAN = TracedUpdate("Mean", ("a",), ("b",), (StateTensor("mean", 0, (4, 4), (4, 1), torch.float32),), 1, running_mean)
 UPDATE: dict[str, Any] = {"updated": ("a",), "results": 1, "buffers": (), "scale": StaticLossScale(8.0)}
@@ -61,6 +67,8 @@ OPTIONS: dict[str, Any] = {
     "mark_backward": {"plan": backward("linear", "fp32")},
     "type_backward": {"ops": RULES.ops},
     "type_backward/a_cast_of_its_own_for_weights_kept_low": {"ops": RULES.ops, "past_weights": False},
+    "mark_math": {"plan": computing("gelu")},
+    "widen_math": {"ops": RULES.ops},
     "legalize": {"ops": RULES.ops},
     "hoist_weight_casts": {"weights": ("w",)},
     "separate_buffers": {"buffers": ("mean",)},

@@ -236,6 +236,7 @@ def error(found, exact):
     return float((found - exact).norm() / exact.norm()) if float(exact.norm()) else float(found.norm())
 
 
+@pytest.mark.long
 @QUICK
 @given(case=convolutions(), last=st.booleans(), number=st.integers(0, 99))
 def test_values_and_gradients_are_as_exact_as_the_convolutions(case, last, number):

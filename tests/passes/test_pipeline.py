@@ -109,6 +109,7 @@ def test_denying_everything_casts_nothing(seed: int) -> None:
     assert plan.casts == ()
 
 
+@pytest.mark.long
 def test_the_same_plan_for_every_hash_seed() -> None:
     texts = set()
     for seed in ("0", "1", "4242"):

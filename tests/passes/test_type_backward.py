@@ -32,8 +32,15 @@ from amp_compiler.errors import RuleError
 from amp_compiler.passes.precision.type_backward import is_typed
 
 
-@pytest.mark.parametrize("make", [gradients, by_autograd])
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize(
+    ("backend", "make"),
+    [
+        ("eager", gradients),
+        ("eager", by_autograd),
+        ("inductor", gradients),
+        pytest.param("inductor", by_autograd, marks=pytest.mark.slow),
+    ],
+)
 def test_fp32_gradients_of_bf16_matrix_products(make: Any, backend: str) -> None:
     found = make(Net(), WIDE, "bf16", backend)
     # Inductor may leave out the rounding of the gradient at the ReLU, half a unit in the last place of BF16.

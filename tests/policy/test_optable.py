@@ -253,6 +253,51 @@ def test_emulated_ops_have_no_kernel_on_the_cpu(name, low):
     WITHOUT_KERNELS[name](torch.float32)
 
 
+# ---- kernels that compute in FP32 by themselves
+
+
+ONCE = {
+    "add": lambda x, y: x + y,
+    "sub": lambda x, y: x - y,
+    "rsub": lambda x, y: torch.rsub(x, y),
+    "neg": lambda x, y: -x,
+    "abs": lambda x, y: x.abs(),
+    "relu": lambda x, y: torch.relu(x),
+    "transpose": lambda x, y: x.transpose(1, 2),
+    "expand": lambda x, y: y.expand(5, 2, 3, 4),
+    "cat": lambda x, y: torch.cat([x, y.expand_as(x)]),
+    "where": lambda x, y: torch.where(x > y, x, y),
+    "masked_fill": lambda x, y: x.masked_fill(x > 1, 0.5),
+    "constant_pad_nd": lambda x, y: F.pad(x, (1, 1)),
+}
+
+
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("name", ONCE)
+def test_what_accumulates_is_fp32_arithmetic_to_the_bit_both_ways(name, low):
+    """The result and the gradients of the 16-bit kernel are those of FP32 arithmetic, rounded once at the end."""
+    if name != "constant_pad_nd":
+        assert TABLE.info(f"aten.{name}").accumulates == {"all"}
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, 3, 4, generator=generator).to(low), torch.randn(4, generator=generator).to(low)
+
+    def numbers(wide):
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, y)]
+        made = ONCE[name](*[leaf.float() if wide else leaf for leaf in leaves]).to(low)
+        weights = torch.randn(made.shape, generator=torch.Generator().manual_seed(1)).to(low)
+        return made, *torch.autograd.grad(made, leaves, weights, allow_unused=True)
+
+    for one, other in zip(numbers(wide=False), numbers(wide=True), strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
+
+
+def test_products_accumulate_and_what_rounds_on_the_way_does_not():
+    for name in ("linear", "conv2d", "scaled_dot_product_attention", "lstm"):
+        assert TABLE.info(f"aten.{name}").accumulates_on("cuda")
+    for name in ("mul", "gelu", "softmax", "layer_norm", "batch_norm", "mean", "embedding", "unfold", "max_pool2d"):
+        assert not TABLE.info(f"aten.{name}").accumulates_on("cpu")
+
+
 # ---- mistakes in a table
 
 
@@ -266,6 +311,8 @@ def test_emulated_ops_have_no_kernel_on_the_cpu(name, low):
         ("families: {a: {about: text, aten: [x], special: {aten.y: {}}}}\n", "does not hold"),
         ("families: {a: {about: text, aten: [x], exact: 1}}\n", "not a bool"),
         ("families: {a: {about: text, aten: [x], special: {aten.x: {foo: true}}}}\n", "unknown field 'foo'"),
+        ("families: {a: {about: text, aten: [x], sums: inside}}\n", "'inside' is no 'sums'.*inner"),
+        ("families: {a: {about: text, aten: [x], moves: far}}\n", "'far' is no 'moves'.*shape, place, index"),
     ],
 )
 def test_wrong_tables(text, message):

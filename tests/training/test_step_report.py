@@ -54,7 +54,7 @@ def test_a_step_whose_gradients_are_finite_reports_nothing(backend):
     assert str(report) == "all gradients were finite"
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_an_overflow_in_the_forward_is_found_at_its_node_and_not_at_the_mask(backend):
     model, step = make(backend)
     before = [p.detach().clone() for p in model.parameters()]

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from toys import classes
 
 import amp_compiler as amp
 
@@ -25,10 +26,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.b(F.relu(self.norm(self.a(x))))
-
-
-def loss_fn(model, x, y):
-    return F.cross_entropy(model(x), y)
 
 
 OPTIMIZERS = {
@@ -51,11 +48,11 @@ def models() -> tuple[nn.Module, nn.Module]:
 def test_plain_fp32_equals_a_torch_loop(name):
     model, reference = models()
     optimizer, plain = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](reference.parameters())
-    step = amp.training_step(model, loss_fn, optimizer, backend="eager", enabled=False)
+    step = amp.training_step(model, classes, optimizer, backend="eager", enabled=False)
     for _ in range(20):
         loss = step(X, Y)
         plain.zero_grad()
-        expected = loss_fn(reference, X, Y)
+        expected = classes(reference, X, Y)
         expected.backward()
         plain.step()
         assert abs(float(loss - expected.detach())) < 1e-5
@@ -73,14 +70,14 @@ def test_plain_fp32_equals_a_torch_loop(name):
 def test_mixed_precision_learns_as_autocast_does(dtype, backend):
     model, reference = models()
     step = amp.training_step(
-        model, loss_fn, torch.optim.AdamW(model.parameters(), 1e-2), dtype=dtype, loss_scale=1024.0, backend=backend
+        model, classes, torch.optim.AdamW(model.parameters(), 1e-2), dtype=dtype, loss_scale=1024.0, backend=backend
     )
     plain = torch.optim.AdamW(reference.parameters(), 1e-2)
     for _ in range(30):
         loss = step(X, Y)
         plain.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
-            expected = loss_fn(reference, X, Y)
+            expected = classes(reference, X, Y)
         expected.backward()
         plain.step()
     assert abs(float(loss) - float(expected)) < 0.05 * float(expected)
@@ -108,7 +105,7 @@ def test_a_step_with_a_non_finite_gradient_changes_nothing_but_the_scale(name, p
     model, _ = models()
     optimizer = OPTIMIZERS[name](model.parameters())
     step = amp.training_step(
-        model, loss_fn, optimizer, dtype="fp16", loss_scale="dynamic", clip_norm=1.0, backend=backend
+        model, classes, optimizer, dtype="fp16", loss_scale="dynamic", clip_norm=1.0, backend=backend
     )
     step(X, Y)
     before = snapshot(model, optimizer)
@@ -127,11 +124,11 @@ def test_a_step_with_a_non_finite_gradient_changes_nothing_but_the_scale(name, p
 def test_clipping_is_torchs():
     model, reference = models()
     step = amp.training_step(
-        model, loss_fn, torch.optim.SGD(model.parameters(), 0.1), backend="eager", enabled=False, clip_norm=0.05
+        model, classes, torch.optim.SGD(model.parameters(), 0.1), backend="eager", enabled=False, clip_norm=0.05
     )
     step(X, Y)
     plain = torch.optim.SGD(reference.parameters(), 0.1)
-    loss_fn(reference, X, Y).backward()
+    classes(reference, X, Y).backward()
     gradients = {n: p.grad.clone() for n, p in reference.named_parameters() if p.grad is not None}
     norm = nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
     plain.step()
@@ -144,7 +141,7 @@ def test_clipping_is_torchs():
 
 def test_the_16_bit_weight_is_the_rounded_master():
     model, _ = models()
-    step = amp.training_step(model, loss_fn, torch.optim.AdamW(model.parameters(), 1e-2), dtype="bf16", backend="eager")
+    step = amp.training_step(model, classes, torch.optim.AdamW(model.parameters(), 1e-2), dtype="bf16", backend="eager")
     for _ in range(3):
         step(X, Y)
     for key, copies in step._lows._copies.items():
@@ -171,16 +168,16 @@ def test_schedulers_groups_and_scaler_states_carry_over():
         return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
 
     (ours, our_schedule), (plain, schedule) = build(model), build(reference)
-    step = amp.training_step(model, loss_fn, ours, backend="eager", enabled=False)
+    step = amp.training_step(model, classes, ours, backend="eager", enabled=False)
     for _ in range(6):
         step(X, Y)
         our_schedule.step()
         plain.zero_grad()
-        loss_fn(reference, X, Y).backward()
+        classes(reference, X, Y).backward()
         plain.step()
         schedule.step()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), reference.parameters(), strict=True))
-    scaled = amp.training_step(model, loss_fn, ours, dtype="fp16", loss_scale="dynamic", backend="eager")
+    scaled = amp.training_step(model, classes, ours, dtype="fp16", loss_scale="dynamic", backend="eager")
     scaler = torch.amp.GradScaler("cpu", init_scale=512.0)
     scaler.scale(torch.ones(()))
     scaled.load_state_dict(scaler.state_dict())
@@ -202,8 +199,8 @@ def test_accumulated_batches_are_averaged(backend):
     model = Plain()
     reference = copy.deepcopy(model)
     options = {"enabled": False, "backend": backend, "clip_norm": 0.5}
-    step = amp.training_step(model, loss_fn, torch.optim.SGD(model.parameters(), 0.1), accumulate=2, **options)
-    whole = amp.training_step(reference, loss_fn, torch.optim.SGD(reference.parameters(), 0.1), **options)
+    step = amp.training_step(model, classes, torch.optim.SGD(model.parameters(), 0.1), accumulate=2, **options)
+    whole = amp.training_step(reference, classes, torch.optim.SGD(reference.parameters(), 0.1), **options)
     for _ in range(3):
         before = [p.detach().clone() for p in model.parameters()]
         step(X[:16], Y[:16])
@@ -220,7 +217,7 @@ def test_one_bad_batch_skips_the_whole_accumulated_step(place):
     model, _ = models()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     step = amp.training_step(
-        model, loss_fn, optimizer, dtype="fp16", loss_scale="dynamic", accumulate=2, backend="eager"
+        model, classes, optimizer, dtype="fp16", loss_scale="dynamic", accumulate=2, backend="eager"
     )
     step(X, Y), step(X, Y)
     before = [p.detach().clone() for p in model.parameters()]
@@ -237,7 +234,7 @@ def test_momentum_survives_skips_shapes_and_checkpoints():
     def run(disturb: bool) -> list[torch.Tensor]:
         model, _ = models()
         optimizer = OPTIMIZERS["momentum"](model.parameters())
-        step = amp.training_step(model, loss_fn, optimizer, dtype="fp16", loss_scale=128.0, backend="eager")
+        step = amp.training_step(model, classes, optimizer, dtype="fp16", loss_scale=128.0, backend="eager")
         if disturb:
             step(X * float("inf"), Y)
         step(X[:8], Y[:8]), step(X[:8], Y[:8])
@@ -253,7 +250,7 @@ def test_parameters_that_come_later_are_trained():
     model, _ = models()
     model.a.weight.requires_grad_(False)
     optimizer = torch.optim.SGD([model.a.weight, model.b.weight], 0.1)
-    step = amp.training_step(model, loss_fn, optimizer, backend="eager", dtype="bf16")
+    step = amp.training_step(model, classes, optimizer, backend="eager", dtype="bf16")
     frozen, bias = model.a.weight.detach().clone(), model.b.bias.detach().clone()
     step(X, Y)
     assert torch.equal(frozen, model.a.weight) and torch.equal(bias, model.b.bias)
@@ -295,7 +292,7 @@ def test_a_gan_with_two_models_and_two_optimizers_and_aux():
 )
 def test_wrong_arguments_are_named(change, text):
     model, _ = models()
-    arguments = {"model": model, "loss_fn": loss_fn, "optimizer": torch.optim.SGD(model.parameters(), 0.1)} | change
+    arguments = {"model": model, "loss_fn": classes, "optimizer": torch.optim.SGD(model.parameters(), 0.1)} | change
     options = {key: arguments.pop(key) for key in list(arguments) if key == "clip_norm"}
     with pytest.raises(amp.AmpError, match=text):
         amp.training_step(**arguments, **options, backend="eager")(X, Y)

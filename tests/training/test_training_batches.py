@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from toys import classes, small
 
 import amp_compiler as amp
 from amp_compiler.errors import CaptureError
@@ -91,17 +92,13 @@ def test_sizes_of_a_dynamic_dimension_do_not_count_as_signatures(monkeypatch):
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_one_program_serves_every_batch_size_where_shapes_are_dynamic(backend):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    model = small()
     reference = copy.deepcopy(model)
     size = torch.export.Dim("size", min=2, max=64)
 
-    def loss_fn(model, x, y):
-        return torch.nn.functional.cross_entropy(model(x), y)
-
     step = amp.training_step(
         model,
-        loss_fn,
+        classes,
         torch.optim.SGD(model.parameters(), 0.1),
         enabled=False,
         backend=backend,
@@ -112,7 +109,7 @@ def test_one_program_serves_every_batch_size_where_shapes_are_dynamic(backend):
     for count in (8, 5, 33):
         x, y = torch.randn(count, 8), torch.randint(0, 4, (count,))
         plain.zero_grad()
-        expected = loss_fn(reference, x, y)
+        expected = classes(reference, x, y)
         expected.backward()
         plain.step()
         torch.testing.assert_close(step(x, y), expected.detach())

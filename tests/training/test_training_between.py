@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from toys import classes, small
 
 import amp_compiler as amp
 from amp_compiler.errors import AmpError, CaptureError
@@ -18,15 +19,6 @@ X = torch.randn(32, 8, generator=GENERATOR)
 Y = torch.randint(0, 4, (32,), generator=GENERATOR)
 IMAGES = torch.randn(4, 3, 8, 8, generator=GENERATOR)
 BACKENDS = pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-
-
-def loss_fn(model, x, y):
-    return F.cross_entropy(model(x), y)
-
-
-def net(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
 def convnet() -> nn.Module:
@@ -45,11 +37,11 @@ def assert_same_weights(first, second, **tolerance):
 
 @BACKENDS
 def test_two_steps_over_one_model_see_each_others_updates(backend):
-    model, reference = net(), net()
+    model, reference = small(), small()
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    steps = [amp.training_step(model, loss_fn, optimizer, dtype="bf16", backend=backend) for _ in range(2)]
+    steps = [amp.training_step(model, classes, optimizer, dtype="bf16", backend=backend) for _ in range(2)]
     alone = amp.training_step(
-        reference, loss_fn, torch.optim.SGD(reference.parameters(), 0.5), dtype="bf16", backend=backend
+        reference, classes, torch.optim.SGD(reference.parameters(), 0.5), dtype="bf16", backend=backend
     )
     for number in range(6):
         assert torch.equal(steps[number % 2](X, Y), alone(X, Y))
@@ -59,17 +51,17 @@ def test_two_steps_over_one_model_see_each_others_updates(backend):
 @pytest.mark.parametrize(("fused", "half"), [(False, False), (True, False), (False, True)])
 def test_steps_that_the_optimizer_makes_itself_are_seen(fused, half):
     """Fused optimizers of torch move no version counter."""
-    model = net().bfloat16() if half else net()
+    model = small().bfloat16() if half else small()
     optimizer = torch.optim.SGD(model.parameters(), 1.0, fused=fused)
-    step = amp.training_step(model, loss_fn, optimizer, dtype="bf16", backend="eager")
+    step = amp.training_step(model, classes, optimizer, dtype="bf16", backend="eager")
     x = X.bfloat16() if half else X
     step(x, Y)
     with torch.autocast("cpu", torch.bfloat16):
-        before = loss_fn(model, x, Y)
+        before = classes(model, x, Y)
     before.backward()
     optimizer.step()
     with torch.autocast("cpu", torch.bfloat16):  # another context: autocast keeps its casts inside one
-        expected = loss_fn(model, x, Y)
+        expected = classes(model, x, Y)
     assert float(before) - float(expected) > 0.03
     torch.testing.assert_close(step(x, Y), expected.detach(), rtol=1e-2, atol=1e-2)
 
@@ -90,7 +82,7 @@ def test_a_model_may_become_channels_last(backend, enabled, accumulate):
     for convert in (False, True):
         model = convnet()
         step = amp.training_step(
-            model, loss_fn, adamw(model), dtype="bf16", backend=backend, enabled=enabled, accumulate=accumulate
+            model, classes, adamw(model), dtype="bf16", backend=backend, enabled=enabled, accumulate=accumulate
         )
         for number in range(6):
             if number == 3 and convert:
@@ -119,13 +111,13 @@ def test_a_checkpoint_of_another_memory_format_is_taken(backend, kind):
     model = convnet().bfloat16() if kind == "master" else convnet()
     images = IMAGES.bfloat16() if kind == "master" else IMAGES
     optimizer = make(model.parameters())
-    step = amp.training_step(model, loss_fn, optimizer, **options)
+    step = amp.training_step(model, classes, optimizer, **options)
     step(images, Y[:4])
     step(images, Y[:4])
     other = (convnet().bfloat16() if kind == "master" else convnet()).to(memory_format=torch.channels_last)
     other.load_state_dict(model.state_dict())
     resumed = make(other.parameters())
-    again = amp.training_step(other, loss_fn, resumed, **options)
+    again = amp.training_step(other, classes, resumed, **options)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for _ in range(2):
         torch.testing.assert_close(again(images, Y[:4]), step(images, Y[:4]), rtol=2e-2, atol=1e-3)
@@ -133,22 +125,22 @@ def test_a_checkpoint_of_another_memory_format_is_taken(backend, kind):
 
 @BACKENDS
 def test_weights_that_are_slices_are_trained(backend):
-    model, reference = net(), net()
+    model, reference = small(), small()
     model[2].weight = nn.Parameter(torch.stack([reference[2].weight.detach()] * 2, -1)[..., 0])
     assert not model[2].weight.is_contiguous()
-    step = amp.training_step(model, loss_fn, adamw(model), backend=backend, enabled=False)
+    step = amp.training_step(model, classes, adamw(model), backend=backend, enabled=False)
     plain = adamw(reference)
     for _ in range(4):
         step(X, Y)
         plain.zero_grad()
-        loss_fn(reference, X, Y).backward()
+        classes(reference, X, Y).backward()
         plain.step()
     assert_same_weights(model, reference, rtol=0, atol=1e-6)
 
 
 def test_a_parameter_that_is_replaced_is_another_one():
-    model = net()
-    step = amp.training_step(model, loss_fn, adamw(model), dtype="bf16", backend="eager")
+    model = small()
+    step = amp.training_step(model, classes, adamw(model), dtype="bf16", backend="eager")
     step(X, Y)
     model[0].weight = nn.Parameter(model[0].weight.detach().clone())
     before = model[0].weight.detach().clone()
@@ -184,12 +176,12 @@ def test_weights_that_are_tied_later_have_one_gradient():
 
 
 def test_hooks_that_would_not_be_called_are_refused_at_once_and_later():
-    model = net()
+    model = small()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = amp.training_step(model, loss_fn, optimizer, dtype="bf16", backend="eager")
+    step = amp.training_step(model, classes, optimizer, dtype="bf16", backend="eager")
     step(X, Y)
     handle = optimizer.register_step_post_hook(lambda *_: None)
-    for call in (lambda: step(X, Y), lambda: amp.training_step(model, loss_fn, optimizer)):
+    for call in (lambda: step(X, Y), lambda: amp.training_step(model, classes, optimizer)):
         with pytest.raises(AmpError, match="SGD has step hooks"):
             call()
     handle.remove()
@@ -197,28 +189,28 @@ def test_hooks_that_would_not_be_called_are_refused_at_once_and_later():
 
 
 def test_a_loss_without_a_gradient_and_odd_parameters_are_refused_by_name():
-    model = net()
+    model = small()
     step = amp.training_step(
-        model, lambda m, x, y: loss_fn(m, x, y).detach(), adamw(model), dtype="bf16", backend="eager"
+        model, lambda m, x, y: classes(m, x, y).detach(), adamw(model), dtype="bf16", backend="eager"
     )
     with pytest.raises(CaptureError, match=r"depends on no parameter.*detach nothing"):
         step(X, Y)
     with pytest.raises(AmpError, match="no finished call"):
         _ = step.grad_norm
-    wide = net().double()
+    wide = small().double()
     for enabled in (False, True):
         with pytest.raises(AmpError, match=r"'0.weight' is float64.*\.float\(\)"):
-            amp.training_step(wide, loss_fn, adamw(wide), enabled=enabled)
+            amp.training_step(wide, classes, adamw(wide), enabled=enabled)
     for options in ({"clip_norm": "1"}, {"clip_norm": True}, {"accumulate": True}):
         with pytest.raises(AmpError, match=next(iter(options))):
-            amp.training_step(model, loss_fn, adamw(model), **options)
+            amp.training_step(model, classes, adamw(model), **options)
 
 
 def test_steps_may_be_captured_in_several_threads():
-    models, losses = [net(seed) for seed in range(3)], [None] * 3
+    models, losses = [small(seed) for seed in range(3)], [None] * 3
 
     def run(place):
-        step = amp.training_step(models[place], loss_fn, adamw(models[place]), dtype="bf16", backend="eager")
+        step = amp.training_step(models[place], classes, adamw(models[place]), dtype="bf16", backend="eager")
         losses[place] = float(step(X, Y))
 
     threads = [threading.Thread(target=run, args=(place,)) for place in range(3)]
@@ -226,5 +218,5 @@ def test_steps_may_be_captured_in_several_threads():
         thread.start()
     for thread in threads:
         thread.join()
-    expected = [float(loss_fn(net(seed), X, Y)) for seed in range(3)]
+    expected = [float(classes(small(seed), X, Y)) for seed in range(3)]
     assert losses == pytest.approx(expected, rel=1e-2)

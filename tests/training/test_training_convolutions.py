@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from test_training_products import assert_same_gradients_after, deferred
 from torch import nn
+from toys import classes
 
 import amp_compiler as amp
 from amp_compiler.ops.cpu import update as cpu_update
@@ -39,11 +40,7 @@ class Net(nn.Module):
         return self.head(F.relu(self.few(x)).flatten(1))
 
 
-def loss_fn(model, x, y):
-    return F.cross_entropy(model(x), y)
-
-
-def make(backend="inductor", layout=torch.contiguous_format, loss_of=loss_fn, **options):
+def make(backend="inductor", layout=torch.contiguous_format, loss_of=classes, **options):
     model = Net().to(memory_format=layout)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, eps=1e-4)  # small gradients move a weight by little
     return model, optimizer, amp.training_step(model, loss_of, optimizer, dtype="bf16", backend=backend, **options)

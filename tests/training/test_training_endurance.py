@@ -8,15 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
+from toys import classes
 
 import amp_compiler as amp
-
-
-def loss_fn(model, inputs, labels):
-    return F.cross_entropy(model(inputs), labels)
 
 
 @pytest.fixture
@@ -48,7 +44,7 @@ def test_many_steps_need_no_more_memory_and_no_new_program(compilations, backend
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.999)
-    step = amp.training_step(model, loss_fn, optimizer, dtype="fp16", backend=backend, clip_norm=1.0)
+    step = amp.training_step(model, classes, optimizer, dtype="fp16", backend=backend, clip_norm=1.0)
     inputs, labels = torch.randn(16, 8), torch.randint(0, 4, (16,))
 
     def run(share):

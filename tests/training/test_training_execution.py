@@ -155,8 +155,7 @@ def test_what_a_graph_cannot_replay_is_known_before_it_runs():
     assert "the shape of 'x_1' is dynamic" in _no_cuda_graph(symbolic, make_settings())
 
 
-@pytest.mark.compiles
-def test_inductors_step_is_replayed():
+def test_inductors_step_is_replayed(compiler):
     graphs = FakeGraphs()
     plain, replayed = train(None, 6, dtype="bf16", loss_scale=None), train(graphs, 6, dtype="bf16", loss_scale=None)
     assert graphs.log == ["warm_up"] * 3 + ["capture"] + ["replay"] * 3

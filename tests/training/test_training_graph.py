@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from toys import classes, small
 
 import amp_compiler as amp
 from amp_compiler.errors import AmpError
@@ -19,15 +20,6 @@ GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(32, 8, generator=GENERATOR)
 Y = torch.randint(0, 4, (32,), generator=GENERATOR)
 BACKENDS = pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-
-
-def loss_fn(model, x, y):
-    return F.cross_entropy(model(x), y)
-
-
-def net(seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 
 
 class Summands(nn.Module):
@@ -82,16 +74,16 @@ def test_parameters_that_are_each_others_gradients_are_updated_together(kind, ba
 
 
 def test_gradients_of_a_nest_are_named_by_their_path():
-    nest = {"a": {"b": net(0)}, "a_b": net(1), "list": [net(2)]}
+    nest = {"a": {"b": small(0)}, "a_b": small(1), "list": [small(2)]}
     models = [nest["a"]["b"], nest["a_b"], nest["list"][0]]
     optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], 0.1)
 
     def loss(nest, x, y):
-        return loss_fn(nest["a"]["b"], x, y) + 2 * loss_fn(nest["a_b"], x, y) + loss_fn(nest["list"][0], x, y)
+        return classes(nest["a"]["b"], x, y) + 2 * classes(nest["a_b"], x, y) + classes(nest["list"][0], x, y)
 
     expected = {}
     for path, factor, model in zip(("a.b", "a_b", "list.0"), (1, 2, 1), models, strict=True):
-        (factor * loss_fn(model, X, Y)).backward()
+        (factor * classes(model, X, Y)).backward()
         expected |= {f"{path}.{name}": parameter.grad for name, parameter in model.named_parameters()}
     step = amp.training_step(nest, loss, optimizer, enabled=False, backend="eager")
     step(X, Y)
@@ -100,17 +92,17 @@ def test_gradients_of_a_nest_are_named_by_their_path():
         torch.testing.assert_close(gradient, expected[name])
 
 
-@pytest.mark.parametrize("nest", [{"a.b": net()}, {0: net(), "0": net(1)}])
+@pytest.mark.parametrize("nest", [{"a.b": small()}, {0: small(), "0": small(1)}])
 def test_a_path_that_is_no_name_is_refused(nest):
     parameters = [p for model in nest.values() for p in model.parameters()]
     with pytest.raises(AmpError, match="whose path is no name"):
-        amp.training_step(nest, loss_fn, torch.optim.SGD(parameters, 0.1))
+        amp.training_step(nest, classes, torch.optim.SGD(parameters, 0.1))
 
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_rule_names_modules_as_in_the_model(nested):
     """The same rule file fits `amp.compile`, `amp.explain` and the step."""
-    model = net()
+    model = small()
     name = "classifier.0" if nested else "0"
     rules = {
         "version": 1,
@@ -120,7 +112,7 @@ def test_a_rule_names_modules_as_in_the_model(nested):
     nest = {"classifier": model} if nested else model
     step = amp.training_step(
         nest,
-        lambda m, x, y: loss_fn(m["classifier"] if nested else m, x, y),
+        lambda m, x, y: classes(m["classifier"] if nested else m, x, y),
         torch.optim.SGD(model.parameters(), 0.1),
         rules=rules,
         dtype="bf16",
@@ -185,7 +177,7 @@ def test_products_convolutions_and_norms_of_the_backward_know_the_module_that_th
     torch.manual_seed(0)
     model = Nested()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = amp.training_step(model, loss_fn, optimizer, backend="eager", **options)
+    step = amp.training_step(model, classes, optimizer, backend="eager", **options)
     step(torch.randn(11, 1, 8, 8), torch.randint(0, 4, (11,)))
     kinds = (*PRODUCTS, *NORMS, "aten.convolution_backward")
     nodes = [n for n in step.graph_module.graph.nodes if n.meta.get("amp_phase") == "backward"]

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 from torch import optim as O
-from training_optimizers import EXACT, OPTIMIZERS, STEPS, X, Y, loss_fn, models, split, states, tensors_of
+from toys import classes
+from training_optimizers import EXACT, OPTIMIZERS, STEPS, X, Y, models, split, states, tensors_of
 
 import amp_compiler as amp
 
@@ -18,11 +19,11 @@ import amp_compiler as amp
 def test_plain_fp32_equals_a_torch_loop(name):
     model, reference = models(name)
     optimizer, plain = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](reference.parameters())
-    step = amp.training_step(model, loss_fn, optimizer, backend="eager", enabled=False)
+    step = amp.training_step(model, classes, optimizer, backend="eager", enabled=False)
     for _ in range(STEPS):
         step(X, Y)
         plain.zero_grad()
-        loss_fn(reference, X, Y).backward()
+        classes(reference, X, Y).backward()
         plain.step()
     tolerance = {"rtol": 0, "atol": 0} if name in EXACT else {"rtol": 1e-6, "atol": 1e-6}
     for got, wanted in zip(model.state_dict().values(), reference.state_dict().values(), strict=True):
@@ -41,7 +42,7 @@ def test_plain_fp32_equals_a_torch_loop(name):
 def test_a_step_with_a_non_finite_gradient_changes_nothing(name):
     model, _ = models(name)
     optimizer = OPTIMIZERS[name](model.parameters())
-    step = amp.training_step(model, loss_fn, optimizer, dtype="bf16", clip_norm=1.0, backend="eager")
+    step = amp.training_step(model, classes, optimizer, dtype="bf16", clip_norm=1.0, backend="eager")
     step(X, Y)
     bad = X.clone()
     bad[3, 2] = float("inf")
@@ -59,7 +60,7 @@ def test_a_step_with_a_non_finite_gradient_changes_nothing(name):
 def test_a_saved_run_goes_on_bit_for_bit(name):
     model, _ = models(name)
     optimizer = OPTIMIZERS[name](model.parameters())
-    step = amp.training_step(model, loss_fn, optimizer, dtype="bf16", backend="eager")
+    step = amp.training_step(model, classes, optimizer, dtype="bf16", backend="eager")
     for _ in range(3):
         step(X, Y)
     file = io.BytesIO()
@@ -73,7 +74,7 @@ def test_a_saved_run_goes_on_bit_for_bit(name):
     resumed.load_state_dict(saved)
     other = OPTIMIZERS[name](resumed.parameters())
     other.load_state_dict(copy.deepcopy(saved_optimizer))  # torch takes the tensors over as they are
-    again = amp.training_step(resumed, loss_fn, other, dtype="bf16", backend="eager")
+    again = amp.training_step(resumed, classes, other, dtype="bf16", backend="eager")
     again.load_state_dict(saved_step)
     # What was captured before a load works on what is loaded.
     model.load_state_dict(saved)
@@ -90,12 +91,12 @@ def test_a_saved_run_goes_on_bit_for_bit(name):
 def test_a_scheduler_changes_the_rate_without_a_recapture_and_other_numbers_with_one(name, builds):
     model, reference = models(name)
     optimizer, plain = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](reference.parameters())
-    step = amp.training_step(model, loss_fn, optimizer, backend="eager", enabled=False)
+    step = amp.training_step(model, classes, optimizer, backend="eager", enabled=False)
     step(X, Y)
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in (optimizer, plain)]
     for number in range(6):
         plain.zero_grad()
-        loss_fn(reference, X, Y).backward()
+        classes(reference, X, Y).backward()
         plain.step()
         if number:
             step(X, Y)
@@ -112,12 +113,12 @@ def test_a_scheduler_changes_the_rate_without_a_recapture_and_other_numbers_with
 def test_a_rate_that_is_a_tensor_is_followed():
     model, reference = models()
     rate = torch.tensor(1e-2)
-    step = amp.training_step(model, loss_fn, O.RMSprop(model.parameters(), rate), backend="eager", enabled=False)
+    step = amp.training_step(model, classes, O.RMSprop(model.parameters(), rate), backend="eager", enabled=False)
     plain = O.RMSprop(reference.parameters(), 1e-2)
     for number in range(4):
         step(X, Y)
         plain.zero_grad()
-        loss_fn(reference, X, Y).backward()
+        classes(reference, X, Y).backward()
         plain.step()
         rate.mul_(0.5)
         plain.param_groups[0]["lr"] = 1e-2 * 0.5 ** (number + 1)
@@ -141,12 +142,12 @@ def test_groups_dicts_clipping_and_accumulation(make, accumulate):
     model, reference = models()
     optimizer, plain = make(model), make(reference)
     step = amp.training_step(
-        model, loss_fn, optimizer, clip_norm=0.05, accumulate=accumulate, backend="eager", enabled=False
+        model, classes, optimizer, clip_norm=0.05, accumulate=accumulate, backend="eager", enabled=False
     )
     plains = list(plain.values()) if isinstance(plain, dict) else [plain]
     for number in range(4 * accumulate):
         step(X, Y)
-        (loss_fn(reference, X, Y) / accumulate).backward()
+        (classes(reference, X, Y) / accumulate).backward()
         if (number + 1) % accumulate == 0:
             nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
             for one in plains:
@@ -163,7 +164,7 @@ def test_under_inductor_the_step_does_what_it_does_node_by_node(name):
     for backend in ("eager", "inductor"):
         model, _ = models(name)
         optimizer = OPTIMIZERS[name](model.parameters())
-        step = amp.training_step(model, loss_fn, optimizer, backend=backend, enabled=False)
+        step = amp.training_step(model, classes, optimizer, backend=backend, enabled=False)
         for _ in range(5):
             step(X, Y)
         found.append(tensors_of(model, optimizer))
@@ -175,7 +176,7 @@ def test_under_inductor_the_step_does_what_it_does_node_by_node(name):
 def test_under_inductor_16_bit_copies_are_written_and_bad_steps_skipped(name, compiler):
     model, _ = models(name)
     optimizer = OPTIMIZERS[name](model.parameters())
-    step = amp.training_step(model, loss_fn, optimizer, dtype="fp16", loss_scale=64.0, backend="inductor")
+    step = amp.training_step(model, classes, optimizer, dtype="fp16", loss_scale=64.0, backend="inductor")
     first = float(step(X, Y))
     for _ in range(10):
         loss = step(X, Y)
@@ -195,12 +196,12 @@ def test_16_bit_parameters_get_masters_and_fp32_state():
     model, reference = model.bfloat16(), reference.bfloat16().float()
     model.norm.float()
     optimizer, plain = O.NAdam(model.parameters(), 1e-2), O.NAdam(reference.parameters(), 1e-2)
-    step = amp.training_step(model, loss_fn, optimizer, dtype="bf16", backend="eager")
+    step = amp.training_step(model, classes, optimizer, dtype="bf16", backend="eager")
     for _ in range(5):
         step(X, Y)
         plain.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_fn(reference, X, Y)
+            loss = classes(reference, X, Y)
         loss.backward()
         plain.step()
     state = optimizer.state[model.a.weight]

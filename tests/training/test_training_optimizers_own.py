@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 from torch import optim as O
-from training_optimizers import STEPS, X, Y, loss_fn, models, split, tensors_of
+from toys import classes
+from training_optimizers import STEPS, X, Y, models, split, tensors_of
 
 import amp_compiler as amp
 from amp_compiler.errors import AmpError, LoweringError
@@ -38,11 +39,11 @@ class Sign(torch.optim.Optimizer):
 def test_an_optimizer_of_the_user_is_traced():
     model, reference = models()
     optimizer, plain = Sign(model.parameters()), Sign(reference.parameters())
-    step = amp.training_step(model, loss_fn, optimizer, backend="eager", enabled=False)
+    step = amp.training_step(model, classes, optimizer, backend="eager", enabled=False)
     for number in range(STEPS):
         step(X, Y)
         plain.zero_grad()
-        loss_fn(reference, X, Y).backward()
+        classes(reference, X, Y).backward()
         plain.step()
         optimizer.param_groups[0]["lr"] = plain.param_groups[0]["lr"] = 1e-2 / (number + 2)
     for got, wanted in zip(tensors_of(model, optimizer), tensors_of(reference, plain), strict=True):
@@ -67,11 +68,11 @@ class LooksBack(Sign):
 def test_a_view_of_the_old_weight_is_read_before_the_new_one_is_written():
     model, reference = models()
     optimizer, plain = LooksBack(model.parameters()), LooksBack(reference.parameters())
-    step = amp.training_step(model, loss_fn, optimizer, backend="eager", enabled=False)
+    step = amp.training_step(model, classes, optimizer, backend="eager", enabled=False)
     for _ in range(3):
         step(X, Y)
         plain.zero_grad()
-        loss_fn(reference, X, Y).backward()
+        classes(reference, X, Y).backward()
         plain.step()
     for got, wanted in zip(tensors_of(model, optimizer), tensors_of(reference, plain), strict=True):
         assert torch.equal(got, wanted)
@@ -129,7 +130,7 @@ class DoesNothing(Sign):
 def test_what_cannot_be_traced_is_refused_by_name(kind, words):
     model, _ = models()
     before = copy.deepcopy(model.state_dict())
-    step = amp.training_step(model, loss_fn, kind(model.parameters()), backend="eager", enabled=False)
+    step = amp.training_step(model, classes, kind(model.parameters()), backend="eager", enabled=False)
     with pytest.raises(LoweringError, match=words):
         step(X, Y)
     assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True))
@@ -145,20 +146,20 @@ def test_what_no_step_can_do_is_refused_at_once():
         (O.SGD([{"params": model.parameters(), "l1_decay": "some"}]), "l1_decay is 'some'"),
     ):
         with pytest.raises(AmpError, match=words):
-            amp.training_step(model, loss_fn, optimizer)
+            amp.training_step(model, classes, optimizer)
     hooked = O.RMSprop(model.parameters())
     hooked.register_step_post_hook(lambda *arguments: None)
     with pytest.raises(AmpError, match="hooks"):
-        amp.training_step(model, loss_fn, hooked)
+        amp.training_step(model, classes, hooked)
     low = {"extends": "default", "version": 1, "weights": {"master": "low"}}
     with pytest.raises(AmpError, match="FP32 masters"):
-        amp.training_step(model, loss_fn, O.RMSprop(model.parameters()), rules=low, dtype="bf16", backend="eager")
+        amp.training_step(model, classes, O.RMSprop(model.parameters()), rules=low, dtype="bf16", backend="eager")
 
 
 def test_state_of_another_optimizer_is_refused():
     model, _ = models()
     optimizer = O.RMSprop(model.parameters(), 1e-2)
-    step = amp.training_step(model, loss_fn, optimizer, backend="eager", enabled=False)
+    step = amp.training_step(model, classes, optimizer, backend="eager", enabled=False)
     step(X, Y)
     optimizer.state[model.a.weight] = {"step": torch.tensor(1.0)}
     with pytest.raises(AmpError, match="state of RMSprop has no 'square_avg' of shape"):
@@ -169,19 +170,19 @@ def test_state_of_another_optimizer_is_refused():
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_l1_decay_of_a_group(kind, accumulate, builds):
     """Against torch with `l1 * sign(weight)` added to the clipped gradient by hand; a change of it compiles nothing."""
-    classes = {"sgd": lambda g: O.SGD(g, 0.1, momentum=0.9, weight_decay=0.01), "adamw": lambda g: O.AdamW(g, 1e-2)}
+    makers = {"sgd": lambda g: O.SGD(g, 0.1, momentum=0.9, weight_decay=0.01), "adamw": lambda g: O.AdamW(g, 1e-2)}
     model, reference = models()
     matrices, vectors = split(model)
     groups = [{"params": matrices, "l1_decay": 0.01}, {"params": vectors}]
-    optimizer, plain = classes[kind](groups), classes[kind](reference.parameters())
+    optimizer, plain = makers[kind](groups), makers[kind](reference.parameters())
     step = amp.training_step(
-        model, loss_fn, optimizer, backend="eager", enabled=False, clip_norm=0.5, accumulate=accumulate
+        model, classes, optimizer, backend="eager", enabled=False, clip_norm=0.5, accumulate=accumulate
     )
     for l1 in (0.01, 0.01, 0.003, 0.0):
         optimizer.param_groups[0]["l1_decay"] = l1
         for _ in range(accumulate):
             step(X, Y)
-            (loss_fn(reference, X, Y) / accumulate).backward()
+            (classes(reference, X, Y) / accumulate).backward()
         nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
         for weight in split(reference)[0]:
             if weight.grad is not None:

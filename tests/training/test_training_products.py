@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from toys import classes
 
 import amp_compiler as amp
 from amp_compiler.ops.cpu import update as cpu_update
@@ -28,16 +29,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def loss_fn(model, x, y):
-    return F.cross_entropy(model(x), y)
-
-
 def make(backend="inductor", optimizer="adamw", **options):
     torch.manual_seed(0)
     layers = nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 96), nn.ReLU(), nn.Linear(96, 64)
     model = nn.Sequential(*layers)
     made = OPTIMIZERS[optimizer](model.parameters())
-    return model, made, amp.training_step(model, loss_fn, made, backend=backend, **({"dtype": "bf16"} | options))
+    return model, made, amp.training_step(model, classes, made, backend=backend, **({"dtype": "bf16"} | options))
 
 
 def deferred(step):

@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
-from training_optimizers import X, Y, loss_fn, models
+from toys import classes
+from training_optimizers import X, Y, models
 
 import amp_compiler as amp
 from amp_compiler.fx.graph import canonical_op, node_tensor, rename_placeholder
@@ -26,7 +27,7 @@ def trained(scale, dtype, name, backend):
     model, _ = models()
     optimizer = OPTIMIZERS[name](model.parameters())
     step = amp.training_step(
-        model, loss_fn, optimizer, dtype=dtype, loss_scale=scale, backend=backend, clip_norm=0.25
+        model, classes, optimizer, dtype=dtype, loss_scale=scale, backend=backend, clip_norm=0.25
     )  # fmt: skip
     losses = []
     for _ in range(5):
@@ -77,7 +78,7 @@ def products_with_the_scale(graph):
 
 def test_nothing_multiplies_a_gradient_by_the_scale():
     model, _ = models()
-    step = amp.training_step(model, loss_fn, torch.optim.SGD(model.parameters(), 0.1), dtype="fp16", backend="eager")
+    step = amp.training_step(model, classes, torch.optim.SGD(model.parameters(), 0.1), dtype="fp16", backend="eager")
     step(X, Y)
     graph = step.graph_module.graph
     assert products_with_the_scale(graph) == []

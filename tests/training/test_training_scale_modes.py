@@ -6,7 +6,8 @@ import random
 
 import pytest
 import torch
-from training_weights import OPTIMIZERS, Line, X, Y, everything, linear_loss, loss_fn, net, same
+from toys import classes
+from training_weights import OPTIMIZERS, Line, X, Y, everything, linear_loss, net, same
 
 import amp_compiler as amp
 
@@ -44,7 +45,7 @@ def test_a_norm_adaptive_scale_changes_no_bit_of_the_training(name):
         model = net(norm=False)  # a norm would take the factors of the batches away again
         optimizer = OPTIMIZERS[name](model.parameters())
         step = amp.training_step(
-            model, loss_fn, optimizer, dtype="bf16", loss_scale=given, clip_norm=0.5, backend="eager"
+            model, classes, optimizer, dtype="bf16", loss_scale=given, clip_norm=0.5, backend="eager"
         )
         for number in range(12):
             step(X * 8.0 ** (number % 3), Y)
@@ -61,7 +62,7 @@ def trajectory(flags, section):
     """The scale after each step of a net, `x` being a batch with an inf; only the other steps move the weights."""
     model = net()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    step = amp.training_step(model, loss_fn, optimizer, dtype="fp16", loss_scale=section, backend="eager")
+    step = amp.training_step(model, classes, optimizer, dtype="fp16", loss_scale=section, backend="eager")
     bad = X.clone()
     bad[3, 2] = INF
     scales, moved = [], ""

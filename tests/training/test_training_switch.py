@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from toys import classes
 
 import amp_compiler as amp
 
@@ -35,10 +36,6 @@ class Net(nn.Module):
 
     def forward(self, x):
         return self.c(self.norm(F.relu(self.b(F.relu(self.a(x))))))
-
-
-def loss_fn(model, x, y):
-    return F.cross_entropy(model(x), y)
 
 
 class Side:
@@ -83,7 +80,7 @@ class Torchs(Side):
     def step(self, x):
         self.optimizer.zero_grad()
         with torch.autocast("cpu", self.low or torch.bfloat16, enabled=self.low is not None):
-            loss = loss_fn(self.model, x, Y)
+            loss = classes(self.model, x, Y)
         self.scale.scale(loss).backward()
         self.scale.step(self.optimizer)
         self.scale.update()
@@ -94,7 +91,7 @@ class Ours(Side):
     def start(self, backend):
         dtype = "fp16" if self.low is torch.float16 else "bf16"
         options = {"dtype": dtype, "loss_scale": self.loss_scale, "enabled": self.low is not None, "backend": backend}
-        return amp.training_step(self.model, loss_fn, self.optimizer, **options)
+        return amp.training_step(self.model, classes, self.optimizer, **options)
 
     def step(self, x):
         return self.scale(x, Y)

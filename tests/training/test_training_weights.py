@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from training_weights import GENERATOR, LOW, OPTIMIZERS, XB, Line, X, Y, linear_loss, loss_fn, net, rules
+from toys import classes
+from training_weights import GENERATOR, LOW, OPTIMIZERS, XB, Line, X, Y, linear_loss, net, rules
 
 import amp_compiler as amp
 
@@ -44,7 +45,7 @@ def test_what_the_plan_reads_in_the_low_type_is_converted_in_place_and_nothing_e
     model = net()
     before = {name: (id(p), p.detach().clone()) for name, p in model.named_parameters()}
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    step = amp.training_step(model, loss_fn, optimizer, rules=rules(), dtype="fp16", backend="eager")
+    step = amp.training_step(model, classes, optimizer, rules=rules(), dtype="fp16", backend="eager")
     step(X * float("inf"), Y)  # nothing is updated
     for name, parameter in model.named_parameters():
         wanted = torch.float32 if name.startswith("norm") else torch.float16
@@ -66,7 +67,7 @@ def test_batch_norm_statistics_stay_fp32_under_nvcaffe():
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     step = amp.training_step(
-        model, loss_fn, optimizer, rules=rules(extends="nvcaffe"), dtype="fp16", loss_scale=64.0, backend="eager"
+        model, classes, optimizer, rules=rules(extends="nvcaffe"), dtype="fp16", loss_scale=64.0, backend="eager"
     )
     losses = [float(step(torch.randn(8, 1, 8, 8, generator=GENERATOR), Y[:8] % 3)) for _ in range(2)]
     assert all(np.isfinite(losses)) and int(step.skipped_steps) == 0
@@ -140,7 +141,7 @@ def test_a_net_in_bf16_storage_learns_as_with_masters(rounding):
     for given in ("default", rules(rounding)):
         model = net()
         step = amp.training_step(
-            model, loss_fn, OPTIMIZERS["adamw"](model.parameters()), rules=given, dtype="bf16", backend="eager"
+            model, classes, OPTIMIZERS["adamw"](model.parameters()), rules=given, dtype="bf16", backend="eager"
         )
         finals.append([float(step(X, Y)) for _ in range(60)][-1])
     assert finals[1] < 1.0 and abs(finals[1] - finals[0]) < 0.15 * finals[0] + 0.02
@@ -158,8 +159,8 @@ def test_a_16_bit_model_with_masters_is_the_fp32_model(dtype, name):
     reference = copy.deepcopy(model).float()
     optimizer, plain = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](reference.parameters())
     options = {"dtype": dtype, "loss_scale": 65536.0, "clip_norm": 0.5, "backend": "eager"}
-    step = amp.training_step(model, loss_fn, optimizer, **options)
-    other = amp.training_step(reference, loss_fn, plain, **options)
+    step = amp.training_step(model, classes, optimizer, **options)
+    other = amp.training_step(reference, classes, plain, **options)
     for _ in range(20):
         loss, expected = step(x.to(LOW[dtype]), Y), other(x, Y)
         assert loss.dtype is torch.float32 and torch.equal(loss, expected)
@@ -177,7 +178,7 @@ def test_a_16_bit_model_with_masters_is_the_fp32_model(dtype, name):
 def test_a_master_follows_a_change_from_outside_and_keeps_the_rest():
     model = net().half()
     optimizer = OPTIMIZERS["momentum"](model.parameters())
-    step = amp.training_step(model, loss_fn, optimizer, dtype="fp16", loss_scale=64.0, backend="eager")
+    step = amp.training_step(model, classes, optimizer, dtype="fp16", loss_scale=64.0, backend="eager")
     step(X.half(), Y), step(X.half(), Y)
     master = optimizer.state[model.a.weight]["master"]
     kept = master[1:].clone()
@@ -195,21 +196,21 @@ def test_an_optimizer_that_is_traced_writes_masters_and_needs_them():
     reference = copy.deepcopy(model).float()
     options = {"dtype": "fp16", "loss_scale": 64.0, "backend": "eager"}
     optimizer, plain = (torch.optim.RMSprop(m.parameters(), 1e-2, momentum=0.5) for m in (model, reference))
-    step = amp.training_step(model, loss_fn, optimizer, **options)
-    other = amp.training_step(reference, loss_fn, plain, **options)
+    step = amp.training_step(model, classes, optimizer, **options)
+    other = amp.training_step(reference, classes, plain, **options)
     for _ in range(5):
         assert torch.equal(step(X.half(), Y), other(X, Y))
     for parameter, wanted in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(optimizer.state[parameter]["master"], wanted) and torch.equal(parameter, wanted.half())
     with pytest.raises(amp.AmpError, match="RMSprop updates FP32 masters only"):
-        amp.training_step(reference, loss_fn, plain, rules=rules(), **options)
+        amp.training_step(reference, classes, plain, rules=rules(), **options)
 
 
 @pytest.mark.parametrize("given", ["default", rules()])
 def test_a_gradient_made_in_fp32_is_not_rounded_for_a_16_bit_parameter(given):
     model = net().half()
     optimizer = OPTIMIZERS["momentum"](model.parameters())
-    step = amp.training_step(model, loss_fn, optimizer, rules=given, dtype="fp16", loss_scale=64.0, backend="eager")
+    step = amp.training_step(model, classes, optimizer, rules=given, dtype="fp16", loss_scale=64.0, backend="eager")
     step(X.half(), Y)
     program, output, _ = step._seen()
     kinds = {name: gradient.dtype for name, gradient in zip(program.updated, output.gradients, strict=True)}

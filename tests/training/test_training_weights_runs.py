@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from training_weights import LOW, OPTIMIZERS, X, Y, everything, loss_fn, net, rules, same
+from toys import classes
+from training_weights import LOW, OPTIMIZERS, X, Y, everything, net, rules, same
 
 import amp_compiler as amp
 
@@ -33,7 +34,7 @@ def setup(mode: str, seed: int = 0, backend: str = "eager", **options):
         model, x = model.to(LOW[dtype]), X.to(LOW[dtype])
     optimizer = OPTIMIZERS[name](model.parameters())
     step = amp.training_step(
-        model, loss_fn, optimizer, rules=given, dtype=dtype, loss_scale="dynamic", backend=backend, **options
+        model, classes, optimizer, rules=given, dtype=dtype, loss_scale="dynamic", backend=backend, **options
     )
     return model, optimizer, step, x
 
@@ -117,7 +118,7 @@ def test_groups_and_schedulers_work_without_masters(half):
     groups = [{"params": model.a.parameters(), "lr": 0.1}, {"params": model.b.parameters(), "lr": 0.0}]
     optimizer = torch.optim.SGD(groups, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.0)
-    step = amp.training_step(model, loss_fn, optimizer, rules=rules(), dtype="fp16", loss_scale=64.0, backend="eager")
+    step = amp.training_step(model, classes, optimizer, rules=rules(), dtype="fp16", loss_scale=64.0, backend="eager")
     norm, first, second = (p.detach().clone() for p in (model.norm.weight, model.a.weight, model.b.weight))
     step(x, Y), schedule.step()
     moved = model.a.weight.detach().clone()
@@ -161,7 +162,7 @@ def test_tied_and_later_frozen_weights():
     model = Tied()
     tokens = torch.arange(7)
     step = amp.training_step(
-        model, loss_fn, torch.optim.SGD(model.parameters(), 0.5), rules=rules(), dtype="fp16", loss_scale=64.0,
+        model, classes, torch.optim.SGD(model.parameters(), 0.5), rules=rules(), dtype="fp16", loss_scale=64.0,
         backend="eager",
     )  # fmt: skip
     first = float(step(tokens, tokens))
@@ -176,7 +177,7 @@ def test_plain_fp32_ignores_the_section():
     model, reference = net(), net()
     for given, one in ((rules("stochastic"), model), ("default", reference)):
         optimizer = OPTIMIZERS["momentum"](one.parameters())
-        step = amp.training_step(one, loss_fn, optimizer, rules=given, enabled=False, backend="eager")
+        step = amp.training_step(one, classes, optimizer, rules=given, enabled=False, backend="eager")
         step(X, Y), step(X, Y)
     assert same(list(model.parameters()), list(reference.parameters()))
     assert all(p.dtype is torch.float32 for p in model.parameters())
@@ -193,17 +194,17 @@ def test_plain_fp32_ignores_the_section():
 def test_what_cannot_be_is_refused(convert, options, text):
     model = getattr(net(), convert)()
     with pytest.raises(amp.AmpError, match=text):
-        amp.training_step(model, loss_fn, torch.optim.SGD(model.parameters(), 0.1), backend="eager", **options)
+        amp.training_step(model, classes, torch.optim.SGD(model.parameters(), 0.1), backend="eager", **options)
 
 
 @pytest.mark.parametrize(("given", "column"), [("default", "master"), (rules(), "exp_avg")])
 def test_state_that_was_narrowed_before_the_step_was_made_is_refused(given, column):
     model = net().half()
     optimizer = OPTIMIZERS["adamw"](model.parameters())
-    amp.training_step(model, loss_fn, optimizer, rules=given, dtype="fp16", backend="eager")(X.half(), Y)
+    amp.training_step(model, classes, optimizer, rules=given, dtype="fp16", backend="eager")(X.half(), Y)
     late = net().half()
     narrow = OPTIMIZERS["adamw"](late.parameters())
     narrow.load_state_dict(optimizer.state_dict())
-    step = amp.training_step(late, loss_fn, narrow, rules=given, dtype="fp16", backend="eager")
+    step = amp.training_step(late, classes, narrow, rules=given, dtype="fp16", backend="eager")
     with pytest.raises(amp.AmpError, match=f"holds '{column}' in float16"):
         step(X.half(), Y)

@@ -29,10 +29,6 @@ class Net(nn.Module):
         return self.b(F.relu(self.norm(self.a(x)))) * (self.gain if hasattr(self, "gain") else 1)
 
 
-def loss_fn(model, x, y):
-    return F.cross_entropy(model(x), y)
-
-
 OPTIMIZERS = {
     "rmsprop": lambda p: O.RMSprop(p, 1e-2),
     "rmsprop, all options": lambda p: O.RMSprop(p, 1e-2, momentum=0.5, centered=True, weight_decay=0.01, maximize=True),

@@ -35,10 +35,6 @@ def linear_loss(model, x):
     return (model.w * x).sum()
 
 
-def loss_fn(model, x, y):
-    return F.cross_entropy(model(x), y)
-
-
 def rules(rounding: str | None = None, extends: str = "default") -> dict:
     weights = {"master": "low"} | ({} if rounding is None else {"rounding": rounding})
     return {"version": 1, "extends": extends, "weights": weights}

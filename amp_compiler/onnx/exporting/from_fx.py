@@ -24,7 +24,6 @@ _KINDS = {
     InputKind.USER_INPUT: ValueKind.INPUT,
 }
 _STORED = frozenset(_KINDS) - {InputKind.USER_INPUT}
-_PRODUCTS = frozenset({"matmul", "convolution", "attention", "recurrent"})
 
 
 def onnx_typing(ops: OpTable) -> OpTable:
@@ -40,8 +39,8 @@ def onnx_typing(ops: OpTable) -> OpTable:
     for name, info in ops.ops.items():
         if info.promotes:
             info = replace(info, promotes=False, any=frozenset())
-        if info.family == "normalization":
-            info = replace(info, keep=frozenset())
+        if info.onnx_keep is not None:
+            info = replace(info, keep=info.onnx_keep)
         made[name] = info
     return OpTable(made, ops.families)
 
@@ -95,10 +94,10 @@ def pin_misfits(graph: PrecisionGraph, program: torch.export.ExportedProgram, lo
         if not held.over and not held.lost:
             continue
         readers = _readers(graph, value.name, ops)
-        families = {ops.info(graph.nodes[name].op).family for name in readers}
-        embedded = any(graph.nodes[name].op == "aten.embedding" for name in readers)
-        sinks = families - {"view", "movement"}
-        tolerant = held.largest >= low.format.smallest_normal and (embedded or sinks <= _PRODUCTS)
+        infos = [ops.info(graph.nodes[name].op) for name in readers]
+        embedded = any(info.name == "aten.embedding" for info in infos)
+        sinks = [info for info in infos if info.moves not in ("shape", "place")]
+        tolerant = held.largest >= low.format.smallest_normal and (embedded or all(info.factors for info in sinks))
         if not held.over and tolerant:
             continue
         what = (
@@ -119,7 +118,7 @@ def _readers(graph: PrecisionGraph, name: str, ops: OpTable) -> list[str]:
         for node, _ in graph.users(pending.pop()):
             if node.name not in found:
                 found[node.name] = None
-                if ops.info(node.op).family in ("view", "movement"):
+                if ops.info(node.op).moves in ("shape", "place"):
                     pending += [out for out in node.outputs if graph.values[out].dtype is DType.FLOAT32]
     return list(found)
 

@@ -22,6 +22,7 @@ from amp_compiler.onnx.model.types import canonical_domain
 
 DATA_FIRST = ("Gather", "Reshape", "Slice", "Squeeze", "Unsqueeze")
 HOST_RESULTS = ("Shape", "Size", "SequenceLength")
+_CHECK = "check the model with onnx.checker.check_model(model, full_check=True)"
 LARGEST_FOLD = 1 << 24
 """A constant of more elements is left to be computed at run time."""
 
@@ -74,7 +75,7 @@ class Builder:
                 raise CaptureError(
                     f"it cannot be converted: {type(cause).__name__}: {cause}",
                     where=where,
-                    mend="check the model with onnx.checker.check_model(model, full_check=True)",
+                    mend=_CHECK,
                 ) from cause
 
     def _add_node(self, node: ir.Node) -> None:
@@ -174,6 +175,11 @@ class _Call:
         unknown = sorted(set(self.literal) - self.op.attributes)
         if unknown:
             raise CaptureError(f"attribute '{unknown[0]}' is not supported here", mend=MEND)
+        for name, allowed in self.op.choices.items():
+            held = self.literal.get(name, allowed[0])
+            if held not in allowed:
+                known = ", ".join(f"'{one}'" for one in allowed if one)
+                raise CaptureError(f"attribute {name}='{held}' is none of {known}", mend=_CHECK)
         asked = {"kind": self.node.op_type, "opset": self.opset, "outputs": len(self.node.outputs)}
         options = {**self.literal, **{name: asked[name] for name in self.op.asked if name in asked}}
         folded = self._fold(options)

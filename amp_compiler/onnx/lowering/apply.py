@@ -11,6 +11,7 @@ from amp_compiler.ir.dtypes import DType, dtype_from_short
 from amp_compiler.ir.plan import RETURN, PlannedCast, PrecisionPlan
 from amp_compiler.onnx.lowering.lower import Lowered, Site
 from amp_compiler.onnx.lowering.scopes import Scopes
+from amp_compiler.onnx.lowering.widen import widen_math
 from amp_compiler.onnx.model.data import convert, tensor_of
 from amp_compiler.onnx.model.edit import set_data, set_type, unique, with_data
 from amp_compiler.onnx.model.model import all_graphs, bodies
@@ -26,7 +27,8 @@ def apply_plan(
 
     A cast stands right before its first reader, in the innermost graph that holds all of them, but never inside a loop
     that the value enters from outside. Stored data whose readers all want the low type are rounded where they stand;
-    where some want FP32, there are two copies. An output of the graph keeps its name: what makes it is renamed.
+    where some want FP32, there are two copies. An output of the graph keeps its name: what makes it is renamed. Where a
+    rule says `math: fp32`, `widen_math` puts casts around the node.
 
     Args:
         lowered: the model and its neutral graph.
@@ -44,7 +46,7 @@ def apply_plan(
     changed = writer.run()
     if not keep_io_types:
         changed |= writer.convert_inputs()
-    return changed
+    return widen_math(lowered, plan) or changed
 
 
 class _Writer:

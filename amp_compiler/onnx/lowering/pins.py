@@ -111,7 +111,7 @@ def pin_of(constraints: Constraints, op: str, *, named: bool, quantized: bool) -
         return Pin("keep", "it reads the bits of its input as another type of the same width")
     if any(not model.type_of(value).tensor for value in values):
         return Pin("keep", "it handles a sequence, an optional or a sparse tensor")
-    if op_table().info(op).family == "quantization":
+    if op_table().info(op).quantized:
         return Pin("keep", "quantised models are left intact")
     if quantized:
         return Pin("keep", "it stands beside a quantising op, and quantised patterns are left intact")

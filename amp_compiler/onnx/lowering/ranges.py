@@ -17,8 +17,6 @@ from amp_compiler.onnx.model.data import Stored, examine, tensor_of
 from amp_compiler.planner.typing import LOW
 
 MARGIN = 2.0  # calibration saw only some inputs: numbers above 65504 / MARGIN count as out of range
-_PRODUCTS = frozenset({"matmul", "convolution", "attention", "recurrent"})
-_ARITHMETIC = frozenset({"elementwise", "minmax", "activation", "transcendental", "compare", "pooling"})
 _MASKING = frozenset({"onnx.Add", "onnx.Sub", "onnx.Mul", "onnx.Min", "onnx.Max"})
 
 
@@ -110,8 +108,8 @@ class _Analysis(Walker):
             return
         reason = f"{held.lost} of the numbers in '{name}' would become zero in {self.low.short}"
         tolerant = held.largest >= self.low.format.smallest_normal
-        gathered = any(self.family(node) == "index" for node in moves)
-        if tolerant and (gathered or all(self.family(node) in _PRODUCTS for node in sinks)):
+        gathered = any(self.info(node).moves == "index" for node in moves)
+        if tolerant and (gathered or all(self.info(node).factors for node in sinks)):
             return
         self._pin_onward(moves, sinks, reason, name)
 
@@ -122,7 +120,7 @@ class _Analysis(Walker):
         pending = list(sinks)
         while pending:
             for node in self.users(pending.pop()):
-                onward = self.passes(node) or self.family(node) in _ARITHMETIC
+                onward = self.passes(node) or self.info(node).carries
                 if onward and node.pin is None and node.name not in self.pins:
                     self.pin(node, f"works on what was made of '{name}', which {self.low.short} does not hold")
                     pending.append(node)
@@ -150,7 +148,7 @@ class _Analysis(Walker):
             if value in self.returned:
                 return ()
             for node, index in self.graph.users(value):
-                if self.family(node) == "softmax" or node.inputs[index].slot == "attn_mask":
+                if node.inputs[index].slot in self.info(node).masks:
                     path[node.name] = None
                     continue
                 negated = node.op == "onnx.Sub" and index == 1

@@ -10,8 +10,7 @@ from amp_compiler.ir.graph import Node
 from amp_compiler.onnx.lowering.lower import Lowered
 from amp_compiler.onnx.model.data import array_of, tensor_of
 from amp_compiler.policy.op_table import op_table
-
-_MOVES = frozenset({"view", "movement", "index"})
+from amp_compiler.policy.rules import OpInfo
 
 
 class Walker:
@@ -24,14 +23,11 @@ class Walker:
 
     def __init__(self, lowered: Lowered, pins: dict[str, str]) -> None:
         self.lowered, self.graph, self.low, self.pins = lowered, lowered.graph, lowered.low, pins
-        self._families: dict[str, str] = {}
+        self._ops = op_table()
 
-    def family(self, node: Node) -> str:
-        """The op family of a node."""
-        found = self._families.get(node.op)
-        if found is None:
-            found = self._families[node.op] = op_table().info(node.op).family
-        return found
+    def info(self, node: Node) -> OpInfo:
+        """What the op table says of a node."""
+        return self._ops.info(node.op)
 
     def pin(self, node: Node, reason: str) -> None:
         """Pin a node, unless the model's own text has pinned it; the first reason stands."""
@@ -41,7 +37,7 @@ class Walker:
     def passes(self, node: Node) -> bool:
         """True for a node that gives elements on as they are."""
         cast = node.pin is not None and node.pin.precision == "cast" and node.op == "onnx.Cast"
-        return (cast or self.family(node) in _MOVES) and self._float_result(node)
+        return (cast or self.info(node).moves != "") and self._float_result(node)
 
     def _float_result(self, node: Node) -> bool:
         return any(self.graph.values[name].dtype.is_float for name in node.outputs)

@@ -1,7 +1,7 @@
 """The gradient check and the optimizer updates as operators of the namespace `amp_compiler`.
 
 A graph holds one node per group of parameters. On a CUDA device a node runs as Triton kernels over all tensors of the
-group, without reading a value back to the host. On a CPU it runs as the function of the same name in `group_update`,
+group, without reading a value back to the host. On a CPU it runs as the function of the same name in `reference`,
 which documents the arguments and which `decomposition` gives, so that the node can be traced into a graph and compiled.
 """
 
@@ -86,7 +86,7 @@ _TRACEABLE: dict[str, Callable[..., Any]] = {
     "adam_update_low": group_update.adam_update_low,
     "sgd_update_low": group_update.sgd_update_low,
 }
-_OPENED = {**_TRACEABLE, "add_rows": add_rows, "commit": commit}
+_OPENED: dict[str, Callable[..., Any]] = {**_TRACEABLE, "add_rows": add_rows, "commit": commit}
 
 
 def decomposition(operator: torch._ops.OpOverload) -> Callable[..., Any]:
@@ -122,7 +122,7 @@ def _check(name: str, arguments: Sequence[Any]) -> None:
     wanted, hyper = _HYPERPARAMETERS[name.partition("_")[0]], arguments[_argument_names(name).index("hyper")]
     if hyper.numel() != wanted:
         raise LoweringError(
-            f"{name} was given {hyper.numel()} hyperparameters, not {wanted}", mend="see `group_update` for their order"
+            f"{name} was given {hyper.numel()} hyperparameters, not {wanted}", mend="see `reference` for their order"
         )
     for weight, grad in zip(lists[0], lists[1], strict=False):
         if weight.shape != grad.shape:
@@ -145,7 +145,7 @@ def _fake_update(name: str) -> Callable[..., None]:
 
 
 def _cpu_update(name: str) -> Callable[..., None]:
-    """The reference: `group_update` with a correctly rounded square root; a skipped step touches nothing."""
+    """The reference with a correctly rounded square root; a skipped step touches nothing."""
     skip_position = _argument_names(name).index("skip")
     options = {"sqrt": exact_sqrt} if name.startswith("adam") else {}
 

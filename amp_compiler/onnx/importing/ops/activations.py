@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -71,7 +71,7 @@ def _hard_swish(x: Tensor) -> Tensor:
 
 
 @op("Gelu")
-def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+def _gelu(x: Tensor, *, approximate: Literal["none", "tanh"] = "none") -> Tensor:
     return F.gelu(x, approximate=approximate)
 
 

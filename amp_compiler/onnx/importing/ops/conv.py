@@ -11,7 +11,7 @@ from torch import Tensor
 
 from amp_compiler.errors import CaptureError
 from amp_compiler.onnx.importing.ops.registry import op
-from amp_compiler.onnx.importing.ops.values import broadcastable, numbers
+from amp_compiler.onnx.importing.ops.values import AutoPad, broadcastable, numbers
 
 _CONV: Any = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 _TRANSPOSED: Any = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}
@@ -50,7 +50,7 @@ def _rank(x: Tensor, table: Any) -> int:
 
 @op("Conv")
 def _conv(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, auto_pad: str = "NOTSET", dilations: Any = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, auto_pad: AutoPad = "NOTSET", dilations: Any = None,
     group: int = 1, kernel_shape: Any = None, pads: Any = None, strides: Any = None,
 ) -> Tensor:  # fmt: skip
     rank = _rank(x, _CONV)
@@ -66,7 +66,7 @@ def _conv(
 
 @op("ConvTranspose")
 def _conv_transpose(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, auto_pad: str = "NOTSET", dilations: Any = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, auto_pad: AutoPad = "NOTSET", dilations: Any = None,
     group: int = 1, kernel_shape: Any = None, output_padding: Any = None, output_shape: Any = None, pads: Any = None,
     strides: Any = None,
 ) -> Tensor:  # fmt: skip

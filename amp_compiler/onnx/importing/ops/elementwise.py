@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -66,7 +66,7 @@ def _mod(a: Any, b: Any, *, fmod: int = 0) -> Tensor:
 
 
 @op("BitShift")
-def _bit_shift(a: Tensor, b: Tensor, *, direction: str) -> Tensor:
+def _bit_shift(a: Tensor, b: Tensor, *, direction: Literal["LEFT", "RIGHT"]) -> Tensor:
     shift = torch.bitwise_left_shift if direction == "LEFT" else torch.bitwise_right_shift
     if a.dtype in (torch.uint16, torch.uint32, torch.uint64):
         return shift(a.to(torch.int64), b.to(torch.int64)).to(a.dtype)

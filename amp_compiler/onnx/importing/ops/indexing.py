@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -51,11 +51,14 @@ def _gather_nd(x: Tensor, indices: Tensor, *, batch_dims: int = 0) -> Tensor:
     return x[_nd_index(x.shape, indices, batch_dims)]
 
 
+Reduction = Literal["none", "add", "mul", "max", "min", ""]
 _COMBINE = {"add": "sum", "mul": "prod", "max": "amax", "min": "amin"}
 
 
 @op("ScatterElements", "Scatter")
-def _scatter_elements(x: Tensor, indices: Tensor, updates: Tensor, *, axis: int = 0, reduction: str = "none") -> Tensor:
+def _scatter_elements(
+    x: Tensor, indices: Tensor, updates: Tensor, *, axis: int = 0, reduction: Reduction = "none"
+) -> Tensor:
     places = _from_zero(indices, x.shape[axis])
     if reduction in ("none", ""):
         return x.scatter(axis, places, updates)
@@ -63,7 +66,7 @@ def _scatter_elements(x: Tensor, indices: Tensor, updates: Tensor, *, axis: int 
 
 
 @op("ScatterND")
-def _scatter_nd(x: Tensor, indices: Tensor, updates: Tensor, *, reduction: str = "none") -> Tensor:
+def _scatter_nd(x: Tensor, indices: Tensor, updates: Tensor, *, reduction: Reduction = "none") -> Tensor:
     depth = indices.shape[-1]
     if reduction in ("none", ""):
         return x.index_put(_nd_index(x.shape, indices, 0), updates)
@@ -80,7 +83,12 @@ def _scatter_nd(x: Tensor, indices: Tensor, updates: Tensor, *, reduction: str =
 
 @op("TensorScatter")
 def _tensor_scatter(
-    past: Tensor, update: Tensor, write: Tensor | None = None, *, axis: int = -2, mode: str = "linear"
+    past: Tensor,
+    update: Tensor,
+    write: Tensor | None = None,
+    *,
+    axis: int = -2,
+    mode: Literal["linear", "circular"] = "linear",
 ) -> Tensor:
     place, length = axis % past.dim(), update.shape[axis]
     starts = past.new_zeros(past.shape[0], dtype=torch.int64) if write is None else write.to(torch.int64)

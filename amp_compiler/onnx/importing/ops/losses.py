@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ def _loss(logs: Tensor, target: Tensor, weight: Any, ignore_index: int | None, r
 @op("NegativeLogLikelihoodLoss")
 def _nll(
     x: Tensor, target: Tensor, weight: Tensor | None = None, *, ignore_index: int | None = None,
-    reduction: str = "mean",
+    reduction: Literal["mean", "sum", "none"] = "mean",
 ) -> Tensor:  # fmt: skip
     return _loss(x, target, weight, ignore_index, reduction)
 
@@ -29,7 +29,7 @@ def _nll(
 @op("SoftmaxCrossEntropyLoss", many=True)
 def _cross_entropy(
     x: Tensor, target: Tensor, weight: Tensor | None = None, *, outputs: int, ignore_index: int | None = None,
-    reduction: str = "mean",
+    reduction: Literal["mean", "sum", "none"] = "mean",
 ) -> tuple[Tensor, ...]:  # fmt: skip
     logs = torch.log_softmax(x, 1)
     return (_loss(logs, target, weight, ignore_index, reduction), logs)[:outputs]

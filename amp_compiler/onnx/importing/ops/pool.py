@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +13,9 @@ from torch import Tensor
 from amp_compiler.errors import CaptureError
 from amp_compiler.onnx.importing.ops.conv import pad_spatial, spatial_pads
 from amp_compiler.onnx.importing.ops.registry import op
-from amp_compiler.onnx.importing.ops.values import numbers
+from amp_compiler.onnx.importing.ops.values import AutoPad, numbers
 
+Corner = Literal["half_pixel", "output_half_pixel"]
 _MAX: Any = {1: F.max_pool1d, 2: F.max_pool2d, 3: F.max_pool3d}
 _MEAN: Any = {1: F.avg_pool1d, 2: F.avg_pool2d, 3: F.avg_pool3d}
 
@@ -77,7 +78,7 @@ def _every(x: Tensor, axis: int, start: int, step: int, count: int) -> Tensor:
 
 @op("AveragePool")
 def _average_pool(
-    x: Tensor, *, kernel_shape: Any, auto_pad: str = "NOTSET", ceil_mode: int = 0, count_include_pad: int = 0,
+    x: Tensor, *, kernel_shape: Any, auto_pad: AutoPad = "NOTSET", ceil_mode: int = 0, count_include_pad: int = 0,
     dilations: Any = None, pads: Any = None, strides: Any = None,
 ) -> Tensor:  # fmt: skip
     windows = _Windows(x, kernel_shape, strides, dilations, pads, auto_pad, ceil_mode)
@@ -92,8 +93,8 @@ def _average_pool(
 
 @op("LpPool")
 def _lp_pool(
-    x: Tensor, *, kernel_shape: Any, auto_pad: str = "NOTSET", ceil_mode: int = 0, dilations: Any = None, p: int = 2,
-    pads: Any = None, strides: Any = None,
+    x: Tensor, *, kernel_shape: Any, auto_pad: AutoPad = "NOTSET", ceil_mode: int = 0, dilations: Any = None,
+    p: int = 2, pads: Any = None, strides: Any = None,
 ) -> Tensor:  # fmt: skip
     windows = _Windows(x, kernel_shape, strides, dilations, pads, auto_pad, ceil_mode)
     return windows.sum(x.abs() ** p) ** (1.0 / p)
@@ -101,7 +102,7 @@ def _lp_pool(
 
 @op("MaxPool", many=True)
 def _max_pool(
-    x: Tensor, *, outputs: int, kernel_shape: Any, auto_pad: str = "NOTSET", ceil_mode: int = 0,
+    x: Tensor, *, outputs: int, kernel_shape: Any, auto_pad: AutoPad = "NOTSET", ceil_mode: int = 0,
     dilations: Any = None, pads: Any = None, storage_order: int = 0, strides: Any = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     windows = _Windows(x, kernel_shape, strides, dilations, pads, auto_pad, ceil_mode)
@@ -163,8 +164,8 @@ def _max_unpool(
 
 @op("RoiAlign")
 def _roi_align(
-    x: Tensor, rois: Tensor, batch: Tensor, *, opset: int, coordinate_transformation_mode: str | None = None,
-    mode: str = "avg", output_height: int = 1, output_width: int = 1, sampling_ratio: int = 0,
+    x: Tensor, rois: Tensor, batch: Tensor, *, opset: int, coordinate_transformation_mode: Corner | None = None,
+    mode: Literal["avg", "max"] = "avg", output_height: int = 1, output_width: int = 1, sampling_ratio: int = 0,
     spatial_scale: float = 1.0,
 ) -> Tensor:  # fmt: skip
     transform = coordinate_transformation_mode or ("half_pixel" if opset >= 16 else "output_half_pixel")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -39,11 +39,14 @@ def _activation(name: str, alpha: float | None, beta: float | None) -> Activatio
     return table[name.lower()]
 
 
+Direction = Literal["forward", "reverse", "bidirectional"]
+
+
 @op("RNN", "GRU", "LSTM", many=True)
 def _recurrent(
     x: Tensor, w: Tensor, r: Tensor, b: Tensor | None = None, lengths: Tensor | None = None, h: Tensor | None = None,
     c: Tensor | None = None, p: Tensor | None = None, *, kind: str, hidden_size: int = 0, activation_alpha: Any = (),
-    activation_beta: Any = (), activations: Any = (), clip: float | None = None, direction: str = "forward",
+    activation_beta: Any = (), activations: Any = (), clip: float | None = None, direction: Direction = "forward",
     input_forget: int = 0, layout: int = 0, linear_before_reset: int = 0,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     if layout:

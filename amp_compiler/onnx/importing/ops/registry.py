@@ -7,16 +7,17 @@ To add an operator, write a function in the module of its family and register it
         return torch.relu(x)
 
 Inputs come by position (`None` for one that is left out), attributes as keywords under their ONNX names with ONNX's
-defaults. A function may also ask for `kind` (the operator's name), `opset` (the version of its domain), `outputs` (how
-many outputs the node has) and `like` (any tensor of the graph, for its device; `None` while constants are folded).
+defaults; one annotated with `Literal[...]` may hold nothing else. A function may also ask for `kind` (the operator's
+name), `opset` (the version of its domain), `outputs` (how many outputs the node has) and `like` (any tensor of the
+graph, for its device; `None` while constants are folded).
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 F = TypeVar("F", bound=Callable[..., Any])
 ASKED = ("kind", "opset", "outputs", "like")
@@ -35,6 +36,7 @@ class Op:
         when: tells from attributes, given inputs and used outputs whether the function covers a node; ONNX's own
             function body is used for the rest.
         attributes: names of the attributes that the function takes.
+        choices: by attribute, the texts that it may hold, where it is annotated so.
         asked: which of `kind`, `opset`, `outputs` and `like` the function takes.
     """
 
@@ -45,6 +47,7 @@ class Op:
     pure: bool = True
     when: Callable[[dict[str, Any], list[bool], list[bool]], bool] | None = None
     attributes: frozenset[str] = field(default_factory=frozenset)
+    choices: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     asked: frozenset[str] = field(default_factory=frozenset)
 
 
@@ -99,7 +102,17 @@ def make(function: Callable[..., Any], host: frozenset[int], scalars: bool, many
         return Op(function, host, scalars, many, pure)
     keywords = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY}
     attributes, asked = frozenset(keywords - set(ASKED)), frozenset(keywords & set(ASKED))
-    return Op(function, host, scalars, many, pure, attributes=attributes, asked=asked)
+    try:
+        hints = get_type_hints(function)
+    except (NameError, TypeError):  # annotations that mean nothing here, as those of a function within a function
+        hints = {}
+    choices = {name: found for name in sorted(attributes) if (found := _choices(hints.get(name)))}
+    return Op(function, host, scalars, many, pure, attributes=attributes, choices=choices, asked=asked)
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    """What an attribute may hold; empty where it may hold anything of its type."""
+    return next((get_args(one) for one in (hint, *get_args(hint)) if get_origin(one) is Literal), ())
 
 
 def find_op(domain: str, name: str) -> Op | None:

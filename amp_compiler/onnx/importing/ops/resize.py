@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -20,8 +20,18 @@ _TORCH_MODES = {
 }  # fmt: skip
 
 
+Aspect = Literal["stretch", "not_larger", "not_smaller"]
+Rounding = Literal["round_prefer_floor", "round_prefer_ceil", "floor", "ceil", ""]
+
+
 @op("Upsample", host=(1,))
-def _upsample(x: Tensor, scales_input: Any = None, *, mode: str = "nearest", scales: Any = None) -> Tensor:
+def _upsample(
+    x: Tensor,
+    scales_input: Any = None,
+    *,
+    mode: Literal["nearest", "linear", "bilinear"] = "nearest",
+    scales: Any = None,
+) -> Tensor:
     factors = list(scales) if scales_input is None else numbers(scales_input)
     return _resize(
         x,
@@ -29,7 +39,7 @@ def _upsample(x: Tensor, scales_input: Any = None, *, mode: str = "nearest", sca
         np.array(factors),
         opset=11,
         coordinate_transformation_mode="asymmetric",
-        mode=mode,
+        mode="nearest" if mode == "nearest" else "linear",
         nearest_mode="floor",
     )
 
@@ -38,8 +48,8 @@ def _upsample(x: Tensor, scales_input: Any = None, *, mode: str = "nearest", sca
 def _resize(
     x: Tensor, roi: Any = None, scales: Any = None, sizes: Any = None, *, opset: int, antialias: int = 0,
     axes: Any = None, coordinate_transformation_mode: str = "half_pixel", cubic_coeff_a: float = -0.75,
-    exclude_outside: int = 0, extrapolation_value: float = 0.0, keep_aspect_ratio_policy: str = "stretch",
-    mode: str = "nearest", nearest_mode: str = "round_prefer_floor",
+    exclude_outside: int = 0, extrapolation_value: float = 0.0, keep_aspect_ratio_policy: Aspect = "stretch",
+    mode: Literal["nearest", "linear", "cubic"] = "nearest", nearest_mode: Rounding = "round_prefer_floor",
 ) -> Tensor:  # fmt: skip
     if opset < 11:  # its inputs are data and scales, and its rule is that of TensorFlow 1
         scales, roi = roi if scales is None else scales, None

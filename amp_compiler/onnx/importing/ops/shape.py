@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -121,9 +121,12 @@ def _tile(x: Tensor, repeats: Any, axis: Any = None) -> Tensor:
     return x.repeat(counts)
 
 
+PadMode = Literal["constant", "reflect", "edge", "wrap"]
+
+
 @op("Pad", host=(1, 3), scalars=True)
 def _pad(
-    x: Tensor, pads_input: Any = None, constant: Any = None, axes: Any = None, *, mode: str = "constant",
+    x: Tensor, pads_input: Any = None, constant: Any = None, axes: Any = None, *, mode: PadMode = "constant",
     pads: Any = None, value: float = 0.0,
 ) -> Tensor:  # fmt: skip
     amounts = list(pads) if pads_input is None else numbers(pads_input)
@@ -161,7 +164,7 @@ def _indexed_pad(x: Tensor, axis: int, low: int, high: int, mode: str) -> Tensor
 
 
 @op("DepthToSpace")
-def _depth_to_space(x: Tensor, *, blocksize: int, mode: str = "DCR") -> Tensor:
+def _depth_to_space(x: Tensor, *, blocksize: int, mode: Literal["DCR", "CRD"] = "DCR") -> Tensor:
     if mode == "CRD":
         return F.pixel_shuffle(x, blocksize)
     n, c, h, w = x.shape
@@ -170,7 +173,7 @@ def _depth_to_space(x: Tensor, *, blocksize: int, mode: str = "DCR") -> Tensor:
 
 
 @op("SpaceToDepth")
-def _space_to_depth(x: Tensor, *, blocksize: int, mode: str = "DCR") -> Tensor:
+def _space_to_depth(x: Tensor, *, blocksize: int, mode: Literal["DCR", "CRD"] = "DCR") -> Tensor:
     n, c, h, w = x.shape
     parts = x.reshape(n, c, h // blocksize, blocksize, w // blocksize, blocksize)
     order = (0, 1, 3, 5, 2, 4) if mode == "CRD" else (0, 3, 5, 1, 2, 4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,12 +12,14 @@ from amp_compiler.errors import CaptureError
 from amp_compiler.onnx.importing.ops.registry import op
 from amp_compiler.onnx.importing.ops.values import numbers
 
+Mode = Literal["bilinear", "linear", "nearest", "bicubic", "cubic"]
+Padding = Literal["zeros", "border", "reflection"]
 _MODES = {"bilinear": "bilinear", "linear": "bilinear", "nearest": "nearest", "bicubic": "bicubic", "cubic": "bicubic"}
 
 
 @op("GridSample")
 def _grid_sample(
-    x: Tensor, grid: Tensor, *, align_corners: int = 0, mode: str = "linear", padding_mode: str = "zeros"
+    x: Tensor, grid: Tensor, *, align_corners: int = 0, mode: Mode = "linear", padding_mode: Padding = "zeros"
 ) -> Tensor:
     if x.dim() not in (4, 5) or (x.dim() == 5 and _MODES[mode] == "bicubic"):
         raise CaptureError(
@@ -33,7 +35,7 @@ def _affine_grid(theta: Tensor, size: Any, *, align_corners: int = 0) -> Tensor:
 
 @op("GridSample", domain="com.microsoft")
 def _grid_sample_ms(
-    x: Tensor, grid: Tensor, *, align_corners: int = 0, mode: str = "bilinear", padding_mode: str = "zeros"
+    x: Tensor, grid: Tensor, *, align_corners: int = 0, mode: Mode = "bilinear", padding_mode: Padding = "zeros"
 ) -> Tensor:
     return _grid_sample(x, grid, align_corners=align_corners, mode=mode, padding_mode=padding_mode)
 

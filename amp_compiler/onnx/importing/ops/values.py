@@ -8,7 +8,7 @@ on the host: of a number type where the sizes are known, of objects where `torch
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ DTYPES: dict[int, torch.dtype] = {
     19: torch.float8_e5m2, 20: torch.float8_e5m2fnuz,
 }  # fmt: skip
 """ONNX's element types, by number."""
+AutoPad = Literal["NOTSET", "SAME_UPPER", "SAME_LOWER", "VALID", ""]
+"""How a convolution or pooling pads."""
 _TYPE_ATTRIBUTES = ("to", "dtype", "output_datatype")
 _NUMPY = {
     torch.float32: np.float32, torch.float64: np.float64, torch.int64: np.int64, torch.int32: np.int32,

@@ -1,0 +1,126 @@
+"""What `amp-compiler explain` does: check the options, plan or make the stages, print. Torch is imported last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from amp_compiler.cli.usage import ALL, CAPTURED, UsageError, check_pass, check_place, emit
+
+
+@dataclass(frozen=True)
+class ExplainOptions:
+    """What the command line asked for.
+
+    Args:
+        model: names a model as `load_model` takes it.
+        args: one text for each example argument.
+        rules: a preset's name or a path.
+        dtype: `fp16`, `bf16` or `auto`.
+        eval_mode: plan for inference.
+        format: `table`, `text` or `json`.
+        output: write there instead of to the terminal.
+        html: write the plan there as a page for the browser.
+        print_after: print stages instead of the plan: the one behind this pass, or `all`.
+        stop_after: run no pass behind this one.
+        skip: passes to leave out.
+        loss: names the loss of a training step.
+        backend: what the stages are made for.
+    """
+
+    model: str
+    args: tuple[str, ...] = ()
+    rules: str = "default"
+    dtype: str = "auto"
+    eval_mode: bool = False
+    format: str = "table"
+    output: Path | None = None
+    html: Path | None = None
+    print_after: str = ""
+    stop_after: str = ""
+    skip: tuple[str, ...] = ()
+    loss: str = ""
+    backend: str = "eager"
+
+    @property
+    def stages(self) -> bool:
+        """Whether stages are asked for, and not the plan."""
+        return bool(self.print_after or self.stop_after)
+
+    def check(self) -> None:
+        """Refuse what cannot be.
+
+        Raises:
+            UsageError: a name that no pass has, an option that goes with another one, a place that is no file.
+        """
+        check_place("--output", self.output)
+        check_place("--html", self.html)
+        for option, name in (("--print-after", self.print_after), ("--stop-after", self.stop_after)):
+            if name not in ("", CAPTURED, *([ALL] if option == "--print-after" else [])):
+                check_pass(name, option)
+        for name in self.skip:
+            check_pass(name, "--skip")
+        if self.stages and self.html is not None:
+            raise UsageError("stages are not written as a page", where="--html", mend="use --output")
+        for option, given in (("--skip", self.skip), ("--loss", self.loss), ("--backend", self.backend != "eager")):
+            if given and not self.stages:
+                raise UsageError("it is for the stages of a graph", where=option, mend="give --print-after as well")
+
+
+def run_explain(options: ExplainOptions) -> None:
+    """Print or write what was asked for.
+
+    Raises:
+        UsageError: wrong options.
+        AmpError: the model or the rules cannot be read, or the model cannot be planned or trained.
+    """
+    options.check()
+    from amp_compiler.cli.model_spec import load_loss, load_model
+
+    loss: Any = load_loss(options.loss) if options.loss else None
+    model, example = load_model(options.model, options.args, eval_mode=options.eval_mode, loss=loss)
+    if options.stages:
+        _explain_stages(model, example, loss, options)
+    else:
+        _explain_plan(model, example, options)
+
+
+def _explain_plan(model: Any, example: Any, options: ExplainOptions) -> None:
+    from amp_compiler.forward.api import explain
+    from amp_compiler.report.table import plan_text, print_plan
+
+    plan = explain(model, example, rules=options.rules, dtype=options.dtype)
+    if options.html is not None:
+        plan.to_html(options.html)
+    if options.format == "json":
+        emit(plan.to_json(), options.output)
+    elif options.format == "text":
+        emit(plan.to_text(), options.output)
+    elif options.output is not None:
+        emit(plan_text(plan), options.output)
+    else:
+        print_plan(plan)
+
+
+def _explain_stages(model: Any, example: Any, loss: Any, options: ExplainOptions) -> None:
+    from rich.console import Console
+
+    from amp_compiler.cli.stages import StageOptions, make_stages, print_stages, stages_json, stages_text
+
+    wanted = StageOptions(
+        show=options.print_after or options.stop_after,
+        stop=options.stop_after,
+        skip=options.skip,
+        loss=loss,
+        rules=options.rules,
+        dtype=options.dtype,
+        backend=options.backend,
+    )
+    stages = make_stages(model, example, wanted)
+    if options.format == "json":
+        emit(stages_json(stages, wanted), options.output)
+    elif options.output is not None or options.format == "text":
+        emit(stages_text(stages, wanted), options.output)
+    else:
+        print_stages(stages, wanted, Console())

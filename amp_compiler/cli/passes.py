@@ -1,0 +1,188 @@
+"""The catalogue of passes, made of their docstrings: what `amp-compiler passes` prints and `passes/README.md` holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+import sys
+import textwrap
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.table import Table
+from rich.text import Text
+
+from amp_compiler.passes import find_pass
+from amp_compiler.passes.base import InPlacePass, Pass
+from amp_compiler.passes.pipeline import PIPELINES, Pipeline
+
+COLUMNS = ("pass", "works", "numbers", "skip", "what it does")
+HEAD = """\
+<!-- made by `make docs` from the docstrings; edit those -->
+# Passes
+
+Every rewrite of a graph is a pass, and stands in a pipeline, in the order in which a graph goes through them. Each is
+described once, where it first stands. `amp-compiler passes` prints this too.
+[architecture.md](../docs/architecture.md) shows a training step after each pass;
+[pipelines.md](../docs/pipelines.md) how to print the stages, leave a pass out or put one in;
+[errands.md](../docs/errands.md) how to add one to the project.
+
+"""
+
+
+def run_passes(name: str = "", *, markdown: bool = False) -> None:
+    """Print the catalogue, or all about one pass.
+
+    Args:
+        name: of the pass; empty for the catalogue.
+        markdown: as Markdown, on a terminal too.
+
+    Raises:
+        PassError: no pass has this name.
+    """
+    console = Console()
+    if markdown:
+        sys.stdout.write(f"{entry(name)}\n" if name else catalogue_markdown())
+    elif name:
+        print_pass(name, console)
+    else:
+        print_catalogue(console)
+
+
+def print_catalogue(console: Console) -> None:
+    """One line for each pass of each pipeline: its name, how it works, what it does. Plain where it is no terminal."""
+    for pipeline in filled():
+        rows = [(name, *traits(find_pass(name)), summary(find_pass(name))) for name in pipeline.names]
+        if console.is_terminal:
+            title = Text.assemble((pipeline.name, "bold cyan"), f"  {pipeline.about}")
+            table = Table(title=title, title_justify="left", title_style="", box=box.SIMPLE_HEAD)
+            for column in COLUMNS:
+                table.add_column(column, overflow="fold", no_wrap=column != COLUMNS[-1])
+            for row in rows:
+                table.add_row(*map(Text, row))
+            console.print(table)
+        else:
+            lines = [f"  {row[0]:<22} {row[1]:<9}  {row[2]:<7}  {row[3]:<6}  {row[4]}" for row in rows]
+            text = "\n".join([f"{pipeline.name}: {pipeline.about}", *lines])
+            console.print(Text(text), soft_wrap=True, highlight=False)
+
+
+def filled() -> list[Pipeline]:
+    """The pipelines that have passes, in the order of the run."""
+    return [pipeline for pipeline in PIPELINES if pipeline.names]
+
+
+def traits(kind: type[Pass[Any]]) -> tuple[str, str, str]:
+    """How a pass works on its subject, whether it keeps the numbers, and whether it may be left out."""
+    return (
+        "in place" if issubclass(kind, InPlacePass) else "makes new",
+        "kept" if kind.exact else "changed",
+        "may be" if kind.skippable else "",
+    )
+
+
+def summary(kind: type[Pass[Any]]) -> str:
+    """The first line of its docstring."""
+    return (inspect.getdoc(kind) or "").partition("\n")[0]
+
+
+def print_pass(name: str, console: Console) -> None:
+    """The whole docstring of one pass, with its traits: rendered on a terminal, as it stands elsewhere.
+
+    Raises:
+        PassError: no pass has this name.
+    """
+    kind = find_pass(name)
+    if console.is_terminal:
+        console.print(Markdown(entry(name, level="#")))
+        return
+    text = f"{name}\n\n{facts(kind, quote='')}\n\n{inspect.getdoc(kind) or ''}\n"
+    console.print(Text(text), soft_wrap=True, highlight=False, end="")
+
+
+def catalogue_markdown() -> str:
+    """The text of `passes/README.md`."""
+    rows = [f"| {one.name} | {', '.join(f'[{name}](#{name})' for name in one.names)} |" for one in filled()]
+    parts = [HEAD, "\n".join(["| pipeline | passes |", "|---|---|", *rows]), "\n\n"]
+    told: set[str] = set()
+    for pipeline in filled():
+        own = [name for name in pipeline.names if name not in told]
+        told.update(own)
+        if own:
+            parts += [f"## {pipeline.name}\n\n{pipeline.about}\n\n", *(f"{entry(name)}\n\n" for name in own)]
+    return "".join(parts).rstrip() + "\n"
+
+
+def entry(name: str, level: str = "###") -> str:
+    """What one pass says of itself, as Markdown.
+
+    Args:
+        name: a key of `PASSES`.
+        level: the marks of the heading.
+
+    Raises:
+        PassError: no pass has this name.
+    """
+    kind = find_pass(name)
+    promises = [
+        f"- {word}: {said}"
+        for word, said in (("needs", _first(kind, "requires")), ("gives", _first(kind, "ensures")))
+        if said
+    ]
+    parts = [f"{level} {name}", facts(kind), _markdown(inspect.getdoc(kind) or ""), "\n".join(promises)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def facts(kind: type[Pass[Any]], quote: str = "`") -> str:
+    """The file, the traits, and those options that the docstring leaves out."""
+    works, numbers, skip = traits(kind)
+    told = inspect.getdoc(kind) or ""
+    words = [
+        f"{quote}{kind.__module__.removeprefix('amp_compiler.').replace('.', '/')}.py{quote}",
+        "in place" if works == "in place" else "gives a new object",
+        "changes no number" if numbers == "kept" else "changes numbers",
+        *(["may be skipped"] if skip else []),
+        *(f"option {quote}{one}{quote}" for one in _options(kind) if f"\n    {one.partition(':')[0]}:" not in told),
+    ]
+    return " · ".join(words)
+
+
+def _options(kind: type[Pass[Any]]) -> list[str]:
+    """The fields of a pass as `name: type = default`."""
+    found = []
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]  # every pass is a dataclass
+        plain = isinstance(field.default, str | int | float | bool | tuple | None)
+        default = f" = {field.default!r}" if field.default is not dataclasses.MISSING and plain else ""
+        found.append(f"{field.name}: {field.type}{default}")
+    return found
+
+
+def _first(kind: type[Pass[Any]], method: str) -> str:
+    """The first paragraph of the docstring of a method that the pass itself writes; nothing where it inherits it."""
+    own = vars(kind).get(method)
+    text = inspect.cleandoc(own.__doc__ or "").partition("\n\n")[0] if own else ""
+    return " ".join(text.split())
+
+
+def _markdown(docstring: str) -> str:
+    """A docstring in Google style as Markdown: indented text becomes a code block, `Args:` a list."""
+    text, _, arguments = docstring.partition("\nArgs:\n")
+    arguments, _, rest = arguments.partition("\n\n")
+    done = [_block(block) for block in re.split(r"\n{2,}(?=\S)", text)]
+    if arguments:
+        items = re.split(r"\n(?=\S)", textwrap.dedent(arguments))
+        pairs = (one.partition(":") for one in items)
+        done.append("\n".join(f"- `{name}`: {' '.join(about.split())}" for name, _, about in pairs))
+    return "\n\n".join(done + ([_markdown(rest)] if rest.strip() else []))
+
+
+def _block(block: str) -> str:
+    """A paragraph, and the indented text behind it as a code block."""
+    words, _, code = block.partition("\n    ")
+    words = re.sub(r"::$", ":", words.strip())
+    if not code:
+        return words
+    return f"{words}\n\n```text\n{textwrap.dedent('    ' + code).rstrip()}\n```"

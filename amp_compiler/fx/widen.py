@@ -1,0 +1,81 @@
+"""FP32 arithmetic between 16-bit inputs and outputs: casts around one node that a compiler fuses with it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+
+import torch
+from torch import fx
+
+from amp_compiler.fx.graph import CAST, node_tensor, replace_operand, replace_other_uses, tensor_operands
+from amp_compiler.fx.meta import Key, source_of
+
+
+def widen(node: fx.Node, low: torch.dtype, upcasts: dict[fx.Node, fx.Node], skip: Collection[str] = ()) -> bool:
+    """Let a node read its 16-bit operands widened to FP32 and hand on its results rounded, in place.
+
+    The graph's fake tensors are left stale: call `refresh` when all nodes are done.
+
+    Args:
+        node: the node; it writes to none of these operands.
+        low: the 16-bit type.
+        upcasts: by value, the cast of it that stands in the graph already and may be read; filled up here.
+        skip: slots whose operands stay as they are.
+
+    Returns:
+        Whether an operand was widened.
+    """
+    graph = node.graph
+    operands = [
+        (path, operand, tensor)
+        for slot, path, operand in tensor_operands(node)
+        if not {slot, slot.partition(".")[0]} & set(skip)
+        and (tensor := node_tensor(operand)) is not None
+        and tensor.dtype == low
+    ]
+    for path, operand, tensor in operands:
+        if operand not in upcasts or operand.meta.get(Key.VOLATILE):  # what changes in place is widened anew
+            with graph.inserting_before(node):
+                upcasts[operand] = _cast(graph, operand, torch.float32)
+                # Refreshed at the end; only its being a tensor matters until then.
+                upcasts[operand].meta["val"] = tensor
+        replace_operand(node, path, upcasts[operand])
+    if not operands:
+        return False
+    results = [node] if node_tensor(node) is not None else [u for u in node.users if u.target is operator.getitem]
+    for result in results:
+        made = node_tensor(result)
+        if made is None or made.dtype != low:
+            continue
+        with graph.inserting_after(result):
+            rounded = _cast(graph, result, low)
+        rounded.meta["val"] = made
+        replace_other_uses(result, rounded)
+    return True
+
+
+def writes_to(node: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether a node changes a tensor of that type in place.
+
+    Args:
+        node: the node.
+        dtype: the type.
+    """
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return False
+    written = {
+        declared.name
+        for declared in node.target._schema.arguments
+        if declared.alias_info is not None and declared.alias_info.is_write
+    }
+    return any(
+        slot.partition(".")[0] in written and (tensor := node_tensor(operand)) is not None and tensor.dtype == dtype
+        for slot, _, operand in tensor_operands(node)
+    )
+
+
+def _cast(graph: fx.Graph, source: fx.Node, dtype: torch.dtype) -> fx.Node:
+    node = graph.call_function(CAST, (source, dtype))
+    node.meta = source_of(source)
+    return node

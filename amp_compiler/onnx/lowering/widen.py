@@ -1,0 +1,128 @@
+"""`math: fp32` in an ONNX model: `Cast` nodes around what does not compute in FP32 by itself."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from amp_compiler.errors import LoweringError
+from amp_compiler.ir.dtypes import DType, dtype_from_short
+from amp_compiler.ir.graph import Node
+from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
+from amp_compiler.onnx.lowering.lower import FOLDED, Lowered
+from amp_compiler.onnx.model.edit import set_type, unique
+from amp_compiler.onnx.model.model import all_graphs
+from amp_compiler.onnx.model.types import ir_type, neutral_type
+from amp_compiler.policy.marks import error_at
+from amp_compiler.policy.op_table import op_table
+
+
+def widen_math(lowered: Lowered, plan: PrecisionPlan) -> bool:
+    """Let every low node with `math: fp32` compute in FP32 between 16-bit operands and results, in place.
+
+    A `Cast` stands in front of each 16-bit operand and one behind each 16-bit result, which keeps the name that it had.
+    Left alone is what the op table says of: ops whose kernels compute in FP32 inside (`accumulates`), and ops with
+    which rounding commutes (`exact`).
+
+    Args:
+        lowered: the model, on which the plan has been carried out.
+        plan: the plan.
+
+    Returns:
+        Whether anything was inserted.
+
+    Raises:
+        RuleError: ONNX does not define the op for FP32.
+    """
+    ops = op_table()
+    writer: _Writer | None = None
+    for planned in plan.nodes:
+        info = ops.info(planned.op)
+        if planned.math != "fp32" or planned.precision != "low" or info.exact or info.accumulates_on("onnx"):
+            continue
+        writer = writer or _Writer(lowered, plan)
+        writer.widen(planned, lowered.graph.nodes[planned.name], info.any)
+    return writer is not None and writer.changed
+
+
+class _Writer:
+    def __init__(self, lowered: Lowered, plan: PrecisionPlan) -> None:
+        self.lowered, self.low = lowered, lowered.low
+        self.changed = False
+        self.names = {value: name for name, value in lowered.values.items()}
+        self.planned = {name: dtype_from_short(short) for node in plan.nodes for name, short in node.outputs}
+        graphs = list(all_graphs(lowered.model.ir.graph))
+        values = [
+            value
+            for graph in graphs
+            for value in (*graph.inputs, *graph.initializers.values(), *(out for node in graph for out in node.outputs))
+        ]
+        self.value_names = {value.name or "" for value in values}
+        self.node_names = {node.name or "" for graph in graphs for node in graph}
+
+    def widen(self, planned: PlannedNode, neutral: Node, untouched: frozenset[str]) -> None:
+        """Put casts around one node."""
+        node = self.lowered.nodes[planned.name]
+        upcasts: dict[ir.Value, ir.Value] = {}
+        for operand, site in zip(neutral.inputs, self.lowered.sites[planned.name], strict=True):
+            value = node.inputs[site.index] if site.body is None else None
+            if value is None or operand.slot in untouched or self._type(value) is not self.low:
+                continue
+            if operand.allowed is not None and DType.FLOAT32 not in operand.allowed:
+                raise error_at(
+                    planned.math_rule,
+                    f"'math: fp32' cannot be carried out on node '{planned.name}': {node.op_type} takes no fp32 there",
+                    f"except it by a later rule, 'match: {{op: {planned.op}}}', with a precision and no 'math'",
+                )
+            if value not in upcasts:
+                upcasts[value] = self._cast(value, DType.FLOAT32, node, before=True)
+            node.replace_input_with(site.index, upcasts[value])
+        if not upcasts:
+            return
+        self.changed = True
+        for name, short in planned.outputs:
+            if dtype_from_short(short) is self.low:
+                self._round(self.lowered.values[name], node)
+
+    def _round(self, made: ir.Value, node: ir.Node) -> None:
+        """Let the readers of a result read it rounded, under the name that it had."""
+        name = made.name or "value"
+        rounded = self._cast(made, self.low, node, before=False)
+        cast = rounded.producer()
+        made.replace_all_uses_with(rounded, replace_graph_outputs=True)
+        if cast is not None:
+            cast.replace_input_with(0, made)
+        rounded.type, rounded.shape, rounded.doc_string = made.type, made.shape, made.doc_string
+        made.name = unique(f"{name}_fp32", self.value_names)
+        rounded.name = name
+        set_type(rounded, self.low)
+        set_type(made, DType.FLOAT32)
+
+    def _cast(self, source: ir.Value, dtype: DType, node: ir.Node, *, before: bool) -> ir.Value:
+        base = f"{source.name or 'value'}_{dtype.short}"
+        cast = ir.Node(
+            "",
+            "Cast",
+            [source],
+            [ir.AttrInt64("to", ir_type(dtype).value)],
+            outputs=[ir.Value(name=unique(base, self.value_names))],
+            name=unique(f"{base}_math", self.node_names),
+        )
+        graph = node.graph
+        if not isinstance(graph, ir.Graph):
+            raise LoweringError(f"node '{node.name}' stands in no graph", mend="plan this model again")
+        if before:
+            graph.insert_before(node, cast)
+        else:
+            graph.insert_after(node, cast)
+        return cast.outputs[0]
+
+    def _type(self, value: ir.Value) -> DType:
+        """The type of a value in the model as it is now; inference has not run over it yet."""
+        producer, name = value.producer(), self.names.get(value)
+        if producer is not None and producer.op_type == "Cast" and name is None:
+            return neutral_type(producer.attributes["to"].as_int())
+        if producer is not None and producer.op_type in FOLDED and "value" in producer.attributes:
+            return neutral_type(producer.attributes["value"].as_tensor().dtype.value)
+        if name in self.planned:
+            return self.planned[name]
+        return neutral_type(value.dtype.value) if value.dtype is not None else DType.OTHER

@@ -1,0 +1,47 @@
+"""Types of what stands in a rule file, as pydantic takes them: texts, types, devices and bounds, alone or in a list."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+COMPARISON = r"^\s*(<=|>=|==|!=|<|>)\s*[0-9]*\.?[0-9]+([eE][-+]?[0-9]+)?\s*$"
+
+Text = Annotated[str, Field(min_length=1)]
+Scalar = bool | int | float | str | None
+Low = Literal["fp16", "bf16"]
+Float = Literal["fp16", "bf16", "fp32", "fp64"]
+Device = Literal["cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "maia", "ipu", "meta", "privateuseone", "onnx"]
+
+
+def _as_list(value: Any) -> Any:
+    """One item where a list may stand: the two mean the same."""
+    return value if isinstance(value, list) else [value]
+
+
+Texts = Annotated[list[Text], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=Text | list[Text])]
+Floats = Annotated[
+    list[Float], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=Float | list[Float])
+]
+Lows = Annotated[list[Low], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=Low | list[Low])]
+Devices = Annotated[
+    list[Device], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=Device | list[Device])
+]
+Attributes = Annotated[dict[Text, Scalar | list[Scalar]], Field(min_length=1)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Bound = Annotated[str, Field(pattern=COMPARISON)] | Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+def optional(description: str) -> Any:
+    """A key that may be left out, which gives `None`.
+
+    The field's own type does not say so, because an empty `family:` is a mistake and not a condition left out.
+    """
+    return Field(None, description=description)
+
+
+class Strict(BaseModel):
+    """Base of all: no unknown key, no silent conversion, no change afterwards."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)

@@ -1,0 +1,84 @@
+"""`amp-compiler passes`: the catalogue, and all that one pass says of itself."""
+
+from __future__ import annotations
+
+import inspect
+import io
+
+import pytest
+from rich.console import Console
+
+from amp_compiler.cli import passes as catalogue
+from amp_compiler.passes import PASSES, find_pass
+from amp_compiler.passes.pipeline import PIPELINES
+
+
+def test_the_catalogue_has_every_pass_in_the_order_of_the_run(shell):
+    code, out, _ = shell("passes")
+    assert code == 0
+    lines, filled = out.splitlines(), [pipeline for pipeline in PIPELINES if pipeline.names]
+    assert [line for line in lines if not line.startswith(" ")] == [f"{one.name}: {one.about}" for one in filled]
+    assert [line.split()[0] for line in lines if line.startswith(" ")] == [name for one in filled for name in one.names]
+    assert {name for one in filled for name in one.names} == set(PASSES)
+    assert all(one.about.endswith(".") for one in PIPELINES)
+    assert "\x1b" not in out
+
+
+def test_a_line_tells_how_the_pass_works(shell):
+    lines = {line.split()[0]: line for line in shell("passes")[1].splitlines()}
+    assert "in place   kept     may be  " in lines["simplify_casts"]
+    assert "makes new  kept             Give every node a decision" in lines["classify"]
+    assert "in place   changed          Insert the casts of a plan" in lines["apply_plan"]
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_every_pass_says_what_it_does(name):
+    """The first line of its docstring is a sentence that stands by itself."""
+    line = catalogue.summary(find_pass(name))
+    assert line and line[-1] in ".;:", f"{name}: {line!r}"
+    assert line[0].isupper()
+
+
+def test_a_pass_prints_its_whole_docstring(shell):
+    code, out, _ = shell("passes", "simplify_casts")
+    assert code == 0
+    assert inspect.getdoc(find_pass("simplify_casts")) in out
+    assert out.startswith(
+        "simplify_casts\n\npasses/step/simplify_casts.py · in place · changes no number · may be skipped"
+    )
+
+
+def test_on_a_terminal_the_catalogue_is_tables_and_a_docstring_is_rendered():
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=100, color_system="truecolor")
+    catalogue.print_catalogue(console)
+    catalogue.print_pass("simplify_casts", console)
+    assert "\x1b[" in text.getvalue()
+    for name in PASSES:
+        assert name in text.getvalue()
+
+
+def test_markdown_tells_every_pass_once(shell):
+    code, out, _ = shell("passes", "--markdown")
+    assert code == 0
+    assert out == catalogue.catalogue_markdown()
+    for name in PASSES:
+        assert out.count(f"\n### {name}\n") == 1
+    for pipeline in PIPELINES:
+        assert not pipeline.names or f"| {pipeline.name} | [{pipeline.names[0]}]" in out
+    assert "```text\n" in out
+    assert "- gives: Every node has a decision" in out
+
+
+def test_markdown_of_one_pass(shell):
+    code, out, _ = shell("passes", "classify", "--markdown")
+    assert code == 0
+    assert out.startswith("### classify\n")
+    assert "differentiate" not in out
+
+
+def test_an_unknown_pass_is_an_error_with_the_nearest(shell):
+    code, out, err = shell("passes", "simplify_cast")
+    assert (code, out) == (2, "")
+    assert "there is no pass 'simplify_cast'" in err
+    assert "did you mean 'simplify_casts'?" in err

@@ -1,0 +1,284 @@
+"""`amp-compiler explain --print-after`: the graph from pass to pass."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import re
+import sys
+
+import onnx
+import pytest
+import torch
+from onnx_corpus import parts
+from rich.console import Console
+from torch import nn
+
+import amp_compiler as amp
+from amp_compiler.cli.stages import StageOptions, make_stages, print_stages, stages_text
+from amp_compiler.passes.pipeline import CAPTURE, FORWARD, INFERENCE, PLAN, STEP
+
+MODEL = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4)
+
+    def forward(self, x, *, factor=None):
+        y = self.last(self.norm(torch.relu(self.first(x))))
+        return {"count": 3, "logits": y if factor is None else y * factor}
+
+NET = Net()
+
+def make():
+    return NET, (torch.ones(2, 8),)
+
+def keywords():
+    return Net(), ((torch.ones(2, 8),), {"factor": torch.ones(())})
+
+def loss(model, x, target):
+    return nn.functional.cross_entropy(model(x)["logits"], target)
+
+class Indices(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.layer(x).argmax()
+
+def indices():
+    return Indices(), (torch.ones(2, 2),)
+
+class Square(nn.Module):
+    def forward(self, x):
+        return x @ x
+
+def square():
+    return Square(), (torch.ones(2, 2),)
+
+class Branch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x):
+        y = self.layer(x)
+        return self.layer(y + 1 if y.sum() > 0 else y - 1)
+
+def branch():
+    return Branch(), (torch.ones(2, 2),)
+
+NUMBER = 7
+"""
+
+
+@pytest.fixture
+def explain(shell, tmp_path):
+    """Runs `amp-compiler explain FILE:NAME --dtype fp16 ...`."""
+    path = tmp_path / "net_model.py"
+    path.write_text(MODEL, encoding="utf-8")
+
+    def call(name: str, *options: str):
+        return shell("explain", f"{path}:{name}", "--dtype", "fp16", *(one.format(file=path) for one in options))
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def step():
+    """A small model's training step, as a user's own code makes it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    step = amp.training_step(
+        model, lambda model, x: model(x).float().mean(), torch.optim.AdamW(model.parameters()), dtype="fp16",
+        backend="eager",
+    )  # fmt: skip
+    step(torch.ones(2, 8))
+    return step
+
+
+def names(out: str) -> list[str]:
+    return re.findall(r"^=== (\w+)", out, flags=re.MULTILINE)
+
+
+def test_one_stage_is_printed_as_it_is(explain):
+    code, out, _ = explain("make", "--print-after", "place_casts")
+    assert code == 0
+    assert "cast x: fp32 -> fp16, 96 bytes, for linear[0]" in out.splitlines()
+    assert all(line.startswith(("cast ", "model's own cast ")) for line in out.splitlines())
+
+
+def test_the_text_is_that_of_the_stages_in_python(explain):
+    code, out, _ = explain("make", "--print-after", "apply_plan")
+    assert code == 0
+    model = amp.compile(copy.deepcopy(sys.modules["net_model"].NET), dtype="fp16", backend="eager")
+    model(torch.ones(2, 8))
+    assert out == model.stages["apply_plan"].text
+    assert "fp16[2, 16] = aten.linear.default" in out
+
+
+def test_a_training_step_has_the_stages_that_python_shows(step):
+    model = step.model
+    stages = make_stages(model, (torch.ones(2, 8),), StageOptions(show="fold_loss_scale", dtype="fp16"))
+    assert [stage.name for stage in stages] == [stage.name for stage in step.stages]
+    assert stages["fold_loss_scale"].text == step.stages["fold_loss_scale"].text
+    assert "loss_scale" in stages["fold_loss_scale"].text
+
+
+def test_all_is_the_first_stage_and_then_what_each_pass_changed(explain):
+    code, out, _ = explain("make", "--print-after", "all")
+    assert code == 0
+    expected = [*CAPTURE.names, *PLAN.names, *FORWARD.names, *STEP.names]
+    expected.remove("multiply_convolutions")  # a form that only a compiler runs faster
+    assert names(out) == ["capture", *expected]
+    parts_of = dict(re.findall(r"^=== (\w+)(.*?)(?=^=== |\Z)", out, flags=re.MULTILINE | re.DOTALL))
+    assert "aten._assert_tensor_metadata" in parts_of["capture"] or "aten.linear" in parts_of["capture"]
+    assert parts_of["merge_results"] == ": nothing changed\n"
+    assert parts_of["differentiate"].startswith("\n--- ")
+    assert re.search(r"^\+.*phase=backward", parts_of["differentiate"], flags=re.MULTILINE)
+    assert "\x1b" not in out
+
+
+def test_the_diff_has_colours_on_a_terminal(step):
+    text = io.StringIO()
+    options = StageOptions()
+    print_stages(step.stages, options, Console(file=text, force_terminal=True, color_system="standard"))
+    assert re.search(r"\x1b\[[39]2m\+", text.getvalue())
+    assert re.search(r"\x1b\[[39]1m-", text.getvalue())
+    assert re.sub(r"\x1b\[[\d;]*m", "", text.getvalue()) == stages_text(step.stages, options)
+
+
+def test_the_model_is_not_trained(explain):
+    code, _, _ = explain("make", "--print-after", "all")
+    assert code == 0
+    net = sys.modules["net_model"].NET
+    fresh = sys.modules["net_model"].Net()
+    assert net is not fresh
+    for name, tensor in net.state_dict().items():
+        assert torch.equal(tensor, fresh.state_dict()[name]), name
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+def test_a_loss_of_ones_own(explain):
+    code, out, err = explain(
+        "make", "--print-after", "differentiate", "--loss", "{file}:loss", "--args", "fp32[2,8]", "--args", "i64[2]"
+    )
+    assert code == 0, err
+    assert "nll_loss" in out
+    assert "phase=backward" in out
+
+
+def test_keyword_arguments_reach_the_model(explain):
+    code, out, err = explain("keywords", "--print-after", "place_weights")
+    assert code == 0, err
+    assert re.search(r"aten\.mul\.Tensor", out)
+
+
+def test_inference_has_its_own_passes(explain):
+    code, out, _ = explain("make", "--print-after", "all", "--eval")
+    assert code == 0
+    expected = [*CAPTURE.names, *PLAN.names, *INFERENCE.names]
+    expected.remove("multiply_convolutions")
+    assert names(out) == ["capture", *expected]
+
+
+def test_stop_after_runs_no_more(explain, monkeypatch):
+    from amp_compiler.passes.step.differentiate import Differentiate
+
+    monkeypatch.setattr(Differentiate, "run", lambda *_: pytest.fail("it ran"))
+    code, out, err = explain("make", "--print-after", "all", "--stop-after", "place_weights")
+    assert code == 0, err
+    assert names(out)[-1] == "place_weights"
+    code, out, _ = explain("make", "--stop-after", "capture")
+    assert code == 0
+    assert not names(out)
+    assert "aten.linear.default" in out
+
+
+def test_skip_leaves_a_pass_out(explain):
+    code, out, _ = explain("make", "--print-after", "all", "--skip", "simplify_casts", "--format", "json")
+    assert code == 0
+    stages = json.loads(out)
+    assert "simplify_casts" not in [stage["name"] for stage in stages]
+    assert [*stages[0]] == ["name", "text"]
+    assert stages[-1]["name"] == "fuse_update"
+
+
+def test_a_model_in_pieces_shows_each(explain):
+    code, out, _ = explain("branch", "--print-after", "classify")
+    assert code == 0
+    assert "=== piece0/classify\n" in out
+    assert "=== piece1/classify\n" in out
+
+
+def test_stages_are_written_to_a_file(explain, tmp_path):
+    output = tmp_path / "stages.txt"
+    code, out, _ = explain("make", "--print-after", "place_casts", "--output", str(output))
+    assert (code, out) == (0, "")
+    assert "cast x: fp32 -> fp16" in output.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("make", ["--print-after", "fold_loss_scal"], ["no pass 'fold_loss_scal'", "did you mean 'fold_loss_scale'?"]),
+        ("make", ["--stop-after", "plan"], ["--stop-after: there is no pass 'plan'"]),
+        ("make", ["--stop-after", "all"], ["--stop-after: there is no pass 'all'"]),
+        ("make", ["--print-after", "all", "--skip", "nothing"], ["--skip: there is no pass 'nothing'"]),
+        ("make", ["--print-after", "all", "--skip", "classify"], ["'classify' cannot be skipped"]),
+        ("make", ["--print-after", "fold_loss_scale", "--eval"], ["did not run", "STEP: leave out --eval"]),
+        ("make", ["--print-after", "hoist_weight_casts"], ["did not run", "INFERENCE: give --eval"]),
+        ("make", ["--print-after", "cut_step"], ["did not run", "give --backend inductor"]),
+        ("make", ["--print-after", "multiply_convolutions"], ["did not run", "give --backend inductor"]),
+        ("make", ["--print-after", "place_casts", "--stop-after", "classify"], ["comes behind 'classify'"]),
+        ("make", ["--skip", "simplify_casts"], ["--skip", "give --print-after as well"]),
+        ("make", ["--loss", "{file}:loss"], ["--loss", "give --print-after as well"]),
+        ("make", ["--backend", "inductor"], ["--backend", "give --print-after as well"]),
+        ("make", ["--print-after", "all", "--html", "page.html"], ["--html", "use --output"]),
+        ("make", ["--print-after", "all", "--loss", "{file}:NUMBER"], ["it is a int, not a function"]),
+        ("make", ["--print-after", "all", "--loss", "{file}:loss"], ["do not fit loss(model, x, target)"]),
+        ("indices", ["--print-after", "all"], ["no floating-point number to train on", "give a loss"]),
+        ("square", ["--print-after", "all"], ["no parameter to train", "give --eval"]),
+    ],
+)
+def test_what_cannot_be_printed(explain, name, options, words):
+    """Each is told with its mend and exit code 2, and nothing is printed."""
+    code, out, err = explain(name, *options)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: --")
+    assert "\n  mend: " in err
+    for word in words:
+        assert word in err
+
+
+@pytest.fixture
+def onnx_file(tmp_path):
+    model, _ = parts.wide_mlp()
+    onnx.save(model, tmp_path / "model.onnx")
+    return tmp_path / "model.onnx"
+
+
+def test_an_onnx_file_has_the_stages_of_its_plan(shell, onnx_file):
+    code, out, _ = shell("explain", onnx_file, "--print-after", "all")
+    assert code == 0
+    assert names(out) == ["capture", *PLAN.names]
+    code, text, _ = shell("explain", onnx_file, "--print-after", "place_casts")
+    assert code == 0
+    assert text and out.endswith(text)
+    assert shell("explain", onnx_file, "--stop-after", "classify")[1].count("by default.yaml") > 1
+    assert shell("explain", onnx_file, "--print-after", "capture")[1].startswith("graph onnx")
+    out = shell("explain", onnx_file, "--print-after", "all", "--stop-after", "classify")[1]
+    assert names(out) == ["capture", "classify"]
+
+
+@pytest.mark.parametrize("options", [["--print-after", "apply_plan"], ["--print-after", "all", "--skip", "legalize"]])
+def test_what_an_onnx_file_does_not_go_through(shell, onnx_file, options):
+    code, out, err = shell("explain", onnx_file, *options)
+    assert (code, out) == (2, "")
+    assert "mend: " in err

@@ -1,0 +1,93 @@
+"""An FX graph as text reads back as itself, and text that says nothing sensible is an error that names the line."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx
+
+from amp_compiler.errors import GraphError
+from amp_compiler.fx.meta import Key
+from amp_compiler.fx.text import format_fx, parse_fx
+
+EVERYTHING = """in w: fp32[4, 4]
+in x: bf16[4, 8]{1, 4}  # low=w:bf16
+in s: fp32[]  # state=scale/scale/0
+mul: fp32[4, 4] = aten.mul.Tensor(w, -1e-05)  # phase=forward seed volatile cast math at=mlp.fc1:Linear
+max_1: (fp32[4], i64[4]) = aten.max.dim(mul, 0)  # pin=cast backward=fp16
+getitem: fp32[4] = getitem(max_1, 0)
+full: fp32[] = aten.full.default([], inf, dtype=torch.float32, device=device("cpu"), pin_memory=False)
+typed: fp32[4] = typed_op(aten.neg.default, (w,), {"a": 1}, [torch.bfloat16], [torch.float32], torch.float32)
+index: fp32[2, 4] = aten.index.Tensor(w, [None, mul])
+zeros: bf16[4, 8] = Product.zeros(4, 8)
+reshaped: bf16[8, 4] = call_method("reshaped", zeros, 8, 4)
+inner = attribute("inner")
+call: (fp32[4]) = call_module("piece", getitem)
+check = aten._assert_async.msg(s, "it's \\"odd\\"")
+return getitem, None, full, 1
+graph piece
+in getitem: fp32[4]
+neg: fp32[4] = aten.neg.default(getitem)
+return neg
+"""
+
+
+def test_everything_reads_back_as_itself() -> None:
+    module = parse_fx(EVERYTHING)
+    assert format_fx(module) == EVERYTHING
+    nodes = {node.name: node for node in module.graph.nodes}
+    assert nodes["x"].meta["val"].stride() == (1, 4) and nodes["x"].meta[Key.LOW] == ("w", torch.bfloat16)
+    assert nodes["full"].args[1] == math.inf and nodes["full"].kwargs["device"] == torch.device("cpu")
+    assert nodes["mul"].meta[Key.SEED] is True and nodes["s"].meta[Key.STATE] == ("scale", "scale", 0)
+    assert isinstance(module.piece, fx.GraphModule)
+
+
+numbers = st.one_of(
+    st.floats(allow_nan=False), st.integers(-(10**9), 10**9), st.booleans(), st.none(), st.text(max_size=8),
+    st.sampled_from([torch.float16, torch.int64, torch.strided, torch.channels_last, torch.device("cpu")]),
+)  # fmt: skip
+arguments = st.recursive(
+    numbers, lambda inner: st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple), max_leaves=6
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(arguments, max_size=4))
+def test_any_arguments_read_back(values: list[object]) -> None:
+    graph = fx.Graph()
+    node = graph.call_function(torch.ops.aten.empty.memory_format, tuple(values))
+    node.meta["val"] = None
+    graph.output((node,))
+    text = format_fx(fx.GraphModule(torch.nn.Module(), graph))
+    again = parse_fx(text)
+    assert format_fx(again) == text
+    (read,) = [one for one in again.graph.nodes if one.op == "call_function"]
+    assert read.args == node.args
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("mul = aten.mul(x, x)", "names no operator; write its overload"),
+        ("mul = aten.multiplied.Tensor(x, x)", "multiplied"),
+        ("mul: fp33[2] = aten.mul.Tensor(x, x)", "fp33"),
+        ("mul: fp32[2 = aten.mul.Tensor(x, x)", "is no type"),
+        ("x = aten.neg.default(x)", "two nodes 'x'"),
+        ("mul", "name: type = op"),
+        ("mul = aten.mul.Tensor(x, x)  # fast", "there is no mark 'fast'"),
+        ("mul = aten.mul.Tensor(x, (", "never closed"),
+    ],
+)
+def test_nonsense_is_an_error_with_its_line(line: str, says: str) -> None:
+    with pytest.raises(GraphError, match="line 2") as caught:
+        parse_fx(f"in x: fp32[2]\n{line}\nreturn x\n")
+    assert says in str(caught.value)
+
+
+def test_marks_are_the_keys_of_the_enum() -> None:
+    assert Key.PHASE == "amp_phase" and {Key.PHASE: 1}["amp_phase"] == 1  # type: ignore[index]
+    assert len({key.value for key in Key}) == len(Key)

@@ -1,0 +1,294 @@
+"""`math: fp32`: FP32 arithmetic between 16-bit inputs and outputs, against the same by hand in eager torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import amp_compiler as amp
+from amp_compiler.errors import RuleError
+from amp_compiler.fx.graph import CAST, canonical_op
+from amp_compiler.fx.meta import Key
+from amp_compiler.passes.precision.widen_math import WidenMath
+from amp_compiler.policy.loader import load_rules
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+DTYPES = {"bf16": BF16, "fp16": F16}
+
+
+def rules(*more: dict[str, Any], **actions: Any) -> dict[str, Any]:
+    return {"version": 1, "rules": [{"match": {}, **({"precision": "low", "math": "fp32"} | actions)}, *more]}
+
+
+class Op(nn.Module):
+    """One op on an input and, where it has one, a weight."""
+
+    def __init__(self, run: Callable[..., Any], weight: tuple[int, ...] | None) -> None:
+        super().__init__()
+        self.run = run
+        generator = torch.Generator().manual_seed(1)
+        self.weight = None if weight is None else nn.Parameter(torch.randn(weight, generator=generator))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.run(x) if self.weight is None else self.run(x, self.weight)
+
+
+SHAPE = (4, 6, 8, 8)
+OPS: dict[str, tuple[Callable[..., Any], tuple[int, ...] | None]] = {
+    "gelu": (F.gelu, None),
+    "softmax": (lambda x: torch.softmax(x, -1), None),
+    "log_softmax": (lambda x: torch.log_softmax(x, 1), None),
+    "exp": (torch.exp, None),
+    "mean": (lambda x: x.mean((2, 3)), None),
+    "cumsum": (lambda x: x.cumsum(-1), None),
+    "avg_pool": (lambda x: F.avg_pool2d(x, 2), None),
+    "max_pool": (lambda x: F.max_pool2d(x, 3, 1), None),
+    "scale": (lambda x, w: x * w, (8,)),
+    "divide": (lambda x, w: x / (w.square() + 1), (8,)),
+    "index": (lambda x: x[:, [0, 0, 2]], None),
+    "embedding": (lambda x, w: F.embedding((x[..., 0, 0].abs() * 2).long().clamp(max=6), w), (7, 5)),
+    "group_norm": (lambda x: F.group_norm(x, 3), None),
+    "batch_norm": (lambda x: F.batch_norm(x, None, None, training=True), None),
+    "interpolate": (lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"), None),
+}
+SINGLE = [name for name in OPS if name not in ("divide",)]  # the others are more than one op each
+
+
+def by_hand(name: str, x: torch.Tensor, weight: torch.Tensor | None, low: torch.dtype) -> torch.Tensor:
+    """The op in FP32 on operands as the low type holds them, its result rounded."""
+    run, _ = OPS[name]
+    operands = [operand.to(low).float() for operand in (x, weight) if operand is not None]
+    return run(*operands).to(low).float()
+
+
+def numbers(model: Callable[..., Any], name: str, weight: nn.Parameter | None) -> list[torch.Tensor]:
+    """The result, and the gradients of the input and the weight."""
+    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    made = model(x)
+    coefficients = torch.randn(made.shape, generator=torch.Generator().manual_seed(2)).to(BF16).float()
+    wanted = [tensor for tensor in (x, weight) if tensor is not None]
+    if name == "embedding":
+        wanted = [weight]
+    return [made.detach(), *torch.autograd.grad((made * coefficients).sum(), wanted)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SINGLE)
+def test_eager_computes_in_fp32_to_the_bit(name: str, dtype: str) -> None:
+    model = Op(*OPS[name])
+    compiled = amp.compile(model, rules=rules(), dtype=dtype, backend="eager")
+    found = numbers(compiled, name, model.weight)
+    expected = numbers(lambda x: by_hand(name, x, model.weight, DTYPES[dtype]), name, model.weight)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+INDUCTOR = [
+    pytest.param(name, marks=[] if name in ("softmax", "batch_norm", "scale") else [pytest.mark.slow])
+    for name in SINGLE
+    if name not in ("index", "embedding")
+]
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("name", INDUCTOR)
+def test_inductor_computes_in_fp32(name: str) -> None:
+    """What compiled code sums in another order may be rounded to the neighbour: one unit in the last place of BF16."""
+    model = Op(*OPS[name])
+    compiled = amp.compile(model, rules=rules(), dtype="bf16", backend="inductor")
+    found = numbers(compiled, name, model.weight)
+    expected = numbers(lambda x: by_hand(name, x, model.weight, BF16), name, model.weight)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, one.to(BF16).float()), "a 16-bit number, inside and outside"
+        assert float((one == other).float().mean()) > 0.98
+        torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-6)
+
+
+def test_without_math_the_gradient_of_a_broadcast_scale_is_rounded_before_it_is_summed() -> None:
+    """The test of the tests: what `math: fp32` is there for shows in these numbers."""
+    model = Op(*OPS["scale"])
+    plain = amp.compile(
+        model, rules={"version": 1, "rules": [{"match": {}, "precision": "low"}]}, dtype="bf16", backend="eager"
+    )
+    expected = numbers(lambda x: by_hand("scale", x, model.weight, BF16), "scale", model.weight)
+    assert not torch.equal(numbers(plain, "scale", model.weight)[2], expected[2])
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.norm, self.head = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(F.gelu(self.norm(self.linear(x).view(-1, 16))))
+
+
+def graph_of(model: nn.Module, asked: Any, *inputs: torch.Tensor, **options: Any) -> Any:
+    compiled = amp.compile(model, rules=asked, backend="eager", **({"dtype": "bf16"} | options))
+    compiled(*inputs)
+    return compiled.graph_module.graph
+
+
+def test_fp32_values_stay_with_their_node_and_products_get_no_casts() -> None:
+    graph = graph_of(Chain(), rules(), torch.randn(3, 8))
+    wide = [node for node in graph.nodes if node.op == "call_function" and node.meta["val"].dtype is F32]
+    computing = {canonical_op(node.target): node for node in wide if node.target is not CAST}
+    assert set(computing) == {"aten.layer_norm", "aten.gelu"}
+    for node in computing.values():
+        (rounded,) = node.users
+        assert rounded.target is CAST and rounded.args[1] is BF16
+        source = node.args[0]
+        assert source.target is CAST and list(source.users) == [node], "an upcast of its own"
+        assert source.args[0].meta["val"].dtype is BF16
+
+
+def test_views_and_what_is_exact_need_nothing_without_gradients() -> None:
+    class Moves(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return F.max_pool2d(torch.relu(x.transpose(2, 3)), 2)[:, [0, 0]]
+
+    model = Moves().eval()
+    with torch.no_grad():
+        graph = graph_of(model, rules(), torch.randn(SHAPE))
+    assert F32 not in {
+        node.meta["val"].dtype for node in graph.nodes if canonical_op(node.target) in ("aten.max_pool2d", "aten.index")
+    }
+    graph = graph_of(Moves(), rules(), torch.randn(SHAPE, requires_grad=True))
+    wide = {canonical_op(n.target) for n in graph.nodes if n.target is not CAST and n.meta.get("val") is not None
+            and n.op == "call_function" and n.meta["val"].dtype is F32}  # fmt: skip
+    assert wide == {"aten.max_pool2d", "aten.index"}, "overlapping windows and equal indices are summed backward"
+
+
+def test_what_legalize_will_widen_is_left_to_it() -> None:
+    graph = graph_of(nn.Linear(8, 4), rules(), torch.randn(2, 8), dtype="fp16")
+    assert sum(node.target is CAST for node in graph.nodes) == 3 + 3 + 2  # the plan's, legalize's up, and down twice
+
+
+def test_the_fields_of_the_pass() -> None:
+    ops = load_rules("default").ops
+    traced = torch.fx.symbolic_trace(nn.ReLU())
+    for node in traced.graph.nodes:
+        node.meta["val"] = torch.ones(2)
+    assert not WidenMath(ops)(traced).modified, "no node is marked"
+
+
+# ---- gradients alone
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.compiles])])
+@pytest.mark.parametrize("name", ["softmax", "gelu", "scale"])
+def test_backward_math_alone(name: str, backend: str) -> None:
+    """The forward is what the 16-bit kernel gives; the gradients are computed in FP32 and rounded as they leave."""
+    model = Op(*OPS[name])
+    asked = rules(math="fp32")
+    asked["rules"][0] = {"match": {}, "precision": "low", "backward": {"precision": "low", "math": "fp32"}}
+    compiled = amp.compile(model, rules=asked, dtype="bf16", backend=backend)
+    found = numbers(compiled, name, model.weight)
+    expected = numbers(lambda x: by_hand(name, x, model.weight, BF16), name, model.weight)
+    for one, other in zip(found[1:], expected[1:], strict=True):
+        torch.testing.assert_close(
+            one, other, rtol=0 if backend == "eager" else 2**-7, atol=0 if backend == "eager" else 1e-6
+        )
+
+
+@pytest.mark.parametrize("name", ["softmax", "scale"])
+def test_16_bit_gradients_of_an_fp32_node_with_fp32_arithmetic(name: str) -> None:
+    model = Op(*OPS[name])
+    asked = {
+        "version": 1,
+        "rules": [{"match": {}, "precision": "fp32", "backward": {"precision": "low", "math": "fp32"}}],
+    }
+    compiled = amp.compile(model, rules=asked, dtype="bf16", backend="eager")
+    found = numbers(compiled, name, model.weight)
+    expected = numbers(lambda x: by_hand(name, x, model.weight, BF16), name, model.weight)
+    for one, other in zip(found[1:], expected[1:], strict=True):
+        assert torch.equal(one, other)
+
+
+def test_fp32_gradients_of_a_low_node_with_fp32_arithmetic() -> None:
+    """`type_backward` wraps such a node: its gradients leave unrounded."""
+    model = Op(*OPS["scale"])
+    compiled = amp.compile(model, rules=rules(backward={"precision": "fp32"}), dtype="bf16", backend="eager")
+    found = numbers(compiled, "scale", model.weight)
+    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).to(BF16).float()
+    coefficients = torch.randn(SHAPE, generator=torch.Generator().manual_seed(2)).to(BF16).float()
+    assert torch.equal(found[2], (coefficients * x).sum((0, 1, 2)))
+    assert not torch.equal(found[2], found[2].to(BF16).float())
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.compiles])])
+def test_a_training_step_of_nvcaffe(backend: str) -> None:
+    """Everything low but the loss, FP32 arithmetic in all of it."""
+    model = Chain()
+    x, y = torch.randn(5, 8), torch.randint(0, 4, (5,))
+    step = amp.training_step(
+        model, lambda m, x, y: F.cross_entropy(m(x), y), torch.optim.SGD(model.parameters(), 0.0), rules="nvcaffe",
+        dtype="bf16", loss_scale=None, backend=backend,
+    )  # fmt: skip
+    step(x, y)
+    found = {name: gradient.clone().float() for name, gradient in step.gradients().items()}
+
+    def low(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(BF16)
+
+    twin = Chain()
+    h = F.linear(low(x), low(twin.linear.weight), low(twin.linear.bias))
+    h = low(F.layer_norm(h.float(), (16,), twin.norm.weight, twin.norm.bias))
+    h = F.linear(low(F.gelu(h.float())), low(twin.head.weight), low(twin.head.bias))
+    F.cross_entropy(h.float(), y).backward()
+    for name, parameter in twin.named_parameters():
+        scale = float(parameter.grad.abs().max())
+        torch.testing.assert_close(found[name], parameter.grad, rtol=2**-7, atol=2**-8 * scale, msg=name)
+
+
+# ---- what cannot be carried out
+
+
+@pytest.mark.parametrize(
+    ("rule", "dtype", "why"),
+    [
+        ({"precision": "low", "math": "bf16"}, "fp16", "the low type is fp16"),
+        ({"precision": "low", "math": "fp16"}, "bf16", "the low type is bf16"),
+        ({"precision": "low", "math": "fp16"}, "fp16", "compute in FP32 and round at the end"),
+        ({"precision": "widest", "math": "bf16"}, "bf16", "compute in FP32 and round at the end"),
+    ],
+)
+def test_arithmetic_that_no_kernel_has_is_refused_at_its_rule(rule: Any, dtype: str, why: str, tmp_path: Any) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text(
+        "version: 1\nrules:\n  - match: {family: activation}\n"
+        f"    precision: {rule['precision']}\n    math: {rule['math']}\n"
+    )
+    with pytest.raises(
+        RuleError, match=f"math: {rule['math']}' cannot be carried out.*{why}.*write 'math: fp32'"
+    ) as caught:
+        amp.explain(nn.GELU(), (torch.randn(3),), rules=path, dtype=dtype)
+    assert (caught.value.file, caught.value.line) == (str(path), 3)
+
+
+def test_a_refinement_of_an_fp32_node_is_refused_where_it_narrows() -> None:
+    asked = {"version": 1, "extends": "safe", "rules": [{"match": {"op": "aten.gelu"}, "math": "bf16"}]}
+    with pytest.raises(RuleError, match=r"narrower than its data.*rules\.0") as caught:
+        amp.explain(nn.GELU(), (torch.randn(3),), rules=asked, dtype="bf16")
+    assert caught.value.file == "<dict>"
+
+
+def test_16_bit_memory_changed_in_place_is_refused_and_fp32_memory_is_not() -> None:
+    ops = load_rules("default").ops
+    for dtype, marked in ((BF16, True), (F32, False)):
+        traced = make_fx(lambda a: a.mul_(2.0), pre_dispatch=True)(torch.ones(4, dtype=dtype))
+        for node in traced.graph.nodes:
+            node.meta.update({Key.MATH: "my.yaml:7"} if node.op == "call_function" else {})
+        if not marked:
+            assert not WidenMath(ops)(traced).modified
+            continue
+        with pytest.raises(RuleError, match=r"it changes 16-bit memory in place.*match: {op: aten.mul}") as caught:
+            WidenMath(ops)(traced)
+        assert (caught.value.file, caught.value.line) == ("my.yaml", 7)

@@ -1,0 +1,204 @@
+"""Rules that match no node of a model: which are told, with what name, how often."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import amp_compiler as amp
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.graph import Node, Operand, PrecisionGraph, Value, ValueKind
+from amp_compiler.ir.plan import PrecisionPlan, UnusedRule
+from amp_compiler.policy.loader import load_rules
+from amp_compiler.policy.matching import RuleMatcher
+from amp_compiler.policy.rules import Context
+from amp_compiler.policy.unused import unused_rules, warn_of_unused
+
+NODES = (
+    ("q", "aten.linear", "decoder.layers.0.attn.q_proj", "Linear"),
+    ("scores", "aten.softmax", "decoder.layers.0.attn", "Attention"),
+    ("out", "aten.add", "decoder", "Decoder"),
+)
+
+
+def graph() -> PrecisionGraph:
+    made = PrecisionGraph()
+    made.add_value(Value("x", DType.FLOAT32, (2, 8), 16, ValueKind.INPUT))
+    for name, op, module, kind in NODES:
+        node = Node(name, op, (Operand("x", "self"),), (name,), module=module, module_type=kind)
+        made.add_node(node, [Value(name, DType.FLOAT32, (2, 8), 16)])
+    return made
+
+
+def unused(rules: Any, low: DType = DType.BFLOAT16) -> tuple[UnusedRule, ...]:
+    return unused_rules(RuleMatcher(load_rules(rules), graph(), Context(low)))
+
+
+def only(**match: Any) -> UnusedRule | None:
+    found = unused({"version": 1, "extends": "default", "rules": [{"match": match, "precision": "low"}]})
+    return found[0] if found else None
+
+
+@pytest.mark.parametrize(
+    ("match", "condition", "nearest"),
+    [
+        ({"module": "decodr"}, "module", "decoder"),
+        ({"module": "decodr.*"}, "module", "decoder.layers.0.attn.q_proj"),
+        ({"module": "*.atn"}, "module", "decoder.layers.0.attn"),
+        ({"module": ["zzz", "decoder.layers.0.atn"]}, "module", "decoder.layers.0.attn"),
+        ({"module_type": "Atention"}, "module_type", "Attention"),
+        ({"op": "aten.softplus"}, "op", "aten.softmax"),
+        ({"node": "^scoers$"}, "node", "scores"),
+        ({"family": "convolution"}, "family", ""),
+        ({"attr": {"dim": 1}}, "attr", ""),
+        ({"absmax": "> 1"}, "absmax", ""),
+        ({"module": "decoder", "op": "aten.softplus"}, "op", "aten.softmax"),
+        ({"module": "decoder", "op": "aten.softmax"}, "", "scores"),
+    ],
+)
+def test_what_is_told(match: dict[str, Any], condition: str, nearest: str) -> None:
+    found = only(**match)
+    assert found is not None
+    assert (found.rule, found.condition, found.nearest) == ("<dict>:rules.0", condition, nearest)
+
+
+@pytest.mark.parametrize(
+    "match", [{}, {"module": "decoder"}, {"op": "aten.*"}, {"family": "softmax", "node": "s"}, {"phase": "forward"}]
+)
+def test_a_rule_that_matches_is_used_whoever_decides(match: dict[str, Any]) -> None:
+    assert only(**match) is None
+
+
+def test_a_rule_for_another_device_or_type_is_not_told() -> None:
+    assert only(device="cuda", module="decodr") is None
+    assert only(dtype="fp16", module="decodr") is None
+    assert only(device="cpu", module="decodr") is not None
+
+
+def test_an_overruled_rule_is_used() -> None:
+    later = [{"match": {"module": "decoder"}, "precision": "low"}, {"match": {}, "precision": "fp32"}]
+    assert unused({"version": 1, "rules": later}) == ()
+
+
+def test_presets_are_general_and_own_files_are_not(tmp_path: Any) -> None:
+    assert all(unused(preset) == () for preset in ("default", "fast", "nvcaffe", "mxnet"))
+    base, own = tmp_path / "base.yaml", tmp_path / "own.yaml"
+    base.write_text("version: 1\nextends: default\ndeny: [convolution]\n")
+    own.write_text(
+        "version: 1\nextends: base.yaml\nallow: [matmul, aten.bmm]\nrules:\n"
+        "  - match: {module: decodr, attr: {flag: true, dims: [0, 1]}}\n    precision: fp32\n    why: a reason\n"
+    )
+    found = unused(own)
+    assert [rule.rule for rule in found] == [f"{base}:3", f"{own}:3", f"{own}:5"]
+    assert [rule.text for rule in found] == [
+        "deny: convolution",
+        "allow: aten.bmm",
+        "{match: {module: decodr, attr: {flag: true, dims: [0, 1]}}, precision: fp32}",
+    ]
+
+
+def test_the_text_of_a_rule() -> None:
+    assert str(only(module="decodr")) == (
+        "<dict>:rules.0, {match: {module: decodr}, precision: low} (the nearest module is 'decoder')"
+    )
+    assert str(only(absmax="> 1")).endswith("(no node has that absmax)")
+    assert str(only(module="decoder", op="aten.softmax")).endswith("(node 'scores' meets most of its conditions)")
+
+
+def test_equal_rules_are_told_each() -> None:
+    twice = [{"match": {"module": "decodr"}, "precision": "low"}] * 2
+    assert len(unused({"version": 1, "rules": twice})) == 2
+
+
+# ---- plans
+
+
+RULES = {"version": 1, "extends": "default", "rules": [{"match": {"module": "fc2"}, "precision": "fp32"}]}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc1(x)
+
+
+def test_a_plan_holds_them_and_is_saved_and_compared_with_them() -> None:
+    plan = amp.explain(Net(), (torch.ones(2, 4),), rules=RULES, dtype="bf16")
+    assert [(rule.condition, rule.nearest) for rule in plan.unused_rules] == [("module", "fc1")]
+    assert PrecisionPlan.from_dict(json.loads(plan.to_json())) == plan
+    assert "unused rule <dict>:rules.0" in str(plan)
+    other = amp.explain(Net(), (torch.ones(2, 4),), rules={**RULES, "rules": []}, dtype="bf16")
+    assert other.unused_rules == () and other != plan and "unused rule" in plan.diff(other)
+
+
+def test_a_plan_saved_before_there_were_any_is_read() -> None:
+    plan = amp.explain(Net(), (torch.ones(2, 4),), dtype="bf16")
+    old = plan.to_dict()
+    del old["unused_rules"]
+    for node in old["nodes"]:
+        del node["math_rule"]
+    assert PrecisionPlan.from_dict(old) == plan
+
+
+# ---- one warning
+
+
+def warnings_of(caplog: Any) -> list[str]:
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno == logging.WARNING and record.name == "amp_compiler"
+    ]
+
+
+def test_one_warning_for_a_compiled_model(caplog: Any) -> None:
+    model = amp.compile(Net(), rules=RULES, dtype="bf16", backend="eager")
+    for rows in (2, 3):
+        model(torch.ones(rows, 4))
+    (said,) = warnings_of(caplog)
+    assert said.startswith("a rule matches no node of Net: <dict>:rules.0") and "'fc1'" in said
+
+
+def test_one_warning_for_a_step(caplog: Any) -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = amp.training_step(model, lambda m, x: m(x).sum(), optimizer, rules=RULES, dtype="bf16", backend="eager")
+    for rows in (2, 3):
+        step(torch.ones(rows, 4))
+    (said,) = warnings_of(caplog)
+    assert said.startswith("a rule matches no node of the training step: <dict>:rules.0")
+
+
+def test_a_model_in_pieces_uses_a_rule_that_one_piece_uses(caplog: Any) -> None:
+    class Pieces(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            torch._dynamo.graph_break()
+            return torch.softmax(self.second(x) * (1.0 if x.sum().item() > 0 else 2.0), -1)
+
+    asked = {"version": 1, "extends": "default", "deny": ["softmax", "convolution"]}
+    model = amp.compile(Pieces(), rules=asked, dtype="bf16", backend="eager")
+    model(torch.ones(2, 4))
+    assert model.in_pieces
+    assert [rule.text for rule in model.plan.unused_rules] == ["deny: convolution"]
+    assert len(warnings_of(caplog)) == 1
+
+
+def test_explaining_and_rules_in_use_warn_of_nothing(caplog: Any) -> None:
+    amp.explain(Net(), (torch.ones(2, 4),), rules=RULES, dtype="bf16")
+    used = {**RULES, "rules": [{"match": {"module": "fc1"}, "precision": "fp32"}]}
+    amp.compile(Net(), rules=used, dtype="bf16", backend="eager")(torch.ones(2, 4))
+    warn_of_unused((), "nothing")
+    assert warnings_of(caplog) == []

@@ -1,0 +1,69 @@
+"""Rules that name what stands outside of the model, in the loss function of a step: `module: <loss_fn>`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+import amp_compiler as amp
+
+
+class Net(nn.Module):
+    """Computes in its own forward too, outside of any submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.exp(self.fc(x))
+
+
+def loss_fn(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    made = model["net"](x) if isinstance(model, dict) else model(x)
+    return (torch.exp(-made) - y).square().mean()
+
+
+def plan_of(rules: Any, model: Any = None) -> Any:
+    model = model or Net()
+    parameters = [p for one in (model.values() if isinstance(model, dict) else [model]) for p in one.parameters()]
+    step = amp.training_step(
+        model, loss_fn, torch.optim.SGD(parameters, 0.1), rules=rules, dtype="bf16", backend="eager"
+    )
+    step(torch.randn(3, 8), torch.randn(3, 4))
+    return step.plan
+
+
+RULE = {"match": {"module": "<loss_fn>"}, "precision": "fp32", "why": "outside"}
+
+
+def test_the_loss_function_has_a_name_and_the_model_keeps_its_own() -> None:
+    plan = plan_of("default")
+    assert [(node.op, node.module) for node in plan.nodes] == [
+        ("aten.linear", "fc"), ("aten.exp", ""), ("aten.neg", "<loss_fn>"), ("aten.exp", "<loss_fn>"),
+        ("aten.sub", "<loss_fn>"), ("aten.square", "<loss_fn>"), ("aten.mean", "<loss_fn>"),
+    ]  # fmt: skip
+
+
+def test_a_rule_reaches_the_loss_function_alone() -> None:
+    plan = plan_of({"version": 1, "rules": [{"match": {}, "precision": "low"}, RULE]})
+    assert [node.precision for node in plan.nodes] == ["low", "low", *["fp32"] * 5]
+    assert plan.unused_rules == ()
+
+
+def test_with_other_conditions_and_in_a_nest() -> None:
+    low = {"match": {"module": "<loss*", "op": "aten.exp"}, "precision": "low"}
+    plan = plan_of({"version": 1, "rules": [{"match": {}, "precision": "fp32"}, low]}, {"net": Net()})
+    assert [(n.module, n.precision) for n in plan.nodes if n.op == "aten.exp"] == [
+        ("net", "fp32"),
+        ("<loss_fn>", "low"),
+    ]
+
+
+def test_a_compiled_model_has_no_loss_function() -> None:
+    plan = amp.explain(Net(), (torch.randn(3, 8),), rules={"version": 1, "extends": "default", "rules": [RULE]})
+    assert [node.module for node in plan.nodes] == ["fc", ""]
+    assert [rule.condition for rule in plan.unused_rules] == ["module"]
