@@ -30,6 +30,7 @@ def joint(channels, layout=torch.contiguous_format):
     for node in traced.graph.find_nodes(op="call_function", target=ATEN.detach.default):
         node.replace_all_uses_with(node.args[0])  # of which a training's graphs have none
         traced.graph.erase_node(node)
+    traced.graph.eliminate_dead_code()  # items of results that are none
     traced.recompile()
     return traced, tensors
 
