@@ -10,10 +10,11 @@ from typing import Any
 
 import cases
 
-from amp_compiler.forward.program import plan_captured, rewrite
+from amp_compiler.forward.program import normalize, plan_captured, rewrite
+from amp_compiler.forward.settings import Settings
 from amp_compiler.fx.capture import capture_module
 from amp_compiler.ir.dtypes import DType
-from amp_compiler.passes.capture.canonicalize import normalize
+from amp_compiler.passes.pipeline import Stages
 from amp_compiler.policy.rules import RuleSet
 
 LOW = {"bf16": DType.BFLOAT16, "fp16": DType.FLOAT16}
@@ -43,11 +44,14 @@ def measure_model(name: str, rules: RuleSet, dtype: str, device: str, repeats: i
     """
     model, batch = cases.build_for_inference(name, cases.LARGE, device)
     captured = capture_module(model, (), batch, None)
-    normalize(captured.graph_module)
+    settings = Settings(rules, dtype)
+    normalize(captured.graph_module, settings)
     nodes = sum(node.op == "call_function" for node in captured.graph_module.graph.nodes)
-    seconds, plan = best_of(repeats, lambda: captured, lambda one: plan_captured(one, rules, LOW[dtype]))
+    seconds, plan = best_of(repeats, lambda: captured, lambda one: plan_captured(one, settings, LOW[dtype]))
     rewriting, _ = best_of(
-        repeats, lambda: copy.deepcopy(captured.graph_module), lambda graph: rewrite(graph, plan, rules, compiled=True)
+        repeats,
+        lambda: copy.deepcopy(captured.graph_module),
+        lambda graph: rewrite(graph, plan, settings, Stages()),
     )
     return {
         "rules": rules.name, "graph": name, "nodes": nodes, "seconds": seconds, "rewrite_seconds": rewriting,
