@@ -41,7 +41,7 @@ SPECS: dict[str, Spec] = {
     "INFERENCE": Spec(_CAST | {Key.LOW}, (*_REGIONS, "aten._assert_tensor_metadata")),
     "STEP": Spec(
         _STEP,
-        (*_REGIONS, "aten._assert_tensor_metadata", "aten.detach", "amp_compiler.ops.typed_op.typed_op"),
+        (*_REGIONS, "aten._assert_tensor_metadata", "amp_compiler.ops.typed_op.typed_op"),
         ("forward", "backward", "update"),
     ),
     "ONNX_CAPTURE": Spec(_CAPTURED, (*_REGIONS, "aten._assert_tensor_metadata", "aten.alias")),

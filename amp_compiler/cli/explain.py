@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from amp_compiler.cli.usage import ALL, CAPTURED, UsageError, check_pass, check_place, emit
+from amp_compiler.cli.usage import ALL, CAPTURED, NODE_BY_NODE, UsageError, check_pass, check_place, emit
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ExplainOptions:
     stop_after: str = ""
     skip: tuple[str, ...] = ()
     loss: str = ""
-    backend: str = "eager"
+    backend: str = NODE_BY_NODE
 
     @property
     def stages(self) -> bool:
@@ -63,7 +63,11 @@ class ExplainOptions:
             check_pass(name, "--skip")
         if self.stages and self.html is not None:
             raise UsageError("stages are not written as a page", where="--html", mend="use --output")
-        for option, given in (("--skip", self.skip), ("--loss", self.loss), ("--backend", self.backend != "eager")):
+        for option, given in (
+            ("--skip", self.skip),
+            ("--loss", self.loss),
+            ("--backend", self.backend != NODE_BY_NODE),
+        ):
             if given and not self.stages:
                 raise UsageError("it is for the stages of a graph", where=option, mend="give --print-after as well")
 

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from amp_compiler.cli.usage import UsageError, check_pass, check_place
+from amp_compiler.cli.usage import NODE_BY_NODE, UsageError, check_pass, check_place
 from amp_compiler.errors import AmpError
 
 app = typer.Typer(
@@ -62,13 +62,6 @@ class StoredType(enum.StrEnum):
 
     FP16 = "fp16"
     BF16 = "bf16"
-
-
-class Backend(enum.StrEnum):
-    """What `--backend` takes."""
-
-    INDUCTOR = "inductor"
-    EAGER = "eager"
 
 
 class Device(enum.StrEnum):
@@ -133,8 +126,8 @@ def explain(
         ),
     ] = "",
     backend: Annotated[
-        Backend, typer.Option("--backend", help="For --print-after: `inductor` runs more passes, and compiles.")
-    ] = Backend.EAGER,
+        str, typer.Option("--backend", help="For --print-after: `inductor` runs more passes, and compiles.")
+    ] = NODE_BY_NODE,
 ) -> None:
     """Show the precision of every node, the rule that decided it, and every cast with its bytes.
 
@@ -156,7 +149,7 @@ def explain(
             stop_after=stop_after,
             skip=tuple(skip or ()),
             loss=loss,
-            backend=backend.value,
+            backend=backend,
         )
     )
 
@@ -281,12 +274,12 @@ def demo(
     device: Annotated[
         Device, typer.Option("--device", help="Where to train; `auto` is a GPU where there is one.")
     ] = Device.AUTO,
-    backend: Annotated[Backend, typer.Option("--backend", help="What runs the compiled model.")] = Backend.INDUCTOR,
+    backend: Annotated[str, typer.Option("--backend", help="What runs the compiled model.")] = "inductor",
 ) -> None:
     """Train two small CNNs on handwritten digits in FP32, with torch.autocast and with amp.compile."""
     from amp_compiler.cli.demo import run_demo
 
-    run_demo(epochs=epochs, device=device.value, backend=backend.value)
+    run_demo(epochs=epochs, device=device.value, backend=backend)
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.syntax import Syntax
 from rich.text import Text
 
-from amp_compiler.cli.usage import ALL, CAPTURED, UsageError
+from amp_compiler.cli.usage import ALL, CAPTURED, NODE_BY_NODE, UsageError
 from amp_compiler.errors import AmpError, PassError
 from amp_compiler.forward import api as forward
 from amp_compiler.fx.capture import split_example
@@ -44,7 +44,7 @@ class StageOptions:
     loss: Callable[..., Any] | None = None
     rules: str = "default"
     dtype: str = "auto"
-    backend: str = "eager"
+    backend: str = NODE_BY_NODE
 
     @property
     def of_step(self) -> bool:

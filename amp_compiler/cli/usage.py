@@ -10,6 +10,7 @@ import typer
 from amp_compiler.errors import AmpError
 
 ALL, CAPTURED = "all", "capture"  # what `--print-after` takes beside the names of passes
+NODE_BY_NODE = "eager"  # the backend for reading stages: nothing is compiled
 
 
 class UsageError(AmpError):

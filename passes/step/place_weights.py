@@ -11,7 +11,7 @@ from torch import fx
 
 from amp_compiler.fx.graph import CAST, LOW_TYPES, canonical_op, node_tensor, upcast_behind_inputs
 from amp_compiler.fx.meta import Key
-from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.base import InPlacePass, PassResult, text_of
 from amp_compiler.policy.rules import OpTable
 
 
@@ -54,13 +54,11 @@ class PlaceWeights(InPlacePass):
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""
-        graph, count, modified = subject.graph, 0, False
+        graph, count, before = subject.graph, 0, text_of(subject)
         placeholders = {node.name: node for node in graph.find_nodes(op="placeholder")}
-        before = len(placeholders), len(graph.nodes)
         for name, dtype in self.stored.items():
             node = placeholders[name]
             if dtype in LOW_TYPES:
-                modified |= node.meta["val"].dtype is not dtype
                 wide = _widened(graph, node, dtype)
                 if name in self.trained and self.masters:
                     _stand_in(graph, Key.MASTER, node, wide)
@@ -68,7 +66,7 @@ class PlaceWeights(InPlacePass):
                     _stand_in(graph, Key.WIDE, node, wide)
             elif name in self.trained:
                 count = _hoist_copies(graph, node, count)
-        modified |= before != (len(graph.find_nodes(op="placeholder")), len(graph.nodes))
+        modified = text_of(subject) != before
         if modified:
             subject.recompile()
         return PassResult(subject, modified)

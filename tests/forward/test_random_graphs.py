@@ -12,7 +12,7 @@ from torch import nn
 
 import amp_compiler as amp
 from amp_compiler.forward.program import rewrite_piece
-from amp_compiler.policy.loader import load_rules
+from amp_compiler.forward.settings import make_settings
 
 ROWS, COLUMNS = 4, 6
 UNARY = {
@@ -126,5 +126,5 @@ def test_planning_a_rewritten_graph_again_changes_nothing(program, rules):
     compiled(X)
     graph_module = compiled.graph_module
     before = graph_module.code
-    again, _ = rewrite_piece(graph_module, {}, load_rules(rules), compiled.settings.low(X.device), compiled=False)
+    again, *_ = rewrite_piece(graph_module, {}, make_settings(rules, "bf16", "eager"), compiled.settings.low(X.device))
     assert graph_module.code == before, again

@@ -224,7 +224,7 @@ def fresh_build(tmp_path, monkeypatch):
 @pytest.fixture
 def few_sources(monkeypatch):
     """A library of the smallest source alone: what is tested is how it is built."""
-    monkeypatch.setattr(cpu_build, "_SOURCES", ("patches.cpp", *[n for n in cpu_build._SOURCES if n.endswith(".h")]))
+    monkeypatch.setattr(cpu_build, "_SUFFIXES", ("patches.cpp", ".h"))
 
 
 @pytest.mark.usefixtures("few_sources")
