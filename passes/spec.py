@@ -36,7 +36,7 @@ class Spec:
 
 
 SPECS: dict[str, Spec] = {
-    "CAPTURE": Spec(_CAPTURED, (*_REGIONS, "aten._assert_tensor_metadata", "aten.alias")),
+    "CAPTURE": Spec(_PLANNED, (*_REGIONS, "aten._assert_tensor_metadata", "aten.alias")),
     "FORWARD": Spec(_PLANNED, (*_REGIONS, "aten._assert_tensor_metadata")),
     "INFERENCE": Spec(_CAST | {Key.LOW}, (*_REGIONS, "aten._assert_tensor_metadata")),
     "STEP": Spec(
