@@ -35,11 +35,9 @@ def resident_bytes():
     return 4096 * int(statm.read_text().split()[1]) if statm.exists() else 0
 
 
-@pytest.mark.parametrize(
-    ("backend", "steps"),
-    [("inductor", 300), *(pytest.param(name, 1000, marks=pytest.mark.slow) for name in ("eager", "inductor"))],
-)
-def test_many_steps_need_no_more_memory_and_no_new_program(compilations, backend, steps):
+@pytest.mark.parametrize("backend", ["inductor", pytest.param("eager", marks=pytest.mark.slow)])
+def test_many_steps_need_no_more_memory_and_no_new_program(compilations, backend):
+    steps = 1000  # with fewer, objects that are made once weigh as much as a leak would
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
