@@ -30,8 +30,11 @@ _EXAMPLE = re.compile(r"^( +)Example:\n", re.MULTILINE)  # mkdocstrings knows it
 _VERBATIM = re.compile(r"(```.*?```|<!--.*?-->)", re.DOTALL)
 
 
-def on_config(config: Any) -> Any:
-    """Lay the sources out as they are installed: the reference is made from them, without importing them."""
+def on_startup(**_: Any) -> None:
+    """Lay the sources out as they are installed: the reference is made from them, without importing them.
+
+    At the very start, because what makes the reference forgets folders that are not there when it is configured.
+    """
     package = ROOT / "build" / "docs" / "amp_compiler"
     shutil.rmtree(package, ignore_errors=True)
     for source, target in ((ROOT / "amp_compiler", package), (ROOT / "passes", package / "passes")):
@@ -40,7 +43,6 @@ def on_config(config: Any) -> Any:
             copy.parent.mkdir(parents=True, exist_ok=True)
             text = path.read_text(encoding="utf-8")
             copy.write_text(_EXAMPLE.sub(r"\1Examples:\n", text), encoding="utf-8")
-    return config
 
 
 def on_files(files: Any, config: Any) -> Any:
