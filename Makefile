@@ -42,7 +42,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## train two small CNNs on handwritten digits in FP32, with torch.autocast and with amp.training_step
 	$(BIN)/amp-compiler demo
 
-test: $(STAMP) ## lint, types and all tests but the slow ones; under 8 minutes on two cores, the first time too
+test: $(STAMP) ## lint, types and all tests but the slow ones; 9 to 10 minutes on two cores, set-up included
 	+$(MAKE) --no-print-directory -j 2 lint types test-all-but-slow
 
 test-all-but-slow: $(STAMP)
@@ -62,7 +62,7 @@ types: $(STAMP) ## mypy --strict on an installed copy
 	$(PIP) install --quiet --no-deps --no-build-isolation --target .types .
 	cd .types && $(BIN)/python -m mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p amp_compiler
 
-test-fast: $(STAMP) ## the tests that compile nothing and take no seconds; under 3 minutes
+test-fast: $(STAMP) ## the tests that compile nothing and take no seconds
 	$(BOTH) -m "not slow and not gpu and not compiles and not long"
 
 test-slow: $(STAMP) ## the tests marked slow, which with those of `make test` are all that need no GPU

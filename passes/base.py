@@ -93,16 +93,19 @@ class Pass(ABC, Generic[Subject]):
 
     def checked(self, subject: Subject, before: str) -> tuple[PassResult[Subject], str]:
         """As `__call__`, for those who have the text of the subject already; returns the text of the result as well."""
-        wrong = self.requires(subject)
-        if wrong is not None:
-            raise PassError(wrong, where=f"before pass '{self.name}'", mend=_ORDER)
-        remembered = self.remember(subject)
         try:
-            result = self.run(subject)
+            return self._run_checked(subject, before)
         except AmpError:
             raise
         except Exception as cause:  # a pass, the user's too, may raise anything
             raise PassError(f"{type(cause).__name__}: {cause}", where=f"in pass '{self.name}'", mend=_BUG) from cause
+
+    def _run_checked(self, subject: Subject, before: str) -> tuple[PassResult[Subject], str]:
+        wrong = self.requires(subject)
+        if wrong is not None:
+            raise PassError(wrong, where=f"before pass '{self.name}'", mend=_ORDER)
+        remembered = self.remember(subject)
+        result = self.run(subject)
         if not isinstance(result, PassResult):
             wrong = f"it returned a {type(result).__name__}, not a PassResult"
             raise PassError(wrong, where=f"after pass '{self.name}'", mend=_BUG)

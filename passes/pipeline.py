@@ -135,6 +135,11 @@ class Pipeline:
             raise PassError(
                 f"{step!r} is no pass", mend="give an object of a class derived from InPlacePass, such as MyPass()"
             )
+        if not isinstance(getattr(step, "name", None), str) or not isinstance(getattr(step, "exact", None), bool):
+            raise PassError(
+                f"the pass {type(step).__name__} lacks `name` or `exact`",
+                mend='write them in its class: name: ClassVar[str] = "my_pass"; exact: ClassVar[bool] = False',
+            )
         if step.name in self.names:
             raise PassError(f"the pipeline {self.name} has a pass '{step.name}'", mend="give yours another name")
         return replace(self, steps=(*self.steps[:place], step, *self.steps[place:]))

@@ -32,9 +32,6 @@ def _looks_of_inductor() -> int:
     return 0 if utils is None else sum(utils.counters["inductor"].values())
 
 
-os.environ["AMP_VERIFY"] = "1"  # every pipeline checks that its graph is a legal one
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Count before the first fixture is made."""

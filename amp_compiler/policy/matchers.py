@@ -9,6 +9,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import re
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
@@ -28,6 +29,7 @@ class Match(Condition):
     """Base of the matchers."""
 
     @classmethod
+    @abstractmethod
     def read(cls, given: Any, table: OpTable, mark: Callable[[str], Mark]) -> Self:
         """Make the condition of what stands in a rule file, whose form has been checked.
 
@@ -39,7 +41,6 @@ class Match(Condition):
         Raises:
             RuleError: an item is not known, or cannot be read.
         """
-        raise NotImplementedError
 
     @classmethod
     def refusal(cls, given: Any) -> tuple[str, str] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import operator as op
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -178,9 +178,9 @@ class Condition(ABC):
     contextual: ClassVar[bool] = False  # it asks what is planned for, which is the same for all nodes of a graph
 
     @property
+    @abstractmethod
     def given(self) -> Any:
         """What the rule asks for, as it was read."""
-        raise NotImplementedError
 
     def possible(self, info: OpInfo, context: Context) -> bool:
         """Whether nodes of an op may match at all, by what is the same for all of them."""

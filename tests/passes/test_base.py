@@ -68,6 +68,16 @@ def test_broken_promises_are_errors(run: Append, given: tuple[int, ...], says: s
         run(Numbers(given))
 
 
+@pytest.mark.parametrize("method", ["requires", "remember", "ensures"])
+def test_what_a_check_raises_names_the_pass(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    def fails(*_: Any) -> None:
+        raise KeyError("bias")
+
+    monkeypatch.setattr(Append, method, fails)
+    with pytest.raises(PassError, match="in pass 'append': KeyError: 'bias'"):
+        Append()(Numbers(()))
+
+
 @dataclass(frozen=True)
 class Break(InPlacePass):
     """Do to the graph what `how` says."""

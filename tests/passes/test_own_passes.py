@@ -46,6 +46,11 @@ class Double(InPlacePass):
         return PassResult(subject, self.wrong != "dishonest")
 
 
+class Nameless(InPlacePass):
+    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+        return PassResult(subject, False)
+
+
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Linear(8, 4)
@@ -100,6 +105,7 @@ def test_skipping_and_stopping() -> None:
         (lambda: STEP.skip("differentiate"), "cannot be skipped"),
         (lambda: STEP.insert_after("legalize", Double()), "belongs to another pipeline"),
         (lambda: STEP.insert_after("differentiate", Double), "is no pass"),
+        (lambda: STEP.insert_after("differentiate", Nameless()), "Nameless lacks `name` or `exact`"),
         (lambda: STEP.insert_after("differentiate", Double()).insert_after("double", Double()), "another name"),
         (lambda: amp.compile(model(), passes=STEP), "STEP is not run here"),
         (lambda: amp.compile(model(), passes="legalize"), "is no pipeline"),
