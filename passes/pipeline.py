@@ -298,7 +298,7 @@ DEVICE = Pipeline(
 )
 PIECE = Pipeline(
     "PIECE",
-    ("channels_last", "two_matrices", "native_ops"),
+    ("two_matrices", "native_ops"),
     "On each piece of a graph that a compiler is given.",
 )
 ONNX_CAPTURE = Pipeline(
