@@ -10,8 +10,8 @@ from torch import fx
 
 from amp_compiler.fx.graph import node_tensor
 from amp_compiler.ops.cpu import update as cpu_update
-from amp_compiler.ops.layout import is_dense
-from amp_compiler.ops.update.operators import CHECK, COMMIT, OPERATORS, commit_on_cpu
+from amp_compiler.ops.native import NATIVE_OPS, UPDATE
+from amp_compiler.ops.update.operators import CHECK, OPERATORS
 from amp_compiler.passes.step.cut_step import BEFORE
 
 Kernels = Mapping[Any, Callable[..., Any]]
@@ -20,26 +20,22 @@ _FEW = 64  # nodes behind the check that are not worth compiling: most of them w
 
 
 def kernels_for(step: fx.GraphModule) -> Kernels:
-    """What runs each update operator of a step where its parameters are; empty where a compiler has to do it.
+    """What runs the check, the commit and the updates of a step where its parameters are, as `ops.native` says.
 
-    Kernels walk over memory: a weight that is a slice of something larger is left to the compiler.
+    Empty where a compiler has to do all of it, because a kernel does not take its call.
 
     Args:
         step: as `FuseUpdate` makes it.
     """
     updates = [node for node in step.graph.nodes if node.target in OPERATORS.values()]
-    weights = [weight for node in updates for weight in node.args[0]]  # type: ignore[union-attr]
-    if not all(is_dense(weight.meta["val"]) for weight in weights):  # type: ignore[union-attr]
-        return {}
     devices = {leaf.meta["val"].device.type for node in updates for leaf in node.all_input_nodes}
-    if devices == {"cuda"}:
-        return {operator: operator for operator in (CHECK, *OPERATORS.values())}
-    gradients = [gradient for node in updates for gradient in node.args[1]]  # type: ignore[union-attr]
-    typed = all(gradient.meta["val"].dtype in cpu_update.TYPES for gradient in gradients)  # type: ignore[union-attr]
-    if devices == {"cpu"} and typed and cpu_update.available():
-        names = {target._schema.name.partition("::")[2]: target for target in (CHECK, *OPERATORS.values())}
-        return {COMMIT: commit_on_cpu, **{names[name]: run for name, run in cpu_update.FUNCTIONS.items()}}
-    return {}
+    rows = {row.op: row for row in NATIVE_OPS if row.stage == UPDATE and {row.device} == devices and row.ready()}
+    taken = all(
+        rows[node.target].fits(*fx.node.map_arg(node.args, lambda leaf: leaf.meta["val"]))
+        for node in updates
+        if node.target in rows
+    )
+    return {op: row.implementation for op, row in rows.items()} if taken else {}
 
 
 def most_inner(kernels: Kernels) -> int:

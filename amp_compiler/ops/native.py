@@ -1,23 +1,28 @@
-"""The one table by which a kernel of our own takes the place of an operator; `passes.device.native_ops` reads it.
+"""The one table by which a kernel of our own runs in the place of an operator.
 
-A row says which operator, where, on what condition, by which operator of ours, and what that gains. Update kernels take
-no operator's place: `fuse_update` writes them, and `cut_step` runs them.
+A row says which operator, where, on what condition, by what of ours, and what that gains. The pass `native_ops` puts
+operators of ours into graphs. The kernels of the check and the updates run between graphs: `cut_step` cuts a step where
+they stand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from amp_compiler.ops import attention, lstm
 from amp_compiler.ops.cpu import update as cpu_update
+from amp_compiler.ops.layout import is_dense
+from amp_compiler.ops.update.operators import CHECK, COMMIT, FUSED, OPERATORS, commit_on_cpu
 
 FORWARD = "forward"  # before autograd, whose backward of the new operator then stands in the graph
 JOINT = "joint"  # a graph that holds a backward, made by us or by a compiler
 STAGES = (FORWARD, JOINT)
+UPDATE = "update"  # a whole step: the check and the updates, which stand in it as `fuse_update` writes them
 
 
 @dataclass(frozen=True)
@@ -27,11 +32,12 @@ class NativeOp:
     Args:
         op: the operator that stands in a graph.
         device: the type of device that its operands are on.
-        stage: the kind of graph that it is looked for in, one of `STAGES`.
+        stage: the kind of graph that it is looked for in, one of `STAGES` or `UPDATE`.
         ready: whether this machine has what the kernel needs; asked only where `op` stands in a graph.
         fits: whether the kernel takes a call; it gets the operator's arguments, with fake tensors for nodes.
-        implementation: the operator of ours, with the arguments and results of `op`. It gives what `op` gives for every
-            call, so that a call which `fits` could not foresee is slow, never wrong.
+        implementation: the operator of ours, with the arguments and results of `op`; of a row for `UPDATE` any function
+            of the arguments. It gives what `op` gives for every call, so that a call which `fits` could not foresee is
+            slow, never wrong.
         gain: what it gains, and by which benchmark.
         made_from: of an operator that autograd makes, a part of the names of those that it is made from.
     """
@@ -46,6 +52,25 @@ class NativeOp:
     made_from: str = ""
 
 
+def _walks_over(weights: Sequence[Tensor], grads: Sequence[Tensor], *rest: Any) -> bool:
+    """Kernels walk over memory: a weight that is a slice of something larger is left to the compiler."""
+    return all(map(is_dense, weights))
+
+
+def _loops_take(weights: Sequence[Tensor], grads: Sequence[Tensor], *rest: Any) -> bool:
+    return all(map(is_dense, weights)) and all(grad.dtype in cpu_update.TYPES for grad in grads)
+
+
+def _always(*arguments: Any) -> bool:
+    return True
+
+
+_ON_CPU = {
+    CHECK: (_always, cpu_update.grad_check),
+    COMMIT: (_always, commit_on_cpu),
+    **{OPERATORS[one.name]: (_loops_take, cpu_update.FUNCTIONS[one.operator(low=False)]) for one in FUSED},
+}
+_ON_CUDA = {CHECK: _always, **dict.fromkeys(OPERATORS.values(), _walks_over)}
 NATIVE_OPS: tuple[NativeOp, ...] = (
     NativeOp(
         op=torch.ops.aten.lstm.input,
@@ -65,5 +90,29 @@ NATIVE_OPS: tuple[NativeOp, ...] = (
         implementation=torch.ops.amp_compiler.attention_backward.default,
         gain="train_step.py, gpt2, bert, llama, vit: 8 to 16 ms of attention in a step become 3 to 5",
         made_from="scaled_dot_product",
+    ),
+    *(
+        NativeOp(
+            op=op,
+            device="cpu",
+            stage=UPDATE,
+            ready=cpu_update.available,
+            fits=fits,
+            implementation=run,
+            gain="update.py: 0.73 of the time of torch's fused AdamW with bf16 gradients",
+        )
+        for op, (fits, run) in _ON_CPU.items()
+    ),
+    *(
+        NativeOp(
+            op=op,
+            device="cuda",
+            stage=UPDATE,
+            ready=lambda: True,  # where Triton is missing the step says so
+            fits=fits,
+            implementation=op,
+            gain="one launch per group of parameters; not measured yet",
+        )
+        for op, fits in _ON_CUDA.items()
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,36 +12,28 @@ from torch import Tensor
 
 from amp_compiler.errors import AmpError
 from amp_compiler.fx.graph import LOW_TYPES
+from amp_compiler.ops.update.fused import L1_DECAY, STEP, FusedOptimizer, l1_of
+from amp_compiler.ops.update.operators import FUSED
 from amp_compiler.ops.update.rounding import Storage
 from amp_compiler.passes.step.update_group import UpdateGroup
 from amp_compiler.training.optimizer_state import laid_out, retyped
-from amp_compiler.training.traced_optimizers import L1_DECAY, TracedGroup, bind_traced, check_hooks, check_traceable
+from amp_compiler.training.traced_optimizers import TracedGroup, bind_traced, check_hooks, check_traceable
 from amp_compiler.training.weights import COMPENSATION
 
-_ADAM_COLUMNS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+KINDS: dict[type[torch.optim.Optimizer], FusedOptimizer] = {cls: one for one in FUSED for cls in one.classes}
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """How one class of optimizer maps to an update operator."""
-
-    operator: str
-    columns: Callable[[Mapping[str, Any]], tuple[tuple[str, bool], ...]]
-    flags: Callable[[torch.optim.Optimizer, Mapping[str, Any]], tuple[bool, ...]]
-    hyper: Callable[[Mapping[str, Any]], tuple[Any, ...]]
-    state: Callable[[dict[str, Any], Tensor, Mapping[str, Any]], None]
-    started: bool = False
-
-
-def _adam_state(state: dict[str, Any], parameter: Tensor, group: Mapping[str, Any]) -> None:
-    step = state.get("step")
-    if step is None:
-        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-    elif not isinstance(step, Tensor) or step.device != parameter.device or step.dtype != torch.float32:
-        state["step"] = torch.as_tensor(step, dtype=torch.float32).to(parameter.device)
-    for column in _ADAM_COLUMNS[: 3 if group["amsgrad"] else 2]:
-        if column not in state:
-            state[column] = _zeros(parameter)
+def _make_state(kind: FusedOptimizer, state: dict[str, Any], parameter: Tensor, group: Mapping[str, Any]) -> None:
+    """Give a parameter what its optimizer keeps and has not made yet."""
+    if kind.counts:
+        step = state.get(STEP)
+        if step is None:
+            state[STEP] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+        elif not isinstance(step, Tensor) or step.device != parameter.device or step.dtype != torch.float32:
+            state[STEP] = torch.as_tensor(step, dtype=torch.float32).to(parameter.device)
+    for one in kind.states:
+        if one.used(group) and state.get(one.name) is None:
+            state[one.name] = _zeros(parameter)
 
 
 def _zeros(parameter: Tensor) -> Tensor:
@@ -50,50 +42,19 @@ def _zeros(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
 
 
-def _sgd_state(state: dict[str, Any], parameter: Tensor, group: Mapping[str, Any]) -> None:
-    if group["momentum"] and state.get("momentum_buffer") is None:
-        state["momentum_buffer"] = _zeros(parameter)
+def _flags(kind: FusedOptimizer, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[bool, ...]:
+    return tuple(read(optimizer, group) for read in kind.flags.values())
 
 
-_ADAM = _Kind(
-    "adam",
-    lambda group: (("exp_avg", True), ("exp_avg_sq", True), ("max_exp_avg_sq", bool(group["amsgrad"])), ("lows", True),
-                   ("step", True)),
-    lambda optimizer, group: (bool(group["amsgrad"]), bool(group["maximize"]), _decoupled(optimizer, group)),
-    lambda group: (group["lr"], *group["betas"], group["eps"], group["weight_decay"], _l1(group)),
-    _adam_state,
-)  # fmt: skip
-_SGD = _Kind(
-    "sgd",
-    lambda group: (("momentum_buffer", bool(group["momentum"])), ("lows", True)),
-    lambda optimizer, group: (bool(group["nesterov"]), bool(group["maximize"])),
-    lambda group: (group["lr"], group["momentum"], group["dampening"], group["weight_decay"], _l1(group)),
-    _sgd_state,
-    started=True,
-)
-KINDS: dict[type[torch.optim.Optimizer], _Kind] = {
-    torch.optim.AdamW: _ADAM,
-    torch.optim.Adam: _ADAM,
-    torch.optim.SGD: _SGD,
-}
+def _hyper(kind: FusedOptimizer, group: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(read(group) for read in kind.hyper.values())
 
 
-def _l1(group: Mapping[str, Any]) -> Any:
-    """The L1 decay of a group, an extra key that torch keeps and does not read; it is 0 where there is none."""
-    return group.get(L1_DECAY, 0.0)
-
-
-def _decoupled(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
-    return bool(group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW)))
-
-
-def _columns(kind: _Kind, group: Mapping[str, Any], storage: int | None) -> tuple[tuple[str, bool], ...]:
+def _columns(kind: FusedOptimizer, group: Mapping[str, Any], storage: int | None) -> tuple[tuple[str, bool], ...]:
     """State lists of the operator; without masters the list of 16-bit copies gives way to the compensations."""
-    columns = kind.columns(group)
-    if storage is None:
-        return columns
-    kahan = (COMPENSATION, storage == Storage.KAHAN)
-    return tuple(kahan if column == "lows" else (column, used) for column, used in columns)
+    states = ((one.name, one.used(group)) for one in kind.states)
+    beside = ("lows", True) if storage is None else (COMPENSATION, storage == Storage.KAHAN)
+    return (*states, beside, *([(STEP, True)] if kind.counts else []))
 
 
 @dataclass
@@ -111,7 +72,7 @@ class BoundGroup:
     """
 
     spec: UpdateGroup
-    kind: _Kind
+    kind: FusedOptimizer
     optimizer: torch.optim.Optimizer
     index: int
     parameters: tuple[Tensor, ...]
@@ -122,7 +83,7 @@ class BoundGroup:
 
     def refresh(self) -> None:
         """Read the hyperparameters; what schedulers changed since the last step goes to the device, without a sync."""
-        values = self.kind.hyper(self.optimizer.param_groups[self.index])
+        values = _hyper(self.kind, self.optimizer.param_groups[self.index])
         if any(isinstance(value, Tensor) for value in values):
             for place, value in enumerate(values):
                 if isinstance(value, Tensor):
@@ -136,20 +97,21 @@ class BoundGroup:
             self._find_started()
 
     def _find_started(self) -> None:
-        """Whether SGD's momentum has begun; without dampening its first step is like any other.
+        """Whether the first step was made, where it is not like any other (SGD with dampened momentum).
 
-        It is read off the buffers, which are zeros until a step is applied, so that the optimizer's state is all there
-        is: it holds across batch shapes, skipped steps and checkpoints.
+        It is read off the first state, zeros until a step is applied, so that the optimizer's state is all there is: it
+        holds across batch shapes, skipped steps and checkpoints.
         """
-        group = self.optimizer.param_groups[self.index]
-        if group["momentum"] and group["dampening"]:
-            begun = [self.tensor("momentum_buffer", number).any() for number in range(len(self.parameters))]
+        started = self.kind.started
+        if started is not None and started(self.optimizer.param_groups[self.index]):
+            state = self.kind.states[0].name
+            begun = [self.tensor(state, number).any() for number in range(len(self.parameters))]
             self.started.copy_(torch.stack(begun).any())
 
     def flags_changed(self) -> bool:
         """True where a setting that is part of the graph (amsgrad, nesterov, …) is no longer what was compiled."""
         group = self.optimizer.param_groups[self.index]
-        same = self.kind.flags(self.optimizer, group) == self.spec.flags
+        same = _flags(self.kind, self.optimizer, group) == self.spec.flags
         return not same or _columns(self.kind, group, self.spec.storage) != self.spec.columns
 
     def tensor(self, column: str, number: int) -> Tensor:
@@ -170,14 +132,14 @@ class BoundGroup:
         return made
 
     def _state_tensor(self, column: str, parameter: Tensor, state: dict[str, Any]) -> Tensor:
-        if column not in state or (column == "step" and state[column].device != parameter.device):
-            self.kind.state(state, parameter, self.optimizer.param_groups[self.index])
+        if column not in state or (column == STEP and state[column].device != parameter.device):
+            _make_state(self.kind, state, parameter, self.optimizer.param_groups[self.index])
         if column == COMPENSATION:
             zeros = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state.setdefault(COMPENSATION, zeros)
             retyped(state, column, parameter.dtype, low=True)
             return laid_out(state, column, parameter)
-        if column == "step":
+        if column == STEP:
             return state[column]  # type: ignore[no-any-return]
         if self.spec.moment is not None:
             retyped(state, column, self.spec.moment, low=self.spec.storage is not None)
@@ -202,15 +164,25 @@ def check_optimizers(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
         check_hooks(one)
         if type(one) not in KINDS:
             check_traceable(one)
-        for group in one.param_groups:
-            decay = _l1(group)
-            if not isinstance(decay, Tensor) and (not isinstance(decay, (int, float)) or not decay >= 0):
-                raise AmpError(f"{L1_DECAY} is {decay!r}", mend="give a number of at least 0")
+        _check_l1(one)
         for parameter in _parameters(one):
             if id(parameter) in seen:
                 raise AmpError("a parameter stands in two optimizers or groups", mend="give each parameter one owner")
             seen.add(id(parameter))
     return given
+
+
+def _check_l1(optimizer: torch.optim.Optimizer) -> None:
+    """L1 decay is a number, and is given only to an optimizer whose update knows it."""
+    kind = KINDS.get(type(optimizer))
+    for decay in map(l1_of, optimizer.param_groups):
+        if not isinstance(decay, Tensor) and (not isinstance(decay, (int, float)) or not decay >= 0):
+            raise AmpError(f"{L1_DECAY} is {decay!r}", mend="give a number of at least 0")
+        if (isinstance(decay, Tensor) or decay) and (kind is None or L1_DECAY not in kind.hyper):
+            known = ", ".join(cls.__name__ for cls, one in KINDS.items() if L1_DECAY in one.hyper)
+            raise AmpError(
+                f"{type(optimizer).__name__} knows no {L1_DECAY}", mend=f"use {known}, or remove the key from the group"
+            )
 
 
 def check_storage(optimizers: Sequence[torch.optim.Optimizer], low: bool) -> None:
@@ -281,19 +253,19 @@ def _bind_part(
     storage: Storage | None,
 ) -> BoundGroup:
     kind, group = KINDS[type(optimizer)], optimizer.param_groups[index]
-    hyper = kind.hyper(group)
+    size = len(kind.hyper)
     device, dtype = part[0].device, part[0].dtype
     moment = torch.float32 if dtype in LOW_TYPES else None
-    if storage is not None and kind.operator == "sgd":
-        moment = dtype  # as NVCaffe; Adam's second moment would stagnate in 16 bits, where 0.999 * v rounds to v
+    if storage is not None and kind.state_as_weight:
+        moment = dtype
     spec = UpdateGroup(
-        kind.operator if storage is None else f"{kind.operator}_low",
+        kind.name if storage is None else f"{kind.name}_low",
         tuple(masters[id(parameter)] for parameter in part),
         tuple(lows[id(parameter)] for parameter in part if id(parameter) in lows),
         _columns(kind, group, storage),
-        len(hyper),
-        kind.flags(optimizer, group),
-        kind.started,
+        size,
+        _flags(kind, optimizer, group),
+        kind.started is not None,
         storage,
         moment,
     )
@@ -303,6 +275,6 @@ def _bind_part(
         optimizer,
         index,
         tuple(part),
-        torch.zeros(len(hyper), dtype=torch.float64, device=device),
+        torch.zeros(size, dtype=torch.float64, device=device),
         torch.ones((), device=device),
     )

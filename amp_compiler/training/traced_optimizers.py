@@ -19,7 +19,6 @@ from amp_compiler.training.traced_calls import StepCalls, compiling, selecting
 from amp_compiler.training.traced_state import State, initialise, own_step, view_of
 from amp_compiler.training.weights import MASTER
 
-L1_DECAY = "l1_decay"  # key of a param group
 # Keys of a group that no step reads: schedulers keep their notes there.
 _NOTES = ("params", "lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "param_names")
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -44,7 +43,7 @@ def check_traceable(optimizer: Optimizer) -> None:
     """Refuse what no trace can express.
 
     Raises:
-        AmpError: for an optimizer that needs a closure or sparse gradients, or that is given L1 decay.
+        AmpError: for an optimizer that needs a closure or sparse gradients, or has tensors for settings.
     """
     name = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -56,10 +55,6 @@ def check_traceable(optimizer: Optimizer) -> None:
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise AmpError(f"{name} needs sparse gradients, and a training step makes dense ones", mend="use Adam or AdamW")
     for group in optimizer.param_groups:
-        if group.get(L1_DECAY):
-            raise AmpError(
-                f"{name} knows no {L1_DECAY}", mend="use SGD, Adam or AdamW, or remove the key from the group"
-            )
         for key, value in group.items():
             if isinstance(value, Tensor) and key != "lr":
                 raise AmpError(f"'{key}' of {name} is a tensor", mend="give it as a number")

@@ -42,7 +42,7 @@ class NativeOps(InPlacePass):
     known), and machines without the kernel.
 
     Args:
-        stage: `"forward"` for a graph before autograd, `"joint"` for one with a backward; empty for every row.
+        stage: `"forward"` for a graph before autograd, `"joint"` for one with a backward; empty for both.
     """
 
     stage: str = ""
@@ -57,7 +57,8 @@ class NativeOps(InPlacePass):
     @property
     def rows(self) -> tuple[NativeOp, ...]:
         """The rows of the table for this stage."""
-        return tuple(row for row in NATIVE_OPS if self.stage in ("", row.stage))
+        stages = (self.stage,) if self.stage else STAGES
+        return tuple(row for row in NATIVE_OPS if row.stage in stages)
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Change targets in place."""

@@ -19,6 +19,7 @@ from amp_compiler.ops.cuda import triton_kernels
 from amp_compiler.ops.cuda import update as kernels
 from amp_compiler.ops.cuda.pointer_tables import TableCache
 from amp_compiler.ops.update import operators as fused_update
+from amp_compiler.ops.update.operators import FUSED
 from amp_compiler.ops.update.rounding import Storage
 
 assert fused_update
@@ -82,11 +83,17 @@ def assert_same_bits(first, second):
             assert torch.equal(torch.signbit(a[a == 0]), torch.signbit(b[b == 0]))
 
 
+def by_kernel(name, arguments):
+    """What runs on a device when the operator of that name is called there."""
+    ((optimizer, low),) = ((one, low) for one in FUSED for low in FLAGS if one.operator(low) == name)
+    kernels.update(optimizer, optimizer.bound(low, arguments))
+
+
 def assert_both_agree(name, arguments):
     """Give the same arguments to the kernels and to the CPU operator; they must leave the same bits behind."""
     expected, given_ = copies(arguments), copies(arguments)
     getattr(OPS, name)(*expected)
-    getattr(kernels, name)(*given_)
+    by_kernel(name, given_)
     assert_same_bits(expected, given_)
     return given_
 
@@ -206,7 +213,7 @@ def test_a_skipped_step_changes_nothing(bad, mode):
         arguments = make((3, BLOCK + 1), weight=weight, mode=mode, skip=1.0, lows=torch.float16, amsgrad=True)
         arguments[1][1][:] = bad
         before = copies(arguments)
-        getattr(kernels, name + suffix)(*arguments)
+        by_kernel(name + suffix, arguments)
         assert_same_bits(before, arguments)
 
 
@@ -242,7 +249,7 @@ def test_unaligned_storage():
         arguments[column] = [torch.cat([tensor[:1], tensor])[1:] for tensor in arguments[column]]
     expected = copies(arguments)
     assert arguments[0][0].data_ptr() % 16
-    kernels.adam_update(*arguments)
+    by_kernel("adam_update", arguments)
     OPS.adam_update(*expected)
     assert_same_bits(copies(arguments), expected)
 
@@ -295,15 +302,15 @@ def test_what_the_kernels_refuse():
     arguments = sgd_arguments((6,))
     arguments[2] = [torch.zeros(12)[::2]]
     with pytest.raises(LoweringError, match="strides"):
-        kernels.sgd_update(*arguments)
+        by_kernel("sgd_update", arguments)
     arguments = sgd_arguments((6,))
     arguments[0] = [arguments[0][0].double()]
     with pytest.raises(LoweringError, match="float64"):
-        kernels.sgd_update(*arguments)
+        by_kernel("sgd_update", arguments)
     arguments = adam_arguments((6,))
     arguments[6] = [torch.tensor(0)]
     with pytest.raises(LoweringError, match="step count"):
-        kernels.adam_update(*arguments)
+        by_kernel("adam_update", arguments)
 
 
 @settings(max_examples=15, deadline=None, database=None, derandomize=True)

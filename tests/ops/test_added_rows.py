@@ -23,7 +23,7 @@ def made(gradient):
     """The gradient as an update sees it, and the squares that it gives: SGD adds it to weights of zero."""
     weight = torch.zeros(gradient.shape)
     options = (number(1.0), hyper(-1.0, 0, 0, 0, 0), number(1.0), number(0.0), False, False)
-    squares = cpu_update.sgd_update([weight], [gradient], [], [], *options)
+    squares = cpu_update.FUNCTIONS["sgd_update"]([weight], [gradient], [], [], *options)
     return weight, squares
 
 
@@ -110,7 +110,7 @@ def test_a_weight_in_columns_gets_them_too():
     gradient = product(20, 9, 30).plus_rows(torch.randn(2, 30), torch.tensor([3, 3]), -1)
     weight = torch.zeros(30, 20).t()
     options = (number(1.0), hyper(-1.0, 0, 0, 0, 0), number(2.0), number(0.0), False, False)
-    squares = cpu_update.sgd_update([weight], [gradient], [], [], *options)
+    squares = cpu_update.FUNCTIONS["sgd_update"]([weight], [gradient], [], [], *options)
     assert torch.equal(weight, 2 * made(gradient)[0])
     assert squares == pytest.approx(float(weight.double().square().sum()), rel=1e-5)
 

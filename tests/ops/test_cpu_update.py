@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from amp_compiler.errors import LoweringError
 from amp_compiler.ops.cpu import build as cpu_build
 from amp_compiler.ops.cpu import update as cpu_update
-from amp_compiler.ops.update import reference as group_update
-from amp_compiler.ops.update.formulas import adam_numbers, adam_scalars, exact_sqrt
+from amp_compiler.ops.update import reference
+from amp_compiler.ops.update.adam import ADAM
+from amp_compiler.ops.update.formulas import exact_sqrt
+from amp_compiler.ops.update.operators import FUSED
 
 BLOCK = 16384  # kRun in cpu_pieces.h
 SIZES = (0, 1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 5)
@@ -47,11 +49,17 @@ def same(first, second):
     )  # fmt: skip
 
 
-def assert_alike(name, arguments, **options):
+def by_reference(name, arguments):
+    """The update in torch calls, with the square root that all kernels are held to."""
+    (optimizer,) = (one for one in FUSED if one.operator(low=False) == name)
+    reference.update(optimizer, optimizer.bound(False, arguments), exact_sqrt)
+
+
+def assert_alike(name, arguments):
     mine, theirs = clone_all(arguments), clone_all(arguments)
     cpu_update.FUNCTIONS[name](*mine)
     if not float(arguments[-4 if name == "adam_update" else -3]):
-        getattr(group_update, name)(*theirs, **options)
+        by_reference(name, theirs)
     for a, b in zip(mine, theirs, strict=True):
         if isinstance(a, list):
             assert all(same(x, y) for x, y in zip(a, b, strict=True))
@@ -85,7 +93,7 @@ def test_adam_is_bit_equal_to_its_reference(amsgrad, maximize, decoupled, lows, 
         [number(step) for _ in weights], hyper(1e-2, beta1, 0.999, 1e-8, decay, l1), number(0.013), number(skip),
         amsgrad, maximize, decoupled,
     ]  # fmt: skip
-    assert_alike("adam_update", arguments, sqrt=exact_sqrt)
+    assert_alike("adam_update", arguments)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True, database=None)
@@ -99,8 +107,10 @@ def test_adam_is_bit_equal_to_its_reference(amsgrad, maximize, decoupled, lows, 
 )
 def test_numbers_of_one_step_are_bit_equal_to_those_of_many(steps, lr, beta1, beta2, decay, l1):
     given_ = hyper(lr, beta1, beta2, 1e-8, decay, l1)
-    mine = torch.tensor(adam_numbers(float(steps), given_), dtype=torch.float64).float()
-    for row in adam_scalars([number(steps)] * 20, given_):
+    steps = [number(float(steps))] * 20
+    given_ = ADAM.bound(False, [[]] * 6 + [steps, given_, number(1.0), number(0.0), False, False, False])
+    mine = torch.from_numpy(cpu_update._step_numbers(ADAM, given_))[0]
+    for row in reference.step_numbers(ADAM, steps, given_.hyper):
         assert same(mine, row) and torch.equal(mine[~mine.isnan()].signbit(), row[~row.isnan()].signbit())
 
 
@@ -114,7 +124,7 @@ def test_parameters_of_different_ages_are_updated_as_in_the_reference(amsgrad):
         [number(age) for age in ages], hyper(1e-2, 0.9, 0.999, 1e-8, 0.1, 0.01), number(0.013), number(0.0),
         amsgrad, False, True,
     ]  # fmt: skip
-    assert_alike("adam_update", arguments, sqrt=exact_sqrt)
+    assert_alike("adam_update", arguments)
 
 
 @settings(max_examples=15, deadline=None, derandomize=True, database=None)
@@ -156,7 +166,7 @@ def test_odd_values_come_out_as_in_the_reference(value):
         [w.to(t) for w, t in zip(weights, itertools.cycle(LOWS), strict=False)], [number(3.0) for _ in weights],
         hyper(1e-2, 0.9, 0.999, 1e-8, 0.1, 0.0), number(1.0), number(0.0), False, False, True,
     ]  # fmt: skip
-    assert_alike("adam_update", arguments, sqrt=exact_sqrt)
+    assert_alike("adam_update", arguments)
 
 
 @pytest.mark.parametrize("bad", [None, float("inf"), float("-inf"), float("nan")])
@@ -166,7 +176,7 @@ def test_the_check_finds_the_tensor_and_the_norm(bad):
     if bad is not None:
         grads[5][BLOCK] = bad  # the only element of its second block
     norm, nonfinite, flags = cpu_update.grad_check(grads, number(0.25))
-    expected = group_update.grad_check(grads, number(0.25))
+    expected = reference.grad_check(grads, number(0.25))
     assert torch.equal(flags, expected[2]) and torch.equal(nonfinite, expected[1])
     assert flags.tolist() == [0, 0, 0, 0, 0, int(bad is not None), 0]
     exact = torch.cat([grad.double() * 0.25 for grad in grads]).norm()
@@ -192,8 +202,8 @@ def test_a_gradient_of_other_strides_is_read_at_the_right_places():
     weight, grad = torch.randn(33, 17), torch.randn(17, 33).t()
     expected = weight.clone()
     arguments = ([], [], number(1.0), hyper(0.5, 0, 0, 0, 0), number(1.0), number(0.0), False, False)
-    cpu_update.sgd_update([weight], [grad], *arguments)
-    group_update.sgd_update([expected], [grad.contiguous()], *arguments)
+    cpu_update.FUNCTIONS["sgd_update"]([weight], [grad], *arguments)
+    by_reference("sgd_update", ([expected], [grad.contiguous()], *arguments))
     assert torch.equal(weight, expected)
     norm, _, _ = cpu_update.grad_check([grad[::2]], number(1.0))
     torch.testing.assert_close(norm, grad[::2].norm())
@@ -208,9 +218,9 @@ def test_what_the_loops_cannot_take_is_an_error():
     weight, strided = torch.ones(4, 4), torch.ones(8, 4)[::2]
     rest = ([], number(1.0), hyper(0.5, 0.9, 0, 0, 0), number(1.0), number(0.0), False, False)
     with pytest.raises(LoweringError, match="strides"):
-        cpu_update.sgd_update([weight], [weight], [strided], *rest)
+        cpu_update.FUNCTIONS["sgd_update"]([weight], [weight], [strided], *rest)
     with pytest.raises(LoweringError, match="float64"):
-        cpu_update.sgd_update([weight], [weight.double()], [], *rest)
+        cpu_update.FUNCTIONS["sgd_update"]([weight], [weight.double()], [], *rest)
 
 
 @pytest.fixture
@@ -258,11 +268,11 @@ def test_memory_that_comes_back_as_another_type_or_layout_is_not_taken_for_the_o
             number(1.0),
             number(0.0),
         )
-        cpu_update.sgd_update(*arguments, False, False)
+        cpu_update.FUNCTIONS["sgd_update"](*arguments, False, False)
         assert torch.equal(lows[0], weights[0].to(low))
     turned = [weights[0].as_strided((4, 6), (1, 4))]
     with pytest.raises(LoweringError, match="strides"):
-        cpu_update.sgd_update(turned, *arguments[1:], False, False)
+        cpu_update.FUNCTIONS["sgd_update"](turned, *arguments[1:], False, False)
 
 
 @pytest.mark.usefixtures("few_sources")

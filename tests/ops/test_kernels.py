@@ -86,7 +86,16 @@ def ptxas_report(ptx, folder):
 TABLE = {"rows": "*i64", "blocks": "*i64"}
 NUMBERS = {"coef": "*fp32", "skip": "*fp32"}
 TYPES = {"GRAD_TYPE": "bfloat16", "WEIGHT_TYPE": "float32", "MOMENT_TYPE": "float32", "EXTRA_TYPE": "bfloat16"}
-ADAM = {**TYPES, "rng": None, "MODE": 0, "AMSGRAD": False, "MAXIMIZE": False, "DECOUPLED": True, "ALIGNED": True}
+ADAM = {
+    **TYPES,
+    "started": None,
+    "rng": None,
+    "MODE": 0,
+    "AMSGRAD": False,
+    "MAXIMIZE": False,
+    "DECOUPLED": True,
+    "ALIGNED": True,
+}
 SGD = {**TYPES, "rng": None, "MODE": 0, "NESTEROV": True, "MAXIMIZE": False, "ALIGNED": True}
 ADAM_ARGS = {**TABLE, "scalars": "*fp32", **NUMBERS}
 SGD_ARGS = {**TABLE, "hyper": "*fp64", **NUMBERS, "started": "*fp32"}

@@ -15,12 +15,10 @@ import torch
 import torch.utils._pytree as pytree
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_cpu_update import hyper, number
+from test_cpu_update import by_reference, hyper, number
 
 from amp_compiler.ops.cpu import build as cpu_build
 from amp_compiler.ops.cpu import update as cpu_update
-from amp_compiler.ops.update import reference as group_update
-from amp_compiler.ops.update.formulas import exact_sqrt
 from amp_compiler.ops.update.product import Product
 
 INNERS = (1, 2, 3, 7, 8, 9, 16, 17, 31, 32, 33, 64, 70)
@@ -61,7 +59,7 @@ def made(products, transposed=False):
     weights = [torch.zeros(one.shape) for one in products]
     weights = [weight.t().contiguous().t() for weight in weights] if transposed else weights
     options = (number(1.0), hyper(-1.0, 0, 0, 0, 0), number(1.0), number(0.0), False, False)
-    squares = cpu_update.sgd_update(weights, products, [], [], *options)
+    squares = cpu_update.FUNCTIONS["sgd_update"](weights, products, [], [], *options)
     return weights, squares
 
 
@@ -173,7 +171,7 @@ def test_updates_are_the_references_of_the_gradients_made_first(name, l2, l1, tr
     given = [made([grad])[0][0].bfloat16() if isinstance(grad, Product) else grad for grad in grads]
     mine, theirs = clones([weights, grads, *rest]), clones([weights, given, *rest])
     squares = cpu_update.FUNCTIONS[name](*mine)
-    getattr(group_update, name)(*theirs, **({"sqrt": exact_sqrt} if name == "adam_update" else {}))
+    by_reference(name, theirs)
     assert equal(written(mine), written(theirs))
     known = torch.cat([one.double().flatten() for one, grad in zip(given, grads, strict=True) if one is not grad])
     assert squares == pytest.approx(float((COEF * known).square().sum()), rel=1e-5)
@@ -187,7 +185,7 @@ def test_moments_differ_from_those_of_torchs_gradient_by_its_last_bit():
     for grads in (products, torchs):
         arguments = adam((grads, clones(zeros), []), 0.0, 0.0, amsgrad=False, maximize=False)
         arguments[2], arguments[3] = clones(zeros), clones(zeros)
-        cpu_update.adam_update(*arguments)
+        cpu_update.FUNCTIONS["adam_update"](*arguments)
         moments.append(zip(arguments[2], arguments[3], strict=True))
     for (first, second), (other, square), one, grad in zip(*moments, products, torchs, strict=True):
         assert one.left.shape[1] > 2 or (torch.equal(first, other) and torch.equal(second, square))
@@ -269,7 +267,7 @@ def test_results_are_the_same_for_any_number_of_threads():
             grads[0].left.fill_(3e38)
             arguments = adam((grads, weights, [weight.bfloat16() for weight in weights]))
             norm, _, flags = cpu_update.grad_check(grads, number(1.0))
-            squares = torch.tensor(cpu_update.adam_update(*arguments), dtype=torch.float64)
+            squares = torch.tensor(cpu_update.FUNCTIONS["adam_update"](*arguments), dtype=torch.float64)
             results.append([tensor.nan_to_num(0.5) for tensor in (norm, flags, squares, *written(arguments))])
     finally:
         torch.set_num_threads(before)

@@ -1,10 +1,11 @@
 // The gradient check and the optimizer updates on a CPU: one pass over all tensors of a group, at memory bandwidth.
-// The arithmetic and its order are those of ops/update/formulas.py, bit for bit: fused multiply-adds stand where they
+// The arithmetic and its order are those of ops/update/adam.py and sgd.py, bit for bit: fused multiply-adds stand where they
 // are written and nowhere else (-ffp-contract=off).
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "pieces.h"
@@ -17,12 +18,16 @@ using namespace amp;
 
 inline float sign(float x) { return static_cast<float>(x > 0.0f) - static_cast<float>(x < 0.0f); }
 
-struct AdamScalars {
+// What a step is made with, in the order of the classes of these names in Python, and the flags of an operator, behind
+// which stands whether the first step was made before.
+struct AdamNumbers {
   float shrink, l2, l1, weight1, beta2, weight2, eps, root, neg_step;
 };
-struct SgdScalars {
+struct SgdNumbers {
   float neg_lr, momentum, weight, l2, l1;
 };
+enum AdamFlags { kAmsgrad, kAdamMaximize, kDecoupled };
+enum SgdFlags { kNesterov, kSgdMaximize, kSgdStarted };
 
 template <class T>
 T* at(int64_t address, int64_t start) {
@@ -42,7 +47,7 @@ void decay(float* __restrict grads, const float* __restrict weights, int64_t cou
 // Both forms of torch.lerp, and the maximum of the second moments, are chosen outside of the loop.
 template <bool kNear, bool kLargest>
 void adam_loop(const float* __restrict grads, float* __restrict weights, float* __restrict firsts,
-               float* __restrict seconds, float* __restrict largests, int64_t count, const AdamScalars& s,
+               float* __restrict seconds, float* __restrict largests, int64_t count, const AdamNumbers& s,
                float shrink) {
   const float weight1 = kNear ? s.weight1 : s.weight1 - 1.0f, beta2 = s.beta2, weight2 = s.weight2;
   const float eps = s.eps, root = s.root, neg_step = s.neg_step;
@@ -64,7 +69,7 @@ void adam_loop(const float* __restrict grads, float* __restrict weights, float* 
 }
 
 template <class G, class L>
-void adam(const Row& row, const G* given, int64_t start, int64_t count, const AdamScalars& s, float coef,
+void adam(const Row& row, const G* given, int64_t start, int64_t count, const AdamNumbers& s, float coef,
           bool decoupled) {
   float grads[kPiece];
   float* weights = at<float>(row.weight, start);
@@ -80,7 +85,7 @@ void adam(const Row& row, const G* given, int64_t start, int64_t count, const Ad
 }
 
 template <class G, class L>
-void sgd(const Row& row, const G* given, int64_t start, int64_t count, const SgdScalars& s, float coef, bool started,
+void sgd(const Row& row, const G* given, int64_t start, int64_t count, const SgdNumbers& s, float coef, bool started,
          bool nesterov) {
   float buffer[kPiece];
   float* __restrict grads = buffer;
@@ -131,6 +136,24 @@ void count_squares(const Row& row, const G* grads, int64_t count, float coef, Fi
     summary(grads, count, coef, finding);
 }
 
+// Calls `one(piece, gradients, low)`, typed, for all pieces, and raises the step counts where there are any. Returns the
+// squares that the check has left out.
+template <class One>
+double update_all(const Row* rows, int64_t tensors, float coef, int threads, const One& one) {
+  const auto update = [&](const Piece& piece, Finding* finding) {
+    const Row& row = rows[piece.row];
+    with_types(piece.type, row.low_type, [&](auto grad, auto low) {
+      const auto* given = reinterpret_cast<const decltype(grad)*>(piece.grads);
+      one(piece, given, low);
+      count_squares(row, given, piece.count, coef, finding);
+    });
+  };
+  const double squares = total(for_all(rows, tensors, threads, update));
+  for (int64_t i = 0; i < tensors; ++i)
+    if (rows[i].step != 0) *at<float>(rows[i].step, 0) += 1.0f;
+  return squares;
+}
+
 }  // namespace
 
 // `coef` multiplies every gradient: the inverse loss scale times the clipping factor, negative to let the objective
@@ -163,34 +186,22 @@ double amp_grad_check(const Row* rows, int64_t tensors, float inverse, uint8_t* 
   return total(findings);
 }
 
-double amp_adam_update(const Row* rows, int64_t tensors, const AdamScalars* scalars, float coef, bool decoupled,
+double amp_adam_update(const Row* rows, int64_t tensors, const AdamNumbers* numbers, float coef, const bool* flags,
                        int threads) {
-  const auto update = [&](const Piece& piece, Finding* finding) {
-    const Row& row = rows[piece.row];
-    with_types(piece.type, row.low_type, [&](auto grad, auto low) {
-      const auto* given = reinterpret_cast<const decltype(grad)*>(piece.grads);
-      adam<decltype(grad), decltype(low)>(row, given, piece.start, piece.count, scalars[piece.row], coef,
-                                           decoupled);
-      count_squares(row, given, piece.count, coef, finding);
-    });
-  };
-  const double squares = total(for_all(rows, tensors, threads, update));
-  for (int64_t i = 0; i < tensors; ++i) *at<float>(rows[i].step, 0) += 1.0f;
-  return squares;
+  const bool decoupled = flags[kDecoupled];
+  return update_all(rows, tensors, coef, threads, [&](const Piece& piece, const auto* given, auto low) {
+    adam<std::decay_t<decltype(*given)>, decltype(low)>(rows[piece.row], given, piece.start, piece.count,
+                                                        numbers[piece.row], coef, decoupled);
+  });
 }
 
-double amp_sgd_update(const Row* rows, int64_t tensors, const SgdScalars* scalars, float coef, bool started,
-                      bool nesterov, int threads) {
-  const auto update = [&](const Piece& piece, Finding* finding) {
-    const Row& row = rows[piece.row];
-    with_types(piece.type, row.low_type, [&](auto grad, auto low) {
-      const auto* given = reinterpret_cast<const decltype(grad)*>(piece.grads);
-      sgd<decltype(grad), decltype(low)>(row, given, piece.start, piece.count, *scalars, coef, started,
-                                          nesterov);
-      count_squares(row, given, piece.count, coef, finding);
-    });
-  };
-  return total(for_all(rows, tensors, threads, update));
+double amp_sgd_update(const Row* rows, int64_t tensors, const SgdNumbers* numbers, float coef, const bool* flags,
+                      int threads) {
+  const bool started = flags[kSgdStarted], nesterov = flags[kNesterov];
+  return update_all(rows, tensors, coef, threads, [&](const Piece& piece, const auto* given, auto low) {
+    sgd<std::decay_t<decltype(*given)>, decltype(low)>(rows[piece.row], given, piece.start, piece.count,
+                                                       numbers[piece.row], coef, started, nesterov);
+  });
 }
 
 }  // extern "C"

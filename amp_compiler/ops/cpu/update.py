@@ -1,6 +1,6 @@
 """The update operators on a CPU as native loops over all tensors of a group (`update.cpp`).
 
-They have the signatures of the functions in `ops/update/reference.py`: weights, moments and 16-bit
+They give what `ops/update/reference.py` gives: weights, moments and 16-bit
 copies are the same bit for bit, and the norm is summed in another order. A gradient may be a `Product` here: then no
 gradient is written to memory, and where the check sees from what it is made of that all of it is finite, its part of
 the norm is known from the update only.
@@ -22,7 +22,8 @@ from torch.profiler import record_function
 from amp_compiler.errors import LoweringError
 from amp_compiler.ops.cpu.build import library
 from amp_compiler.ops.layout import is_dense, laid_out_like, same_layout
-from amp_compiler.ops.update import formulas as math
+from amp_compiler.ops.update.fused import FusedOptimizer, Update
+from amp_compiler.ops.update.operators import FUSED
 from amp_compiler.ops.update.product import Product
 
 Tensors = Sequence[Tensor]
@@ -30,6 +31,7 @@ Gradients = Sequence[Tensor | Product]
 TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # that gradients may have, by their code in C++
 # The columns of a `Row` in cpu_pieces.h.
 _COLUMNS = ("count", "grad_type", "low_type", "grad", "weight", "first", "second", "largest", "low", "step", "product")
+_STATES = 3  # the columns `first`, `second` and `largest`
 _CACHED = 64
 
 
@@ -55,66 +57,33 @@ def complete_norm(norm: Tensor | None, *squares: float) -> Tensor:
     return _scalar(sqrt(sum(squares, known)))
 
 
-def adam_update(
-    masters: Tensors,
-    grads: Gradients,
-    exp_avgs: Tensors,
-    exp_avg_sqs: Tensors,
-    max_exp_avg_sqs: Tensors,
-    lows: Tensors,
-    steps: Tensors,
-    hyper: Tensor,
-    coef: Tensor,
-    skip: Tensor,
-    amsgrad: bool,
-    maximize: bool,
-    decoupled: bool,
-) -> float:
-    """As `reference.adam_update`; gives the squares of the unscaled gradients that the check has left out."""
-    if not masters or _number(skip) != 0:
+def update(optimizer: FusedOptimizer, given: Update) -> float:
+    """As `reference.update`, for masters; gives the squares of the unscaled gradients that the check has left out."""
+    if not given.weights or _number(given.skip) != 0:
         return 0.0
-    table = _TABLES.get(masters, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, lows, steps)
-    scalars = _adam_scalars(steps, hyper)
-    factor = _signed(coef, maximize)
-    alike, squares = _laid_out_like(grads, masters, factor.value)
+    states = [*given.states, [], []][:_STATES]
+    table = _TABLES.get(given.weights, *states, given.lows, given.steps)
+    numbers = _step_numbers(optimizer, given)
+    factor = ctypes.c_float((-1 if given.flags["maximize"] else 1) * _number(given.coef))
+    begun = given.started is not None and _number(given.started) != 0
+    flags = (ctypes.c_bool * (len(given.flags) + 1))(*given.flags.values(), begun)
+    alike, squares = _laid_out_like(given.grads, given.weights, factor.value)
     _set_gradients(table, alike)
-    with record_function("amp_compiler::adam_update"):
-        update = _loaded().amp_adam_update
-        squares += float(update(_start(table), len(masters), _start(scalars), factor, decoupled, _threads()))
-        return squares
-
-
-def sgd_update(
-    masters: Tensors,
-    grads: Gradients,
-    momentum_buffers: Tensors,
-    lows: Tensors,
-    started: Tensor,
-    hyper: Tensor,
-    coef: Tensor,
-    skip: Tensor,
-    nesterov: bool,
-    maximize: bool,
-) -> float:
-    """As `reference.sgd_update`; gives the squares of the unscaled gradients that the check has left out."""
-    if not masters or _number(skip) != 0:
-        return 0.0
-    scalars = math.sgd_scalars(hyper)
-    table = _TABLES.get(masters, momentum_buffers, [], [], lows, [])
-    factor, flags = _signed(coef, maximize), (_number(started) != 0, nesterov)
-    alike, squares = _laid_out_like(grads, masters, factor.value)
-    _set_gradients(table, alike)
-    with record_function("amp_compiler::sgd_update"):
-        update = _loaded().amp_sgd_update
-        squares += float(update(_start(table), len(masters), _address(scalars), factor, *flags, _threads()))
-    started.fill_(1.0)
+    with record_function(f"amp_compiler::{optimizer.operator(low=False)}"):
+        loop = getattr(_loaded(), f"amp_{optimizer.operator(low=False)}")
+        squares += float(loop(_start(table), len(given.weights), _start(numbers), factor, flags, _threads()))
+    if given.started is not None:
+        given.started.fill_(1.0)
     return squares
+
+
+def _function(optimizer: FusedOptimizer) -> Callable[..., float]:
+    return lambda *arguments: update(optimizer, optimizer.bound(False, arguments))
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "grad_check": grad_check,
-    "adam_update": adam_update,
-    "sgd_update": sgd_update,
+    **{optimizer.operator(low=False): _function(optimizer) for optimizer in FUSED},
 }
 
 
@@ -132,8 +101,8 @@ def _loaded() -> ctypes.CDLL:
     found = library()
     if found is None:
         raise LoweringError("the CPU updates are not compiled", mend="install a C++ compiler, or set CXX")
-    for name in ("amp_grad_check", "amp_adam_update", "amp_sgd_update"):
-        getattr(found, name).restype = ctypes.c_double
+    for name in FUNCTIONS:
+        getattr(found, f"amp_{name}").restype = ctypes.c_double
     found.amp_most_inner.restype = ctypes.c_int64
     return found
 
@@ -159,10 +128,6 @@ def _number(tensor: Tensor) -> float:
 
 def _scalar(number: float) -> Tensor:
     return torch.tensor(number, dtype=torch.float32, device="cpu")
-
-
-def _signed(coef: Tensor, maximize: bool) -> ctypes.c_float:
-    return ctypes.c_float(-_number(coef) if maximize else _number(coef))
 
 
 def _set_gradients(table: Any, grads: Gradients) -> None:
@@ -250,12 +215,22 @@ def _checked_table(columns: Sequence[Tensors]) -> Any:
     return table
 
 
-def _adam_scalars(steps: Tensors, hyper: Tensor) -> Any:
-    """As `formulas.adam_scalars`, in memory of numpy."""
-    numbers = [_number(step) for step in steps]
-    rows = {number: math.adam_numbers(number, hyper) for number in dict.fromkeys(numbers)}
+def _step_numbers(optimizer: FusedOptimizer, given: Update) -> Any:
+    """As `reference.step_numbers`, in memory of NumPy, one row per tensor; one operation of torch takes longer."""
+    counts = [_number(step) for step in given.steps] or [0.0] * len(given.weights)
+    hyper = given.hyper.tolist()
+    rows = {count: _row_of_numbers(optimizer, hyper, count) for count in dict.fromkeys(counts)}
     with np.errstate(over="ignore"):
-        return np.array([rows[number] for number in numbers], np.float32)
+        return np.array([rows[count] for count in counts], np.float32)
+
+
+def _row_of_numbers(optimizer: FusedOptimizer, hyper: list[float], count: float) -> tuple[float, ...]:
+    try:
+        return tuple(optimizer.numbers.of(hyper, count + 1, sqrt))
+    except (ArithmeticError, ValueError):  # a tensor becomes inf or NaN there
+        tensors = torch.tensor(hyper, dtype=torch.float64).unbind()
+        made = optimizer.numbers.of(tensors, torch.tensor(count).double() + 1, torch.sqrt)
+        return tuple(float(number) for number in made)
 
 
 _TABLES = _Tables()

@@ -5,9 +5,9 @@ elements, place in the group, then the addresses of its gradient, weight, extra 
 or momentum, second moment and its maximum. `blocks` says for every program which row (upper 32 bits) and which block of
 it (lower 32 bits) it works on.
 
-The arithmetic is that of `ops.update.formulas`, operation for operation: `tl.fma` where that rounds once, `div_rn` and
-`sqrt_rn` for division and square root. The compiler must not contract other products and sums, so every launch passes
-`enable_fp_fusion=False`. Offsets inside a tensor are int64.
+The arithmetic is that of `ops/update/adam.py` and `sgd.py`, operation for operation: `tl.fma` where that rounds once,
+`div_rn` and `sqrt_rn` for division and square root. The compiler must not contract other products and sums, so every
+launch passes `enable_fp_fusion=False`. Offsets inside a tensor are int64.
 """
 
 # ruff: noqa: SIM108
@@ -37,7 +37,7 @@ from amp_compiler.ops.cuda.triton_parts import (
     write,
 )
 
-SCALARS = tl.constexpr(9)  # numbers per tensor, the fields of AdamScalars
+SCALARS = tl.constexpr(9)  # numbers per tensor, the fields of AdamNumbers
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def _adam_block(
 
 @triton.jit
 def adam_kernel(
-    rows, blocks, scalars, coef, skip, rng,
+    rows, blocks, scalars, coef, skip, started, rng,
     GRAD_TYPE: tl.constexpr, WEIGHT_TYPE: tl.constexpr, MOMENT_TYPE: tl.constexpr, EXTRA_TYPE: tl.constexpr,
     MODE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, DECOUPLED: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
@@ -109,7 +109,7 @@ def adam_kernel(
 def adam_prepare_kernel(rows, count, hyper, skip, scalars, BLOCK: tl.constexpr):
     """Raise every step count, whose address is in the first column, and write the numbers of its tensor's step.
 
-    They are the fields of `AdamScalars`, computed in fp64. A power is the exponential of a multiple of a logarithm.
+    They are the fields of `AdamNumbers`, computed in fp64. A power is the exponential of a multiple of a logarithm.
     """
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < count

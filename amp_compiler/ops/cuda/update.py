@@ -1,14 +1,13 @@
 """The update operators on a CUDA device: each function launches Triton kernels over all tensors of a group.
 
-This module can be imported on every machine; Triton is imported at the first launch. The functions have the signatures
-of the operators; arguments are documented in `ops/update/reference.py`. They never wait for the device and can
+This module can be imported on every machine; Triton is imported at the first launch. They give what the functions of
+the same names in `ops/update/reference.py` give. They never wait for the device and can
 be captured in a CUDA graph once they have run outside of one. On CPU tensors they run under Triton's interpreter
 (environment variable `TRITON_INTERPRET=1`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -19,10 +18,8 @@ from torch import Tensor
 from amp_compiler.errors import LoweringError
 from amp_compiler.ops.cuda.pointer_tables import Group, TableCache
 from amp_compiler.ops.layout import is_dense, laid_out_like
-from amp_compiler.ops.update.formulas import AdamScalars
+from amp_compiler.ops.update.fused import FusedOptimizer, Tensors, Update
 from amp_compiler.ops.update.rounding import Storage
-
-Tensors = Sequence[Tensor]
 
 BLOCK = 1024
 CHECK_BLOCK = 4096
@@ -96,149 +93,47 @@ def grad_check(grads: Tensors, inv_scale: Tensor) -> tuple[Tensor, Tensor, Tenso
     return norm, nonfinite, flags
 
 
-def adam_update(
-    masters: Tensors,
-    grads: Tensors,
-    exp_avgs: Tensors,
-    exp_avg_sqs: Tensors,
-    max_exp_avg_sqs: Tensors,
-    lows: Tensors,
-    steps: Tensors,
-    hyper: Tensor,
-    coef: Tensor,
-    skip: Tensor,
-    amsgrad: bool,
-    maximize: bool,
-    decoupled: bool,
-) -> None:
-    """See `reference.adam_update`."""
-    moments = (exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
-    options = {"AMSGRAD": amsgrad, "MAXIMIZE": maximize, "DECOUPLED": decoupled}
-    _adam(masters, grads, moments, lows, steps, None, hyper, coef, skip, Storage.NEAREST, options)
-
-
-def adam_update_low(
-    weights: Tensors,
-    grads: Tensors,
-    exp_avgs: Tensors,
-    exp_avg_sqs: Tensors,
-    max_exp_avg_sqs: Tensors,
-    compensations: Tensors,
-    steps: Tensors,
-    rng: Tensor,
-    hyper: Tensor,
-    coef: Tensor,
-    skip: Tensor,
-    mode: int,
-    amsgrad: bool,
-    maximize: bool,
-    decoupled: bool,
-) -> None:
-    """See `reference.adam_update_low`."""
-    moments = (exp_avgs, exp_avg_sqs, max_exp_avg_sqs)
-    options = {"AMSGRAD": amsgrad, "MAXIMIZE": maximize, "DECOUPLED": decoupled}
-    extras = compensations if mode == Storage.KAHAN else []
-    _adam(weights, grads, moments, extras, steps, rng, hyper, coef, skip, mode, options)
-
-
-def _adam(
-    weights: Tensors,
-    grads: Tensors,
-    moments: tuple[Tensors, Tensors, Tensors],
-    extras: Tensors,
-    steps: Tensors,
-    rng: Tensor | None,
-    hyper: Tensor,
-    coef: Tensor,
-    skip: Tensor,
-    mode: int,
-    options: dict[str, bool],
-) -> None:
-    if not weights:
-        return
-    device, code = weights[0].device, _device_code()
-    largest = moments[2] if options["AMSGRAD"] else []
+def update(optimizer: FusedOptimizer, given: Update) -> None:
+    """See `reference.update`."""
+    device, code = given.skip.device, _device_code()
     with _on(device):
-        scalars = torch.empty(len(weights), len(AdamScalars._fields), dtype=torch.float32, device=device)
-        for group in _TABLES.groups([steps], device, 1):
-            if group.types != (torch.float32,):
-                raise LoweringError("a step count is not fp32", mend="keep every step count as an fp32 tensor")
-            code.adam_prepare_kernel[(-(-len(steps) // 128),)](
-                group.rows, len(steps), hyper, skip, scalars, BLOCK=128, **_UPDATE_OPTIONS
-            )
-        columns = [laid_out_like(grads, weights), weights, extras, *moments[:2], largest]
-        for group in _TABLES.groups(columns, device, BLOCK):
-            if len(group.blocks):
-                code.adam_kernel[(len(group.blocks),)](
-                    group.rows, group.blocks, scalars, coef, skip, rng, **_group_options(group, mode), **options
-                )
-        _advance(None, rng, skip, mode)
+        if given.weights:
+            kernel = getattr(code, f"{optimizer.name}_kernel")
+            numbers = _prepared(optimizer, given, device)
+            options = {flag.upper(): value for flag, value in given.flags.items()}
+            columns = [laid_out_like(given.grads, given.weights), given.weights, _extras(given), *given.states]
+            for group in _TABLES.groups(columns, device, BLOCK):
+                if len(group.blocks):
+                    kernel[(len(group.blocks),)](
+                        group.rows, group.blocks, numbers, given.coef, given.skip, given.started, given.rng,
+                        **_group_options(group, given.mode), **options,
+                    )  # fmt: skip
+        _advance(given)
 
 
-def sgd_update(
-    masters: Tensors,
-    grads: Tensors,
-    momentum_buffers: Tensors,
-    lows: Tensors,
-    started: Tensor,
-    hyper: Tensor,
-    coef: Tensor,
-    skip: Tensor,
-    nesterov: bool,
-    maximize: bool,
-) -> None:
-    """See `reference.sgd_update`."""
-    options = {"NESTEROV": nesterov, "MAXIMIZE": maximize}
-    _sgd(masters, grads, momentum_buffers, lows, started, None, hyper, coef, skip, Storage.NEAREST, options)
+def _extras(given: Update) -> Tensors:
+    """What is written beside a weight: the copy of a master, or the rounding error of a weight without one."""
+    return given.lows or (given.compensations if given.mode == Storage.KAHAN else [])
 
 
-def sgd_update_low(
-    weights: Tensors,
-    grads: Tensors,
-    momentum_buffers: Tensors,
-    compensations: Tensors,
-    started: Tensor,
-    rng: Tensor,
-    hyper: Tensor,
-    coef: Tensor,
-    skip: Tensor,
-    mode: int,
-    nesterov: bool,
-    maximize: bool,
-) -> None:
-    """See `reference.sgd_update_low`."""
-    options = {"NESTEROV": nesterov, "MAXIMIZE": maximize}
-    extras = compensations if mode == Storage.KAHAN else []
-    _sgd(weights, grads, momentum_buffers, extras, started, rng, hyper, coef, skip, mode, options)
+def _prepared(optimizer: FusedOptimizer, given: Update, device: torch.device) -> Tensor:
+    """The numbers of every tensor's step; the hyperparameters themselves where no steps are counted."""
+    if not optimizer.counts:
+        return given.hyper
+    numbers = torch.empty(len(given.weights), len(optimizer.numbers._fields), dtype=torch.float32, device=device)
+    prepare = getattr(_device_code(), f"{optimizer.name}_prepare_kernel")
+    for group in _TABLES.groups([given.steps], device, 1):
+        if group.types != (torch.float32,):
+            raise LoweringError("a step count is not fp32", mend="keep every step count as an fp32 tensor")
+        prepare[(-(-len(given.steps) // 128),)](
+            group.rows, len(given.steps), given.hyper, given.skip, numbers, BLOCK=128, **_UPDATE_OPTIONS
+        )
+    return numbers
 
 
-def _sgd(
-    weights: Tensors,
-    grads: Tensors,
-    buffers: Tensors,
-    extras: Tensors,
-    started: Tensor,
-    rng: Tensor | None,
-    hyper: Tensor,
-    coef: Tensor,
-    skip: Tensor,
-    mode: int,
-    options: dict[str, bool],
-) -> None:
-    device, code = started.device, _device_code()
-    with _on(device):
-        columns = [laid_out_like(grads, weights), weights, extras, buffers]
-        for group in _TABLES.groups(columns, device, BLOCK) if weights else []:
-            if len(group.blocks):
-                code.sgd_kernel[(len(group.blocks),)](
-                    group.rows, group.blocks, hyper, coef, skip, started, rng, **_group_options(group, mode), **options
-                )
-        _advance(started, rng, skip, mode)
-
-
-def _advance(started: Tensor | None, rng: Tensor | None, skip: Tensor, mode: int) -> None:
-    has_rng = rng is not None and mode == Storage.STOCHASTIC
-    if started is not None or has_rng:
+def _advance(given: Update) -> None:
+    has_rng = given.rng is not None and given.mode == Storage.STOCHASTIC
+    if given.started is not None or has_rng:
         _device_code().advance_kernel[(1,)](
-            started, rng, skip, HAS_STARTED=started is not None, HAS_RNG=has_rng, num_warps=1
+            given.started, given.rng, given.skip, HAS_STARTED=given.started is not None, HAS_RNG=has_rng, num_warps=1
         )

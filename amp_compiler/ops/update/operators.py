@@ -1,45 +1,36 @@
 """The gradient check and the optimizer updates as operators of the namespace `amp_compiler`.
 
 A graph holds one node per group of parameters. On a CUDA device a node runs as Triton kernels over all tensors of the
-group, without reading a value back to the host. On a CPU it runs as the function of the same name in `reference`,
-which documents the arguments and which `decomposition` gives, so that the node can be traced into a graph and compiled.
+group, without reading a value back to the host. On a CPU it runs as `reference` says, which `decomposition` gives too,
+so that the node can be traced into a graph and compiled. `fused.Update` documents the arguments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from amp_compiler.errors import LoweringError
-from amp_compiler.ops.update import reference as group_update
+from amp_compiler.ops.update import reference
+from amp_compiler.ops.update.adam import ADAM
 from amp_compiler.ops.update.formulas import exact_sqrt
+from amp_compiler.ops.update.fused import FusedOptimizer, Update
+from amp_compiler.ops.update.sgd import SGD
+
+FUSED: tuple[FusedOptimizer, ...] = (ADAM, SGD)
 
 _LIBRARY = torch.library.Library("amp_compiler", "FRAGMENT")
 _SCHEMAS = (
     "grad_check(Tensor[] grads, Tensor inv_scale) -> (Tensor norm, Tensor nonfinite, Tensor flags)",
-    "adam_update(Tensor(a!)[] masters, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs,"
-    " Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] lows, Tensor(f!)[] steps, Tensor hyper, Tensor coef, Tensor skip,"
-    " bool amsgrad, bool maximize, bool decoupled) -> ()",
-    "sgd_update(Tensor(a!)[] masters, Tensor[] grads, Tensor(b!)[] momentum_buffers, Tensor(c!)[] lows,"
-    " Tensor(d!) started, Tensor hyper, Tensor coef, Tensor skip, bool nesterov, bool maximize) -> ()",
-    "adam_update_low(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs,"
-    " Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] compensations, Tensor(f!)[] steps, Tensor(g!) rng, Tensor hyper,"
-    " Tensor coef, Tensor skip, int mode, bool amsgrad, bool maximize, bool decoupled) -> ()",
-    "sgd_update_low(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] momentum_buffers, Tensor(c!)[] compensations,"
-    " Tensor(d!) started, Tensor(e!) rng, Tensor hyper, Tensor coef, Tensor skip, int mode, bool nesterov,"
-    " bool maximize) -> ()",
-)
-_OTHERS = (
     "add_rows(Tensor dense, Tensor rows, Tensor places, int skipped) -> Tensor",
     "commit(Tensor skip, Tensor(a!)[] targets, Tensor[] values) -> ()",
+    *(one.schema(low) for one in FUSED for low in (False, True)),
 )
-for _schema in (*_SCHEMAS, *_OTHERS):
+for _schema in _SCHEMAS:
     _LIBRARY.define(_schema)
-_HYPERPARAMETERS = {"adam": 6, "sgd": 5}
 
 
 def add_rows(dense: Tensor, rows: Tensor, places: Tensor, skipped: int) -> Tensor:
@@ -79,14 +70,20 @@ def commit_on_cpu(skip: Tensor, targets: list[Tensor], values: list[Tensor]) -> 
         torch._foreach_copy_(targets, values)
 
 
-_TRACEABLE: dict[str, Callable[..., Any]] = {
-    "grad_check": group_update.grad_check,
-    "adam_update": group_update.adam_update,
-    "sgd_update": group_update.sgd_update,
-    "adam_update_low": group_update.adam_update_low,
-    "sgd_update_low": group_update.sgd_update_low,
+def _traceable(optimizer: FusedOptimizer, low: bool) -> Callable[..., None]:
+    def update(*arguments: Any) -> None:
+        reference.update(optimizer, optimizer.bound(low, arguments))
+
+    update.__name__ = optimizer.operator(low)
+    return update
+
+
+_OPENED: dict[str, Callable[..., Any]] = {
+    "grad_check": reference.grad_check,
+    "add_rows": add_rows,
+    "commit": commit,
+    **{one.operator(low): _traceable(one, low) for one in FUSED for low in (False, True)},
 }
-_OPENED: dict[str, Callable[..., Any]] = {**_TRACEABLE, "add_rows": add_rows, "commit": commit}
 
 
 def decomposition(operator: torch._ops.OpOverload) -> Callable[..., Any]:
@@ -113,18 +110,18 @@ def decomposition(operator: torch._ops.OpOverload) -> Callable[..., Any]:
     return _OPENED[name]
 
 
-def _check(name: str, arguments: Sequence[Any]) -> None:
+def _check(optimizer: FusedOptimizer, name: str, given: Update) -> None:
     """Lists that belong together must have one length, and the numbers must be as many as the formula takes."""
-    lists = [item for item in arguments if isinstance(item, (list, tuple))]
+    lists = (given.weights, given.grads, *given.states, given.lows, given.compensations, given.steps)
     counts = {len(item) for item in lists if len(item)}
     if len(counts) > 1:
         raise LoweringError(f"{name} was given lists of {sorted(counts)} tensors", mend="give one entry per parameter")
-    wanted, hyper = _HYPERPARAMETERS[name.partition("_")[0]], arguments[_argument_names(name).index("hyper")]
-    if hyper.numel() != wanted:
+    if given.hyper.numel() != len(optimizer.hyper):
         raise LoweringError(
-            f"{name} was given {hyper.numel()} hyperparameters, not {wanted}", mend="see `reference` for their order"
+            f"{name} was given {given.hyper.numel()} hyperparameters, not {len(optimizer.hyper)}",
+            mend=f"give {', '.join(optimizer.hyper)}, in this order",
         )
-    for weight, grad in zip(lists[0], lists[1], strict=False):
+    for weight, grad in zip(given.weights, given.grads, strict=False):
         if weight.shape != grad.shape:
             raise LoweringError(
                 f"{name} was given a gradient of shape {list(grad.shape)} for a weight of shape {list(weight.shape)}",
@@ -137,53 +134,43 @@ def _grad_check_fake(grads: Sequence[Tensor], inv_scale: Tensor) -> tuple[Tensor
     return norm, torch.empty_like(norm), inv_scale.new_empty(len(grads), dtype=torch.uint8)
 
 
-def _fake_update(name: str) -> Callable[..., None]:
-    def fake(*arguments: Any) -> None:
-        _check(name, arguments)
-
-    return fake
-
-
-def _cpu_update(name: str) -> Callable[..., None]:
-    """The reference with a correctly rounded square root; a skipped step touches nothing."""
-    skip_position = _argument_names(name).index("skip")
-    options = {"sqrt": exact_sqrt} if name.startswith("adam") else {}
-
-    def update(*arguments: Any) -> None:
-        _check(name, arguments)
-        if not bool(arguments[skip_position]):
-            _TRACEABLE[name](*arguments, **options)
-
-    return update
-
-
-def _cuda(name: str) -> Callable[..., Any]:
+def _on_cuda(name: str) -> Callable[..., Any]:
     def run(*arguments: Any) -> Any:
-        from amp_compiler.ops.cuda import (
-            update as kernels,  # needs Triton, which machines without a CUDA device may lack
-        )
+        from amp_compiler.ops.cuda import update as kernels  # needs Triton, which machines without CUDA may lack
 
-        if name != "grad_check":
-            _check(name, arguments)
         return getattr(kernels, name)(*arguments)
 
     return run
 
 
-@cache
-def _argument_names(name: str) -> list[str]:
-    overload = getattr(torch.ops.amp_compiler, name).default
-    return [argument.name for argument in overload._schema.arguments]
+def _register_update(optimizer: FusedOptimizer, low: bool) -> None:
+    name, launch = optimizer.operator(low), _on_cuda("update")
+
+    def checked(*arguments: Any) -> Update:
+        given = optimizer.bound(low, arguments)
+        _check(optimizer, name, given)
+        return given
+
+    def on_cpu(*arguments: Any) -> None:
+        """The reference with a correctly rounded square root; a skipped step touches nothing."""
+        given = checked(*arguments)
+        if not bool(given.skip):
+            reference.update(optimizer, given, exact_sqrt)
+
+    def fake(*arguments: Any) -> None:
+        checked(*arguments)
+
+    _LIBRARY.impl(name, on_cpu, "CPU")
+    _LIBRARY.impl(name, lambda *arguments: launch(optimizer, checked(*arguments)), "CUDA")
+    torch.library.register_fake(f"amp_compiler::{name}", fake, lib=_LIBRARY)
 
 
 def _register() -> None:
-    for name in _TRACEABLE:
-        _LIBRARY.impl(name, _cuda(name), "CUDA")
-        if name == "grad_check":
-            continue
-        _LIBRARY.impl(name, _cpu_update(name), "CPU")
-        torch.library.register_fake(f"amp_compiler::{name}", _fake_update(name), lib=_LIBRARY)
-    _LIBRARY.impl("grad_check", group_update.grad_check, "CPU")
+    for optimizer in FUSED:
+        for low in (False, True):
+            _register_update(optimizer, low)
+    _LIBRARY.impl("grad_check", reference.grad_check, "CPU")
+    _LIBRARY.impl("grad_check", _on_cuda("grad_check"), "CUDA")
     torch.library.register_fake("amp_compiler::grad_check", _grad_check_fake, lib=_LIBRARY)
     _LIBRARY.impl("add_rows", add_rows, "CompositeExplicitAutograd")
     torch.library.register_fake("amp_compiler::add_rows", lambda dense, *_: torch.empty_like(dense), lib=_LIBRARY)
@@ -194,13 +181,12 @@ def _register() -> None:
 
 _register()
 
-# The update operators, by the kind of a group of parameters.
-OPERATORS = {
-    "adam": torch.ops.amp_compiler.adam_update.default,
-    "sgd": torch.ops.amp_compiler.sgd_update.default,
-    "adam_low": torch.ops.amp_compiler.adam_update_low.default,
-    "sgd_low": torch.ops.amp_compiler.sgd_update_low.default,
-}
 CHECK = torch.ops.amp_compiler.grad_check.default
 ADD_ROWS = torch.ops.amp_compiler.add_rows.default
 COMMIT = torch.ops.amp_compiler.commit.default
+# The update operators, by the kind of a group of parameters.
+OPERATORS = {
+    one.operator(low).replace("_update", ""): getattr(torch.ops.amp_compiler, one.operator(low)).default
+    for low in (False, True)
+    for one in FUSED
+}
