@@ -32,12 +32,18 @@ class Stages(Sequence[Stage]):
     def __init__(self) -> None:
         self._kept: list[tuple[str, bytes]] = []
         self._last = ""
+        self._pieces: dict[int, bytes] = {}
 
     def note(self, name: str, text: str) -> None:
         """Add a stage."""
         same = bool(self._kept) and text == self._last
         self._kept.append((name, self._kept[-1][1] if same else zlib.compress(text.encode(), 1)))
         self._last = text
+
+    def begin_piece(self, text: str) -> None:
+        """Say that the next stage is made of a piece of the graph, and is to be compared with that."""
+        if text != self._last:
+            self._pieces[len(self)] = zlib.compress(text.encode(), 1)
 
     def changed(self, name: str) -> bool:
         """Whether the pass of that name ran and changed the text."""
@@ -62,7 +68,9 @@ class Stages(Sequence[Stage]):
         return Stage(name, zlib.decompress(packed).decode())
 
     def before(self, place: int) -> Stage | None:
-        """What the stage at a place is to be compared with: the one before it; for a graph, the last graph."""
+        """What the stage at a place is to be compared with: the one before it; for a graph, the last graph or piece."""
+        if place in self._pieces:
+            return Stage("piece", zlib.decompress(self._pieces[place]).decode())
         planned = self._kept[place][0] in PLAN.names
         places = range(place - 1, -1, -1)
         found = next((one for one in places if planned or self._kept[one][0] not in PLAN.names), None)

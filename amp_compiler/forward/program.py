@@ -117,6 +117,7 @@ def build_run(
     backend = settings.runs_on
     if backend.compiled:
         graph_module = copy_graph(graph_module)
+        stages.begin_piece(text_of(graph_module))
         settings.pipelines["PIECE"].run(graph_module, {}, stages)
     return backend.build(graph_module, examples, round_exactly)
 

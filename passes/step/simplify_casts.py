@@ -19,7 +19,7 @@ _LOW = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class SimplifyCasts(InPlacePass):
-    """Five rewrites, each exact:
+    """Take out casts that change nothing, keep 16-bit values alive rather than their upcasts; each rewrite is exact:
 
     1. a cast to the type that the value has -> the value
     2. a cast of an exact upcast -> a cast of the 16-bit value (`bf16 -> fp32 -> bf16` is the value itself)

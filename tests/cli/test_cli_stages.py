@@ -17,7 +17,7 @@ from torch import nn
 
 import amp_compiler as amp
 from amp_compiler.cli.stages import StageOptions, make_stages, print_stages, stages_text
-from amp_compiler.passes.pipeline import CAPTURE, FORWARD, INFERENCE, PLAN, STEP
+from amp_compiler.passes.pipeline import CAPTURE, DEVICE, FORWARD, INFERENCE, PIECE, PLAN, STEP
 
 MODEL = """
 import torch
@@ -143,6 +143,21 @@ def test_all_is_the_first_stage_and_then_what_each_pass_changed(explain):
     assert parts_of["differentiate"].startswith("\n--- ")
     assert re.search(r"^\+.*phase=backward", parts_of["differentiate"], flags=re.MULTILINE)
     assert "\x1b" not in out
+
+
+@pytest.mark.usefixtures("node_by_node")
+def test_what_a_compiler_is_given_is_shown_for_its_backend(explain):
+    code, out, _ = explain("make", "--print-after", "all", "--backend", "inductor")
+    assert code == 0
+    shown = names(out)
+    assert shown[-len(DEVICE.names) - len(PIECE.names) :] == [*DEVICE.names, *PIECE.names]
+    parts_of = dict(re.findall(r"^=== (\w+)(.*?)(?=^=== |\Z)", out, flags=re.MULTILINE | re.DOTALL))
+    assert "+graph before_check" in parts_of["cut_step"]
+    for name in PIECE.names:  # each piece is compared with what it was, not with the whole step
+        assert parts_of[name] == ": nothing changed\n"
+    code, out, _ = explain("make", "--print-after", "cut_step", "--backend", "inductor")
+    assert code == 0
+    assert 'call_module("before_check"' in out
 
 
 def test_the_diff_has_colours_on_a_terminal(step):

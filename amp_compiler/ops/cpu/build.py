@@ -23,7 +23,7 @@ _FLAGS = (
     "-shared", "-fPIC",
 )  # fmt: skip
 _SUFFIXES = (".cpp", ".h")  # of the sources: every such file beside this one
-_TIMEOUT = 120  # seconds; it takes one or two
+_TIMEOUT = 600  # seconds; it takes five to ten, and many times that beside other work
 
 
 @functools.cache
