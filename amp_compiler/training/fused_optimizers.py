@@ -132,17 +132,19 @@ class BoundGroup:
         return made
 
     def _state_tensor(self, column: str, parameter: Tensor, state: dict[str, Any]) -> Tensor:
-        if column not in state or (column == STEP and state[column].device != parameter.device):
+        if column not in state or column == STEP:
             _make_state(self.kind, state, parameter, self.optimizer.param_groups[self.index])
         if column == COMPENSATION:
             zeros = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state.setdefault(COMPENSATION, zeros)
-            retyped(state, column, parameter.dtype, low=True)
+            retyped(state, column, parameter.dtype)
             return laid_out(state, column, parameter)
         if column == STEP:
             return state[column]  # type: ignore[no-any-return]
         if self.spec.moment is not None:
-            retyped(state, column, self.spec.moment, low=self.spec.storage is not None)
+            retyped(
+                state, column, self.spec.moment, wide=self.spec.storage is not None and not self.kind.state_as_weight
+            )
         return laid_out(state, column, parameter)
 
 

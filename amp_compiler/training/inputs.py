@@ -177,7 +177,7 @@ class TrainedWeights:
         column, group, number = key
         if column == "scale":
             return lambda leaves: getattr(kept.scale(), group)
-        if column == "sum":
+        if column == "sum" and isinstance(group, str):  # of a weight; states are of a group's number
             return lambda leaves: kept.sums.get(self.inputs.getters[self.placed.parameter(group)]())
         if column == "rng":
             return lambda leaves: kept.weights.rounding.tensor

@@ -14,26 +14,25 @@ from amp_compiler.errors import AmpError
 from amp_compiler.fx.graph import LOW_TYPES
 from amp_compiler.ops.layout import empty_laid_out_like, is_laid_out_like
 
-_MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _KEEPING: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
-def retyped(state: dict[str, Any], column: str, wanted: torch.dtype, low: bool) -> Tensor:
+def retyped(state: dict[str, Any], column: str, wanted: torch.dtype, *, wide: bool = False) -> Tensor:
     """A state tensor in the type that the update keeps it in; converted, in the state too, where it is not.
 
     Args:
         state: the optimizer's state of one parameter.
         column: key in it.
         wanted: the type.
-        low: whether the weights have no masters.
+        wide: whether it is FP32 state of a 16-bit weight.
 
     Raises:
-        AmpError: moments of Adam are 16-bit. They may be FP32 moments that were narrowed when they were loaded.
+        AmpError: such state is 16-bit. It may have been narrowed when it was loaded.
     """
     value: Tensor = state[column]
     if value.dtype is wanted:
         return value
-    if low and column in _MOMENTS and value.dtype in LOW_TYPES:
+    if wide and value.dtype in LOW_TYPES:
         raise narrowed(column, value)
     state[column] = value.to(wanted)
     return state[column]  # type: ignore[no-any-return]

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from amp_compiler.errors import LoweringError
+from amp_compiler.ops.update.operators import FUSED_NAMES
 
 _READS = (
     Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.numpy,
@@ -64,7 +65,7 @@ class StepCalls(TorchFunctionMode):
                 return args[0].double()
             raise LoweringError(
                 f"step() of {self.name} reads the value of a tensor ({func.__name__}), which a graph cannot",
-                mend="compute with tensors, for example with torch.where, or use AdamW, Adam or SGD",
+                mend=f"compute with tensors, for example with torch.where, or use {FUSED_NAMES}",
             )
         replaced = _NUMBERS.get(getattr(func, "__name__", "").removesuffix("_"))
         if replaced is not None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_compiler.errors import AmpError, LoweringError
+from amp_compiler.ops.update.operators import FUSED_NAMES
 from amp_compiler.passes.step.trace_update import OWN_STATE, StateTensor, TracedUpdate
 from amp_compiler.training.traced_calls import StepCalls, compiling, selecting
 from amp_compiler.training.traced_state import State, initialise, own_step, view_of
@@ -150,7 +151,7 @@ def bind_traced(
     if any(id(parameter) in stored for parameter in parameters):
         raise AmpError(
             f"{type(optimizer).__name__} needs FP32 masters, and the rules keep the weights in 16 bits",
-            mend="write `weights: {master: fp32}` in the rules, or use AdamW, Adam or SGD",
+            mend=f"write `weights: {{master: fp32}}` in the rules, or use {FUSED_NAMES}",
         )
     initialise(optimizer, parameters)
     states = tuple(

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from amp_compiler.errors import LoweringError
 from amp_compiler.fx.graph import LOW_TYPES
+from amp_compiler.ops.update.operators import FUSED_NAMES
 from amp_compiler.training.weights import MASTER
 
 # Switches of how torch computes an update, with what a traced one needs.
@@ -149,6 +150,6 @@ def _record_first_step(optimizer: Optimizer, groups: list[dict[str, Any]]) -> li
             if not (torch.equal(value, other) if tensors else value == other):  # type: ignore[arg-type]
                 raise LoweringError(
                     f"'{key}' in the state of {type(optimizer).__name__} begins from the first gradient",
-                    mend="let it begin as zeros, or use AdamW, Adam or SGD",
+                    mend=f"let it begin as zeros, or use {FUSED_NAMES}",
                 )
     return found[0]

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from amp_compiler.errors import LoweringError
 from amp_compiler.fx.alias import is_view, readers
 from amp_compiler.fx.graph import results_of
+from amp_compiler.ops.update.operators import FUSED_NAMES
 
 OWN_STATE = "state_"  # before the key of a state tensor, in the name of its placeholder
 _aten = torch.ops.aten
@@ -105,7 +106,7 @@ def trace_update(update: TracedUpdate, values: Sequence[Tensor]) -> fx.GraphModu
             reason = str(cause).partition("\n")[0]
             raise LoweringError(
                 f"the update of {update.name} cannot be traced: {type(cause).__name__}: {reason}",
-                mend="use an optimizer whose step() is made of tensor operations alone, or AdamW, Adam or SGD",
+                mend=f"use an optimizer whose step() is made of tensor operations alone, or {FUSED_NAMES}",
             ) from cause
     _tidy(traced, values[-1], update.name)
     _commit(traced, update)

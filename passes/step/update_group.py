@@ -12,7 +12,7 @@ class UpdateGroup:
     """Parameters that one update node writes.
 
     Args:
-        kind: `adam` or `sgd`.
+        kind: a key of `ops.update.operators.OPERATORS`.
         masters: placeholder names of the FP32 weights.
         lows: placeholder names of their 16-bit copies, or empty where the group has none.
         columns: names of the state lists, in the operator's order, with `None` for one that stays empty.

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton import language as tl
 from triton.runtime import interpreter
+from update_arguments import EVERY, NAMES, update_arguments
 
 from amp_compiler.errors import LoweringError
 from amp_compiler.ops.cuda import triton_kernels
@@ -324,3 +325,12 @@ def test_adam_on_any_sizes_and_magnitudes(sizes, exponent, options, decay):
     arguments = adam_arguments(sizes, grads=[torch.float32], decay=decay, lows=torch.bfloat16, **options)
     arguments[1] = [grad * 2.0**exponent for grad in arguments[1]]
     assert_both_agree("adam_update", arguments)
+
+
+@pytest.mark.parametrize("mode", [None, *Storage])
+@pytest.mark.parametrize(("one", "chosen"), EVERY, ids=NAMES)
+def test_every_fused_optimizer(one, chosen, mode):
+    """With nothing but its description."""
+    weight = torch.float32 if mode is None else torch.bfloat16
+    given_ = update_arguments(one, chosen, (0, 1, 7, BLOCK - 1, BLOCK + 1), mode=mode, weight=weight, more=0.1)
+    assert_both_agree(one.operator(low=mode is not None), given_)

@@ -1,5 +1,5 @@
 // The gradient check and the optimizer updates on a CPU: one pass over all tensors of a group, at memory bandwidth.
-// The arithmetic and its order are those of ops/update/adam.py and sgd.py, bit for bit: fused multiply-adds stand where they
+// The arithmetic and its order are those of ops/update/, bit for bit: fused multiply-adds stand where they
 // are written and nowhere else (-ffp-contract=off).
 
 #include <cmath>

@@ -22,7 +22,7 @@ from torch.profiler import record_function
 from amp_compiler.errors import LoweringError
 from amp_compiler.ops.cpu.build import library
 from amp_compiler.ops.layout import is_dense, laid_out_like, same_layout
-from amp_compiler.ops.update.fused import FusedOptimizer, Update
+from amp_compiler.ops.update.fused import MOST_STATES, FusedOptimizer, Update
 from amp_compiler.ops.update.operators import FUSED
 from amp_compiler.ops.update.product import Product
 
@@ -31,7 +31,6 @@ Gradients = Sequence[Tensor | Product]
 TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # that gradients may have, by their code in C++
 # The columns of a `Row` in cpu_pieces.h.
 _COLUMNS = ("count", "grad_type", "low_type", "grad", "weight", "first", "second", "largest", "low", "step", "product")
-_STATES = 3  # the columns `first`, `second` and `largest`
 _CACHED = 64
 
 
@@ -61,7 +60,7 @@ def update(optimizer: FusedOptimizer, given: Update) -> float:
     """As `reference.update`, for masters; gives the squares of the unscaled gradients that the check has left out."""
     if not given.weights or _number(given.skip) != 0:
         return 0.0
-    states = [*given.states, [], []][:_STATES]
+    states = [*given.states, *[[]] * MOST_STATES][:MOST_STATES]
     table = _TABLES.get(given.weights, *states, given.lows, given.steps)
     numbers = _step_numbers(optimizer, given)
     factor = ctypes.c_float((-1 if given.flags["maximize"] else 1) * _number(given.coef))
@@ -226,7 +225,7 @@ def _step_numbers(optimizer: FusedOptimizer, given: Update) -> Any:
 
 def _row_of_numbers(optimizer: FusedOptimizer, hyper: list[float], count: float) -> tuple[float, ...]:
     try:
-        return tuple(optimizer.numbers.of(hyper, count + 1, sqrt))
+        return tuple(optimizer.numbers.of(hyper, count + 1 if optimizer.counts else None, sqrt))
     except (ArithmeticError, ValueError):  # a tensor becomes inf or NaN there
         tensors = torch.tensor(hyper, dtype=torch.float64).unbind()
         made = optimizer.numbers.of(tensors, torch.tensor(count).double() + 1, torch.sqrt)

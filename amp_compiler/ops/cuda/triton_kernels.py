@@ -5,7 +5,7 @@ elements, place in the group, then the addresses of its gradient, weight, extra 
 or momentum, second moment and its maximum. `blocks` says for every program which row (upper 32 bits) and which block of
 it (lower 32 bits) it works on.
 
-The arithmetic is that of `ops/update/adam.py` and `sgd.py`, operation for operation: `tl.fma` where that rounds once,
+The arithmetic is that of `ops/update/`, operation for operation: `tl.fma` where that rounds once,
 `div_rn` and `sqrt_rn` for division and square root. The compiler must not contract other products and sums, so every
 launch passes `enable_fp_fusion=False`. Offsets inside a tensor are int64.
 """
@@ -37,7 +37,7 @@ from amp_compiler.ops.cuda.triton_parts import (
     write,
 )
 
-SCALARS = tl.constexpr(9)  # numbers per tensor, the fields of AdamNumbers
+ADAM_NUMBERS = tl.constexpr(9)  # per tensor, the fields of AdamNumbers
 
 
 @triton.jit
@@ -55,7 +55,7 @@ def _adam_block(
     weight = load_weight(row, start, offsets, inside, WEIGHT_TYPE, MODE, ALIGNED, FULL)
     m = read(first, offsets, inside, FULL)
     v = read(second, offsets, inside, FULL)
-    scalars += tl.load(row + PLACE) * SCALARS
+    scalars += tl.load(row + PLACE) * ADAM_NUMBERS
     shrink, l2, l1 = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
     weight1, beta2, weight2 = tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5)
     eps, root, neg_step = tl.load(scalars + 6), tl.load(scalars + 7), tl.load(scalars + 8)
@@ -122,7 +122,7 @@ def adam_prepare_kernel(rows, count, hyper, skip, scalars, BLOCK: tl.constexpr):
         eps, decay, l1 = tl.load(hyper + 3), tl.load(hyper + 4), tl.load(hyper + 5)
         correction1 = 1.0 - tl.exp(step * tl.log(beta1))
         correction2 = 1.0 - tl.exp(step * tl.log(beta2))
-        out = scalars + index * SCALARS
+        out = scalars + index * ADAM_NUMBERS
         same = step * 0.0
         tl.store(out, (same + (1.0 - lr * decay)).to(tl.float32), mask=inside)
         tl.store(out + 1, (same + decay).to(tl.float32), mask=inside)

@@ -15,12 +15,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from amp_compiler.errors import LoweringError
 from amp_compiler.ops.update.rounding import Storage
 
 Tensors = Sequence[Tensor]
 Group = Mapping[str, Any]  # one of an optimizer's `param_groups`
 L1_DECAY = "l1_decay"  # a key of a group that torch keeps and does not read
 STEP = "step"  # the optimizer state that counts a parameter's steps
+MOST_STATES = 3  # as many columns as the loops walk over beside weight, gradient and copy
+_RESERVED = frozenset({"weight", "master", "grad", "low", "compensation", STEP, "started", "rng", "hyper", "scale"})
 _LISTS, _NUMBER = "Tensor[]", "Tensor"
 
 
@@ -71,7 +74,7 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True)
 class State:
-    """A tensor of an optimizer's state, shaped as its parameter.
+    """A tensor of an optimizer's state, shaped as its parameter; zeros before the first step.
 
     Args:
         name: its key in the optimizer's state.
@@ -115,6 +118,14 @@ class FusedOptimizer:
     counts: bool = False
     started: Callable[[Group], bool] | None = None
     state_as_weight: bool = False
+
+    def __post_init__(self) -> None:
+        names = [state.name for state in self.states]
+        if len(names) > MOST_STATES or _RESERVED.intersection(names) or "maximize" not in self.flags:
+            raise LoweringError(
+                f"the fused optimizer '{self.name}' keeps {names} and has the flags {list(self.flags)}",
+                mend=f"at most {MOST_STATES} states, none called {', '.join(sorted(_RESERVED))}; a flag 'maximize'",
+            )
 
     def operator(self, low: bool) -> str:
         """The name of the operator: for weights without masters where `low`, else for masters."""

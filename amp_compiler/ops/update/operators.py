@@ -21,6 +21,8 @@ from amp_compiler.ops.update.fused import FusedOptimizer, Update
 from amp_compiler.ops.update.sgd import SGD
 
 FUSED: tuple[FusedOptimizer, ...] = (ADAM, SGD)
+*_FIRST, _LAST = (cls.__name__ for one in FUSED for cls in one.classes)
+FUSED_NAMES = f"{', '.join(_FIRST)} or {_LAST}"  # of the torch classes, for messages
 
 _LIBRARY = torch.library.Library("amp_compiler", "FRAGMENT")
 _SCHEMAS = (

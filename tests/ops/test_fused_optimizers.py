@@ -1,0 +1,93 @@
+"""Every fused optimizer as its description says: nothing here knows one by name.
+
+The Triton kernels stand in `kernels_interpreted.py`, with the same arguments.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from update_arguments import EVERY, NAMES, tensors_of, update_arguments
+
+import amp_compiler as amp
+from amp_compiler.errors import LoweringError
+from amp_compiler.ops.cpu import update as cpu_update
+from amp_compiler.ops.update import reference
+from amp_compiler.ops.update.formulas import exact_sqrt
+from amp_compiler.ops.update.fused import FusedOptimizer, State
+from amp_compiler.ops.update.operators import FUSED
+from amp_compiler.ops.update.sgd import SGD
+
+SIZES = (0, 1, 7, 16383, 16384, 16385)  # around kRun in pieces.h
+
+
+@pytest.mark.skipif(not cpu_update.available(), reason="no C++ compiler on this machine")
+@pytest.mark.parametrize("more", [0.0, 0.1])
+@pytest.mark.parametrize(("one", "flags"), EVERY, ids=NAMES)
+def test_the_loop_gives_the_bits_of_the_formula(one, flags, more):
+    given = update_arguments(one, flags, SIZES, more=more)
+    expected, before = copy.deepcopy(given), copy.deepcopy(given)
+    reference.update(one, one.bound(False, expected), exact_sqrt)
+    cpu_update.update(one, one.bound(False, given))
+    assert all(map(torch.equal, tensors_of(given), tensors_of(expected)))
+    assert not all(map(torch.equal, tensors_of(given), tensors_of(before)))
+
+
+@pytest.mark.parametrize("one", FUSED, ids=lambda one: one.name)
+def test_a_step_trains_as_torch_does(one):
+    """Eagerly, in FP32: what differs is the square root, which is correctly rounded here."""
+    found = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(5, 3)
+        optimizer = one.classes[0](model.parameters(), lr=0.05, foreach=False)
+        x = torch.linspace(-1, 1, 20).reshape(4, 5)
+
+        def loss_of(module, batch):
+            return module(batch).square().mean()
+
+        step = amp.training_step(model, loss_of, optimizer, enabled=False, backend="eager") if fused else None
+        for _ in range(4):
+            if step is not None:
+                step(x)
+            else:
+                optimizer.zero_grad()
+                loss_of(model, x).backward()
+                optimizer.step()
+        if step is not None:
+            assert f"amp_compiler.{one.operator(low=False)}.default" in step.stages["fuse_update"].text
+        found.append([parameter.detach() for parameter in model.parameters()])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_a_step_count_of_another_type_is_taken_over():
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    for state in optimizer.state.values():
+        state["step"] = state["step"].double()  # as torch makes it under set_default_dtype(torch.float64)
+    step = amp.training_step(model, lambda m, x: m(x).sum(), optimizer, enabled=False, backend="eager")
+    step(torch.ones(1, 2))
+    assert {(state["step"].dtype, float(state["step"])) for state in optimizer.state.values()} == {(torch.float32, 2.0)}
+
+
+@pytest.mark.parametrize(
+    ("states", "flags"),
+    [("abcd", ("maximize",)), (("hyper",), ("maximize",)), (("square",), ())],
+    ids=["four states", "a reserved name", "no maximize"],
+)
+def test_what_the_loops_have_no_place_for_is_refused(states, flags):
+    with pytest.raises(LoweringError, match="at most 3 states"):
+        FusedOptimizer(
+            name="odd",
+            classes=(),
+            states=tuple(map(State, states)),
+            hyper={},
+            flags=dict.fromkeys(flags, lambda optimizer, group: False),
+            numbers=SGD.numbers,
+            step=SGD.step,
+        )
