@@ -21,6 +21,8 @@ from amp_compiler.passes.device.native_ops import NativeOps
 _CONTRACTION = "cpp.enable_floating_point_contract_flag"
 _NO_SLP = "-fno-tree-slp-vectorize"
 _LAST_PASS = "post_grad_custom_post_pass"
+# torch 2.13 opens it into a scatter in FP32, with places in 64 bits. As it is, it becomes a loop that gathers.
+_WHOLE_ON_CPU = (torch.ops.aten.max_pool2d_with_indices_backward.default,)
 
 
 def build(graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bool = False) -> Callable[..., Any]:
@@ -54,9 +56,10 @@ def compile_graph(
             f"torch {torch.__version__} has no Inductor that this version knows", mend="use backend='eager'"
         )
     options = _options(graph_module, round_exactly)
+    whole = _WHOLE_ON_CPU if any(value.device.type == "cpu" for value in _values(graph_module)) else ()
     try:
         with torch_private.cpu_allocation(allocator):
-            return torch_private.compile_with_inductor(graph_module, inputs, options)
+            return torch_private.compile_with_inductor(graph_module, inputs, options, whole)
     except Exception as cause:  # Inductor and the C++ compiler behind it raise many types
         raise LoweringError(
             f"Inductor cannot compile the graph: {type(cause).__name__}: {_first_line(cause)}",
@@ -86,8 +89,12 @@ def _options(graph_module: fx.GraphModule, round_exactly: bool) -> dict[str, Any
 
 
 def _narrow_on_cpu(graph_module: fx.GraphModule) -> bool:
-    values = [value for node in graph_module.graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor)]
-    return any(value.device.type == "cpu" and value.dtype in (torch.bfloat16, torch.float16) for value in values)
+    low = (torch.bfloat16, torch.float16)
+    return any(value.device.type == "cpu" and value.dtype in low for value in _values(graph_module))
+
+
+def _values(graph_module: fx.GraphModule) -> list[torch.Tensor]:
+    return [value for node in graph_module.graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor)]
 
 
 def _first_line(cause: Exception) -> str:

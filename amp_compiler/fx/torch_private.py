@@ -17,7 +17,7 @@ BUILDING = threading.RLock()  # torch traces and exports with state of the whole
 
 
 def compile_with_inductor(
-    graph_module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any]
+    graph_module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any], whole: Sequence[Any] = ()
 ) -> Callable[..., Any]:
     """Compile an ATen graph, and the backward that autograd makes of it, with Inductor.
 
@@ -25,6 +25,7 @@ def compile_with_inductor(
         graph_module: flat inputs, a tuple as output. It may be changed.
         inputs: example inputs, real or fake.
         options: of `torch._inductor.config`, by name; those that this torch does not know are left out.
+        whole: operators that it is to write loops for as they are, not for what it would open them into.
 
     Raises:
         ImportError: where this torch has no Inductor, see `has_inductor`.
@@ -32,9 +33,11 @@ def compile_with_inductor(
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.decomposition import select_decomp_table
 
     known = {name: value for name, value in options.items() if hasattr(config, name)}
-    compiled: Any = compile_fx(graph_module, list(inputs), config_patches=known)
+    opened = {op: function for op, function in select_decomp_table().items() if op not in whole}
+    compiled: Any = compile_fx(graph_module, list(inputs), config_patches=known, decompositions=opened)
     return compiled  # type: ignore[no-any-return]
 
 

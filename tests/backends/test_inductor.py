@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
-from amp_compiler.backends.inductor import _CONTRACTION, _NO_SLP, _options
+from amp_compiler.backends.inductor import _CONTRACTION, _NO_SLP, _options, compile_graph
 from amp_compiler.fx import torch_private
 from amp_compiler.fx.text import parse_fx
 
@@ -26,3 +28,41 @@ def test_every_option_is_one_of_this_torch():
     """One that is not known would be left out without a word."""
     graph_module = parse_fx("in x: bf16[2]\nneg: bf16[2] = aten.neg.default(x)\nreturn neg")
     assert all(torch_private.inductor_option(name) is not None for name in _options(graph_module, round_exactly=True))
+
+
+POOLS = {
+    "side by side": {"kernel_size": 2},
+    "overlapping": {"kernel_size": 3, "stride": 2, "padding": 1},
+    "rounded up": {"kernel_size": (3, 2), "stride": 2, "ceil_mode": True},
+    "dilated": {"kernel_size": 2, "dilation": 2},
+    "wide": {"kernel_size": 7, "stride": 1, "padding": 3},
+}
+
+
+@pytest.mark.compiles
+def test_the_gradient_of_a_max_pool_is_gathered():
+    """In one loop, without a scatter into FP32 and its places in 64 bits; a dilated or wide one is left to ATen."""
+    from torch._inductor.utils import run_and_get_code
+
+    torch.manual_seed(0)
+    images = {dtype: torch.randn(2, 3, 9, 11).to(dtype) for dtype in (torch.bfloat16, torch.float32)}
+
+    def gradients(*given):
+        made = []
+        for x in given:
+            for options in POOLS.values():
+                leaf = x.detach().requires_grad_()
+                with torch.enable_grad():
+                    y = torch.nn.functional.max_pool2d(leaf, **options)
+                made += torch.autograd.grad(y, leaf, torch.cos(y.detach()))
+        return tuple(made)
+
+    given = tuple(images.values())
+    traced = make_fx(gradients, tracing_mode="fake")(*given)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        run, codes = run_and_get_code(compile_graph, traced, given)
+    results = run(*given)
+    assert codes and "atomic_add" not in "".join(codes)
+    for mine, theirs in zip(results, gradients(*given), strict=True):
+        rounded_twice = 2**-7 if mine.dtype == torch.bfloat16 else 2**-22  # ATen rounds each addition, the loop the sum
+        torch.testing.assert_close(mine, theirs, rtol=rounded_twice, atol=1e-6)
