@@ -33,13 +33,15 @@ class NativeOp:
         op: the operator that stands in a graph.
         device: the type of device that its operands are on.
         stage: the kind of graph that it is looked for in, one of `STAGES` or `UPDATE`.
-        ready: whether this machine has what the kernel needs; asked only where `op` stands in a graph.
-        fits: whether the kernel takes a call; it gets the operator's arguments, with fake tensors for nodes.
+        ready: whether this machine has what the kernel needs; asked where `op` stands in a graph, or may come to.
+        fits: whether the kernel takes a call; it gets the operator's arguments, under its names for them, with fake
+            tensors for nodes, whose symbolic sizes it must not compare.
         implementation: the operator of ours, with the arguments and results of `op`; of a row for `UPDATE` any function
             of the arguments. It gives what `op` gives for every call, so that a call which `fits` could not foresee is
             slow, never wrong.
         gain: what it gains, and by which benchmark.
-        made_from: of an operator that autograd makes, a part of the names of those that it is made from.
+        made_from: of an operator that autograd makes, a part of the names of those that it is made from: so it is found
+            in a backward made inside of Inductor too (`amp.compile`), unless Inductor opens it before.
     """
 
     op: Any

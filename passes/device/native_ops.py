@@ -69,16 +69,18 @@ class NativeOps(InPlacePass):
 
     def rewrite(self, graph: fx.Graph) -> bool:
         """The work itself, for a graph without a module, as a compiler hands it over; whether anything changed."""
-        rows = {row.op: row for row in self.rows}
         modified = False
         for node in graph.nodes:
-            if node.op != "call_function":
+            rows = [row for row in self.rows if node.op == "call_function" and row.op is _operator(node)]
+            if not rows or any(
+                "val" not in one.meta for one in node.all_input_nodes
+            ):  # another's pass may leave it out
                 continue
-            typed = node.target is typed_op
-            row = rows.get(node.args[0] if typed else node.target)
-            if row is None or not row.ready() or not all(_takes(row, call) for call in _calls(node, typed)):
+            calls = list(_calls(node, node.target is typed_op))
+            row = next((row for row in rows if row.ready() and all(_takes(row, call) for call in calls)), None)
+            if row is None:
                 continue
-            if typed:
+            if node.target is typed_op:
                 node.update_arg(0, row.implementation)
             else:
                 node.target = row.implementation
@@ -93,13 +95,18 @@ class NativeOps(InPlacePass):
                 devices = {
                     tensor.device.type for one in node.all_input_nodes if (tensor := node_tensor(one)) is not None
                 }
-                if row.made_from in str(node.target) and row.device in devices:
+                if row.made_from in str(_operator(node)) and row.device in devices:
                     return True
         return False
 
     def identity(self) -> str:
         """A text that is another one whenever `rewrite` may do something else: for a cache of compiled graphs."""
         return ", ".join((_sources(), self.stage, *(f"{row.implementation}={row.ready()}" for row in self.rows)))
+
+
+def _operator(node: fx.Node) -> Any:
+    """What a call runs, also inside of a `typed_op`."""
+    return node.args[0] if node.target is typed_op else node.target
 
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from torch import nn
@@ -10,8 +12,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import amp_compiler as amp
 from amp_compiler.errors import PassError
 from amp_compiler.fx.text import parse_fx
+from amp_compiler.ops.cpu import build
 from amp_compiler.ops.cpu import update as cpu_update
-from amp_compiler.ops.native import FORWARD, JOINT, NATIVE_OPS, STAGES, UPDATE
+from amp_compiler.ops.native import FORWARD, JOINT, NATIVE_OPS, STAGES, UPDATE, NativeOp
+from amp_compiler.ops.typed_op import typed_op
+from amp_compiler.passes.device import native_ops
 from amp_compiler.passes.device.native_ops import NativeOps
 
 LSTM = torch.ops.aten.lstm.input
@@ -19,9 +24,9 @@ OWN = torch.ops.amp_compiler
 
 
 def signature(op):
-    """Types of arguments and results, with the names of the arguments."""
-    arguments = [(argument.name, str(argument.type)) for argument in op._schema.arguments]
-    return [kind.replace("SymInt", "int") for _, kind in arguments], [str(one.type) for one in op._schema.returns]
+    """Types of arguments and results."""
+    arguments = [str(argument.type).replace("SymInt", "int") for argument in op._schema.arguments]
+    return arguments, [str(one.type) for one in op._schema.returns]
 
 
 @pytest.mark.parametrize("row", NATIVE_OPS, ids=[f"{row.op} on {row.device}" for row in NATIVE_OPS])
@@ -85,6 +90,56 @@ def test_a_compilers_backward_is_awaited_only_where_there_may_be_one():
     assert not NativeOps(FORWARD).awaited(graph)
     assert not NativeOps(JOINT).awaited(parse_fx(ATTENTION.replace("]", "]@cuda")).graph)
     assert not NativeOps(JOINT).awaited(parse_fx("in x: fp32[2]\nneg: fp32[2] = aten.neg.default(x)\nreturn neg").graph)
+
+
+def test_a_backward_is_awaited_of_what_a_typed_op_runs():
+    graph = parse_fx(ATTENTION).graph
+    (node,) = graph.find_nodes(
+        op="call_function", target=torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    )
+    node.args = (node.target, node.args, {}, (torch.bfloat16,) * 3, (torch.bfloat16,) * 3, None)
+    node.target = typed_op
+    assert NativeOps(JOINT).awaited(graph)
+
+
+NEGATION = "in x: fp32[2]\nneg: fp32[2] = aten.neg.default(x)\nreturn neg"
+NEG, ABS, SIN = (getattr(torch.ops.aten, name).default for name in ("neg", "abs", "sin"))
+
+
+def row_of(implementation, device="cpu", fits=True):
+    return NativeOp(NEG, device, JOINT, lambda: True, lambda self: fits, implementation, "for a test")
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([row_of(ABS), row_of(SIN, device="cuda")], ABS),
+        ([row_of(SIN, device="cuda"), row_of(ABS)], ABS),
+        ([row_of(SIN, fits=False), row_of(ABS)], ABS),
+        ([row_of(ABS), row_of(SIN)], ABS),
+        ([row_of(SIN, fits=False)], NEG),
+    ],
+)
+def test_the_first_row_that_takes_a_call_counts(rows, expected, monkeypatch):
+    monkeypatch.setattr(native_ops, "NATIVE_OPS", tuple(rows))
+    graph_module = parse_fx(NEGATION)
+    NativeOps(JOINT)(graph_module)
+    assert [node.target for node in graph_module.graph.nodes if node.op == "call_function"] == [expected]
+
+
+def test_what_another_pass_has_left_without_a_value_is_left_alone(monkeypatch):
+    """Behind Inductor's passes comes a user's own, which need not say what its nodes hold."""
+    monkeypatch.setattr(native_ops, "NATIVE_OPS", (row_of(ABS),))
+    graph = parse_fx(NEGATION).graph
+    next(iter(graph.nodes)).meta.pop("val")
+    assert not NativeOps(JOINT).rewrite(graph)
+
+
+def test_the_loops_are_compiled_where_there_is_a_compiler(caplog):
+    """One mistake in their C++ would turn all of them off, and tests of them would be left out."""
+    if not any(map(shutil.which, ("g++", "clang++", "c++"))):
+        pytest.skip("no C++ compiler on this machine")
+    assert build.library() is not None, caplog.text
 
 
 def test_the_identity_for_a_cache_says_what_the_machine_has(monkeypatch):
