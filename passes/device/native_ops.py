@@ -69,12 +69,10 @@ class NativeOps(InPlacePass):
 
     def rewrite(self, graph: fx.Graph) -> bool:
         """The work itself, for a graph without a module, as a compiler hands it over; whether anything changed."""
-        modified = False
+        table, modified = self.rows, False
         for node in graph.nodes:
-            rows = [row for row in self.rows if node.op == "call_function" and row.op is _operator(node)]
-            if not rows or any(
-                "val" not in one.meta for one in node.all_input_nodes
-            ):  # another's pass may leave it out
+            rows = [row for row in table if node.op == "call_function" and row.op is _operator(node)]
+            if not rows or any("val" not in one.meta for one in node.all_input_nodes):  # of a user's pass in Inductor
                 continue
             calls = list(_calls(node, node.target is typed_op))
             row = next((row for row in rows if row.ready() and all(_takes(row, call) for call in calls)), None)
