@@ -11,15 +11,14 @@ from pathlib import Path
 import onnx
 import pytest
 from onnx import TensorProto
-from onnx_corpus import CASES, MADE
-from onnx_corpus.case import Batches, Built, Case
+from onnx_corpus import CASES, MADE, NAMES, built
+from onnx_corpus.case import Batches, Case
 
 from amp_compiler.onnx.check.verify import VerifyReport, verify
 from amp_compiler.onnx.convert import Conversion, convert_onnx
 from amp_compiler.onnx.model.model import proto_bodies
 
 BFLOAT16_PER_FLOAT16 = 8  # three bits of precision fewer
-NAMES = {case.name: case for case in CASES}
 BOTH = pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 
 
@@ -41,11 +40,6 @@ def over(wanted: Callable[[Case], object], slow: Callable[[Case], bool] = lambda
 EVERY = over(lambda case: True)
 QUICK = over(lambda case: True, slow=lambda case: case.slow)
 BENIGN = over(lambda case: case.kind == "benign")
-
-
-@functools.cache
-def built(name: str) -> Built:
-    return NAMES[name].build()
 
 
 def data_for(name: str) -> Batches | None:
