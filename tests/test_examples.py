@@ -61,6 +61,7 @@ def test_a_training_step_learns_and_skips_the_damaged_batch(capsys):
     assert "scale 32768, 1 steps skipped" in out and "run in FP16" in out
 
 
+@pytest.mark.long
 def test_small_gradients_need_a_loss_scale():
     results = load("05_loss_scaling.py")()
     (first, exact, _), (_, unscaled, lost), (_, scaled, kept) = results.values()
@@ -69,6 +70,7 @@ def test_small_gradients_need_a_loss_scale():
     assert abs(scaled - exact) < 0.05 * exact and kept < 0.01
 
 
+@pytest.mark.long
 def test_an_onnx_model_is_converted_exported_and_trained(tmp_path):
     results = load("06_onnx.py")(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.fp16.onnx", "m.onnx", "m.torch.fp16.onnx"]

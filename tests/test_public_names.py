@@ -49,6 +49,7 @@ def test_no_room_has_the_name_of_a_function():
     assert not rooms & {*amp.__all__, "__version__"}
 
 
+@pytest.mark.long
 def test_importing_the_package_imports_no_other_library():
     """Not torch, nor anything beside it: what `import torch` had not brought is the package itself or Python's own."""
     code = (

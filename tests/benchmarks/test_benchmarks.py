@@ -57,6 +57,7 @@ def test_an_eager_variant_from_the_command_line(tmp_path, script, bound):
     check_steps(*run(f"{script}.py", tmp_path / "r.json", *EAGER, "--bounds", bound), ["autocast"], [bound])
 
 
+@pytest.mark.long
 @SCRIPTS
 def test_an_eager_variant_in_this_process(tmp_path, bench, monkeypatch, capsys, script, bound):
     """Each variant else has a process of its own, which test_benchmarks_processes.py tests."""
@@ -104,6 +105,7 @@ def check_updates(found, printed, variants, kinds):
     assert all(row["copy_share"] == 1 for row in found["rows"] if row["variant"] == "copy")
 
 
+@pytest.mark.long
 def test_updates_from_the_command_line(tmp_path, bench):
     variants = [v for v in bench["update_runs"].VARIANTS if v != "torch.compile"]
     options = ["--parameters", "20000", "--dtype", "bf16", "fp32", "--steps", "2", "--variants", *variants]

@@ -89,6 +89,7 @@ def broken(device):
     raise RuntimeError("no such variant")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("importable")
 def test_a_process_that_fails_at_once_is_named(bench, tmp_path, capfd):
     with pytest.raises(SystemExit, match="ended with code 1"):
@@ -110,6 +111,7 @@ class Fragile(Hoarder):
         return super().__call__()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("importable")
 def test_a_process_measures_times_and_memory_and_is_named_when_it_ends(bench, tmp_path):
     freeing = bench["processes"].FREEING

@@ -298,6 +298,7 @@ def test_demo_passes_its_options_on(run, monkeypatch):
     assert seen == {"epochs": 2, "device": "cpu", "backend": "eager"}
 
 
+@pytest.mark.long
 def test_the_installed_command(model_file):
     command = Path(sys.executable).with_name("amp-compiler")
     done = subprocess.run([command, "explain", f"{model_file}:Tny"], capture_output=True, text=True, check=False)

@@ -60,7 +60,7 @@ def _built(compiler: list[str], sources: dict[str, str]) -> Path:
     target = folder / f"cpu_loops_{key}.so"
     if target.exists():
         return target
-    with _alone(folder / f"{target.stem}.lock"), tempfile.TemporaryDirectory(dir=folder) as work:
+    with _alone(folder), tempfile.TemporaryDirectory(dir=folder) as work:
         if target.exists():  # by another process, meanwhile
             return target
         for name, text in sources.items():
@@ -75,16 +75,19 @@ def _built(compiler: list[str], sources: dict[str, str]) -> Path:
 
 
 @contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
+def _alone(folder: Path) -> Iterator[None]:
     """Keep other processes out; where the system has no such locks, two may compile, and none sees half a file."""
     try:
         import fcntl
     except ImportError:
         yield
         return
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # freed with the file, whatever becomes of the process
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX)  # freed with what is open, whatever becomes of the process
         yield
+    finally:
+        os.close(opened)
 
 
 def _cache_folder() -> Path:
