@@ -155,6 +155,7 @@ def test_no_circle_of_imports() -> None:
     assert not circles
 
 
+@pytest.mark.long
 def test_only_what_is_onnx_imports_onnx() -> None:
     """A user without ONNX models must not wait for it, nor need it; what is ONNX is imported when it is first used."""
     code = (

@@ -24,6 +24,13 @@ def test_16_bit_code_for_a_cpu_is_compiled_without_the_slp_vectorizer(kind, guar
         assert _CONTRACTION not in options
 
 
+def test_reads_stay_behind_what_makes_them():
+    """torch 2.13's reordering moves a read of a max-pool's gradient before the scatter (tests/cli/test_demo.py)."""
+    graph_module = parse_fx("in x: bf16[2]\nneg: bf16[2] = aten.neg.default(x)\nreturn neg")
+    for exactly in (False, True):
+        assert _options(graph_module, exactly)["reorder_for_peak_memory"] is False
+
+
 def test_every_option_is_one_of_this_torch():
     """One that is not known would be left out without a word."""
     graph_module = parse_fx("in x: bf16[2]\nneg: bf16[2] = aten.neg.default(x)\nreturn neg")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -45,13 +47,39 @@ def check_steps(found, printed, variants, bounds):
     assert "10 to 90 %" in printed
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("script", "bound"), [("train_step.py", "update"), pytest.param("inference.py", "weights", marks=pytest.mark.slow)]
-)
+EAGER = ["--models", "tiny-mlp", "--variants", "autocast", "--steps", "2", "--least", "0"]
+SCRIPTS = pytest.mark.parametrize(("script", "bound"), [("train_step", "update"), ("inference", "weights")])
+
+
+@pytest.mark.slow
+@SCRIPTS
 def test_an_eager_variant_from_the_command_line(tmp_path, script, bound):
-    options = ["--models", "tiny-mlp", "--bounds", bound, "--variants", "autocast", "--steps", "2", "--least", "0"]
-    check_steps(*run(script, tmp_path / "r.json", *options), ["autocast"], [bound])
+    check_steps(*run(f"{script}.py", tmp_path / "r.json", *EAGER, "--bounds", bound), ["autocast"], [bound])
+
+
+@pytest.mark.long
+@SCRIPTS
+def test_an_eager_variant_in_this_process(tmp_path, bench, monkeypatch, capsys, script, bound):
+    """Each variant else has a process of its own, which test_benchmarks_processes.py tests."""
+    processes, path = bench["processes"], tmp_path / "r.json"
+
+    class Here(contextlib.nullcontext):
+        def __init__(self, make, arguments, device, prepare, cache, settings=None):
+            super().__init__(self)
+            self.step, self.device = make(*arguments, device), device
+            self.first_call_s = processes._timed(self.step, device) / 1000
+
+        def times(self, steps):
+            return [processes._timed(self.step, self.device) for _ in range(steps)]
+
+        def memory(self):
+            return processes._memory(self.step, self.device)
+
+    monkeypatch.setattr(bench["comparison"], "Process", Here)
+    benchmark = {"train_step": "TRAINING", "inference": "INFERENCE"}[script]
+    with warnings.catch_warnings():
+        assert getattr(bench[script], benchmark).main([*EAGER, "--bounds", bound, "--json", str(path)]) == 0
+    check_steps(json.loads(path.read_text(encoding="utf-8")), capsys.readouterr().out, ["autocast"], [bound])
 
 
 @pytest.mark.slow
@@ -77,6 +105,7 @@ def check_updates(found, printed, variants, kinds):
     assert all(row["copy_share"] == 1 for row in found["rows"] if row["variant"] == "copy")
 
 
+@pytest.mark.long
 def test_updates_from_the_command_line(tmp_path, bench):
     variants = [v for v in bench["update_runs"].VARIANTS if v != "torch.compile"]
     options = ["--parameters", "20000", "--dtype", "bf16", "fp32", "--steps", "2", "--variants", *variants]

@@ -85,22 +85,11 @@ def importable(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
 
-@pytest.mark.usefixtures("importable")
-def test_a_process_measures_times_and_memory(bench, tmp_path):
-    freeing = bench["processes"].FREEING
-    with bench["processes"].Process(Hoarder, (), "cpu", None, tmp_path, freeing) as process:
-        assert 0 < process.first_call_s < 60
-        assert len(process.times(3)) == 3
-        memory = process.memory()
-    assert memory.state_bytes == 4 << 20
-    assert memory.growth_bytes == pytest.approx(4 << 20, rel=0.1)
-    assert memory.peak_bytes == memory.state_bytes + memory.growth_bytes
-
-
 def broken(device):
     raise RuntimeError("no such variant")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("importable")
 def test_a_process_that_fails_at_once_is_named(bench, tmp_path, capfd):
     with pytest.raises(SystemExit, match="ended with code 1"):
@@ -109,25 +98,34 @@ def test_a_process_that_fails_at_once_is_named(bench, tmp_path, capfd):
 
 
 class Fragile(Hoarder):
-    """Ends its process at the third step."""
+    """Ends its process at the twelfth step: one when it is made, three that are timed, six for memory, one more."""
 
     def __init__(self, device):
         super().__init__(device)
-        self.left = 2
+        self.left = 11
 
     def __call__(self):
         self.left -= 1
         if self.left < 0:
             sys.exit(3)
+        return super().__call__()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("importable")
-def test_a_process_that_ends_between_two_orders_is_named(bench, tmp_path):
-    with bench["processes"].Process(Fragile, (), "cpu", None, tmp_path) as process:
+def test_a_process_measures_times_and_memory_and_is_named_when_it_ends(bench, tmp_path):
+    freeing = bench["processes"].FREEING
+    with bench["processes"].Process(Fragile, (), "cpu", None, tmp_path, freeing) as process:
+        assert 0 < process.first_call_s < 60
+        assert len(process.times(3)) == 3
+        memory = process.memory()
         process.times(1)
         for _ in range(2):  # in the middle of an order, and before one
             with pytest.raises(SystemExit, match="ended with code 3"):
                 process.times(1)
+    assert memory.state_bytes == 4 << 20
+    assert memory.growth_bytes == pytest.approx(4 << 20, rel=0.1)
+    assert memory.peak_bytes == memory.state_bytes + memory.growth_bytes
 
 
 def test_operators_have_classes(bench):

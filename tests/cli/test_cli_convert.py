@@ -163,6 +163,7 @@ def test_external_data(run, tmp_path):
     onnx.checker.check_model(str(out), full_check=True)
 
 
+@pytest.mark.long
 def test_the_installed_command(benign, tmp_path):
     command = Path(sys.executable).with_name("amp-compiler")
     arguments = [command, "convert", benign, tmp_path / "out.onnx", "--json"]

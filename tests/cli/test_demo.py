@@ -75,8 +75,9 @@ def test_the_table_is_shown(shown_and_rows):
         assert part in text
 
 
+@pytest.mark.slow  # tests/backends/test_inductor.py holds the option that keeps it right
 @pytest.mark.compiles
-@pytest.mark.parametrize("batch_norm", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.parametrize("batch_norm", [True, False])
 def test_inductor_gives_the_gradients_of_the_graph_run_node_by_node(digits, batch_norm):
     # At this width, and without BatchNorm, torch 2.13's pass `reorder_for_peak_memory` lets the CPU code read the
     # gradient of the max-pool before the scatter that makes it: every gradient before the pool is zero.

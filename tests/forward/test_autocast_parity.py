@@ -9,9 +9,13 @@ import pytest
 import torch
 
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
-SETTINGS = {"size": "tiny", "seeds": 2}
+SMALL = ("gpt2", "lstm")
 LARGE = ("bert", "llama", "t5", "resnet50", "segformer")  # seconds each
-QUICK = ("gpt2", "lstm", *(pytest.param(name, marks=pytest.mark.long) for name in LARGE))
+QUICK = (
+    *((name, 2) for name in SMALL),
+    *(pytest.param(name, 1, marks=pytest.mark.long) for name in LARGE),
+    *(pytest.param(name, 2, marks=pytest.mark.slow) for name in LARGE),
+)
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +40,9 @@ def row(bench, **changes):
     return bench["parity"].Parity(**{**numbers, **changes})
 
 
-@pytest.mark.parametrize("name", QUICK)
-def test_errors_and_bytes_are_within_the_bounds(bench, name):
-    found = bench["parity"].measure(name, bench["parity"].Settings(**SETTINGS))
+@pytest.mark.parametrize(("name", "seeds"), QUICK)
+def test_errors_and_bytes_are_within_the_bounds(bench, name, seeds):
+    found = bench["parity"].measure(name, bench["parity"].Settings(size="tiny", seeds=seeds))
     assert not found.broken()
     assert found.low_nodes > 0
     # Without rounding anywhere the comparison would say nothing.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
@@ -89,11 +91,24 @@ rule_sets = st.builds(
 )
 ALL_DENY: dict[str, Any] = {"version": 1, "rules": [{"match": {}, "precision": "fp32"}]}
 X = torch.linspace(-1.5, 1.5, ROWS * COLUMNS).reshape(ROWS, COLUMNS)
-relaxed = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-@relaxed
-@given(programs, rule_sets, st.sampled_from(["bf16", "fp16"]))
+def holds_for(*drawn: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Callable[[int], None]]:
+    """Of a check, a test over some drawn examples, and over more of them in the slow tests."""
+
+    def decorate(check: Callable[..., None]) -> Callable[[int], None]:
+        @pytest.mark.parametrize("examples", [15, pytest.param(40, marks=pytest.mark.slow)])
+        def test(examples: int) -> None:
+            relaxed = settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+            relaxed(given(*drawn)(check))()
+
+        test.__doc__ = check.__doc__
+        return test
+
+    return decorate
+
+
+@holds_for(programs, rule_sets, st.sampled_from(["bf16", "fp16"]))
 def test_every_rewrite_verifies_runs_and_keeps_output_types(program, rules, dtype):
     model = Drawn(program)
     expected = model(X)
@@ -108,8 +123,7 @@ def test_every_rewrite_verifies_runs_and_keeps_output_types(program, rules, dtyp
         sum(a.sum() for a in actual if a.requires_grad).backward()
 
 
-@relaxed
-@given(programs, st.sampled_from(["bf16", "fp16"]))
+@holds_for(programs, st.sampled_from(["bf16", "fp16"]))
 def test_all_deny_equals_fp32_to_the_bit(program, dtype):
     torch.manual_seed(0)
     model = Drawn(program)
@@ -120,8 +134,7 @@ def test_all_deny_equals_fp32_to_the_bit(program, dtype):
     assert not [cast for cast in compiled.plan.casts if not cast.explicit]
 
 
-@relaxed
-@given(programs, rule_sets)
+@holds_for(programs, rule_sets)
 def test_planning_a_rewritten_graph_again_changes_nothing(program, rules):
     """Neither its text nor a bit; where a rule asks for FP32 arithmetic, the casts around it may stand there again."""
     compiled = amp.compile(Drawn(program), rules=rules, dtype="bf16", backend="eager")

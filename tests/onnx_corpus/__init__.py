@@ -66,3 +66,10 @@ MADE = (
     ),
 )  # fmt: skip
 CASES = (*EXPORTED, *LIGHT, *MADE)
+NAMES = {case.name: case for case in CASES}
+
+
+@functools.cache
+def built(name: str) -> Built:
+    """The model of a case and its batches, made once in a process; whoever reads it leaves it as it is."""
+    return NAMES[name].build()

@@ -209,13 +209,20 @@ def test_fake_results_are_like_the_real_ones(native, geometry, lay):
     assert real[1].is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.parametrize("native", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["native", "torch"])
 @SHARP
-def test_opcheck(path, case):
-    sizes, *options = CASES[case]
+def test_opcheck(native, case):
+    """Mostly of what both ways to compute share: schema, gradient, fake results."""
+    with on(native):
+        check_operators(CASES[case])
+
+
+def check_operators(geometry):
+    sizes, *options = geometry
     operators = torch.ops.amp_compiler
     for x in (images(sizes), images(sizes).contiguous(memory_format=torch.channels_last)):
         torch.library.opcheck(operators.patches.default, (x.requires_grad_(), *options))
-    torch.library.opcheck(operators.fold_patches.default, (rows_like(CASES[case]), list(sizes), *options))
+    torch.library.opcheck(operators.fold_patches.default, (rows_like(geometry), list(sizes), *options))
 
 
 def test_no_images_have_no_patches(path):

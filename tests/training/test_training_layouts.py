@@ -41,7 +41,8 @@ def relative(found, exact):
     return float((found.double() - exact.double()).norm() / exact.double().norm())
 
 
-@pytest.fixture(scope="module", params=["contiguous", pytest.param("channels last", marks=pytest.mark.slow)])
+# tests/backends/test_inductor.py holds the option of the compiler, test_training_convolutions.py a result's layout.
+@pytest.fixture(scope="module", params=[pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS])
 def steps(request):
     """A compiled step and an eager one."""
     return [make(backend, LAYOUTS[request.param]) for backend in ("inductor", "eager")]

@@ -13,6 +13,7 @@ from torch import nn
 
 import amp_compiler as amp
 from amp_compiler.backends import BACKENDS, eager, inductor
+from amp_compiler.fx.text import parse_fx
 from amp_compiler.ops.cpu.arena import ArenaRun
 from amp_compiler.training import build as step_build
 
@@ -23,6 +24,13 @@ SIZES = (14, 20)  # of the batches in turn: the second program needs a larger bl
 STEPS = 8
 MOST_KEPT = 8  # requests for what outlives a step: five results and three readings
 OPTIONS = {"plain": {}, "accumulate": {"accumulate": 2}}
+
+SMALL = """
+in x: bf16[20, 24]
+sum_1: bf16[20] = aten.sum.dim_IntList(x, [1])
+exp: bf16[20] = aten.exp.default(sum_1)
+return sum_1, exp
+"""
 
 guards = pytest.importorskip("torch._C._dynamo.guards")
 pytestmark = pytest.mark.skipif(
@@ -162,11 +170,19 @@ def test_the_training_is_that_of_the_eager_backend(run):
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("run", ["plain", pytest.param("accumulate", marks=pytest.mark.slow)], indirect=True)
-def test_a_user_who_compiles_the_same_graph_gets_ordinary_memory(run):
+@pytest.mark.parametrize(
+    ("run", "whole"),
+    [("plain", False), *(pytest.param(name, True, marks=pytest.mark.slow) for name in OPTIONS)],
+    indirect=["run"],
+)
+def test_a_user_who_compiles_the_same_graph_gets_ordinary_memory(run, whole):
+    """The graph of the step, or a small one that Inductor has compiled for us before and finds in its cache."""
     from torch._inductor.compile_fx import compile_fx
 
     piece, inputs, round_exactly = run.pieces[0]
+    if not whole:
+        piece, inputs = parse_fx(SMALL), [X[0].bfloat16()]
+        inductor.compile_graph(copy.deepcopy(piece), inputs, round_exactly)
     settings = {"reorder_for_peak_memory": False, "triton.cudagraphs": False, "emulate_precision_casts": round_exactly}
     theirs = compile_fx(copy.deepcopy(piece), inputs, config_patches=settings)
     mine = inductor.compile_graph(copy.deepcopy(piece), inputs, round_exactly)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import getpass
@@ -13,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 
@@ -23,7 +25,7 @@ _FLAGS = (
     "-shared", "-fPIC",
 )  # fmt: skip
 _SUFFIXES = (".cpp", ".h")  # of the sources: every such file beside this one
-_TIMEOUT = 600  # seconds; it takes five to ten, and many times that beside other work
+_TIMEOUT = 600  # seconds; it takes about ten, and many times that beside other work
 
 
 @functools.cache
@@ -52,13 +54,15 @@ def library() -> ctypes.CDLL | None:
 
 
 def _built(compiler: list[str], sources: dict[str, str]) -> Path:
-    """The library's file, compiled where the cache has none; concurrent processes may both compile, none sees half."""
+    """The library's file, compiled where the cache has none; of processes that start together, one compiles."""
     key = hashlib.sha256("\0".join((*sources.values(), *compiler, *_FLAGS, _processor())).encode()).hexdigest()[:16]
     folder = _cache_folder()
     target = folder / f"cpu_loops_{key}.so"
     if target.exists():
         return target
-    with tempfile.TemporaryDirectory(dir=folder) as work:
+    with _alone(folder), tempfile.TemporaryDirectory(dir=folder) as work:
+        if target.exists():  # by another process, meanwhile
+            return target
         for name, text in sources.items():
             (Path(work) / name).write_text(text, encoding="utf-8")
         code, made = [str(Path(work) / name) for name in sources if name.endswith(".cpp")], Path(work) / target.name
@@ -68,6 +72,22 @@ def _built(compiler: list[str], sources: dict[str, str]) -> Path:
         )  # fmt: skip
         made.replace(target)
     return target
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Keep other processes out; where the system has no such locks, two may compile, and none sees half a file."""
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX)  # freed with what is open, whatever becomes of the process
+        yield
+    finally:
+        os.close(opened)
 
 
 def _cache_folder() -> Path:

@@ -3,21 +3,17 @@
 import functools
 
 import pytest
-from onnx_corpus import CASES
+from onnx_corpus import CASES, MADE, built
 
 from amp_compiler.onnx.check.verify import verify
 from amp_compiler.onnx.convert import Conversion, convert_onnx
 
-BENIGN = {case.name: case for case in CASES if case.kind == "benign"}
+BENIGN = {case.name: [] if case in MADE else [pytest.mark.long] for case in CASES if case.kind == "benign"}
+EVERY = pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in BENIGN.items()])
 BOTH = pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 # Casts within, in FP16 alone, whose range powers leave: GPT-2 writes out its GELU, with a cube; Llama and T5 their RMS
 # norms, with squares that are summed. A cast stands before and one behind each.
 WITHIN = {"gpt2": 4, "llama": 10, "t5": 24}
-
-
-@functools.cache
-def built(name):
-    return BENIGN[name].build()
 
 
 @functools.cache
@@ -26,7 +22,7 @@ def converted(name: str, dtype: str) -> Conversion:
 
 
 @BOTH
-@pytest.mark.parametrize("name", BENIGN)
+@EVERY
 def test_casts_stand_at_the_ends(name, dtype):
     original, done = built(name)[0], converted(name, dtype)
     graph = done.model.graph
@@ -40,7 +36,12 @@ def test_casts_stand_at_the_ends(name, dtype):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [(name, low) for name in BENIGN for low in ("fp16", "bf16") if low == "bf16" or name not in WITHIN],
+    [
+        pytest.param(name, low, marks=marks)
+        for name, marks in BENIGN.items()
+        for low in ("fp16", "bf16")
+        if low == "bf16" or name not in WITHIN
+    ],
 )
 def test_nothing_that_computes_is_fp32(name, dtype):
     wide = [node for node in converted(name, dtype).plan.nodes if node.precision == "fp32"]
@@ -48,6 +49,7 @@ def test_nothing_that_computes_is_fp32(name, dtype):
     assert {node.family for node in wide} <= {"index", "view", "movement"}, [node.name for node in wide]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", WITHIN)
 def test_what_is_fp32_in_fp16_belongs_to_a_power(name):
     wide = [node for node in converted(name, "fp16").plan.nodes if node.precision == "fp32"]
@@ -57,7 +59,7 @@ def test_what_is_fp32_in_fp16_belongs_to_a_power(name):
 
 
 @BOTH
-@pytest.mark.parametrize("name", BENIGN)
+@EVERY
 def test_the_error_keeps_its_bound(name, dtype):
     model, batches = built(name)
     report = verify(model, converted(name, dtype).model, batches)
