@@ -84,7 +84,8 @@ def _alone(folder: Path) -> Iterator[None]:
         return
     opened = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(opened, fcntl.LOCK_EX)  # freed with what is open, whatever becomes of the process
+        with contextlib.suppress(OSError):  # as NFS has no such lock on a folder
+            fcntl.flock(opened, fcntl.LOCK_EX)  # freed with what is open, whatever becomes of the process
         yield
     finally:
         os.close(opened)
