@@ -42,7 +42,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## train two small CNNs on handwritten digits in FP32, with torch.autocast and with amp.training_step
 	$(BIN)/amp-compiler demo
 
-test: $(STAMP) ## lint, types and all tests but the slow ones; 9 to 10 minutes on two cores, set-up included
+test: $(STAMP) ## lint, types and all tests but the slow ones; about 8 minutes on two cores, set-up included
 	+$(MAKE) --no-print-directory -j 2 lint types test-all-but-slow
 
 test-all-but-slow: $(STAMP)

@@ -233,7 +233,7 @@ def test_nested_regions():
     assert [node.precision for node in plan.nodes if node.op == "aten.linear"] == ["low", "fp32", "low"]
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_an_lstm(backend):
     torch.manual_seed(0)
     model = Lambda(lambda m, x: m.rnn(x)[0], rnn=nn.LSTM(8, 8))

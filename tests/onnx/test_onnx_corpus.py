@@ -37,7 +37,9 @@ def over(wanted: Callable[[Case], object], slow: Callable[[Case], bool] = lambda
     )
 
 
-EVERY = over(lambda case: True)
+# Seconds each to convert; of the other light models some join branches too, and some have batch norms.
+HEAVY = ("light_densenet121", "light_inception_v2")
+EVERY = over(lambda case: True, slow=lambda case: case.name in HEAVY)
 QUICK = over(lambda case: True, slow=lambda case: case.slow)
 BENIGN = over(lambda case: case.kind == "benign")
 

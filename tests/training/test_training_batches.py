@@ -90,7 +90,7 @@ def test_sizes_of_a_dynamic_dimension_do_not_count_as_signatures(monkeypatch):
     assert len(step._programs) == 2
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_one_program_serves_every_batch_size_where_shapes_are_dynamic(backend):
     model = small()
     reference = copy.deepcopy(model)

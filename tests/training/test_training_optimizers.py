@@ -38,29 +38,35 @@ def test_plain_fp32_equals_a_torch_loop(name):
     }
 
 
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
-def test_a_step_with_a_non_finite_gradient_changes_nothing(name):
+def mixed(name):
     model, _ = models(name)
     optimizer = OPTIMIZERS[name](model.parameters())
-    step = amp.training_step(model, classes, optimizer, dtype="bf16", clip_norm=1.0, backend="eager")
+    return model, optimizer, amp.training_step(model, classes, optimizer, dtype="bf16", clip_norm=1.0, backend="eager")
+
+
+@pytest.fixture(scope="module", params=list(OPTIMIZERS))
+def shared(request):
+    """Name, model, optimizer and step, captured once for the tests that it serves."""
+    return request.param, *mixed(request.param)
+
+
+def test_a_step_with_a_non_finite_gradient_changes_nothing(shared):
+    _, model, optimizer, step = shared
     step(X, Y)
-    bad = X.clone()
+    bad, skipped = X.clone(), int(step.skipped_steps)
     bad[3, 2] = float("inf")
     before = tensors_of(model, optimizer)
     step(bad, Y)
-    assert int(step.skipped_steps) == 1
+    assert int(step.skipped_steps) == skipped + 1
     assert all(torch.equal(a, b) for a, b in zip(before, tensors_of(model, optimizer), strict=True))
     step(X, Y)
     after = tensors_of(model, optimizer)
-    assert int(step.skipped_steps) == 1 and not any(torch.isnan(tensor).any() for tensor in after)
+    assert int(step.skipped_steps) == skipped + 1 and not any(torch.isnan(tensor).any() for tensor in after)
     assert not torch.equal(after[0], before[0])
 
 
-@pytest.mark.parametrize("name", list(OPTIMIZERS))
-def test_a_saved_run_goes_on_bit_for_bit(name):
-    model, _ = models(name)
-    optimizer = OPTIMIZERS[name](model.parameters())
-    step = amp.training_step(model, classes, optimizer, dtype="bf16", backend="eager")
+def test_a_saved_run_goes_on_bit_for_bit(shared):
+    name, model, optimizer, step = shared
     for _ in range(3):
         step(X, Y)
     file = io.BytesIO()
@@ -70,11 +76,9 @@ def test_a_saved_run_goes_on_bit_for_bit(name):
     expected = tensors_of(model, optimizer)
     file.seek(0)
     saved, saved_optimizer, saved_step = torch.load(file)
-    resumed, _ = models(name)
+    resumed, other, again = mixed(name)
     resumed.load_state_dict(saved)
-    other = OPTIMIZERS[name](resumed.parameters())
     other.load_state_dict(copy.deepcopy(saved_optimizer))  # torch takes the tensors over as they are
-    again = amp.training_step(resumed, classes, other, dtype="bf16", backend="eager")
     again.load_state_dict(saved_step)
     # What was captured before a load works on what is loaded.
     model.load_state_dict(saved)

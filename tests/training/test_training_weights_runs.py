@@ -77,7 +77,10 @@ def test_a_skipped_step_changes_nothing_but_the_scale(mode, poison):
     assert (random is None) or step.state_dict()["amp_compiler"]["rounding"] == [random[0], random[1] + 1]
 
 
-@pytest.mark.parametrize("mode", ["masters, sgd", "stochastic, adam", "kahan, adam"])
+@pytest.mark.parametrize(
+    "mode",
+    [*(pytest.param(mode, marks=pytest.mark.slow) for mode in ("masters, sgd", "stochastic, adam")), "kahan, adam"],
+)
 def test_the_compiled_step_does_the_same(mode, compiler):
     results = []
     for backend in ("eager", "inductor"):
