@@ -5,6 +5,7 @@ or two inner elements there is one sum only, so its bits are known.
 """
 
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.utils._pytree as pytree
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_cpu_update import by_reference, hyper, number
 
@@ -72,16 +73,26 @@ def summation_error(one):
     return one.left.shape[1] * 2.0**-23 * (one.left.double().abs() @ one.right.double().abs())
 
 
+def flushed(one):
+    """What is lost because a processor's products of bf16 read subnormal numbers as zeros."""
+    left, right = ((side.double().abs(), side.double().abs() < SMALLEST) for side in (one.left, one.right))
+    return left[1].double() * SMALLEST @ right[0] + left[0] @ (right[1].double() * SMALLEST)
+
+
 def assert_made(products, transposed=False):
     gradients, squares = made(products, transposed)
     for one, gradient in zip(products, gradients, strict=True):
         assert torch.equal(gradient, gradient.bfloat16().float())
         exact, inner = one.left.double() @ one.right.double(), one.left.shape[1]
-        most = 2.0**-8 * exact.abs() + 1.01 * summation_error(one) + inner * SMALLEST
+        most = 2.0**-8 * exact.abs() + 1.01 * summation_error(one) + inner * SMALLEST + flushed(one)
         assert bool(((gradient - exact).abs() <= most).all())
-        few = (exact.abs() > 4 * SMALLEST) & (inner <= 2)
+        few = (exact.abs() > 4 * SMALLEST) & (inner <= 2) & (flushed(one) == 0)
         assert torch.equal(gradient[few], materialised(one)[few].float())
-    assert squares == pytest.approx(sum(float(gradient.double().square().sum()) for gradient in gradients), rel=1e-5)
+    expected = sum(float(gradient.double().square().sum()) for gradient in gradients)
+    if expected < 1e30:
+        assert squares == pytest.approx(expected, rel=1e-5)
+    else:  # FP32 holds the sums of few elements: they may overflow, as those of the check
+        assert squares == math.inf or squares == pytest.approx(expected, rel=1e-5)
     return gradients
 
 
@@ -103,6 +114,7 @@ def test_rows_that_are_longer_than_pieces_and_panels(inner):
 
 
 @QUICK
+@example(1, 1, 1, ("rows", "rows"), False, 1e24)
 @given(st.integers(1, 80), st.integers(1, 150), st.integers(1, 150), PAIRS, FLAGS, st.sampled_from([1e-38, 1.0, 1e24]))
 def test_any_shape_and_any_strides(inner, rows, columns, layouts, transposed, scale):
     torch.manual_seed(inner)
