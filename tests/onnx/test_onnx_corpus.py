@@ -1,6 +1,8 @@
 """Every model of the corpus, converted to FP16 and to bfloat16: valid, idempotent, accurate with true rounding."""
 
 import functools
+import hashlib
+import itertools
 import json
 import os
 import subprocess
@@ -216,7 +218,7 @@ digests = {}
 for case in MADE:
     model, batches = case.build()
     for dtype in ("fp16", "bf16"):
-        done = convert_onnx(model, dtype=dtype, calibration=batches)
+        done = convert_onnx(model, dtype=dtype, calibration=batches if case.kind in ("overflow", "outlier") else None)
         text = done.model.SerializeToString() + done.plan.to_json().encode()
         digests[f"{case.name} {dtype}"] = hashlib.sha256(text).hexdigest()
 print(json.dumps(digests))
@@ -224,17 +226,17 @@ print(json.dumps(digests))
 
 
 @pytest.mark.long
-def test_the_same_bytes_under_any_hash_seed(capsys, monkeypatch):
+def test_the_same_bytes_under_any_hash_seed():
     """Under that of this process and under another."""
     other = "8" if os.environ.get("PYTHONHASHSEED") == "7" else "7"
-    folder = str(Path(__file__).parents[1])
     done = subprocess.run(
-        [sys.executable, "-c", HASHES, folder],
+        [sys.executable, "-c", HASHES, str(Path(__file__).parents[1])],
         capture_output=True, text=True, check=False, env={**os.environ, "PYTHONHASHSEED": other},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    monkeypatch.setattr(sys, "argv", ["", folder])
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    exec(HASHES, {})
-    found, mine = json.loads(done.stdout), json.loads(capsys.readouterr().out)
-    assert found == mine and len(found) == 2 * len(MADE)
+    mine = {}
+    for case, dtype in itertools.product(MADE, ("fp16", "bf16")):
+        one = converted(case.name, dtype)
+        text = one.model.SerializeToString() + one.plan.to_json().encode()
+        mine[f"{case.name} {dtype}"] = hashlib.sha256(text).hexdigest()
+    assert json.loads(done.stdout) == mine

@@ -50,7 +50,16 @@ def test_many_steps_need_no_more_memory_and_no_new_program(compilations, backend
             step(inputs * float("inf") if number % (steps // 10) == steps // 20 else inputs, labels)
             schedule.step()
 
+    def everything():
+        return [value.clone() for value in torch.utils._pytree.tree_leaves([model.state_dict(), optimizer.state_dict()])
+                if isinstance(value, torch.Tensor)]  # fmt: skip
+
     run(1)
+    kept = everything()
+    step(inputs * float("nan"), labels)
+    assert all(map(torch.equal, kept, everything()))
+    step(inputs, labels)  # it keeps the last batch
+    del kept
     compiled = len(compilations), dict(counters["inductor"])
     assert bool(compilations) == (backend == "inductor")
     tensors, before = live_tensors(), resident_bytes()
@@ -68,4 +77,4 @@ def test_many_steps_need_no_more_memory_and_no_new_program(compilations, backend
     assert live_tensors() == tensors
     assert len(step._programs) == 1
     assert (len(compilations), dict(counters["inductor"])) == compiled
-    assert int(step.skipped_steps) == 10
+    assert int(step.skipped_steps) == 11
