@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from amp_compiler.ir.graph import Node, PrecisionGraph
 from amp_compiler.policy.rules import Condition, Context, Decision, Precision, Rule, RuleSet, View
@@ -34,6 +35,7 @@ class RuleMatcher:
     context: Context
     ranges: Mapping[str, float] = field(default_factory=dict)
     _by_op: dict[str, tuple[Candidate, ...]] = field(default_factory=dict, init=False, repr=False)
+    _decisions: dict[tuple[Any, ...], Decision] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.view = View(self.graph, self.rules.ops, self.ranges)
@@ -52,7 +54,10 @@ class RuleMatcher:
                 continue
             refined.append(rule)
             if rule.precision is not None:
-                return self._merge(node, rule, refined)
+                found = (node.op, *map(id, refined))  # what a decision is made of; most nodes share one with others
+                if found not in self._decisions:
+                    self._decisions[found] = self._merge(node, rule, refined)
+                return self._decisions[found]
         return None
 
     def matches(self, rule: Rule, node: Node) -> bool:
