@@ -27,7 +27,7 @@ UPDATE = SPEED | {"tensors", "gradients", "bytes_per_parameter", "formula", "gb_
 def run(script, path, *arguments):
     """What a benchmark wrote and what it printed."""
     command = [sys.executable, str(BENCHMARKS / script), "--json", str(path), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stderr
     return json.loads(path.read_text(encoding="utf-8")), done.stdout
 
