@@ -193,9 +193,9 @@ def test_backward_math_alone(name: str, backend: str) -> None:
     found = numbers(compiled, name, model.weight)
     expected = numbers(lambda x: by_hand(name, x, model.weight, BF16), name, model.weight)
     for one, other in zip(found[1:], expected[1:], strict=True):
-        torch.testing.assert_close(
-            one, other, rtol=0 if backend == "eager" else 2**-7, atol=0 if backend == "eager" else 1e-6
-        )
+        # Inductor may leave out that an operand is rounded in the loop that reads it: softmax subtracts what is near.
+        rounding = 0 if backend == "eager" else 2**-8
+        torch.testing.assert_close(one, other, rtol=2 * rounding, atol=rounding * float(other.abs().max()))
 
 
 @pytest.mark.parametrize("name", ["softmax", "scale"])
