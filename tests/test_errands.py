@@ -24,6 +24,7 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("title", "block"), blocks("python"), ids=lambda value: value if "\n" not in value else "")
 def test_an_example_runs(title: str, block: str) -> None:
+    assert "\nassert " in block, "an example shows by itself that it works"
     exec(compile(block, f"{PAGE.name}: {title}", "exec", dont_inherit=True), {"__name__": "__main__"})
 
 

@@ -89,9 +89,9 @@ def assert_made(products, transposed=False):
         few = (exact.abs() > 4 * SMALLEST) & (inner <= 2) & (flushed(one) == 0)
         assert torch.equal(gradient[few], materialised(one)[few].float())
     expected = sum(float(gradient.double().square().sum()) for gradient in gradients)
-    if expected < 1e30:
+    if expected < 3e38:  # what FP32 holds
         assert squares == pytest.approx(expected, rel=1e-5)
-    else:  # FP32 holds the sums of few elements: they may overflow, as those of the check
+    else:  # the sum of a few elements may be beyond it, as in the check
         assert squares == math.inf or squares == pytest.approx(expected, rel=1e-5)
     return gradients
 

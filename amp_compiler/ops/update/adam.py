@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amp_compiler.ops.update.formulas import Unary, add_l1, add_l2
-from amp_compiler.ops.update.fused import FusedOptimizer, Group, State, Update, group_flag, group_value, l1_of
+from amp_compiler.ops.update.formulas import add_l1, add_l2
+from amp_compiler.ops.update.fused import FusedOptimizer, Group, How, State, group_flag, group_value, l1_of
 
 
 class AdamNumbers(NamedTuple):
@@ -55,13 +55,7 @@ class AdamNumbers(NamedTuple):
 
 
 def adam_step(
-    weight: Tensor,
-    grad: Tensor,
-    states: Sequence[Any],
-    numbers: AdamNumbers,
-    update: Update,
-    sqrt: Unary,
-    stored: Callable[[Tensor, int], Tensor],
+    weight: Tensor, grad: Tensor, states: Sequence[Any], numbers: AdamNumbers, how: How
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """One step on one tensor; arguments are those of `FusedOptimizer.step`.
 
@@ -76,7 +70,7 @@ def adam_step(
     """
     exp_avg, exp_avg_sq, largest = states
     grad = add_l1(grad, weight, numbers.l1)
-    if update.flags["decoupled"]:
+    if how.flags["decoupled"]:
         weight = weight * numbers.shrink
     else:
         grad = add_l2(grad, weight, numbers.l2)
@@ -84,7 +78,7 @@ def adam_step(
     exp_avg_sq = torch.addcmul(exp_avg_sq * numbers.beta2, grad * numbers.weight2, grad)
     if largest is not None:
         largest = torch.maximum(largest, exp_avg_sq)
-    denominator = sqrt(exp_avg_sq if largest is None else largest) / numbers.root + numbers.eps
+    denominator = how.sqrt(exp_avg_sq if largest is None else largest) / numbers.root + numbers.eps
     weight = weight + (exp_avg * numbers.neg_step) / denominator
     return weight, (exp_avg, exp_avg_sq, largest)
 

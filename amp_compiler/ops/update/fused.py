@@ -64,6 +64,22 @@ class Update(NamedTuple):
     flags: Mapping[str, bool]
 
 
+class How(NamedTuple):
+    """What one tensor's step is told besides its values.
+
+    Args:
+        flags: as in `Update`.
+        started: as in `Update`.
+        sqrt: the square root to use.
+        stored: `stored(value, place)` rounds the new state at a place to what is kept of it.
+    """
+
+    flags: Mapping[str, bool]
+    started: Any
+    sqrt: Callable[[Tensor], Tensor]
+    stored: Callable[[Tensor, int], Tensor]
+
+
 class Parameter(NamedTuple):
     """One parameter of an update operator: its name, its type in the schema, and whether the operator writes it."""
 
@@ -100,9 +116,8 @@ class FusedOptimizer:
         numbers: a `NamedTuple` of the numbers of one step, in the order of the kernels. `numbers.of(hyper, step, sqrt)`
             makes them of the hyperparameters, the number of this step (from 1; `None` for one that does not count), and
             a square root, in fp64 tensors of one shape or in Python floats.
-        step: one tensor's update: `step(weight, grad, states, numbers, update, sqrt, stored)` gives the new weight and
-            the new states. Weight, gradient (unscaled) and states are fp32, `None` for a state that is not kept;
-            `numbers` fp32 []; `stored(value, place)` rounds the new state at a place to what is kept of it.
+        step: one tensor's update: `step(weight, grad, states, numbers, how)` gives the new weight and the new states.
+            Weight, gradient (unscaled) and states are fp32, `None` for a state that is not kept; `numbers` fp32 [].
         counts: whether it counts the steps of every parameter.
         started: whether the first step of a group may differ from later ones; `None` where it never does.
         state_as_weight: whether states of weights without masters are kept in their type, rather than in fp32.

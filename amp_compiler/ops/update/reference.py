@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from amp_compiler.ops.update.formulas import Unary, gradient_summary, unscale
-from amp_compiler.ops.update.fused import FusedOptimizer, Tensors, Update
+from amp_compiler.ops.update.fused import FusedOptimizer, How, Tensors, Update
 from amp_compiler.ops.update.rounding import Storage, narrow, widen
 
 
@@ -79,14 +79,18 @@ def _update_all(optimizer: FusedOptimizer, given: Update, sqrt: Unary) -> None:
         compensation = given.compensations[i] if given.mode == Storage.KAHAN else None
         states = [column[i] if column else None for column in given.states]
         types = [weight.dtype if state is None else state.dtype for state in states]
+        how = How(
+            given.flags,
+            given.started,
+            sqrt,
+            lambda value, place, types=types: value.to(types[place]).float(),  # type: ignore[misc]
+        )
         new, new_states = optimizer.step(
             widen(weight, compensation),
             unscale(given.grads[i], given.coef, maximize=given.flags["maximize"]),
             [None if state is None else state.float() for state in states],
             optimizer.numbers(*(table[i].unbind() if shared is None else shared)),
-            given,
-            sqrt,
-            lambda value, place, types=types: value.to(types[place]).float(),  # type: ignore[misc]
+            how,
         )
         stored, error = narrow(new, weight, given.mode, given.rng, i)
         counted = ((given.steps[i], given.steps[i] + 1),) if optimizer.counts else ()

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from amp_compiler.ops.update.formulas import Unary, add_l1, add_l2
-from amp_compiler.ops.update.fused import FusedOptimizer, State, Update, group_flag, group_value, l1_of
+from amp_compiler.ops.update.formulas import add_l1, add_l2
+from amp_compiler.ops.update.fused import FusedOptimizer, How, State, group_flag, group_value, l1_of
 
 
 class SgdNumbers(NamedTuple):
@@ -37,13 +37,7 @@ class SgdNumbers(NamedTuple):
 
 
 def sgd_step(
-    weight: Tensor,
-    grad: Tensor,
-    states: Sequence[Any],
-    numbers: SgdNumbers,
-    update: Update,
-    sqrt: Unary,
-    stored: Callable[[Tensor, int], Tensor],
+    weight: Tensor, grad: Tensor, states: Sequence[Any], numbers: SgdNumbers, how: How
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """One step on one tensor, in the order of `torch.optim.SGD` with `foreach=False`; see `FusedOptimizer.step`.
 
@@ -58,12 +52,11 @@ def sgd_step(
     `W = half(float(W) - lr*float(G))`; so the weight moves by what is kept of the buffer.
     """
     (buffer,) = states
-    begun: Any = update.started
     grad = add_l2(add_l1(grad, weight, numbers.l1), weight, numbers.l2)
     if buffer is not None:
         decayed = torch.addcmul(buffer * numbers.momentum, grad, numbers.weight)
-        buffer = stored(torch.where(begun != 0, decayed, grad), 0)
-        grad = torch.addcmul(grad, buffer, numbers.momentum) if update.flags["nesterov"] else buffer
+        buffer = how.stored(torch.where(how.started != 0, decayed, grad), 0)
+        grad = torch.addcmul(grad, buffer, numbers.momentum) if how.flags["nesterov"] else buffer
     return torch.addcmul(weight, grad, numbers.neg_lr), (buffer,)
 
 
