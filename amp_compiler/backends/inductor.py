@@ -20,6 +20,9 @@ from amp_compiler.passes.device.native_ops import NativeOps
 # written. This option of Inductor is the one that is put into the compiler's command line as it stands.
 _CONTRACTION = "cpp.enable_floating_point_contract_flag"
 _NO_SLP = "-fno-tree-slp-vectorize"
+_CALL = "call_function"
+_CONVOLUTION = torch.ops.aten.convolution.default
+_CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 _LAST_PASS = "post_grad_custom_post_pass"
 # torch 2.13 opens it into a scatter in FP32, with places in 64 bits. As it is, it becomes a loop that gathers.
 _WHOLE_ON_CPU = (torch.ops.aten.max_pool2d_with_indices_backward.default,)
@@ -81,11 +84,31 @@ def _options(graph_module: fx.GraphModule, round_exactly: bool) -> dict[str, Any
     contraction = torch_private.inductor_option(_CONTRACTION)
     if contraction is not None and _narrow_on_cpu(graph_module):
         options[_CONTRACTION] = f"{contraction} {_NO_SLP}"
-    late = NativeOps(JOINT)
+    late, work = NativeOps(JOINT), {}
     if late.awaited(graph_module.graph):
+        work[late.identity()] = late.rewrite
+    if any(node.target is _CONVOLUTION for node in graph_module.graph.nodes):
+        work[_keep_once.__name__] = _keep_once
+    if work:
         theirs = torch_private.inductor_option(_LAST_PASS)
-        options[_LAST_PASS] = torch_private.inductor_graph_pass(late.identity(), late.rewrite, theirs)
+        options[_LAST_PASS] = torch_private.inductor_graph_pass(", ".join(work), list(work.values()), theirs)
     return options
+
+
+def _keep_once(graph: fx.Graph) -> None:
+    """Let images lie in memory for a convolution's gradient as they do for the convolution.
+
+    Where Inductor (torch 2.13) lets convolutions read their images with the channels last, it still makes what a
+    gradient reads in the layout that was traced, and then copies it for both: each image would be kept twice.
+    """
+    gradients = [node for node in graph.nodes if node.target is _CONVOLUTION_BACKWARD]
+    if not gradients or not torch_private.puts_channels_last(graph):
+        return
+    returned = set(graph.output_node().all_input_nodes)
+    for image in dict.fromkeys(source for node in gradients for source in node.args[:2]):
+        value = image.meta.get("val") if isinstance(image, fx.Node) else None
+        if isinstance(value, torch.Tensor) and value.dim() == 4 and image.op == _CALL and image not in returned:
+            image.meta["val"] = value.contiguous(memory_format=torch.channels_last)
 
 
 def _narrow_on_cpu(graph_module: fx.GraphModule) -> bool:

@@ -80,14 +80,24 @@ def own_decompositions() -> contextlib.AbstractContextManager[None]:
     return enable_python_dispatcher()  # type: ignore[no-any-return]
 
 
-def inductor_graph_pass(identity: str, run: Callable[[fx.Graph], Any], theirs: Any) -> Any:
+def puts_channels_last(graph: fx.Graph) -> bool:
+    """Whether Inductor lets the convolutions of a graph that it hands to a pass read images channels-last."""
+    try:
+        from torch._inductor.graph import GraphLowering
+    except ImportError:
+        return False
+    decide = getattr(GraphLowering, "decide_layout_opt", None)
+    return decide is not None and bool(decide(graph.owning_module, is_inference=False))
+
+
+def inductor_graph_pass(identity: str, work: Sequence[Callable[[fx.Graph], Any]], theirs: Any) -> Any:
     """A pass as Inductor wants it, behind the ones that the user has set there.
 
     Where this torch takes one pass only, the user's stays alone; where its passes have no identity, none is added.
 
     Args:
         identity: for Inductor's cache: another text whenever the pass would do something else.
-        run: changes each graph, forward and backward, before Inductor lowers it.
+        work: changes each graph, forward and backward, one after another, before Inductor lowers it.
         theirs: what is set there now.
     """
     try:
@@ -97,7 +107,8 @@ def inductor_graph_pass(identity: str, run: Callable[[fx.Graph], Any], theirs: A
 
     class GraphPass(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
-            run(graph)
+            for run in work:
+                run(graph)
 
         def uuid(self) -> str:
             return identity

@@ -73,3 +73,28 @@ def test_the_gradient_of_a_max_pool_is_gathered():
     for mine, theirs in zip(results, gradients(*given), strict=True):
         rounded_twice = 2**-7 if mine.dtype == torch.bfloat16 else 2**-22  # ATen rounds each addition, the loop the sum
         torch.testing.assert_close(mine, theirs, rtol=rounded_twice, atol=1e-6)
+
+
+@pytest.mark.compiles
+def test_an_image_is_kept_once_for_a_convolution_and_its_gradient():
+    """Inductor would copy what it made in the traced layout: once for each of the two."""
+    from torch._inductor.utils import run_and_get_code
+
+    torch.manual_seed(0)
+    given = (torch.randn(2, 4, 6, 6), torch.randn(8, 4, 3, 3), torch.randn(8, 8, 3, 3))
+
+    def gradients(image, *weights):
+        weights = [weight.detach().requires_grad_() for weight in weights]
+        with torch.enable_grad():
+            hidden = torch.relu(torch.conv2d(image, weights[0], padding=1))
+            made = torch.conv2d(hidden, weights[1], padding=1)
+        return torch.autograd.grad(made, weights, torch.cos(made.detach()))
+
+    traced = make_fx(gradients, tracing_mode="fake")(*given)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        run, codes = run_and_get_code(compile_graph, traced, given)
+    results = run(*given)
+    # the first convolution's result becomes the hidden image in place, and the second's becomes its gradient
+    assert "".join(codes).count("empty_strided_cpu((2, 8, 6, 6)") == 0
+    for mine, theirs in zip(results, gradients(*given), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-4)
