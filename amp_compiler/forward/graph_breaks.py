@@ -16,6 +16,7 @@ from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.fx.capture import user_frame
 from amp_compiler.fx.custom_functions import OpaqueFunctions
 from amp_compiler.fx.dynamo import trace_piece
+from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.torch_private import dynamo_error, unrolled_recurrence
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
@@ -120,6 +121,7 @@ def _first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+@without_full_collections()
 def compile_piece(
     piece: fx.GraphModule, inputs: Sequence[Any], settings: Settings
 ) -> tuple[Callable[..., Any], PrecisionPlan, fx.GraphModule, Stages]:

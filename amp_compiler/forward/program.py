@@ -15,6 +15,7 @@ from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.shape_guards import InputForm
 from amp_compiler.forward.tensor_versions import write_mark
 from amp_compiler.fx.capture import Captured, Source, capture_module, tensor_getter
+from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.graph import copy_graph
 from amp_compiler.fx.lower import lower, lower_graph
 from amp_compiler.fx.meta import Key
@@ -215,6 +216,7 @@ def kept_weights(captured: Captured) -> KeptWeights:
     return KeptWeights([(index[name], dtype) for name, dtype in added])
 
 
+@without_full_collections()
 def build_program(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings, keep_weights: bool
 ) -> Program:

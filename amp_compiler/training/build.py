@@ -16,6 +16,7 @@ from amp_compiler.forward.program import build_run, normalize, plan_captured, re
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.shape_guards import InputForm
 from amp_compiler.fx.capture import Captured, capture_module
+from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.graph import copy_graph, results_of, torch_dtype
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops import native
@@ -66,6 +67,7 @@ class StepState:
     memory: ArenaMemory = field(default_factory=ArenaMemory)
 
 
+@without_full_collections()
 def build_step(model: LossModule, batch: tuple[Any, ...], options: StepOptions, state: StepState) -> StepProgram:
     """Build the program of one training step.
 

@@ -1,0 +1,89 @@
+"""Full garbage collections while a graph is built."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+
+import amp_compiler as amp
+from amp_compiler.fx.garbage import without_full_collections
+from amp_compiler.passes.base import InPlacePass, PassResult
+
+
+@pytest.fixture
+def eager():
+    """Thresholds at which every few objects bring a full collection; gives how many there have been."""
+    before = gc.get_threshold()
+    gc.set_threshold(10, 1, 1)
+    yield lambda: gc.get_stats()[2]["collections"]
+    gc.set_threshold(*before)
+
+
+def test_there_is_none_within(eager):
+    with without_full_collections():
+        before, young = eager(), gc.get_stats()[0]["collections"]
+        kept = [[] for _ in range(10_000)]
+        assert eager() == before and gc.get_stats()[0]["collections"] > young
+    assert gc.get_threshold() == (10, 1, 1) and len(kept) == 10_000
+
+
+def test_the_last_one_out_restores_it(eager):
+    """Blocks of several threads end in any order; an error ends one like any other."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def other():
+        with without_full_collections():
+            entered.set()
+            leave.wait()
+
+    with pytest.raises(KeyError), without_full_collections():
+        thread = threading.Thread(target=other)
+        thread.start()
+        entered.wait()
+        raise KeyError
+    assert gc.get_threshold()[2] > 10
+    leave.set()
+    thread.join()
+    assert gc.get_threshold() == (10, 1, 1)
+
+
+def test_a_build_is_within():
+    """Of a step, of a compiled model, and of a piece of one: seen by a pass of the user's in each."""
+    seen = []
+
+    @dataclass(frozen=True)
+    class Spy(InPlacePass):
+        """Sees how the collector stands. Before and after are the same."""
+
+        name: ClassVar[str] = "spy"
+        exact: ClassVar[bool] = True
+        skippable: ClassVar[bool] = True
+
+        def run(self, subject):
+            seen.append(gc.get_threshold()[2])
+            return PassResult(subject, False)
+
+    class Broken(torch.nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return y.relu() if y.sum().item() > 0 else y
+
+    options = {"dtype": "bf16", "backend": "eager", "passes": amp.pipelines.FORWARD.insert_after("apply_plan", Spy())}
+    x, before = torch.randn(2, 3), gc.get_threshold()
+    plain = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    runs = {
+        "step": lambda: amp.training_step(plain, lambda model, x: model(x).sum(), optimizer, **options)(x),
+        "model": lambda: amp.compile(plain, **options)(x),
+        "pieces": lambda: amp.compile(Broken(3, 1), **options)(x),
+    }
+    for name, run in runs.items():
+        seen.clear()
+        run()
+        assert seen and min(seen) > before[2], name
+        assert gc.get_threshold() == before, name
