@@ -125,3 +125,14 @@ def _first(names: tuple[str, ...], shown: int = 5) -> str:
     """The first names as text, with the number of those left out."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more
+
+
+def first_line(error: BaseException) -> str:
+    """What an error of another library says, in one line; its type where it says nothing.
+
+    Example:
+        >>> first_line(KeyError()), first_line(ValueError("wrong\\nfor these reasons"))
+        ('KeyError', 'wrong')
+    """
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

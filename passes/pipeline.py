@@ -299,6 +299,11 @@ STEP = Pipeline(
     ),
     "From the rewritten forward to a graph of the whole training step.",
 )
+UPDATE = Pipeline(
+    "UPDATE",
+    ("place_weights", "take_gradients", "fuse_update"),
+    "The check and the update alone, where a training step runs its model in pieces, each with its own backward.",
+)
 DEVICE = Pipeline(
     "DEVICE",
     ("defer_gradients", "cut_step"),
@@ -319,7 +324,7 @@ ONNX_EXPORT = Pipeline(
     ("apply_plan", "mark_math", "widen_math", "fold_stored_casts", "open_ends"),
     "The plan carried out, and the graph fitted to ONNX: `amp.export_onnx`.",
 )
-PIPELINES = (CAPTURE, PLAN, FORWARD, INFERENCE, STEP, DEVICE, PIECE, ONNX_CAPTURE, ONNX_EXPORT)
+PIPELINES = (CAPTURE, PLAN, FORWARD, INFERENCE, STEP, UPDATE, DEVICE, PIECE, ONNX_CAPTURE, ONNX_EXPORT)
 
 
 def pipelines_with(given: Any, allowed: Sequence[Pipeline]) -> dict[str, Pipeline]:

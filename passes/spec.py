@@ -44,6 +44,7 @@ SPECS: dict[str, Spec] = {
         (*_REGIONS, "aten._assert_tensor_metadata", "amp_compiler.ops.typed_op.typed_op"),
         ("forward", "backward", "update"),
     ),
+    "UPDATE": Spec(_STEP, phases=("update",)),
     "ONNX_CAPTURE": Spec(_CAPTURED, (*_REGIONS, "aten._assert_tensor_metadata", "aten.alias")),
     "ONNX_EXPORT": Spec(_CAST | {Key.STORED}, (*_REGIONS, "aten._assert_tensor_metadata", "aten.alias")),
     "DEVICE": Spec(_STEP, modules=True),

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
-from amp_compiler.errors import AmpError
+from amp_compiler.errors import AmpError, first_line
 
 logger = logging.getLogger("amp_compiler")
 
@@ -188,7 +188,7 @@ class GraphedRun:
             fixed = [buffers[place].tensor if place in buffers else value for place, value in enumerate(inputs)]
             replay, outputs = settings.api.capture(self._run, fixed)
         except (RuntimeError, AmpError) as error:  # the step still runs; the reason is kept and logged
-            self._give_up(f"the capture failed: {type(error).__name__}: {_first_line(error)}", logging.WARNING)
+            self._give_up(f"the capture failed: {type(error).__name__}: {first_line(error)}", logging.WARNING)
             return None
         graph = _Captured(replay, outputs, fixed, buffers)
         settings.live.add(graph)
@@ -225,11 +225,6 @@ def _overlaps_itself(tensor: Tensor) -> bool:
             return True
         reach += stride * (size - 1)
     return False
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else ""
 
 
 def graph_obstacle(graph: fx.Graph) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from amp_compiler.backends.backend import Backend
-from amp_compiler.errors import LoweringError
+from amp_compiler.errors import LoweringError, first_line
 from amp_compiler.fx import torch_private
 from amp_compiler.ops.cpu.arena import allocator
 from amp_compiler.ops.native import JOINT
@@ -65,7 +65,7 @@ def compile_graph(
             return torch_private.compile_with_inductor(graph_module, inputs, options, whole)
     except Exception as cause:  # Inductor and the C++ compiler behind it raise many types
         raise LoweringError(
-            f"Inductor cannot compile the graph: {type(cause).__name__}: {_first_line(cause)}",
+            f"Inductor cannot compile the graph: {type(cause).__name__}: {first_line(cause)}",
             mend="use backend='eager' to run the same graph node by node",
         ) from cause
 
@@ -118,11 +118,6 @@ def _narrow_on_cpu(graph_module: fx.GraphModule) -> bool:
 
 def _values(graph_module: fx.GraphModule) -> list[torch.Tensor]:
     return [value for node in graph_module.graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor)]
-
-
-def _first_line(cause: Exception) -> str:
-    lines = str(cause).strip().splitlines()
-    return lines[0] if lines else ""
 
 
 BACKEND = Backend("inductor", build, compiled=True, asks_arena=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from amp_compiler.errors import AmpError, CaptureError, CustomFunctionError
+from amp_compiler.errors import AmpError, CaptureError, CustomFunctionError, first_line
 from amp_compiler.forward.program import build_run, rewrite_piece
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.fx.capture import user_frame
@@ -83,7 +83,7 @@ class Pieces:
             inner = inner.__cause__ or getattr(inner, "inner_exception", None)
         if isinstance(inner, AmpError) and not isinstance(inner, CaptureError):
             return inner
-        said = inner.what if isinstance(inner, CaptureError) else _first_line(error)
+        said = inner.what if isinstance(inner, CaptureError) else first_line(error)
         return CaptureError(
             f"neither torch.export nor Dynamo can take the model; export: {self.cause.what}; Dynamo: {said}",
             where=(inner.where if isinstance(inner, CaptureError) else "") or user_frame(error) or self.cause.where,
@@ -114,11 +114,6 @@ class Pieces:
         unmatched = [{rule.rule for rule in plan.unused_rules} for plan, _ in self.plans]
         unused = tuple(rule for rule in first.unused_rules if all(rule.rule in rules for rules in unmatched))
         return PrecisionPlan(first.dtype, first.rules, first.device, nodes, casts, inputs, outputs, unused)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 @without_full_collections()

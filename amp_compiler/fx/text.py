@@ -127,11 +127,23 @@ def _tensor(tensor: torch.Tensor) -> str:
     short = neutral_dtype(tensor.dtype)
     name = str(tensor.dtype).removeprefix("torch.") if short in (DType.FLOAT8, DType.OTHER) else short.short
     text = f"{name}[{', '.join(map(str, tensor.shape))}]"
-    if tensor.layout is torch.strided and not tensor.is_contiguous():
+    if tensor.layout is torch.strided and not _is_contiguous(tensor):
         text += f"{{{', '.join(map(str, tensor.stride()))}}}"
     if tensor.device.type != "cpu":
         text += f"@{tensor.device.type}"
     return text
+
+
+def _is_contiguous(tensor: torch.Tensor) -> bool:
+    """As the tensor says; where a size is not known, as its strides are written, which asks nothing of that size."""
+    if all(isinstance(size, int) for size in (*tensor.shape, *tensor.stride())):
+        return tensor.is_contiguous()
+    expected: Any = 1
+    for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if str(stride) != str(expected):
+            return False
+        expected = expected * size
+    return True
 
 
 def _argument(value: Any) -> str:

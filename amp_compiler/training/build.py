@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from amp_compiler.backends.step_runner import is_on_cpu, kernels_for, most_inner
 from amp_compiler.forward.program import build_run, normalize, plan_captured, rewrite
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.shape_guards import InputForm
-from amp_compiler.fx.capture import Captured, capture_module
+from amp_compiler.fx.capture import Captured, Source, capture_module
 from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.graph import copy_graph, results_of, torch_dtype
 from amp_compiler.ir.plan import PrecisionPlan
@@ -90,26 +90,85 @@ def build_step(model: LossModule, batch: tuple[Any, ...], options: StepOptions, 
         captured = capture_module(model, batch, {}, settings.dynamic_shapes)
         form = InputForm.of(captured, leaves)
         plan, emulated = _forward(captured, model, leaves, options, stages)
-    results = len(results_of(captured.graph_module.graph))
+    graph = captured.graph_module.graph
+    buffers = [entry.name for entry in captured.inputs if entry.source is Source.BUFFER]
+    begun = Begun(captured, leaves, len(results_of(graph)), written_placeholders(graph, buffers))
+    return finish(model, replace(begun, plan=plan, emulated=emulated, form=form, stages=stages), options, state)
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What the second half of a build starts from.
+
+    Args:
+        captured: the rewritten forward; or, where gradients are made elsewhere, a graph that takes parameters and
+            buffers, and returns what it is given beside them.
+        leaves: what a call gives it, flat.
+        results: number of its results.
+        written: placeholders of the buffers that get new values; from elsewhere, these stand behind the results.
+        gradients: placeholders of the parameters whose gradients come from elsewhere; `None` where they are made here.
+        plan: what was decided for the forward.
+        emulated: whether every down-cast must really round.
+        form: which batches it can be used for.
+        stages: takes the text of the graph behind each pass.
+    """
+
+    captured: Captured
+    leaves: Sequence[Any]
+    results: int
+    written: tuple[str, ...]
+    gradients: tuple[str, ...] | None = None
+    plan: PrecisionPlan | None = None
+    emulated: bool = False
+    form: InputForm | None = None
+    stages: Stages = field(default_factory=Stages)
+
+
+def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepState) -> StepProgram:
+    """Build a program from a rewritten forward, or from gradients that are made elsewhere.
+
+    Args:
+        model: the loss as a module.
+        begun: what there is so far.
+        options: what to build.
+        state: the tensors that it works on.
+
+    Raises:
+        CaptureError: the loss depends on no parameter of the optimizers.
+        LoweringError: the graph cannot be compiled.
+        PassError: a pass of the user's broke the contract.
+    """
+    settings, captured, stages, results = options.settings, begun.captured, begun.stages, begun.results
     inputs, storage = StepInputs(model, captured, options.optimizers), state.kept.weights.storage
     if storage.low:
+        low = torch_dtype(settings.low(device_of([*begun.leaves, *model.parameters()])))
         inputs.store_low(captured.graph_module.graph, low, settings.rules.ops)
     weights = TrainedWeights(inputs, storage.rounding if storage.low else None)
-    written = written_placeholders(captured.graph_module.graph, inputs.buffers)
-    step = settings.pipelines["STEP"].run(
-        captured.graph_module, _step_options(weights, results, written, options), stages
+    step = settings.pipelines["STEP" if begun.gradients is None else "UPDATE"].run(
+        captured.graph_module, _step_options(weights, begun, options), stages
     )
     resolve = weights.resolvers(step, state.kept)
-    examples = [get(leaves) for get in resolve] if settings.dynamic_shapes is None else _values(step)
-    compiled = _compile(step, examples, settings, emulated, stages)
-    if settings.runs_on.asks_arena and settings.dynamic_shapes is None and is_on_cpu(step):
+    static = settings.dynamic_shapes is None or begun.gradients is not None
+    examples = [get(begun.leaves) for get in resolve] if static else _values(step)
+    compiled = _compile(step, examples, settings, begun.emulated, stages)
+    if settings.runs_on.asks_arena and static and is_on_cpu(step):
         compiled = ArenaRun(compiled, results + 3, state.memory)
     names, known = [node.name for node in step.graph.find_nodes(op="placeholder")], weights.fixed(step)
     places = [place for place, name in enumerate(names) if name not in known]
     run = GraphedRun(compiled, names, places, results + 3, state.graphs, _no_cuda_graph(step, settings))
-    buffers = tuple(inputs.getters[name] for name in written)
+    buffers = tuple(inputs.getters[name] for name in begun.written)
     return StepProgram(
-        step, plan, weights.groups, weights.names(), run, resolve, captured.out_spec, results, form, stages, buffers
+        step,
+        begun.plan,
+        weights.groups,
+        weights.names(),
+        run,
+        resolve,
+        captured.out_spec,
+        results,
+        begun.form,
+        stages,
+        buffers,
     )
 
 
@@ -126,20 +185,19 @@ def _forward(
     return plan, rewrite(captured.graph_module, plan, settings, stages, past_weights=False)
 
 
-def _step_options(
-    weights: TrainedWeights, results: int, written: tuple[str, ...], options: StepOptions
-) -> dict[str, Any]:
-    """The options of the passes of the pipeline STEP, by name."""
+def _step_options(weights: TrainedWeights, begun: Begun, options: StepOptions) -> dict[str, Any]:
+    """The options of the passes of the pipelines STEP and UPDATE, by name."""
     return {
-        "buffers": written,
+        "buffers": begun.written,
         "stored": weights.inputs.stored(),
         "trained": weights.inputs.trained,
         "masters": weights.storage is None,
         "wrt": Late(weights.wrt),
         "owner": Late(weights.owner),
+        "owners": Late(lambda graph_module: weights.taken(graph_module, begun.gradients or ())),
         "groups": Late(weights.specs),
         "updated": Late(lambda _: weights.updated),
-        "results": results,
+        "results": begun.results,
         "scale": options.scale,
         "clip_norm": options.clip_norm,
         "divisor": options.divisor,

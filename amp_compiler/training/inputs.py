@@ -130,6 +130,19 @@ class TrainedWeights:
             raise depends_on_nothing()
         return self.placed.owner
 
+    def taken(self, graph_module: fx.GraphModule, parameters: Sequence[str]) -> dict[str, str]:
+        """The weights that gradients made elsewhere belong to, behind `PlaceWeights`, each with its parameter.
+
+        Args:
+            graph_module: the graph.
+            parameters: placeholders of the parameters that have a gradient.
+        """
+        self.placed = placed_weights(graph_module.graph, self.inputs.trained)
+        master = {parameter: name for name, parameter in self.placed.masters.items()}
+        owners = {master.get(parameter, parameter): parameter for parameter in parameters}
+        self.updated = tuple(owners)
+        return owners
+
     def specs(self, joint: fx.GraphModule) -> tuple[Any, ...]:
         """What `FuseUpdate` must know of the optimizers' groups, which are bound to the weights here."""
         parameters = {name: self.inputs.getters[self.placed.parameter(name)]() for name in self.updated}

@@ -110,7 +110,7 @@ class StepProgram:
         resolve: one function per placeholder, from the batch leaves to its tensor.
         out_spec: tree of `(loss, aux)`.
         results: number of flat values in it.
-        form: which batches it can be used for.
+        form: which batches it can be used for; `None` for an update of gradients that are made elsewhere.
         stages: the text of the graph behind each pass.
         buffers: gets the buffers that it writes.
     """
@@ -123,9 +123,19 @@ class StepProgram:
     resolve: list[Callable[[Sequence[Any]], Any]]
     out_spec: pytree.TreeSpec
     results: int
-    form: InputForm
+    form: InputForm | None
     stages: Stages
     buffers: tuple[Callable[[], Tensor], ...] = ()
+
+    @property
+    def update(self) -> StepProgram:
+        """The program that updates the weights: this one."""
+        return self
+
+    @property
+    def execution(self) -> str:
+        """How it ran, in words: as one CUDA graph, or without one and why."""
+        return self.run.execution
 
     def gradient_node(self, number: int) -> fx.Node:
         """The node of the graph that gives the gradient of a parameter of `updated`."""

@@ -11,6 +11,7 @@ from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.loss_scale import LossScale, LossScaleState
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.training.nonfinite import NonfiniteReport, report_nonfinite
+from amp_compiler.training.pieces import PieceProgram
 from amp_compiler.training.program import StepOutput, StepProgram
 
 
@@ -20,10 +21,10 @@ class StepReadings:
     _accumulate: int
     _scale_config: LossScale
     _scale: LossScaleState
-    _last: tuple[StepProgram, StepOutput, Tensor] | None
+    _last: tuple[StepProgram | PieceProgram, StepOutput, Tensor] | None
     _leaves: list[Any]
 
-    def _seen(self) -> tuple[StepProgram, StepOutput, Tensor]:
+    def _seen(self) -> tuple[StepProgram | PieceProgram, StepOutput, Tensor]:
         if self._last is None:
             raise AmpError("there is no finished call of the step to read from", mend="call it with a batch first")
         return self._last
@@ -57,8 +58,11 @@ class StepReadings:
 
     @property
     def graph_module(self) -> fx.GraphModule:
-        """The last step's whole graph: forward, backward and update, with `meta["amp_phase"]` on every node."""
-        return self._seen()[0].graph_module
+        """The last step's whole graph: forward, backward and update, with `meta["amp_phase"]` on every node.
+
+        Of a step in pieces, the graph of its update.
+        """
+        return self._seen()[0].update.graph_module
 
     @property
     def stages(self) -> Stages:
@@ -67,8 +71,8 @@ class StepReadings:
 
     @property
     def execution(self) -> str:
-        """How the last step ran, in words: as one CUDA graph, or without one and why."""
-        return self._seen()[0].run.execution
+        """How the last step ran, in words: as one CUDA graph, or without one and why; in pieces, and why."""
+        return self._seen()[0].execution
 
     def gradients(self) -> dict[str, Tensor]:
         """The last step's unscaled FP32 gradients by parameter name, before clipping; for logging.
@@ -78,18 +82,19 @@ class StepReadings:
         program, output, scale = self._seen()
         return {
             name: gradient.float() / (scale * self._accumulate)
-            for name, gradient in zip(program.updated, output.gradients, strict=True)
+            for name, gradient in zip(program.update.updated, output.gradients, strict=True)
         }
 
     def nonfinite_report(self) -> NonfiniteReport:
         """Which gradients of the last step were not finite, and the first nodes that made such values.
 
         Until it is asked for, only flags are kept, on the device. This reads them, and where the step was skipped it
-        runs its forward and backward once more, node by node, on the last batch.
+        runs its forward and backward once more, node by node, on the last batch. A step in pieces is not run again.
         """
         program, output, scale = self._seen()
-        leaves = self._leaves if self._scale_config.checks_finite else None
-        return report_nonfinite(program, output.flags.tolist(), leaves, scale)
+        repeatable = self._scale_config.checks_finite and isinstance(program, StepProgram)
+        leaves = self._leaves if repeatable else None
+        return report_nonfinite(program.update, output.flags.tolist(), leaves, scale)
 
     def check(self) -> None:
         """Raise where the scale is at its floor and gradients stay non-finite. This reads from the device.

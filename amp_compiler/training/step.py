@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any
@@ -10,7 +11,7 @@ import torch.utils._pytree as pytree
 
 from amp_compiler.backends.cuda_capture import TorchGraphs
 from amp_compiler.backends.cuda_graph import GraphSettings
-from amp_compiler.errors import AmpError, CaptureError
+from amp_compiler.errors import AmpError, CaptureError, HookError, LoweringError
 from amp_compiler.forward.compiled_module import CompiledModule
 from amp_compiler.forward.settings import device_of, make_settings
 from amp_compiler.forward.signature import BatchForm, leaves_key, module_key
@@ -20,11 +21,12 @@ from amp_compiler.fx.torch_private import BUILDING
 from amp_compiler.onnx.importing.api import trained_module
 from amp_compiler.ops.loss_scale import LossScale, LossScaleState, NoLossScale, make_loss_scale
 from amp_compiler.ops.update.rounding import WeightStorage
-from amp_compiler.passes.pipeline import CAPTURE, DEVICE, FORWARD, PIECE, PLAN, STEP
+from amp_compiler.passes.pipeline import CAPTURE, DEVICE, FORWARD, PIECE, PLAN, STEP, UPDATE
 from amp_compiler.policy.unused import warn_of_unused
 from amp_compiler.training.build import StepOptions, StepState, build_step, check_parameters
 from amp_compiler.training.fused_optimizers import check_optimizers, check_storage
 from amp_compiler.training.inputs import KeptTensors
+from amp_compiler.training.pieces import PieceProgram, PieceStep
 from amp_compiler.training.program import LossModule, StepProgram
 from amp_compiler.training.readings import StepReadings
 from amp_compiler.training.scale_watch import StuckWatch
@@ -32,8 +34,9 @@ from amp_compiler.training.state import GradientSums, LowWeights
 from amp_compiler.training.traced_optimizers import check_hooks
 from amp_compiler.training.weights import OWN_KEY, WeightState, weight_storage
 
+logger = logging.getLogger("amp_compiler")
 MOST_SIGNATURES = 64
-RUN = (CAPTURE, PLAN, FORWARD, STEP, DEVICE, PIECE)  # the pipelines of a step
+RUN = (CAPTURE, PLAN, FORWARD, STEP, UPDATE, DEVICE, PIECE)  # the pipelines of a step
 
 
 def training_step(
@@ -161,6 +164,7 @@ class TrainingStep(StepReadings):
         check_parameters(self._module, self._optimizers, low, enabled)
         self._watch, self._form = StuckWatch(self._device), BatchForm()
         self._programs: dict[Any, StepProgram] = {}
+        self._pieces: PieceStep | None = None
         self._told = False  # which rules match nothing
         self._last, self._leaves = None, []
 
@@ -198,22 +202,39 @@ class TrainingStep(StepReadings):
             scale = self._scale.scale.clone()
             self._last = None  # last step's gradients must not live through this one
             output = program(leaves)
+        if isinstance(program, PieceProgram) and self._pieces is None:  # only now: a call that failed decides nothing
+            self._pieces = program.step
+            logger.warning("the training step runs %s", program.execution)
         self._gathered = (self._gathered + 1) % self._accumulate
-        for group in program.groups:
+        for group in program.update.groups:
             self._lows.settle(group.parameters)
             self._weights.settle(group.parameters, group.optimizer.state)
         for optimizer in self._optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether a step came before theirs
+        if not self._told and program.plan is not None:
+            self._told = True
+            warn_of_unused(program.plan.unused_rules, "the training step")
         self._last, self._leaves = (program, output, scale), leaves
         if self._gathered == 0 and self._watch.note(self._scale_config, self._scale):
             self.check()
         return output.loss if output.aux is None else (output.loss, output.aux)
 
-    def _program(self, batch: tuple[Any, ...], leaves: list[Any], spec: Any) -> StepProgram:
+    def _program(self, batch: tuple[Any, ...], leaves: list[Any], spec: Any) -> StepProgram | PieceProgram:
         owners = tuple(
             tuple(map(id, group["params"])) for optimizer in self._optimizers for group in optimizer.param_groups
         )
         gather = "" if self._accumulate == 1 else "use" if self._gathered == self._accumulate - 1 else "add"
+        options = StepOptions(
+            self._settings,
+            self._optimizers,
+            self._scale_config,
+            self._clip_norm,
+            self._enabled,
+            self._accumulate,
+            gather,
+        )
+        if self._pieces is not None:
+            return PieceProgram(self._pieces, spec, options, owners)
         module, form = module_key(self._module, by_identity=True), leaves_key(leaves)
         key = (spec, module, owners, gather, form)
         program = self._programs.get(key) or self._dynamic(key, leaves)
@@ -225,20 +246,14 @@ class TrainingStep(StepReadings):
                 f"the step was captured for {MOST_SIGNATURES} signatures (shapes and types of the batch, model modes)",
                 mend="pad the batches to fewer shapes, and pass numbers that change as tensors",
             )
-        options = StepOptions(
-            self._settings,
-            self._optimizers,
-            self._scale_config,
-            self._clip_norm,
-            self._enabled,
-            self._accumulate,
-            gather,
-        )
-        with BUILDING:
-            program = build_step(self._module, batch, options, self._state)
-        if program.plan is not None and not self._told:
-            self._told = True
-            warn_of_unused(program.plan.unused_rules, "the training step")
+        try:
+            with BUILDING:
+                program = build_step(self._module, batch, options, self._state)
+        except (CaptureError, LoweringError) as cause:
+            if isinstance(cause, HookError) or self._state.kept.weights.storage.low:
+                raise
+            step = PieceStep(self._module, self._settings, cause, self._state, self._enabled)
+            return PieceProgram(step, spec, options, owners)
         now = module_key(self._module, by_identity=True)
         if now != module:  # weights were converted for storage without masters: earlier programs will never fit again
             self._programs.clear()
@@ -250,7 +265,7 @@ class TrainingStep(StepReadings):
         """A program of dynamic shapes that was captured for another batch and fits this one."""
         if self._settings.dynamic_shapes is not None:
             for other, program in self._programs.items():
-                if other[:-1] == key[:-1] and program.form.accepts(leaves):
+                if other[:-1] == key[:-1] and program.form is not None and program.form.accepts(leaves):
                     return program
         return None
 

@@ -11,7 +11,8 @@ import torch.fx.traceback as fx_traceback
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
-from amp_compiler.errors import LoweringError
+from amp_compiler.errors import AmpError, LoweringError, first_line
+from amp_compiler.fx.capture import user_frame
 from amp_compiler.fx.graph import node_tensor, rename_placeholder, results_of
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import autograd_sequence, function_sequence, own_decompositions
@@ -112,7 +113,16 @@ class Differentiate(FunctionalPass[fx.GraphModule]):
         examples = [node.meta["val"] for node in placeholders]
         with warnings.catch_warnings(), fx_traceback.preserve_node_meta(), own_decompositions():
             warnings.simplefilter("ignore")
-            traced = make_fx(joint, _allow_non_fake_inputs=True)(*examples)
+            try:
+                traced = make_fx(joint, _allow_non_fake_inputs=True)(*examples)
+            except AmpError:
+                raise
+            except Exception as cause:  # autograd and the operators raise many types
+                raise LoweringError(
+                    f"the backward is no one graph: {type(cause).__name__}: {first_line(cause)}",
+                    where=user_frame(cause),
+                    mend="keep what decides about sizes by values out of the loss",
+                ) from cause
         _tag(traced.graph, marks["order"], marks["forward"], starts)
         for made, original in zip(traced.graph.find_nodes(op="placeholder"), placeholders, strict=True):
             rename_placeholder(made, original.name)

@@ -14,6 +14,18 @@ from amp_compiler.passes.base import InPlacePass, PassResult
 
 SCALE = "loss_scale"
 aten = torch.ops.aten
+_OF_SHAPES = frozenset(  # what they make holds nothing of their input's values
+    {
+        aten.zeros_like.default,
+        aten.ones_like.default,
+        aten.full_like.default,
+        aten.empty_like.default,
+        aten.new_zeros.default,
+        aten.new_ones.default,
+        aten.new_full.default,
+        aten.new_empty.default,
+    }
+)
 _SCALAR_OPS = frozenset({aten.div.Tensor, aten.div.Scalar, aten.mul.Tensor, aten.mul.Scalar, aten.neg.default})
 
 
@@ -48,7 +60,7 @@ class FoldLossScale(InPlacePass):
         """The scale enters every gradient once: what is made from it is never multiplied or divided by the like."""
         scaled: set[fx.Node] = set()
         for node in subject.graph.nodes:
-            sources = [source for source in node.all_input_nodes if source in scaled]
+            sources = [] if node.target in _OF_SHAPES else [one for one in node.all_input_nodes if one in scaled]
             if (node.op == "placeholder" and node.name == SCALE) or sources:
                 scaled.add(node)
             if len(sources) > 1 and node.target in _SCALAR_OPS:

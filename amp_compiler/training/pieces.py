@@ -1,0 +1,242 @@
+"""A training step in pieces: where one graph cannot take the loss, Dynamo's pieces do, and one graph the update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from amp_compiler.errors import AmpError
+from amp_compiler.forward.graph_breaks import Pieces
+from amp_compiler.forward.settings import Settings, device_of
+from amp_compiler.fx.capture import Captured, Input, Source
+from amp_compiler.fx.garbage import without_full_collections
+from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.ops.layout import empty_laid_out_like, is_laid_out_like
+from amp_compiler.passes.pipeline import Stages
+from amp_compiler.training.build import Begun, StepOptions, StepState, finish
+from amp_compiler.training.inputs import depends_on_nothing
+from amp_compiler.training.program import LossModule, StepOutput, StepProgram
+
+
+@dataclass(frozen=True)
+class Made:
+    """What forward and backward of a step give.
+
+    Args:
+        loss: detached.
+        aux: what the loss function returned beside it, detached.
+        gradients: by qualified name of the parameter; scaled, in its type and layout.
+        buffers: the new values of the buffers that forward wrote, by qualified name; the buffers hold the old ones.
+    """
+
+    loss: Tensor
+    aux: Any
+    gradients: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+class PieceStep:
+    """Makes the programs of a loss that is no one graph.
+
+    Forward and backward run in the pieces that Dynamo gives, each planned and rewritten, with autograd between them.
+    Then one graph checks the gradients and updates the weights, as in a step that is one graph.
+
+    Args:
+        model: the loss as a module.
+        settings: the options.
+        cause: why it could not be taken as one graph.
+        state: the tensors that steps share.
+        enabled: mixed precision; without it the loss runs as it is written.
+    """
+
+    def __init__(self, model: LossModule, settings: Settings, cause: AmpError, state: StepState, enabled: bool) -> None:
+        self.model, self.state, self.cause = model, state, cause
+        self.pieces = Pieces(model, settings, cause, device_of(model.parameters())) if enabled else None
+        self._updates: dict[Any, StepProgram] = {}
+
+    def forward_and_backward(self, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer]) -> Made:
+        """Run them; parameters and buffers are as they were before."""
+        scale = self.state.kept.scale().scale
+        with torch.enable_grad(), _set_aside(self.model) as buffers:
+            loss, aux = self.model(*batch) if self.pieces is None else self.pieces(batch, {})
+            if not loss.requires_grad:
+                raise depends_on_nothing()
+            with _without_gradients(self.model):
+                (loss.float() * scale).backward()
+                trained = _trained(self.model, optimizers)
+                gradients = {name: _fitted(p.grad, p) for name, p in trained.items() if p.grad is not None}
+            if not gradients:
+                raise depends_on_nothing()
+            written = buffers.take_back()
+        aux = pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, aux)
+        return Made(loss.detach(), aux, gradients, written)
+
+    def update_for(self, made: Made, given: Sequence[Tensor], options: StepOptions, owners: Any) -> StepProgram:
+        """The program of the update: one for each set of parameters with a gradient."""
+        key = (owners, options.gather, options.scale, tuple(made.gradients), tuple(made.buffers))
+        program = self._updates.get(key)
+        if program is None or any(group.flags_changed() for group in program.groups):
+            begun = _update_graph(self.model, made, given)
+            program = self._updates[key] = finish(self.model, begun, options, self.state)
+        return program
+
+
+class PieceProgram:
+    """One call of a `PieceStep`; behind it, it has what a `StepProgram` has.
+
+    Args:
+        step: what runs it.
+        spec: tree of the batch.
+        options: what to build an update for.
+        owners: which parameters stand in which group of which optimizer.
+    """
+
+    def __init__(self, step: PieceStep, spec: Any, options: StepOptions, owners: Any) -> None:
+        self.step, self._spec, self._options, self._owners = step, spec, options, owners
+        self._update: StepProgram | None = None
+
+    def __call__(self, leaves: Sequence[Any]) -> StepOutput:
+        """Run one step on the flattened batch.
+
+        Raises:
+            CaptureError: Dynamo can take none of it, or the loss depends on no parameter of the optimizers.
+            LoweringError: a piece, or the update, cannot be compiled.
+        """
+        batch, _ = pytree.tree_unflatten(list(leaves), self._spec)
+        made = self.step.forward_and_backward(batch, self._options.optimizers)
+        given = [made.loss, *made.buffers.values(), *made.gradients.values()]
+        self._update = self.step.update_for(made, given, self._options, self._owners)
+        output = self._update(given)
+        return StepOutput(made.loss, made.aux, output.norm, output.flags, output.gradients)
+
+    @property
+    def update(self) -> StepProgram:
+        """The program of the update.
+
+        Raises:
+            AmpError: before the call.
+        """
+        if self._update is None:
+            raise AmpError("the step has not been called yet", mend="call it with a batch first")
+        return self._update
+
+    @property
+    def plan(self) -> PrecisionPlan | None:
+        """The plans of all pieces together; `None` in plain FP32."""
+        return None if self.step.pieces is None else self.step.pieces.plan
+
+    @property
+    def stages(self) -> Stages:
+        """The text of every piece, and of the update, behind each pass."""
+        stages = Stages()
+        for stage in [*(() if self.step.pieces is None else self.step.pieces.stages), *self.update.stages]:
+            stages.note(stage.name, stage.text)
+        return stages
+
+    @property
+    def execution(self) -> str:
+        """How it ran and why, in words."""
+        pieces = self.step.pieces
+        how = "as they are written, in FP32" if pieces is None else f"in {len(pieces.plans)} pieces"
+        return f"forward and backward {how}, the update as one graph, because: {self.step.cause.what}"
+
+
+def _trained(model: LossModule, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    owned = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
+    return {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) in owned}
+
+
+class _Buffers:
+    """The buffers of a model while its forward runs."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._held = [
+            (f"{path}.{name}" if path else name, module._buffers, name, buffer, buffer._version, buffer.clone())
+            for path, module in model.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    def take_back(self) -> dict[str, Tensor]:
+        """The new values of those that were written; the buffers are as they were before."""
+        found = {}
+        for path, table, name, buffer, version, old in self._held:
+            now = table.get(name)
+            if now is buffer and buffer._version == version:
+                continue
+            if now is not None and now.shape == buffer.shape and now.dtype == buffer.dtype:
+                found[path] = now.detach().clone()
+                table[name] = buffer
+                with torch.no_grad():
+                    buffer.copy_(old)
+        return found
+
+
+@contextmanager
+def _set_aside(model: torch.nn.Module) -> Iterator[_Buffers]:
+    """Watch the buffers of a model; where an error comes of it, they are as before."""
+    with torch.no_grad():
+        buffers = _Buffers(model)
+    try:
+        yield buffers
+    except BaseException:
+        buffers.take_back()
+        raise
+
+
+@contextmanager
+def _without_gradients(model: torch.nn.Module) -> Iterator[None]:
+    """Within it no parameter has a gradient; behind it each has the one that the user left there."""
+    kept = [(parameter, parameter.grad) for parameter in model.parameters()]
+    try:
+        for parameter, _ in kept:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+
+
+def _fitted(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """A gradient as an update reads it: dense, in the layout of its parameter."""
+    gradient = gradient.detach()
+    if gradient.layout is not torch.strided:
+        gradient = gradient.to_dense()
+    if is_laid_out_like(gradient, parameter):
+        return gradient
+    return empty_laid_out_like(parameter, gradient.dtype).copy_(gradient)
+
+
+@without_full_collections()
+def _update_graph(model: LossModule, made: Made, given: Sequence[Tensor]) -> Begun:
+    """A graph that takes what the update reads and returns the loss and the new values of buffers."""
+    graph, inputs, mode = fx.Graph(), [], FakeTensorMode()
+
+    def placeholder(name: str, value: Tensor, source: Source, target: str = "", index: int = -1) -> fx.Node:
+        node = graph.placeholder(name.replace(".", "_"))
+        node.meta["val"] = mode.from_tensor(value.detach(), static_shapes=True)
+        inputs.append(Input(node.name, source, target, index))
+        return node
+
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    weights = [placeholder(f"p_{name}", parameters[name], Source.PARAMETER, name) for name in made.gradients]
+    written = [placeholder(f"b_{name}", buffers[name], Source.BUFFER, name) for name in made.buffers]
+    loss = placeholder("loss", made.loss, Source.USER, index=0)
+    values = [
+        placeholder(f"new_{name}", value, Source.USER, index=number)
+        for number, (name, value) in enumerate(made.buffers.items(), 1)
+    ]
+    first = 1 + len(values)
+    inputs += [Input(f"grad_{node.name}", Source.USER, index=place) for place, node in enumerate(weights, first)]
+    graph.output((loss, None, *values))
+    _, in_spec = pytree.tree_flatten((tuple(given), {}))
+    _, out_spec = pytree.tree_flatten((made.loss, None))
+    captured = Captured(fx.GraphModule({}, graph), tuple(inputs), {}, in_spec, out_spec)
+    return Begun(captured, given, 2, tuple(n.name for n in written), tuple(n.name for n in weights))

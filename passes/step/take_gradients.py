@@ -1,0 +1,76 @@
+"""`TakeGradients`: gradients that were made elsewhere become inputs of the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import fx
+
+from amp_compiler.fx.graph import results_of
+from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.step.fold_loss_scale import SCALE
+
+
+@dataclass(frozen=True)
+class TakeGradients(InPlacePass):
+    """Let the graph take the gradients of weights and the loss scale, as placeholders behind the others.
+
+    It stands where a graph with a backward has `differentiate` and `fold_loss_scale`: for a model that runs in pieces,
+    each with a backward of its own.
+
+    Before (`owners={"w": "w"}`)::
+
+        in w: fp32[8, 8]
+        in loss: fp32[]
+        return loss
+
+    After::
+
+        in w: fp32[8, 8]
+        in loss: fp32[]
+        in grad_w: fp32[8, 8]
+        in loss_scale: fp32[]
+        return loss, grad_w
+
+    Left alone: a graph for which no gradients are announced.
+
+    Args:
+        owners: the weights that the update starts from (masters, where there are any), with the parameter that each
+            belongs to, whose type and shape the gradient has.
+    """
+
+    owners: Mapping[str, str]
+    name: ClassVar[str] = "take_gradients"
+    exact: ClassVar[bool] = True
+
+    def requires(self, subject: fx.GraphModule) -> str | None:
+        """Every weight and every parameter is a placeholder."""
+        known = {node.name for node in subject.graph.find_nodes(op="placeholder")}
+        missing = [name for pair in self.owners.items() for name in pair if name not in known]
+        return f"'{missing[0]}' is no placeholder of the graph" if missing else super().requires(subject)
+
+    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+        """Rewrite in place."""
+        if not self.owners:
+            return PassResult(subject, False)
+        graph = subject.graph
+        placeholders = {node.name: node for node in graph.find_nodes(op="placeholder")}
+        last, gradients = list(placeholders.values())[-1], []
+        for parameter in self.owners.values():
+            value = placeholders[parameter].meta["val"]
+            last = _placeholder(last, f"grad_{parameter}", torch.empty_like(value))
+            gradients.append(last)
+        _placeholder(last, SCALE, value.new_empty((), dtype=torch.float32))
+        graph.output_node().args = ((*results_of(graph), *gradients),)
+        subject.recompile()
+        return PassResult(subject, True)
+
+
+def _placeholder(last: fx.Node, name: str, value: torch.Tensor) -> fx.Node:
+    with last.graph.inserting_after(last):
+        node = last.graph.placeholder(name)
+    node.meta["val"] = value
+    return node
