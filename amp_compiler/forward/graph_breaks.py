@@ -8,12 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import fx, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from amp_compiler.errors import AmpError, CaptureError, CustomFunctionError, first_line
 from amp_compiler.forward.program import build_run, rewrite_piece
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.fx.capture import user_frame
+from amp_compiler.fx.checkpoints import compiled_checkpoints
 from amp_compiler.fx.custom_functions import OpaqueFunctions
 from amp_compiler.fx.dynamo import trace_piece
 from amp_compiler.fx.garbage import without_full_collections
@@ -45,10 +48,14 @@ class Pieces:
         short = settings.low(device).short
         self._settings = replace(settings, dtype=short)
         self._model = type(model).__name__
-        self._opaque = OpaqueFunctions(cause.functions if isinstance(cause, CustomFunctionError) else ())
-        dynamic = None if settings.dynamic_shapes is None else True
-        self._run = torch.compile(model, backend=self._backend, dynamic=dynamic)
+        functions = cause.functions if isinstance(cause, CustomFunctionError) else ()
+        self._opaque = OpaqueFunctions(one for one in functions if one is not torch.utils.checkpoint.CheckpointFunction)
+        self._run = self._compile(model)
         logger.info("torch.export could not take %s whole, Dynamo takes it in pieces: %s", self._model, cause)
+
+    def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        dynamic = None if self._settings.dynamic_shapes is None else True
+        return torch.compile(function, backend=self._backend, dynamic=dynamic)  # type: ignore[no-any-return]
 
     def _backend(self, piece: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         run, plan, rewritten, stages = compile_piece(piece, inputs, self._settings)
@@ -65,7 +72,7 @@ class Pieces:
             LoweringError: a piece cannot be rewritten or compiled.
         """
         try:
-            with self._opaque.active(), unrolled_recurrence():
+            with self._opaque.active(), compiled_checkpoints(self._compile), unrolled_recurrence():
                 result = self._run(*args, **kwargs)
         except dynamo_error() as error:
             raise self._error(error) from error
@@ -134,6 +141,11 @@ def compile_piece(
         CaptureError: it cannot be traced.
         LoweringError: it cannot be rewritten or compiled.
     """
-    traced, kinds = trace_piece(piece, inputs)
-    plan, emulated, stages = rewrite_piece(traced, kinds, settings, settings.low(device_of(inputs)))
-    return build_run(traced, list(inputs), settings, emulated, stages), plan, traced, stages
+    with saved_tensors_hooks(_same, _same):  # the user's, and those of checkpointing, are not for what tracing saves
+        traced, kinds = trace_piece(piece, inputs)
+        plan, emulated, stages = rewrite_piece(traced, kinds, settings, settings.low(device_of(inputs)))
+        return build_run(traced, list(inputs), settings, emulated, stages), plan, traced, stages
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
@@ -120,6 +121,39 @@ def inductor_graph_pass(identity: str, work: Sequence[Callable[[fx.Graph], Any]]
     except ImportError:
         return theirs
     return [*get_custom_graph_passes(theirs), GraphPass()]
+
+
+@contextlib.contextmanager
+def replaced_checkpoint(replace: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Within it, `torch.utils.checkpoint.checkpoint` runs another function, by whatever name it was imported.
+
+    Dynamo does not look into it then, nor put it into its graph.
+
+    Args:
+        replace: makes that function, from the one that runs otherwise.
+    """
+    module = torch.utils.checkpoint
+    shown = module.checkpoint
+    written = getattr(shown, "__wrapped__", None)  # torch hides it from Dynamo, and keeps the hidden one here:
+    key = "__dynamo_disable"
+    if written is None:
+        yield
+        return
+
+    def apart(*args: Any, **kwargs: Any) -> Any:
+        return shown(*args, **kwargs)
+
+    hidden = getattr(written, key, None)
+    setattr(written, key, torch.compiler.disable(replace(written)))
+    module.checkpoint = torch.compiler.disable(apart)  # Dynamo knows torch's function by its identity
+    try:
+        yield
+    finally:
+        module.checkpoint = shown
+        if hidden is None:
+            delattr(written, key)
+        else:
+            setattr(written, key, hidden)
 
 
 @contextlib.contextmanager

@@ -44,6 +44,11 @@ class LossModule(nn.Module):
                 )
             self._place(path, leaf)
 
+    @property
+    def name(self) -> str:
+        """Of the class of the model, for messages."""
+        return type(self.__dict__["nest"]).__name__
+
     def _place(self, path: tuple[Any, ...], leaf: nn.Module) -> None:
         holder: nn.Module = self
         *outer, last = [ROOT, *(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)]
