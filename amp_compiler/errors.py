@@ -93,6 +93,10 @@ class LoweringError(AmpError):
     """A plan cannot be carried out on a graph, or the graph cannot be compiled for the device."""
 
 
+class OptimizerError(LoweringError):
+    """What an optimizer's own code does fits no graph, whole or in pieces."""
+
+
 class OnnxError(AmpError):
     """An ONNX model cannot be read, converted or written."""
 

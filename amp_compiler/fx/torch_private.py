@@ -86,6 +86,11 @@ def dynamo_error() -> type[Exception]:
     return torch._dynamo.exc.TorchDynamoException
 
 
+def needs_double_backward(error: BaseException) -> bool:
+    """Whether an error says that a compiled backward was to be differentiated; torch has no type for it."""
+    return isinstance(error, RuntimeError) and "does not currently support double backward" in str(error)
+
+
 def own_decompositions() -> contextlib.AbstractContextManager[None]:
     """Within it, tracing opens compound operators as it does for torch's own compiler.
 

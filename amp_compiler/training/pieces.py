@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,11 +12,12 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from amp_compiler.errors import AmpError
+from amp_compiler.errors import AmpError, CaptureError, first_line
 from amp_compiler.forward.graph_breaks import Pieces
 from amp_compiler.forward.settings import Settings, device_of
-from amp_compiler.fx.capture import Captured, Input, Source
+from amp_compiler.fx.capture import Captured, Input, Source, user_frame
 from amp_compiler.fx.garbage import without_full_collections
+from amp_compiler.fx.torch_private import needs_double_backward
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.layout import empty_laid_out_like, is_laid_out_like
 from amp_compiler.passes.pipeline import Stages
@@ -58,11 +59,38 @@ class PieceStep:
 
     def __init__(self, model: LossModule, settings: Settings, cause: AmpError, state: StepState, enabled: bool) -> None:
         self.model, self.state, self.cause = model, state, cause
-        self.pieces = Pieces(model, settings, cause, device_of(model.parameters())) if enabled else None
+        self._settings, self._device = settings, device_of(model.parameters())
+        self.pieces = self._in_pieces() if enabled else None
         self._updates: dict[Any, StepProgram] = {}
 
+    def _in_pieces(self) -> Pieces:
+        return Pieces(self.model, self._settings, self.cause, self._device)
+
     def forward_and_backward(self, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer]) -> Made:
-        """Run them; parameters and buffers are as they were before."""
+        """Run them; parameters and buffers are as they were before.
+
+        Raises:
+            AmpError: what the model's own code raised, or Dynamo, or a backend.
+        """
+        drawn = _random_state(self._device)
+        try:
+            return self._run(batch, optimizers)
+        except AmpError:
+            raise
+        except Exception as error:  # the model's own code may raise anything
+            if needs_double_backward(error) and self._settings.runs_on.compiled:
+                self._settings = replace(self._settings, backend="eager")  # whose pieces autograd goes through itself
+                self.pieces = self._in_pieces()
+                _set_random_state(self._device, drawn)
+                return self.forward_and_backward(batch, optimizers)
+            raise CaptureError(
+                f"the step failed in pieces: {type(error).__name__}: {first_line(error)}; and as one graph: "
+                f"{self.cause.what}",
+                where=user_frame(error),
+                mend="see the error that this one comes from",
+            ) from error
+
+    def _run(self, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer]) -> Made:
         scale = self.state.kept.scale().scale
         with torch.enable_grad(), _set_aside(self.model) as buffers:
             loss, aux = self.model(*batch) if self.pieces is None else self.pieces(batch, {})
@@ -146,6 +174,17 @@ class PieceProgram:
         pieces = self.step.pieces
         how = "as they are written, in FP32" if pieces is None else f"in {len(pieces.plans)} pieces"
         return f"forward and backward {how}, the update as one graph, because: {self.step.cause.what}"
+
+
+def _random_state(device: torch.device) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def _set_random_state(device: torch.device, states: Sequence[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1], device)
 
 
 def _trained(model: LossModule, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:

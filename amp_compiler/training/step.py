@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 
 from amp_compiler.backends.cuda_capture import TorchGraphs
 from amp_compiler.backends.cuda_graph import GraphSettings
-from amp_compiler.errors import AmpError, CaptureError, HookError, LoweringError
+from amp_compiler.errors import AmpError, CaptureError, HookError, LoweringError, OptimizerError
 from amp_compiler.forward.compiled_module import CompiledModule
 from amp_compiler.forward.settings import device_of, make_settings
 from amp_compiler.forward.signature import BatchForm, leaves_key, module_key
@@ -250,7 +250,7 @@ class TrainingStep(StepReadings):
             with BUILDING:
                 program = build_step(self._module, batch, options, self._state)
         except (CaptureError, LoweringError) as cause:
-            if isinstance(cause, HookError) or self._state.kept.weights.storage.low:
+            if not self._may_run_in_pieces(cause):
                 raise
             step = PieceStep(self._module, self._settings, cause, self._state, self._enabled)
             return PieceProgram(step, spec, options, owners)
@@ -260,6 +260,13 @@ class TrainingStep(StepReadings):
         self._programs[(spec, now, owners, gather, form)] = program
         self._form.fix(batch)
         return program
+
+    def _may_run_in_pieces(self, cause: AmpError) -> bool:
+        """Whether pieces could do what one graph could not, and as the caller asked for it."""
+        shapes_given = self._settings.dynamic_shapes is not None
+        return not (
+            isinstance(cause, (HookError, OptimizerError)) or shapes_given or self._state.kept.weights.storage.low
+        )
 
     def _dynamic(self, key: tuple[Any, ...], leaves: list[Any]) -> StepProgram | None:
         """A program of dynamic shapes that was captured for another batch and fits this one."""

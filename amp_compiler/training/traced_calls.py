@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from amp_compiler.errors import LoweringError
+from amp_compiler.errors import OptimizerError
 from amp_compiler.ops.update.operators import FUSED_NAMES
 
 _READS = (
@@ -44,7 +44,7 @@ class StepCalls(TorchFunctionMode):
         reads: let `item()` give an fp64 tensor instead of a refusal.
 
     Raises:
-        LoweringError: a value is read.
+        OptimizerError: a value is read.
     """
 
     def __init__(self, name: str, grads: Mapping[int, Tensor], *, reads: bool) -> None:
@@ -63,7 +63,7 @@ class StepCalls(TorchFunctionMode):
         if func in _READS:
             if self.reads and func is Tensor.item:
                 return args[0].double()
-            raise LoweringError(
+            raise OptimizerError(
                 f"step() of {self.name} reads the value of a tensor ({func.__name__}), which a graph cannot",
                 mend=f"compute with tensors, for example with torch.where, or use {FUSED_NAMES}",
             )

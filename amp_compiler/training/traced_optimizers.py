@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_compiler.errors import AmpError, LoweringError
+from amp_compiler.errors import AmpError, OptimizerError
 from amp_compiler.ops.update.operators import FUSED_NAMES
 from amp_compiler.passes.step.trace_update import OWN_STATE, StateTensor, TracedUpdate
 from amp_compiler.training.traced_calls import StepCalls, compiling, selecting
@@ -141,7 +141,7 @@ def bind_traced(
 
     Raises:
         AmpError: the optimizer cannot be traced, or a parameter has no FP32 master.
-        LoweringError: the state cannot be made before the first step.
+        OptimizerError: the state cannot be made before the first step.
     """
     check_traceable(optimizer)
     places = [(n, p) for n, group in enumerate(optimizer.param_groups) for p in group["params"] if id(p) in masters]
@@ -162,7 +162,7 @@ def bind_traced(
     )
     odd = [entry.key for entry in states if not str(entry.key).isidentifier()]
     if odd:
-        raise LoweringError(f"{odd[0]!r} is a key of the optimizer's state", mend="use names as keys")
+        raise OptimizerError(f"{odd[0]!r} is a key of the optimizer's state", mend="use names as keys")
     numbers: list[State] = [
         {key: value for key, value in optimizer.state[parameter].items() if not isinstance(value, Tensor)}
         for parameter in parameters
@@ -219,7 +219,7 @@ def _own_update(
             keys = {entry.key for entry in states if entry.parameter == number} | set(kept)
             if set(state[parameter]) != keys:
                 extra = ", ".join(sorted(set(state[parameter]) ^ keys))
-                raise LoweringError(
+                raise OptimizerError(
                     f"step() of {name} adds or removes '{extra}' in its state",
                     mend="make all of the state before the first step, from zeros",
                 )
@@ -231,8 +231,8 @@ def _own_update(
     return update
 
 
-def _keeps_numbers(name: str, what: str) -> LoweringError:
-    return LoweringError(
+def _keeps_numbers(name: str, what: str) -> OptimizerError:
+    return OptimizerError(
         f"step() of {name} changes {what}, which is a number and would stay as it is in a graph",
         mend="keep what changes as a tensor in the optimizer's state",
     )

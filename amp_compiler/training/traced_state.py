@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from amp_compiler.errors import LoweringError
+from amp_compiler.errors import OptimizerError
 from amp_compiler.fx.graph import LOW_TYPES
 from amp_compiler.ops.update.operators import FUSED_NAMES
 from amp_compiler.training.weights import MASTER
@@ -57,17 +57,17 @@ def initialise(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
         parameters: the parameters in question.
 
     Raises:
-        LoweringError: the state begins from the gradient, or its code fails.
+        OptimizerError: the state begins from the gradient, or its code fails.
     """
     wanted = set(map(id, parameters))
     groups = [{**group, "params": [p for p in group["params"] if id(p) in wanted]} for group in optimizer.param_groups]
     make = _init_groups if hasattr(type(optimizer), "_init_group") else _record_first_step
     try:
         made = make(optimizer, groups)
-    except LoweringError:
+    except OptimizerError:
         raise
     except Exception as cause:
-        raise LoweringError(
+        raise OptimizerError(
             f"{type(optimizer).__name__} cannot make its state: {type(cause).__name__}: {cause}",
             mend="use an optimizer that makes its state in step()",
         ) from cause
@@ -148,7 +148,7 @@ def _record_first_step(optimizer: Optimizer, groups: list[dict[str, Any]]) -> li
             other = second.get(key)
             tensors = isinstance(value, Tensor) and isinstance(other, Tensor)
             if not (torch.equal(value, other) if tensors else value == other):  # type: ignore[arg-type]
-                raise LoweringError(
+                raise OptimizerError(
                     f"'{key}' in the state of {type(optimizer).__name__} begins from the first gradient",
                     mend=f"let it begin as zeros, or use {FUSED_NAMES}",
                 )

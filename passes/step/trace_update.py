@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from amp_compiler.errors import LoweringError
+from amp_compiler.errors import OptimizerError
 from amp_compiler.fx.alias import is_view, readers
 from amp_compiler.fx.graph import results_of
 from amp_compiler.ops.update.operators import FUSED_NAMES
@@ -84,7 +84,7 @@ def trace_update(update: TracedUpdate, values: Sequence[Tensor]) -> fx.GraphModu
             [rates], `coef` fp32 [], `skip` fp32 []. The placeholders of the graph stand in this order.
 
     Raises:
-        LoweringError: the code reads values, or cannot be traced for another reason.
+        OptimizerError: the code reads values, or cannot be traced for another reason.
     """
     count, held = len(update.masters), len(update.states)
 
@@ -100,11 +100,11 @@ def trace_update(update: TracedUpdate, values: Sequence[Tensor]) -> fx.GraphModu
     with values[0].fake_mode:  # type: ignore[attr-defined]
         try:
             traced = make_fx(torch.func.functionalize(run), _allow_non_fake_inputs=True)(*values)
-        except LoweringError:
+        except OptimizerError:
             raise
         except Exception as cause:
             reason = str(cause).partition("\n")[0]
-            raise LoweringError(
+            raise OptimizerError(
                 f"the update of {update.name} cannot be traced: {type(cause).__name__}: {reason}",
                 mend=f"use an optimizer whose step() is made of tensor operations alone, or {FUSED_NAMES}",
             ) from cause
@@ -129,7 +129,7 @@ def _tidy(traced: fx.GraphModule, like: Tensor, name: str) -> None:
 def _inline_constant(traced: fx.GraphModule, node: fx.Node, like: Tensor, name: str) -> None:
     value = getattr(traced, str(node.target))
     if not isinstance(value, Tensor) or value.dim():
-        raise LoweringError(
+        raise OptimizerError(
             f"the update of {name} uses a tensor that is neither a parameter nor its state",
             mend="keep it in the optimizer's state",
         )
@@ -164,7 +164,7 @@ def _commit(traced: fx.GraphModule, update: TracedUpdate) -> None:
     news = results_of(graph)
     graph.output_node().args = ((),)
     if all(new is old for new, old in zip(news[:count], olds, strict=False)):
-        raise LoweringError(
+        raise OptimizerError(
             f"the update of {update.name} writes no parameter",
             mend="let step() change the parameters in place, under torch.no_grad()",
         )

@@ -80,6 +80,8 @@ OPTIONS: dict[str, Any] = {
     "differentiate": {"wrt": ("a",)},
     "differentiate/what_the_loss_does_not_depend_on_has_none": {"wrt": ("a", "b")},
     "differentiate/a_typed_op_brings_its_own_types": {"wrt": ("a", "b")},
+    "take_gradients": {"owners": {"w_master": "w"}},
+    "take_gradients/no_gradient_is_announced": {"owners": {}},
     "sum_gradients": {"owner": ("w", "w")},
     "sum_gradients/one_gradient_a_weight": {"owner": ("a", "b")},
     "fuse_update": {**UPDATE, "groups": (SGD,), "clip_norm": 1.0},

@@ -1,0 +1,332 @@
+"""Programs that plain torch trains and one graph cannot hold: the step runs them in pieces, and says so."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import amp_compiler as amp
+from amp_compiler.errors import CaptureError
+
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(16, 8, generator=GENERATOR)
+Y = torch.randint(0, 4, (16,), generator=GENERATOR)
+KEPT = torch.rand(16, generator=GENERATOR) > 0.5
+EYE = torch.eye(4)
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def normed(momentum=0.1):
+    return nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16, momentum=momentum), nn.Linear(16, 4))
+
+
+def penalized(model, x, y, kept):
+    x = x.clone().requires_grad_()
+    logits = model(x)
+    (slope,) = torch.autograd.grad(logits.sum(), x, create_graph=True)
+    return F.cross_entropy(logits, y) + (slope.norm(dim=1) - 1).square().mean()
+
+
+def logged(model, x, y, kept):
+    loss = F.cross_entropy(model(x), y)
+    return loss, loss.item()
+
+
+def branching(model, x, y, kept):
+    loss = F.cross_entropy(model(x), y)
+    return loss * 2 if loss > 0.5 else loss
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.body, self.head = nn.TransformerEncoder(layer, 1), nn.Linear(8, 4)
+
+    def forward(self, x):
+        mask = nn.Transformer.generate_square_subsequent_mask(len(x))
+        return self.head(self.body(x[None], mask=mask, is_causal=True)[0])
+
+
+class Translator(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, x):
+        mask = nn.Transformer.generate_square_subsequent_mask(len(x))
+        return self.head(self.body(x[None], x[None], tgt_mask=mask, tgt_is_causal=True)[0])
+
+
+class Packed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, x):
+        lengths = torch.tensor([4, 3, 2, 1])
+        packed = nn.utils.rnn.pack_padded_sequence(x.view(4, 4, 8), lengths, batch_first=True)
+        made, _ = nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)
+        return self.head(made.reshape(-1, 8))
+
+
+def entropy(model, x, y, kept):
+    return F.cross_entropy(model(x), y)
+
+
+def ctc(model, x, y, kept):
+    logits = model(x).float().view(8, 2, 4).log_softmax(-1)
+    return F.ctc_loss(logits, torch.tensor([[1, 2], [1, 3]]), torch.tensor([8, 8]), torch.tensor([2, 2]))
+
+
+def covariance(made):
+    return made.float().T @ made.float() + EYE
+
+
+# name: model, loss
+PROGRAMS = {
+    "rows of a mask": (mlp, lambda m, x, y, k: F.cross_entropy(m(x)[k], y[k])),
+    "rows of a mask, with BatchNorm": (normed, lambda m, x, y, k: F.cross_entropy(m(x)[k], y[k])),
+    "masked_select": (mlp, lambda m, x, y, k: m(x).masked_select(k[:, None]).square().mean()),
+    "nonzero": (mlp, lambda m, x, y, k: F.cross_entropy(m(x)[k.nonzero()[:, 0]], y[k])),
+    "unique": (mlp, lambda m, x, y, k: F.cross_entropy(m(x), y) * y.unique().numel()),
+    "one_hot": (mlp, lambda m, x, y, k: (m(x).softmax(-1) - F.one_hot(y)).square().mean()),
+    "scatter_reduce": (
+        mlp,
+        lambda m, x, y, k: EYE.scatter_reduce(0, y[:, None].expand(16, 4), m(x).float(), "mean").square().sum(),
+    ),
+    "index_reduce": (mlp, lambda m, x, y, k: EYE.index_reduce(0, y, m(x).float(), "mean").square().sum()),
+    "inv": (mlp, lambda m, x, y, k: torch.linalg.inv(covariance(m(x))).square().sum()),
+    "cholesky": (mlp, lambda m, x, y, k: torch.linalg.cholesky(covariance(m(x))).diagonal().log().sum()),
+    "solve": (mlp, lambda m, x, y, k: torch.linalg.solve(covariance(m(x)), x[0, :4]).square().sum()),
+    "Categorical": (mlp, lambda m, x, y, k: -torch.distributions.Categorical(logits=m(x)).log_prob(y).mean()),
+    "Normal": (
+        mlp,
+        lambda m, x, y, k: -torch.distributions.Normal(m(x)[:, 0], m(x)[:, 1].exp()).log_prob(x[:, 0]).mean(),
+    ),
+    "gaussian_nll": (mlp, lambda m, x, y, k: F.gaussian_nll_loss(m(x)[:, 0], x[:, 0], m(x)[:, 1].exp())),
+    "ctc": (mlp, ctc),
+    "momentum=None": (lambda: normed(None), entropy),
+    "causal encoder": (Encoder, entropy),
+    "nn.Transformer": (Translator, entropy),
+    "packed sequences": (Packed, entropy),
+    "no gradient but zeros": (mlp, lambda m, x, y, k: m(x).sum() * 0),
+    "a number for logging": (mlp, logged),
+    "a branch on the loss": (mlp, branching),
+    "gradient penalty": (mlp, penalized),
+}
+COMPILED = ("rows of a mask, with BatchNorm", "gradient penalty")
+
+
+def trained(name, backend, steps=3):
+    make, loss_fn = PROGRAMS[name]
+    torch.manual_seed(0)
+    model, reference = make(), make()
+    reference.load_state_dict(model.state_dict())
+    ours, theirs = (torch.optim.SGD(one.parameters(), 0.1) for one in (model, reference))
+    step = amp.training_step(model, loss_fn, ours, dtype="bf16", backend=backend)
+    for _ in range(steps):
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = loss_fn(reference, X, Y, KEPT)
+        expected = expected[0] if isinstance(expected, tuple) else expected
+        theirs.zero_grad()
+        expected.float().backward()
+        theirs.step()
+        made = step(X, Y, KEPT)
+        loss, aux = made if isinstance(made, tuple) else (made, None)
+        torch.testing.assert_close(loss, expected.detach().float(), rtol=2e-2, atol=2e-3)
+        assert aux is None or aux == pytest.approx(float(loss))
+    for mine, other in zip(model.state_dict().values(), reference.state_dict().values(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=5e-2, atol=2e-2)
+    return step
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_torch_trains_is_trained(name):
+    """As torch.autocast trains it: losses, weights and buffers of three steps."""
+    step = trained(name, "eager")
+    assert step.plan.nodes and step.gradients()
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("name", COMPILED)
+def test_with_compiled_pieces(name):
+    """A backward that is differentiated again is run node by node: torch's compiled ones cannot be."""
+    step = trained(name, "inductor")
+    assert "in 2 pieces" in step.execution or "in 3 pieces" in step.execution
+
+
+def branchy(model, x, y):
+    loss = F.cross_entropy(model(x), y)
+    if not torch.isfinite(loss):
+        return loss * 1.0
+    return loss
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RAdam], ids=["fused", "traced"])
+def test_pieces_train_as_one_graph_does(optimizer):
+    """With BatchNorm, accumulation, clipping and FP16's dynamic scale, over a batch that is skipped."""
+    results = {}
+    for kind, loss_fn in {"whole": lambda m, x, y: F.cross_entropy(m(x), y), "pieces": branchy}.items():
+        torch.manual_seed(0)
+        model = normed()
+        options = {"dtype": "fp16", "backend": "eager", "accumulate": 2, "clip_norm": 0.5}
+        step = amp.training_step(model, loss_fn, optimizer(model.parameters(), 1e-2), **options)
+        losses = [float(step(x, Y)) for x in (X, X + 1, X * torch.inf, X, X - 1, X)]
+        assert ("pieces" in step.execution) is (kind == "pieces")
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        results[kind] = losses, state, float(step.loss_scale), int(step.skipped_steps), step.gradients()
+    (losses, weights, *rest, gradients), (theirs, their_weights, *their_rest, their_gradients) = results.values()
+    torch.testing.assert_close(losses, theirs, rtol=1e-3, atol=1e-3, equal_nan=True)
+    torch.testing.assert_close(weights, their_weights, rtol=1e-2, atol=2e-3)
+    torch.testing.assert_close(gradients, their_gradients, rtol=2e-2, atol=2e-3)
+    assert rest == their_rest == [32768.0, 1]
+
+
+def test_a_skipped_step_changes_nothing_but_the_scale():
+    torch.manual_seed(0)
+    model = normed()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    step = amp.training_step(model, branchy, optimizer, dtype="fp16", backend="eager")
+    step(X, Y)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    moments = {name: value.clone() for name, value in optimizer.state[model[0].weight].items()}
+    step(X * torch.nan, Y)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    for name, value in optimizer.state[model[0].weight].items():
+        assert torch.equal(value, moments[name]), name
+    assert float(step.loss_scale) == 32768.0
+    report = step.nonfinite_report()
+    assert "0.weight" in report.parameters and not report.repeated
+
+
+def test_it_is_told_once_and_can_be_read(caplog):
+    model = mlp()
+    step = amp.training_step(model, branchy, torch.optim.SGD(model.parameters(), 0.1), dtype="bf16", backend="eager")
+    with caplog.at_level(logging.WARNING, "amp_compiler"):
+        step(X, Y)
+        step(X, Y)
+    (told,) = [record.message for record in caplog.records if "in 2 pieces" in record.message]
+    assert "the update as one graph, because: torch.export cannot take" in told
+    names = [stage.name for stage in step.stages]
+    assert names[0] == "piece0/capture" and names[-1] == "fuse_update" and "take_gradients" in names
+    assert any("sgd_update" in str(node.target) for node in step.graph_module.graph.nodes)
+    assert {node.name.partition("/")[0] for node in step.plan.nodes} == {"piece0"}
+
+
+def test_the_users_gradients_stay():
+    model = mlp()
+    step = amp.training_step(model, branchy, torch.optim.SGD(model.parameters(), 0.1), dtype="bf16", backend="eager")
+    mine = model[0].weight.grad = torch.ones(16, 8)
+    step(X, Y)
+    assert model[0].weight.grad is mine and bool((mine == 1).all()) and model[2].weight.grad is None
+
+
+def test_a_parameter_without_a_gradient_is_left_alone():
+    """Which ones there are may change from step to step."""
+
+    def loss_fn(models, x, y, which):
+        loss = F.cross_entropy(models[int(which.item())](x), y)
+        return loss
+
+    models = nn.ModuleList([mlp(), mlp()])
+    step = amp.training_step(
+        models, loss_fn, torch.optim.AdamW(models.parameters(), 1e-2), dtype="bf16", backend="eager"
+    )
+    for which in (0, 1, 0):
+        before = [parameter.clone() for parameter in models[1 - which].parameters()]
+        moved = models[which][0].weight.clone()
+        step(X, Y, torch.tensor(which))
+        assert all(map(torch.equal, before, models[1 - which].parameters()))
+        assert not torch.equal(moved, models[which][0].weight)
+
+
+def test_an_error_of_the_model_names_its_line_and_changes_nothing():
+    model = normed()
+    step = amp.training_step(model, branchy, torch.optim.SGD(model.parameters(), 0.1), dtype="bf16", backend="eager")
+    step(X, Y)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(CaptureError, match=r"test_training_pieces.py:\d+"):
+        step(X[:, :3], Y)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+CALLS = []
+
+
+@torch.library.custom_op("amp_tests::watched", mutates_args=())
+def watched(x: torch.Tensor) -> torch.Tensor:
+    CALLS.append(x.dtype)
+    return x.clone()
+
+
+watched.register_fake(torch.empty_like)
+watched.register_autograd(lambda ctx, grad: grad)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.reentrant = reentrant
+
+    def inner(self, x):
+        return F.gelu(watched(self.second(x)))
+
+    def forward(self, x):
+        return self.head(checkpoint(self.inner, self.first(x), use_reentrant=self.reentrant))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kind", ["step", "model"])
+def test_what_is_checkpointed_is_computed_again(reentrant, kind):
+    """In 16 bits both times, by a training step and by a compiled model."""
+    torch.manual_seed(0)
+    model = Checkpointed(reentrant)
+    options = {"dtype": "bf16", "backend": "eager"}
+    if kind == "step":
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        run = amp.training_step(model, lambda m, x, y: F.cross_entropy(m(x), y), optimizer, **options)
+    else:
+        compiled = amp.compile(model, **options)
+
+        def run(x, y):
+            F.cross_entropy(compiled(x), y).backward()
+
+    run(X, Y)
+    CALLS.clear()
+    run(X, Y)
+    assert [torch.bfloat16] * 2 == CALLS
+    if kind == "step":
+        assert "checkpoints activations" in run.execution
+    else:
+        assert compiled.in_pieces and model.second.weight.grad.abs().sum() > 0
+
+
+def test_checkpointing_without_gradients_is_one_graph():
+    compiled = amp.compile(Checkpointed(False).eval(), dtype="bf16", backend="eager")
+    with torch.no_grad():
+        compiled(X)
+    assert not compiled.in_pieces
+
+
+def test_torch_is_as_it_was():
+    """The function that checkpoints, and what torch keeps on it."""
+    model = Checkpointed(False)
+    written = checkpoint.__wrapped__
+    before = dict(vars(written))
+    step = amp.training_step(
+        model, lambda m, x, y: F.cross_entropy(m(x), y), torch.optim.SGD(model.parameters(), 0.1),
+        dtype="bf16", backend="eager",
+    )  # fmt: skip
+    step(X, Y)
+    assert torch.utils.checkpoint.checkpoint is checkpoint and vars(written) == before
