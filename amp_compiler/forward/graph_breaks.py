@@ -13,15 +13,23 @@ from torch import fx, nn
 from amp_compiler.errors import AmpError, CaptureError, CustomFunctionError
 from amp_compiler.forward.program import build_run, rewrite_piece
 from amp_compiler.forward.settings import Settings, device_of
-from amp_compiler.fx.capture import user_frame
+from amp_compiler.fx.capture_errors import user_frame
 from amp_compiler.fx.custom_functions import OpaqueFunctions
 from amp_compiler.fx.dynamo import trace_piece
 from amp_compiler.fx.garbage import without_full_collections
-from amp_compiler.fx.torch_private import dynamo_error, unrolled_recurrence
+from amp_compiler.fx.torch_private import (
+    compile_in_pieces,
+    dynamo_errors,
+    is_recompile_limit,
+    recompile_limit,
+    restored_transforms,
+    unrolled_recurrence,
+)
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
 
 logger = logging.getLogger("amp_compiler")
+MOST_FORMS = 64  # of the inputs of one piece, each of which is compiled anew
 
 
 class Pieces:
@@ -47,7 +55,7 @@ class Pieces:
         self._model = type(model).__name__
         self._opaque = OpaqueFunctions(cause.functions if isinstance(cause, CustomFunctionError) else ())
         dynamic = None if settings.dynamic_shapes is None else True
-        self._run = torch.compile(model, backend=self._backend, dynamic=dynamic)
+        self._run = compile_in_pieces(model, self._backend, dynamic)
         logger.info("torch.export could not take %s whole, Dynamo takes it in pieces: %s", self._model, cause)
 
     def _backend(self, piece: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -65,9 +73,16 @@ class Pieces:
             LoweringError: a piece cannot be rewritten or compiled.
         """
         try:
-            with self._opaque.active(), unrolled_recurrence():
+            with (
+                self._opaque.active(),
+                unrolled_recurrence(),
+                restored_transforms(),
+                recompile_limit(MOST_FORMS) as limit,
+            ):
                 result = self._run(*args, **kwargs)
-        except dynamo_error() as error:
+        except dynamo_errors() as error:
+            if is_recompile_limit(error):
+                raise self._too_many_forms(limit) from error
             raise self._error(error) from error
         if not self.plans:
             raise CaptureError(
@@ -76,6 +91,15 @@ class Pieces:
                 mend="call amp.compile on the submodules that can be captured, or change what export names",
             )
         return result
+
+    def _too_many_forms(self, limit: int) -> CaptureError:
+        return CaptureError(
+            f"{self._model} runs in pieces, and one of them was compiled for {limit} forms of its inputs (Dynamo's"
+            " recompile_limit): the next would run without a plan, in FP32",
+            where=self.cause.where,
+            mend="pass numbers that change as tensors, pad the inputs to fewer shapes, pass dynamic_shapes=, or raise"
+            " torch._dynamo.config.recompile_limit",
+        )
 
     def _error(self, error: BaseException) -> AmpError:
         inner: BaseException | None = error

@@ -19,6 +19,7 @@ from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.graph import copy_graph
 from amp_compiler.fx.lower import lower, lower_graph
 from amp_compiler.fx.meta import Key
+from amp_compiler.fx.torch_private import TENSORS
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import ValueKind
 from amp_compiler.ir.plan import PrecisionPlan
@@ -169,10 +170,19 @@ class Program:
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """Run on the flattened user arguments."""
-        inputs = [
+        with TENSORS:
+            inputs = self.inputs(leaves)
+        return self.run_on(inputs)
+
+    def inputs(self, leaves: Sequence[Any]) -> list[Any]:
+        """What the graph is given: the user's arguments and today's tensors of the module. Hold `TENSORS` meanwhile."""
+        return [
             leaves[entry.index] if get is None else get()
             for entry, get in zip(self.captured.inputs, self.fetch, strict=True)
         ]
+
+    def run_on(self, inputs: list[Any]) -> Any:
+        """Run on what `inputs` gave."""
         results = self.run(*inputs, *self.weights.current(inputs))
         return pytree.tree_unflatten(list(results), self.captured.out_spec)
 

@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_compiler.errors import CaptureError
-from amp_compiler.fx.capture import tracing_context, user_frame
+from amp_compiler.fx.capture import tracing_context
+from amp_compiler.fx.capture_errors import user_frame
 from amp_compiler.fx.graph import rename_placeholder, user_source
 from amp_compiler.fx.meta import CUSTOM_REGION, Key, region_pin
 from amp_compiler.ir.graph import ValueKind
