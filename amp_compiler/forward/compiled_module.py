@@ -32,10 +32,10 @@ _OWN = ("forward", "__class__")
 class CompiledModule(StandIn):
     """What `amp.compile` returns: it shares parameters, buffers and submodules with the module it was made of.
 
-    Its other methods (`generate`, say) are those of the original and run the original. What is assigned to it goes to the
-    original too, but for what tools write that put themselves around a model: `forward`, `__class__`, hooks, and names
-    that begin with an underscore and that the original does not have. Its class is made for the class of the original
-    (`CompiledLinear`), so that `forward` has the same signature.
+    Its other methods (`generate`, say) are those of the original and run the original. What is assigned to it goes to
+    the original too, but for what tools write that put themselves around a model: `forward`, `__class__`, hooks, and
+    names that begin with an underscore and that the original does not have. Its class is made for the class of the
+    original (`CompiledLinear`), so that `forward` has the same signature.
 
     Any number of threads may call it. While one captures, calls for signatures that were captured before go on; only
     models in pieces are called one at a time.

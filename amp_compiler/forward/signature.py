@@ -38,7 +38,7 @@ def module_key(model: nn.Module, by_identity: bool = False) -> tuple[Any, ...]:
             continue
         seen.add(id(module))
         own = vars(module)
-        key += (id(module), own["training"] if "training" in own else module.training)
+        key += (id(module), module.training)
         key += [tuple(own[name]) for name in _HOOKS if own[name]]
         for parameter in own["_parameters"].values():
             if parameter is not None:

@@ -32,7 +32,7 @@ def unwrapped_model(model: Any, mend: str) -> Any:
     if type(model) in (list, tuple):
         return type(model)(unwrapped_model(one, mend) for one in model)
     while isinstance(model, nn.Module):
-        inner = model.original if isinstance(model, StandIn) else vars(model)["_modules"].get(_COMPILED)
+        inner = model.original if isinstance(model, StandIn) else getattr(model, _COMPILED, None)
         if not isinstance(inner, nn.Module):
             break
         model = inner

@@ -23,7 +23,8 @@ from torch.overrides import TorchFunctionMode
 from amp_compiler.errors import AmpError, CaptureError, CustomFunctionError, HookError
 from amp_compiler.fx.capture_errors import capture_error
 from amp_compiler.fx.custom_functions import recorded_functions
-from amp_compiler.fx.torch_private import exporting
+from amp_compiler.fx.graph import user_source
+from amp_compiler.fx.torch_private import exporting, transform_of
 from amp_compiler.fx.transformers_caches import register_caches
 
 
@@ -213,6 +214,7 @@ def export_module(
             where=type(model).__name__,
             mend="make it a torch.library custom op with register_autograd; amp.compile runs it between its pieces",
         )
+    _refuse_transforms(program.graph)
     return program
 
 
@@ -325,6 +327,17 @@ def _refuse_backward_hooks(model: nn.Module) -> None:
             raise HookError(
                 f"module '{name or type(model).__name__}' has a full backward hook, which a graph does not run",
                 mend="remove it before the call, or register it on a tensor outside of the model",
+            )
+
+
+def _refuse_transforms(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if transform_of(node):
+            raise CaptureError(
+                "forward differentiates with torch.func or torch.autograd.forward_ad, which a captured graph cannot hold"
+                f" ({transform_of(node)})",
+                where=user_source(node.meta.get("stack_trace")),
+                mend="do it outside of the model, or in a part that is not captured",
             )
 
 

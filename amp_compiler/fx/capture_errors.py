@@ -44,16 +44,22 @@ _ON_VALUES = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "Pe
 # The first that holds is said.
 _KINDS = (
     _Kind(
-        "branches on the values of a tensor",
-        "remove the branch (torch.where), or use torch.cond",
-        _ON_VALUES,
-        line=r"\b(if|elif|while|and|or|not|bool|any|all)\b",
+        "differentiates with torch.func, which a captured graph cannot hold",
+        "do it outside of the model, or in a part that is not captured",
+        text=r"functorch|torch\.func|object has no attribute 'constant'|forward AD",
     ),
     _Kind(
         "checks the values of a tensor",
         "remove the assert, or use torch._assert_async",
         _ON_VALUES,
-        line=r"\bassert\b",
+        line=r"^assert\b",
+    ),
+    _Kind(
+        "branches on the values of a tensor",
+        "remove the branch (torch.where), or use torch.cond",
+        _ON_VALUES,
+        text="guard on",
+        line=r"\b(if|elif|while|and|or|not|bool)\b",
     ),
     _Kind(
         "repeats something as often as the values of a tensor say",
@@ -79,7 +85,7 @@ _KINDS = (
     _Kind(
         "leaves torch: it reads the memory or the numbers of a tensor with something else, such as NumPy",
         "do it with torch, or put it into an operator of its own with torch.library.custom_op",
-        text=r"\.numpy\(\)|data pointer|data_ptr|storage|\.tolist\(\)|torch\.from_numpy",
+        text=r"\.numpy\(\)|data pointer|data_ptr|data is not allocated",
     ),
 )
 

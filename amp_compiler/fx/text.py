@@ -127,11 +127,24 @@ def _tensor(tensor: torch.Tensor) -> str:
     short = neutral_dtype(tensor.dtype)
     name = str(tensor.dtype).removeprefix("torch.") if short in (DType.FLOAT8, DType.OTHER) else short.short
     text = f"{name}[{', '.join(map(str, tensor.shape))}]"
-    if tensor.layout is torch.strided and not tensor.is_contiguous():
+    if tensor.layout is torch.strided and not _is_contiguous(tensor):
         text += f"{{{', '.join(map(str, tensor.stride()))}}}"
     if tensor.device.type != "cpu":
         text += f"@{tensor.device.type}"
     return text
+
+
+def _is_contiguous(tensor: torch.Tensor) -> bool:
+    """By its strides, where a size that depends on the values of a tensor leaves it open."""
+    try:
+        return tensor.is_contiguous()
+    except torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode:
+        expected: list[str] = []
+        inner: Any = 1
+        for size in reversed(tensor.shape):
+            expected.append(str(inner))
+            inner = size * inner
+        return [str(stride) for stride in reversed(tensor.stride())] == expected
 
 
 def _argument(value: Any) -> str:

@@ -123,13 +123,22 @@ def restored_transforms() -> Iterator[None]:
     finally:
         if undo is not None and depth_of is not None and depth_of() > depth:
             undo(depth)
-        while forward_ad._current_level > level:
-            with contextlib.suppress(RuntimeError):  # torch had left it already
-                torch._C._exit_dual_level(level=forward_ad._current_level)
-            forward_ad._current_level -= 1
+        forward_ad._current_level = level
+        with contextlib.suppress(RuntimeError):  # what it raises where there is none to leave; torch has one at most
+            torch._C._exit_dual_level(level=level + 1)
         if nesting is not None:
             transforms.JVP_NESTING = nesting
         torch._C._set_fwd_grad_enabled(enabled)
+
+
+def transform_of(node: fx.Node) -> str:
+    """The name of what `torch.func` left of a transform in a captured graph; empty for all else, and for `vmap`.
+
+    A graph that holds one cannot be rewritten: it is open from one node to another, and its end has no user.
+    """
+    module, name = getattr(node.target, "__module__", None) or "", getattr(node.target, "__name__", "")
+    ours = node.op == "call_function" and module.startswith("torch._functorch")
+    return name if ours and "vmap" not in name and "batch_dim" not in name and "lazy_load" not in name else ""
 
 
 def compile_in_pieces(model: Any, backend: Callable[..., Any], dynamic: bool | None) -> Callable[..., Any]:
@@ -162,6 +171,7 @@ def recompile_limit(least: int) -> Iterator[int]:
         "accumulated_recompile_limit": max(_ALL_MODELS * limit, config.accumulated_recompile_limit),
         "fail_on_recompile_limit_hit": True,
         "suppress_errors": False,
+        "specialize_float": True,  # otherwise a number that changes comes as a tensor that the graph has to read
     }
     with config.patch({name: value for name, value in wanted.items() if hasattr(config, name)}):
         yield limit

@@ -18,6 +18,8 @@ from amp_compiler.fx.torch_private import autograd_sequence, function_sequence, 
 from amp_compiler.passes.base import FunctionalPass, PassResult
 from amp_compiler.passes.precision.type_backward import gradient_type
 
+# Which argument of a lookup says that the gradient of its table is to be a sparse tensor.
+_SPARSE = {torch.ops.aten.embedding.default: 4, torch.ops.aten.embedding_bag.padding_idx: 5}
 _INHERITED = ("nn_module_stack", "stack_trace")
 
 
@@ -47,7 +49,8 @@ class Differentiate(FunctionalPass[fx.GraphModule]):
             mul_1: "f32[4]" = aten.mul.Tensor(expand, x)            # backward
             return (sum_1, mul_1)
 
-    Left alone: the forward itself, which stands in front as it was; a placeholder that is not asked for.
+    Left alone: the forward itself, which stands in front as it was, but that lookups (`sparse=True`) make dense gradients;
+    a placeholder that is not asked for.
 
     Args:
         wrt: names of the placeholders to differentiate by. The loss is the first output and must be a float scalar.
@@ -135,6 +138,12 @@ class _Forward(fx.Interpreter):
     def __init__(self, subject: fx.GraphModule) -> None:
         super().__init__(subject)
         self.origin: dict[int, dict[str, Any]] = {}
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        place = _SPARSE.get(target)
+        if place is not None and len(args) > place:
+            args = (*args[:place], False, *args[place + 1 :])
+        return super().call_function(target, args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
         first = autograd_sequence()

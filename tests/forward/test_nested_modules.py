@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 import torch
 from torch import nn
@@ -70,24 +69,6 @@ def test_a_step_over_a_model_that_holds_one(around):
         theirs.step()
     for ours, other in zip(model.parameters(), reference.parameters(), strict=True):
         assert not wrong(ours, other)
-
-
-class Around(nn.Module):
-    """Calls a module between two layers of its own."""
-
-    def __init__(self, inside: nn.Module) -> None:
-        super().__init__()
-        self.first, self.inside, self.last = plain()[0], inside, plain()[2]
-
-    def forward(self, x):
-        return self.last(self.inside(self.first(x)))
-
-
-@SCRIPTED
-def test_around_a_scripted_module_the_rest_runs_in_pieces():
-    compiled = amp.compile(Around(torch.jit.script(nn.Tanh())), dtype="bf16", backend="eager")
-    assert not wrong(compiled(X), Around(nn.Tanh())(X))
-    assert compiled.in_pieces and sum(node.op == "aten.linear" for node in compiled.plan.nodes) == 2
 
 
 @SCRIPTED
