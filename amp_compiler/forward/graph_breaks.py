@@ -20,6 +20,7 @@ from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.torch_private import (
     compile_in_pieces,
     dynamo_errors,
+    functions_given_up,
     is_recompile_limit,
     recompile_limit,
     restored_transforms,
@@ -50,6 +51,7 @@ class Pieces:
         self.cause = cause
         self.plans: list[tuple[PrecisionPlan, fx.GraphModule]] = []
         self.stages = Stages()
+        self._told = False  # that functions run without a plan
         short = settings.low(device).short
         self._settings = replace(settings, dtype=short)
         self._model = type(model).__name__
@@ -72,6 +74,7 @@ class Pieces:
             CaptureError: Dynamo cannot take any of it.
             LoweringError: a piece cannot be rewritten or compiled.
         """
+        before = functions_given_up()
         try:
             with (
                 self._opaque.active(),
@@ -89,6 +92,14 @@ class Pieces:
                 f"nothing of {self._model} was captured: Dynamo gave up on its forward; export: {self.cause.what}",
                 where=self.cause.where,
                 mend="call amp.compile on the submodules that can be captured, or change what export names",
+            )
+        if not self._told and functions_given_up() > before:
+            self._told = True
+            logger.warning(
+                "Dynamo gave up %d functions of %s: what they compute themselves runs in the types of the model, without a"
+                " plan; TORCH_LOGS=graph_breaks names them",
+                functions_given_up() - before,
+                self._model,
             )
         return result
 

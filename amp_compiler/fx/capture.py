@@ -191,6 +191,7 @@ def export_module(
     """The `torch.export` program that `capture_module` captures; arguments and errors are the same."""
     _refuse_backward_hooks(model)
     _refuse_scripted(model)
+    _refuse_sharded(model)
     try:
         register_caches()
         # On failure torch.export prints the graph so far; the error that is raised says what matters.
@@ -330,12 +331,24 @@ def _refuse_backward_hooks(model: nn.Module) -> None:
             )
 
 
+def _refuse_sharded(model: nn.Module) -> None:
+    loaded = sys.modules.get("torch.distributed.fsdp")  # a model that is sharded has it loaded
+    kinds = tuple(getattr(loaded, name) for name in ("FSDPModule", "FullyShardedDataParallel") if hasattr(loaded, name))
+    for name, module in model.named_modules():
+        if isinstance(module, kinds):
+            raise HookError(
+                f"{_described(name)} is sharded over processes (FSDP), and a graph would lose the messages between them",
+                mend="compile first and shard what you get, as in fully_shard(amp.compile(module)), block by block where"
+                " the blocks are sharded",
+            )
+
+
 def _refuse_transforms(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if transform_of(node):
             raise CaptureError(
-                "forward differentiates with torch.func or torch.autograd.forward_ad, which a captured graph cannot hold"
-                f" ({transform_of(node)})",
+                "forward differentiates with torch.func or torch.autograd.forward_ad, which a captured graph cannot"
+                f" hold ({transform_of(node)})",
                 where=user_source(node.meta.get("stack_trace")),
                 mend="do it outside of the model, or in a part that is not captured",
             )

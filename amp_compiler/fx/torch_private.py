@@ -13,7 +13,8 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-_P, _R = ParamSpec("_P"), TypeVar("_R")
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _ALLOCATE = "_empty_strided_cpu"  # read by the head of every module that Inductor writes
 BUILDING = threading.RLock()  # torch traces and exports with state of the whole process: one graph at a time
 # An export puts stand-ins in the place of a module's tensors: whoever reads them waits. Held for a short time by those
@@ -97,7 +98,7 @@ def skipped_by_dynamo(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def exports_here(inputs: Sequence[Any]) -> bool:
-    """Whether a call with these inputs is part of a `torch.export` in this thread: torch's own flag is the process's."""
+    """Whether a call with these inputs is part of a `torch.export` in this thread: torch's flag is the process's."""
     if not torch.compiler.is_exporting():
         return False
     detect = getattr(torch._guards, "detect_fake_mode", None)
@@ -175,6 +176,12 @@ def recompile_limit(least: int) -> Iterator[int]:
     }
     with config.patch({name: value for name, value in wanted.items() if hasattr(config, name)}):
         yield limit
+
+
+def functions_given_up() -> int:
+    """How many functions Dynamo has given up in this process: what they compute runs as it is."""
+    counted = torch._dynamo.utils.counters["frames"]
+    return int(counted["total"] - counted["ok"])
 
 
 def is_recompile_limit(error: BaseException | None) -> bool:

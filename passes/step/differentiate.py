@@ -49,8 +49,8 @@ class Differentiate(FunctionalPass[fx.GraphModule]):
             mul_1: "f32[4]" = aten.mul.Tensor(expand, x)            # backward
             return (sum_1, mul_1)
 
-    Left alone: the forward itself, which stands in front as it was, but that lookups (`sparse=True`) make dense gradients;
-    a placeholder that is not asked for.
+    Left alone: the forward itself, which stands in front as it was, but that lookups with `sparse=True` make dense
+    gradients; a placeholder that is not asked for.
 
     Args:
         wrt: names of the placeholders to differentiate by. The loss is the first output and must be a float scalar.

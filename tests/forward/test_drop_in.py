@@ -256,5 +256,21 @@ def test_blocks_are_compiled_and_sharded_one_by_one(alone):
     assert model[0].plan.low_nodes == 1
 
 
+def test_a_model_that_is_sharded_already_is_named(alone):
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = alone.device_mesh.init_device_mesh("cpu", (1,))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    fully_shard(model[0], mesh=mesh)
+    with pytest.raises(amp.CaptureError, match=r"module '0' is sharded.*fully_shard\(amp\.compile"):
+        compiled(model)(X)
+    fully_shard(model, mesh=mesh)
+    step = amp.training_step(
+        model, lambda m, x: m(x).mean(), torch.optim.SGD(model.parameters(), 0.1), backend="eager"
+    )
+    with pytest.raises(amp.CaptureError, match="module 'model' is sharded"):
+        step(X)
+
+
 def test_nothing_of_a_process_group_is_left():
     assert not torch.distributed.is_initialized() and "RANK" not in os.environ

@@ -1,4 +1,4 @@
-"""Calls that capture or a compiler stumbles over: torch.func in forward, sparse matrices, sizes that depend on values."""
+"""Calls that capture or a compiler stumbles over: torch.func, sparse matrices, sizes that depend on values."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_a_scripted_module_is_named():
     step = amp.training_step(
         model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), 0.1), backend="eager"
     )
-    with pytest.raises(amp.CaptureError, match="module 'model.0' is scripted.*; put the module"):
+    with pytest.raises(amp.CaptureError, match=r"module 'model\.0' is scripted.*; put the module"):
         step(X)
 
 

@@ -59,3 +59,29 @@ def test_past_the_limit_an_error_names_it(monkeypatch):
         for number in range(40):
             assert low(model(X, number), model, number), number
     assert torch._dynamo.config.recompile_limit == 8 and not torch._dynamo.config.fail_on_recompile_limit_hit
+
+
+class Loop(nn.Module):
+    """Dynamo gives up a function that breaks within a loop, and takes what it calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Branches() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+            if x.sum() > 1e9:
+                break
+        return x * 2
+
+
+def test_functions_that_dynamo_gives_up_are_told_once(caplog):
+    model = amp.compile(Loop(), dtype="bf16", backend="eager")
+    for _ in range(2):
+        assert low(model(X), model)
+    told = [record.getMessage() for record in caplog.records if "gave up" in record.getMessage()]
+    assert len(told) == 1 and "functions of Loop" in told[0]
+    other = compiled()
+    other(X)
+    assert len([record for record in caplog.records if "gave up" in record.getMessage()]) == 1

@@ -23,7 +23,7 @@ def loss_fn(model, x):
 
 
 class LightningLike(torch.optim.Optimizer):
-    """As Lightning wraps an optimizer: its class is an optimizer's, its `__dict__` too, and `.optimizer` is the real one."""
+    """As Lightning does it: class and `__dict__` are those of an optimizer, and `.optimizer` is the real one."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.__dict__ = {k: v for k, v in optimizer.__dict__.items() if k not in ("step", "__del__")}
