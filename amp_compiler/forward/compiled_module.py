@@ -18,7 +18,7 @@ from amp_compiler.forward.program import Program, build_program
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.signature import leaves_key, like_forward_of, module_key
 from amp_compiler.fx.capture import StandIn, autocast_off
-from amp_compiler.fx.torch_private import BUILDING, TENSORS, captures_here, exports_here, skipped_by_dynamo
+from amp_compiler.fx.torch_private import BUILDING, TENSORS, building, captures_here, exports_here, skipped_by_dynamo
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.policy.unused import warn_of_unused
@@ -187,7 +187,8 @@ class CompiledModule(StandIn):
                     return other  # type: ignore[no-any-return]
         keep = not torch.is_grad_enabled() and not self.original.training
         try:
-            program = build_program(self.original, args, kwargs, self.settings, keep)
+            with building():
+                program = build_program(self.original, args, kwargs, self.settings, keep)
         except HookError:
             raise  # Dynamo's pieces would lose it as well
         except CaptureError as cause:

@@ -73,9 +73,21 @@ def unrolled_recurrence() -> contextlib.AbstractContextManager[Any]:
 
 
 @contextlib.contextmanager
+def building() -> Iterator[None]:
+    """Within it this thread alone traces and compiles, also the backwards that torch compiles when they first run.
+
+    What holds torch's own lock (Dynamo, or a backward in the making) never waits for `BUILDING`.
+    """
+    from torch._dynamo import convert_frame
+
+    with BUILDING, getattr(convert_frame, "compile_lock", BUILDING):
+        yield
+
+
+@contextlib.contextmanager
 def exporting() -> Iterator[None]:
     """Within it this thread alone exports, and no other reads the tensors of modules; torch is left as it was found."""
-    with BUILDING, TENSORS, restored_transforms():
+    with building(), TENSORS, restored_transforms():
         depth = getattr(_CAPTURING, "depth", 0)
         _CAPTURING.depth = depth + 1
         try:

@@ -16,7 +16,7 @@ from amp_compiler.forward.signature import BatchForm, leaves_key, module_key
 from amp_compiler.forward.unwrap import unwrapped_model
 from amp_compiler.fx.capture import autocast_off
 from amp_compiler.fx.graph import torch_dtype
-from amp_compiler.fx.torch_private import BUILDING, TENSORS
+from amp_compiler.fx.torch_private import TENSORS, building
 from amp_compiler.onnx.importing.api import trained_module
 from amp_compiler.ops.loss_scale import LossScale, LossScaleState, NoLossScale, make_loss_scale
 from amp_compiler.ops.update.rounding import WeightStorage
@@ -234,7 +234,7 @@ class TrainingStep(StepReadings):
             self._accumulate,
             gather,
         )
-        with BUILDING:
+        with building():
             program = build_step(self._module, batch, options, self._state)
         if program.plan is not None and not self._told:
             self._told = True
