@@ -16,11 +16,15 @@ from amp_compiler.forward.compiled_module import CompiledModule
 from amp_compiler.forward.graph_breaks import compile_piece
 from amp_compiler.forward.program import plan_captured
 from amp_compiler.forward.settings import AUTO, device_of, make_settings
+from amp_compiler.forward.unwrap import unwrapped_model
 from amp_compiler.fx.capture import capture_module, captured_from_graph_module, split_example
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.importing.api import module_of
 from amp_compiler.passes.pipeline import CAPTURE, FORWARD, INFERENCE, PIECE, PLAN
 
+PARALLEL = (
+    "compile the model inside and put it around the result, as in DistributedDataParallel(amp.compile(model.module))"
+)
 # What `amp.compile` runs.
 RUN = (CAPTURE, PLAN, FORWARD, INFERENCE, PIECE)
 
@@ -58,14 +62,12 @@ def compile(
         >>> model(torch.ones(2, 8)).dtype
         torch.float32
     """
-    model = module_of(model)
+    model = unwrapped_model(module_of(model), PARALLEL)
     if not isinstance(model, nn.Module):
         raise AmpError(
             f"amp.compile takes an nn.Module, not a {type(model).__name__}",
             mend="wrap a function in a module whose forward calls it",
         )
-    if isinstance(model, CompiledModule):
-        model = model.original
     return CompiledModule(model, make_settings(rules, dtype, backend, dynamic_shapes, passes, RUN))
 
 
@@ -131,8 +133,7 @@ def explain(
         [('aten.linear', 'low')]
     """
     settings = make_settings(rules, dtype, "eager", dynamic_shapes)
-    if isinstance(model, CompiledModule):
-        model = model.original
+    model = unwrapped_model(model, PARALLEL)
     if isinstance(model, fx.GraphModule) and example_args is None:
         captured = captured_from_graph_module(copy.deepcopy(model))
         tensors = [node.meta.get("val") for node in captured.graph_module.graph.nodes]

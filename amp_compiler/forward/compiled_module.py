@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,20 +16,29 @@ from amp_compiler.errors import AmpError, CaptureError, HookError
 from amp_compiler.forward.graph_breaks import Pieces
 from amp_compiler.forward.program import Program, build_program
 from amp_compiler.forward.settings import Settings, device_of
-from amp_compiler.forward.signature import leaves_key, module_key
+from amp_compiler.forward.signature import leaves_key, like_forward_of, module_key
 from amp_compiler.fx.capture import StandIn, autocast_off
+from amp_compiler.fx.torch_private import BUILDING, TENSORS, building, captures_here, exports_here, skipped_by_dynamo
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.policy.unused import warn_of_unused
 
 logger = logging.getLogger("amp_compiler")
 MANY_SIGNATURES = 16
+# Assigned to the wrapper itself, and not to what it wraps: tools that put themselves around a model write these.
+_OWN = ("forward", "__class__")
 
 
 class CompiledModule(StandIn):
     """What `amp.compile` returns: it shares parameters, buffers and submodules with the module it was made of.
 
-    Its other methods (`generate`, say) are those of the original and run the original.
+    Its other methods (`generate`, say) are those of the original and run the original. What is assigned to it goes to
+    the original too, but for what tools write that put themselves around a model: `forward`, `__class__`, hooks, and
+    names that begin with an underscore and that the original does not have. Its class is made for the class of the
+    original (`CompiledLinear`), so that `forward` has the same signature.
+
+    Any number of threads may call it. While one captures, calls for signatures that were captured before go on; only
+    models in pieces are called one at a time.
 
     Attributes:
         original: the module that was compiled.
@@ -39,6 +48,10 @@ class CompiledModule(StandIn):
     _SHARED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_state_dict_hooks",
                "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")  # fmt: skip
 
+    def __new__(cls, model: nn.Module, settings: Settings) -> CompiledModule:
+        """An object of the class for this kind of model."""
+        return super().__new__(_class_for(model) if cls is CompiledModule else cls)
+
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         super().__init__()
         own = self.__dict__
@@ -46,7 +59,6 @@ class CompiledModule(StandIn):
         for name in self._SHARED:
             own[name] = model.__dict__[name]
         own["_programs"], own["_pieces"], own["_last"], own["_told"] = {}, {}, None, False
-        own["_lock"] = threading.RLock()
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -55,10 +67,25 @@ class CompiledModule(StandIn):
             return getattr(self.__dict__["original"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.__dict__["original"], name, value)
+        if self._is_own(name):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.__dict__["original"], name, value)
 
     def __delattr__(self, name: str) -> None:
-        delattr(self.__dict__["original"], name)
+        if self._is_own(name):
+            object.__delattr__(self, name)
+        else:
+            delattr(self.__dict__["original"], name)
+
+    def _is_own(self, name: str) -> bool:
+        note = name.startswith("_") and not isinstance(getattr(type(self), name, None), property)
+        return name in _OWN or (note and not hasattr(self.__dict__["original"], name))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run `forward` with the hooks around it."""
+        # While any thread traces, torch puts a wrapper in the place of `nn.Module.__call__` for the whole process.
+        return self._wrapped_call_impl(*args, **kwargs)
 
     # Python looks these up on the class, past __getattr__; nn.Sequential and nn.ModuleList have them.
     def __getitem__(self, index: Any) -> Any:
@@ -91,10 +118,20 @@ class CompiledModule(StandIn):
         return self
 
     def _drop_weights(self) -> None:
-        for program in self._programs.values():
+        for program in list(self._programs.values()):
             program.weights.drop()
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The original's, by its own method."""
+        return self.original.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load into the original, by its own method."""
+        return self.original.load_state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.original._load_from_state_dict(*args)  # when a module that holds this one is loaded
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the rewritten forward; captures first where the signature is new.
 
@@ -102,31 +139,45 @@ class CompiledModule(StandIn):
             CaptureError: the model cannot be captured, whole or in pieces.
             LoweringError: it cannot be rewritten or compiled.
         """
-        if torch.compiler.is_exporting():
+        return self._run(args, kwargs)
+
+    @skipped_by_dynamo
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if captures_here():  # of a model that holds this one: what captures it decides
+            return self.original._wrapped_call_impl(*args, **kwargs)
+        kwargs = dict(sorted(kwargs.items()))
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if exports_here(leaves):
             raise CaptureError(
                 "a compiled module cannot be exported by torch.export",
                 mend="export `model.original`, the module behind it",
             )
-        kwargs = dict(sorted(kwargs.items()))
         with autocast_off():
-            leaves, spec = pytree.tree_flatten((args, kwargs))
-            key = (spec, module_key(self.original)), leaves_key(leaves)
-            runner = self._programs.get(key) or self._pieces.get(key[0])
-            if runner is None:
-                with self._lock:
-                    runner = (
-                        self._programs.get(key) or self._pieces.get(key[0]) or self._capture(key, args, kwargs, leaves)
-                    )
+            with TENSORS:
+                key = (spec, module_key(self.original)), leaves_key(leaves)
+                runner = self._programs.get(key)
+                inputs = None if runner is None else runner.inputs(leaves)
+            if runner is None or inputs is None:
+                return self._build_and_run(key, args, kwargs, leaves)
+            return self._noted(runner, runner.run_on(inputs))
+
+    def _build_and_run(self, key: Any, args: Any, kwargs: Any, leaves: Sequence[Any]) -> Any:
+        """A call for which there is no program, or none alone: one thread at a time."""
+        with BUILDING:
+            runner = self._programs.get(key) or self._pieces.get(key[0]) or self._capture(key, args, kwargs, leaves)
             if isinstance(runner, Pieces):
                 result = runner(args, kwargs)
                 self._pieces[key[0]] = runner  # only now: a call that failed must not decide for later ones
-            else:
-                result = runner(leaves)
-            self.__dict__["_last"] = runner
-            if not self._told:
-                self.__dict__["_told"] = True
-                warn_of_unused(runner.plan.unused_rules, type(self.original).__name__)
-            return result
+                return self._noted(runner, result)
+        return self._noted(runner, runner(leaves))
+
+    def _noted(self, runner: Program | Pieces, result: Any) -> Any:
+        """Remember what ran, and say once which rules match nothing."""
+        self.__dict__["_last"] = runner
+        if not self._told:
+            self.__dict__["_told"] = True
+            warn_of_unused(runner.plan.unused_rules, type(self.original).__name__)
+        return result
 
     def _capture(self, key: Any, args: Any, kwargs: Any, leaves: Sequence[Any]) -> Program | Pieces:
         if self.settings.dynamic_shapes is not None:
@@ -136,7 +187,8 @@ class CompiledModule(StandIn):
                     return other  # type: ignore[no-any-return]
         keep = not torch.is_grad_enabled() and not self.original.training
         try:
-            program = build_program(self.original, args, kwargs, self.settings, keep)
+            with building():
+                program = build_program(self.original, args, kwargs, self.settings, keep)
         except HookError:
             raise  # Dynamo's pieces would lose it as well
         except CaptureError as cause:
@@ -194,3 +246,19 @@ class CompiledModule(StandIn):
         self._programs.clear()
         self._pieces.clear()
         return self
+
+
+_CLASSES: weakref.WeakKeyDictionary[type, type[CompiledModule]] = weakref.WeakKeyDictionary()
+
+
+def _class_for(model: nn.Module) -> type[CompiledModule]:
+    """The class of compiled modules whose `forward` is called as that of a model."""
+    known = _CLASSES.get(type(model)) if "forward" not in vars(model) else None
+    if known is not None:
+        return known
+    name = f"Compiled{type(model).__name__}"
+    members = {"forward": like_forward_of(model, CompiledModule.forward), "__doc__": CompiledModule.__doc__}
+    made = type(name, (CompiledModule,), {**members, "__module__": __name__})
+    if "forward" not in vars(model):
+        _CLASSES[type(model)] = made
+    return made

@@ -15,16 +15,25 @@ from torch.autograd.graph import saved_tensors_hooks
 from amp_compiler.errors import AmpError, CaptureError, CustomFunctionError, first_line
 from amp_compiler.forward.program import build_run, rewrite_piece
 from amp_compiler.forward.settings import Settings, device_of
-from amp_compiler.fx.capture import user_frame
+from amp_compiler.fx.capture_errors import user_frame
 from amp_compiler.fx.checkpoints import compiled_checkpoints
 from amp_compiler.fx.custom_functions import OpaqueFunctions
 from amp_compiler.fx.dynamo import trace_piece
 from amp_compiler.fx.garbage import without_full_collections
-from amp_compiler.fx.torch_private import dynamo_error, unrolled_recurrence
+from amp_compiler.fx.torch_private import (
+    compile_in_pieces,
+    dynamo_errors,
+    functions_given_up,
+    is_recompile_limit,
+    recompile_limit,
+    restored_transforms,
+    unrolled_recurrence,
+)
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
 
 logger = logging.getLogger("amp_compiler")
+MOST_FORMS = 64  # of the inputs of one piece, each of which is compiled anew
 
 
 class Pieces:
@@ -45,6 +54,7 @@ class Pieces:
         self.cause = cause
         self.plans: list[tuple[PrecisionPlan, fx.GraphModule]] = []
         self.stages = Stages()
+        self._told = False  # that functions run without a plan
         short = settings.low(device).short
         self._settings = replace(settings, dtype=short)
         self._model = type(model).__name__
@@ -55,7 +65,7 @@ class Pieces:
 
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         dynamic = None if self._settings.dynamic_shapes is None else True
-        return torch.compile(function, backend=self._backend, dynamic=dynamic)  # type: ignore[no-any-return]
+        return compile_in_pieces(function, self._backend, dynamic)
 
     def _backend(self, piece: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         run, plan, rewritten, stages = compile_piece(piece, inputs, self._settings)
@@ -71,10 +81,19 @@ class Pieces:
             CaptureError: Dynamo cannot take any of it.
             LoweringError: a piece cannot be rewritten or compiled.
         """
+        before = functions_given_up()
         try:
-            with self._opaque.active(), compiled_checkpoints(self._compile), unrolled_recurrence():
+            with (
+                self._opaque.active(),
+                compiled_checkpoints(self._compile),
+                unrolled_recurrence(),
+                restored_transforms(),
+                recompile_limit(MOST_FORMS) as limit,
+            ):
                 result = self._run(*args, **kwargs)
-        except dynamo_error() as error:
+        except dynamo_errors() as error:
+            if is_recompile_limit(error):
+                raise self._too_many_forms(limit) from error
             raise self._error(error) from error
         if not self.plans:
             raise CaptureError(
@@ -82,7 +101,24 @@ class Pieces:
                 where=self.cause.where,
                 mend="call amp.compile on the submodules that can be captured, or change what export names",
             )
+        if not self._told and functions_given_up() > before:
+            self._told = True
+            logger.warning(
+                "Dynamo gave up %d functions of %s: what they compute themselves runs in the types of the model, without a"
+                " plan; TORCH_LOGS=graph_breaks names them",
+                functions_given_up() - before,
+                self._model,
+            )
         return result
+
+    def _too_many_forms(self, limit: int) -> CaptureError:
+        return CaptureError(
+            f"{self._model} runs in pieces, and one of them was compiled for {limit} forms of its inputs (Dynamo's"
+            " recompile_limit): the next would run without a plan, in FP32",
+            where=self.cause.where,
+            mend="pass numbers that change as tensors, pad the inputs to fewer shapes, pass dynamic_shapes=, or raise"
+            " torch._dynamo.config.recompile_limit",
+        )
 
     def _error(self, error: BaseException) -> AmpError:
         inner: BaseException | None = error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
+from amp_compiler.backends import find_backend
 from amp_compiler.errors import CaptureError
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.shape_guards import InputForm
@@ -17,9 +19,10 @@ from amp_compiler.forward.tensor_versions import write_mark
 from amp_compiler.fx.capture import Captured, Source, capture_module, tensor_getter
 from amp_compiler.fx.checkpoints import refused_checkpoints
 from amp_compiler.fx.garbage import without_full_collections
-from amp_compiler.fx.graph import copy_graph
+from amp_compiler.fx.graph import copy_graph, sparse_node
 from amp_compiler.fx.lower import lower, lower_graph
 from amp_compiler.fx.meta import Key
+from amp_compiler.fx.torch_private import TENSORS
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import ValueKind
 from amp_compiler.ir.plan import PrecisionPlan
@@ -27,6 +30,9 @@ from amp_compiler.passes.base import text_of
 from amp_compiler.passes.pipeline import Pipeline, Stages
 from amp_compiler.passes.plan.make_plan import make_plan
 from amp_compiler.passes.precision.type_backward import emulates
+
+logger = logging.getLogger("amp_compiler")
+EAGER = "eager"  # the backend that runs any graph
 
 
 def plan_captured(
@@ -117,6 +123,11 @@ def build_run(
         LoweringError: the backend cannot compile it.
     """
     backend = settings.runs_on
+    if backend.compiled and (sparse := sparse_node(graph_module.graph)):
+        logger.info(
+            "a graph runs node by node, not compiled: '%s' is a sparse tensor, for which Inductor has no code", sparse
+        )
+        return find_backend(EAGER).build(graph_module, examples, True)
     if backend.compiled:
         graph_module = copy_graph(graph_module)
         stages.begin_piece(text_of(graph_module))
@@ -170,10 +181,19 @@ class Program:
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """Run on the flattened user arguments."""
-        inputs = [
+        with TENSORS:
+            inputs = self.inputs(leaves)
+        return self.run_on(inputs)
+
+    def inputs(self, leaves: Sequence[Any]) -> list[Any]:
+        """What the graph is given: the user's arguments and today's tensors of the module. Hold `TENSORS` meanwhile."""
+        return [
             leaves[entry.index] if get is None else get()
             for entry, get in zip(self.captured.inputs, self.fetch, strict=True)
         ]
+
+    def run_on(self, inputs: list[Any]) -> Any:
+        """Run on what `inputs` gave."""
         results = self.run(*inputs, *self.weights.current(inputs))
         return pytree.tree_unflatten(list(results), self.captured.out_spec)
 

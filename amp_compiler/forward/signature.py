@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from numbers import Number
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from amp_compiler.errors import CaptureError
+from amp_compiler.fx.capture import StandIn
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SHOWN = 400  # characters of a batch's form in a message
@@ -35,8 +37,8 @@ def module_key(model: nn.Module, by_identity: bool = False) -> tuple[Any, ...]:
         if id(module) in seen:
             continue
         seen.add(id(module))
-        own = module.__dict__
-        key += (id(module), own["training"])
+        own = vars(module)
+        key += (id(module), module.training)
         key += [tuple(own[name]) for name in _HOOKS if own[name]]
         for parameter in own["_parameters"].values():
             if parameter is not None:
@@ -44,6 +46,8 @@ def module_key(model: nn.Module, by_identity: bool = False) -> tuple[Any, ...]:
                 key.append((id(parameter) if by_identity else number, parameter.requires_grad, *_layout(parameter)))
         key += [b.dtype for b in own["_buffers"].values() if b is not None]
         pending += [child for child in own["_modules"].values() if child is not None]
+        if isinstance(module, StandIn):
+            pending.append(module.original)  # whose hooks run as well
     return tuple(key)
 
 
@@ -162,3 +166,24 @@ def _kind(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
         return "Tensor"
     return "None" if leaf is None else "number" if isinstance(leaf, Number) else type(leaf).__name__
+
+
+def like_forward_of(model: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that does what `forward` does, with the signature that the forward of a model has.
+
+    Args:
+        model: the module; where its forward says nothing of its arguments, any are shown.
+        forward: a method of `(self, *args, **kwargs)`.
+    """
+
+    def same(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs)
+
+    same.__name__, same.__qualname__, same.__doc__ = "forward", forward.__qualname__, forward.__doc__
+    try:
+        shown = inspect.signature(model.forward)
+    except (TypeError, ValueError):  # written in C, or scripted
+        return same
+    me = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    same.__signature__ = shown.replace(parameters=[me, *shown.parameters.values()])  # type: ignore[attr-defined]
+    return same

@@ -6,7 +6,8 @@ import contextlib
 import enum
 import io
 import logging
-import traceback
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,8 +21,10 @@ from torch.export.graph_signature import InputKind
 from torch.overrides import TorchFunctionMode
 
 from amp_compiler.errors import AmpError, CaptureError, CustomFunctionError, HookError
+from amp_compiler.fx.capture_errors import capture_error
 from amp_compiler.fx.custom_functions import recorded_functions
-from amp_compiler.fx.graph import shorten_path
+from amp_compiler.fx.graph import user_source
+from amp_compiler.fx.torch_private import exporting, transform_of
 from amp_compiler.fx.transformers_caches import register_caches
 
 
@@ -130,6 +133,27 @@ def _quiet(name: str) -> Iterator[None]:
         target.setLevel(level)
 
 
+class _OtherThreads(io.TextIOBase):
+    """Standard error without what one thread writes."""
+
+    def __init__(self, out: Any) -> None:
+        self._out, self._thread = out, threading.get_ident()
+
+    def write(self, text: str) -> int:
+        return len(text) if threading.get_ident() == self._thread else self._out.write(text)
+
+    def flush(self) -> None:
+        if self._out is not None:
+            self._out.flush()
+
+
+@contextmanager
+def _silent_here() -> Iterator[None]:
+    """This thread writes nothing to standard error."""
+    with contextlib.redirect_stderr(_OtherThreads(sys.stderr)):
+        yield
+
+
 @contextmanager
 def autocast_off() -> Iterator[None]:
     """No ambient autocast: the plan decides, not the caller's context."""
@@ -166,20 +190,23 @@ def export_module(
 ) -> torch.export.ExportedProgram:
     """The `torch.export` program that `capture_module` captures; arguments and errors are the same."""
     _refuse_backward_hooks(model)
+    _refuse_scripted(model)
+    _refuse_sharded(model)
     try:
         register_caches()
         # On failure torch.export prints the graph so far; the error that is raised says what matters.
         with (
+            exporting(),
             tracing_context(),
             recorded_functions() as custom,
-            contextlib.redirect_stderr(io.StringIO()),
+            _silent_here(),
             _quiet("torch.fx.experimental.symbolic_shapes"),
         ):
             program = torch.export.export(model, args, kwargs or {}, dynamic_shapes=dynamic_shapes, strict=False)
     except AmpError:
         raise  # said by our own code behind the model, such as a wrong loss
     except Exception as cause:  # torch.export raises whatever the model's own code or a guard raised
-        raise _capture_error(cause, model) from cause
+        raise capture_error(cause, model) from cause
     if custom:
         names = ", ".join(function.__name__ for function in custom)
         raise CustomFunctionError(
@@ -188,6 +215,7 @@ def export_module(
             where=type(model).__name__,
             mend="make it a torch.library custom op with register_autograd; amp.compile runs it between its pieces",
         )
+    _refuse_transforms(program.graph)
     return program
 
 
@@ -303,24 +331,37 @@ def _refuse_backward_hooks(model: nn.Module) -> None:
             )
 
 
-def _capture_error(cause: Exception, model: nn.Module) -> CaptureError:
-    first = str(cause).strip().splitlines()[0] if str(cause).strip() else type(cause).__name__
-    return CaptureError(
-        f"torch.export cannot take {type(model).__name__} as one graph: {type(cause).__name__}: {first}",
-        where=user_frame(cause),
-        mend="remove the branch on tensor values, or use torch.cond; amp.compile falls back to graph pieces",
-    )
+def _refuse_sharded(model: nn.Module) -> None:
+    loaded = sys.modules.get("torch.distributed.fsdp")  # a model that is sharded has it loaded
+    kinds = tuple(getattr(loaded, name) for name in ("FSDPModule", "FullyShardedDataParallel") if hasattr(loaded, name))
+    for name, module in model.named_modules():
+        if isinstance(module, kinds):
+            raise HookError(
+                f"{_described(name)} is sharded over processes (FSDP), and a graph would lose the messages between them",
+                mend="compile first and shard what you get, as in fully_shard(amp.compile(module)), block by block where"
+                " the blocks are sharded",
+            )
 
 
-def user_frame(cause: BaseException) -> str:
-    """`file:line` of the innermost frame of a traceback that is not torch's; empty where there is none."""
-    torch_root = torch.__file__.rpartition("/")[0]
-    found = ""
-    error: BaseException | None = cause
-    while error is not None:
-        for frame in traceback.extract_tb(error.__traceback__):
-            outside = not frame.filename.startswith((torch_root, "<")) and "/amp_compiler/" not in frame.filename
-            if outside and not frame.filename.endswith(("contextlib.py", "functools.py")):
-                found = f"{shorten_path(frame.filename)}:{frame.lineno}"
-        error = error.__cause__ or error.__context__
-    return found
+def _refuse_transforms(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        if transform_of(node):
+            raise CaptureError(
+                "forward differentiates with torch.func or torch.autograd.forward_ad, which a captured graph cannot"
+                f" hold ({transform_of(node)})",
+                where=user_source(node.meta.get("stack_trace")),
+                mend="do it outside of the model, or in a part that is not captured",
+            )
+
+
+def _described(name: str) -> str:
+    return f"module '{name}'" if name else "the model"
+
+
+def _refuse_scripted(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{_described(name)} is scripted (torch.jit), which a graph cannot look into",
+                mend="put the module that it was made of in its place",
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -13,12 +14,13 @@ Function = torch.autograd.Function
 
 @contextlib.contextmanager
 def recorded_functions() -> Iterator[list[type[Function]]]:
-    """Within the context, every custom function that is applied is entered in the list that this gives."""
+    """Within the context, every custom function that this thread applies is entered in the list that this gives."""
     found: list[type[Function]] = []
+    thread = threading.get_ident()
     original = Function.__dict__["apply"]
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        if cls not in found:
+        if threading.get_ident() == thread and cls not in found:
             found.append(cls)
         return original.__get__(None, cls)(*args, **kwargs)
 

@@ -13,9 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_compiler.errors import CaptureError
-from amp_compiler.fx.capture import tracing_context, user_frame
+from amp_compiler.fx.capture import tracing_context
+from amp_compiler.fx.capture_errors import user_frame
 from amp_compiler.fx.graph import rename_placeholder, user_source
 from amp_compiler.fx.meta import CUSTOM_REGION, Key, region_pin
+from amp_compiler.fx.torch_private import restored_transforms, transform_of
 from amp_compiler.ir.graph import ValueKind
 
 
@@ -45,14 +47,23 @@ def trace_piece(piece: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphM
     # The piece's own fake mode: constants that it makes while it is traced must be of the same.
     fake_mode = next((value.fake_mode for value in examples if isinstance(value, FakeTensor)), None)
     try:
-        with tracing_context(), fx_traceback.preserve_node_meta(), fake_mode or contextlib.nullcontext():
-            traced = make_fx(fx.Interpreter(body).run, pre_dispatch=True, _allow_non_fake_inputs=True)(*examples)
+        with (
+            tracing_context(),
+            restored_transforms(),
+            fx_traceback.preserve_node_meta(),
+            fake_mode or contextlib.nullcontext(),
+        ):
+            # Before autograd, unless a transform of torch.func has to be carried out: it is gone behind that alone.
+            before = not any(map(transform_of, body.graph.nodes))
+            traced = make_fx(fx.Interpreter(body).run, pre_dispatch=before, _allow_non_fake_inputs=True)(*examples)
     except Exception as cause:  # tracing runs the model's own calls, which may raise anything
         raise CaptureError(
             f"a piece of the model cannot be traced to ATen: {type(cause).__name__}: {cause}",
             where=user_frame(cause),
             mend="exclude that part with torch.compiler.disable, or keep it out of the compiled module",
         ) from cause
+    if not before:
+        traced.graph.eliminate_dead_code()  # checks of sizes, which have no value
     _restore_pins(traced)
     for node, original in zip(traced.graph.find_nodes(op="placeholder"), placeholders, strict=True):
         rename_placeholder(node, original.name)

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from amp_compiler.errors import LoweringError
+from amp_compiler.errors import CaptureError, LoweringError
 from amp_compiler.fx.meta import Key
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Attr
@@ -296,6 +297,15 @@ def module_of(node: fx.Node) -> tuple[str, str]:
     return re.sub(r"@\d+$", "", name), type_name.rpartition(".")[2]
 
 
+def sparse_node(graph: fx.Graph) -> str:
+    """The name of the first node that makes a sparse tensor; empty where there is none."""
+    values = ((node, value) for node in graph.nodes for value in pytree.tree_leaves(node.meta.get("val")))
+    sparse = (
+        node.name for node, value in values if isinstance(value, torch.Tensor) and value.layout is not torch.strided
+    )
+    return next(sparse, "")
+
+
 def refresh(graph_module: fx.GraphModule) -> None:
     """Compute every node's fake tensor anew after a rewrite, and recompile the module.
 
@@ -311,12 +321,21 @@ def refresh(graph_module: fx.GraphModule) -> None:
         prop.propagate_dont_convert_inputs(*examples)
 
 
+_READS_VALUES = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
+
+
 class _Propagator(FakeTensorProp):
     def run_node(self, n: fx.Node) -> Any:
         """Run one node on fake tensors; an error says where."""
         try:
             return super().run_node(n)
         except Exception as cause:  # any op may raise anything on types that it does not take
+            if type(cause).__name__ in _READS_VALUES or "data is not allocated" in str(cause):
+                raise CaptureError(
+                    f"node '{n.name}' ({canonical_op(n.target)}) reads the values of a tensor while the graph is made",
+                    where=user_source(n.meta.get("stack_trace")),
+                    mend="give it Python numbers, or tensors that need not be read, such as a mask in torch.where",
+                ) from cause
             raise LoweringError(
                 f"node '{n.name}' ({canonical_op(n.target)}) cannot run on the planned types: {cause}",
                 where=user_source(n.meta.get("stack_trace")),

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.utils.checkpoint
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _ALLOCATE = "_empty_strided_cpu"  # read by the head of every module that Inductor writes
 BUILDING = threading.RLock()  # torch traces and exports with state of the whole process: one graph at a time
+# An export puts stand-ins in the place of a module's tensors: whoever reads them waits. Held for a short time by those
+# who read, and never while waiting for `BUILDING`.
+TENSORS = threading.RLock()
+_CAPTURING = threading.local()
+_ALL_MODELS = 64  # so many times the limit may all models of a class be compiled together
 
 
 def compile_with_inductor(
@@ -81,9 +89,144 @@ def unrolled_recurrence() -> contextlib.AbstractContextManager[Any]:
     return config.patch(allow_rnn=True) if hasattr(config, "allow_rnn") else contextlib.nullcontext()  # type: ignore[no-any-return]
 
 
-def dynamo_error() -> type[Exception]:
-    """The base of what Dynamo raises."""
-    return torch._dynamo.exc.TorchDynamoException
+@contextlib.contextmanager
+def building() -> Iterator[None]:
+    """Within it this thread alone traces and compiles, also the backwards that torch compiles when they first run.
+
+    What holds torch's own lock (Dynamo, or a backward in the making) never waits for `BUILDING`.
+    """
+    from torch._dynamo import convert_frame
+
+    with BUILDING, getattr(convert_frame, "compile_lock", BUILDING):
+        yield
+
+
+@contextlib.contextmanager
+def exporting() -> Iterator[None]:
+    """Within it this thread alone exports, and no other reads the tensors of modules; torch is left as it was found."""
+    with building(), TENSORS, restored_transforms():
+        depth = getattr(_CAPTURING, "depth", 0)
+        _CAPTURING.depth = depth + 1
+        try:
+            yield
+        finally:
+            _CAPTURING.depth = depth
+
+
+def captures_here() -> bool:
+    """Whether this thread is within `exporting`."""
+    return getattr(_CAPTURING, "depth", 0) > 0
+
+
+def skipped_by_dynamo(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A function that Dynamo runs as it is, while it still looks into what that calls.
+
+    `torch.compiler.disable(recursive=False)` does the same, and then raises while any thread of the process exports.
+    """
+    return torch._dynamo.decorators.skip(function)  # type: ignore[no-any-return]
+
+
+def exports_here(inputs: Sequence[Any]) -> bool:
+    """Whether a call with these inputs is part of a `torch.export` in this thread: torch's flag is the process's."""
+    if not torch.compiler.is_exporting():
+        return False
+    detect = getattr(torch._guards, "detect_fake_mode", None)
+    return detect is None or detect(list(inputs)) is not None
+
+
+@contextlib.contextmanager
+def restored_transforms() -> Iterator[None]:
+    """Leave behind it what torch.func and forward-mode differentiation keep for the process as it was before.
+
+    A capture that fails inside of `torch.func.jvp`, or that takes its beginning for a node of the graph, would leave a
+    level open: from then on every jvp of the process fails.
+    """
+    functorch, transforms = getattr(torch._C, "_functorch", None), torch._functorch.eager_transforms
+    forward_ad = torch.autograd.forward_ad
+    depth_of = getattr(functorch, "get_dynamic_layer_stack_depth", None)
+    undo = getattr(functorch, "pop_dynamic_layer_stack_and_undo_to_depth", None)
+    depth = depth_of() if depth_of is not None else 0
+    nesting, level = getattr(transforms, "JVP_NESTING", None), forward_ad._current_level
+    enabled = torch._C._is_fwd_grad_enabled()
+    try:
+        yield
+    finally:
+        if undo is not None and depth_of is not None and depth_of() > depth:
+            undo(depth)
+        forward_ad._current_level = level
+        with contextlib.suppress(RuntimeError):  # what it raises where there is none to leave; torch has one at most
+            torch._C._exit_dual_level(level=level + 1)
+        if nesting is not None:
+            transforms.JVP_NESTING = nesting
+        torch._C._set_fwd_grad_enabled(enabled)
+
+
+def transform_of(node: fx.Node) -> str:
+    """The name of what `torch.func` left of a transform in a captured graph; empty for all else, and for `vmap`.
+
+    A graph that holds one cannot be rewritten: it is open from one node to another, and its end has no user.
+    """
+    module, name = getattr(node.target, "__module__", None) or "", getattr(node.target, "__name__", "")
+    ours = node.op == "call_function" and module.startswith("torch._functorch")
+    return name if ours and "vmap" not in name and "batch_dim" not in name and "lazy_load" not in name else ""
+
+
+def compile_in_pieces(model: Any, backend: Callable[..., Any], dynamic: bool | None) -> Callable[..., Any]:
+    """A model as Dynamo compiles it: with a count of its own of how often each of its functions may be compiled.
+
+    Other models of the same class have the same functions; torch before 2.13 counts them together.
+    """
+    options: dict[str, Any] = {}
+    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
+        options["isolate_recompiles"] = True
+    return torch.compile(model, backend=backend, dynamic=dynamic, **options)
+
+
+@contextlib.contextmanager
+def recompile_limit(least: int) -> Iterator[int]:
+    """Within it Dynamo compiles a function for at least so many forms of its inputs, and then raises.
+
+    Left alone it stops at 8, and runs what it has no code for as it is, without a word.
+
+    Args:
+        least: how many forms.
+
+    Yields:
+        The limit: the user's own where that is higher.
+    """
+    config = torch._dynamo.config
+    limit = max(least, config.recompile_limit)
+    wanted = {
+        "recompile_limit": limit,
+        "accumulated_recompile_limit": max(_ALL_MODELS * limit, config.accumulated_recompile_limit),
+        "fail_on_recompile_limit_hit": True,
+        "suppress_errors": False,
+        "specialize_float": True,  # otherwise a number that changes comes as a tensor that the graph has to read
+    }
+    with config.patch({name: value for name, value in wanted.items() if hasattr(config, name)}):
+        yield limit
+
+
+def functions_given_up() -> int:
+    """How many functions Dynamo has given up in this process: what they compute runs as it is."""
+    counted = torch._dynamo.utils.counters["frames"]
+    return int(counted["total"] - counted["ok"])
+
+
+def is_recompile_limit(error: BaseException | None) -> bool:
+    """Whether an error, or what it was raised from, says that the limit is reached."""
+    kind = getattr(torch._dynamo.exc, "FailOnRecompileLimitHit", ())
+    while error is not None:
+        if isinstance(error, kind):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def dynamo_errors() -> tuple[type[Exception], ...]:
+    """What Dynamo raises of its own."""
+    limit = getattr(torch._dynamo.exc, "FailOnRecompileLimitHit", None)
+    return (torch._dynamo.exc.TorchDynamoException, *([] if limit is None else [limit]))
 
 
 def needs_double_backward(error: BaseException) -> bool:

@@ -104,8 +104,8 @@ class FollowProblem:
             demand = demands.setdefault(user.region, Demand())
             typing = self.typing[user.name]
             if typing.roles[index] is Role.ANY:
-                made = self.graph.values[user.outputs[0]].dtype
-                if typing.is_cast and made.is_float:
+                made = self.graph.values[user.outputs[0]].dtype if user.outputs else None
+                if typing.is_cast and made is not None and made.is_float:
                     demand.casts.append(made)
                 else:
                     demand.bits = True

@@ -152,13 +152,13 @@ def check_optimizers(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
     """The optimizers behind `optimizer=`, checked.
 
     Args:
-        optimizer: a `torch.optim` object or a dict of them.
+        optimizer: a `torch.optim` object or a dict of them; what Accelerate or Lightning put around one is taken off.
 
     Raises:
         AmpError: for anything else, for an optimizer that can be neither fused nor traced or has step hooks, for a
             parameter in two optimizers, and for an L1 decay that is no number of at least 0.
     """
-    given = tuple(optimizer.values()) if isinstance(optimizer, Mapping) else (optimizer,)
+    given = tuple(map(_innermost, optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]))
     seen: set[int] = set()
     for one in given:
         if not isinstance(one, torch.optim.Optimizer):
@@ -172,6 +172,16 @@ def check_optimizers(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
                 raise AmpError("a parameter stands in two optimizers or groups", mend="give each parameter one owner")
             seen.add(id(parameter))
     return given
+
+
+def _innermost(optimizer: Any) -> Any:
+    """The optimizer behind wrappers, which keep it in `.optimizer`."""
+    while isinstance(optimizer, torch.optim.Optimizer) and type(optimizer) not in KINDS:
+        inner = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, torch.optim.Optimizer) or inner is optimizer:
+            break
+        optimizer = inner
+    return optimizer
 
 
 def _check_l1(optimizer: torch.optim.Optimizer) -> None:

@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from amp_compiler.errors import AmpError, CaptureError, first_line
 from amp_compiler.forward.graph_breaks import Pieces
 from amp_compiler.forward.settings import Settings, device_of
-from amp_compiler.fx.capture import Captured, Input, Source, user_frame
+from amp_compiler.fx.capture import Captured, Input, Source
+from amp_compiler.fx.capture_errors import user_frame
 from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.torch_private import needs_double_backward
 from amp_compiler.ir.plan import PrecisionPlan

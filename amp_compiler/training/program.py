@@ -15,6 +15,7 @@ from amp_compiler.errors import AmpError
 from amp_compiler.forward.shape_guards import InputForm
 from amp_compiler.forward.tensor_versions import note_writes
 from amp_compiler.fx.graph import LOW_TYPES, results_of
+from amp_compiler.fx.torch_private import TENSORS
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.update.product import Product
 from amp_compiler.passes.pipeline import Stages
@@ -151,7 +152,9 @@ class StepProgram:
         for group in self.groups:
             group.refresh()
         with torch.no_grad():
-            flat = list(self.run(*[get(leaves) for get in self.resolve]))
+            with TENSORS:
+                inputs = [get(leaves) for get in self.resolve]
+            flat = list(self.run(*inputs))
         note_writes([p for group in self.groups for p in group.parameters] + [get() for get in self.buffers])
         loss, aux = pytree.tree_unflatten(flat[: self.results], self.out_spec)
         norm, _, flags = flat[self.results : self.results + 3]

@@ -12,12 +12,12 @@ import torch.utils._pytree as pytree
 from amp_compiler.backends.cuda_capture import TorchGraphs
 from amp_compiler.backends.cuda_graph import GraphSettings
 from amp_compiler.errors import AmpError, CaptureError, HookError, LoweringError, OptimizerError
-from amp_compiler.forward.compiled_module import CompiledModule
 from amp_compiler.forward.settings import device_of, make_settings
 from amp_compiler.forward.signature import BatchForm, leaves_key, module_key
+from amp_compiler.forward.unwrap import unwrapped_model
 from amp_compiler.fx.capture import autocast_off
 from amp_compiler.fx.graph import torch_dtype
-from amp_compiler.fx.torch_private import BUILDING
+from amp_compiler.fx.torch_private import TENSORS, building
 from amp_compiler.onnx.importing.api import trained_module
 from amp_compiler.ops.loss_scale import LossScale, LossScaleState, NoLossScale, make_loss_scale
 from amp_compiler.ops.update.rounding import WeightStorage
@@ -36,6 +36,7 @@ from amp_compiler.training.weights import OWN_KEY, WeightState, weight_storage
 
 logger = logging.getLogger("amp_compiler")
 MOST_SIGNATURES = 64
+PARALLEL = "pass model.module: a step is of one process, and averages no gradients over several"
 RUN = (CAPTURE, PLAN, FORWARD, STEP, UPDATE, DEVICE, PIECE)  # the pipelines of a step
 
 
@@ -136,9 +137,7 @@ class TrainingStep(StepReadings):
         enabled: bool,
         passes: Any,
     ) -> None:
-        if isinstance(model, CompiledModule):
-            model = model.original
-        model, optimizer = trained_module(model, optimizer)
+        model, optimizer = trained_module(unwrapped_model(model, PARALLEL), optimizer)
         self.model = model
         if clip_norm is not None and (not isinstance(clip_norm, Real) or clip_norm is True or not clip_norm > 0):
             raise AmpError(f"clip_norm={clip_norm!r}", mend="pass a positive number, or None for no clipping")
@@ -235,7 +234,8 @@ class TrainingStep(StepReadings):
         )
         if self._pieces is not None:
             return PieceProgram(self._pieces, spec, options, owners)
-        module, form = module_key(self._module, by_identity=True), leaves_key(leaves)
+        with TENSORS:
+            module, form = module_key(self._module, by_identity=True), leaves_key(leaves)
         key = (spec, module, owners, gather, form)
         program = self._programs.get(key) or self._dynamic(key, leaves)
         if program is not None and not any(group.flags_changed() for group in program.groups):
@@ -247,7 +247,7 @@ class TrainingStep(StepReadings):
                 mend="pad the batches to fewer shapes, and pass numbers that change as tensors",
             )
         try:
-            with BUILDING:
+            with building():
                 program = build_step(self._module, batch, options, self._state)
         except (CaptureError, LoweringError) as cause:
             if not self._may_run_in_pieces(cause):

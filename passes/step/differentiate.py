@@ -12,13 +12,15 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from amp_compiler.errors import AmpError, LoweringError, first_line
-from amp_compiler.fx.capture import user_frame
+from amp_compiler.fx.capture_errors import user_frame
 from amp_compiler.fx.graph import node_tensor, rename_placeholder, results_of
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import autograd_sequence, function_sequence, own_decompositions
 from amp_compiler.passes.base import FunctionalPass, PassResult
 from amp_compiler.passes.precision.type_backward import gradient_type
 
+# Which argument of a lookup says that the gradient of its table is to be a sparse tensor.
+_SPARSE = {torch.ops.aten.embedding.default: 4, torch.ops.aten.embedding_bag.padding_idx: 5}
 _INHERITED = ("nn_module_stack", "stack_trace")
 
 
@@ -48,7 +50,8 @@ class Differentiate(FunctionalPass[fx.GraphModule]):
             mul_1: "f32[4]" = aten.mul.Tensor(expand, x)            # backward
             return (sum_1, mul_1)
 
-    Left alone: the forward itself, which stands in front as it was; a placeholder that is not asked for.
+    Left alone: the forward itself, which stands in front as it was, but that lookups with `sparse=True` make dense
+    gradients; a placeholder that is not asked for.
 
     Args:
         wrt: names of the placeholders to differentiate by. The loss is the first output and must be a float scalar.
@@ -145,6 +148,12 @@ class _Forward(fx.Interpreter):
     def __init__(self, subject: fx.GraphModule) -> None:
         super().__init__(subject)
         self.origin: dict[int, dict[str, Any]] = {}
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        place = _SPARSE.get(target)
+        if place is not None and len(args) > place:
+            args = (*args[:place], False, *args[place + 1 :])
+        return super().call_function(target, args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
         first = autograd_sequence()

@@ -1,0 +1,44 @@
+"""What was put around a model before it came here: taken off where that changes nothing, named where it would."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from amp_compiler.errors import AmpError
+from amp_compiler.fx.capture import StandIn
+
+_COMPILED = "_orig_mod"  # where `torch.compile` keeps what it compiles
+
+
+def unwrapped_model(model: Any, mend: str) -> Any:
+    """A model without what `torch.compile` and `amp.compile` put around it.
+
+    Args:
+        model: an `nn.Module`, or a dict, list or tuple of them; anything else is returned as it is.
+        mend: what to do about a model that is spread over devices or processes.
+
+    Raises:
+        AmpError: for a model in `DataParallel` or `DistributedDataParallel`: a graph of it would lose what those add.
+
+    Example:
+        >>> model = nn.Linear(4, 2)
+        >>> unwrapped_model(torch.compile(model), mend="") is model
+        True
+    """
+    if isinstance(model, dict):
+        return {key: unwrapped_model(one, mend) for key, one in model.items()}
+    if type(model) in (list, tuple):
+        return type(model)(unwrapped_model(one, mend) for one in model)
+    while isinstance(model, nn.Module):
+        inner = model.original if isinstance(model, StandIn) else getattr(model, _COMPILED, None)
+        if not isinstance(inner, nn.Module):
+            break
+        model = inner
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise AmpError(
+            f"the model is in a {type(model).__name__}, whose copies and messages a captured graph would lose",
+            mend=mend,
+        )
+    return model

@@ -1,0 +1,156 @@
+"""What is said where a model cannot be captured: its own cause, the user's line, and a mend that fits."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from amp_compiler.errors import CaptureError
+from amp_compiler.fx.graph import shorten_path
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """One kind of failure.
+
+    Args:
+        what: what is wrong, behind the name of the model.
+        mend: what the reader can do.
+        errors: names of the exceptions that say so.
+        text: what stands in the message of an exception that says so, as a regular expression.
+        line: what stands in the user's line, as a regular expression.
+    """
+
+    what: str
+    mend: str
+    errors: tuple[str, ...] = ()
+    text: str = ""
+    line: str = ""
+
+    def holds(self, error: BaseException, line: str) -> bool:
+        """Whether an exception that a line of the user's raised is of this kind."""
+        if self.errors and not any(one.__name__ in self.errors for one in type(error).__mro__):
+            return False
+        said = not self.text or re.search(self.text, str(error)) is not None
+        return said and (not self.line or re.search(self.line, line) is not None)
+
+
+_ON_VALUES = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "PendingUnbackedSymbolNotFound")
+# The first that holds is said.
+_KINDS = (
+    _Kind(
+        "differentiates with torch.func, which a captured graph cannot hold",
+        "do it outside of the model, or in a part that is not captured",
+        text=r"functorch|torch\.func|object has no attribute 'constant'|forward AD",
+    ),
+    _Kind(
+        "checks the values of a tensor",
+        "remove the assert, or use torch._assert_async",
+        _ON_VALUES,
+        line=r"^assert\b",
+    ),
+    _Kind(
+        "branches on the values of a tensor",
+        "remove the branch (torch.where), or use torch.cond",
+        _ON_VALUES,
+        text="guard on",
+        line=r"\b(if|elif|while|and|or|not|bool)\b",
+    ),
+    _Kind(
+        "repeats something as often as the values of a tensor say",
+        "use a number that does not depend on the input, or torch.while_loop",
+        _ON_VALUES,
+        line=r"\b(for|range)\b",
+    ),
+    _Kind(
+        "needs the values of a tensor as Python numbers, such as a size or an index",
+        "keep them in tensors, or give the numbers as arguments",
+        _ON_VALUES,
+    ),
+    _Kind(
+        "makes a tensor whose size depends on the values of another one",
+        "use an operator whose result has a size that is known before, such as torch.where in place of a mask",
+        ("DynamicOutputShapeException",),
+    ),
+    _Kind(
+        "calls an operator that cannot be traced, because it does not say what its result is like",
+        "give it a fake implementation with torch.library.register_fake",
+        text=r"(?i)fake impl|UnsupportedOperator|meta kernel|register_fake|Meta implementation",
+    ),
+    _Kind(
+        "leaves torch: it reads the memory or the numbers of a tensor with something else, such as NumPy",
+        "do it with torch, or put it into an operator of its own with torch.library.custom_op",
+        text=r"\.numpy\(\)|data pointer|data_ptr|data is not allocated",
+    ),
+)
+
+
+def capture_error(cause: Exception, model: object) -> CaptureError:
+    """The error to raise for what `torch.export` raised, or the model's own code within it.
+
+    Args:
+        cause: the exception.
+        model: the module that was to be captured.
+    """
+    where, line = _user_place(cause)
+    name = type(model).__name__
+    for error in _chain(cause):
+        for kind in _KINDS:
+            if kind.holds(error, line):
+                shown = f" (`{line}`)" if line else ""
+                return CaptureError(
+                    f"{name} {kind.what}{shown}, so torch.export cannot take it as one graph: {_said(error)}",
+                    where=where,
+                    mend=kind.mend,
+                )
+    if _is_torchs(cause):
+        return CaptureError(
+            f"torch.export cannot take {name} as one graph: {_said(cause)}",
+            where=where,
+            mend="write that part otherwise, or put it under torch.compiler.disable",
+        )
+    return CaptureError(
+        f"{name} raises {_said(cause)}",
+        where=where,
+        mend="call the model as it is, without capture: if it raises the same, the call or the model is wrong",
+    )
+
+
+def user_frame(cause: BaseException) -> str:
+    """`file:line` of the innermost frame of a traceback that is not torch's; empty where there is none."""
+    return _user_place(cause)[0]
+
+
+def _user_place(cause: BaseException) -> tuple[str, str]:
+    """The place as `user_frame` gives it, and the line that stands there."""
+    torch_root = torch.__file__.rpartition("/")[0]
+    place = line = ""
+    for error in _chain(cause):
+        for frame in traceback.extract_tb(error.__traceback__):
+            outside = not frame.filename.startswith((torch_root, "<")) and "/amp_compiler/" not in frame.filename
+            if outside and not frame.filename.endswith(("contextlib.py", "functools.py")):
+                place = f"{shorten_path(frame.filename)}:{frame.lineno}"
+                line = linecache.getline(frame.filename, frame.lineno or 0).strip()
+    return place, line
+
+
+def _chain(cause: BaseException) -> Iterator[BaseException]:
+    error: BaseException | None = cause
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _said(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def _is_torchs(error: BaseException) -> bool:
+    """Whether a class of torch's own stands behind an exception, not one of Python's."""
+    return any(type(one).__module__.partition(".")[0] == "torch" for one in _chain(error))

@@ -1,0 +1,274 @@
+"""A compiled module among tools that put themselves around a model: Accelerate, the Trainer of transformers, FSDP2."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_compiler as amp
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+BF16_ERROR = 2e-2  # a few roundings of 2**-9 each
+
+
+class Net(nn.Module):
+    """A model whose forward has names, a keyword and an answer for labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 4)
+
+    def forward(self, features: torch.Tensor, labels: torch.Tensor | None = None, *, scale: float = 1.0):
+        logits = self.fc(features) * scale
+        return logits if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def compiled(model: nn.Module | None = None) -> amp.CompiledModule:
+    torch.manual_seed(0)
+    return amp.compile(model or Net(), dtype="bf16", backend="eager")
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    with torch.no_grad():
+        return bool((actual.double() - expected.double()).norm() <= BF16_ERROR * expected.double().norm())
+
+
+def test_forward_has_the_signature_of_the_originals():
+    model = compiled()
+    assert inspect.signature(model.forward) == inspect.signature(model.original.forward)
+    assert list(inspect.signature(type(model).forward).parameters)[1:] == ["features", "labels", "scale"]
+    assert isinstance(model, amp.CompiledModule) and type(model).__name__ == "CompiledNet"
+    assert type(compiled()) is type(model) and type(copy.deepcopy(model)) is type(model)
+    own = Net()
+    own.forward = lambda features: features  # type: ignore[method-assign, assignment]
+    assert str(inspect.signature(compiled(own).forward)) == "(features)"
+
+
+def test_a_replaced_forward_is_the_wrappers_and_can_be_taken_back():
+    model = compiled()
+    before = model.forward
+    expected = model(X)
+
+    def doubled(self, *args, **kwargs):
+        return 2 * before(*args, **kwargs)
+
+    model._original_forward = before
+    model.forward = types.MethodType(doubled, model)
+    assert torch.equal(model(X), 2 * expected)
+    assert "forward" not in vars(model.original) and not hasattr(model.original, "_original_forward")
+    assert close(model.original(X), expected)
+    assert model.__dict__.pop("_original_forward") == before
+    del model.forward
+    assert model.forward == before and torch.equal(model(X), expected)
+
+
+def test_a_replaced_class_is_the_wrappers():
+    class Named(nn.Module):
+        def named(self) -> str:
+            return "named"
+
+    model = compiled()
+    expected = model(X)
+    model.__class__ = type("NamedNet", (Named, type(model)), {})
+    assert model.named() == "named" and type(model.original) is Net
+    assert torch.equal(model(X), expected)
+
+
+def test_hooks_on_the_wrapper_run_around_it():
+    model, seen = compiled(), []
+    handle = model.register_forward_hook(lambda module, args, result: seen.append(result.shape))
+    model(X)
+    handle.remove()
+    model(X)
+    assert seen == [(4, 4)]
+
+
+class Counted(nn.Module):
+    """Keeps a number that is no tensor in its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.seen = nn.Linear(8, 4), 0
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+    def forward(self, x):
+        return self.fc(x)
+
+
+def test_extra_state_is_saved_and_loaded():
+    model = compiled(Counted())
+    model.seen = 3
+    state = model.state_dict()
+    assert state["_extra_state"] == {"seen": 3} and list(state) == list(model.original.state_dict())
+    other = compiled(Counted())
+    other.load_state_dict(state)
+    assert other.seen == 3
+    holder = nn.Sequential(compiled(Counted()))
+    holder.load_state_dict({f"0.{name}": value for name, value in state.items()})
+    assert holder[0].seen == 3
+
+
+def test_accelerate_wraps_and_unwraps_it():
+    accelerate = pytest.importorskip("accelerate")
+    model = compiled()
+    plain = copy.deepcopy(model.original)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    reference = torch.optim.SGD(plain.parameters(), 0.1)
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    wrapped, wrapped_optimizer = accelerator.prepare(model, optimizer)
+    labels = torch.arange(4)
+    for _ in range(3):
+        loss, expected = wrapped(X, labels)["loss"], plain(X, labels)["loss"]
+        assert close(loss, expected)
+        accelerator.backward(loss)
+        expected.backward()
+        for one in (wrapped_optimizer, reference):
+            one.step()
+            one.zero_grad()
+    assert model.plan.low_nodes > 0
+    taken = accelerator.unwrap_model(wrapped, keep_fp32_wrapper=False)
+    assert taken is model and close(taken(X), plain(X))
+    assert list(inspect.signature(taken.forward).parameters) == ["features", "labels", "scale"]
+    assert type(taken.original) is Net and close(taken.original(X), plain(X))
+
+
+class Rows(torch.utils.data.Dataset):
+    """Rows as a tokenizer gives them, with a column that no forward takes."""
+
+    def __init__(self, rows: int) -> None:
+        self.features = torch.randn(rows, 8, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self.features)
+
+    def __getitem__(self, index):
+        return {"features": self.features[index], "labels": int(self.features[index, 0] > 0), "note": "not for forward"}
+
+
+def trained(model: nn.Module, folder, data, **options):
+    transformers = pytest.importorskip("transformers")
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        bf16=True,
+        max_steps=4,
+        per_device_train_batch_size=4,
+        report_to=[],
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+        learning_rate=0.05,
+        **options,
+    )
+    trainer = transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=data)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, trainer.evaluate()["eval_loss"]
+
+
+def test_the_trainer_of_transformers_trains_it(tmp_path):
+    pytest.importorskip("accelerate")
+    model = compiled()
+    plain = copy.deepcopy(model.original)
+    losses, evaluated = trained(model, tmp_path / "ours", Rows(16))
+    expected, reference = trained(plain, tmp_path / "theirs", Rows(16))
+    assert len(losses) == 4 and model.plan.low_nodes > 0
+    assert losses == pytest.approx(expected, rel=BF16_ERROR) and evaluated == pytest.approx(reference, rel=BF16_ERROR)
+
+
+def test_the_trainer_trains_a_transformer_and_saves_it(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    config = transformers.GPT2Config(
+        vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
+    )  # fmt: skip
+    ids = torch.randint(0, 32, (16, 8), generator=torch.Generator().manual_seed(0))
+    data = [{"input_ids": row, "labels": row, "note": "not for forward"} for row in ids]
+    torch.manual_seed(0)
+    model = compiled(transformers.GPT2LMHeadModel(config))
+    plain = copy.deepcopy(model.original)
+    losses, _ = trained(model, tmp_path / "ours", data)
+    expected, _ = trained(plain, tmp_path / "theirs", data)
+    assert losses == pytest.approx(expected, rel=BF16_ERROR) and not model.in_pieces
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process alone."""
+    dist = pytest.importorskip("torch.distributed")
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("this torch has no gloo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist
+    dist.destroy_process_group()
+
+
+def test_fully_shard_takes_it(alone):
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    model = compiled()
+    plain = copy.deepcopy(model.original)
+    mesh = alone.device_mesh.init_device_mesh("cpu", (1,))
+    fully_shard(model, mesh=mesh)
+    assert isinstance(model, FSDPModule) and type(model.original) is Net
+    optimizer, reference = torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(plain.parameters(), 0.1)
+    labels = torch.arange(4)
+    for _ in range(3):
+        loss, expected = model(X, labels)["loss"], plain(X, labels)["loss"]
+        assert close(loss, expected)
+        loss.backward()
+        expected.backward()
+        for one in (optimizer, reference):
+            one.step()
+            one.zero_grad()
+    assert model.plan.low_nodes > 0 and not model.in_pieces
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert close(ours.full_tensor(), theirs)  # type: ignore[attr-defined]
+
+
+def test_blocks_are_compiled_and_sharded_one_by_one(alone):
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    model = copy.deepcopy(plain)
+    mesh = alone.device_mesh.init_device_mesh("cpu", (1,))
+    for place in (0, 2):
+        model[place] = fully_shard(amp.compile(model[place], dtype="bf16", backend="eager"), mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model(X).sum().backward()
+    plain(X).sum().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert close(ours.grad.full_tensor(), theirs.grad)  # type: ignore[attr-defined]
+    assert model[0].plan.low_nodes == 1
+
+
+def test_a_model_that_is_sharded_already_is_named(alone):
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = alone.device_mesh.init_device_mesh("cpu", (1,))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    fully_shard(model[0], mesh=mesh)
+    with pytest.raises(amp.CaptureError, match=r"module '0' is sharded.*fully_shard\(amp\.compile"):
+        compiled(model)(X)
+    fully_shard(model, mesh=mesh)
+    step = amp.training_step(model, lambda m, x: m(x).mean(), torch.optim.SGD(model.parameters(), 0.1), backend="eager")
+    with pytest.raises(amp.CaptureError, match="module 'model' is sharded"):
+        step(X)
+
+
+def test_nothing_of_a_process_group_is_left():
+    assert not torch.distributed.is_initialized() and "RANK" not in os.environ

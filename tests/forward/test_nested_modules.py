@@ -1,0 +1,115 @@
+"""Models that hold modules which are compiled already, scripted, or `amp.compile`d."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import amp_compiler as amp
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+BF16_ERROR = 2e-2  # a few roundings of 2**-9 each
+
+
+def plain() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+
+def with_torch_compile(model: nn.Sequential) -> nn.Module:
+    model[0] = torch.compile(model[0], backend="eager")
+    return model
+
+
+def with_script(model: nn.Sequential) -> nn.Module:
+    model[0] = torch.jit.script(model[0])
+    return model
+
+
+def with_amp(model: nn.Sequential) -> nn.Module:
+    model[0] = amp.compile(model[0], dtype="bf16", backend="eager")
+    return model
+
+
+KINDS = pytest.mark.parametrize("around", [with_torch_compile, with_amp])
+SCRIPTED = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+
+
+def wrong(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    with torch.no_grad():
+        return bool((actual.double() - expected.double()).norm() > 2 * BF16_ERROR * expected.double().norm())
+
+
+@KINDS
+def test_a_model_that_holds_one(around):
+    reference, model = plain(), around(plain())
+    compiled = amp.compile(model, dtype="bf16", backend="eager")
+    for _ in range(2):
+        actual, expected = compiled(X), reference(X)
+        assert not wrong(actual, expected)
+        actual.square().sum().backward()
+        expected.square().sum().backward()
+    for ours, theirs in zip(compiled.parameters(), reference.parameters(), strict=True):
+        assert not wrong(ours.grad, theirs.grad)
+    assert [node.precision for node in compiled.plan.nodes if node.op == "aten.linear"] == ["low", "low"]
+    assert not compiled.in_pieces
+
+
+@KINDS
+def test_a_step_over_a_model_that_holds_one(around):
+    reference, model = plain(), around(plain())
+    optimizer, theirs = torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(reference.parameters(), 0.1)
+    step = amp.training_step(model, lambda m, x: m(x).square().mean(), optimizer, dtype="bf16", backend="eager")
+    for _ in range(3):
+        loss, expected = step(X), reference(X).square().mean()
+        assert not wrong(loss, expected.detach())
+        theirs.zero_grad()
+        expected.backward()
+        theirs.step()
+    for ours, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert not wrong(ours, other)
+
+
+@SCRIPTED
+def test_a_scripted_module_is_named():
+    model = with_script(plain())
+    with pytest.raises(amp.CaptureError, match="module '0' is scripted"):
+        amp.compile(model, dtype="bf16", backend="eager")(X)
+    with pytest.raises(amp.CaptureError, match="the model is scripted"):
+        amp.explain(model[0], X)
+    step = amp.training_step(
+        model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), 0.1), backend="eager"
+    )
+    with pytest.raises(amp.CaptureError, match=r"module 'model\.0' is scripted.*; put the module"):
+        step(X)
+
+
+def test_the_outer_plan_decides_for_a_compiled_module_inside():
+    model = with_amp(plain())
+    compiled = amp.compile(model, rules={"version": 1, "extends": "default", "deny": ["matmul"]}, backend="eager")
+    reference = plain()
+    assert torch.equal(compiled(X), reference(X)) and compiled.plan.low_nodes == 0
+    assert not torch.equal(model[0](X), reference[0](X))  # by itself it runs as it was compiled
+
+
+def test_hooks_of_a_module_behind_a_compiled_one_are_seen():
+    model = with_amp(plain())
+    compiled = amp.compile(model, dtype="bf16", backend="eager")
+    before = compiled(X)
+    model[0].original.register_forward_hook(lambda module, args, result: result * 0)
+    assert not torch.equal(compiled(X), before)
+    assert torch.equal(compiled(X), compiled(X * 3))
+
+
+def test_what_wraps_a_whole_model_is_taken_off():
+    reference = plain()
+    model = plain()
+    compiled = amp.compile(torch.compile(model, backend="eager"), dtype="bf16", backend="eager")
+    assert compiled.original is model and not wrong(compiled(X), reference(X))
+    assert list(compiled.state_dict()) == list(model.state_dict())
+
+
+def test_a_parallel_model_is_named():
+    with pytest.raises(amp.AmpError, match=r"DataParallel.*amp\.compile\(model\.module\)"):
+        amp.compile(nn.DataParallel(plain()), dtype="bf16", backend="eager")

@@ -1,0 +1,87 @@
+"""How often Dynamo compiles a piece: each model has a limit of its own, and to pass it is an error that says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import amp_compiler as amp
+import amp_compiler.forward.graph_breaks as graph_breaks
+
+
+class Branches(nn.Module):
+    """Runs in pieces; `k` is a number that each piece is compiled for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x, k=0):
+        y = self.fc(x) + len("k" * k)  # a number that no graph can be told
+        return y if y.sum() > 1e9 else -y
+
+
+def compiled() -> amp.CompiledModule:
+    return amp.compile(Branches(), dtype="bf16", backend="eager")
+
+
+X = torch.ones(2, 4)
+
+
+def low(result: torch.Tensor, model: amp.CompiledModule, *arguments) -> bool:
+    """Whether a result is that of a 16-bit product, and near the FP32 one."""
+    exact = model.original(X, *arguments)
+    return not torch.equal(result, exact) and bool((result - exact).norm() < 2e-2 * exact.norm())
+
+
+def test_ten_forms_of_one_model_all_run_in_16_bits():
+    model = compiled()
+    for number in range(10):
+        assert low(model(X, number), model, number), number
+    assert model.in_pieces and len(model.plan.nodes) > 0
+
+
+def test_ten_models_of_one_class_all_run_in_16_bits():
+    for _ in range(10):
+        model = compiled()
+        assert low(model(X), model)
+        assert model.in_pieces and model.plan.low_nodes > 0
+
+
+def test_past_the_limit_an_error_names_it(monkeypatch):
+    monkeypatch.setattr(graph_breaks, "MOST_FORMS", 10)
+    model = compiled()
+    with pytest.raises(
+        amp.CaptureError, match=r"test_pieces_limit\.py:\d+: Branches runs in pieces.*10 forms.*recompile"
+    ):
+        for number in range(40):
+            assert low(model(X, number), model, number), number
+    assert torch._dynamo.config.recompile_limit == 8 and not torch._dynamo.config.fail_on_recompile_limit_hit
+
+
+class Loop(nn.Module):
+    """Dynamo gives up a function that breaks within a loop, and takes what it calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Branches() for _ in range(2))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+            if x.sum() > 1e9:
+                break
+        return x * 2
+
+
+def test_functions_that_dynamo_gives_up_are_told_once(caplog):
+    model = amp.compile(Loop(), dtype="bf16", backend="eager")
+    for _ in range(2):
+        assert low(model(X), model)
+    told = [record.getMessage() for record in caplog.records if "gave up" in record.getMessage()]
+    assert len(told) == 1 and "functions of Loop" in told[0]
+    other = compiled()
+    other(X)
+    assert len([record for record in caplog.records if "gave up" in record.getMessage()]) == 1

@@ -1,0 +1,146 @@
+"""Calls from many threads: no wrong value and no error, whatever another thread captures meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+import amp_compiler as amp
+
+THREADS, CALLS = 8, 1000
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        return self.b(torch.relu(self.norm(self.a(x))))
+
+
+class Branches(Net):
+    """Runs in pieces."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y if y.sum() > 1e9 else -y
+
+
+def model_of(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind()
+
+
+def at_once(work: Callable[[int], None], number: int) -> None:
+    """Run `work(0)`, `work(1)`, … in `THREADS` threads; the first error is raised here."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        for done in [pool.submit(work, one) for one in range(number)]:
+            done.result()
+
+
+@pytest.mark.parametrize(("kind", "calls", "shapes"), [(Net, CALLS, 12), (Branches, 60, 3)])
+def test_calls_while_shapes_change(kind, calls, shapes):
+    model, alone = model_of(kind), amp.compile(model_of(kind), dtype="bf16", backend="eager")
+    compiled = amp.compile(model, dtype="bf16", backend="eager")
+    # A new shape comes up every now and then, while all threads are at work.
+    batches = [torch.randn(1 + number * shapes // calls, 4) for number in range(calls)]
+    expected = [alone(x) for x in batches]
+
+    def call(number: int) -> None:
+        assert torch.equal(compiled(batches[number]), expected[number]), number
+
+    at_once(call, calls)
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+    assert compiled.in_pieces == (kind is Branches)
+
+
+def test_gradients_and_modes_from_many_threads():
+    """Each thread has a model of its own, which shares nothing with the others but its class and torch."""
+    batches = [torch.randn(2 + number, 4) for number in range(THREADS)]
+    alone = []
+    for x in batches:
+        model = model_of(Net)
+        result = amp.compile(model, dtype="bf16", backend="eager")(x)
+        result.sum().backward()
+        alone.append((result, [p.grad for p in model.parameters()]))
+
+    def work(number: int) -> None:
+        model = model_of(Net)
+        compiled = amp.compile(model, dtype="bf16", backend="eager")
+        x = batches[number]
+        for train in (True, False, True):
+            compiled.train(train)
+            assert torch.equal(compiled(x), alone[number][0])
+        compiled(x).sum().backward()
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), alone[number][1], strict=True))
+
+    at_once(work, THREADS)
+
+
+class Slow(nn.Module):
+    """Takes long to capture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 2)
+        self.inside, self.go_on = threading.Event(), threading.Event()
+
+    def forward(self, x):
+        y = self.fc(x)
+        self.inside.set()
+        assert self.go_on.wait(30)
+        return y
+
+
+class Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+def test_what_another_thread_does_meanwhile_is_not_taken_for_the_models():
+    """A custom function, an export flag and standard error of other threads have nothing to do with a capture."""
+    slow = Slow()
+    compiled = amp.compile(slow, dtype="bf16", backend="eager")
+    with ThreadPoolExecutor(1) as pool:
+        result = pool.submit(compiled, torch.ones(3, 4))
+        assert slow.inside.wait(30)
+        Backward.apply(torch.ones(2, requires_grad=True)).sum().backward()
+        slow.go_on.set()
+        assert torch.allclose(result.result(), slow.fc(torch.ones(3, 4)), atol=0.02)
+    assert not compiled.in_pieces
+
+
+def test_a_call_that_needs_no_capture_waits_for_no_compiler(monkeypatch):
+    """It may wait while a model is exported, not while a graph is compiled."""
+    import amp_compiler.forward.program as program
+
+    inside, go_on, real = threading.Event(), threading.Event(), program.build_run
+
+    def slowly(*arguments):
+        inside.set()
+        assert go_on.wait(30)
+        return real(*arguments)
+
+    compiled = amp.compile(model_of(Net), dtype="bf16", backend="eager")
+    compiled(torch.ones(3, 4))
+    monkeypatch.setattr(program, "build_run", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        building = pool.submit(compiled, torch.ones(5, 4))
+        assert inside.wait(30)
+        began = time.monotonic()
+        pool.submit(compiled, torch.ones(3, 4)).result(20)
+        assert not building.done() and time.monotonic() - began < 20
+        go_on.set()
+        building.result()

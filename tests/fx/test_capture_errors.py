@@ -1,0 +1,132 @@
+"""What is said where a model cannot be captured: its own cause, the user's line, and a mend that fits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_compiler as amp
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Model(nn.Module):
+    """Its forward is a function of its first layer's result."""
+
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.function, self.fc = function, nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.function(self.fc(x))
+
+
+@torch.library.custom_op("amp_test_errors::opaque", mutates_args=())
+def opaque(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def branch(x):
+    if x.sum() > 0:
+        return x
+    return -x
+
+
+def loop(x):
+    while x.abs().sum() < 100:
+        x = x * 2
+    return x
+
+
+def check(x):
+    assert x.abs().sum() > 0
+    return x
+
+
+def repeat(x):
+    for _ in range(int(x.abs().sum())):
+        x = x + 1
+    return x
+
+
+def size(x):
+    return x[: int(x.abs().sum())]
+
+
+def one_hot(x):
+    return F.one_hot(x.abs().long())
+
+
+def fake(x):
+    return torch.ops.amp_test_errors.opaque(x)
+
+
+def numpy(x):
+    return torch.from_numpy(x.detach().numpy() * 2)
+
+
+def pointer(x):
+    return x + x.data_ptr() % 2
+
+
+def shapes(x):
+    return x @ torch.ones(3, 3)
+
+
+def missing(x):
+    return x + None
+
+
+def own(x):
+    raise ValueError("no such thing today")
+
+
+def plain_assert(x):
+    assert x.shape[0] == 3, "three rows"
+    return x
+
+
+# What is said, what is not, and the mend.
+TABLE = {
+    branch: ("branches on the values of a tensor", "use torch.cond"),
+    loop: ("branches on the values of a tensor", "use torch.cond"),
+    check: ("checks the values of a tensor", "torch._assert_async"),
+    repeat: ("repeats something as often as the values", "torch.while_loop"),
+    size: ("needs the values of a tensor as Python numbers", "keep them in tensors"),
+    one_hot: ("needs the values of a tensor as Python numbers", "keep them in tensors"),
+    fake: ("calls an operator that cannot be traced", "register_fake"),
+    numpy: ("leaves torch", "custom_op"),
+    pointer: ("leaves torch", "custom_op"),
+    shapes: ("raises RuntimeError: a and b must have same reduction dim", "the call or the model is wrong"),
+    missing: ("raises TypeError: unsupported operand", "the call or the model is wrong"),
+    own: ("raises ValueError: no such thing today", "the call or the model is wrong"),
+    plain_assert: ("raises AssertionError: three rows", "the call or the model is wrong"),
+}
+
+
+@pytest.mark.parametrize("function", TABLE, ids=lambda function: function.__name__)
+def test_each_failure_says_its_own_cause_and_mend(function):
+    what, mend = TABLE[function]
+    line = function.__code__.co_firstlineno
+    with pytest.raises(amp.CaptureError) as raised:
+        amp.explain(Model(function), X)
+    error = raised.value
+    assert what in error.what and mend in error.mend
+    file, _, number = error.where.rpartition(":")
+    assert file.endswith("test_capture_errors.py") and 0 <= int(number) - line <= 2
+    assert ("branch" in error.mend) == (function in (branch, loop))
+    assert "\n" not in str(error)
+
+
+def test_the_line_is_shown_in_a_step_too():
+    model = Model(lambda x: x)
+
+    def loss_fn(model, x):
+        loss = model(x).square().mean()
+        return loss if loss.isfinite() else loss * 0
+
+    step = amp.training_step(model, loss_fn, torch.optim.SGD(model.parameters(), 0.1), backend="eager")
+    with pytest.raises(amp.CaptureError, match=r"test_capture_errors\.py:\d+: .*branches.*loss\.isfinite"):
+        step(X)
