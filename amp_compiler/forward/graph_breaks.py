@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from amp_compiler.errors import AmpError, CaptureError, CustomFunctionError, first_line
 from amp_compiler.forward.program import build_run, rewrite_piece
 from amp_compiler.forward.settings import Settings, device_of
-from amp_compiler.fx.capture_errors import user_frame
+from amp_compiler.fx.capture_errors import name_of, user_frame
 from amp_compiler.fx.checkpoints import compiled_checkpoints
 from amp_compiler.fx.custom_functions import OpaqueFunctions
 from amp_compiler.fx.dynamo import trace_piece
@@ -57,7 +57,7 @@ class Pieces:
         self._told = False  # that functions run without a plan
         short = settings.low(device).short
         self._settings = replace(settings, dtype=short)
-        self._model = type(model).__name__
+        self._model = name_of(model)
         functions = cause.functions if isinstance(cause, CustomFunctionError) else ()
         self._opaque = OpaqueFunctions(one for one in functions if one is not torch.utils.checkpoint.CheckpointFunction)
         self._run = self._compile(model)

@@ -17,6 +17,7 @@ from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.shape_guards import InputForm
 from amp_compiler.forward.tensor_versions import write_mark
 from amp_compiler.fx.capture import Captured, Source, capture_module, tensor_getter
+from amp_compiler.fx.capture_errors import name_of
 from amp_compiler.fx.checkpoints import refused_checkpoints
 from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.graph import copy_graph, sparse_node
@@ -255,7 +256,7 @@ def build_program(
         LoweringError: it cannot be rewritten or compiled.
     """
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    with refused_checkpoints(type(model).__name__):
+    with refused_checkpoints(name_of(model)):
         captured = capture_module(model, args, kwargs, settings.dynamic_shapes)
     users = sum(entry.source is Source.USER for entry in captured.inputs)
     if users != len(leaves) or captured.in_spec != spec:

@@ -21,7 +21,7 @@ from torch.export.graph_signature import InputKind
 from torch.overrides import TorchFunctionMode
 
 from amp_compiler.errors import AmpError, CaptureError, CustomFunctionError, HookError
-from amp_compiler.fx.capture_errors import capture_error
+from amp_compiler.fx.capture_errors import capture_error, name_of
 from amp_compiler.fx.custom_functions import recorded_functions
 from amp_compiler.fx.graph import user_source
 from amp_compiler.fx.torch_private import exporting, transform_of
@@ -212,7 +212,7 @@ def export_module(
         raise CustomFunctionError(
             f"the model applies the torch.autograd.Function {names}, whose backward a captured graph would lose",
             functions=tuple(custom),
-            where=type(model).__name__,
+            where=name_of(model),
             mend="make it a torch.library custom op with register_autograd; amp.compile runs it between its pieces",
         )
     _refuse_transforms(program.graph)

@@ -90,6 +90,14 @@ _KINDS = (
 )
 
 
+SPOKEN_OF = "amp_spoken_of"  # attribute of a module that is no model, which messages name otherwise than by its class
+
+
+def name_of(model: object) -> str:
+    """How messages name a module: by its class."""
+    return str(vars(model).get(SPOKEN_OF, type(model).__name__))
+
+
 def capture_error(cause: Exception, model: object) -> CaptureError:
     """The error to raise for what `torch.export` raised, or the model's own code within it.
 
@@ -98,7 +106,7 @@ def capture_error(cause: Exception, model: object) -> CaptureError:
         model: the module that was to be captured.
     """
     where, line = _user_place(cause)
-    name = type(model).__name__
+    name = name_of(model)
     for error in _chain(cause):
         for kind in _KINDS:
             if kind.holds(error, line):

@@ -16,6 +16,7 @@ from amp_compiler.forward.program import build_run, normalize, plan_captured, re
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.shape_guards import InputForm
 from amp_compiler.fx.capture import Captured, Source, capture_module
+from amp_compiler.fx.capture_errors import name_of
 from amp_compiler.fx.checkpoints import refused_checkpoints
 from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.graph import copy_graph, results_of, torch_dtype
@@ -88,7 +89,7 @@ def build_step(model: LossModule, batch: tuple[Any, ...], options: StepOptions, 
     low = torch_dtype(settings.low(device_of([*leaves, *model.parameters()])))
     check_parameters(model, options.optimizers, low, options.enabled)
     with widened(model.parameters()):
-        with refused_checkpoints(model.name):
+        with refused_checkpoints(name_of(model)):
             captured = capture_module(model, batch, {}, settings.dynamic_shapes)
         form = InputForm.of(captured, leaves)
         plan, emulated = _forward(captured, model, leaves, options, stages)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -63,6 +63,7 @@ class PieceStep:
         self._settings, self._device = settings, device_of(model.parameters())
         self.pieces = self._in_pieces() if enabled else None
         self._updates: dict[Any, StepProgram] = {}
+        self._buffers = _Buffers(model)
 
     def _in_pieces(self) -> Pieces:
         return Pieces(self.model, self._settings, self.cause, self._device)
@@ -93,7 +94,7 @@ class PieceStep:
 
     def _run(self, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer]) -> Made:
         scale = self.state.kept.scale().scale
-        with torch.enable_grad(), _set_aside(self.model) as buffers:
+        with torch.enable_grad(), self._buffers.watched() as take_written:
             loss, aux = self.model(*batch) if self.pieces is None else self.pieces(batch, {})
             if not loss.requires_grad:
                 raise depends_on_nothing()
@@ -103,7 +104,7 @@ class PieceStep:
                 gradients = {name: _fitted(p.grad, p) for name, p in trained.items() if p.grad is not None}
             if not gradients:
                 raise depends_on_nothing()
-            written = buffers.take_back()
+            written = take_written()
         aux = pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, aux)
         return Made(loss.detach(), aux, gradients, written)
 
@@ -173,7 +174,10 @@ class PieceProgram:
     def execution(self) -> str:
         """How it ran and why, in words."""
         pieces = self.step.pieces
-        how = "as they are written, in FP32" if pieces is None else f"in {len(pieces.plans)} pieces"
+        if pieces is None:
+            how = "as they are written, in FP32"
+        else:
+            how = f"in {len(pieces.plans)} piece{'s' * (len(pieces.plans) > 1)}"
         return f"forward and backward {how}, the update as one graph, because: {self.step.cause.what}"
 
 
@@ -194,41 +198,62 @@ def _trained(model: LossModule, optimizers: Sequence[torch.optim.Optimizer]) -> 
 
 
 class _Buffers:
-    """The buffers of a model while its forward runs."""
+    """Which buffers a model's forward writes, and what they held before.
+
+    BatchNorm writes its buffers without telling autograd: which ones it writes is found by their values, in the first
+    call in each mode.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._held = [
-            (f"{path}.{name}" if path else name, module._buffers, name, buffer, buffer._version, buffer.clone())
-            for path, module in model.named_modules()
+        self._model = model
+        self._known: dict[tuple[bool, ...], set[str]] = {}
+
+    @contextmanager
+    def watched(self) -> Iterator[Callable[[], dict[str, Tensor]]]:
+        """Run a forward within; what this gives takes the new values out of the buffers, which are as before then.
+
+        Where an error comes of the forward they are as before too.
+        """
+        modes = tuple(module.training for module in self._model.modules())
+        held = [
+            (
+                f"{path}.{name}" if path else name,
+                module._buffers,
+                name,
+                buffer,
+                buffer._version,
+                buffer.detach().clone(),
+            )
+            for path, module in self._model.named_modules()
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
 
-    def take_back(self) -> dict[str, Tensor]:
-        """The new values of those that were written; the buffers are as they were before."""
-        found = {}
-        for path, table, name, buffer, version, old in self._held:
-            now = table.get(name)
-            if now is buffer and buffer._version == version:
-                continue
-            if now is not None and now.shape == buffer.shape and now.dtype == buffer.dtype:
-                found[path] = now.detach().clone()
-                table[name] = buffer
-                with torch.no_grad():
-                    buffer.copy_(old)
-        return found
+        def take() -> dict[str, Tensor]:
+            known = self._known.get(modes)
+            found = {}
+            for path, table, name, buffer, version, old in held:
+                now = table.get(name)
+                told = now is not buffer or buffer._version != version
+                if not isinstance(now, Tensor) or now.shape != buffer.shape or now.dtype is not buffer.dtype:
+                    continue  # another one, which it is to keep
+                if told or (path in known if known is not None else not torch.equal(buffer, old)):
+                    found[path] = now.detach().clone()
+                    table[name] = buffer
+                    with torch.no_grad():
+                        buffer.copy_(old)
+            return found
 
+        def take_and_note() -> dict[str, Tensor]:
+            found = take()
+            self._known[modes] = self._known.get(modes, set()) | set(found)
+            return found
 
-@contextmanager
-def _set_aside(model: torch.nn.Module) -> Iterator[_Buffers]:
-    """Watch the buffers of a model; where an error comes of it, they are as before."""
-    with torch.no_grad():
-        buffers = _Buffers(model)
-    try:
-        yield buffers
-    except BaseException:
-        buffers.take_back()
-        raise
+        try:
+            yield take_and_note
+        except BaseException:
+            take()
+            raise
 
 
 @contextmanager

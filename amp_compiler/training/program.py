@@ -14,6 +14,7 @@ from amp_compiler.backends.cuda_graph import GraphedRun
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.shape_guards import InputForm
 from amp_compiler.forward.tensor_versions import note_writes
+from amp_compiler.fx.capture_errors import SPOKEN_OF
 from amp_compiler.fx.graph import LOW_TYPES, results_of
 from amp_compiler.fx.torch_private import TENSORS
 from amp_compiler.ir.plan import PrecisionPlan
@@ -33,6 +34,7 @@ class LossModule(nn.Module):
 
     def __init__(self, model: Any, loss_fn: Callable[..., Any]) -> None:
         super().__init__()
+        self.__dict__[SPOKEN_OF] = "the loss function"
         self.__dict__["nest"], self.__dict__["loss_fn"] = model, loss_fn
         if isinstance(model, nn.Module):
             self.add_module(ROOT, model)
@@ -44,11 +46,6 @@ class LossModule(nn.Module):
                     mend="pass an nn.Module, or a dict, list or tuple of them",
                 )
             self._place(path, leaf)
-
-    @property
-    def name(self) -> str:
-        """Of the class of the model, for messages."""
-        return type(self.__dict__["nest"]).__name__
 
     def _place(self, path: tuple[Any, ...], leaf: nn.Module) -> None:
         holder: nn.Module = self
