@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from amp_compiler.backends.backend import Backend
+from amp_compiler.backends.wide_norms import wide_norms
 from amp_compiler.errors import LoweringError
 from amp_compiler.fx import torch_private
 from amp_compiler.ops.cpu.arena import allocator
@@ -62,7 +63,7 @@ def compile_graph(
     whole = _WHOLE_ON_CPU if any(value.device.type == "cpu" for value in _values(graph_module)) else ()
     try:
         with torch_private.cpu_allocation(allocator):
-            return torch_private.compile_with_inductor(graph_module, inputs, options, whole)
+            return torch_private.compile_with_inductor(graph_module, inputs, options, whole, wide_norms)
     except Exception as cause:  # Inductor and the C++ compiler behind it raise many types
         raise LoweringError(
             f"Inductor cannot compile the graph: {type(cause).__name__}: {_first_line(cause)}",

@@ -17,6 +17,7 @@ from amp_compiler.fx.capture import user_frame
 from amp_compiler.fx.custom_functions import OpaqueFunctions
 from amp_compiler.fx.dynamo import trace_piece
 from amp_compiler.fx.garbage import without_full_collections
+from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private import dynamo_error, unrolled_recurrence
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
@@ -139,6 +140,7 @@ def compile_piece(
         CaptureError: it cannot be traced.
         LoweringError: it cannot be rewritten or compiled.
     """
-    traced, kinds = trace_piece(piece, inputs)
-    plan, emulated, stages = rewrite_piece(traced, kinds, settings, settings.low(device_of(inputs)))
+    low = settings.low(device_of(inputs))
+    traced, kinds = trace_piece(piece, inputs, torch_dtype(low))
+    plan, emulated, stages = rewrite_piece(traced, kinds, settings, low)
     return build_run(traced, list(inputs), settings, emulated, stages), plan, traced, stages

@@ -17,7 +17,11 @@ BUILDING = threading.RLock()  # torch traces and exports with state of the whole
 
 
 def compile_with_inductor(
-    graph_module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any], whole: Sequence[Any] = ()
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: Mapping[str, Any],
+    whole: Sequence[Any] = (),
+    instead: Callable[[Mapping[Any, Callable[..., Any]]], Mapping[Any, Callable[..., Any]]] | None = None,
 ) -> Callable[..., Any]:
     """Compile an ATen graph, and the backward that autograd makes of it, with Inductor.
 
@@ -26,6 +30,7 @@ def compile_with_inductor(
         inputs: example inputs, real or fake.
         options: of `torch._inductor.config`, by name; those that this torch does not know are left out.
         whole: operators that it is to write loops for as they are, not for what it would open them into.
+        instead: from what it would open operators into, by operator, those that it is to open into something else.
 
     Raises:
         ImportError: where this torch has no Inductor, see `has_inductor`.
@@ -37,6 +42,7 @@ def compile_with_inductor(
 
     known = {name: value for name, value in options.items() if hasattr(config, name)}
     opened = {op: function for op, function in select_decomp_table().items() if op not in whole}
+    opened |= instead(opened) if instead is not None else {}
     compiled: Any = compile_fx(graph_module, list(inputs), config_patches=known, decompositions=opened)
     return compiled  # type: ignore[no-any-return]
 

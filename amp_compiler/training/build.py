@@ -97,7 +97,7 @@ def build_step(model: LossModule, batch: tuple[Any, ...], options: StepOptions, 
     weights = TrainedWeights(inputs, storage.rounding if storage.low else None)
     written = written_placeholders(captured.graph_module.graph, inputs.buffers)
     step = settings.pipelines["STEP"].run(
-        captured.graph_module, _step_options(weights, results, written, options), stages
+        captured.graph_module, _step_options(weights, results, written, options, storage.skips), stages
     )
     resolve = weights.resolvers(step, state.kept)
     examples = [get(leaves) for get in resolve] if settings.dynamic_shapes is None else _values(step)
@@ -127,7 +127,7 @@ def _forward(
 
 
 def _step_options(
-    weights: TrainedWeights, results: int, written: tuple[str, ...], options: StepOptions
+    weights: TrainedWeights, results: int, written: tuple[str, ...], options: StepOptions, skips_overflow: bool
 ) -> dict[str, Any]:
     """The options of the passes of the pipeline STEP, by name."""
     return {
@@ -139,6 +139,7 @@ def _step_options(
         "owner": Late(weights.owner),
         "groups": Late(weights.specs),
         "updated": Late(lambda _: weights.updated),
+        "skips_overflow": skips_overflow,
         "results": results,
         "scale": options.scale,
         "clip_norm": options.clip_norm,

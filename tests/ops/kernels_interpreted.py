@@ -205,6 +205,20 @@ def test_stochastic_rounding_of_small_and_special_values():
     assert_both_agree("sgd_update_low", [[weight], grads, *state, *scalars, int(Storage.STOCHASTIC), False, False])
 
 
+@pytest.mark.parametrize("mode", list(Storage))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_outgrows_its_type_is_clipped(dtype, mode):
+    largest = torch.finfo(dtype).max
+    for name, make in (("adam_update_low", adam_arguments), ("sgd_update_low", sgd_arguments)):
+        arguments = make((7, BLOCK + 1), weight=dtype, moment=dtype, mode=mode)
+        for weight, grad in zip(arguments[0], arguments[1], strict=True):
+            weight[:4] = torch.tensor([largest, -largest, largest, 1.0])
+            grad[:4] = torch.tensor([-largest, largest, float("nan"), float("inf")])
+        arguments[2][1][:2] = torch.tensor([-largest, largest])
+        changed = assert_both_agree(name, arguments)
+        assert changed[0][1][:2].tolist() == [largest, -largest] and changed[2][1][:2].isfinite().all()
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("mode", [None, *Storage])
 def test_a_skipped_step_changes_nothing(bad, mode):
