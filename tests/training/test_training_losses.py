@@ -118,7 +118,12 @@ def test_probabilities_reach_a_binary_cross_entropy_unrounded(name, dtype, backe
     exact = torch.autograd.grad(F.binary_cross_entropy(model(SURE), TARGET), [model.identity])[0]
     optimizer = torch.optim.SGD(model.parameters(), 1.0)
     step = amp.training_step(
-        model, lambda m, x: F.binary_cross_entropy(m(x), TARGET), optimizer, dtype=dtype, backend=backend
+        model,
+        lambda m, x: F.binary_cross_entropy(m(x), TARGET),
+        optimizer,
+        dtype=dtype,
+        backend=backend,
+        loss_scale=8.0,
     )
     step(SURE)
     made = torch.eye(3) - model.identity.detach()
