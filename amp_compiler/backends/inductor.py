@@ -13,6 +13,8 @@ from amp_compiler.backends.backend import Backend
 from amp_compiler.backends.wide_norms import wide_norms
 from amp_compiler.errors import LoweringError
 from amp_compiler.fx import torch_private
+from amp_compiler.fx.graph import CAST, LOW_TYPES, node_tensor
+from amp_compiler.fx.meta import Key
 from amp_compiler.ops.cpu.arena import allocator
 from amp_compiler.ops.native import JOINT
 from amp_compiler.passes.device.native_ops import NativeOps
@@ -35,7 +37,9 @@ def build(graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bo
     Raises:
         LoweringError: where Inductor cannot compile it.
     """
-    return compile_graph(copy.deepcopy(graph_module), inputs, round_exactly)
+    given = copy.deepcopy(graph_module)
+    _widen_anew(given.graph)
+    return compile_graph(given, inputs, round_exactly)
 
 
 def compile_graph(
@@ -69,6 +73,18 @@ def compile_graph(
             f"Inductor cannot compile the graph: {type(cause).__name__}: {_first_line(cause)}",
             mend="use backend='eager' to run the same graph node by node",
         ) from cause
+
+
+def _widen_anew(graph: fx.Graph) -> None:
+    """Let a backward widen 16-bit operands once more, rather than keep their FP32 copies from the forward.
+
+    Torch's partitioner would keep them wherever a product that is emulated in FP32 reads them on both sides.
+    """
+    for node in graph.find_nodes(op="call_function", target=CAST):
+        source = node_tensor(node.args[0])
+        is_own = Key.PLACED not in node.meta and Key.PIN not in node.meta
+        if is_own and source is not None and source.dtype in LOW_TYPES and node.args[1] is torch.float32:
+            node.meta.update(torch_private.recomputed())
 
 
 def _options(graph_module: fx.GraphModule, round_exactly: bool) -> dict[str, Any]:

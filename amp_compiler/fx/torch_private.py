@@ -47,6 +47,15 @@ def compile_with_inductor(
     return compiled  # type: ignore[no-any-return]
 
 
+def recomputed() -> dict[str, Any]:
+    """Marks on a node by which torch's partitioner makes its value anew for the backward; none where it knows none."""
+    try:
+        from torch.utils.checkpoint import CheckpointPolicy
+    except ImportError:
+        return {}
+    return {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 0}
+
+
 def has_inductor() -> bool:
     """Whether this torch has an Inductor that can be used as it is used here."""
     try:
