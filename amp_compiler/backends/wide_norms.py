@@ -1,8 +1,8 @@
 """Norms opened for a compiler with FP32 statistics between forward and backward, as ATen's kernels keep them.
 
-torch 2.13 opens the norms of 16-bit data on a CPU (group norms on every device) into statistics that are rounded to the
-type of the data. Where a mean is not near zero little is left of the gradient then: tens of percent are lost. Its backward
-of a group norm also rounds the product of data and gradient before it is summed.
+torch 2.13 opens the norms of 16-bit data on a CPU (group norms on every device) into statistics that are rounded to
+the type of the data. Where a mean is not near zero tens of percent of a gradient are lost then. Its backward of a group
+norm also rounds sums over data and gradient, of which it takes a difference.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gradients of torch's modules in BF16, compiled against node by node: the modules and inputs of torch's own test suite."""
+"""Gradients of torch's modules in BF16, compiled against node by node, on the inputs of torch's own test suite."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ def worse(module: nn.Module, given) -> str:
             found[backend] = gradients(model, compiled, given)
     exact = Low(copy.deepcopy(module).double(), None)
     try:
-        reference = gradients(exact, exact, pytree.tree_map(lambda x: as_leaf(x.double(), x) if is_float(x) else x, given))
+        reference = gradients(
+            exact, exact, pytree.tree_map(lambda x: as_leaf(x.double(), x) if is_float(x) else x, given)
+        )
     except RuntimeError:  # not in FP64
         reference = found["eager"]
     for number, (eager, made, wanted) in enumerate(zip(*found.values(), reference, strict=True)):

@@ -66,9 +66,7 @@ def by_step(model, x, wanted, backend):
     model = copy.deepcopy(model)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    amp.training_step(model, lambda m, *batch: m(*batch), optimizer, dtype="bf16", backend=backend)(
-        x, wanted
-    )
+    amp.training_step(model, lambda m, *batch: m(*batch), optimizer, dtype="bf16", backend=backend)(x, wanted)
     return {name: before[name] - parameter.detach() for name, parameter in model.named_parameters()}
 
 

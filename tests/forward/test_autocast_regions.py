@@ -53,7 +53,7 @@ def test_a_region_in_the_other_16_bit_type_is_refused_with_its_line(dtype, named
 
 def test_a_region_without_a_type_has_torchs_default():
     called(Region(), "bf16")
-    with pytest.raises(amp.LoweringError, match="dtype=torch.bfloat16"):
+    with pytest.raises(amp.LoweringError, match=r"dtype=torch\.bfloat16"):
         called(Region(), "fp16")
 
 

@@ -110,7 +110,7 @@ class Logits(nn.Module):
     ("name", "dtype", "backend"),
     [
         *((name, dtype, "eager") for name in PROBABILITIES for dtype in ("fp16", "bf16")),
-        ("sigmoid", "fp16", "inductor"),
+        pytest.param("sigmoid", "fp16", "inductor", marks=pytest.mark.slow),
     ],
 )
 def test_probabilities_reach_a_binary_cross_entropy_unrounded(name, dtype, backend):
