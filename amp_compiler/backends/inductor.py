@@ -10,8 +10,11 @@ import torch
 from torch import fx
 
 from amp_compiler.backends.backend import Backend
+from amp_compiler.backends.decompositions import IDENTITY, own_decompositions
 from amp_compiler.errors import LoweringError, first_line
 from amp_compiler.fx import torch_private
+from amp_compiler.fx.graph import CAST, LOW_TYPES, node_tensor
+from amp_compiler.fx.meta import Key
 from amp_compiler.ops.cpu.arena import allocator
 from amp_compiler.ops.native import JOINT
 from amp_compiler.passes.device.native_ops import NativeOps
@@ -26,24 +29,15 @@ _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 _LAST_PASS = "post_grad_custom_post_pass"
 
 
-def _lie_apart(grad: Any, image: Any, kernel: Sequence[int], stride: Sequence[int], *rest: Any) -> bool:
-    """Whether the windows of a max-pool do not overlap; the arguments are those of its gradient."""
-    sizes, steps = list(kernel) * 2, list(stride or kernel) * 2
-    return all(step >= size for size, step in zip(sizes[:2], steps[:2], strict=True))
-
-
-# torch 2.13 opens it into a scatter in FP32, with places in 64 bits. As it is, it becomes a loop that gathers; where
-# windows overlap, that loop takes Inductor seconds to write and is no faster.
-_WHOLE_ON_CPU = {torch.ops.aten.max_pool2d_with_indices_backward.default: _lie_apart}
-
-
 def build(graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bool = False) -> Callable[..., Any]:
     """Compile the graph, as the pipeline PIECE made it, for inputs like these; it stays as it is, for reading.
 
     Raises:
         LoweringError: where Inductor cannot compile it.
     """
-    return compile_graph(copy.deepcopy(graph_module), inputs, round_exactly)
+    given = copy.deepcopy(graph_module)
+    _widen_anew(given.graph)
+    return compile_graph(given, inputs, round_exactly)
 
 
 def compile_graph(
@@ -68,15 +62,26 @@ def compile_graph(
             f"torch {torch.__version__} has no Inductor that this version knows", mend="use backend='eager'"
         )
     options = _options(graph_module, round_exactly)
-    whole = _WHOLE_ON_CPU if any(value.device.type == "cpu" for value in _values(graph_module)) else {}
     try:
         with torch_private.cpu_allocation(allocator):
-            return torch_private.compile_with_inductor(graph_module, inputs, options, whole)
+            return torch_private.compile_with_inductor(graph_module, inputs, options, own_decompositions, IDENTITY)
     except Exception as cause:  # Inductor and the C++ compiler behind it raise many types
         raise LoweringError(
             f"Inductor cannot compile the graph: {type(cause).__name__}: {first_line(cause)}",
             mend="use backend='eager' to run the same graph node by node",
         ) from cause
+
+
+def _widen_anew(graph: fx.Graph) -> None:
+    """Let a backward widen 16-bit operands once more, rather than keep their FP32 copies from the forward.
+
+    Torch's partitioner would keep them wherever a product that is emulated in FP32 reads them on both sides.
+    """
+    for node in graph.find_nodes(op="call_function", target=CAST):
+        source = node_tensor(node.args[0])
+        is_own = Key.PLACED not in node.meta and Key.PIN not in node.meta
+        if is_own and source is not None and source.dtype in LOW_TYPES and node.args[1] is torch.float32:
+            node.meta.update(torch_private.recomputed())
 
 
 def _options(graph_module: fx.GraphModule, round_exactly: bool) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from amp_compiler.fx.checkpoints import compiled_checkpoints
 from amp_compiler.fx.custom_functions import OpaqueFunctions
 from amp_compiler.fx.dynamo import trace_piece
 from amp_compiler.fx.garbage import without_full_collections
+from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private import (
     compile_in_pieces,
     dynamo_errors,
@@ -104,8 +105,8 @@ class Pieces:
         if not self._told and functions_given_up() > before:
             self._told = True
             logger.warning(
-                "Dynamo gave up %d functions of %s: what they compute themselves runs in the types of the model, without a"
-                " plan; TORCH_LOGS=graph_breaks names them",
+                "Dynamo gave up %d functions of %s: what they compute themselves runs in the types of the model, without"
+                " a plan; TORCH_LOGS=graph_breaks names them",
                 functions_given_up() - before,
                 self._model,
             )
@@ -177,9 +178,10 @@ def compile_piece(
         CaptureError: it cannot be traced.
         LoweringError: it cannot be rewritten or compiled.
     """
+    low = settings.low(device_of(inputs))
     with saved_tensors_hooks(_same, _same):  # the user's, and those of checkpointing, are not for what tracing saves
-        traced, kinds = trace_piece(piece, inputs)
-        plan, emulated, stages = rewrite_piece(traced, kinds, settings, settings.low(device_of(inputs)))
+        traced, kinds = trace_piece(piece, inputs, torch_dtype(low))
+        plan, emulated, stages = rewrite_piece(traced, kinds, settings, low)
         return build_run(traced, list(inputs), settings, emulated, stages), plan, traced, stages
 
 

@@ -20,7 +20,7 @@ from amp_compiler.fx.capture import Captured, Source, capture_module, tensor_get
 from amp_compiler.fx.capture_errors import name_of
 from amp_compiler.fx.checkpoints import refused_checkpoints
 from amp_compiler.fx.garbage import without_full_collections
-from amp_compiler.fx.graph import copy_graph, sparse_node
+from amp_compiler.fx.graph import copy_graph, sparse_node, torch_dtype
 from amp_compiler.fx.lower import lower, lower_graph
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import TENSORS
@@ -48,15 +48,24 @@ def plan_captured(
         stages: takes the text behind each pass.
         root: name of the model in what was captured.
     """
-    normalize(captured.graph_module, settings, stages, root)
+    normalize(captured.graph_module, settings, stages, root, low)
     return make_plan(lower(captured), settings.rules, low, stages=stages, pipeline=settings.pipelines["PLAN"])
 
 
-def normalize(graph_module: fx.GraphModule, settings: Settings, stages: Stages | None = None, root: str = "") -> None:
-    """Run the pipeline CAPTURE on a captured graph, in place; the arguments are those of `plan_captured`."""
+def normalize(
+    graph_module: fx.GraphModule,
+    settings: Settings,
+    stages: Stages | None = None,
+    root: str = "",
+    low: DType | None = None,
+) -> None:
+    """Run the pipeline CAPTURE on a captured graph, in place; the arguments are those of `plan_captured`.
+
+    Without `low` nothing is planned.
+    """
     if stages is not None:
         stages.note("capture", text_of(graph_module))
-    settings.pipelines["CAPTURE"].run(graph_module, {"root": root}, stages)
+    settings.pipelines["CAPTURE"].run(graph_module, {"root": root, "low": low and torch_dtype(low)}, stages)
 
 
 def rewrite(
@@ -147,7 +156,7 @@ def rewrite_piece(
 ) -> tuple[PrecisionPlan, bool, Stages]:
     """Plan and rewrite one flat ATen graph in place; returns the plan, what `rewrite` returns, and the stages."""
     stages = Stages()
-    normalize(graph_module, settings, stages)
+    normalize(graph_module, settings, stages, low=low)
     graph, pipeline = lower_graph(graph_module, kinds), settings.pipelines["PLAN"]
     plan = make_plan(graph, settings.rules, low, stages=stages, pipeline=pipeline)
     return plan, rewrite(graph_module, plan, settings, stages), stages

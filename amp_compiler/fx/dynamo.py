@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,26 +17,32 @@ from amp_compiler.fx.capture import tracing_context
 from amp_compiler.fx.capture_errors import user_frame
 from amp_compiler.fx.graph import rename_placeholder, user_source
 from amp_compiler.fx.meta import CUSTOM_REGION, Key, region_pin
+from amp_compiler.fx.regions import check_region
 from amp_compiler.fx.torch_private import restored_transforms, transform_of
 from amp_compiler.ir.graph import ValueKind
 
 
-def trace_piece(piece: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, dict[str, ValueKind]]:
+def trace_piece(
+    piece: fx.GraphModule, inputs: Sequence[Any], low: torch.dtype
+) -> tuple[fx.GraphModule, dict[str, ValueKind]]:
     """Retrace one of Dynamo's graphs to ATen training IR, before autograd.
 
     Args:
         piece: Dynamo's graph of torch functions and methods.
         inputs: the example inputs that Dynamo gives with it; sizes may be symbolic.
+        low: the low type that is planned for.
 
     Returns:
         The ATen graph, with one placeholder per placeholder of the piece, and the kind of each placeholder.
 
     Raises:
         CaptureError: where the piece cannot be traced; names the line of the model.
+        LoweringError: the model opens an autocast region of another 16-bit type; names the line of the model.
     """
     placeholders = piece.graph.find_nodes(op="placeholder")
     examples = [node.meta.get("example_value", given) for node, given in zip(placeholders, inputs, strict=True)]
-    body = _without_autocast_calls(piece)
+    kinds = {value.device.type for value in examples if isinstance(value, torch.Tensor)}
+    body = _without_autocast_calls(piece, min(kinds - {"cpu", "meta"}, default="cpu"), low)
     for node in piece.graph.nodes:
         if "autograd_function_apply" in str(node.target):
             raise CaptureError(
@@ -68,14 +74,14 @@ def trace_piece(piece: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphM
     for node, original in zip(traced.graph.find_nodes(op="placeholder"), placeholders, strict=True):
         rename_placeholder(node, original.name)
     traced.recompile()
-    kinds = {
+    given_as = {
         node.name: ValueKind.PARAMETER if isinstance(given, torch.nn.Parameter) else ValueKind.INPUT
         for node, given in zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True)
     }
-    return traced, kinds
+    return traced, given_as
 
 
-def _without_autocast_calls(piece: fx.GraphModule) -> fx.GraphModule:
+def _without_autocast_calls(piece: fx.GraphModule, kind: str, low: torch.dtype) -> fx.GraphModule:
     """A copy in which autocast regions are marks on nodes, not calls that would act while tracing."""
     graph = fx.Graph()
     environment: dict[fx.Node, fx.Node] = {}
@@ -83,7 +89,8 @@ def _without_autocast_calls(piece: fx.GraphModule) -> fx.GraphModule:
     for node in piece.graph.nodes:
         called = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
         if called == "_enter_autocast":
-            device, _, enabled = node.args[:3]
+            device, dtype, enabled = node.args[:3]
+            check_region(device, dtype, bool(enabled), kind, low, (node, *_inside(node)))
             regions.append((device, bool(enabled)))
             continue
         if called == "_exit_autocast":
@@ -94,6 +101,13 @@ def _without_autocast_calls(piece: fx.GraphModule) -> fx.GraphModule:
         if regions and not regions[-1][1]:
             copied.meta["custom"] = {**copied.meta.get("custom", {}), CUSTOM_REGION: str(regions[-1][0])}
     return fx.GraphModule(piece, graph)
+
+
+def _inside(entry: fx.Node) -> Iterator[fx.Node]:
+    node = entry.next
+    while node.op != "root" and getattr(node.target, "__name__", "") != "_exit_autocast":
+        yield node
+        node = node.next
 
 
 def _restore_pins(traced: fx.GraphModule) -> None:

@@ -118,7 +118,7 @@ def _add_node(graph: PrecisionGraph, node: fx.Node) -> None:
     graph.add_node(
         Node(
             node.name,
-            canonical_op(node.target),
+            _op(node),
             tuple(Operand(source.name, slot) for slot, _, source in operands),
             tuple(value.name for value in outputs),
             attributes,
@@ -130,6 +130,13 @@ def _add_node(graph: PrecisionGraph, node: fx.Node) -> None:
         ),
         outputs,
     )
+
+
+def _op(node: fx.Node) -> str:
+    """The canonical op; torch runs the inner product of two vectors as `dot`, of which autocast says something else."""
+    name = canonical_op(node.target)
+    ranks = {tensor.dim() for _, _, one in tensor_operands(node) if (tensor := node_tensor(one)) is not None}
+    return "aten.dot" if name == "aten.inner" and ranks == {1} else name
 
 
 def _outputs(node: fx.Node) -> list[Value]:

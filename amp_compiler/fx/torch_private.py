@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _ALLOCATE = "_empty_strided_cpu"  # read by the head of every module that Inductor writes
+Decomposition = Callable[..., Any]
 BUILDING = threading.RLock()  # torch traces and exports with state of the whole process: one graph at a time
 # An export puts stand-ins in the place of a module's tensors: whoever reads them waits. Held for a short time by those
 # who read, and never while waiting for `BUILDING`.
@@ -29,7 +30,8 @@ def compile_with_inductor(
     graph_module: fx.GraphModule,
     inputs: Sequence[Any],
     options: Mapping[str, Any],
-    whole: Mapping[Any, Callable[..., bool]],
+    opened: Callable[[Mapping[Any, Decomposition]], Mapping[Any, Decomposition]],
+    identity: str,
 ) -> Callable[..., Any]:
     """Compile an ATen graph, and the backward that autograd makes of it, with Inductor.
 
@@ -37,8 +39,8 @@ def compile_with_inductor(
         graph_module: flat inputs, a tuple as output. It may be changed.
         inputs: example inputs, real or fake.
         options: of `torch._inductor.config`, by name; those that this torch does not know are left out.
-        whole: operators that it is to write loops for as they are, not for what it would open them into, each with a
-            function of a call's arguments that says whether.
+        opened: from what it would open operators into, by operator, those that it is to open into something else.
+        identity: for its cache: another text whenever `opened` may give something else.
 
     Raises:
         ImportError: where this torch has no Inductor, see `has_inductor`.
@@ -49,21 +51,38 @@ def compile_with_inductor(
     from torch._inductor.decomposition import select_decomp_table
 
     known = {name: value for name, value in options.items() if hasattr(config, name)}
-    opened = dict(select_decomp_table())
-    for op, stays in whole.items():
-        if op in opened:
-            opened[op] = _unless(stays, opened[op])
-    compiled: Any = compile_fx(graph_module, list(inputs), config_patches=known, decompositions=opened)
+    changed = OpenedOps(select_decomp_table(), opened, identity)
+    compiled: Any = compile_fx(graph_module, list(inputs), config_patches=known, decompositions=changed)
     return compiled  # type: ignore[no-any-return]
 
 
-def _unless(stays: Callable[..., bool], opened: Callable[..., Any]) -> Callable[..., Any]:
-    """A decomposition that leaves the calls as they are that `stays` says so of."""
+class OpenedOps(dict[Any, Any]):
+    """The operators that Inductor opens, and what into: its own table with some changes.
 
-    def open_or_not(*args: Any, **kwargs: Any) -> Any:
-        return NotImplemented if stays(*args, **kwargs) else opened(*args, **kwargs)
+    Inductor pickles the table for the name of a compiled graph in its cache, and would refuse the functions in it.
+    """
 
-    return open_or_not
+    def __init__(
+        self,
+        table: Mapping[Any, Decomposition],
+        opened: Callable[[Mapping[Any, Decomposition]], Mapping[Any, Decomposition]],
+        identity: str,
+    ) -> None:
+        super().__init__({**table, **opened(table)})
+        self._identity = identity
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What tells this table from another one: torch's version, which decides the rest, is in the name as well."""
+        return str, (f"all of Inductor's, changed by {self._identity}",)
+
+
+def recomputed() -> dict[str, Any]:
+    """Marks on a node by which torch's partitioner makes its value anew for the backward; none where it knows none."""
+    try:
+        from torch.utils.checkpoint import CheckpointPolicy
+    except ImportError:
+        return {}
+    return {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 0}
 
 
 def has_inductor() -> bool:

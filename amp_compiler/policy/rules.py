@@ -50,6 +50,8 @@ class OpInfo:
         casts: an explicit cast, which the model itself asks for.
         quantized: a part of quantised arithmetic, which is left intact.
         masks: slots that may hold a mask: numbers far below all others, which stand for minus infinity.
+        squashes: it makes numbers between fixed bounds, such as probabilities, of any.
+        probabilities: slots that hold probabilities of which a loss takes the logarithm.
         onnx_keep: what `keep` is in an ONNX model; `None` for the same.
     """
 
@@ -68,6 +70,8 @@ class OpInfo:
     casts: bool = False
     quantized: bool = False
     masks: frozenset[str] = frozenset()
+    squashes: bool = False
+    probabilities: frozenset[str] = frozenset()
     onnx_keep: frozenset[str] | None = None
 
     def accumulates_on(self, device: str) -> bool:

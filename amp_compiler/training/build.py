@@ -148,7 +148,7 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
         inputs.store_low(captured.graph_module.graph, low, settings.rules.ops)
     weights = TrainedWeights(inputs, storage.rounding if storage.low else None)
     step = settings.pipelines["STEP" if begun.gradients is None else "UPDATE"].run(
-        captured.graph_module, _step_options(weights, begun, options), stages
+        captured.graph_module, _step_options(weights, begun, options, storage.skips), stages
     )
     resolve = weights.resolvers(step, state.kept)
     static = settings.dynamic_shapes is None or begun.gradients is not None
@@ -188,7 +188,7 @@ def _forward(
     return plan, rewrite(captured.graph_module, plan, settings, stages, past_weights=False)
 
 
-def _step_options(weights: TrainedWeights, begun: Begun, options: StepOptions) -> dict[str, Any]:
+def _step_options(weights: TrainedWeights, begun: Begun, options: StepOptions, skips_overflow: bool) -> dict[str, Any]:
     """The options of the passes of the pipelines STEP and UPDATE, by name."""
     return {
         "buffers": begun.written,
@@ -200,6 +200,7 @@ def _step_options(weights: TrainedWeights, begun: Begun, options: StepOptions) -
         "owners": Late(lambda graph_module: weights.taken(graph_module, begun.gradients or ())),
         "groups": Late(weights.specs),
         "updated": Late(lambda _: weights.updated),
+        "skips_overflow": skips_overflow,
         "results": begun.results,
         "scale": options.scale,
         "clip_norm": options.clip_norm,

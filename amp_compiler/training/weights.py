@@ -34,7 +34,8 @@ def weight_storage(section: Mapping[str, Any]) -> WeightStorage:
         section: `RuleSet.weights`.
 
     Raises:
-        AmpError: a rounding is asked for where there are FP32 masters, which it would not touch.
+        AmpError: a rounding, or another way with overflow, is asked for where there are FP32 masters, which it would
+            not touch.
 
     Example:
         >>> weight_storage({"master": "low", "rounding": "kahan"}).rounding.name
@@ -47,7 +48,13 @@ def weight_storage(section: Mapping[str, Any]) -> WeightStorage:
             f"weights.rounding is '{rounding.name.lower()}' and weights.master is 'fp32'",
             mend="write weights: {master: low, rounding: ...}; FP32 masters are never rounded to 16 bits",
         )
-    return WeightStorage(low, rounding)
+    skips = section.get("overflow", "clip") == "skip"
+    if not low and skips:
+        raise AmpError(
+            "weights.overflow is 'skip' and weights.master is 'fp32'",
+            mend="write weights: {master: low, overflow: skip}; FP32 masters are never clipped",
+        )
+    return WeightStorage(low, rounding, skips)
 
 
 def store_low(parameter: Tensor, low: torch.dtype) -> None:

@@ -11,6 +11,7 @@ from torch import fx
 
 from amp_compiler.fx.graph import CAST, node_tensor, refresh, user_source
 from amp_compiler.fx.meta import Key, region_pin
+from amp_compiler.fx.regions import check_region
 from amp_compiler.ir.graph import Pin
 from amp_compiler.passes.base import InPlacePass, PassResult
 from amp_compiler.passes.capture.drop_type_checks import drop_type_checks
@@ -44,7 +45,12 @@ class InlineRegions(InPlacePass):
 
     Left alone: a graph without regions; a region with autocast off for a device that the graph does not use is opened
     without pins.
+
+    Args:
+        low: the low type that is planned for; a region in the other one is refused. `None` where nothing is planned.
     """
+
+    low: torch.dtype | None = None
 
     name: ClassVar[str] = "inline_regions"
     exact: ClassVar[bool] = False
@@ -54,9 +60,10 @@ class InlineRegions(InPlacePass):
         """Rewrite in place.
 
         Raises:
-            LoweringError: an op does not take the types that it gets where a region with autocast on is opened.
+            LoweringError: an op does not take the types that it gets where a region with autocast on is opened; or a
+                region names another 16-bit type than the plan's.
         """
-        modified, retype = _inline_all(subject)
+        modified, retype = _inline_all(subject, self.low)
         if retype:
             drop_type_checks(subject.graph)  # they state autocast's types
             refresh(subject)
@@ -65,7 +72,7 @@ class InlineRegions(InPlacePass):
         return PassResult(subject, modified)
 
 
-def _inline_all(graph_module: fx.GraphModule) -> tuple[bool, bool]:
+def _inline_all(graph_module: fx.GraphModule, low: torch.dtype | None) -> tuple[bool, bool]:
     """Whether a region was opened, and whether types must be computed anew."""
     graph = graph_module.graph
     device = _device_type(graph)
@@ -75,7 +82,9 @@ def _inline_all(graph_module: fx.GraphModule) -> tuple[bool, bool]:
         for node in list(graph.nodes):
             target = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
             if target == "wrap_with_autocast":
-                kind, _, enabled, _, body, *operands = node.args
+                kind, dtype, enabled, _, body, *operands = node.args
+                inside = getattr(graph_module, body.target).graph.nodes
+                check_region(kind, dtype, bool(enabled), device, low, (node, *inside))
                 off = str(kind) if not enabled and str(kind) == device else None
                 _inline(graph_module, node, body, operands, off_device=off)
                 inlined, retype = True, retype or bool(enabled)

@@ -11,6 +11,7 @@ from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Attr, Node
 from amp_compiler.passes.base import FunctionalPass, PassResult
 from amp_compiler.planner.draft import Draft
+from amp_compiler.planner.probabilities import makers_of_probabilities
 from amp_compiler.policy.marks import error_at
 from amp_compiler.policy.matching import RuleMatcher
 from amp_compiler.policy.rules import Decision, Precision
@@ -26,7 +27,7 @@ class Classify(FunctionalPass[Draft]):
     """Give every node a decision: with the rule that made it, by file and line, and the reason in words.
 
     The model's own pins come first, then what cannot be converted, then the rules, of which the last match wins, then a
-    guard for numbers that the low type does not hold.
+    guard for numbers that the low type does not hold, and one for probabilities that a loss in FP32 reads.
 
     Before (rules `default`, low type fp16):
 
@@ -58,9 +59,12 @@ class Classify(FunctionalPass[Draft]):
         return f"the decision on node '{mute[0]}' has no reason" if mute else None
 
     def run(self, subject: Draft) -> PassResult[Draft]:
-        """Decide node by node; the decisions do not depend on one another."""
+        """Decide node by node, then widen what makes the probabilities of a loss."""
         matcher = RuleMatcher(subject.rules, subject.graph, subject.context, subject.ranges)
         decisions = {node.name: _decide(subject, matcher, node) for node in subject.graph.nodes.values()}
+        for name, loss in makers_of_probabilities(subject, decisions).items():
+            reason = f"'{loss.name}' ({loss.op}) takes the logarithm of what it makes, so it runs in FP32"
+            decisions[name] = _in_fp32(decisions[name], reason)
         return PassResult(replace(subject, decisions=decisions) if decisions else subject, bool(decisions))
 
 
@@ -79,11 +83,12 @@ def _decide(draft: Draft, matcher: RuleMatcher, node: Node) -> Decision:
         if lost is not None:
             name, number = lost
             told = f"{name}={number:g} would become an infinity in {draft.context.low.short}"
-            reason = f"{told}, so it runs in FP32, backward too"
-            return replace(
-                decision, precision=Precision.FP32, rule="", reason=reason, math=None, backward=None, math_rule=""
-            )
+            return _in_fp32(decision, f"{told}, so it runs in FP32, backward too")
     return decision
+
+
+def _in_fp32(decision: Decision, reason: str) -> Decision:
+    return replace(decision, precision=Precision.FP32, rule="", reason=reason, math=None, backward=None, math_rule="")
 
 
 def _check_math(draft: Draft, node: Node, decision: Decision) -> None:

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import fx
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
 
 from amp_compiler.fx.alias import lies_in_input
 from amp_compiler.fx.graph import call_before, node_tensor, results_of, splice_before, trace_before
 from amp_compiler.fx.meta import Key
 from amp_compiler.ops.loss_scale import LossScale, LossScaleState
-from amp_compiler.ops.update.operators import CHECK, COMMIT, OPERATORS
+from amp_compiler.ops.update.operators import CHECK, COMMIT, OPERATORS, overflow
 from amp_compiler.passes.base import InPlacePass, PassResult
 from amp_compiler.passes.step.fold_loss_scale import SCALE
 from amp_compiler.passes.step.trace_update import OWN_STATE, TracedUpdate, trace_update
@@ -32,7 +33,8 @@ class FuseUpdate(InPlacePass):
     node per group then reads each gradient in the type in which it was made, multiplies it by the inverse loss scale
     and the clipping factor, and writes master weight, moments and 16-bit weight. An optimizer without such a node has
     its own code traced in, see `trace_update`. Where a gradient is not finite
-    nothing is written: weights, moments, step counts and buffers stay bit-identical, and only the scale changes.
+    nothing is written: weights, moments, step counts and buffers stay bit-identical, and only the scale changes. With
+    `skips_overflow` the same holds where a weight without a master, or its momentum, would outgrow its 16-bit type.
 
     Before::
 
@@ -59,6 +61,7 @@ class FuseUpdate(InPlacePass):
         divisor: what gradients are divided by besides the scale (number of accumulated batches).
         gather: `"add"` only adds the gradients to FP32 sums, and updates nothing but buffers; `"use"` adds the sums to
             the gradients, updates, and clears the sums; empty for neither.
+        skips_overflow: see above; without it the update stores the largest finite number there.
     """
 
     groups: tuple[UpdateGroup | TracedUpdate, ...]
@@ -69,6 +72,7 @@ class FuseUpdate(InPlacePass):
     clip_norm: float | None = None
     divisor: int = 1
     gather: str = ""
+    skips_overflow: bool = False
     name: ClassVar[str] = "fuse_update"
     exact: ClassVar[bool] = False
 
@@ -98,7 +102,7 @@ class _Builder:
         self.last = list(self.placeholders.values())[-1]
         self.output = self.graph.output_node()
         self.outputs = results_of(self.graph)
-        self.rounding: fx.Node | None = None
+        self.made: dict[tuple[Any, ...], fx.Node] = {}
 
     def build(self) -> None:
         options = self.options
@@ -114,6 +118,8 @@ class _Builder:
         norm, nonfinite, flags = (self._item(check, index) for index in range(3))
         if not options.scale.checks_finite:
             (nonfinite,) = self._inline(torch.zeros_like, [nonfinite])
+        if options.skips_overflow and options.gather != "add":
+            nonfinite = self._skipped_too(gradients, inverse, norm, nonfinite)
         self._commit_buffers(nonfinite)
         if options.gather != "add":
             (coef,) = self._inline(self._coefficient, [inverse, norm])
@@ -121,7 +127,7 @@ class _Builder:
                 if isinstance(group, TracedUpdate):
                     self._trace(index, group, gradients, coef, nonfinite)
                 else:
-                    self._update(index, group, gradients, coef, nonfinite)
+                    self._call(OPERATORS[group.kind], self._arguments(index, group, gradients, coef, nonfinite))
             self._commit_scale(state, nonfinite, norm)
         kept = self.outputs[: options.results]
         with self.graph.inserting_before(self.output):
@@ -146,9 +152,31 @@ class _Builder:
                 self._call(torch.ops.aten.zero_.default, [kept])
         return totals
 
-    def _update(
+    def _skipped_too(
+        self, gradients: dict[str, fx.Node], inverse: fx.Node, norm: fx.Node, nonfinite: fx.Node
+    ) -> fx.Node:
+        """Not zero also where an update would make a number that its 16-bit type cannot hold."""
+        (coef,) = self._inline(self._coefficient, [inverse, norm])
+        for index, group in enumerate(self.options.groups):
+            if isinstance(group, UpdateGroup) and group.storage is not None:
+                arguments = self._arguments(index, group, gradients, coef, nonfinite)
+                nonfinite = self._or_overflow(nonfinite, group.kind, arguments)
+        return nonfinite
+
+    def _or_overflow(self, nonfinite: fx.Node, kind: str, arguments: list[Any]) -> fx.Node:
+        leaves, spec = pytree.tree_flatten(arguments)
+
+        def either(bad: Tensor, *values: Tensor) -> Tensor:
+            found = iter(values)
+            given = [next(found) if isinstance(leaf, fx.Node) else leaf for leaf in leaves]
+            return torch.maximum(bad, overflow(kind, pytree.tree_unflatten(given, spec)))
+
+        return self._inline(either, [nonfinite, *(leaf for leaf in leaves if isinstance(leaf, fx.Node))])[0]
+
+    def _arguments(
         self, index: int, group: UpdateGroup, gradients: dict[str, fx.Node], coef: fx.Node, skip: fx.Node
-    ) -> None:
+    ) -> list[Any]:
+        """The arguments of a group's update operator; its states are placeholders, each made once."""
         masters = [self.placeholders[name] for name in group.masters]
         lists: list[Any] = [masters, [gradients[name] for name in group.masters]]
         for column, used in group.columns:
@@ -163,7 +191,7 @@ class _Builder:
         else:
             extra, mode = [*extra, self._rounding(skip)], [group.storage]
         hyper = self._scalar_state(index, "hyper", skip, torch.float64, (group.scalars,))
-        self._call(OPERATORS[group.kind], [*lists, *extra, hyper, coef, skip, *mode, *group.flags])
+        return [*lists, *extra, hyper, coef, skip, *mode, *group.flags]
 
     def _trace(
         self, index: int, group: TracedUpdate, gradients: dict[str, fx.Node], coef: fx.Node, skip: fx.Node
@@ -181,9 +209,7 @@ class _Builder:
 
     def _rounding(self, like: fx.Node) -> fx.Node:
         """The random state of stochastic rounding; one for all groups, each of which moves it on."""
-        if self.rounding is None:
-            self.rounding = self._scalar_state(0, "rng", like, torch.int64, (2,))
-        return self.rounding
+        return self._scalar_state(0, "rng", like, torch.int64, (2,))
 
     def _state(self, group: int, column: str, number: int, master: fx.Node, dtype: torch.dtype | None) -> fx.Node:
         tensor = node_tensor(master)
@@ -199,10 +225,12 @@ class _Builder:
         return self._placeholder((column, group, 0), node_tensor(like).new_empty(shape, dtype=dtype))  # type: ignore[union-attr]
 
     def _placeholder(self, key: tuple[Any, ...], value: torch.Tensor) -> fx.Node:
+        if key in self.made:
+            return self.made[key]
         with self.graph.inserting_after(self.last):
             node = self.graph.placeholder("_".join(str(part) for part in key))
         node.meta = {"val": value, Key.STATE: key}
-        self.last = node
+        self.last = self.made[key] = node
         return node
 
     def _scale_state(self) -> list[fx.Node]:

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
+
+import amp_compiler as amp
 
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
 SMALL = ("gpt2", "lstm")
@@ -105,3 +108,19 @@ def test_the_results_file(bench, tmp_path, capsys):
     assert data["models"][0]["model"] == "lstm"
     assert set(data["versions"]) == {"python", "torch", "transformers"}
     assert str(Path.home()) not in text
+
+
+class Inner(nn.Module):
+    def forward(self, a, b):
+        return torch.inner(a, b)
+
+
+@pytest.mark.parametrize("shape", [(64,), (4, 64)])
+def test_an_inner_product_is_autocasts(shape):
+    """Of vectors it is `dot`, which autocast on a CPU leaves in FP32; of matrices it is `mm`, which it runs in BF16."""
+    a, b = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = torch.inner(a, b)
+    model = amp.compile(Inner(), dtype="bf16", backend="eager")
+    assert torch.equal(model(a, b), expected.float())
+    assert [node.precision for node in model.plan.nodes] == ["low" if expected.dtype is torch.bfloat16 else "fp32"]

@@ -205,6 +205,21 @@ def test_stochastic_rounding_of_small_and_special_values():
     assert_both_agree("sgd_update_low", [[weight], grads, *state, *scalars, int(Storage.STOCHASTIC), False, False])
 
 
+@pytest.mark.parametrize("mode", list(Storage))
+@pytest.mark.parametrize(("dtype", "pull"), [(torch.float16, 65504.0), (torch.bfloat16, 0.002 * 3.39e38)])
+def test_what_outgrows_its_type_is_clipped(dtype, pull, mode):
+    largest = torch.finfo(dtype).max
+    for name, make in (("adam_update_low", adam_arguments), ("sgd_update_low", sgd_arguments)):
+        arguments = make((BLOCK + 1,), weight=dtype, moment=dtype, mode=mode, momentum=1.0, beta1=0.0)
+        arguments[0][0][:4] = torch.tensor([largest, -largest, largest, 1.0])
+        arguments[1][0] = torch.randn(BLOCK + 1)
+        arguments[1][0][:4] = torch.tensor([-pull, pull, float("nan"), float("inf")])
+        arguments[2][0][:2] = torch.tensor([-largest, largest])
+        changed = assert_both_agree(name, arguments)
+        if name == "sgd_update_low":
+            assert changed[2][0][:2].tolist() == [-largest, largest]
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("mode", [None, *Storage])
 def test_a_skipped_step_changes_nothing(bad, mode):

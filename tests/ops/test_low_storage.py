@@ -122,3 +122,43 @@ def test_small_updates_survive_in_low_storage(optimizer):
     assert ends[Storage.NEAREST] == 1.0
     assert ends[Storage.KAHAN] == pytest.approx(0.9, abs=2**-8)
     assert ends[Storage.STOCHASTIC] == pytest.approx(0.9, abs=5e-3)
+
+
+@pytest.mark.parametrize("mode", list(Storage))
+@pytest.mark.parametrize(("dtype", "beyond"), [(torch.float16, 70000.0), (torch.bfloat16, 3.4e38)])
+def test_what_outgrows_its_type_is_clipped_and_what_is_infinite_stays(dtype, beyond, mode):
+    largest = torch.finfo(dtype).max
+    value = torch.tensor([beyond, -beyond, largest, torch.inf, -torch.inf, torch.nan])
+    stored, error = rounding.narrow(value, value.to(dtype), mode, torch.tensor([0, 0]), 0)
+    assert stored[:5].tolist() == [largest, -largest, largest, torch.inf, -torch.inf] and stored[5].isnan()
+    assert error is None or error[:3].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("mode", list(Storage))
+def test_a_momentum_that_outgrows_fp16_is_clipped_and_comes_back(mode):
+    weights, buffers, rng = [torch.ones(3).half()], [torch.zeros(3).half()], torch.tensor([0, 0])
+    extras = [torch.zeros(3).half()] if mode == Storage.KAHAN else []
+    grown = torch.tensor([40000.0, -40000.0, 1.0])
+    for grad, momentum in ((grown, 40000.0), (grown, 65504.0), (0 * grown, 0.5 * 65504)):
+        tail = (extras, number(1), rng, hyper(0.5, 0.5, 0, 0, 0), number(1), number(0), int(mode), False, False)
+        OPS.sgd_update_low(weights, [4 * grad if momentum == 65504 else grad], buffers, *tail)
+        assert buffers[0][:2].tolist() == [momentum, -momentum]
+    assert weights[0][:2].tolist() == [-65504, 65504]
+
+
+def test_what_would_be_clipped_is_told_before():
+    from amp_compiler.ops.update.operators import overflow
+
+    def told(weight, grad, buffer, dtype=torch.float16):
+        one = torch.tensor([weight]).to(dtype), torch.tensor([grad]), torch.tensor([buffer]).to(dtype)
+        arguments = [[one[0]], [one[1]], [one[2]], [], number(1), torch.tensor([0, 0]), hyper(1.0, 1.0, 0, 0, 0)]
+        before = [tensor.clone() for tensor in one]
+        result = overflow("sgd_low", [*arguments, number(1), number(0), 0, False, False])
+        assert all(torch.equal(now, then) for now, then in zip(one, before, strict=True))
+        return bool(result)
+
+    assert not told(1.0, 10.0, 65000.0) and told(1.0, 10000.0, 65000.0)  # the momentum
+    assert not told(-65000.0, 500.0, 0.0) and told(-65000.0, 600.0, 0.0)  # the weight
+    assert not told(-65000.0, 515.0, 0.0)  # rounds to 65504
+    assert not told(-65000.0, 600.0, 0.0, torch.bfloat16)
+    assert not told(1.0, torch.inf, 0.0)

@@ -80,3 +80,66 @@ def test_a_graph_in_which_the_scale_enters_twice_is_refused():
     graph.output((again,))
     module = torch.fx.GraphModule({}, graph)
     assert "'mul_tensor_1' multiplies or divides two values" in str(FoldLossScale().ensures(module, None))
+
+
+# ---- probabilities that a loss takes the logarithm of
+
+SURE = torch.tensor([[20.0, -20.0, 6.5], [-20.0, 12.0, -7.0], [9.0, -15.0, 3.0], [0.5, -1.0, 8.0], [-9.0, 30.0, -4.0]])
+PROBABILITIES = {
+    "sigmoid": lambda y: y.sigmoid(),
+    "a view behind it": lambda y: y.sigmoid().flatten().view(5, 3),
+    "clamped": lambda y: y.sigmoid().clamp(1e-7, 1 - 1e-7),
+    "arithmetic": lambda y: 0.5 * (1 + torch.tanh(y / 2)) * (1 - 1e-6),
+    "softmax": lambda y: y.softmax(-1),
+}
+
+
+class Logits(nn.Module):
+    """Logits that are numbers which 16 bits hold, so that nothing but the loss rounds."""
+
+    def __init__(self, squash) -> None:
+        super().__init__()
+        self.identity = nn.Parameter(torch.eye(3))
+        self.squash = squash
+
+    def forward(self, x):
+        return self.squash(x @ self.identity)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "backend"),
+    [
+        *((name, dtype, "eager") for name in PROBABILITIES for dtype in ("fp16", "bf16")),
+        pytest.param("sigmoid", "fp16", "inductor", marks=pytest.mark.slow),
+    ],
+)
+def test_probabilities_reach_a_binary_cross_entropy_unrounded(name, dtype, backend):
+    model = Logits(PROBABILITIES[name])
+    exact = torch.autograd.grad(F.binary_cross_entropy(model(SURE), TARGET), [model.identity])[0]
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    step = amp.training_step(
+        model,
+        lambda m, x: F.binary_cross_entropy(m(x), TARGET),
+        optimizer,
+        dtype=dtype,
+        backend=backend,
+        loss_scale=8.0,
+    )
+    step(SURE)
+    made = torch.eye(3) - model.identity.detach()
+    assert int(step.skipped_steps) == 0
+    torch.testing.assert_close(made, exact, rtol=2e-2, atol=2e-2 * float(exact.abs().max()))
+
+
+def test_a_rule_that_asks_for_low_probabilities_is_obeyed():
+    model = Logits(PROBABILITIES["sigmoid"])
+    low = {"version": 1, "extends": "default", "rules": [{"match": {"op": "aten.sigmoid"}, "precision": "low"}]}
+    asked = {}
+    for rules in ("default", low):
+        optimizer = torch.optim.SGD(model.parameters(), 1.0)
+        loss = lambda m, x: F.binary_cross_entropy(m(x), TARGET)  # noqa: E731
+        step = amp.training_step(model, loss, optimizer, rules=rules, dtype="bf16", backend="eager")
+        step(SURE)
+        (node,) = (node for node in step.plan.nodes if node.op == "aten.sigmoid")
+        asked[str(rules)] = node.precision
+    assert list(asked.values()) == ["fp32", "low"]

@@ -9,7 +9,20 @@ import pytest
 import torch
 from torch import nn
 from toys import classes
-from training_weights import GENERATOR, LOW, OPTIMIZERS, XB, Line, X, Y, linear_loss, net, rules
+from training_weights import (
+    GENERATOR,
+    LOW,
+    OPTIMIZERS,
+    XB,
+    Line,
+    X,
+    Y,
+    everything,
+    linear_loss,
+    net,
+    rules,
+    same,
+)
 
 import amp_compiler as amp
 
@@ -216,3 +229,60 @@ def test_a_gradient_made_in_fp32_is_not_rounded_for_a_16_bit_parameter(given):
     kinds = {name: gradient.dtype for name, gradient in zip(program.updated, output.gradients, strict=True)}
     wanted = {n: torch.float32 if n.startswith("norm") else torch.float16 for n, _ in model.named_parameters()}
     assert kinds == wanted
+
+
+# ---- weights and momentum that outgrow FP16
+
+
+def outgrowing(backend: str, overflow: dict, lr: float = 0.01, **options):
+    """A step whose gradient is its batch, with momentum."""
+    model = Line(3, value=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr, momentum=0.9)
+    weights = {"version": 1, "extends": "nvcaffe", "weights": {"master": "low", **overflow}}
+    step = amp.training_step(
+        model, linear_loss, optimizer, rules=weights, dtype="fp16", backend=backend, **({"loss_scale": 1.0} | options)
+    )
+    return model, optimizer, step
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_momentum_that_outgrows_fp16_is_clipped(backend):
+    model, optimizer, step = outgrowing(backend, {})
+    for _ in range(3):
+        step(torch.tensor([40000.0, -40000.0, 1.0]))
+    momentum = optimizer.state[model.w]["momentum_buffer"]
+    assert momentum[:2].tolist() == [65504, -65504] and int(step.skipped_steps) == 0
+    assert momentum[2].item() == pytest.approx(2.71, rel=1e-3)
+    for _ in range(5):
+        step(torch.zeros(3))
+    assert 0 < momentum[0] < 40000 and bool(model.w.isfinite().all())  # it comes back
+
+
+def test_a_weight_that_outgrows_fp16_is_clipped():
+    model, _, step = outgrowing("eager", {}, lr=1.0)
+    for _ in range(3):
+        step(torch.tensor([30000.0, -30000.0, 1.0]))
+    assert model.w[:2].tolist() == [-65504, 65504] and int(step.skipped_steps) == 0
+
+
+@pytest.mark.parametrize(("lr", "backend"), [(0.01, "eager"), (1.0, "eager"), (1.0, "inductor")])
+def test_a_step_that_would_outgrow_fp16_is_skipped_where_the_rules_say_so(lr, backend):
+    model, optimizer, step = outgrowing(
+        backend, {"overflow": "skip"}, lr, loss_scale=amp.DynamicLossScale(init_scale=1.0)
+    )
+    grown = torch.tensor([40000.0, -40000.0, 1.0])
+    step(grown)
+    held = everything(model, optimizer)
+    assert int(step.skipped_steps) == 0
+    step(grown)
+    assert int(step.skipped_steps) == 1 and same(held, everything(model, optimizer))
+    assert float(step.loss_scale) == 0.5
+    step(-grown)
+    assert int(step.skipped_steps) == 1 and not same(held, everything(model, optimizer))
+
+
+def test_skipping_where_nothing_is_clipped_is_refused():
+    weights = {"version": 1, "extends": "default", "weights": {"overflow": "skip"}}
+    model = Line(3, value=1.0)
+    with pytest.raises(amp.AmpError, match="master: low, overflow: skip"):
+        amp.training_step(model, linear_loss, torch.optim.SGD(model.parameters(), 0.1), rules=weights, dtype="fp16")

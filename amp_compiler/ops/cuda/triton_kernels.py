@@ -33,6 +33,7 @@ from amp_compiler.ops.cuda.triton_parts import (
     address,
     load_weight,
     read,
+    saturated,
     store_weight,
     write,
 )
@@ -69,12 +70,12 @@ def _adam_block(
     difference = grad - m
     m = tl.where(weight1 < 0.5, tl.fma(difference, weight1, m), tl.fma(difference, weight1 - 1.0, grad))
     v = tl.fma(grad * weight2, grad, v * beta2)
-    write(first, offsets, m, inside, FULL)
-    write(second, offsets, v, inside, FULL)
+    write(first, offsets, saturated(m, MOMENT_TYPE), inside, FULL)
+    write(second, offsets, saturated(v, MOMENT_TYPE), inside, FULL)
     if AMSGRAD:
         largest = address(row, LARGEST, MOMENT_TYPE, start, ALIGNED)
         v = tl.maximum(read(largest, offsets, inside, FULL), v, propagate_nan=tl.PropagateNan.ALL)
-        write(largest, offsets, v, inside, FULL)
+        write(largest, offsets, saturated(v, MOMENT_TYPE), inside, FULL)
     denominator = tl.div_rn(tl.sqrt_rn(v), root) + eps
     new = weight + tl.div_rn(m * neg_step, denominator)
     store_weight(row, start, offsets, inside, new, rng, WEIGHT_TYPE, EXTRA_TYPE, MODE, ALIGNED, FULL, BLOCK)
@@ -157,7 +158,7 @@ def _sgd_block(
     if MOMENT_TYPE is not None:
         first = address(row, FIRST, MOMENT_TYPE, start, ALIGNED)
         decayed = tl.fma(grad, keep, read(first, offsets, inside, FULL) * momentum)
-        buffer = tl.where(tl.load(started) != 0.0, decayed, grad).to(MOMENT_TYPE)
+        buffer = saturated(tl.where(tl.load(started) != 0.0, decayed, grad), MOMENT_TYPE).to(MOMENT_TYPE)
         write(first, offsets, buffer, inside, FULL)
         if NESTEROV:
             grad = tl.fma(buffer.to(tl.float32), momentum, grad)

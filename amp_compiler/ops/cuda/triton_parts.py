@@ -52,6 +52,18 @@ def write(pointer, offsets, value, inside, FULL: tl.constexpr):
 
 
 @triton.jit
+def saturated(value, TYPE: tl.constexpr):
+    """As `rounding.saturated`."""
+    if TYPE == tl.float32:
+        result = value
+    else:
+        LARGEST: tl.constexpr = 65504.0 if TYPE == tl.float16 else 3.3895313892515355e38
+        clipped = tl.where(value > LARGEST, LARGEST, tl.where(value < -LARGEST, -LARGEST, value))
+        result = tl.where(tl.abs(value) < float("inf"), clipped, value)
+    return result
+
+
+@triton.jit
 def add_l1(grad, weight, l1):
     """The gradient plus `l1 * sign(weight)`; as it is where `l1` is zero."""
     pull = tl.where(weight > 0.0, l1, tl.where(weight < 0.0, -l1, 0.0))
@@ -98,6 +110,7 @@ def store_weight(
 ):  # fmt: skip
     """Store the new weight as `MODE` says; the extra tensor is given the rounding error, or a low copy."""
     weight = address(row, WEIGHT, WEIGHT_TYPE, start, ALIGNED)
+    new = saturated(new, WEIGHT_TYPE)
     if MODE == STOCHASTIC:
         words = random_words(rng, tl.load(row + PLACE), start, BLOCK)
         write(weight, offsets, round_stochastically(new, words, WEIGHT_TYPE), inside, FULL)

@@ -72,6 +72,21 @@ def commit_on_cpu(skip: Tensor, targets: list[Tensor], values: list[Tensor]) -> 
         torch._foreach_copy_(targets, values)
 
 
+def overflow(kind: str, arguments: Sequence[Any]) -> Tensor:
+    """fp32 []: 1 where an update of weights without masters would make a number that its type cannot hold, else 0.
+
+    Args:
+        kind: of the group of parameters, a key of `OPERATORS`.
+        arguments: of that operator; nothing is written.
+    """
+    ((optimizer, low),) = ((one, low) for one in FUSED for low in (False, True) if _kind(one, low) == kind)
+    return reference.overflow(optimizer, optimizer.bound(low, arguments))
+
+
+def _kind(optimizer: FusedOptimizer, low: bool) -> str:
+    return optimizer.operator(low).replace("_update", "")
+
+
 def _traceable(optimizer: FusedOptimizer, low: bool) -> Callable[..., None]:
     def update(*arguments: Any) -> None:
         reference.update(optimizer, optimizer.bound(low, arguments))
@@ -188,7 +203,7 @@ ADD_ROWS = torch.ops.amp_compiler.add_rows.default
 COMMIT = torch.ops.amp_compiler.commit.default
 # The update operators, by the kind of a group of parameters.
 OPERATORS = {
-    one.operator(low).replace("_update", ""): getattr(torch.ops.amp_compiler, one.operator(low)).default
+    _kind(one, low): getattr(torch.ops.amp_compiler, one.operator(low)).default
     for low in (False, True)
     for one in FUSED
 }

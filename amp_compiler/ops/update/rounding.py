@@ -39,10 +39,13 @@ class WeightStorage:
     Args:
         low: whether the weights have no FP32 masters.
         rounding: how a new value is stored where they have none.
+        skips: whether a step that would store a number beyond the largest finite one of the low type does not count;
+            else that largest one is stored.
     """
 
     low: bool = False
     rounding: Storage = Storage.NEAREST
+    skips: bool = False
 
 
 def _multiply(factor: int, word: Tensor) -> tuple[Tensor, Tensor]:
@@ -132,6 +135,31 @@ def dropped_bits(dtype: torch.dtype) -> int:
     raise LoweringError(f"weights cannot be rounded stochastically to {dtype}", mend="store them as fp16 or bf16")
 
 
+def saturated(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values, with the largest finite one of a low type in the place of finite ones beyond it (NVCaffe's clipping).
+
+    Infinities and NaN stay: they tell of something else than storage.
+
+    Args:
+        value: fp32, any shape.
+        dtype: the type to be stored in; fp32 holds every value.
+    """
+    if dtype is torch.float32:
+        return value
+    largest = torch.finfo(dtype).max
+    return torch.where(value.abs() < torch.inf, value.clamp(-largest, largest), value)
+
+
+def outgrows(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """bool []: whether a finite value is beyond what a low type can hold, so that `saturated` is seen.
+
+    Args:
+        value: fp32, any shape.
+        dtype: the type to be stored in.
+    """
+    return (torch.isinf(value.to(dtype)) & (value.abs() < torch.inf)).any()
+
+
 def widen(weight: Tensor, compensation: Tensor | None) -> Tensor:
     """The weight in fp32, with the error of earlier roundings added where it is kept.
 
@@ -147,7 +175,8 @@ def narrow(value: Tensor, weight: Tensor, mode: int, rng: Tensor | None, index: 
     """Store a new fp32 value in the type of the weight.
 
     Kahan's summation (Kahan 1965) is kept in its two-word form: weight + compensation is the value, so the step itself
-    is computed on both and nothing but the last rounding of the compensation is lost.
+    is computed on both and nothing but the last rounding of the compensation is lost. A value beyond the largest finite
+    one is stored as that, whatever the mode; see `saturated`.
 
     Args:
         value: fp32, any shape.
@@ -159,6 +188,7 @@ def narrow(value: Tensor, weight: Tensor, mode: int, rng: Tensor | None, index: 
     Returns:
         The stored weight, and the compensation where the mode is `KAHAN`.
     """
+    value = saturated(value, weight.dtype)
     if mode == Storage.STOCHASTIC:
         if rng is None:
             raise LoweringError("stochastic rounding has no random state", mend="pass `rng`, int64 [2]")

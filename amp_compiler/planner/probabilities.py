@@ -1,0 +1,52 @@
+"""Probabilities that a loss takes the logarithm of: they are computed in FP32 from the function that squashes them on.
+
+Rounded to 16 bits, a probability near one is one, and its gradient in the loss is 1e12 where the true one is small: an
+infinity in FP16, and a NaN behind the gradient of the sigmoid, which is zero there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from amp_compiler.ir.graph import Node
+from amp_compiler.planner.draft import Draft
+from amp_compiler.policy.rules import Decision, Precision
+
+_OPEN = (Precision.LOW, Precision.WIDEST)
+
+
+def makers_of_probabilities(draft: Draft, decisions: Mapping[str, Decision]) -> dict[str, Node]:
+    """The nodes between a squashing function and a loss in FP32 that are not to run in 16 bits.
+
+    From the loss back through arithmetic, copies and views to the functions that make probabilities (a sigmoid, a
+    softmax), these included.
+
+    Args:
+        draft: the graph, the rules and what is planned for.
+        decisions: what the rules say, by node name. A rule of the user's own that asks for the low type is obeyed.
+
+    Returns:
+        By node name, the loss.
+    """
+    own = {rule.where for rule in draft.rules.rules if rule.own}
+    found: dict[str, Node] = {}
+    for loss in draft.graph.nodes.values():
+        slots = draft.rules.ops.info(loss.op).probabilities
+        if not slots or decisions[loss.name].precision is not Precision.FP32:
+            continue
+        pending = [operand.value for operand in loss.inputs if operand.slot in slots]
+        seen = set(pending)
+        while pending:
+            maker = draft.graph.producer(pending.pop())
+            if maker is None:
+                continue
+            info, decision = draft.rules.ops.info(maker.op), decisions[maker.name]
+            if not (info.squashes or info.carries or info.exact or info.moves):
+                continue
+            if decision.precision in _OPEN and decision.rule not in own:
+                found.setdefault(maker.name, loss)
+            if not info.squashes:
+                values = [operand.value for operand in maker.inputs]
+                pending += [value for value in values if value not in seen]
+                seen.update(values)
+    return found

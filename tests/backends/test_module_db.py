@@ -1,0 +1,129 @@
+"""Gradients of torch's modules in BF16, compiled against node by node, on the inputs of torch's own test suite."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+from torch.testing._internal.common_modules import module_db
+
+import amp_compiler as amp
+from amp_compiler.errors import AmpError
+
+TWICE_ROUNDED = 2 * 2.0**-8
+SHORT = ("nn.LayerNorm", "nn.LogSoftmax")
+INPUTS = 3  # of each module; what follows are mostly other shapes
+
+
+class Low(nn.Module):
+    """A module that is given 16-bit data, as behind a linear layer, and a loss that asks for all of its results."""
+
+    def __init__(self, module: nn.Module, low: torch.dtype | None) -> None:
+        super().__init__()
+        self.module, self.low = module, low
+
+    def forward(self, args, kwargs):
+        """The sum of all results, each element weighed by a number of its own."""
+        given = pytree.tree_map(self._narrow, (args, kwargs))
+        made = [one for one in pytree.tree_leaves(self.module(*given[0], **given[1])) if is_float(one)]
+        return sum((one.to(self._wide()) * torch.linspace(0.5, 1.5, one.numel()).view(one.shape)).sum() for one in made)
+
+    def _narrow(self, leaf):
+        return leaf.to(self.low) if self.low is not None and is_float(leaf) else leaf
+
+    def _wide(self):
+        return torch.float64 if self.low is None else torch.float32
+
+
+def as_leaf(made: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return made.detach().requires_grad_(like.requires_grad)
+
+
+def rounded(given):
+    """With numbers that BF16 holds: a compiler need not round what it is given inside of a fused loop."""
+    return pytree.tree_map(lambda x: as_leaf(x.bfloat16().float(), x) if is_float(x) else x, given)
+
+
+def is_float(leaf) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+
+
+def gradients(model, call, given):
+    """Of a call's result by all parameters and floating-point inputs."""
+    leaves, spec = pytree.tree_flatten(given)
+    leaves = [leaf.detach().clone().requires_grad_(leaf.requires_grad) if is_float(leaf) else leaf for leaf in leaves]
+    wanted = [p for p in model.parameters() if p.requires_grad] + [x for x in leaves if is_float(x) and x.requires_grad]
+    torch.manual_seed(0)
+    loss = call(*pytree.tree_unflatten(leaves, spec))
+    return torch.autograd.grad(loss, wanted, allow_unused=True) if wanted and loss.requires_grad else ()
+
+
+def distance(made, exact, scale) -> float:
+    return float((made.double() - exact.double()).abs().max()) / scale
+
+
+def worse(module: nn.Module, given) -> str:
+    """Which gradient of the compiled module is farther from FP64 than the eager one is, by more than two roundings."""
+    found = {}
+    for backend in ("eager", "inductor"):
+        model = Low(copy.deepcopy(module), torch.bfloat16)
+        compiled = amp.compile(model, dtype="bf16", backend=backend)
+        with torch._inductor.config.patch(fallback_random=True):
+            found[backend] = gradients(model, compiled, given)
+    exact = Low(copy.deepcopy(module).double(), None)
+    try:
+        reference = gradients(
+            exact, exact, pytree.tree_map(lambda x: as_leaf(x.double(), x) if is_float(x) else x, given)
+        )
+    except RuntimeError:  # not in FP64
+        reference = found["eager"]
+    for number, (eager, made, wanted) in enumerate(zip(*found.values(), reference, strict=True)):
+        if (eager is None) != (made is None):
+            return f"gradient {number} is missing"
+        if eager is None or not eager.numel() or wanted is None or not eager.isfinite().all():
+            continue
+        scale = max(float(wanted.abs().max()), 1e-30)
+        errors = distance(eager, wanted, scale), distance(made, wanted, scale)
+        if not errors[1] <= errors[0] + TWICE_ROUNDED:
+            return f"gradient {number} {list(eager.shape)}: {errors[1]:.2e} off, {errors[0]:.2e} node by node"
+    return ""
+
+
+def cases(info):
+    made = info.module_inputs_func(info, device="cpu", dtype=torch.float32, requires_grad=True, training=True)
+    return [one for one in made if one.forward_input is not None][:INPUTS]
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        pytest.param(info, id=info.name, marks=[] if info.name in SHORT else pytest.mark.slow)
+        for info in module_db
+        if "Lazy" not in info.name
+    ],
+)
+@pytest.mark.compiles
+def test_compiled_gradients_are_as_exact_as_eager_ones(info):
+    told, refused = {}, {}
+    for number, one in enumerate(cases(info)[: 1 if info.name in SHORT else None]):
+        torch.manual_seed(number)
+        module = info.module_cls(*one.constructor_input.args, **one.constructor_input.kwargs).train()
+        given = rounded((one.forward_input.args, one.forward_input.kwargs))
+        try:
+            plain = Low(copy.deepcopy(module), None)
+            plain.low = torch.float32
+            gradients(plain, plain, given)
+        except RuntimeError:
+            continue  # it has no FP32 backward by itself
+        try:
+            found = worse(module, given)
+        except AmpError as error:
+            refused[number] = str(error)[:200]
+            continue
+        if found:
+            told[number] = f"{one.desc}: {found}"
+    print(info.name, "refused:", refused)
+    assert not told
