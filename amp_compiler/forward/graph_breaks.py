@@ -12,11 +12,12 @@ from torch import fx, nn
 
 from amp_compiler.errors import AmpError, CaptureError, CustomFunctionError
 from amp_compiler.forward.program import build_run, rewrite_piece
-from amp_compiler.forward.settings import Settings, device_of
+from amp_compiler.forward.settings import AUTO, Settings, device_of
 from amp_compiler.fx.capture import user_frame
 from amp_compiler.fx.custom_functions import OpaqueFunctions
 from amp_compiler.fx.dynamo import trace_piece
 from amp_compiler.fx.garbage import without_full_collections
+from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.torch_private import dynamo_error, unrolled_recurrence
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
@@ -46,7 +47,7 @@ class Pieces:
         self._settings = replace(settings, dtype=short)
         self._model = type(model).__name__
         self._opaque = OpaqueFunctions(cause.functions if isinstance(cause, CustomFunctionError) else ())
-        dynamic = None if settings.dynamic_shapes is None else True
+        dynamic = None if settings.dynamic_shapes in (None, AUTO) else True  # Dynamo by itself does as `auto` says
         self._run = torch.compile(model, backend=self._backend, dynamic=dynamic)
         logger.info("torch.export could not take %s whole, Dynamo takes it in pieces: %s", self._model, cause)
 
@@ -139,6 +140,7 @@ def compile_piece(
         CaptureError: it cannot be traced.
         LoweringError: it cannot be rewritten or compiled.
     """
-    traced, kinds = trace_piece(piece, inputs)
-    plan, emulated, stages = rewrite_piece(traced, kinds, settings, settings.low(device_of(inputs)))
-    return build_run(traced, list(inputs), settings, emulated, stages), plan, traced, stages
+    with generators_kept():
+        traced, kinds = trace_piece(piece, inputs)
+        plan, emulated, stages = rewrite_piece(traced, kinds, settings, settings.low(device_of(inputs)))
+        return build_run(traced, list(inputs), settings, emulated, stages), plan, traced, stages

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.shape_guards import InputForm
 from amp_compiler.fx.capture import Captured, capture_module
 from amp_compiler.fx.garbage import without_full_collections
+from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import copy_graph, results_of, torch_dtype
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops import native
@@ -68,7 +69,9 @@ class StepState:
 
 
 @without_full_collections()
-def build_step(model: LossModule, batch: tuple[Any, ...], options: StepOptions, state: StepState) -> StepProgram:
+def build_step(
+    model: LossModule, batch: tuple[Any, ...], options: StepOptions, state: StepState, stages: Stages | None = None
+) -> StepProgram:
     """Build the program of one training step.
 
     Args:
@@ -76,19 +79,29 @@ def build_step(model: LossModule, batch: tuple[Any, ...], options: StepOptions, 
         batch: arguments of the loss function behind the model.
         options: what to build.
         state: the tensors that it works on.
+        stages: takes the text behind each pass; new ones where it is `None`.
 
     Raises:
         CaptureError: the loss cannot be captured as one graph, or depends on no parameter of the optimizers.
         LoweringError: the graph cannot be compiled.
         PassError: a pass of the user's broke the contract.
     """
-    settings, stages = options.settings, Stages()
+    with generators_kept(model.__dict__["loss_fn"], model, batch):
+        return _build_step(model, batch, options, state, Stages() if stages is None else stages)
+
+
+def _build_step(
+    model: LossModule, batch: tuple[Any, ...], options: StepOptions, state: StepState, stages: Stages
+) -> StepProgram:
+    settings = options.settings
     leaves, _ = pytree.tree_flatten((batch, {}))
     low = torch_dtype(settings.low(device_of([*leaves, *model.parameters()])))
     check_parameters(model, options.optimizers, low, options.enabled)
     with widened(model.parameters()):
         captured = capture_module(model, batch, {}, settings.dynamic_shapes)
         form = InputForm.of(captured, leaves)
+        if not form.is_dynamic:
+            settings = replace(settings, dynamic_shapes=None)
         plan, emulated = _forward(captured, model, leaves, options, stages)
     results = len(results_of(captured.graph_module.graph))
     inputs, storage = StepInputs(model, captured, options.optimizers), state.kept.weights.storage
