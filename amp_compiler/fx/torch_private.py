@@ -36,9 +36,40 @@ def compile_with_inductor(
     from torch._inductor.decomposition import select_decomp_table
 
     known = {name: value for name, value in options.items() if hasattr(config, name)}
-    opened = {op: function for op, function in select_decomp_table().items() if op not in whole}
-    compiled: Any = compile_fx(graph_module, list(inputs), config_patches=known, decompositions=opened)
+    opened = OpenedOps(select_decomp_table(), whole)
+    examples = _cacheable(inputs)
+    compiled: Any = compile_fx(graph_module, examples, config_patches=known, decompositions=opened)
     return compiled  # type: ignore[no-any-return]
+
+
+class OpenedOps(dict[Any, Any]):
+    """The operators that Inductor opens, and what into: its own table but for some operators.
+
+    Inductor pickles the table for the name of a compiled graph in its cache, and would refuse the functions in it.
+    """
+
+    def __init__(self, table: Mapping[Any, Any], whole: Sequence[Any]) -> None:
+        super().__init__((op, function) for op, function in table.items() if op not in whole)
+        self._identity = ", ".join(map(str, whole))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """What tells this table from another one: torch's version, which decides the rest, is in the name as well."""
+        return str, (f"all of Inductor's but {self._identity}",)
+
+
+def _cacheable(inputs: Sequence[Any]) -> list[Any]:
+    """The same inputs as fake tensors of fixed shapes that know of a `ShapeEnv`: without one torch caches no graph.
+
+    They stay as they are where some are fake already: one capture has one mode for all of them.
+    """
+    from torch._guards import detect_fake_mode
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    if detect_fake_mode(inputs) is not None:
+        return list(inputs)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    return [mode.from_tensor(one, static_shapes=True) if isinstance(one, torch.Tensor) else one for one in inputs]
 
 
 def has_inductor() -> bool:
