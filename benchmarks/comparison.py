@@ -78,7 +78,7 @@ class Comparison:
         default = options.models == list(cases.NAMES) and options.bounds == list(self.bounds)
         path = options.json or (measuring.RESULTS / f"{self.name}_{options.device}.json" if default else None)
         rows: list[dict[str, Any]] = []
-        console = Console(width=150)
+        console = Console(width=170)
         for name in options.models:
             for bound in options.bounds:
                 with console.status(f"{name}, {bound}"):
@@ -105,7 +105,7 @@ class Comparison:
     def measure(self, name: str, bound: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         """One row per variant."""
         flops = cases.matmul_flops(name, bound, self.backward)
-        first, times, memory = self._in_processes(name, bound, options)
+        first, warm, times, memory = self._in_processes(name, bound, options)
         gemm = times.pop(_GEMM)[0]
         rate = Gemm.flops(options.device) / gemm  # per ms
         base = _base(times)
@@ -127,15 +127,17 @@ class Comparison:
                 "memory_ratio": memory[variant].peak_bytes / memory[base].peak_bytes,
                 "first_call_s": first[variant],
                 "first_call_ratio": first[variant] / first[base],
+                "warm_call_s": warm[variant],
+                "warm_call_ratio": warm[variant] / warm[base],
             }
             for variant, time in times.items()
         ]
 
     def _in_processes(
         self, name: str, bound: str, options: argparse.Namespace
-    ) -> tuple[dict[str, float], dict[str, Spread], dict[str, Memory]]:
-        """Seconds of the first call, times of a step and memory of every variant; the product has no memory."""
-        first, memory = {}, {}
+    ) -> tuple[dict[str, float], dict[str, float], dict[str, Spread], dict[str, Memory]]:
+        """Seconds of the first call, cold and warm, times of a step, memory of every variant but the product."""
+        first, warm, memory = {}, {}, {}
         with tempfile.TemporaryDirectory() as folder:
             caches = {variant: Path(folder) / str(place) for place, variant in enumerate(_variants(options, name))}
 
@@ -155,8 +157,9 @@ class Comparison:
                 times = taking_turns(running, options.steps, options.turn, options.seconds, options.least)
             for variant in caches:  # what is compiled is there by now
                 with start(variant, FREEING) as process:
+                    warm[variant] = process.first_call_s
                     memory[variant] = process.memory()
-        return first, times, memory
+        return first, warm, times, memory
 
 
 def warm_torch(device: str) -> None:
@@ -198,7 +201,7 @@ def table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
     for column in ("model", "bound by", "variant"):
         made.add_column(column, no_wrap=True)
     columns = ("step\nms", "10 to 90 %", "ratio", "tokens or\nimages / s", "GEMM\nfloor", "peak\nmemory", "ratio")
-    for column in (*columns, "of it\nstate", "first\ncall s", "ratio"):
+    for column in (*columns, "of it\nstate", "first\ncall s", "ratio", "with full\ncaches s", "ratio"):
         made.add_column(column, justify="right")
     for row, following in zip(rows, [*rows[1:], None], strict=True):
         made.add_row(
@@ -215,6 +218,8 @@ def table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
             human_bytes(row["state_bytes"]),
             f"{row['first_call_s']:.1f}",
             coloured(row["first_call_ratio"]),
+            f"{row['warm_call_s']:.1f}",
+            coloured(row["warm_call_ratio"]),
             end_section=following is None or (following["model"], following["bound"]) != (row["model"], row["bound"]),
         )
     return made

@@ -10,7 +10,7 @@ LSTM once more with Dynamo told to compile recurrent layers (`allow_rnn`), which
 to the fastest. What a process has freed goes back to the system, or does not, as its C library has it by default;
 MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_MAX_ change that for all of them. What is compiled once per machine and kept in
 cache folders is not in the first call: Inductor's headers, for us with a flag of their own (some 5 s), and our native
-loops (some 8 s).
+loops (some 8 s). The first call with full caches is that of a second process of the same variant.
 
 The GEMM floor is the time of the step's matrix products at the rate of one large product, which takes its turn among
 the variants; the table says which share of the step that is.

@@ -11,10 +11,11 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
-from amp_compiler.errors import AmpError, PassError
+from amp_compiler.errors import AmpError, LoweringError, PassError, first_line
 
 Subject = TypeVar("Subject")
 _ORDER = "run the passes in the order of the pipeline"
+_ON_VALUES = ("GuardOnDataDependentSymNode", "DataDependentOutputException")  # of torch, which is not imported here
 _BUG = "this is a bug of the pass: mend it, or report it where it is one of amp_compiler's own"
 
 
@@ -98,6 +99,12 @@ class Pass(ABC, Generic[Subject]):
         except AmpError:
             raise
         except Exception as cause:  # a pass, the user's too, may raise anything
+            if type(cause).__name__ in _ON_VALUES:
+                raise LoweringError(
+                    f"a size that depends on values must be known here: {first_line(cause)}",
+                    where=f"in pass '{self.name}'",
+                    mend="keep such sizes out of the graph",
+                ) from cause
             raise PassError(f"{type(cause).__name__}: {cause}", where=f"in pass '{self.name}'", mend=_BUG) from cause
 
     def _run_checked(self, subject: Subject, before: str) -> tuple[PassResult[Subject], str]:

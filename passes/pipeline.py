@@ -33,6 +33,12 @@ class Stages(Sequence[Stage]):
         self._kept: list[tuple[str, bytes]] = []
         self._last = ""
         self._pieces: dict[int, bytes] = {}
+        self.begun = False  # whether pieces are made for the backend
+
+    @property
+    def last(self) -> str:
+        """Name of the last stage so far; empty where there is none."""
+        return self._kept[-1][0] if self._kept else ""
 
     def note(self, name: str, text: str) -> None:
         """Add a stage."""
@@ -42,6 +48,7 @@ class Stages(Sequence[Stage]):
 
     def begin_piece(self, text: str) -> None:
         """Say that the next stage is made of a piece of the graph, and is to be compared with that."""
+        self.begun = True
         if text != self._last:
             self._pieces[len(self)] = zlib.compress(text.encode(), 1)
 

@@ -34,7 +34,7 @@ def compile(
     *,
     rules: Any = "default",
     dtype: str = "auto",
-    dynamic_shapes: Any = None,
+    dynamic_shapes: Any = "auto",
     backend: str = "inductor",
     passes: Any = None,
 ) -> CompiledModule:
@@ -45,7 +45,8 @@ def compile(
             the first call for each input signature.
         rules: a preset name, a path, a dict or a `RuleSet`.
         dtype: `"fp16"`, `"bf16"`, or `"auto"` (BF16 where the device computes it natively, else FP16).
-        dynamic_shapes: as for `torch.export.export`; without it every new input shape is captured anew.
+        dynamic_shapes: `"auto"`: the first shape is captured as it is, and where a second one differs from it, what
+            differs becomes dynamic. `None`: every new input shape is captured anew. Or as for `torch.export.export`.
         backend: `"inductor"`, or `"eager"` (node by node: the oracle, and it allows double backward).
         passes: pipelines with passes of your own put in, such as
             `amp.pipelines.FORWARD.insert_after("legalize", MyPass())`; one or several.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +12,9 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from amp_compiler.errors import AmpError, CaptureError, HookError
+from amp_compiler.forward.captures import Captures
 from amp_compiler.forward.graph_breaks import Pieces
+from amp_compiler.forward.notices import logger
 from amp_compiler.forward.program import Program, build_program
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.signature import leaves_key, like_forward_of, module_key
@@ -23,7 +24,6 @@ from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.policy.unused import warn_of_unused
 
-logger = logging.getLogger("amp_compiler")
 MANY_SIGNATURES = 16
 # Assigned to the wrapper itself, and not to what it wraps: tools that put themselves around a model write these.
 _OWN = ("forward", "__class__")
@@ -59,6 +59,7 @@ class CompiledModule(StandIn):
         for name in self._SHARED:
             own[name] = model.__dict__[name]
         own["_programs"], own["_pieces"], own["_last"], own["_told"] = {}, {}, None, False
+        own["_captures"] = Captures(type(model).__name__, settings, "args")
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -188,7 +189,12 @@ class CompiledModule(StandIn):
         keep = not torch.is_grad_enabled() and not self.original.training
         try:
             with building():
-                program = build_program(self.original, args, kwargs, self.settings, keep)
+                program = self._captures.make(
+                    key[0],
+                    (args, kwargs),
+                    leaves,
+                    lambda s, stages: build_program(self.original, args, kwargs, s, keep, stages),
+                )
         except HookError:
             raise  # Dynamo's pieces would lose it as well
         except CaptureError as cause:
@@ -198,7 +204,7 @@ class CompiledModule(StandIn):
         self._programs[(key[0][0], module_key(self.original)), key[1]] = program
         if len({id(one) for one in self._programs.values()}) == MANY_SIGNATURES:
             logger.warning(
-                "%s was captured for %d input signatures; pass dynamic_shapes= to amp.compile, or pad the inputs",
+                "%s was captured for %d input signatures; pad the inputs, or pass dynamic_shapes= to amp.compile",
                 type(self.original).__name__,
                 MANY_SIGNATURES,
             )

@@ -14,12 +14,13 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from amp_compiler.errors import AmpError, CaptureError, CustomFunctionError, first_line
 from amp_compiler.forward.program import build_run, rewrite_piece
-from amp_compiler.forward.settings import Settings, device_of
+from amp_compiler.forward.settings import AUTO, Settings, device_of
 from amp_compiler.fx.capture_errors import name_of, user_frame
 from amp_compiler.fx.checkpoints import compiled_checkpoints
 from amp_compiler.fx.custom_functions import OpaqueFunctions
 from amp_compiler.fx.dynamo import trace_piece
 from amp_compiler.fx.garbage import without_full_collections
+from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private import (
     compile_in_pieces,
@@ -65,7 +66,9 @@ class Pieces:
         logger.info("torch.export could not take %s whole, Dynamo takes it in pieces: %s", self._model, cause)
 
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        dynamic = None if self._settings.dynamic_shapes is None else True
+        dynamic = (
+            None if self._settings.dynamic_shapes in (None, AUTO) else True
+        )  # Dynamo by itself does as `auto` says
         return compile_in_pieces(function, self._backend, dynamic)
 
     def _backend(self, piece: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -105,8 +108,8 @@ class Pieces:
         if not self._told and functions_given_up() > before:
             self._told = True
             logger.warning(
-                "Dynamo gave up %d functions of %s: what they compute themselves runs in the types of the model, without"
-                " a plan; TORCH_LOGS=graph_breaks names them",
+                "Dynamo gave up %d functions of %s: what they compute themselves runs in the types of the model,"
+                " without a plan; TORCH_LOGS=graph_breaks names them",
                 functions_given_up() - before,
                 self._model,
             )
@@ -179,7 +182,8 @@ def compile_piece(
         LoweringError: it cannot be rewritten or compiled.
     """
     low = settings.low(device_of(inputs))
-    with saved_tensors_hooks(_same, _same):  # the user's, and those of checkpointing, are not for what tracing saves
+    # Hooks of the user's, and those of checkpointing, are not for what tracing saves.
+    with generators_kept(), saved_tensors_hooks(_same, _same):
         traced, kinds = trace_piece(piece, inputs, torch_dtype(low))
         plan, emulated, stages = rewrite_piece(traced, kinds, settings, low)
         return build_run(traced, list(inputs), settings, emulated, stages), plan, traced, stages

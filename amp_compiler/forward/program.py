@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from amp_compiler.fx.capture import Captured, Source, capture_module, tensor_get
 from amp_compiler.fx.capture_errors import name_of
 from amp_compiler.fx.checkpoints import refused_checkpoints
 from amp_compiler.fx.garbage import without_full_collections
+from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import copy_graph, sparse_node, torch_dtype
 from amp_compiler.fx.lower import lower, lower_graph
 from amp_compiler.fx.meta import Key
@@ -249,7 +250,12 @@ def kept_weights(captured: Captured) -> KeptWeights:
 
 @without_full_collections()
 def build_program(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings, keep_weights: bool
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    settings: Settings,
+    keep_weights: bool,
+    stages: Stages | None = None,
 ) -> Program:
     """Capture, plan, rewrite and compile a module for these arguments.
 
@@ -259,11 +265,24 @@ def build_program(
         kwargs: keyword arguments.
         settings: the options.
         keep_weights: keep low-precision weights between calls (no autograd).
+        stages: takes the text behind each pass; new ones where it is `None`.
 
     Raises:
         CaptureError: the module cannot be taken as one graph.
         LoweringError: it cannot be rewritten or compiled.
     """
+    with generators_kept(model, args, kwargs):
+        return _build_program(model, args, kwargs, settings, keep_weights, Stages() if stages is None else stages)
+
+
+def _build_program(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    settings: Settings,
+    keep_weights: bool,
+    stages: Stages,
+) -> Program:
     leaves, spec = pytree.tree_flatten((args, kwargs))
     with refused_checkpoints(name_of(model)):
         captured = capture_module(model, args, kwargs, settings.dynamic_shapes)
@@ -275,8 +294,9 @@ def build_program(
             mend="pass arguments that pytree can flatten (tensors, numbers, lists, dicts, dataclasses)",
         )
     form = InputForm.of(captured, leaves)
+    if not form.is_dynamic:
+        settings = replace(settings, dynamic_shapes=None)
     low = settings.low(device_of([*leaves, *model.parameters()]))
-    stages = Stages()
     plan = plan_captured(captured, settings, low, stages)
     if keep_weights:
         held = tuple(entry.name for entry in captured.inputs if entry.source in (Source.PARAMETER, Source.BUFFER))

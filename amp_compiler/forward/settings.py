@@ -28,7 +28,8 @@ class Settings:
         rules: the rules, loaded.
         dtype: `fp16`, `bf16` or `auto`.
         backend: name of a backend.
-        dynamic_shapes: as for `torch.export.export`; `None` captures every input signature anew.
+        dynamic_shapes: as for `torch.export.export`; `None` captures every input signature anew, `auto` makes sizes
+            dynamic that turn out to change.
         pipelines: the passes, by name of their list.
     """
 
@@ -61,12 +62,14 @@ def make_settings(
     """Check the options of a public call.
 
     Raises:
-        AmpError: an unknown dtype or backend.
+        AmpError: an unknown dtype, backend or word for `dynamic_shapes`.
         RuleError: the rules cannot be loaded.
         PassError: a pipeline is given that the call does not run, or that lacks a pass.
     """
     if dtype not in (*LOW_TYPES, AUTO):
         raise AmpError(f"dtype={dtype!r} is not known", mend="use 'fp16', 'bf16' or 'auto'")
+    if isinstance(dynamic_shapes, str) and dynamic_shapes != AUTO:
+        raise AmpError(f"dynamic_shapes={dynamic_shapes!r} is not known", mend=f"use {AUTO!r}, None or a specification")
     known = find_backend(backend).name
     return Settings(load_rules(rules), dtype, known, dynamic_shapes, pipelines_with(passes, allowed))
 

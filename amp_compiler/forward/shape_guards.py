@@ -26,6 +26,12 @@ class InputForm:
     inputs: tuple[tuple[int, Any], ...]
     guards: Callable[..., Any] | None
 
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether it holds for more than one shape of the inputs."""
+        sizes = (size for _, value in self.inputs if isinstance(value, torch.Tensor) for size in value.shape)
+        return any(_is_symbolic(size) for size in sizes)
+
     @classmethod
     def of(cls, captured: Captured, leaves: Sequence[Any]) -> InputForm:
         """The form of a fresh capture, whose placeholders still stand beside its inputs.
@@ -49,12 +55,42 @@ class InputForm:
         bound: dict[str, int] = {}
         if not all(_matches(value, leaves[place], bound) for place, value in self.inputs):
             return False
+        if not all(_lies_alike(value, leaves[place], bound) for place, value in self.inputs) or not self._holds(bound):
+            return False
         try:
             if self.guards is not None:
                 self.guards(*leaves)
         except AssertionError:
             return False
         return True
+
+    def _holds(self, bound: dict[str, int]) -> bool:
+        """Whether the sizes are such as tracing and compiling took for granted, after the capture too."""
+        sizes = (size for _, value in self.inputs if isinstance(value, torch.Tensor) for size in value.shape)
+        environment = next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
+        if environment is None:
+            return True
+        guards = [environment.replace(guard.expr) for guard in environment.guards]
+        return all(_value(guard, bound) == True for guard in guards)  # noqa: E712  # sympy's own truth
+
+
+def _is_symbolic(size: Any) -> bool:
+    return isinstance(size, torch.SymInt) and not size.node.expr.is_number
+
+
+def _value(expression: Any, bound: dict[str, int]) -> Any:
+    return expression.subs({symbol: bound[str(symbol)] for symbol in expression.free_symbols if str(symbol) in bound})
+
+
+def _lies_alike(captured: Any, leaf: Any, bound: dict[str, int]) -> bool:
+    """Whether an input lies in memory as the one that was captured: compiled code takes its strides for granted."""
+    if not isinstance(captured, torch.Tensor) or captured.layout is not torch.strided:
+        return True
+    for size, wanted, stride in zip(leaf.shape, captured.stride(), leaf.stride(), strict=True):
+        known = wanted if isinstance(wanted, int) else _value(wanted.node.expr, bound)
+        if size > 1 and known != stride:
+            return False
+    return True
 
 
 def _matches(captured: Any, leaf: Any, bound: dict[str, int]) -> bool:

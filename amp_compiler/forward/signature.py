@@ -90,11 +90,12 @@ def _plain_key(leaf: Any) -> Any:
 
 def traits_key(leaves: Sequence[Any]) -> tuple[Any, ...]:
     """What must be equal for a program of dynamic shapes to be used again: all but the sizes."""
+    first: dict[int, int] = {}
     return tuple(
-        (leaf.dim(), _order(leaf), leaf.dtype, leaf.device, leaf.requires_grad)
+        (leaf.dim(), _order(leaf), leaf.dtype, leaf.device, leaf.requires_grad, first.setdefault(id(leaf), place))
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
         else _plain_key(leaf)
-        for leaf in leaves
+        for place, leaf in enumerate(leaves)
     )
 
 

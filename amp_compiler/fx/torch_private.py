@@ -52,7 +52,7 @@ def compile_with_inductor(
 
     known = {name: value for name, value in options.items() if hasattr(config, name)}
     changed = OpenedOps(select_decomp_table(), opened, identity)
-    compiled: Any = compile_fx(graph_module, list(inputs), config_patches=known, decompositions=changed)
+    compiled: Any = compile_fx(graph_module, _cacheable(inputs), config_patches=known, decompositions=changed)
     return compiled  # type: ignore[no-any-return]
 
 
@@ -74,6 +74,21 @@ class OpenedOps(dict[Any, Any]):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """What tells this table from another one: torch's version, which decides the rest, is in the name as well."""
         return str, (f"all of Inductor's, changed by {self._identity}",)
+
+
+def _cacheable(inputs: Sequence[Any]) -> list[Any]:
+    """The same inputs as fake tensors of fixed shapes that know of a `ShapeEnv`: without one torch caches no graph.
+
+    They stay as they are where some are fake already: one capture has one mode for all of them.
+    """
+    from torch._guards import detect_fake_mode
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    if detect_fake_mode(inputs) is not None:
+        return list(inputs)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    return [mode.from_tensor(one, static_shapes=True) if isinstance(one, torch.Tensor) else one for one in inputs]
 
 
 def recomputed() -> dict[str, Any]:

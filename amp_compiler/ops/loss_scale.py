@@ -29,6 +29,8 @@ SMALLEST = 2.0**-126  # of fp32's normal numbers: the inverse of every scale fro
 LARGEST = float(torch.finfo(torch.float32).max)
 _OWN = "amp_compiler"  # GradScaler.load_state_dict reads its five keys by name and passes over any other
 FACTORS = ("growth_factor", "backoff_factor", "growth_interval")
+HELD = "_held"  # what a training step keeps with the object it was given; no field, so that it is in no comparison
+_LOW = 1024.0  # twenty halvings from here down, and what is not finite then has other reasons than the scale
 
 
 class LossScaleState(NamedTuple):
@@ -108,6 +110,20 @@ class LossScale(ABC):
         """Bool, 0-dim, on the device: true where the gradients stay non-finite at the lowest scale."""
         return state.floor_steps >= self.patience
 
+    def with_scale(self, scale: float) -> LossScale:
+        """These settings for a run that goes on with another scale, as `step.loss_scale = scale` asks for.
+
+        Raises:
+            AmpError: this loss scale cannot have it.
+        """
+        if self.constant is not None:
+            raise AmpError(
+                f"loss_scale={scale!r} cannot be set on a loss scale of mode {self.mode!r}",
+                mend="make the step with loss_scale='dynamic' or a number",
+            )
+        self._check_settable(scale, SMALLEST, LARGEST)
+        return self
+
     def check(self, state: LossScaleState, *, parameters: Iterable[str] = (), nodes: Iterable[str] = ()) -> None:
         """Reads `stuck`, for which it waits for the device.
 
@@ -122,7 +138,7 @@ class LossScale(ABC):
         if bool(self.stuck(state)):
             raise LossScaleError(
                 f"the gradients were not finite in {int(state.floor_steps)} steps in a row at the loss scale "
-                f"{float(state.scale):g}, the lowest there is",
+                f"{float(state.scale):g}{self._why_low(state)}",
                 parameters=parameters,
                 nodes=nodes,
                 mend="look for inf or NaN in data and weights, lower the learning rate, or run these nodes in fp32",
@@ -161,6 +177,10 @@ class LossScale(ABC):
         """This loss scale with the factors of `saved`, as `GradScaler.load_state_dict` takes them over."""
         return self
 
+    def _why_low(self, state: LossScaleState) -> str:
+        """Ends the sentence that says at which scale the gradients were not finite."""
+        return ", the lowest there is"
+
     @property
     def _limit(self) -> float:
         """The first value of the state's `limit`."""
@@ -173,6 +193,15 @@ class LossScale(ABC):
     def _admit(self, saved: Mapping[str, Any], name: str, value: Any) -> float:
         """The value that a saved scale is loaded as."""
         return self.first
+
+    def _check_settable(self, scale: float, low: float, high: float) -> None:
+        if not low <= scale <= high:  # true for a NaN
+            what = f"loss_scale={scale!r} is outside of {low:g} to {high:g}"
+            raise AmpError(what, where=type(self).__name__, mend="assign a number inside, or set min= and max= wider")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The settings alone: a copy of a loss scale is another one, with a state of its own."""
+        return {name: value for name, value in self.__dict__.items() if name != HELD}
 
     def _state(self, device: torch.device | str, scale: float, tracker: int = 0) -> LossScaleState:
         zeros = {key: _full(0, kind, device) for key, kind in _INTEGERS.items()}
@@ -253,6 +282,10 @@ class StaticLossScale(LossScale):
         """The scale of every step."""
         return self.scale
 
+    def with_scale(self, scale: float) -> StaticLossScale:
+        """The same with another scale, as in `LossScale.with_scale`."""
+        return replace(self, scale=scale)
+
 
 def _whole(saved: Mapping[str, Any], key: str) -> int:
     """A saved counter; 0 where a GradScaler's state does not have it."""
@@ -298,7 +331,9 @@ class DynamicLossScale(LossScale):
         growth_factor: above 1.
         backoff_factor: between 0 and 1.
         growth_interval: finite steps in a row until the scale grows.
-        min: the floor; `None` for fp32's smallest normal number.
+        min: the floor; `None` for fp32's smallest normal number. Steps count as run at the lowest scale
+            (`patience`) from the floor on; where it is `None` from 1024 down, so that a run whose gradients stay
+            non-finite ends after 26 steps from the first scale, not after 162.
         max: the ceiling; `None` for fp32's largest number.
         hysteresis: non-finite steps in a row until the scale backs off.
     """
@@ -345,6 +380,16 @@ class DynamicLossScale(LossScale):
         """The highest scale there is."""
         return self._bounds()[1]
 
+    @property
+    def low(self) -> float:
+        """From this scale down, steps that are non-finite count as run at the lowest scale (`patience`)."""
+        return self.floor if self.min is not None else max(self.floor, _LOW)
+
+    def with_scale(self, scale: float) -> DynamicLossScale:
+        """These settings, which take any scale from floor to ceiling; as in `LossScale.with_scale`."""
+        self._check_settable(scale, self.floor, self.ceiling)
+        return self
+
     def next(self, state: LossScaleState, nonfinite: Tensor, norm: Tensor | None = None) -> LossScaleState:
         """The state after a step, as in `LossScale.next`."""
         counted, backs_off, grows = self._events(state, nonfinite)
@@ -353,7 +398,12 @@ class DynamicLossScale(LossScale):
 
     def matching(self, saved: Mapping[str, Any]) -> DynamicLossScale:
         """This loss scale with the factors of `saved`, as `GradScaler.load_state_dict` takes them over."""
+        if _is_of_constant(saved):
+            return self
         return replace(self, **{key: saved[key] for key in FACTORS if key in saved})
+
+    def _why_low(self, state: LossScaleState) -> str:
+        return ", the lowest there is" if bool(state.scale <= self.floor) else f", down from {self.low:g}"
 
     def _bounds(self) -> tuple[float, float]:
         low = SMALLEST if self.min is None else self.min
@@ -371,7 +421,7 @@ class DynamicLossScale(LossScale):
 
     def _events(self, state: LossScaleState, nonfinite: Tensor) -> tuple[LossScaleState, Tensor, Tensor]:
         """The counted state, and two 0-dim bools: the scale backs off, the scale grows."""
-        counted = count_step(state, nonfinite, at_floor=state.scale <= self.floor)
+        counted = count_step(state, nonfinite, at_floor=state.scale <= self.low)
         grows = counted.growth_tracker == self.growth_interval  # "==" as in GradScaler, also past the interval
         backs_off = counted.bad_steps >= self.hysteresis
         return counted._replace(growth_tracker=counted.growth_tracker * ~grows), backs_off, grows
@@ -392,8 +442,11 @@ class DynamicLossScale(LossScale):
         return {key: getattr(self, key) for key in FACTORS}
 
     def _admit(self, saved: Mapping[str, Any], name: str, value: Any) -> float:
+        constant = _is_of_constant(saved)
+        if constant and (name == "limit" or value == 1.0):  # nothing was scaled there: it says nothing of this scale
+            return self._limit if name == "limit" else self.first
         for key, mine in self._factors().items():
-            if saved[key] != mine:
+            if saved[key] != mine and not constant:
                 what = f"the saved loss scale has {key}={saved[key]!r}, this one {mine!r}"
                 raise AmpError(what, mend="use the loss scale that matching(saved) gives")
         if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
@@ -450,12 +503,25 @@ class NormAdaptiveLossScale(DynamicLossScale):
         scale = torch.minimum(torch.where(known, wanted, state.scale), limit)
         return counted._replace(scale=scale, limit=limit)
 
+    def with_scale(self, scale: float) -> NormAdaptiveLossScale:
+        """These settings, which take a power of two from floor to ceiling; as in `LossScale.with_scale`."""
+        super().with_scale(scale)
+        if not _is_power_of_two(scale):
+            near = _power_of_two(scale)
+            raise AmpError(f"loss_scale={scale!r} is no power of two", where=type(self).__name__, mend=f"assign {near}")
+        return self
+
     def _bounds(self) -> tuple[float, float]:
         low, high = super()._bounds()
         return low, (_power_of_two(high) if self.max is None else high)
 
     def _admit(self, saved: Mapping[str, Any], name: str, value: Any) -> float:
         return _power_of_two(super()._admit(saved, name, value))
+
+
+def _is_of_constant(saved: Mapping[str, Any]) -> bool:
+    """Whether a saved state is that of a scale that never changes, such as that of a step with `enabled=False`."""
+    return saved.get("growth_factor") == 1.0 and saved.get("backoff_factor") == 1.0
 
 
 def _power_of_two(value: float) -> float:

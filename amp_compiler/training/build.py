@@ -19,6 +19,7 @@ from amp_compiler.fx.capture import Captured, Source, capture_module
 from amp_compiler.fx.capture_errors import name_of
 from amp_compiler.fx.checkpoints import refused_checkpoints
 from amp_compiler.fx.garbage import without_full_collections
+from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import copy_graph, results_of, torch_dtype
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops import native
@@ -70,7 +71,9 @@ class StepState:
 
 
 @without_full_collections()
-def build_step(model: LossModule, batch: tuple[Any, ...], options: StepOptions, state: StepState) -> StepProgram:
+def build_step(
+    model: LossModule, batch: tuple[Any, ...], options: StepOptions, state: StepState, stages: Stages | None = None
+) -> StepProgram:
     """Build the program of one training step.
 
     Args:
@@ -78,13 +81,21 @@ def build_step(model: LossModule, batch: tuple[Any, ...], options: StepOptions, 
         batch: arguments of the loss function behind the model.
         options: what to build.
         state: the tensors that it works on.
+        stages: takes the text behind each pass; new ones where it is `None`.
 
     Raises:
         CaptureError: the loss cannot be captured as one graph, or depends on no parameter of the optimizers.
         LoweringError: the graph cannot be compiled.
         PassError: a pass of the user's broke the contract.
     """
-    settings, stages = options.settings, Stages()
+    with generators_kept(model.__dict__["loss_fn"], model, batch):
+        return _build_step(model, batch, options, state, Stages() if stages is None else stages)
+
+
+def _build_step(
+    model: LossModule, batch: tuple[Any, ...], options: StepOptions, state: StepState, stages: Stages
+) -> StepProgram:
+    settings = options.settings
     leaves, _ = pytree.tree_flatten((batch, {}))
     low = torch_dtype(settings.low(device_of([*leaves, *model.parameters()])))
     check_parameters(model, options.optimizers, low, options.enabled)
@@ -92,11 +103,14 @@ def build_step(model: LossModule, batch: tuple[Any, ...], options: StepOptions, 
         with refused_checkpoints(name_of(model)):
             captured = capture_module(model, batch, {}, settings.dynamic_shapes)
         form = InputForm.of(captured, leaves)
+        if not form.is_dynamic:
+            settings = replace(settings, dynamic_shapes=None)
         plan, emulated = _forward(captured, model, leaves, options, stages)
     graph = captured.graph_module.graph
     buffers = [entry.name for entry in captured.inputs if entry.source is Source.BUFFER]
     begun = Begun(captured, leaves, len(results_of(graph)), written_placeholders(graph, buffers))
-    return finish(model, replace(begun, plan=plan, emulated=emulated, form=form, stages=stages), options, state)
+    begun = replace(begun, plan=plan, emulated=emulated, form=form, stages=stages)
+    return finish(model, begun, replace(options, settings=settings), state)
 
 
 @dataclass(frozen=True)
@@ -123,7 +137,7 @@ class Begun:
     gradients: tuple[str, ...] | None = None
     plan: PrecisionPlan | None = None
     emulated: bool = False
-    form: InputForm | None = None
+    form: InputForm = field(default_factory=lambda: InputForm((), (), None))
     stages: Stages = field(default_factory=Stages)
 
 

@@ -113,7 +113,7 @@ class StepProgram:
         resolve: one function per placeholder, from the batch leaves to its tensor.
         out_spec: tree of `(loss, aux)`.
         results: number of flat values in it.
-        form: which batches it can be used for; `None` for an update of gradients that are made elsewhere.
+        form: which batches it can be used for.
         stages: the text of the graph behind each pass.
         buffers: gets the buffers that it writes.
     """
@@ -126,7 +126,7 @@ class StepProgram:
     resolve: list[Callable[[Sequence[Any]], Any]]
     out_spec: pytree.TreeSpec
     results: int
-    form: InputForm | None
+    form: InputForm
     stages: Stages
     buffers: tuple[Callable[[], Tensor], ...] = ()
 

@@ -10,17 +10,19 @@ from amp_compiler.errors import AmpError
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.loss_scale import LossScale, LossScaleState
 from amp_compiler.passes.pipeline import Stages
+from amp_compiler.training.held_scale import HeldScale
 from amp_compiler.training.nonfinite import NonfiniteReport, report_nonfinite
 from amp_compiler.training.pieces import PieceProgram
 from amp_compiler.training.program import StepOutput, StepProgram
+from amp_compiler.training.scale_watch import StuckWatch
 
 
 class StepReadings:
     """The part of `TrainingStep` that reads: properties are tensors on the device or graphs, and never wait for it."""
 
     _accumulate: int
-    _scale_config: LossScale
-    _scale: LossScaleState
+    _held: HeldScale
+    _watch: StuckWatch
     _last: tuple[StepProgram | PieceProgram, StepOutput, Tensor] | None
     _leaves: list[Any]
 
@@ -30,9 +32,29 @@ class StepReadings:
         return self._last
 
     @property
+    def _scale_config(self) -> LossScale:
+        return self._held.config
+
+    @property
+    def _scale(self) -> LossScaleState:
+        return self._held.state
+
+    @property
     def loss_scale(self) -> Tensor:
-        """FP32 scalar on the device: what the next loss is multiplied by."""
+        """FP32 scalar on the device: what the next loss is multiplied by.
+
+        A number that is assigned to it is the next scale, as in `GradScaler.update(new_scale)`. A dynamic scale goes on
+        from there; a static one has that number from then on, for which the step is captured anew.
+
+        Raises:
+            AmpError: on assignment, where this loss scale cannot have that number.
+        """
         return self._scale.scale.clone()
+
+    @loss_scale.setter
+    def loss_scale(self, scale: Any) -> None:
+        self._held.set(scale)
+        self._watch.forget()
 
     @property
     def skipped_steps(self) -> Tensor:

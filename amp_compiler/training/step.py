@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from numbers import Real
 from typing import Any
 
@@ -12,19 +13,21 @@ import torch.utils._pytree as pytree
 from amp_compiler.backends.cuda_capture import TorchGraphs
 from amp_compiler.backends.cuda_graph import GraphSettings
 from amp_compiler.errors import AmpError, CaptureError, HookError, LoweringError, OptimizerError
-from amp_compiler.forward.settings import device_of, make_settings
+from amp_compiler.forward.captures import Captures
+from amp_compiler.forward.settings import AUTO, device_of, make_settings
 from amp_compiler.forward.signature import BatchForm, leaves_key, module_key
 from amp_compiler.forward.unwrap import unwrapped_model
 from amp_compiler.fx.capture import autocast_off
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private import TENSORS, building
 from amp_compiler.onnx.importing.api import trained_module
-from amp_compiler.ops.loss_scale import LossScale, LossScaleState, NoLossScale, make_loss_scale
+from amp_compiler.ops.loss_scale import LossScale, NoLossScale, make_loss_scale
 from amp_compiler.ops.update.rounding import WeightStorage
 from amp_compiler.passes.pipeline import CAPTURE, DEVICE, FORWARD, PIECE, PLAN, STEP, UPDATE
 from amp_compiler.policy.unused import warn_of_unused
 from amp_compiler.training.build import StepOptions, StepState, build_step, check_parameters
 from amp_compiler.training.fused_optimizers import check_optimizers, check_storage
+from amp_compiler.training.held_scale import HeldScale
 from amp_compiler.training.inputs import KeptTensors
 from amp_compiler.training.pieces import PieceProgram, PieceStep
 from amp_compiler.training.program import LossModule, StepProgram
@@ -37,6 +40,7 @@ from amp_compiler.training.weights import OWN_KEY, WeightState, weight_storage
 logger = logging.getLogger("amp_compiler")
 MOST_SIGNATURES = 64
 PARALLEL = "pass model.module: a step is of one process, and averages no gradients over several"
+MOST_KNOWN = 4096  # shapes of which it is kept in mind which program of dynamic shapes takes them
 RUN = (CAPTURE, PLAN, FORWARD, STEP, UPDATE, DEVICE, PIECE)  # the pipelines of a step
 
 
@@ -50,7 +54,7 @@ def training_step(
     loss_scale: Any = "rules",
     clip_norm: float | None = None,
     accumulate: int = 1,
-    dynamic_shapes: Any = None,
+    dynamic_shapes: Any = "auto",
     backend: str = "inductor",
     enabled: bool = True,
     passes: Any = None,
@@ -77,10 +81,13 @@ def training_step(
         dtype: `"fp16"`, `"bf16"` or `"auto"`.
         loss_scale: `"dynamic"` or another mode, a number, `None`, or a `LossScale`. A mode has the settings of the
             `loss_scale` section of the rules where that is of the same mode. By default the section in FP16, and mode
-            `"none"` in BF16.
+            `"none"` in BF16. One `LossScale` object given to several steps is one scale, as one GradScaler for the two
+            optimizers of a GAN.
         clip_norm: largest global L2 norm of the unscaled gradients.
         accumulate: number of calls whose gradients are averaged, in FP32, before the weights are updated.
-        dynamic_shapes: as for `torch.export.export`, one entry for each tensor or container of `*batch`.
+        dynamic_shapes: `"auto"`: the first shape is captured as it is, and where a second one differs from it, what
+            differs becomes dynamic. `None`: every new shape is captured anew. Or as for `torch.export.export`, one
+            entry for each tensor or container of `*batch`.
         backend: `"inductor"` or `"eager"`.
         enabled: mixed precision; without it the same step in plain FP32, whatever the rules say of weights. Parameters
             that came in as FP16 or BF16 are refused then.
@@ -151,8 +158,7 @@ class TrainingStep(StepReadings):
         self._optimizers = check_optimizers(optimizer)
         self._clip_norm, self._enabled = clip_norm, enabled
         self._device = device_of(self._module.parameters())
-        self._scale_config = self._choose_scale(loss_scale)
-        self._scale = self._scale_config.init(self._device)
+        self._held = HeldScale.of(self._choose_scale(loss_scale), loss_scale, self._device)
         self._lows = LowWeights()
         storage = weight_storage(self._settings.rules.weights) if enabled else WeightStorage()
         check_storage(self._optimizers, storage.low)
@@ -162,7 +168,9 @@ class TrainingStep(StepReadings):
         low = torch_dtype(self._settings.low(self._device))
         check_parameters(self._module, self._optimizers, low, enabled)
         self._watch, self._form = StuckWatch(self._device), BatchForm()
+        self._captures = Captures("the training step", self._settings, "batch")
         self._programs: dict[Any, StepProgram] = {}
+        self._fits: dict[Any, Any] = {}  # which of them a batch of another shape is for
         self._pieces: PieceStep | None = None
         self._told = False  # which rules match nothing
         self._last, self._leaves = None, []
@@ -236,7 +244,7 @@ class TrainingStep(StepReadings):
             return PieceProgram(self._pieces, spec, options, owners)
         with TENSORS:
             module, form = module_key(self._module, by_identity=True), leaves_key(leaves)
-        key = (spec, module, owners, gather, form)
+        key = (spec, module, owners, gather, self._scale_config, form)
         program = self._programs.get(key) or self._dynamic(key, leaves)
         if program is not None and not any(group.flags_changed() for group in program.groups):
             return program
@@ -248,7 +256,14 @@ class TrainingStep(StepReadings):
             )
         try:
             with building():
-                program = build_step(self._module, batch, options, self._state)
+                program = self._captures.make(
+                    key[:-1],
+                    (batch, {}),
+                    leaves,
+                    lambda settings, stages: build_step(
+                        self._module, batch, replace(options, settings=settings), self._state, stages
+                    ),
+                )
         except (CaptureError, LoweringError) as cause:
             if not self._may_run_in_pieces(cause):
                 raise
@@ -257,23 +272,28 @@ class TrainingStep(StepReadings):
         now = module_key(self._module, by_identity=True)
         if now != module:  # weights were converted for storage without masters: earlier programs will never fit again
             self._programs.clear()
-        self._programs[(spec, now, owners, gather, form)] = program
+        self._programs[(spec, now, owners, gather, self._scale_config, form)] = program
         self._form.fix(batch)
         return program
 
     def _may_run_in_pieces(self, cause: AmpError) -> bool:
         """Whether pieces could do what one graph could not, and as the caller asked for it."""
-        shapes_given = self._settings.dynamic_shapes is not None
-        return not (
-            isinstance(cause, (HookError, OptimizerError)) or shapes_given or self._state.kept.weights.storage.low
-        )
+        asked_for = self._settings.dynamic_shapes not in (None, AUTO) or self._state.kept.weights.storage.low
+        return not (isinstance(cause, (HookError, OptimizerError)) or asked_for)
 
     def _dynamic(self, key: tuple[Any, ...], leaves: list[Any]) -> StepProgram | None:
         """A program of dynamic shapes that was captured for another batch and fits this one."""
-        if self._settings.dynamic_shapes is not None:
-            for other, program in self._programs.items():
-                if other[:-1] == key[:-1] and program.form is not None and program.form.accepts(leaves):
-                    return program
+        if self._settings.dynamic_shapes is None:
+            return None
+        found = self._fits.get(key)
+        if found in self._programs:
+            return self._programs[found]
+        for other, program in self._programs.items():
+            if other[:-1] == key[:-1] and program.form.is_dynamic and program.form.accepts(leaves):
+                if len(self._fits) >= MOST_KNOWN:
+                    self._fits.clear()
+                self._fits[key] = other
+                return program
         return None
 
     def state_dict(self) -> dict[str, Any]:
@@ -291,10 +311,9 @@ class TrainingStep(StepReadings):
         Raises:
             AmpError: keys are missing or do not fit the kind of loss scale.
         """
-        config = self._scale_config.matching(state)
-        if config != self._scale_config:
+        before = self._scale_config
+        self._held.load(state)
+        if before != self._scale_config:
             self._programs.clear()
-            self._scale_config = config
-        self._scale = LossScaleState(*config.load_state_dict(state, self._device))
         self._weights.rounding.load_state_dict(state.get(OWN_KEY, {}))
         self._watch.forget()

@@ -11,6 +11,7 @@ from torch import fx
 from amp_compiler.fx.graph import node_tensor
 from amp_compiler.fx.meta import Key
 from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.step.widen_seed import SCALAR_OPS, widen_seed
 
 SCALE = "loss_scale"
 aten = torch.ops.aten
@@ -26,7 +27,6 @@ _OF_SHAPES = frozenset(  # what they make holds nothing of their input's values
         aten.new_empty.default,
     }
 )
-_SCALAR_OPS = frozenset({aten.div.Tensor, aten.div.Scalar, aten.mul.Tensor, aten.mul.Scalar, aten.neg.default})
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,19 @@ class FoldLossScale(InPlacePass):
         div: "f32[]" = aten.div.Scalar(loss_scale, 640)
         expand: "f32[64, 10]" = aten.expand.default(div, [64, 10])
 
+    In FP16 the scale itself may be infinite (65536 is). Where a loss ends in FP16 ops, what autograd does there with
+    the seed is done in FP32, up to and with the first op that makes a tensor of it, which alone is rounded::
+
+        _to_copy: "f16[]" = aten._to_copy.default(loss_scale, dtype = torch.float16)
+        expand: "f16[64, 10]" = aten.expand.default(_to_copy, [64, 10])
+        div: "f16[64, 10]" = aten.div.Scalar(expand, 640)
+
+    becomes::
+
+        div: "f32[]" = aten.div.Scalar(loss_scale, 640)
+        _to_copy: "f16[]" = aten._to_copy.default(div, dtype = torch.float16)
+        expand: "f16[64, 10]" = aten.expand.default(_to_copy, [64, 10])
+
     Left alone: a graph without a seed (the loss depends on nothing that is differentiated), and a derivative that is a
     product with the seed, as that of binary cross-entropy: `mul(sigmoid - target, loss_scale)`.
     """
@@ -63,7 +76,7 @@ class FoldLossScale(InPlacePass):
             sources = [] if node.target in _OF_SHAPES else [one for one in node.all_input_nodes if one in scaled]
             if (node.op == "placeholder" and node.name == SCALE) or sources:
                 scaled.add(node)
-            if len(sources) > 1 and node.target in _SCALAR_OPS:
+            if len(sources) > 1 and node.target in SCALAR_OPS:
                 return f"'{node.name}' multiplies or divides two values that have the loss scale in them"
         return None
 
@@ -84,6 +97,7 @@ class FoldLossScale(InPlacePass):
         seed.replace_all_uses_with(source)
         graph.erase_node(seed)
         _hoist_constants(graph, source)
+        widen_seed(graph, scale)
         subject.recompile()
         return PassResult(subject, True)
 
@@ -108,7 +122,7 @@ def _hoist_constants(graph: fx.Graph, source: fx.Node) -> None:
         if expand.target is not aten.expand.default or len(expand.users) != 1:
             continue
         (user,) = expand.users
-        if user.target not in _SCALAR_OPS or any(isinstance(argument, fx.Node) for argument in user.args[1:]):
+        if user.target not in SCALAR_OPS or any(isinstance(argument, fx.Node) for argument in user.args[1:]):
             continue
         with graph.inserting_before(expand):
             small = graph.call_function(user.target, (source, *user.args[1:]), dict(user.kwargs))

@@ -19,7 +19,8 @@ FACTS = {"benchmark", "date", "cpu", "gpu", "threads", "versions", "settings", "
 SPEED = {"model", "parameters", "variant", "step_ms", "step_ms_10", "step_ms_90", "time_ratio"}
 STEP = SPEED | {
     "bound", "items", "items_per_s", "best_of_torch", "matmul_flops", "gemm_tflops", "gemm_floor_ms", "gemm_share",
-    "first_call_s", "first_call_ratio", "state_bytes", "growth_bytes", "peak_bytes", "memory_ratio",
+    "first_call_s", "first_call_ratio", "warm_call_s", "warm_call_ratio", "state_bytes", "growth_bytes", "peak_bytes",
+    "memory_ratio",
 }  # fmt: skip
 UPDATE = SPEED | {"tensors", "gradients", "bytes_per_parameter", "formula", "gb_per_s", "copy_share"}
 

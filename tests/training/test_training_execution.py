@@ -89,7 +89,11 @@ def same_run(first, second):
         torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"sizes": (16, 12)}], ids=["plain", "accumulate", "shapes"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"accumulate": 2}, {"sizes": (16, 12), "dynamic_shapes": None}],
+    ids=["plain", "accumulate", "shapes"],
+)
 def test_replays_are_the_same_training(node_by_node, options):
     graphs = FakeGraphs()
     plain, replayed = train(None, **options), train(graphs, **options)

@@ -1,0 +1,164 @@
+"""The captures of one model: for which sizes the next one is to hold, and what its user is told of it.
+
+With `dynamic_shapes="auto"` the first sizes are taken as they are. Where a call differs from earlier ones in sizes
+alone, the dimensions that differ are captured as dynamic, so that the program fits whatever size they have next. Sizes
+of 0 and 1 stay as they are (torch treats them apart), and so does all of it where the model cannot be captured
+otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.utils._pytree as pytree
+
+from amp_compiler.errors import HookError
+from amp_compiler.forward.notices import logger, telling
+from amp_compiler.forward.settings import AUTO, Settings
+from amp_compiler.forward.shape_guards import InputForm
+from amp_compiler.forward.signature import traits_key
+from amp_compiler.passes.pipeline import Stages
+
+_LEAST = 2  # the smallest size that a dynamic dimension can stand for
+
+
+class Built(Protocol):
+    """What a capture makes."""
+
+    form: InputForm
+
+
+Made = TypeVar("Made", bound=Built)
+Dimensions = dict[int, tuple[int, ...]]  # place among the leaves, dimensions
+
+
+@dataclass
+class _Family:
+    """Calls that differ in sizes alone.
+
+    Args:
+        first: the sizes of the first, by leaf; `None` for what is no tensor.
+        changed: the dimensions in which a later one differed.
+        fixed: whether a capture with dynamic dimensions failed.
+    """
+
+    first: list[tuple[int, ...] | None]
+    changed: set[tuple[int, int]] = field(default_factory=set)
+    fixed: bool = False
+
+
+class Captures:
+    """Makes the captures of a model or a step.
+
+    Args:
+        name: what is captured, for messages.
+        settings: the options.
+        first: what the first argument of the captured tree is called in messages: `batch`, `args`.
+    """
+
+    def __init__(self, name: str, settings: Settings, first: str) -> None:
+        self._name, self._settings, self._first = name, settings, first
+        self._families: dict[Hashable, _Family] = {}
+        self._last: tuple[Hashable, list[str]] | None = None
+
+    def make(self, mode: Hashable, tree: Any, leaves: Sequence[Any], build: Callable[[Settings, Stages], Made]) -> Made:
+        """Capture for a new signature.
+
+        Args:
+            mode: what a program depends on besides the inputs.
+            tree: the inputs.
+            leaves: the same, flattened.
+            build: captures and compiles with these settings, noting stages.
+
+        Raises:
+            AmpError: what `build` raises for these sizes alone.
+        """
+        begin = time.perf_counter()
+        family = self._family(mode, leaves)
+        program, why = None, ""
+        if dimensions := self._dynamic(family, leaves):
+            try:
+                program = self._run(build, replace(self._settings, dynamic_shapes=_shapes(leaves, dimensions)))
+            except HookError:
+                raise
+            except Exception as cause:  # noqa: BLE001  # torch, a pass or the compiler knows numbers only: these sizes alone it is
+                family.fixed, why = True, str(cause).strip().splitlines()[0] if str(cause).strip() else repr(cause)
+            if program is not None and not program.form.is_dynamic:
+                family.fixed, why = True, "the model works for that size alone"
+        if program is None:
+            auto = self._settings.dynamic_shapes == AUTO
+            settings = replace(self._settings, dynamic_shapes=None) if auto else self._settings
+            program = self._run(build, settings)
+        self._say(mode, tree, leaves, program.form, why, time.perf_counter() - begin)
+        return program
+
+    def _run(self, build: Callable[[Settings, Stages], Made], settings: Settings) -> Made:
+        stages = Stages()
+        with telling(self._name, stages):
+            return build(settings, stages)
+
+    def _family(self, mode: Hashable, leaves: Sequence[Any]) -> _Family:
+        sizes = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+        family = self._families.setdefault((mode, traits_key(leaves)), _Family(sizes))
+        for place, (now, before) in enumerate(zip(sizes, family.first, strict=True)):
+            if now is not None and before is not None:
+                family.changed |= {
+                    (place, n) for n, pair in enumerate(zip(now, before, strict=True)) if len({*pair}) > 1
+                }
+        return family
+
+    def _dynamic(self, family: _Family, leaves: Sequence[Any]) -> Dimensions:
+        """The dimensions to capture as dynamic."""
+        if self._settings.dynamic_shapes != AUTO or family.fixed:
+            return {}
+        found: Dimensions = {}
+        for place, dimension in sorted(family.changed):
+            if leaves[place].shape[dimension] >= _LEAST and leaves[place].layout is torch.strided:
+                found[place] = (*found.get(place, ()), dimension)
+        return found
+
+    def _say(self, mode: Hashable, tree: Any, leaves: Sequence[Any], form: InputForm, why: str, seconds: float) -> None:
+        before, self._last = self._last, (mode, [_described(leaf) for leaf in leaves])
+        if before is None:
+            logger.info("captured %s in %.1f s", self._name, seconds)
+            return
+        level, mend = logging.INFO, "keep modes and parameters as they are between calls"
+        new = "modes, hooks or parameters of the model, or the form of its inputs"
+        if before[0] == mode and len(before[1]) == len(self._last[1]):
+            pairs = list(zip(self._last[1], before[1], strict=True))
+            place = next((place for place, (now, then) in enumerate(pairs) if now != then), 0)
+            new = f"{self._path(tree, place)} is {pairs[place][0]}, it was {pairs[place][1]}"
+            mend = "pad the inputs to one size" if isinstance(leaves[place], torch.Tensor) else "pass it as a tensor"
+            if form.is_dynamic:
+                mend = (
+                    "from now on such sizes are dynamic; give dynamic_shapes= for dynamic ones from the first call on"
+                )
+            elif self._settings.dynamic_shapes is None:
+                mend += ", or give dynamic_shapes='auto'"
+        if why:
+            level, mend = logging.WARNING, f"no dynamic sizes: {why}; {mend}"
+        logger.log(level, "captured %s again in %.1f s: %s; %s", self._name, seconds, new, mend)
+
+    def _path(self, tree: Any, place: int) -> str:
+        path = pytree.tree_flatten_with_path(tree)[0][place][0]
+        head = self._first if getattr(path[0], "idx", 0) == 0 else "kwargs"
+        return f"{head}{pytree.keystr(path[1:])}"
+
+
+def _shapes(leaves: Sequence[Any], dimensions: Dimensions) -> torch.export.ShapesCollection:
+    shapes = torch.export.ShapesCollection()
+    for place, found in dimensions.items():
+        shapes[leaves[place]] = dict.fromkeys(found, torch.export.Dim.AUTO)
+    return shapes
+
+
+def _described(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+    text = repr(leaf)
+    return text if len(text) <= 40 else f"{text[:40]}…"

@@ -1,0 +1,90 @@
+"""What a user is told of captures: one line each, and what is being done while one takes long.
+
+Everything goes to the logger `amp_compiler`, whose level the environment variable `AMP_LOG` can set (`debug`, `info`,
+`warning`, `error`). Only a terminal is shown more: a line that says what is done, and is gone when it is done.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+
+from amp_compiler.errors import AmpError
+from amp_compiler.passes.pipeline import PIECE, PLAN, Stages
+
+logger = logging.getLogger("amp_compiler")
+PATIENCE = 2.0  # seconds of work that nothing is said of
+_EVERY = 0.25  # seconds between two looks at what is done
+_LEVELS = ("debug", "info", "warning", "error")
+
+
+def set_level(wanted: str | None) -> None:
+    """Let the logger say what the environment variable `AMP_LOG` asks for; without it, what Python's logging says.
+
+    Raises:
+        AmpError: it names no level.
+    """
+    if not wanted:
+        return
+    if wanted.lower() not in _LEVELS:
+        near = difflib.get_close_matches(wanted.lower(), _LEVELS, 1)
+        mend = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(_LEVELS)}"
+        raise AmpError(f"AMP_LOG={wanted!r} is no level", mend=mend)
+    level = getattr(logging, wanted.upper())
+    logger.setLevel(level)
+    if level < logging.WARNING and not logger.hasHandlers():  # Python itself shows warnings and worse
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+        logger.addHandler(handler)
+
+
+set_level(os.environ.get("AMP_LOG"))
+
+
+@contextmanager
+def telling(name: str, stages: Stages, patience: float = PATIENCE) -> Iterator[None]:
+    """While its block takes longer than `patience` seconds, say what is done.
+
+    A terminal shows it until the end of the block. Where the error output is no terminal it is logged once.
+
+    Args:
+        name: what is compiled.
+        stages: those that are made meanwhile.
+        patience: in seconds.
+    """
+    done = threading.Event()
+    thread = threading.Thread(target=_tell, args=(name, stages, patience, done), name="amp_compiler", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def doing(stages: Stages) -> str:
+    """What comes behind the last of some stages, in words."""
+    last = stages.last
+    if not last:
+        return "capturing it"
+    if last in PIECE.names and stages.begun:
+        return "compiling it with the backend"
+    return "planning it" if last in PLAN.names or last == "capture" else f"rewriting it, behind pass {last}"
+
+
+def _tell(name: str, stages: Stages, patience: float, done: threading.Event) -> None:
+    if done.wait(patience) or not logger.isEnabledFor(logging.WARNING):
+        return
+    if not sys.stderr.isatty():
+        logger.info("%s: %s, for %g s now", name, doing(stages), patience)
+        return
+    with Console(stderr=True).status(f"{name}: {doing(stages)}") as status:
+        while not done.wait(_EVERY):
+            status.update(f"{name}: {doing(stages)}")

@@ -1,0 +1,99 @@
+"""Random numbers that tracing and compiling draw are put back: only running a model uses them up."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+
+@contextmanager
+def generators_kept(*given: Any) -> Iterator[None]:
+    """At its end, by an error too, every generator of random numbers stands where it stood at the beginning.
+
+    Those are the default ones of torch on the CPU and on the CUDA devices in use, Python's, numpy's, and those that
+    are found in `given`.
+
+    Args:
+        given: modules, functions, and containers of arguments: generators in attributes and closures are found too.
+
+    Example:
+        >>> before = torch.random.get_rng_state()
+        >>> with generators_kept():
+        ...     _ = torch.rand(3)
+        >>> torch.equal(before, torch.random.get_rng_state())
+        True
+    """
+    with contextlib.ExitStack() as stack:
+        for put_back in [_default_numpy(), *map(_of_torch, _defaults()), *_found(given)]:
+            stack.callback(put_back)
+        state = random.getstate()
+        stack.callback(lambda: random.setstate(state))
+        yield
+
+
+def _defaults() -> list[torch.Generator]:
+    cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    return [torch.default_generator, *cuda]
+
+
+def _of_torch(generator: torch.Generator) -> Callable[[], Any]:
+    state = generator.get_state()
+    return lambda: generator.set_state(state)
+
+
+def _default_numpy() -> Callable[[], Any]:
+    state = np.random.get_state()
+    return lambda: np.random.set_state(state)
+
+
+def _found(given: Any) -> Iterator[Callable[[], Any]]:
+    """What sets back each generator in `given`."""
+    pending, seen = [given], set()
+    while pending:
+        for leaf in pytree.tree_leaves(pending.pop(), is_leaf=lambda one: isinstance(one, (nn.Module, FunctionType))):
+            if id(leaf) in seen or isinstance(leaf, (torch.Tensor, int, float, str)):
+                continue
+            seen.add(id(leaf))
+            if isinstance(leaf, torch.Generator):
+                yield _of_torch(leaf)
+            elif isinstance(leaf, random.Random):
+                yield _of_python(leaf)
+            elif isinstance(leaf, (np.random.Generator, np.random.RandomState)):
+                yield _of_numpy(leaf)
+            elif isinstance(leaf, nn.Module):
+                pending.append(vars(leaf))  # its submodules among them
+            elif isinstance(leaf, MethodType):
+                pending += [leaf.__func__, leaf.__self__]
+            elif isinstance(leaf, FunctionType):
+                pending += [cell.cell_contents for cell in leaf.__closure__ or () if _is_filled(cell)]
+                pending += [leaf.__globals__.get(name) for name in leaf.__code__.co_names]
+                pending += [leaf.__defaults__, leaf.__kwdefaults__]
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # a variable that has no value yet
+        return False
+
+
+def _of_python(generator: random.Random) -> Callable[[], Any]:
+    state = generator.getstate()
+    return lambda: generator.setstate(state)
+
+
+def _of_numpy(generator: Any) -> Callable[[], Any]:
+    if isinstance(generator, np.random.RandomState):
+        state = generator.get_state()
+        return lambda: generator.set_state(state)
+    kept = generator.bit_generator.state
+    return lambda: setattr(generator.bit_generator, "state", kept)

@@ -1,0 +1,58 @@
+"""A graph that was compiled before is found in torch's caches, by a later step and by a later process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+
+import amp_compiler as amp
+
+pytestmark = pytest.mark.compiles
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def empty_cache() -> Iterator[None]:
+    with fresh_cache():
+        yield
+
+
+def trained(rules: str = "default") -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    step = amp.training_step(model, lambda m, x: m(x).square().mean(), optimizer, dtype="bf16", rules=rules)
+    step(X), step(X)
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def compiled(rules: str = "default") -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(4, 2))
+    run = amp.compile(model, dtype="bf16", rules=rules)
+    x = torch.randn(2, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    run(x).square().sum().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("make", [trained, compiled])
+def test_the_second_of_two_alike_compiles_nothing(make):
+    counters.clear()
+    first = make()
+    cold = dict(counters["inductor"])
+    assert cold["fxgraph_cache_miss"] >= 1 and "fxgraph_cache_bypass" not in cold
+    counters.clear()
+    second = make()
+    warm = dict(counters["inductor"])
+    assert warm["fxgraph_cache_hit"] == cold["fxgraph_cache_miss"]
+    assert not {"fxgraph_cache_miss", "fxgraph_cache_bypass"} & set(warm)
+    assert counters["aot_autograd"]["autograd_cache_hit"] == 1
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, second, strict=True))
+    counters.clear()
+    make("safe")  # another graph
+    assert counters["inductor"]["fxgraph_cache_miss"] >= 1

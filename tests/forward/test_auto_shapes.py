@@ -1,0 +1,259 @@
+"""`dynamic_shapes="auto"`: a second shape makes what differs dynamic, in `amp.compile` and `amp.training_step`."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_compiler as amp
+from amp_compiler.forward import captures, notices
+from amp_compiler.passes.pipeline import Stages
+
+BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.compiles)]
+BF16_ERROR = 2e-2
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.head = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4)
+
+    def forward(self, x, *, mask=None):
+        y = F.gelu(self.norm(self.inner(x)))
+        y = y if mask is None else y * mask[..., None]
+        return self.head(y)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Model()
+
+
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    with torch.no_grad():
+        return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+def batch(*sizes: int) -> torch.Tensor:
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(sum(sizes)))
+
+
+def count(compiled) -> int:
+    return len({id(program) for program in compiled._programs.values()})
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_second_size_makes_a_dimension_dynamic(backend):
+    reference = model()
+    compiled = amp.compile(copy.deepcopy(reference), dtype="bf16", backend=backend)
+    programs = []
+    for size in (8, 5, 3, 17, 8, 1, 1, 64) if backend == "eager" else (8, 5, 3, 17):
+        x = batch(size, 8)
+        assert error(compiled(x), reference(x)) < BF16_ERROR
+        programs.append(count(compiled))
+    assert programs == [1, 2, 2, 2, 2, 3, 3, 3][: len(programs)]  # 8 alone, any, and 1 alone, which torch treats apart
+    compiled(batch(17, 8)).square().sum().backward()
+    reference(batch(17, 8)).square().sum().backward()
+    for mine, theirs in zip(compiled.parameters(), reference.parameters(), strict=True):
+        assert error(mine.grad, theirs.grad) < 2 * BF16_ERROR
+
+
+def test_every_dimension_that_changes_becomes_dynamic_and_no_other():
+    compiled = amp.compile(model(), dtype="bf16", backend="eager")
+    calls = [((4, 6, 8), 1), ((4, 9, 8), 2), ((4, 5, 8), 2), ((3, 5, 8), 3), ((7, 11, 8), 3), ((1, 7, 8), 4)]
+    calls += [((1, 12, 8), 4), ((9, 1, 8), 5), ((12, 1, 8), 5)]
+    for sizes, programs in calls:
+        x = batch(*sizes)
+        assert error(compiled(x), compiled.original(x)) < BF16_ERROR
+        assert count(compiled) == programs, sizes
+    mask = torch.ones(4, 6)
+    for sizes in ((4, 6), (5, 9), (6, 3)):
+        y = compiled(batch(*sizes, 8), mask=mask.new_ones(sizes))
+        assert y.shape == (*sizes, 4)
+    assert count(compiled) == 7
+
+
+def test_none_captures_each_shape_and_an_unknown_word_is_refused():
+    compiled = amp.compile(model(), dtype="bf16", backend="eager", dynamic_shapes=None)
+    for size in (4, 5, 6):
+        compiled(batch(size, 8))
+    assert count(compiled) == 3
+    with pytest.raises(amp.AmpError, match=r"dynamic_shapes='atuo'.*'auto'"):
+        amp.compile(model(), dynamic_shapes="atuo")
+
+
+def test_inputs_that_lie_otherwise_in_memory_have_a_program_of_their_own():
+    compiled = amp.compile(model(), dtype="bf16", backend="eager")
+    for size in (4, 5):
+        compiled(batch(size, 8))
+    wide = batch(6, 16)[:, :8]  # its rows are 16 numbers apart
+    assert error(compiled(wide), compiled.original(wide)) < BF16_ERROR
+    assert count(compiled) == 3
+    compiled(batch(7, 8))
+    assert count(compiled) == 3
+
+
+class Fixed(nn.Module):
+    """Works for any number of rows, and each number makes another graph."""
+
+    def forward(self, x):
+        return torch.stack([row * (number + 1) for number, row in enumerate(x)])
+
+
+class Divided(nn.Module):
+    """Takes another way for many rows, and one for rows that come in pairs."""
+
+    def forward(self, x):
+        y = x.reshape(-1, 2 * x.shape[1]).sum() if x.shape[0] % 2 == 0 else x.sum()
+        return y + (1 if x.shape[0] > 10 else 2)
+
+
+@pytest.mark.parametrize("kind", [Fixed, Divided])
+def test_what_depends_on_the_size_is_right_for_every_size(kind, caplog):
+    caplog.set_level(logging.WARNING, "amp_compiler")
+    compiled = amp.compile(kind(), dtype="bf16", backend="eager", rules="safe")
+    for size in (4, 5, 6, 8, 12, 11, 13, 14, 20, 7):
+        x = batch(size, 3)
+        torch.testing.assert_close(compiled(x), kind()(x))
+    told = [record.message for record in caplog.records if "no dynamic sizes" in record.message]
+    assert len(told) == (1 if kind is Fixed else 0)
+
+
+def test_a_program_that_cannot_be_made_for_any_size_is_made_for_this_one(monkeypatch, caplog):
+    real = captures.Captures._run
+
+    def run(self, build, settings):
+        if settings.dynamic_shapes is not None:
+            raise TypeError("a pass knows numbers only")
+        return real(self, build, settings)
+
+    monkeypatch.setattr(captures.Captures, "_run", run)
+    compiled = amp.compile(model(), dtype="bf16", backend="eager")
+    for size in (4, 5, 6):
+        x = batch(size, 8)
+        assert error(compiled(x), compiled.original(x)) < BF16_ERROR
+    (told,) = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert "args[0] is float32[5, 8], it was float32[4, 8]" in told
+    assert "no dynamic sizes: a pass knows numbers only; pad the inputs" in told
+
+
+def classes(net, x, y):
+    return F.cross_entropy(net(x).mean(1), y)
+
+
+def trainer(backend="eager", **options):
+    net = model()
+    step = amp.training_step(net, classes, torch.optim.SGD(net.parameters(), 0.1), backend=backend, **options)
+    return net, step
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_step_trains_on_every_shape_as_torch_does(backend):
+    net, step = trainer(backend, enabled=False)
+    reference = model()
+    plain = torch.optim.SGD(reference.parameters(), 0.1)
+    programs = []
+    for rows, words in ((8, 6), (5, 6), (33, 6), (8, 6), (4, 9), (7, 13), (1, 6), (1, 11)):
+        x, y = batch(rows, words, 8), torch.arange(rows) % 4
+        plain.zero_grad()
+        expected = classes(reference, x, y)
+        expected.backward()
+        plain.step()
+        torch.testing.assert_close(step(x, y), expected.detach())
+        programs.append(len(step._programs))
+    assert programs == [1, 2, 2, 2, 3, 3, 4, 4]
+    for mine, theirs in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_a_step_in_fp16_that_skips_and_gathers_takes_any_shape():
+    _, step = trainer(dtype="fp16", accumulate=2, clip_norm=1.0)
+    for rows in (4, 4, 6, 6, 9, 10, 3, 8):
+        step(batch(rows, 5, 8), torch.arange(rows) % 4)
+    assert len(step._programs) == 4  # for gathering and for the update
+    step(batch(7, 5, 8) * float("inf"), torch.arange(7) % 4)
+    step(batch(12, 5, 8), torch.arange(12) % 4)
+    assert int(step.skipped_steps) == 1 and len(step._programs) == 4
+
+
+def test_each_capture_is_told_in_one_line(caplog):
+    caplog.set_level(logging.INFO, "amp_compiler")
+    _, step = trainer(dtype="bf16")
+    for rows in (4, 4, 6, 9, 1):
+        step(batch(rows, 5, 8), torch.arange(rows) % 4)
+    step.model.eval()
+    step(batch(4, 5, 8), torch.arange(4) % 4)
+    told = [record.message for record in caplog.records if record.message.startswith("captured")]
+    assert len(told) == 4 and all("\n" not in line for line in told)
+    assert told[0].startswith("captured the training step in ")
+    assert "batch[0] is float32[6, 5, 8], it was float32[4, 5, 8]; from now on such sizes are dynamic" in told[1]
+    assert "batch[0] is float32[1, 5, 8], it was float32[6, 5, 8]; pad the inputs" in told[2]
+    assert "modes, hooks or parameters" in told[3]
+
+
+class Terminal:
+    """An error output, and what was written to it."""
+
+    def __init__(self, terminal: bool) -> None:
+        self.terminal, self.text = terminal, ""
+
+    def isatty(self) -> bool:
+        return self.terminal
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("terminal", "level", "shown"), [(True, None, True), (True, "error", False), (False, None, False)]
+)
+def test_only_a_terminal_shows_what_takes_long(monkeypatch, caplog, terminal, level, shown):
+    monkeypatch.setenv("TERM", "xterm")
+    error_output = Terminal(terminal)
+    monkeypatch.setattr("sys.stderr", error_output)
+    caplog.set_level(logging.INFO, "amp_compiler")
+    notices.set_level(level)  # caplog sets it back
+    stages = Stages()
+    with notices.telling("Model", stages, patience=0.01):
+        until = time.monotonic() + 5
+        while time.monotonic() < until and not (error_output.text or caplog.records):
+            time.sleep(0.02)
+            if level == "error" and until - time.monotonic() < 4.8:
+                break
+    assert ("Model: capturing it" in error_output.text) == shown
+    assert bool(caplog.records) == (not terminal)
+
+
+def test_work_that_is_done_soon_is_not_told(monkeypatch, caplog):
+    monkeypatch.setattr("sys.stderr", error_output := Terminal(True))
+    with notices.telling("Model", Stages()):
+        pass
+    assert not error_output.text and not caplog.records
+
+
+def test_what_is_done_is_said_by_the_last_stage():
+    stages = Stages()
+    said = [notices.doing(stages)]
+    for name in ("capture", "classify", "apply_plan"):
+        stages.note(name, name)
+        said.append(notices.doing(stages))
+    stages.begin_piece("piece")
+    stages.note("native_ops", "piece")
+    said.append(notices.doing(stages))
+    assert said == ["capturing it", "planning it", "planning it", "rewriting it, behind pass apply_plan",
+                    "compiling it with the backend"]  # fmt: skip
+
+
+def test_a_level_that_does_not_exist_is_refused():
+    with pytest.raises(amp.AmpError, match="AMP_LOG='eror' is no level; did you mean 'error'"):
+        notices.set_level("eror")
