@@ -52,7 +52,7 @@ class Pieces:
         stages: the text of every piece behind each pass; names carry the number of the piece.
     """
 
-    def __init__(self, model: nn.Module, settings: Settings, cause: CaptureError, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, settings: Settings, cause: AmpError, device: torch.device) -> None:
         self.cause = cause
         self.plans: list[tuple[PrecisionPlan, fx.GraphModule]] = []
         self.stages = Stages()

@@ -56,7 +56,7 @@ def _widen(
         node.replace_all_uses_with(wide[source])
         graph.erase_node(node)
         return
-    if node.target is aten.expand.default and value.dtype is _LOW and value.numel() > 1:
+    if node.target is aten.expand.default and value.dtype is _LOW and not _is_number(value):
         node.update_arg(0, _cast(graph, node, _absorb(graph, node, wide[source]), _LOW))
         return
     made = _in_fp32(graph, node, value, wide) if value.dtype is _LOW else None
@@ -64,7 +64,7 @@ def _widen(
         for one in node.all_input_nodes:
             if one in wide:  # it reads the number in FP16 only, rounded once
                 node.replace_input_with(one, _cast(graph, node, wide[one], _LOW))
-    elif value.numel() == 1:
+    elif _is_number(value):
         wide[node] = made
         scaled.add(made)
     else:
