@@ -201,6 +201,7 @@ def export_module(
             recorded_functions() as custom,
             _silent_here(),
             _quiet("torch.fx.experimental.symbolic_shapes"),
+            _quiet("torch._subclasses.fake_tensor"),
         ):
             program = torch.export.export(model, args, kwargs or {}, dynamic_shapes=dynamic_shapes, strict=False)
     except AmpError:
@@ -337,9 +338,9 @@ def _refuse_sharded(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, kinds):
             raise HookError(
-                f"{_described(name)} is sharded over processes (FSDP), and a graph would lose the messages between them",
-                mend="compile first and shard what you get, as in fully_shard(amp.compile(module)), block by block where"
-                " the blocks are sharded",
+                f"{_described(name)} is sharded over processes (FSDP): a graph would lose the messages between them",
+                mend="compile first and shard what you get, as in fully_shard(amp.compile(module)), block by block"
+                " where the blocks are sharded",
             )
 
 

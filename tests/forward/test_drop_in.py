@@ -265,9 +265,7 @@ def test_a_model_that_is_sharded_already_is_named(alone):
     with pytest.raises(amp.CaptureError, match=r"module '0' is sharded.*fully_shard\(amp\.compile"):
         compiled(model)(X)
     fully_shard(model, mesh=mesh)
-    step = amp.training_step(
-        model, lambda m, x: m(x).mean(), torch.optim.SGD(model.parameters(), 0.1), backend="eager"
-    )
+    step = amp.training_step(model, lambda m, x: m(x).mean(), torch.optim.SGD(model.parameters(), 0.1), backend="eager")
     with pytest.raises(amp.CaptureError, match="module 'model' is sharded"):
         step(X)
 
