@@ -262,9 +262,9 @@ def _class_for(model: nn.Module) -> type[CompiledModule]:
     known = _CLASSES.get(type(model)) if "forward" not in vars(model) else None
     if known is not None:
         return known
-    name = f"Compiled{type(model).__name__}"
-    members = {"forward": like_forward_of(model, CompiledModule.forward), "__doc__": CompiledModule.__doc__}
-    made = type(name, (CompiledModule,), {**members, "__module__": __name__})
+    forward = like_forward_of(model, CompiledModule._run, CompiledModule.forward.__doc__)
+    members = {"forward": forward, "__doc__": CompiledModule.__doc__, "__module__": __name__}
+    made = type(f"Compiled{type(model).__name__}", (CompiledModule,), members)
     if "forward" not in vars(model):
         _CLASSES[type(model)] = made
     return made

@@ -108,8 +108,8 @@ class Pieces:
         if not self._told and functions_given_up() > before:
             self._told = True
             logger.warning(
-                "Dynamo gave up %d functions of %s: what they compute themselves runs in the types of the model,"
-                " without a plan; TORCH_LOGS=graph_breaks names them",
+                "Dynamo gave up %d functions of %s: what they compute themselves runs in the model's types, without"
+                " a plan; TORCH_LOGS=graph_breaks names them",
                 functions_given_up() - before,
                 self._model,
             )

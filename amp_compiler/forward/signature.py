@@ -37,6 +37,9 @@ def module_key(model: nn.Module, by_identity: bool = False) -> tuple[Any, ...]:
         if id(module) in seen:
             continue
         seen.add(id(module))
+        if isinstance(module, torch.jit.ScriptModule):  # it has no tables in Python
+            key += (id(module), module.training, *[(p.requires_grad, *_layout(p)) for p in module.parameters()])
+            continue
         own = vars(module)
         key += (id(module), module.training)
         key += [tuple(own[name]) for name in _HOOKS if own[name]]
@@ -169,22 +172,23 @@ def _kind(leaf: Any) -> str:
     return "None" if leaf is None else "number" if isinstance(leaf, Number) else type(leaf).__name__
 
 
-def like_forward_of(model: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that does what `forward` does, with the signature that the forward of a model has.
+def like_forward_of(model: nn.Module, run: Callable[..., Any], doc: str | None) -> Callable[..., Any]:
+    """A method `forward` with the signature that the forward of a model has.
 
     Args:
         model: the module; where its forward says nothing of its arguments, any are shown.
-        forward: a method of `(self, *args, **kwargs)`.
+        run: called with the object, the positional and the keyword arguments.
+        doc: its docstring.
     """
 
-    def same(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return forward(self, *args, **kwargs)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return run(self, args, kwargs)
 
-    same.__name__, same.__qualname__, same.__doc__ = "forward", forward.__qualname__, forward.__doc__
+    forward.__doc__ = doc
     try:
         shown = inspect.signature(model.forward)
-    except (TypeError, ValueError):  # written in C, or scripted
-        return same
+    except (TypeError, ValueError):  # written in C
+        return forward
     me = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    same.__signature__ = shown.replace(parameters=[me, *shown.parameters.values()])  # type: ignore[attr-defined]
-    return same
+    forward.__signature__ = shown.replace(parameters=[me, *shown.parameters.values()])  # type: ignore[attr-defined]
+    return forward

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from amp_compiler.errors import AmpError
@@ -20,7 +21,8 @@ def unwrapped_model(model: Any, mend: str) -> Any:
         mend: what to do about a model that is spread over devices or processes.
 
     Raises:
-        AmpError: for a model in `DataParallel` or `DistributedDataParallel`: a graph of it would lose what those add.
+        AmpError: for a model in `DataParallel` or `DistributedDataParallel`: a graph of it would lose what those add;
+            for one of `torch.jit`.
 
     Example:
         >>> model = nn.Linear(4, 2)
@@ -36,6 +38,11 @@ def unwrapped_model(model: Any, mend: str) -> Any:
         if not isinstance(inner, nn.Module):
             break
         model = inner
+    if isinstance(model, torch.jit.ScriptModule):
+        raise AmpError(
+            "the model is scripted or traced (torch.jit), which a graph cannot look into",
+            mend="pass the module that it was made of",
+        )
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise AmpError(
             f"the model is in a {type(model).__name__}, whose copies and messages a captured graph would lose",

@@ -201,6 +201,7 @@ def export_module(
             recorded_functions() as custom,
             _silent_here(),
             _quiet("torch.fx.experimental.symbolic_shapes"),
+            _quiet("torch._subclasses.fake_tensor"),
         ):
             program = torch.export.export(model, args, kwargs or {}, dynamic_shapes=dynamic_shapes, strict=False)
     except AmpError:

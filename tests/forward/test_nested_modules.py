@@ -76,8 +76,13 @@ def test_a_scripted_module_is_named():
     model = with_script(plain())
     with pytest.raises(amp.CaptureError, match="module '0' is scripted"):
         amp.compile(model, dtype="bf16", backend="eager")(X)
-    with pytest.raises(amp.CaptureError, match="the model is scripted"):
-        amp.explain(model[0], X)
+    for alone in (model[0], torch.jit.trace(nn.Linear(8, 8), X)):
+        for call in (amp.compile, lambda one: amp.explain(one, X), lambda one: amp.compile(one, backend="eager")):
+            with pytest.raises(amp.AmpError, match="the model is scripted or traced"):
+                call(alone)
+    model[0] = torch.jit.trace(nn.Linear(8, 8), X)
+    with pytest.raises(amp.CaptureError, match="module '0' is scripted"):
+        amp.compile(model, dtype="bf16", backend="eager")(X)
     step = amp.training_step(
         model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), 0.1), backend="eager"
     )
