@@ -84,7 +84,8 @@ def _options(graph_module: fx.GraphModule, round_exactly: bool) -> dict[str, Any
     contraction = torch_private.inductor_option(_CONTRACTION)
     if contraction is not None and _narrow_on_cpu(graph_module):
         options[_CONTRACTION] = f"{contraction} {_NO_SLP}"
-    late, work = NativeOps(JOINT), {}
+    late = NativeOps(JOINT)
+    work: dict[str, Callable[[fx.Graph], Any]] = {}
     if late.awaited(graph_module.graph):
         work[late.identity()] = late.rewrite
     if any(node.target is _CONVOLUTION for node in graph_module.graph.nodes):

@@ -137,7 +137,7 @@ class CompiledModule(StandIn):
                     return other  # type: ignore[no-any-return]
         keep = not torch.is_grad_enabled() and not self.original.training
         try:
-            program = self._captures.make(
+            program: Program = self._captures.make(
                 key[0],
                 (args, kwargs),
                 leaves,
