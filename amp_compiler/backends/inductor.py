@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
+import hashlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +17,7 @@ from amp_compiler.errors import LoweringError
 from amp_compiler.fx import torch_private
 from amp_compiler.ops.cpu.arena import allocator
 from amp_compiler.ops.native import JOINT
-from amp_compiler.passes.device.native_ops import NativeOps
+from amp_compiler.passes.device.native_ops import NativeOps, sources
 
 # GCC 12 and its SLP vectorizer make code for 16-bit tiles that Inductor transposes which reads them before they are
 # written. This option of Inductor is the one that is put into the compiler's command line as it stands.
@@ -24,8 +27,17 @@ _CALL = "call_function"
 _CONVOLUTION = torch.ops.aten.convolution.default
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 _LAST_PASS = "post_grad_custom_post_pass"
-# torch 2.13 opens it into a scatter in FP32, with places in 64 bits. As it is, it becomes a loop that gathers.
-_WHOLE_ON_CPU = (torch.ops.aten.max_pool2d_with_indices_backward.default,)
+
+
+def _lie_apart(grad: Any, image: Any, kernel: Sequence[int], stride: Sequence[int], *rest: Any) -> bool:
+    """Whether the windows of a max-pool do not overlap; the arguments are those of its gradient."""
+    sizes, steps = list(kernel) * 2, list(stride or kernel) * 2
+    return all(step >= size for size, step in zip(sizes[:2], steps[:2], strict=True))
+
+
+# torch 2.13 opens it into a scatter in FP32, with places in 64 bits. As it is, it becomes a loop that gathers; where
+# windows overlap, that loop takes Inductor seconds to write and is no faster.
+_WHOLE_ON_CPU = {torch.ops.aten.max_pool2d_with_indices_backward.default: _lie_apart}
 
 
 def build(graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bool = False) -> Callable[..., Any]:
@@ -59,7 +71,7 @@ def compile_graph(
             f"torch {torch.__version__} has no Inductor that this version knows", mend="use backend='eager'"
         )
     options = _options(graph_module, round_exactly)
-    whole = _WHOLE_ON_CPU if any(value.device.type == "cpu" for value in _values(graph_module)) else ()
+    whole = _WHOLE_ON_CPU if any(value.device.type == "cpu" for value in _values(graph_module)) else {}
     try:
         with torch_private.cpu_allocation(allocator):
             return torch_private.compile_with_inductor(graph_module, inputs, options, whole)
@@ -90,10 +102,16 @@ def _options(graph_module: fx.GraphModule, round_exactly: bool) -> dict[str, Any
         work[late.identity()] = late.rewrite
     if any(node.target is _CONVOLUTION for node in graph_module.graph.nodes):
         work[_keep_once.__name__] = _keep_once
-    if work:
-        theirs = torch_private.inductor_option(_LAST_PASS)
-        options[_LAST_PASS] = torch_private.inductor_graph_pass(", ".join(work), list(work.values()), theirs)
+    # Also where there is nothing to do: what another version of ours has put into torch's caches is not for this one.
+    theirs, identity = torch_private.inductor_option(_LAST_PASS), ", ".join((_identity(), *work))
+    options[_LAST_PASS] = torch_private.inductor_graph_pass(identity, list(work.values()), theirs)
     return options
+
+
+@functools.cache
+def _identity() -> str:
+    """Another text whenever a graph may be compiled otherwise: this file, and the operators of ours, as a hash."""
+    return f"{sources()}, {hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}"
 
 
 def _keep_once(graph: fx.Graph) -> None:

@@ -17,7 +17,10 @@ BUILDING = threading.RLock()  # torch traces and exports with state of the whole
 
 
 def compile_with_inductor(
-    graph_module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any], whole: Sequence[Any] = ()
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: Mapping[str, Any],
+    whole: Mapping[Any, Callable[..., bool]],
 ) -> Callable[..., Any]:
     """Compile an ATen graph, and the backward that autograd makes of it, with Inductor.
 
@@ -25,7 +28,8 @@ def compile_with_inductor(
         graph_module: flat inputs, a tuple as output. It may be changed.
         inputs: example inputs, real or fake.
         options: of `torch._inductor.config`, by name; those that this torch does not know are left out.
-        whole: operators that it is to write loops for as they are, not for what it would open them into.
+        whole: operators that it is to write loops for as they are, not for what it would open them into, each with a
+            function of a call's arguments that says whether.
 
     Raises:
         ImportError: where this torch has no Inductor, see `has_inductor`.
@@ -37,20 +41,22 @@ def compile_with_inductor(
 
     known = {name: value for name, value in options.items() if hasattr(config, name)}
     opened = OpenedOps(select_decomp_table(), whole)
-    examples = _cacheable(inputs)
-    compiled: Any = compile_fx(graph_module, examples, config_patches=known, decompositions=opened)
+    compiled: Any = compile_fx(graph_module, _cacheable(inputs), config_patches=known, decompositions=opened)
     return compiled  # type: ignore[no-any-return]
 
 
 class OpenedOps(dict[Any, Any]):
-    """The operators that Inductor opens, and what into: its own table but for some operators.
+    """The operators that Inductor opens, and what into: its own table but for some calls of some operators.
 
     Inductor pickles the table for the name of a compiled graph in its cache, and would refuse the functions in it.
     """
 
-    def __init__(self, table: Mapping[Any, Any], whole: Sequence[Any]) -> None:
-        super().__init__((op, function) for op, function in table.items() if op not in whole)
-        self._identity = ", ".join(map(str, whole))
+    def __init__(self, table: Mapping[Any, Any], whole: Mapping[Any, Callable[..., bool]]) -> None:
+        super().__init__(table)
+        for op, stays in whole.items():
+            if op in self:
+                self[op] = _unless(stays, self[op])
+        self._identity = ", ".join(f"{op} where {stays.__qualname__}" for op, stays in whole.items())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """What tells this table from another one: torch's version, which decides the rest, is in the name as well."""
@@ -70,6 +76,15 @@ def _cacheable(inputs: Sequence[Any]) -> list[Any]:
         return list(inputs)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     return [mode.from_tensor(one, static_shapes=True) if isinstance(one, torch.Tensor) else one for one in inputs]
+
+
+def _unless(stays: Callable[..., bool], opened: Callable[..., Any]) -> Callable[..., Any]:
+    """A decomposition that leaves the calls as they are that `stays` says so of."""
+
+    def open_or_not(*args: Any, **kwargs: Any) -> Any:
+        return NotImplemented if stays(*args, **kwargs) else opened(*args, **kwargs)
+
+    return open_or_not
 
 
 def has_inductor() -> bool:
