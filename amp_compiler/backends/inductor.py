@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
+import hashlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +20,7 @@ from amp_compiler.fx.graph import CAST, LOW_TYPES, node_tensor
 from amp_compiler.fx.meta import Key
 from amp_compiler.ops.cpu.arena import allocator
 from amp_compiler.ops.native import JOINT
-from amp_compiler.passes.device.native_ops import NativeOps
+from amp_compiler.passes.device.native_ops import NativeOps, sources
 
 # GCC 12 and its SLP vectorizer make code for 16-bit tiles that Inductor transposes which reads them before they are
 # written. This option of Inductor is the one that is put into the compiler's command line as it stands.
@@ -104,10 +107,16 @@ def _options(graph_module: fx.GraphModule, round_exactly: bool) -> dict[str, Any
         work[late.identity()] = late.rewrite
     if any(node.target is _CONVOLUTION for node in graph_module.graph.nodes):
         work[_keep_once.__name__] = _keep_once
-    if work:
-        theirs = torch_private.inductor_option(_LAST_PASS)
-        options[_LAST_PASS] = torch_private.inductor_graph_pass(", ".join(work), list(work.values()), theirs)
+    # Also where there is nothing to do: what another version of ours has put into torch's caches is not for this one.
+    theirs, identity = torch_private.inductor_option(_LAST_PASS), ", ".join((_identity(), *work))
+    options[_LAST_PASS] = torch_private.inductor_graph_pass(identity, list(work.values()), theirs)
     return options
+
+
+@functools.cache
+def _identity() -> str:
+    """Another text whenever a graph may be compiled otherwise: this file, and the operators of ours, as a hash."""
+    return f"{sources()}, {hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}"
 
 
 def _keep_once(graph: fx.Graph) -> None:

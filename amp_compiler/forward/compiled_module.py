@@ -189,7 +189,7 @@ class CompiledModule(StandIn):
         keep = not torch.is_grad_enabled() and not self.original.training
         try:
             with building():
-                program = self._captures.make(
+                program: Program = self._captures.make(
                     key[0],
                     (args, kwargs),
                     leaves,

@@ -67,7 +67,8 @@ class InputForm:
     def _holds(self, bound: dict[str, int]) -> bool:
         """Whether the sizes are such as tracing and compiling took for granted, after the capture too."""
         sizes = (size for _, value in self.inputs if isinstance(value, torch.Tensor) for size in value.shape)
-        environment = next((size.node.shape_env for size in sizes if isinstance(size, torch.SymInt)), None)
+        symbolic: Any = next((size for size in sizes if isinstance(size, torch.SymInt)), None)
+        environment = None if symbolic is None else symbolic.node.shape_env
         if environment is None:
             return True
         guards = [environment.replace(guard.expr) for guard in environment.guards]

@@ -99,7 +99,7 @@ class NativeOps(InPlacePass):
 
     def identity(self) -> str:
         """A text that is another one whenever `rewrite` may do something else: for a cache of compiled graphs."""
-        return ", ".join((_sources(), self.stage, *(f"{row.implementation}={row.ready()}" for row in self.rows)))
+        return ", ".join((sources(), self.stage, *(f"{row.implementation}={row.ready()}" for row in self.rows)))
 
 
 def _operator(node: fx.Node) -> Any:
@@ -137,7 +137,7 @@ def _faked(arguments: Any) -> Any:
 
 
 @functools.cache
-def _sources() -> str:
+def sources() -> str:
     """The operators, what decides about them, and this file, as one hash."""
     folder = Path(str(resources.files("amp_compiler.ops")))
     files = [Path(__file__), *sorted(folder.rglob("*.py"))]
