@@ -57,7 +57,7 @@ class CaptureError(AmpError):
 
 
 class HookError(CaptureError):
-    """A module carries a hook that a graph would not run, whole or in pieces."""
+    """A module carries a hook, or is of a kind, that no graph can hold, whole or in pieces."""
 
 
 class CustomFunctionError(CaptureError):

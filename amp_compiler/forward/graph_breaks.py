@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import fx, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from amp_compiler.errors import AmpError, CaptureError, CustomFunctionError, first_line
 from amp_compiler.forward.program import build_run, rewrite_piece
@@ -27,6 +26,7 @@ from amp_compiler.fx.torch_private import (
     dynamo_errors,
     functions_given_up,
     is_recompile_limit,
+    no_saved_tensor_hooks,
     recompile_limit,
     restored_transforms,
     unrolled_recurrence,
@@ -182,12 +182,7 @@ def compile_piece(
         LoweringError: it cannot be rewritten or compiled.
     """
     low = settings.low(device_of(inputs))
-    # Hooks of the user's, and those of checkpointing, are not for what tracing saves.
-    with generators_kept(), saved_tensors_hooks(_same, _same):
+    with generators_kept(), no_saved_tensor_hooks():
         traced, kinds = trace_piece(piece, inputs, torch_dtype(low))
         plan, emulated, stages = rewrite_piece(traced, kinds, settings, low)
         return build_run(traced, list(inputs), settings, emulated, stages), plan, traced, stages
-
-
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

@@ -321,6 +321,17 @@ def inductor_graph_pass(identity: str, work: Sequence[Callable[[fx.Graph], Any]]
     return [*get_custom_graph_passes(theirs), GraphPass()]
 
 
+def no_saved_tensor_hooks() -> contextlib.AbstractContextManager[Any]:
+    """Within it, what is saved for a backward passes no hook: those of a user or of checkpointing are not for tracing.
+
+    Where there is none nothing is done: torch.func does not work within hooks, not even within idle ones.
+    """
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    if top is None or top(False) is None:
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
 @contextlib.contextmanager
 def replaced_checkpoint(replace: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
     """Within it, `torch.utils.checkpoint.checkpoint` runs another function, by whatever name it was imported.

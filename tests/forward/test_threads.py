@@ -71,10 +71,11 @@ def test_gradients_and_modes_from_many_threads():
         result.sum().backward()
         alone.append((result, [p.grad for p in model.parameters()]))
 
+    models = [model_of(Net) for _ in batches]
+
     def work(number: int) -> None:
-        model = model_of(Net)
+        model, x = models[number], batches[number]
         compiled = amp.compile(model, dtype="bf16", backend="eager")
-        x = batches[number]
         for train in (True, False, True):
             compiled.train(train)
             assert torch.equal(compiled(x), alone[number][0])
