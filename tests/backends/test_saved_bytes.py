@@ -75,6 +75,7 @@ def test_a_double_backward_goes_through():
 
 def test_forward_mode_is_left_alone():
     model = amp.compile(net(), dtype="fp16", backend="eager")
+    model(X[:4])
     value, tangent = torch.func.jvp(model, (X[:4],), (torch.ones(4, 32),))
     assert value.isfinite().all() and tangent.abs().sum() > 0
 
