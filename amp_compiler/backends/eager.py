@@ -2,17 +2,99 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from amp_compiler.backends.backend import Backend
+from amp_compiler.fx.graph import own_upcasts
+from amp_compiler.fx.torch_private import saved_tensor_hooks, transforms_functions
 
 
 def build(graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bool = True) -> Callable[..., Any]:
     """The graph as a function of its flat inputs; every cast in it rounds, and `inputs` are not needed."""
-    return graph_module.forward  # type: ignore[no-any-return]
+    upcasts = own_upcasts(graph_module.graph)
+    if not upcasts:
+        return graph_module.forward  # type: ignore[no-any-return]
+    places = {node.name for node in upcasts}
+
+    def run(*given: Any) -> Any:
+        recorded = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given)
+        if not recorded or transforms_functions():  # the hooks know nothing of torch.func
+            return graph_module.forward(*given)
+        kept = _KeptNarrow(places)
+        pack, unpack = kept.hooks(saved_tensor_hooks())
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return _Noting(graph_module, kept).run(*given)
+
+    return run
+
+
+class _Noting(fx.Interpreter):
+    """Runs a graph and tells which tensors are nothing but 16-bit ones widened."""
+
+    def __init__(self, graph_module: fx.GraphModule, kept: _KeptNarrow) -> None:
+        super().__init__(graph_module)
+        self.kept = kept
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node."""
+        made = super().run_node(n)
+        if n.name in self.kept.places:
+            self.kept.note(made, self.env[n.args[0]])  # type: ignore[index]
+        return made
+
+
+class _Narrow(NamedTuple):
+    """What is kept in the place of an FP32 tensor: the 16-bit one that it was widened from, and how to read it."""
+
+    low: Any
+    version: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _KeptNarrow:
+    """Lets autograd keep the 16-bit operand of an emulated product rather than its FP32 copy.
+
+    Args:
+        places: names of the nodes that widen.
+    """
+
+    def __init__(self, places: set[str]) -> None:
+        self.places = places
+        self._low: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
+
+    def note(self, wide: Tensor, low: Tensor) -> None:
+        """Remember that one tensor is another one widened, for as long as it lives."""
+        place = wide.untyped_storage().data_ptr()
+        self._low[place] = weakref.ref(wide, lambda _: self._low.pop(place, None)), low.detach()
+
+    def hooks(self, outer: tuple[Any, Any] | None) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+        """Hooks for saved tensors, which hand on to those that were set before."""
+        before, behind = outer or ((lambda tensor: tensor), (lambda tensor: tensor))
+
+        def pack(tensor: Tensor) -> Any:
+            _, low = self._low.get(tensor.untyped_storage().data_ptr(), (None, None))
+            if low is None or tensor.dtype is not torch.float32:
+                return before(tensor)
+            return _Narrow(
+                before(low), low._version, tuple(tensor.size()), tuple(tensor.stride()), tensor.storage_offset()
+            )
+
+        def unpack(packed: Any) -> Tensor:
+            if not isinstance(packed, _Narrow):
+                return behind(packed)  # type: ignore[no-any-return]
+            low = behind(packed.low)
+            if low._version != packed.version and outer is None:
+                raise RuntimeError("a 16-bit value that the backward needs was changed in place after the forward")
+            return low.float().as_strided(packed.size, packed.stride, packed.offset)  # type: ignore[no-any-return]
+
+        return pack, unpack
 
 
 BACKEND = Backend("eager", build, no_cuda_graph="backend='eager' runs the step node by node")

@@ -16,8 +16,7 @@ from amp_compiler.backends.backend import Backend
 from amp_compiler.backends.decompositions import IDENTITY, own_decompositions
 from amp_compiler.errors import LoweringError, first_line
 from amp_compiler.fx import torch_private
-from amp_compiler.fx.graph import CAST, LOW_TYPES, node_tensor
-from amp_compiler.fx.meta import Key
+from amp_compiler.fx.graph import own_upcasts
 from amp_compiler.ops.cpu.arena import allocator
 from amp_compiler.ops.native import JOINT
 from amp_compiler.passes.device.native_ops import NativeOps, sources
@@ -80,11 +79,8 @@ def _widen_anew(graph: fx.Graph) -> None:
 
     Torch's partitioner would keep them wherever a product that is emulated in FP32 reads them on both sides.
     """
-    for node in graph.find_nodes(op="call_function", target=CAST):
-        source = node_tensor(node.args[0])
-        is_own = Key.PLACED not in node.meta and Key.PIN not in node.meta
-        if is_own and source is not None and source.dtype in LOW_TYPES and node.args[1] is torch.float32:
-            node.meta.update(torch_private.recomputed())
+    for node in own_upcasts(graph):
+        node.meta.update(torch_private.recomputed())
 
 
 def _options(graph_module: fx.GraphModule, round_exactly: bool) -> dict[str, Any]:

@@ -257,6 +257,21 @@ def upcast_behind_inputs(graph: fx.Graph, source: fx.Node) -> fx.Node:
     return cast
 
 
+def own_upcasts(graph: fx.Graph) -> list[fx.Node]:
+    """The casts that widen a 16-bit value for one node that computes in FP32, as `fx.widen` places them.
+
+    Without those of values that are changed in place, of which a copy is needed.
+    """
+    found = []
+    for node in graph.find_nodes(op="call_function", target=CAST):
+        source: Any = node.args[0]
+        tensor = node_tensor(source)
+        asked = Key.PLACED in node.meta or Key.PIN in node.meta or source.meta.get(Key.VOLATILE)
+        if not asked and tensor is not None and tensor.dtype in LOW_TYPES and node.args[1] is torch.float32:
+            found.append(node)
+    return found
+
+
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _TORCH_ROOT = str(Path(torch.__file__).parent)
 _SITE_ROOTS = tuple(sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))

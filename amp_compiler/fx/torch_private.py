@@ -100,6 +100,18 @@ def recomputed() -> dict[str, Any]:
     return {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 0}
 
 
+def saved_tensor_hooks() -> tuple[Any, Any] | None:
+    """The hooks that autograd would give a tensor to save now; `None` where there are none, or torch does not tell."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return top(True) if top is not None else None
+
+
+def transforms_functions() -> bool:
+    """Whether a transform of `torch.func` (vmap, jvp, grad) is running."""
+    peek = getattr(getattr(torch._C, "_functorch", None), "peek_interpreter_stack", None)
+    return peek is not None and peek() is not None
+
+
 def has_inductor() -> bool:
     """Whether this torch has an Inductor that can be used as it is used here."""
     try:

@@ -1,0 +1,91 @@
+"""What autograd keeps for the backward where FP16 products are emulated in FP32 on a CPU: the FP16 operands."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import amp_compiler as amp
+
+X = torch.randn(256, 32, generator=torch.Generator().manual_seed(0))
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 32))
+
+
+def saved_bytes(model, call) -> int:
+    """Bytes of all memory that is kept beside the parameters."""
+    held = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() not in held:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        call(X)
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_as_many_bytes_are_kept_as_by_autocast(backend):
+    model = net()
+
+    def autocast(x):
+        with torch.autocast("cpu", torch.float16):
+            return model(x)
+
+    compiled = amp.compile(model, dtype="fp16", backend=backend)
+    compiled(X)
+    assert saved_bytes(model, compiled) <= saved_bytes(model, autocast) < 0.6 * saved_bytes(model, model)
+
+
+def test_the_gradients_are_those_of_the_emulated_products():
+    model, plain = net(), net()
+    amp.compile(model, dtype="fp16", backend="eager")(X).square().mean().backward()
+
+    def linear(layer, x):
+        wide = nn.functional.linear(*(one.half().float() for one in (x, layer.weight, layer.bias)))
+        return wide.half()
+
+    y = plain[1](linear(plain[0], X))
+    y = plain[3](linear(plain[2], y))
+    linear(plain[4], y).float().square().mean().backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
+def test_a_double_backward_goes_through():
+    grads = []
+    for double in (False, True):
+        model = net().double() if double else net()
+        call = model if double else amp.compile(model, dtype="fp16", backend="eager")
+        x = X[:4].to(next(model.parameters()).dtype).requires_grad_()
+        (grad,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
+        grad.square().sum().backward()
+        grads.append(model[0].weight.grad.double())
+    assert float((grads[0] - grads[1]).norm() / grads[1].norm()) < 1e-2
+
+
+def test_forward_mode_is_left_alone():
+    model = amp.compile(net(), dtype="fp16", backend="eager")
+    model(X[:4])
+    value, tangent = torch.func.jvp(model, (X[:4],), (torch.ones(4, 32),))
+    assert value.isfinite().all() and tangent.abs().sum() > 0
+
+
+def test_what_was_changed_after_the_forward_is_an_error():
+    layer = nn.Linear(4, 4, bias=False)
+    model = amp.compile(copy.deepcopy(layer), dtype="fp16", backend="eager")
+    x = torch.ones(2, 4).half().requires_grad_()
+    y = model(x)
+    with torch.no_grad():
+        x.mul_(2)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        y.sum().backward()
