@@ -188,7 +188,7 @@ def test_the_trainer_of_transformers_trains_it(tmp_path):
     assert losses == pytest.approx(expected, rel=BF16_ERROR) and evaluated == pytest.approx(reference, rel=BF16_ERROR)
 
 
-def test_the_trainer_trains_a_transformer_and_saves_it(tmp_path):
+def test_the_trainer_trains_a_transformer(tmp_path):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     config = transformers.GPT2Config(
