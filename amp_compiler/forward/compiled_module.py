@@ -15,6 +15,7 @@ from torch import fx, nn
 from amp_compiler.errors import AmpError, CaptureError, HookError
 from amp_compiler.forward.graph_breaks import Pieces
 from amp_compiler.forward.program import Program, build_program
+from amp_compiler.forward.program_table import ProgramTable
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.signature import leaves_key, module_key
 from amp_compiler.fx.capture import StandIn, autocast_off
@@ -45,7 +46,7 @@ class CompiledModule(StandIn):
         own["original"], own["settings"] = model, settings
         for name in self._SHARED:
             own[name] = model.__dict__[name]
-        own["_programs"], own["_pieces"], own["_last"], own["_told"] = {}, {}, None, False
+        own["_programs"], own["_pieces"], own["_last"], own["_told"] = ProgramTable(), {}, None, False
         own["_lock"] = threading.RLock()
 
     def __getattr__(self, name: str) -> Any:
@@ -111,11 +112,11 @@ class CompiledModule(StandIn):
         with autocast_off():
             leaves, spec = pytree.tree_flatten((args, kwargs))
             key = (spec, module_key(self.original)), leaves_key(leaves)
-            runner = self._programs.get(key) or self._pieces.get(key[0])
+            runner = self._programs.find(key) or self._pieces.get(key[0])
             if runner is None:
                 with self._lock:
                     runner = (
-                        self._programs.get(key) or self._pieces.get(key[0]) or self._capture(key, args, kwargs, leaves)
+                        self._programs.find(key) or self._pieces.get(key[0]) or self._capture(key, args, kwargs, leaves)
                     )
             if isinstance(runner, Pieces):
                 result = runner(args, kwargs)
@@ -131,8 +132,8 @@ class CompiledModule(StandIn):
     def _capture(self, key: Any, args: Any, kwargs: Any, leaves: Sequence[Any]) -> Program | Pieces:
         if self.settings.dynamic_shapes is not None:
             for (mode, _), other in list(self._programs.items()):
-                if mode == key[0] and other.form.accepts(leaves):
-                    self._programs[key] = other
+                if mode == key[0] and other.form.accepts(leaves) and other.values.hold():
+                    self._programs.add(key, other)
                     return other  # type: ignore[no-any-return]
         keep = not torch.is_grad_enabled() and not self.original.training
         try:
@@ -141,9 +142,9 @@ class CompiledModule(StandIn):
             raise  # Dynamo's pieces would lose it as well
         except CaptureError as cause:
             return Pieces(self.original, self.settings, cause, device_of([*leaves, *self.original.parameters()]))
-        self._programs[key] = program
+        self._programs.add(key, program)
         # A model may hang hooks on its modules when it first runs; they were in place while it was traced.
-        self._programs[(key[0][0], module_key(self.original)), key[1]] = program
+        self._programs.add(((key[0][0], module_key(self.original)), key[1]), program)
         if len({id(one) for one in self._programs.values()}) == MANY_SIGNATURES:
             logger.warning(
                 "%s was captured for %d input signatures; pass dynamic_shapes= to amp.compile, or pad the inputs",

@@ -14,6 +14,7 @@ from amp_compiler.errors import CaptureError
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.shape_guards import InputForm
 from amp_compiler.forward.tensor_versions import write_mark
+from amp_compiler.forward.value_guards import ValueGuards
 from amp_compiler.fx.capture import Captured, Source, capture_module, tensor_getter
 from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.graph import copy_graph
@@ -140,7 +141,7 @@ def rewrite_piece(
     return plan, rewrite(graph_module, plan, settings, stages), stages
 
 
-@dataclass
+@dataclass(eq=False)
 class Program:
     """One rewritten forward of a module.
 
@@ -152,6 +153,7 @@ class Program:
         fetch: for each placeholder, how to get its tensor; `None` for a user input.
         form: which inputs it can be used for.
         stages: the text of the graph behind each pass.
+        values: the Python values that it holds for.
     """
 
     captured: Captured
@@ -161,6 +163,7 @@ class Program:
     fetch: tuple[Callable[[], torch.Tensor] | None, ...]
     form: InputForm
     stages: Stages
+    values: ValueGuards
 
     @property
     def graph_module(self) -> fx.GraphModule:
@@ -173,8 +176,10 @@ class Program:
             leaves[entry.index] if get is None else get()
             for entry, get in zip(self.captured.inputs, self.fetch, strict=True)
         ]
-        results = self.run(*inputs, *self.weights.current(inputs))
-        return pytree.tree_unflatten(list(results), self.captured.out_spec)
+        results = list(self.run(*inputs, *self.weights.current(inputs)))
+        self.captured.writes.put(results)
+        spec = self.captured.out_spec
+        return pytree.tree_unflatten(results[: spec.num_leaves], spec)
 
 
 class KeptWeights:
@@ -257,7 +262,8 @@ def build_program(
     )
     examples = _examples(captured, leaves, fetch, weights, settings)
     run = build_run(captured.graph_module, examples, settings, emulated, stages)
-    return Program(captured, plan, run, weights, fetch, form, stages)
+    values = ValueGuards(captured.state, captured.constants.values())
+    return Program(captured, plan, run, weights, fetch, form, stages, values)
 
 
 def _examples(

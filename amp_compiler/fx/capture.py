@@ -10,7 +10,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,9 +19,12 @@ from torch import fx, nn
 from torch.export.graph_signature import InputKind
 from torch.overrides import TorchFunctionMode
 
-from amp_compiler.errors import AmpError, CaptureError, CustomFunctionError, HookError
+from amp_compiler.errors import AmpError, CaptureError, CustomFunctionError
+from amp_compiler.fx.attribute_writes import Writes, WriteWatch, restored
 from amp_compiler.fx.custom_functions import recorded_functions
 from amp_compiler.fx.graph import shorten_path
+from amp_compiler.fx.hooks import refuse_module_hooks, refuse_tensor_hook
+from amp_compiler.fx.python_state import PythonState, python_state
 from amp_compiler.fx.transformers_caches import register_caches
 
 
@@ -62,6 +65,8 @@ class Captured:
         in_spec: tree of `(args, kwargs)`.
         out_spec: tree of the return value.
         guards: raises `AssertionError` for flat user inputs that a dynamic capture does not hold for.
+        writes: what is assigned after a call; their tensors are results of the graph behind those of `out_spec`.
+        state: the Python values that it was captured with.
     """
 
     graph_module: fx.GraphModule
@@ -70,6 +75,8 @@ class Captured:
     in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
     guards: Callable[..., Any] | None = None
+    writes: Writes = field(default_factory=Writes)
+    state: PythonState = field(default_factory=PythonState)
 
 
 class StandIn(nn.Module):
@@ -93,6 +100,7 @@ class KeepCastsApart(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Alias the tensor that a cast is called on; a move to the device where it is already is no cast at all."""
         kwargs = kwargs or {}
+        refuse_tensor_hook(func)
         if func in _CASTS and args and isinstance(args[0], torch.Tensor):
             if func is torch.Tensor.to and _only_moves(args[0], *args[1:], **kwargs):
                 return args[0]
@@ -157,15 +165,32 @@ def capture_module(
     Raises:
         CaptureError: where the model cannot be taken as one graph; names the line of the model.
     """
-    program = export_module(model, args, kwargs, dynamic_shapes)
-    return captured_from_program(program, dynamic=dynamic_shapes is not None)
+    state = python_state(model)
+    watch = WriteWatch(model, state)
+    with watch.active():
+        program = _export(model, args, kwargs, dynamic_shapes)
+    captured = captured_from_program(program, dynamic=dynamic_shapes is not None)
+    captured.state, captured.writes = state, watch.writes
+    if watch.out_spec is not None:
+        captured.out_spec = watch.out_spec
+    return captured
 
 
 def export_module(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, dynamic_shapes: Any = None
 ) -> torch.export.ExportedProgram:
-    """The `torch.export` program that `capture_module` captures; arguments and errors are the same."""
-    _refuse_backward_hooks(model)
+    """The `torch.export` program that `capture_module` captures; arguments and errors are the same.
+
+    What the forward writes to attributes is lost: it is not among the results, and is undone.
+    """
+    with restored(python_state(model)):
+        return _export(model, args, kwargs, dynamic_shapes)
+
+
+def _export(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None, dynamic_shapes: Any
+) -> torch.export.ExportedProgram:
+    refuse_module_hooks(model)
     try:
         register_caches()
         # On failure torch.export prints the graph so far; the error that is raised says what matters.
@@ -282,7 +307,8 @@ def tensor_getter(model: nn.Module, captured: Captured, entry: Input) -> Callabl
     """
     if entry.target in captured.constants:
         constant = captured.constants[entry.target]
-        return lambda: constant
+        place = captured.state.place_of(constant)
+        return (lambda: constant) if place is None else place[0].getter(place[1])
     path, _, leaf = entry.target.rpartition(".")
     try:
         owner = model.get_submodule(path)
@@ -292,15 +318,6 @@ def tensor_getter(model: nn.Module, captured: Captured, entry: Input) -> Callabl
     if leaf in table:
         return lambda: table[leaf]  # type: ignore[return-value]
     return lambda: getattr(owner, leaf)  # parametrized or plain attributes
-
-
-def _refuse_backward_hooks(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
-            raise HookError(
-                f"module '{name or type(model).__name__}' has a full backward hook, which a graph does not run",
-                mend="remove it before the call, or register it on a tensor outside of the model",
-            )
 
 
 def _capture_error(cause: Exception, model: nn.Module) -> CaptureError:

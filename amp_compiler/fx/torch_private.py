@@ -154,6 +154,14 @@ def end_failed_capture(device: torch.device, pool: Any) -> None:
         end(torch.cuda.current_device() if device.index is None else device.index, pool)
 
 
+def global_module_hooks(backward: bool = False) -> tuple[int, ...]:
+    """The hooks that are registered for all modules, forward or backward ones, by their numbers."""
+    names = ("_global_backward_hooks", "_global_backward_pre_hooks") if backward else (
+        "_global_forward_hooks", "_global_forward_pre_hooks"
+    )  # fmt: skip
+    return tuple(number for name in names for number in getattr(torch.nn.modules.module, name, ()))
+
+
 def autograd_sequence() -> int:
     """The number that autograd gives the next backward function that it makes; 0 where this torch does not tell."""
     read = getattr(getattr(torch._C, "_autograd", None), "_get_sequence_nr", None)

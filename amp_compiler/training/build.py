@@ -15,6 +15,7 @@ from amp_compiler.backends.step_runner import is_on_cpu, kernels_for, most_inner
 from amp_compiler.forward.program import build_run, normalize, plan_captured, rewrite
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.shape_guards import InputForm
+from amp_compiler.forward.value_guards import ValueGuards
 from amp_compiler.fx.capture import Captured, capture_module
 from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.graph import copy_graph, results_of, torch_dtype
@@ -109,7 +110,19 @@ def build_step(model: LossModule, batch: tuple[Any, ...], options: StepOptions, 
     run = GraphedRun(compiled, names, places, results + 3, state.graphs, _no_cuda_graph(step, settings))
     buffers = tuple(inputs.getters[name] for name in written)
     return StepProgram(
-        step, plan, weights.groups, weights.names(), run, resolve, captured.out_spec, results, form, stages, buffers
+        step,
+        plan,
+        weights.groups,
+        weights.names(),
+        run,
+        resolve,
+        captured.out_spec,
+        results,
+        form,
+        stages,
+        buffers,
+        captured.writes,
+        ValueGuards(captured.state, captured.constants.values()),
     )
 
 

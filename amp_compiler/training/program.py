@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +14,10 @@ from amp_compiler.backends.cuda_graph import GraphedRun
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.shape_guards import InputForm
 from amp_compiler.forward.tensor_versions import note_writes
+from amp_compiler.forward.value_guards import ValueGuards
+from amp_compiler.fx.attribute_writes import Writes
 from amp_compiler.fx.graph import LOW_TYPES, results_of
+from amp_compiler.fx.python_state import PythonState
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.update.product import Product
 from amp_compiler.passes.pipeline import Stages
@@ -97,7 +100,7 @@ class StepOutput:
     gradients: tuple[Tensor | Product, ...]
 
 
-@dataclass
+@dataclass(eq=False)
 class StepProgram:
     """A compiled step.
 
@@ -109,10 +112,12 @@ class StepProgram:
         run: the compiled graph, replayed as a CUDA graph where it can be.
         resolve: one function per placeholder, from the batch leaves to its tensor.
         out_spec: tree of `(loss, aux)`.
-        results: number of flat values in it.
+        results: number of flat values in it, and of those that `writes` assigns.
         form: which batches it can be used for.
         stages: the text of the graph behind each pass.
         buffers: gets the buffers that it writes.
+        writes: what is assigned after a call, detached.
+        values: the Python values that it holds for.
     """
 
     graph_module: fx.GraphModule
@@ -126,6 +131,8 @@ class StepProgram:
     form: InputForm
     stages: Stages
     buffers: tuple[Callable[[], Tensor], ...] = ()
+    writes: Writes = field(default_factory=Writes)
+    values: ValueGuards = field(default_factory=lambda: ValueGuards(PythonState()))
 
     def gradient_node(self, number: int) -> fx.Node:
         """The node of the graph that gives the gradient of a parameter of `updated`."""
@@ -138,6 +145,7 @@ class StepProgram:
         with torch.no_grad():
             flat = list(self.run(*[get(leaves) for get in self.resolve]))
         note_writes([p for group in self.groups for p in group.parameters] + [get() for get in self.buffers])
-        loss, aux = pytree.tree_unflatten(flat[: self.results], self.out_spec)
+        self.writes.put(flat[: self.results])
+        loss, aux = pytree.tree_unflatten(flat[: self.out_spec.num_leaves], self.out_spec)
         norm, _, flags = flat[self.results : self.results + 3]
         return StepOutput(loss, aux, norm, flags, tuple(flat[self.results + 3 :]))

@@ -12,6 +12,7 @@ from amp_compiler.backends.cuda_capture import TorchGraphs
 from amp_compiler.backends.cuda_graph import GraphSettings
 from amp_compiler.errors import AmpError, CaptureError
 from amp_compiler.forward.compiled_module import CompiledModule
+from amp_compiler.forward.program_table import ProgramTable
 from amp_compiler.forward.settings import device_of, make_settings
 from amp_compiler.forward.signature import BatchForm, leaves_key, module_key
 from amp_compiler.fx.capture import autocast_off
@@ -160,7 +161,7 @@ class TrainingStep(StepReadings):
         low = torch_dtype(self._settings.low(self._device))
         check_parameters(self._module, self._optimizers, low, enabled)
         self._watch, self._form = StuckWatch(self._device), BatchForm()
-        self._programs: dict[Any, StepProgram] = {}
+        self._programs: ProgramTable[StepProgram] = ProgramTable()
         self._told = False  # which rules match nothing
         self._last, self._leaves = None, []
 
@@ -216,7 +217,7 @@ class TrainingStep(StepReadings):
         gather = "" if self._accumulate == 1 else "use" if self._gathered == self._accumulate - 1 else "add"
         module, form = module_key(self._module, by_identity=True), leaves_key(leaves)
         key = (spec, module, owners, gather, form)
-        program = self._programs.get(key) or self._dynamic(key, leaves)
+        program = self._programs.find(key) or self._dynamic(key, leaves)
         if program is not None and not any(group.flags_changed() for group in program.groups):
             return program
         self._form.check(batch)
@@ -242,7 +243,7 @@ class TrainingStep(StepReadings):
         now = module_key(self._module, by_identity=True)
         if now != module:  # weights were converted for storage without masters: earlier programs will never fit again
             self._programs.clear()
-        self._programs[(spec, now, owners, gather, form)] = program
+        self._programs.add((spec, now, owners, gather, form), program)
         self._form.fix(batch)
         return program
 
@@ -250,7 +251,7 @@ class TrainingStep(StepReadings):
         """A program of dynamic shapes that was captured for another batch and fits this one."""
         if self._settings.dynamic_shapes is not None:
             for other, program in self._programs.items():
-                if other[:-1] == key[:-1] and program.form.accepts(leaves):
+                if other[:-1] == key[:-1] and program.form.accepts(leaves) and program.values.hold():
                     return program
         return None
 
