@@ -17,7 +17,12 @@ from amp_compiler.fx.capture import user_frame
 from amp_compiler.fx.custom_functions import OpaqueFunctions
 from amp_compiler.fx.dynamo import trace_piece
 from amp_compiler.fx.garbage import without_full_collections
-from amp_compiler.fx.torch_private import dynamo_error, unrolled_recurrence
+from amp_compiler.fx.torch_private import (
+    broken_at_tensor_hooks,
+    dynamo_error,
+    unrolled_recurrence,
+    unspecialised_integers,
+)
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
 
@@ -65,7 +70,12 @@ class Pieces:
             LoweringError: a piece cannot be rewritten or compiled.
         """
         try:
-            with self._opaque.active(), unrolled_recurrence():
+            with (
+                self._opaque.active(),
+                unrolled_recurrence(),
+                unspecialised_integers(),
+                broken_at_tensor_hooks(),
+            ):
                 result = self._run(*args, **kwargs)
         except dynamo_error() as error:
             raise self._error(error) from error

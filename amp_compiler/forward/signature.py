@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from amp_compiler.errors import CaptureError
+from amp_compiler.fx.hooks import has_hooks
+from amp_compiler.fx.torch_private import global_module_hooks
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SHOWN = 400  # characters of a batch's form in a message
@@ -24,9 +26,10 @@ def module_key(model: nn.Module, by_identity: bool = False) -> tuple[Any, ...]:
 
     Args:
         model: the module.
-        by_identity: tell a parameter from another one like it. Otherwise only which of them are tied counts.
+        by_identity: tell a parameter from another one like it, and whether it has hooks, as a step must. Otherwise only
+            which of them are tied counts.
     """
-    key: list[Any] = [torch.is_grad_enabled()]
+    key: list[Any] = [torch.is_grad_enabled(), global_module_hooks(), global_module_hooks(backward=True)]
     seen: set[int] = set()
     tied: dict[int, int] = {}
     pending = [model]
@@ -42,6 +45,8 @@ def module_key(model: nn.Module, by_identity: bool = False) -> tuple[Any, ...]:
             if parameter is not None:
                 number = tied.setdefault(id(parameter), len(tied))
                 key.append((id(parameter) if by_identity else number, parameter.requires_grad, *_layout(parameter)))
+                if by_identity and has_hooks(parameter):  # outside of a step autograd runs them
+                    key.append("hooks")
         key += [b.dtype for b in own["_buffers"].values() if b is not None]
         pending += [child for child in own["_modules"].values() if child is not None]
     return tuple(key)

@@ -17,9 +17,9 @@ Check = Callable[[Any], bool]
 class ValueGuards:
     """What must still be so for a captured program to be used again.
 
-    A number, a text or a function that the code of a model names must be the same; a tensor must be of the same type and
-    shape; a list or dict must hold the same. Nearly all of them are attributes, globals or variables of closures: these
-    are compared by identity in one generated expression, some 20 ns each, and by value only where that fails.
+    A number, a text or a function that the code of a model names must be the same; a tensor must be of the same type
+    and shape; a list or dict must hold the same. Nearly all of them are attributes, globals or variables of closures:
+    these are compared by identity in one generated expression, some 20 ns each, and by value only where that fails.
 
     Args:
         state: what the code reaches, in the state in which it was captured.
@@ -88,7 +88,7 @@ def _identity_test(kept: list[tuple[Holder, Any, Check]], absent: list[tuple[Any
 
 
 def _is_told_by_identity(value: Any) -> bool:
-    return not isinstance(value, (torch.Tensor, list, deque, tuple, dict, set)) or is_plain(value)
+    return is_plain(value) or not isinstance(value, (torch.Tensor, list, deque, tuple, dict, set))
 
 
 def _expected(value: Any, around: tuple[int, ...]) -> Check:

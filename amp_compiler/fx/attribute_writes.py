@@ -139,7 +139,9 @@ class WriteWatch:
             for table in ("_parameters", "_modules"):
                 now = module.__dict__[table]
                 if now.keys() != tables[table].keys() or any(now[key] is not tables[table][key] for key in now):
-                    changed = next(key for key in {**tables[table], **now} if now.get(key) is not tables[table].get(key))
+                    changed = next(
+                        key for key in {**tables[table], **now} if now.get(key) is not tables[table].get(key)
+                    )
                     raise _refused(f"{path}.{changed}".removeprefix("."), "assigns a parameter or a module to")
             for name, buffer in module._buffers.items():
                 old = tables["_buffers"].get(name, _ABSENT)
@@ -191,7 +193,8 @@ def _assignments(
         if type(old) is type(value) and is_plain(value) and old == value:
             continue
         counts = isinstance(value, (int, float, complex)) and not isinstance(value, bool)
-        read = holder.kind is not Kind.TABLE or key in state.names
+        loaded = state.read(holder)
+        read = loaded is None or key in loaded
         if counts and read and isinstance(old, (int, float, complex)) and not isinstance(old, bool):
             raise _refused(label, f"changes a number ({old!r} to {value!r}),")
         found.append(_write(label, partial(_put, holder, key), value, results))
@@ -229,11 +232,23 @@ def _extend(holder: Holder, values: list[Any]) -> None:
 def restored(state: PythonState) -> Iterator[None]:
     """Whatever is written within it to what `state` holds is as before behind it."""
     saved = [(holder, holder.items()) for holder in state.holders.values()]
+    # A tensor that is no buffer is a constant to the tracer, which computes with constants where it can.
+    tensors = {id(value): value for _, items in saved for value in items.values() if _is_real(value)}
+    copies = {key: tensor.detach().clone() for key, tensor in tensors.items()}
     try:
         yield
     finally:
         for holder, items in saved:
             _restore(holder, items)
+        for key, tensor in tensors.items():
+            if not torch.equal(tensor, copies[key]):
+                tensor.detach().copy_(copies[key])
+
+
+def _is_real(value: Any) -> bool:
+    if not isinstance(value, Tensor) or isinstance(value, (FakeTensor, nn.Parameter)):
+        return False
+    return value.layout is torch.strided and not value.is_meta
 
 
 def _restore(holder: Holder, items: dict[Any, Any]) -> None:

@@ -224,6 +224,9 @@ def captured_from_program(program: torch.export.ExportedProgram, dynamic: bool =
         InputKind.CONSTANT_TENSOR: Source.CONSTANT,
         InputKind.USER_INPUT: Source.USER,
     }
+    for node in program.graph_module.graph.find_nodes(op="placeholder"):
+        if getattr(node.meta.get("val"), "constant", None) is not None:
+            node.meta["val"].constant = None  # else whoever runs the graph on its stand-ins writes to the real tensor
     inputs: list[Input] = []
     constants: dict[str, torch.Tensor] = {}
     users = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ def refuse_module_hooks(model: nn.Module) -> None:
 
 
 def refuse_tensor_hook(function: Any) -> None:
-    """Refuse a hook that the model's code hangs on one of its tensors while it is traced: no op of a graph stands for it.
+    """Refuse a hook that the model's code hangs on a tensor while it is traced: no op of a graph stands for it.
 
     Args:
         function: what is called.
@@ -53,13 +54,16 @@ def refuse_tensor_hook(function: Any) -> None:
         )
 
 
-def refuse_parameter_hooks(model: nn.Module) -> None:
+def refuse_parameter_hooks(named: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Refuse hooks on parameters, where the backward is part of the graph.
+
+    Args:
+        named: the parameters with their names.
 
     Raises:
         CaptureError: names the first parameter; a step in pieces runs its hooks.
     """
-    for name, parameter in model.named_parameters():
+    for name, parameter in named:
         if has_hooks(parameter):
             raise CaptureError(
                 f"parameter '{name}' has a hook on its gradient, which one graph cannot run",

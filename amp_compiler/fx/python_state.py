@@ -1,8 +1,11 @@
 """The Python state behind a model: what its code can reach and names, in modules, objects, containers and closures.
 
-A graph holds tensors and what was done to them. All else that a forward reads is read once, when it is captured, and all
-that it writes would be lost. So capture walks over everything that the code can reach by the names that it loads: what
-stands there is compared before and after (`fx.attribute_writes`), and at later calls (`forward.value_guards`).
+A graph holds tensors and what was done to them. All else that a forward reads is read once, when it is captured, and
+all that it writes would be lost. So capture walks over everything that the code can reach by the names that it loads:
+what stands there is compared before and after (`fx.attribute_writes`), and at later calls (`forward.value_guards`).
+
+Of code that lies in an installed package, torch's layers among them, only the methods of the model's own modules are
+read, each for its own attributes. The user's own code is followed wherever it leads.
 """
 
 from __future__ import annotations
@@ -30,14 +33,16 @@ _PLAIN = (
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
 )  # fmt: skip
 _STORES = tuple(dis.opmap[name] for name in ("STORE_ATTR", "STORE_GLOBAL", "DELETE_ATTR", "DELETE_GLOBAL"))
-_LOADS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_SUPER_ATTR", "IMPORT_NAME", "IMPORT_FROM"})
+_LOADS = frozenset(
+    {"LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_SUPER_ATTR", "IMPORT_NAME", "IMPORT_FROM"}
+)
 _BY_NAME = frozenset({"getattr", "hasattr", "__dict__", "vars", "setattr", "delattr"})
 _NO_CODE_OF_A_CALL = frozenset({"__init__", "__new__", "__repr__", "__reduce__", "__getstate__", "__setstate__"})
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is a number, a text or the like, which never changes."""
-    return isinstance(value, _PLAIN)
+    """Whether a value is a number, a text or the like, or a tuple of such: it never changes."""
+    return isinstance(value, _PLAIN) or (type(value) is tuple and all(map(is_plain, value)))
 
 
 class Kind(enum.Enum):
@@ -122,7 +127,8 @@ class PythonState:
 
     Args:
         holders: all that holds values, by the `id` of what holds them.
-        names: every name that the code loads, of a global or of an attribute.
+        names: every name that the user's code loads, of a global or of an attribute.
+        own: names that the methods of an installed class load, by that class.
         modules: the modules, with those that only a closure or a global holds.
         functions: the functions whose code was read.
         asked: names among those that the code asks for by a text, as `getattr` does.
@@ -130,6 +136,7 @@ class PythonState:
 
     holders: dict[int, Holder] = field(default_factory=dict)
     names: set[str] = field(default_factory=set)
+    own: dict[type, set[str]] = field(default_factory=dict)
     modules: list[nn.Module] = field(default_factory=list)
     functions: set[types.FunctionType] = field(default_factory=set)
     asked: set[str] = field(default_factory=set)
@@ -137,9 +144,20 @@ class PythonState:
     def loaded(self) -> Iterator[tuple[Holder, Any, Any]]:
         """Every value that the code may load, with its holder and key."""
         for holder in self.holders.values():
+            read = self.read(holder)
             for key, value in holder.items().items():
-                if holder.kind is not Kind.TABLE or key in self.names or holder.keys is not None:
+                if read is None or key in read:
                     yield holder, key, value
+
+    def read(self, holder: Holder) -> set[str] | None:
+        """The keys of a holder that code may load; `None` for all."""
+        if holder.kind is not Kind.TABLE or holder.keys is not None or holder.owner is None:
+            return None
+        if issubclass(holder.owner, nn.Module):
+            return self.names | self.own.get(holder.owner, set())
+        return (
+            self.names.union(*self.own.values()) if _origin(holder.owner.__module__) is Origin.INSTALLED else self.names
+        )
 
     def absent(self) -> Iterator[tuple[Holder, str]]:
         """Attributes that would change what the code reads if a module or an object came to have them."""
@@ -147,9 +165,10 @@ class PythonState:
         for holder in self.holders.values():
             if holder.owner is None:
                 continue
-            own = _is_foreign(holder.owner.__module__)
             names = {"forward"} if issubclass(holder.owner, nn.Module) else set()
-            names.update(*(on_class.get(id(base), ()) for base in holder.owner.__mro__), () if own else self.asked)
+            names.update(*(on_class.get(id(base), ()) for base in holder.owner.__mro__))
+            if _origin(holder.owner.__module__) is Origin.USER:
+                names |= self.asked
             for name in sorted(names - holder.value.keys()):
                 yield holder, name
 
@@ -177,11 +196,15 @@ def python_state(model: nn.Module) -> PythonState:
     """
     state = PythonState(names={"forward"})
     while True:  # names lead to functions, and functions to names
-        known = len(state.names), len(state.functions)
+        known = _size(state)
         state.holders, state.modules = {}, []
         _Walk(state, model).run()
-        if known == (len(state.names), len(state.functions)):
+        if known == _size(state):
             return state
+
+
+def _size(state: PythonState) -> tuple[int, ...]:
+    return len(state.names), len(state.functions), sum(map(len, state.own.values()))
 
 
 class _Walk:
@@ -190,6 +213,7 @@ class _Walk:
     def __init__(self, state: PythonState, model: nn.Module) -> None:
         self.state = state
         self.seen: dict[int, Any] = {}
+        self.decorated: set[types.FunctionType] = set()
         self.pending: list[tuple[Any, Callable[[], Any], str]] = [(model, lambda: model, "")]
         self.paths = {id(module): name for name, module in reversed(list(model.named_modules()))}
 
@@ -206,7 +230,8 @@ class _Walk:
         if isinstance(value, nn.Module):
             self._module(value, label)
         elif isinstance(value, types.FunctionType):
-            self._function(value)
+            if _origin(str(value.__globals__.get("__name__", ""))) is not Origin.INSTALLED:
+                self._function(value)
         elif isinstance(value, types.MethodType):
             self._add(value.__func__, label)
             self._add(value.__self__, label)
@@ -217,11 +242,13 @@ class _Walk:
         elif isinstance(value, type):
             self._class(value)
         elif isinstance(value, types.ModuleType):
-            if not _is_foreign(value.__name__):
+            if _origin(value.__name__) is Origin.USER:
                 self._named(vars(value), self.state.names, value.__name__)
         elif isinstance(value, (list, collections.deque, tuple, dict, set)):
             self._container(value, get, label)
-        elif hasattr(value, "__dict__") and (isinstance(value, _OPEN_TYPES) or not _is_foreign(type(value).__module__)):
+        elif isinstance(value, _OPEN_TYPES) or (
+            _origin(type(value).__module__) is not Origin.FOREIGN and hasattr(value, "__dict__")
+        ):
             self._class(type(value))
             self._table(vars(value), label, type(value))
 
@@ -238,6 +265,8 @@ class _Walk:
         self._class(type(module))
         own = type(module).__module__.partition(".")[0] == "amp_compiler"
         self._table(module.__dict__, self.paths.get(id(module), label), type(module), every=own)
+        if "forward" in module.__dict__:  # put in the place of the method of its class
+            self._add(module.__dict__["forward"], "forward")
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for hook in hooks.values():
                 self._add(hook, getattr(hook, "__name__", "hook"))
@@ -246,8 +275,10 @@ class _Walk:
 
     def _table(self, table: dict[str, Any], label: str, owner: type, every: bool = False) -> None:
         self._hold(Kind.TABLE, table, lambda: table, label)
-        self.state.holders[id(table)].owner = owner
-        for key in table if every else self.state.names & table.keys():
+        holder = self.state.holders[id(table)]
+        holder.owner = None if every else owner
+        read = self.state.read(holder)
+        for key in table if read is None else read & table.keys():
             if key not in MODULE_TABLES:
                 self._add(table[key], f"{label}.{key}".removeprefix("."), functools.partial(table.get, key))
 
@@ -273,35 +304,51 @@ class _Walk:
     def _class(self, cls: type) -> None:
         """The methods of a class that the code names, and the values that stand on the class itself."""
         for base in cls.__mro__:
-            layer = base.__module__.startswith("torch.nn.modules.") and base is not nn.Module
-            if (_is_foreign(base.__module__) and not layer) or base is object:
+            origin = _origin(base.__module__)
+            if base is nn.Module or (origin is Origin.FOREIGN and not issubclass(base, nn.Module)):
                 continue
-            keys = set()
-            for name in [name for name in vars(base) if self._is_called(name, layer)]:
-                member = vars(base)[name]
-                functions = _functions_of(member)
-                for function in functions:
-                    self._function(function)
-                if not functions and not layer and not name.startswith("__"):
-                    keys.add(name)
-                    self._add(member, f"{base.__name__}.{name}", functools.partial(getattr, base, name, None))
-            if keys:
-                self._hold(Kind.CLASS, base, lambda base=base: base, base.__name__, keys)  # type: ignore[misc]
+            if origin is Origin.USER:
+                self._own_class(base)
+            else:
+                self._installed_class(cls, base)
 
-    def _is_called(self, name: str, layer: bool) -> bool:
-        if name in self.state.names:
-            return True
-        return not layer and name.startswith("__") and name.endswith("__") and name not in _NO_CODE_OF_A_CALL
+    def _own_class(self, cls: type) -> None:
+        keys = set()
+        for name, member in list(vars(cls).items()):
+            special = name.startswith("__") and name.endswith("__")
+            if name not in self.state.names and (not special or name in _NO_CODE_OF_A_CALL):
+                continue
+            functions = _functions_of(member)
+            for function in functions:
+                self._function(function)
+            if not functions and not special:
+                keys.add(name)
+                self._add(member, f"{cls.__name__}.{name}", functools.partial(getattr, cls, name, None))
+        if keys:
+            self._hold(Kind.CLASS, cls, lambda: cls, cls.__name__, keys)
+
+    def _installed_class(self, cls: type, base: type) -> None:
+        names = self.state.own.setdefault(cls, {"forward"})
+        for name in names & vars(base).keys():
+            pending: list[Any] = list(_functions_of(vars(base)[name]))
+            while pending:  # a decorated method stands in a cell of what decorates it
+                function = pending.pop()
+                if function not in self.decorated:
+                    self.decorated.add(function)
+                    pending += [
+                        held
+                        for cell in function.__closure__ or ()
+                        for held in items_of(Kind.CELL, cell).values()
+                        if isinstance(held, types.FunctionType)
+                    ]
+                names |= names_of(function.__code__)[0]
 
     def _function(self, function: types.FunctionType) -> None:
-        foreign = _is_foreign(str(function.__globals__.get("__name__", "")))
-        layer = str(function.__globals__.get("__name__", "")).startswith("torch.nn.modules.")
         self.state.functions.add(function)
-        if layer or not foreign:
+        if _origin(str(function.__globals__.get("__name__", ""))) is Origin.USER:
             loaded, stored, asked = names_of(function.__code__)
             self.state.names |= loaded
             self.state.asked |= asked
-        if not foreign:
             self._named(function.__globals__, set(loaded), "globals")
             if kept := stored & function.__globals__.keys():
                 table = function.__globals__
@@ -322,8 +369,21 @@ def _content(cell: Any) -> Any:
     return cell.cell_contents
 
 
-def _is_foreign(module: str) -> bool:
-    return module.partition(".")[0] in _FOREIGN
+class Origin(enum.Enum):
+    """Where code comes from."""
+
+    USER = "user"
+    INSTALLED = "installed"
+    FOREIGN = "foreign"  # torch, numpy, the standard library and this project: nothing of the user's stands there
+
+
+@functools.lru_cache(maxsize=4096)
+def _origin(module: str) -> Origin:
+    if module.partition(".")[0] in _FOREIGN:
+        return Origin.FOREIGN
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    parts = set(file.replace("\\", "/").split("/"))
+    return Origin.INSTALLED if parts & {"site-packages", "dist-packages"} else Origin.USER
 
 
 def _functions_of(member: Any) -> list[types.FunctionType]:

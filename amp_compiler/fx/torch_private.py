@@ -64,6 +64,49 @@ def unrolled_recurrence() -> contextlib.AbstractContextManager[Any]:
     return config.patch(allow_rnn=True) if hasattr(config, "allow_rnn") else contextlib.nullcontext()  # type: ignore[no-any-return]
 
 
+def unspecialised_integers() -> contextlib.AbstractContextManager[Any]:
+    """Within it, a number of a module that changes at every call (`self.n += 1`) becomes an input of Dynamo's graphs.
+
+    Without it Dynamo captures the model again for each number, and gives up after eight of them.
+    """
+    config, name = torch._dynamo.config, "allow_unspec_int_on_nn_module"
+    return config.patch(**{name: True}) if hasattr(config, name) else contextlib.nullcontext()  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def broken_at_tensor_hooks() -> Iterator[None]:
+    """Within it, Dynamo breaks its graphs where a hook is hung on a tensor that they made, so that it is hung really.
+
+    From torch 2.13 on Dynamo takes such a hook into its graph, as a call that acts only while the graph is traced; and
+    it gives up on a whole function that calls `retain_grad`.
+    """
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    hang: Any = getattr(TensorVariable, "_method_register_hook", None)
+
+    def register(self: Any, tx: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        if self.source and hang is not None:
+            return hang(self, tx, name, *args, **kwargs)
+        raise torch._dynamo.exc.Unsupported(f"{name} on a tensor of the graph")
+
+    def retain(self: Any, tx: Any) -> Any:
+        raise torch._dynamo.exc.Unsupported("retain_grad on a tensor of the graph")
+
+    ours = {
+        "_method_register_hook": register,
+        "method_attr_retain_grad": lambda self, tx: None,
+        "method_retain_grad": retain,
+    }
+    theirs = {name: vars(TensorVariable).get(name) for name in ours}
+    for name, method in ours.items():
+        setattr(TensorVariable, name, method)
+    try:
+        yield
+    finally:
+        for name, method in theirs.items():
+            delattr(TensorVariable, name) if method is None else setattr(TensorVariable, name, method)
+
+
 def dynamo_error() -> type[Exception]:
     """The base of what Dynamo raises."""
     return torch._dynamo.exc.TorchDynamoException

@@ -19,6 +19,7 @@ from amp_compiler.forward.value_guards import ValueGuards
 from amp_compiler.fx.capture import Captured, capture_module
 from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.graph import copy_graph, results_of, torch_dtype
+from amp_compiler.fx.hooks import refuse_parameter_hooks
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops import native
 from amp_compiler.ops.cpu.arena import ArenaMemory, ArenaRun
@@ -84,10 +85,12 @@ def build_step(model: LossModule, batch: tuple[Any, ...], options: StepOptions, 
         PassError: a pass of the user's broke the contract.
     """
     settings, stages = options.settings, Stages()
+    model.adopt(options.optimizers)
     leaves, _ = pytree.tree_flatten((batch, {}))
     low = torch_dtype(settings.low(device_of([*leaves, *model.parameters()])))
     check_parameters(model, options.optimizers, low, options.enabled)
-    with widened(model.parameters()):
+    refuse_parameter_hooks((name.partition(".")[2], parameter) for name, parameter in model.named_parameters())
+    with model.as_parameters(), widened(model.parameters()):
         captured = capture_module(model, batch, {}, settings.dynamic_shapes)
         form = InputForm.of(captured, leaves)
         plan, emulated = _forward(captured, model, leaves, options, stages)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.update.product import Product
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.training.fused_optimizers import BoundGroup
+from amp_compiler.training.outside import OUTSIDE, Substitutes, adopt
 from amp_compiler.training.traced_optimizers import TracedGroup
 
 ROOT = "model"  # name of the models in a `LossModule`
@@ -30,12 +32,13 @@ ROOT = "model"  # name of the models in a `LossModule`
 class LossModule(nn.Module):
     """`loss_fn(model, *batch)` as a module, so that it can be captured with the parameters of all models in it.
 
-    One model stands under `model`; of a nest, each under its path: `model.generator` for `{"generator": …}`.
+    One model stands under `model`; of a nest, each under its path: `model.generator` for `{"generator": …}`. What the
+    loss function holds beside them stands under `outside`.
     """
 
     def __init__(self, model: Any, loss_fn: Callable[..., Any]) -> None:
         super().__init__()
-        self.__dict__["nest"], self.__dict__["loss_fn"] = model, loss_fn
+        self.__dict__["nest"], self.__dict__["loss_fn"], self.__dict__["_alone"] = model, loss_fn, {}
         if isinstance(model, nn.Module):
             self.add_module(ROOT, model)
             return
@@ -64,9 +67,34 @@ class LossModule(nn.Module):
                 mend="use keys without dots, each another text",
             ) from cause
 
+    def adopt(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Take in what the loss function holds beside the models, see `training.outside`."""
+        self.__dict__["_alone"] = adopt(self, optimizers)
+
+    @contextmanager
+    def as_parameters(self) -> Iterator[None]:
+        """Within it, adopted tensors that are no `nn.Parameter` stand as one over the same memory: export asks it."""
+        own = self.__dict__
+        plain = {name: tensor for name, tensor in own["_alone"].values() if not isinstance(tensor, nn.Parameter)}
+        try:
+            for name, tensor in plain.items():
+                own["_modules"][OUTSIDE]._parameters[name] = nn.Parameter(tensor.detach(), tensor.requires_grad)
+            yield
+        finally:
+            for name, tensor in plain.items():
+                own["_modules"][OUTSIDE]._parameters[name] = tensor
+
+    def _call(self, batch: tuple[Any, ...]) -> Any:
+        own = self.__dict__
+        if not own["_alone"] or not torch.compiler.is_exporting():
+            return own["loss_fn"](own["nest"], *batch)
+        table = own["_modules"][OUTSIDE]._parameters  # holds what stands for the parameters while they are traced
+        with Substitutes({key: table[name] for key, (name, _) in own["_alone"].items()}) as mode:
+            return mode.swap(own["loss_fn"](own["nest"], *batch))
+
     def forward(self, *batch: Any) -> tuple[Tensor, Any]:
         """The loss and aux (`None` where the loss function gives none)."""
-        result = self.__dict__["loss_fn"](self.__dict__["nest"], *batch)
+        result = self._call(batch)
         loss, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             raise AmpError(
