@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,6 +51,10 @@ class ValueGuards:
                 self._kept.append((holder, key, _expected(value, ())))
             else:
                 self._deep.append((holder.getter(key), _expected(value, ())))
+        for function in state.functions:
+            for defaults in (function.__defaults__, function.__kwdefaults__):
+                if defaults and not is_plain(defaults):  # a list that is a default may change
+                    self._deep.append((lambda defaults=defaults: defaults, _expected(defaults, ())))  # type: ignore[misc]
         self._absent = [(holder.value, key) for holder, key in state.absent()]
         self._same = _identity_test(self._kept, self._absent)
 
@@ -88,7 +93,7 @@ def _identity_test(kept: list[tuple[Holder, Any, Check]], absent: list[tuple[Any
 
 
 def _is_told_by_identity(value: Any) -> bool:
-    return is_plain(value) or not isinstance(value, (torch.Tensor, list, deque, tuple, dict, set))
+    return is_plain(value) or not isinstance(value, (torch.Tensor, partial, list, deque, tuple, dict, set))
 
 
 def _expected(value: Any, around: tuple[int, ...]) -> Check:
@@ -108,6 +113,9 @@ def _expected(value: Any, around: tuple[int, ...]) -> Check:
         return lambda now: now is value or (type(now) is type(value) and repr(now) == text)
     if is_plain(value):
         return lambda now: now is value or (type(now) is type(value) and bool(now == value))
+    if isinstance(value, partial):
+        arguments = _expected((value.args, value.keywords), around)
+        return lambda now: now is value and arguments((now.args, now.keywords))
     if id(value) in around or not isinstance(value, (list, deque, tuple, dict, set)):
         return lambda now: now is value
     return _container(value, (*around, id(value)))

@@ -142,7 +142,11 @@ class WriteWatch:
                     changed = next(
                         key for key in {**tables[table], **now} if now.get(key) is not tables[table].get(key)
                     )
-                    raise _refused(f"{path}.{changed}".removeprefix("."), "assigns a parameter or a module to")
+                    raise _refused(
+                        f"{path}.{changed}".removeprefix("."),
+                        "assigns a parameter or a module to",
+                        self.state.line_that_stores(changed),
+                    )
             for name, buffer in module._buffers.items():
                 old = tables["_buffers"].get(name, _ABSENT)
                 if buffer is not old:
@@ -179,7 +183,7 @@ def _assignments(
 ) -> list[Write]:
     """How to write what a holder holds now, where it held something else."""
     if gone := [key for key in before if key not in after]:
-        raise _refused(holder.name_of(gone[0]), "takes away")
+        raise _refused(holder.name_of(gone[0]), "takes away", state.line_that_stores(gone[0]))
     if holder.kind is Kind.SET:
         raise _refused(holder.label, "changes the set")
     changed = {key: value for key, value in after.items() if key not in before or value is not before[key]}
@@ -196,12 +200,12 @@ def _assignments(
         loaded = state.read(holder)
         read = loaded is None or key in loaded
         if counts and read and isinstance(old, (int, float, complex)) and not isinstance(old, bool):
-            raise _refused(label, f"changes a number ({old!r} to {value!r}),")
-        found.append(_write(label, partial(_put, holder, key), value, results))
+            raise _refused(label, f"changes the number {old!r} to {value!r} in", state.line_that_stores(key))
+        found.append(_write(label, partial(_put, holder, key), value, results, state.line_that_stores(key)))
     return found
 
 
-def _write(label: str, put: Callable[[Any], None], value: Any, results: _Results) -> Write:
+def _write(label: str, put: Callable[[Any], None], value: Any, results: _Results, line: str = "") -> Write:
     leaves, spec = pytree.tree_flatten(value)
     found: list[Any] = []
     for leaf in leaves:
@@ -210,7 +214,7 @@ def _write(label: str, put: Callable[[Any], None], value: Any, results: _Results
         elif is_plain(leaf) and not isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             found.append(leaf)
         else:
-            raise _refused(label, f"assigns a {type(leaf).__name__} to")
+            raise _refused(label, f"assigns a {type(leaf).__name__} to", line)
     return Write(label, put, spec, tuple(found))
 
 
@@ -275,8 +279,9 @@ def _restore(holder: Holder, items: dict[Any, Any]) -> None:
                 setattr(value, key, old) if holder.kind is Kind.CLASS else value.__setitem__(key, old)
 
 
-def _refused(label: str, what: str) -> CaptureError:
+def _refused(label: str, what: str, line: str = "") -> CaptureError:
     return CaptureError(
         f"forward {what} '{label}', which one graph cannot do",
+        where=line,
         mend="return the value, keep it as a tensor in a buffer, or write it after the call",
     )

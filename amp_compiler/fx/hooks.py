@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from amp_compiler.errors import CaptureError, HookError
+from amp_compiler.fx.graph import shorten_path
 from amp_compiler.fx.torch_private import global_module_hooks
 
 _ON_TENSORS = {
@@ -50,8 +52,19 @@ def refuse_tensor_hook(function: Any) -> None:
     if name is not None:
         raise CaptureError(
             f"forward calls {name} on a tensor, which one graph cannot do",
+            where=calling_line(),
             mend="hang the hook on a tensor that goes into the model or comes out of it, or on a parameter",
         )
+
+
+def calling_line() -> str:
+    """`file:line` of the innermost call that is neither torch's nor this project's; empty where there is none."""
+    torch_root = torch.__file__.rpartition("/")[0]
+    for frame, line in traceback.walk_stack(None):
+        file = frame.f_code.co_filename
+        if not file.startswith((torch_root, "<")) and "/amp_compiler/" not in file:
+            return f"{shorten_path(file)}:{line}"
+    return ""
 
 
 def refuse_parameter_hooks(named: Iterable[tuple[str, torch.Tensor]]) -> None:

@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from amp_compiler.fx.graph import shorten_path
+
 OPENED = 10_000  # items: longer containers are told apart by identity and length alone
 MODULE_TABLES = frozenset({*nn.Module().__dict__, "_initialize_hook", "_load_hook", "_compiled_call_impl"})
 _FOREIGN = frozenset({"torch", "numpy", "amp_compiler", *sys.stdlib_module_names})
@@ -171,6 +173,18 @@ class PythonState:
                 names |= self.asked
             for name in sorted(names - holder.value.keys()):
                 yield holder, name
+
+    def line_that_stores(self, name: Any) -> str:
+        """`file:line` of the user's code that assigns to a name; empty where it is not found."""
+        for function in self.functions:
+            pending = [function.__code__]
+            while pending:
+                code = pending.pop()
+                for found in dis.get_instructions(code):
+                    if found.opcode in _STORES and found.argval == name and found.positions is not None:
+                        return f"{shorten_path(code.co_filename)}:{found.positions.lineno}"
+                pending += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
+        return ""
 
     def place_of(self, tensor: torch.Tensor) -> tuple[Holder, Any] | None:
         """Where a tensor stands: the tensor itself, or a parameter over the same memory."""
