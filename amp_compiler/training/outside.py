@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,6 +37,17 @@ class Substitutes(TorchFunctionMode):
         return func(*self.swap(args), **self.swap(kwargs or {}))
 
 
+@dataclass
+class Alone:
+    """The parameters that no module has.
+
+    Args:
+        names: the parameter with its name within `outside`, by its `id`.
+    """
+
+    names: dict[int, tuple[str, Tensor]] = field(default_factory=dict)
+
+
 def adopt(loss: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[int, tuple[str, Tensor]]:
     """Take in, as a module `outside`, what the code of a loss reaches beside its model.
 
@@ -43,39 +55,54 @@ def adopt(loss: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> dict[
     graph. So do parameters of the optimizers that no module has, such as learned weights of several losses.
 
     Args:
-        loss: the loss as a module; a later call takes in what has come since.
+        loss: the loss as a module; a later call takes in what has come since. Where nothing has, it stays as it is.
         optimizers: whose parameters are trained.
 
     Returns:
         The parameters that no module has, with their names within `outside`, by `id`.
     """
-    loss._modules.pop(OUTSIDE, None)
-    state, holder = python_state(loss), nn.Module()
+    before, state = loss._modules.pop(OUTSIDE, None), python_state(loss)
     known = {id(module) for module in loss.modules()}
     found = [module for module in state.modules if id(module) not in known]
     inner = {id(child) for module in found for child in module.modules() if child is not module}
+    held = {id(parameter) for module in (loss, *found) for parameter in module.parameters()}
+    adopted: dict[str, Any] = {}
     for module in found:
-        if id(module) not in inner:
-            holder.add_module(_name(state, module, holder), module)
-    held = {id(parameter) for module in (loss, holder) for parameter in module.parameters()}
+        if id(module) not in inner and module is not before:
+            adopted[_name(state, module, adopted)] = module
     alone: dict[int, tuple[str, Tensor]] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) not in held and id(parameter) not in alone:
-                    name = _name(state, parameter, holder)
-                    holder._parameters[name] = parameter  # a tensor that is no nn.Parameter too
-                    alone[id(parameter)] = name, parameter
-    if holder._modules or holder._parameters:
-        loss.add_module(OUTSIDE, holder)
+                    alone[id(parameter)] = _name(state, parameter, adopted), parameter
+                    adopted[alone[id(parameter)][0]] = parameter
+    if before is not None and _same({**before._modules, **before._parameters}, adopted):
+        loss._modules[OUTSIDE] = before
+    elif adopted:
+        loss.add_module(OUTSIDE, _holder(adopted))
     return alone
 
 
-def _name(state: PythonState, value: Any, holder: nn.Module) -> str:
-    """How the code calls a value, as a name that the holder does not have yet."""
+def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(a[name] is b[name] for name in a)
+
+
+def _holder(adopted: Mapping[str, Any]) -> nn.Module:
+    holder = nn.Module()
+    for name, value in adopted.items():
+        if isinstance(value, nn.Module):
+            holder.add_module(name, value)
+        else:
+            holder._parameters[name] = value  # a tensor that is no nn.Parameter too
+    return holder
+
+
+def _name(state: PythonState, value: Any, taken: Mapping[str, Any]) -> str:
+    """How the code calls a value, as a name that is not taken yet."""
     called = next((one.name_of(key) for one, key, held in state.loaded() if held is value), type(value).__name__)
     name = base = re.sub(r"\W+", "_", called).strip("_") or "value"
     number = 1
-    while hasattr(holder, name):
+    while name in taken or hasattr(nn.Module, name):
         number, name = number + 1, f"{base}_{number}"
     return name

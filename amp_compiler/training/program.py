@@ -23,7 +23,7 @@ from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.update.product import Product
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.training.fused_optimizers import BoundGroup
-from amp_compiler.training.outside import OUTSIDE, Substitutes, adopt
+from amp_compiler.training.outside import OUTSIDE, Alone, Substitutes, adopt
 from amp_compiler.training.traced_optimizers import TracedGroup
 
 ROOT = "model"  # name of the models in a `LossModule`
@@ -38,7 +38,7 @@ class LossModule(nn.Module):
 
     def __init__(self, model: Any, loss_fn: Callable[..., Any]) -> None:
         super().__init__()
-        self.__dict__["nest"], self.__dict__["loss_fn"], self.__dict__["_alone"] = model, loss_fn, {}
+        self.__dict__["nest"], self.__dict__["loss_fn"], self.__dict__["alone"] = model, loss_fn, Alone()
         if isinstance(model, nn.Module):
             self.add_module(ROOT, model)
             return
@@ -69,13 +69,13 @@ class LossModule(nn.Module):
 
     def adopt(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Take in what the loss function holds beside the models, see `training.outside`."""
-        self.__dict__["_alone"] = adopt(self, optimizers)
+        self.__dict__["alone"].names = adopt(self, optimizers)
 
     @contextmanager
     def as_parameters(self) -> Iterator[None]:
         """Within it, adopted tensors that are no `nn.Parameter` stand as one over the same memory: export asks it."""
         own = self.__dict__
-        plain = {name: tensor for name, tensor in own["_alone"].values() if not isinstance(tensor, nn.Parameter)}
+        plain = {name: tensor for name, tensor in own["alone"].names.values() if not isinstance(tensor, nn.Parameter)}
         try:
             for name, tensor in plain.items():
                 own["_modules"][OUTSIDE]._parameters[name] = nn.Parameter(tensor.detach(), tensor.requires_grad)
@@ -86,10 +86,10 @@ class LossModule(nn.Module):
 
     def _call(self, batch: tuple[Any, ...]) -> Any:
         own = self.__dict__
-        if not own["_alone"] or not torch.compiler.is_exporting():
+        if not own["alone"].names or not torch.compiler.is_exporting():
             return own["loss_fn"](own["nest"], *batch)
         table = own["_modules"][OUTSIDE]._parameters  # holds what stands for the parameters while they are traced
-        with Substitutes({key: table[name] for key, (name, _) in own["_alone"].items()}) as mode:
+        with Substitutes({key: table[name] for key, (name, _) in own["alone"].names.items()}) as mode:
             return mode.swap(own["loss_fn"](own["nest"], *batch))
 
     def forward(self, *batch: Any) -> tuple[Tensor, Any]:

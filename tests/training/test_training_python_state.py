@@ -79,7 +79,7 @@ def compared(make: Callable[[nn.Module], Made], steps: int = 4, between: Any = N
     return [model, beside, step]
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.compiles)])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=[pytest.mark.compiles, pytest.mark.slow])])
 def test_attributes_are_written_at_every_step(backend: str) -> None:
     log: dict[str, Any] = {}
 
@@ -147,8 +147,13 @@ def method(model: nn.Module) -> Made:
 @pytest.mark.parametrize("make", [learned_weights, learned_leaf, criterion, method])
 def test_parameters_beside_the_model_are_trained(make: Callable[[nn.Module], Made]) -> None:
     _, beside, step = compared(make)
-    assert all(name in step.gradients() for name in ([] if make is not learned_weights else ["spread"]))
+    names = {learned_weights: "spread", learned_leaf: "spread", criterion: "head.0.weight", method: "loss_fn_scales_0"}
+    assert names[make] in step.gradients()
     assert all(parameter.grad is None for parameter in beside)
+    step(X[:2])
+    count = len(step._programs)
+    step(X)
+    assert len(step._programs) == count  # another batch had it captured anew, and the first one's is still there
 
 
 def test_a_parameter_that_joins_an_optimizer_later_is_trained() -> None:
