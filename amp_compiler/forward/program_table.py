@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from amp_compiler.forward.value_guards import ValueGuards
 
@@ -38,7 +38,7 @@ class ProgramTable(Generic[P]):
         if program not in programs:
             programs.insert(0, program)
 
-    def items(self) -> Iterator[tuple[Hashable, P]]:
+    def items(self) -> Iterator[tuple[Any, P]]:
         """All programs with their keys."""
         return iter([(key, program) for key, programs in self._programs.items() for program in programs])
 

@@ -8,6 +8,8 @@ which the model is run in Dynamo's pieces: Dynamo runs such lines in Python.
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -91,6 +93,7 @@ class WriteWatch:
     writes: Writes = Writes()
     out_spec: pytree.TreeSpec | None = None
     _before: list[tuple[Holder, dict[Any, Any]]] = field(default_factory=list)
+    _drawn: Any = None
     _tables: list[tuple[nn.Module, dict[str, dict[str, Any]]]] = field(default_factory=list)
 
     @contextlib.contextmanager
@@ -109,6 +112,7 @@ class WriteWatch:
             end.remove()
 
     def _begin(self) -> None:
+        self._drawn = _generators()
         self._before = [(holder, holder.items()) for holder in self.state.holders.values()]
         self._tables = [
             (module, {name: dict(module.__dict__[name]) for name in ("_parameters", "_buffers", "_modules")})
@@ -117,6 +121,11 @@ class WriteWatch:
 
     def _end(self, output: Any) -> Any:
         """The output with the tensors that were written, behind those that are in it anyway."""
+        if _generators() != self._drawn:
+            raise CaptureError(
+                "forward draws from Python's or NumPy's random numbers, which one graph would freeze",
+                mend="draw from torch, or draw before the call and pass a tensor",
+            )
         own = pytree.tree_leaves(output)
         results = _Results(own)
         assignments = []
@@ -239,14 +248,32 @@ def restored(state: PythonState) -> Iterator[None]:
     # A tensor that is no buffer is a constant to the tracer, which computes with constants where it can.
     tensors = {id(value): value for _, items in saved for value in items.values() if _is_real(value)}
     copies = {key: tensor.detach().clone() for key, tensor in tensors.items()}
+    drawn = _generators()
     try:
         yield
     finally:
+        if _generators() != drawn:
+            _set_generators(drawn)
         for holder, items in saved:
             _restore(holder, items)
         for key, tensor in tensors.items():
             if not torch.equal(tensor, copies[key]):
                 tensor.detach().copy_(copies[key])
+
+
+def _generators() -> tuple[Any, ...]:
+    """The states of Python's and NumPy's own generators; NumPy's where it is loaded."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return random.getstate(), ()
+    kind, words, *rest = numpy.random.get_state()
+    return random.getstate(), (kind, tuple(words.tolist()), *rest)
+
+
+def _set_generators(states: tuple[Any, ...]) -> None:
+    random.setstate(states[0])
+    if states[1]:
+        sys.modules["numpy"].random.set_state(states[1])
 
 
 def _is_real(value: Any) -> bool:

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from amp_compiler.errors import AmpError, CaptureError, CustomFunctionError
 from amp_compiler.fx.attribute_writes import Writes, WriteWatch, restored
 from amp_compiler.fx.custom_functions import recorded_functions
+from amp_compiler.fx.first_uses import written_first
 from amp_compiler.fx.graph import shorten_path
 from amp_compiler.fx.hooks import refuse_module_hooks, refuse_tensor_hook
 from amp_compiler.fx.python_state import PythonState, python_state
@@ -167,8 +168,9 @@ def capture_module(
     """
     state = python_state(model)
     watch = WriteWatch(model, state)
-    with watch.active():
+    with watch.active(), written_first(state) as overwritten:
         program = _export(model, args, kwargs, dynamic_shapes)
+    state.overwritten = overwritten
     captured = captured_from_program(program, dynamic=dynamic_shapes is not None)
     captured.state, captured.writes = state, watch.writes
     if watch.out_spec is not None:

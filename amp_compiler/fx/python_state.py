@@ -27,7 +27,17 @@ from torch import nn
 from amp_compiler.fx.graph import shorten_path
 
 OPENED = 10_000  # items: longer containers are told apart by identity and length alone
-MODULE_TABLES = frozenset({*nn.Module().__dict__, "_initialize_hook", "_load_hook", "_compiled_call_impl"})
+# What torch itself keeps in a module; the lists of a recurrent layer follow its parameters.
+MODULE_TABLES = frozenset(
+    {
+        *nn.Module().__dict__,
+        "_initialize_hook",
+        "_load_hook",
+        "_compiled_call_impl",
+        "_flat_weights",
+        "_flat_weight_refs",
+    }
+)
 _FOREIGN = frozenset({"torch", "numpy", "amp_compiler", *sys.stdlib_module_names})
 _OPEN_TYPES = (argparse.Namespace, types.SimpleNamespace)  # of the standard library, and full of a user's settings
 _PLAIN = (
@@ -134,6 +144,9 @@ class PythonState:
         modules: the modules, with those that only a closure or a global holds.
         functions: the functions whose code was read.
         asked: names among those that the code asks for by a text, as `getattr` does.
+        stored: names that the user's code assigns to.
+        classes: the user's classes.
+        overwritten: attributes that a capture wrote before it read them, as `fx.first_uses` gives them.
     """
 
     holders: dict[int, Holder] = field(default_factory=dict)
@@ -142,13 +155,16 @@ class PythonState:
     modules: list[nn.Module] = field(default_factory=list)
     functions: set[types.FunctionType] = field(default_factory=set)
     asked: set[str] = field(default_factory=set)
+    stored: set[str] = field(default_factory=set)
+    classes: set[type] = field(default_factory=set)
+    overwritten: set[tuple[int, str]] = field(default_factory=set)
 
     def loaded(self) -> Iterator[tuple[Holder, Any, Any]]:
         """Every value that the code may load, with its holder and key."""
         for holder in self.holders.values():
             read = self.read(holder)
             for key, value in holder.items().items():
-                if read is None or key in read:
+                if (read is None or key in read) and (id(holder.value), key) not in self.overwritten:
                     yield holder, key, value
 
     def read(self, holder: Holder) -> set[str] | None:
@@ -172,7 +188,8 @@ class PythonState:
             if _origin(holder.owner.__module__) is Origin.USER:
                 names |= self.asked
             for name in sorted(names - holder.value.keys()):
-                yield holder, name
+                if (id(holder.value), name) not in self.overwritten:
+                    yield holder, name
 
     def line_that_stores(self, name: Any) -> str:
         """`file:line` of the user's code that assigns to a name; empty where it is not found."""
@@ -327,6 +344,7 @@ class _Walk:
                 self._installed_class(cls, base)
 
     def _own_class(self, cls: type) -> None:
+        self.state.classes.add(cls)
         keys = set()
         for name, member in list(vars(cls).items()):
             special = name.startswith("__") and name.endswith("__")
@@ -363,6 +381,7 @@ class _Walk:
             loaded, stored, asked = names_of(function.__code__)
             self.state.names |= loaded
             self.state.asked |= asked
+            self.state.stored |= stored
             self._named(function.__globals__, set(loaded), "globals")
             if kept := stored & function.__globals__.keys():
                 table = function.__globals__
@@ -404,10 +423,11 @@ def _functions_of(member: Any) -> list[types.FunctionType]:
     """The functions behind a member of a class: a method, a property, …; none where it is a value."""
     if isinstance(member, (staticmethod, classmethod)):
         member = member.__func__
+    found: list[Any] = [member]
     if isinstance(member, property):
         found = [member.fget, member.fset]
-    else:
-        found = [getattr(member, "func", member) if isinstance(member, functools.cached_property) else member]
+    elif isinstance(member, functools.cached_property):
+        found = [member.func]
     return [one for one in found if isinstance(one, types.FunctionType)]
 
 

@@ -70,7 +70,7 @@ def unspecialised_integers() -> contextlib.AbstractContextManager[Any]:
     Without it Dynamo captures the model again for each number, and gives up after eight of them.
     """
     config, name = torch._dynamo.config, "allow_unspec_int_on_nn_module"
-    return config.patch(**{name: True}) if hasattr(config, name) else contextlib.nullcontext()  # type: ignore[no-any-return]
+    return config.patch({name: True}) if hasattr(config, name) else contextlib.nullcontext()  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager
@@ -103,8 +103,8 @@ def broken_at_tensor_hooks() -> Iterator[None]:
     try:
         yield
     finally:
-        for name, method in theirs.items():
-            delattr(TensorVariable, name) if method is None else setattr(TensorVariable, name, method)
+        for name, original in theirs.items():
+            delattr(TensorVariable, name) if original is None else setattr(TensorVariable, name, original)
 
 
 def dynamo_error() -> type[Exception]:

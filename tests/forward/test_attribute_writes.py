@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from dataclasses import dataclass
 
 import pytest
@@ -116,6 +117,25 @@ def test_what_is_returned_and_kept_is_one_tensor() -> None:
     model, _, compiled = pair(Keeping())
     result = compiled(X)
     assert model.last is result and model.other is result
+
+
+def test_what_is_written_before_it_is_read_needs_no_second_capture() -> None:
+    class Summing(Experts):
+        loss = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            self.loss = self.first.aux_loss + self.second.aux_loss
+            return y * self.loss
+
+    model, twin, compiled = pair(Summing())
+    for _ in range(3):
+        for one in (model, twin):
+            one.first.maps, one.second.maps = [], []
+        close(compiled(X), twin(X))
+        close(model.loss, twin.loss)
+    assert len(compiled._programs) == 1 and not compiled.in_pieces
+    assert Summing.loss is None and "aux_loss" not in vars(Expert)
 
 
 def test_a_state_goes_from_call_to_call() -> None:
@@ -238,6 +258,20 @@ def test_a_capture_that_fails_leaves_the_model_as_it_was() -> None:
         amp.explain(model, (X,))
     assert vars(model) == before and model.shared is shared and shared == {"n": 0}
     assert model.maps is maps and maps == [] and fakes(model) == []
+
+
+def test_random_numbers_of_python_are_drawn_at_every_call() -> None:
+    class Drawing(Expert):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(x) * random.random()
+
+    model, twin, compiled = pair(Drawing())
+    results = []
+    for run in (compiled, twin):
+        random.seed(0)
+        results.append([run(X) for _ in range(3)])
+    for ours, theirs in zip(*results, strict=True):
+        close(ours, theirs)
 
 
 def test_explain_writes_nothing() -> None:
