@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +25,7 @@ from amp_compiler.errors import CaptureError
 from amp_compiler.fx.python_state import Holder, Kind, PythonState, is_plain
 
 _ABSENT = object()
+_COPIED = 1024  # elements; torch computes with constants of one element while it traces, and lets the others be
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class WriteWatch:
     out_spec: pytree.TreeSpec | None = None
     _before: list[tuple[Holder, dict[Any, Any]]] = field(default_factory=list)
     _drawn: Any = None
+    _depth: int = 0
     _tables: list[tuple[nn.Module, dict[str, dict[str, Any]]]] = field(default_factory=list)
 
     @contextlib.contextmanager
@@ -102,8 +105,22 @@ class WriteWatch:
 
         All that was written is as before at the end, however it ends.
         """
-        begin = self.model.register_forward_pre_hook(lambda *_: self._begin(), prepend=True)
-        end = self.model.register_forward_hook(lambda module, args, output: self._end(output))
+        thread = threading.get_ident()
+
+        def begins(*_: Any) -> None:
+            if threading.get_ident() == thread:  # others may run the model meanwhile
+                self._depth += 1
+                if self._depth == 1:
+                    self._begin()
+
+        def ends(module: nn.Module, args: Any, output: Any) -> Any:
+            if threading.get_ident() != thread:
+                return None
+            self._depth -= 1  # a model may call itself
+            return self._end(output) if self._depth == 0 else None
+
+        begin = self.model.register_forward_pre_hook(begins, prepend=True)
+        end = self.model.register_forward_hook(ends)
         try:
             with restored(self.state):
                 yield
@@ -277,9 +294,7 @@ def _set_generators(states: tuple[Any, ...]) -> None:
 
 
 def _is_real(value: Any) -> bool:
-    if not isinstance(value, Tensor) or isinstance(value, (FakeTensor, nn.Parameter)):
-        return False
-    return value.layout is torch.strided and not value.is_meta
+    return type(value) is Tensor and value.layout is torch.strided and not value.is_meta and value.numel() <= _COPIED
 
 
 def _restore(holder: Holder, items: dict[Any, Any]) -> None:

@@ -292,6 +292,8 @@ class _Walk:
             holder.keys |= keys
 
     def _module(self, module: nn.Module, label: str) -> None:
+        if isinstance(module, torch.jit.ScriptModule):
+            return  # no Python code, and no attributes of its own
         self.state.modules.append(module)
         self._class(type(module))
         own = type(module).__module__.partition(".")[0] == "amp_compiler"

@@ -195,6 +195,18 @@ def test_a_tensor_that_is_no_buffer_is_changed_in_place_once_a_call() -> None:
     assert model.calls.item() == 3
 
 
+def test_a_model_may_call_itself() -> None:
+    class Nested(Expert):
+        def forward(self, x: torch.Tensor, again: bool = True) -> torch.Tensor:
+            y = super().forward(x)
+            return self(y, again=False) if again else y
+
+    model, twin, compiled = pair(Nested())
+    close(compiled(X), twin(X))
+    close(model.aux_loss, twin.aux_loss)
+    assert len(model.maps) == 2 and not compiled.in_pieces
+
+
 def test_hooks_write_to_what_they_close_over() -> None:
     model, twin, compiled = pair(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
     found: dict[str, torch.Tensor] = {}
@@ -265,7 +277,7 @@ def test_random_numbers_of_python_are_drawn_at_every_call() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.fc(x) * random.random()
 
-    model, twin, compiled = pair(Drawing())
+    _, twin, compiled = pair(Drawing())
     results = []
     for run in (compiled, twin):
         random.seed(0)
