@@ -55,6 +55,8 @@ class ValueGuards:
             for defaults in (function.__defaults__, function.__kwdefaults__):
                 if defaults and not is_plain(defaults):  # a list that is a default may change
                     self._deep.append((lambda defaults=defaults: defaults, _expected(defaults, ())))  # type: ignore[misc]
+        for module in state.beside:
+            self._deep.append((partial(getattr, module, "training"), _expected(module.training, ())))
         self._absent = [(holder.value, key) for holder, key in state.absent()]
         self._same = _identity_test(self._kept, self._absent)
 

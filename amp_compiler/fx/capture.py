@@ -79,6 +79,13 @@ class Captured:
     writes: Writes = field(default_factory=Writes)
     state: PythonState = field(default_factory=PythonState)
 
+    def is_rewritten(self, entry: Input) -> bool:
+        """Whether an input is a tensor in whose place a call leaves another one, as a state in an attribute is."""
+        place = self.state.place_of(self.constants[entry.target]) if entry.target in self.constants else None
+        label = place[0].name_of(place[1]) if place is not None else ""
+        written = [write.label for write in self.writes.assignments]
+        return bool(label) and any(label == one or label.startswith(f"{one}[") for one in written)
+
 
 class StandIn(nn.Module):
     """Base of a module that stands for another one, which is in its attribute `original`."""

@@ -142,6 +142,7 @@ class PythonState:
         names: every name that the user's code loads, of a global or of an attribute.
         own: names that the methods of an installed class load, by that class.
         modules: the modules, with those that only a closure or a global holds.
+        beside: these alone.
         functions: the functions whose code was read.
         asked: names among those that the code asks for by a text, as `getattr` does.
         stored: names that the user's code assigns to.
@@ -153,6 +154,7 @@ class PythonState:
     names: set[str] = field(default_factory=set)
     own: dict[type, set[str]] = field(default_factory=dict)
     modules: list[nn.Module] = field(default_factory=list)
+    beside: list[nn.Module] = field(default_factory=list)
     functions: set[types.FunctionType] = field(default_factory=set)
     asked: set[str] = field(default_factory=set)
     stored: set[str] = field(default_factory=set)
@@ -228,7 +230,7 @@ def python_state(model: nn.Module) -> PythonState:
     state = PythonState(names={"forward"})
     while True:  # names lead to functions, and functions to names
         known = _size(state)
-        state.holders, state.modules = {}, []
+        state.holders, state.modules, state.beside = {}, [], []
         _Walk(state, model).run()
         if known == _size(state):
             return state
@@ -295,6 +297,10 @@ class _Walk:
         if isinstance(module, torch.jit.ScriptModule):
             return  # no Python code, and no attributes of its own
         self.state.modules.append(module)
+        if id(module) not in self.paths:
+            self.state.beside.append(module)
+            for table in (module._parameters, module._buffers):
+                self._hold(Kind.TABLE, table, lambda table=table: table, label)  # type: ignore[misc]
         self._class(type(module))
         own = type(module).__module__.partition(".")[0] == "amp_compiler"
         self._table(module.__dict__, self.paths.get(id(module), label), type(module), every=own)

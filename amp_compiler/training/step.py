@@ -223,7 +223,8 @@ class TrainingStep(StepReadings):
         self._form.check(batch)
         if program is None and len(self._programs) >= MOST_SIGNATURES:
             raise CaptureError(
-                f"the step was captured for {MOST_SIGNATURES} signatures (shapes and types of the batch, model modes)",
+                f"the step was captured for {MOST_SIGNATURES} signatures (shapes and types of the batch, model modes, "
+                "Python values that loss and model read)",
                 mend="pad the batches to fewer shapes, and pass numbers that change as tensors",
             )
         options = StepOptions(

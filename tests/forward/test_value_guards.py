@@ -145,6 +145,22 @@ def test_parameters_in_a_list_get_their_gradient() -> None:
     torch.testing.assert_close(model.gains[0].grad, model.fc(X).sum(0), rtol=0.05, atol=0.05)
 
 
+BESIDE = nn.Sequential(nn.Linear(4, 4), nn.Dropout(1.0))
+
+
+def test_a_module_beside_the_model_is_trained_and_has_its_mode() -> None:
+    class Using(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return BESIDE(x)
+
+    compiled = amp.compile(Using(), dtype="bf16", backend="eager")
+    BESIDE.eval()
+    compiled(X).sum().backward()
+    torch.testing.assert_close(BESIDE[0].weight.grad, torch.full((4, 4), 3.0))
+    BESIDE.train()
+    assert not compiled(X).any()
+
+
 def test_a_container_that_holds_itself_is_walked_once() -> None:
     model = Reader()
     model.sizes.append(model.sizes)
