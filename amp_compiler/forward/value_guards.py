@@ -27,7 +27,7 @@ class ValueGuards:
         constants: tensors that the graph reads and that stand somewhere in there.
 
     Example:
-        >>> from amp_compiler.fx.python_state import python_state
+        >>> from amp_compiler.fx.python_walk import python_state
         >>> dropout = nn.Dropout(0.5)
         >>> guards = ValueGuards(python_state(dropout))
         >>> guards.hold()

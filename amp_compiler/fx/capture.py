@@ -25,7 +25,8 @@ from amp_compiler.fx.custom_functions import recorded_functions
 from amp_compiler.fx.first_uses import written_first
 from amp_compiler.fx.graph import shorten_path
 from amp_compiler.fx.hooks import refuse_module_hooks, refuse_tensor_hook
-from amp_compiler.fx.python_state import PythonState, python_state
+from amp_compiler.fx.python_state import PythonState
+from amp_compiler.fx.python_walk import python_state
 from amp_compiler.fx.transformers_caches import register_caches
 
 

@@ -12,7 +12,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from amp_compiler.fx.python_state import PythonState, python_state
+from amp_compiler.fx.python_state import PythonState
+from amp_compiler.fx.python_walk import python_state
 
 OUTSIDE = "outside"  # the name under which a `LossModule` has them
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import amp_compiler as amp
 from amp_compiler.forward.value_guards import ValueGuards
-from amp_compiler.fx.python_state import python_state
+from amp_compiler.fx.python_walk import python_state
 
 X = torch.ones(3, 4)
 FACTOR = 2.0
