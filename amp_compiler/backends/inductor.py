@@ -24,8 +24,17 @@ _CALL = "call_function"
 _CONVOLUTION = torch.ops.aten.convolution.default
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 _LAST_PASS = "post_grad_custom_post_pass"
-# torch 2.13 opens it into a scatter in FP32, with places in 64 bits. As it is, it becomes a loop that gathers.
-_WHOLE_ON_CPU = (torch.ops.aten.max_pool2d_with_indices_backward.default,)
+
+
+def _lie_apart(grad: Any, image: Any, kernel: Sequence[int], stride: Sequence[int], *rest: Any) -> bool:
+    """Whether the windows of a max-pool do not overlap; the arguments are those of its gradient."""
+    sizes, steps = list(kernel) * 2, list(stride or kernel) * 2
+    return all(step >= size for size, step in zip(sizes[:2], steps[:2], strict=True))
+
+
+# torch 2.13 opens it into a scatter in FP32, with places in 64 bits. As it is, it becomes a loop that gathers; where
+# windows overlap, that loop takes Inductor seconds to write and is no faster.
+_WHOLE_ON_CPU = {torch.ops.aten.max_pool2d_with_indices_backward.default: _lie_apart}
 
 
 def build(graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bool = False) -> Callable[..., Any]:
@@ -59,7 +68,7 @@ def compile_graph(
             f"torch {torch.__version__} has no Inductor that this version knows", mend="use backend='eager'"
         )
     options = _options(graph_module, round_exactly)
-    whole = _WHOLE_ON_CPU if any(value.device.type == "cpu" for value in _values(graph_module)) else ()
+    whole = _WHOLE_ON_CPU if any(value.device.type == "cpu" for value in _values(graph_module)) else {}
     try:
         with torch_private.cpu_allocation(allocator):
             return torch_private.compile_with_inductor(graph_module, inputs, options, whole)

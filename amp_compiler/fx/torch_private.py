@@ -17,7 +17,10 @@ BUILDING = threading.RLock()  # torch traces and exports with state of the whole
 
 
 def compile_with_inductor(
-    graph_module: fx.GraphModule, inputs: Sequence[Any], options: Mapping[str, Any], whole: Sequence[Any] = ()
+    graph_module: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: Mapping[str, Any],
+    whole: Mapping[Any, Callable[..., bool]],
 ) -> Callable[..., Any]:
     """Compile an ATen graph, and the backward that autograd makes of it, with Inductor.
 
@@ -25,7 +28,8 @@ def compile_with_inductor(
         graph_module: flat inputs, a tuple as output. It may be changed.
         inputs: example inputs, real or fake.
         options: of `torch._inductor.config`, by name; those that this torch does not know are left out.
-        whole: operators that it is to write loops for as they are, not for what it would open them into.
+        whole: operators that it is to write loops for as they are, not for what it would open them into, each with a
+            function of a call's arguments that says whether.
 
     Raises:
         ImportError: where this torch has no Inductor, see `has_inductor`.
@@ -36,9 +40,21 @@ def compile_with_inductor(
     from torch._inductor.decomposition import select_decomp_table
 
     known = {name: value for name, value in options.items() if hasattr(config, name)}
-    opened = {op: function for op, function in select_decomp_table().items() if op not in whole}
+    opened = dict(select_decomp_table())
+    for op, stays in whole.items():
+        if op in opened:
+            opened[op] = _unless(stays, opened[op])
     compiled: Any = compile_fx(graph_module, list(inputs), config_patches=known, decompositions=opened)
     return compiled  # type: ignore[no-any-return]
+
+
+def _unless(stays: Callable[..., bool], opened: Callable[..., Any]) -> Callable[..., Any]:
+    """A decomposition that leaves the calls as they are that `stays` says so of."""
+
+    def open_or_not(*args: Any, **kwargs: Any) -> Any:
+        return NotImplemented if stays(*args, **kwargs) else opened(*args, **kwargs)
+
+    return open_or_not
 
 
 def has_inductor() -> bool:
