@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from amp_compiler.errors import CaptureError
-from amp_compiler.fx.hooks import has_hooks
+from amp_compiler.fx.hooks import has_hooks, hook_numbers
 from amp_compiler.fx.torch_private import global_module_hooks
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -40,7 +40,7 @@ def module_key(model: nn.Module, by_identity: bool = False) -> tuple[Any, ...]:
         seen.add(id(module))
         own = module.__dict__
         key += (id(module), own["training"])
-        key += [tuple(own[name]) for name in _HOOKS if own[name]]
+        key += [numbers for name in _HOOKS if own[name] and (numbers := hook_numbers(own[name]))]
         for parameter in own["_parameters"].values():
             if parameter is not None:
                 number = tied.setdefault(id(parameter), len(tied))

@@ -119,6 +119,7 @@ class WriteWatch:
             self._depth -= 1  # a model may call itself
             return self._end(output) if self._depth == 0 else None
 
+        begins.of_capture = ends.of_capture = True  # type: ignore[attr-defined]  # no sign of another model
         begin = self.model.register_forward_pre_hook(begins, prepend=True)
         end = self.model.register_forward_hook(ends)
         try:
