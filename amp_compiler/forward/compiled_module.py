@@ -16,6 +16,7 @@ from amp_compiler.forward.captures import Captures
 from amp_compiler.forward.graph_breaks import Pieces
 from amp_compiler.forward.notices import logger
 from amp_compiler.forward.program import Program, build_program
+from amp_compiler.forward.program_table import ProgramTable
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.signature import leaves_key, like_forward_of, module_key
 from amp_compiler.fx.capture import StandIn, autocast_off
@@ -58,7 +59,7 @@ class CompiledModule(StandIn):
         own["original"], own["settings"] = model, settings
         for name in self._SHARED:
             own[name] = model.__dict__[name]
-        own["_programs"], own["_pieces"], own["_last"], own["_told"] = {}, {}, None, False
+        own["_programs"], own["_pieces"], own["_last"], own["_told"] = ProgramTable(), {}, None, False
         own["_captures"] = Captures(type(model).__name__, settings, "args")
 
     def __getattr__(self, name: str) -> Any:
@@ -156,7 +157,7 @@ class CompiledModule(StandIn):
         with autocast_off():
             with TENSORS:
                 key = (spec, module_key(self.original)), leaves_key(leaves)
-                runner = self._programs.get(key)
+                runner = self._programs.find(key)
                 inputs = None if runner is None else runner.inputs(leaves)
             if runner is None or inputs is None:
                 return self._build_and_run(key, args, kwargs, leaves)
@@ -165,7 +166,7 @@ class CompiledModule(StandIn):
     def _build_and_run(self, key: Any, args: Any, kwargs: Any, leaves: Sequence[Any]) -> Any:
         """A call for which there is no program, or none alone: one thread at a time."""
         with BUILDING:
-            runner = self._programs.get(key) or self._pieces.get(key[0]) or self._capture(key, args, kwargs, leaves)
+            runner = self._programs.find(key) or self._pieces.get(key[0]) or self._capture(key, args, kwargs, leaves)
             if isinstance(runner, Pieces):
                 result = runner(args, kwargs)
                 self._pieces[key[0]] = runner  # only now: a call that failed must not decide for later ones
@@ -183,8 +184,8 @@ class CompiledModule(StandIn):
     def _capture(self, key: Any, args: Any, kwargs: Any, leaves: Sequence[Any]) -> Program | Pieces:
         if self.settings.dynamic_shapes is not None:
             for (mode, _), other in list(self._programs.items()):
-                if mode == key[0] and other.form.accepts(leaves):
-                    self._programs[key] = other
+                if mode == key[0] and other.form.accepts(leaves) and other.values.hold():
+                    self._programs.add(key, other)
                     return other  # type: ignore[no-any-return]
         keep = not torch.is_grad_enabled() and not self.original.training
         try:
@@ -199,9 +200,9 @@ class CompiledModule(StandIn):
             raise  # Dynamo's pieces would lose it as well
         except CaptureError as cause:
             return Pieces(self.original, self.settings, cause, device_of([*leaves, *self.original.parameters()]))
-        self._programs[key] = program
+        self._programs.add(key, program)
         # A model may hang hooks on its modules when it first runs; they were in place while it was traced.
-        self._programs[(key[0][0], module_key(self.original)), key[1]] = program
+        self._programs.add(((key[0][0], module_key(self.original)), key[1]), program)
         if len({id(one) for one in self._programs.values()}) == MANY_SIGNATURES:
             logger.warning(
                 "%s was captured for %d input signatures; pad the inputs, or pass dynamic_shapes= to amp.compile",

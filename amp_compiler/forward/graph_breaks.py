@@ -22,6 +22,7 @@ from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private import (
+    broken_at_tensor_hooks,
     compile_in_pieces,
     dynamo_errors,
     functions_given_up,
@@ -30,6 +31,7 @@ from amp_compiler.fx.torch_private import (
     recompile_limit,
     restored_transforms,
     unrolled_recurrence,
+    unspecialised_integers,
 )
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
@@ -91,6 +93,8 @@ class Pieces:
                 self._opaque.active(),
                 compiled_checkpoints(self._compile),
                 unrolled_recurrence(),
+                unspecialised_integers(),
+                broken_at_tensor_hooks(),
                 restored_transforms(),
                 recompile_limit(MOST_FORMS) as limit,
             ):

@@ -16,6 +16,7 @@ from amp_compiler.errors import CaptureError
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.shape_guards import InputForm
 from amp_compiler.forward.tensor_versions import write_mark
+from amp_compiler.forward.value_guards import ValueGuards
 from amp_compiler.fx.capture import Captured, Source, capture_module, tensor_getter
 from amp_compiler.fx.capture_errors import name_of
 from amp_compiler.fx.checkpoints import refused_checkpoints
@@ -163,7 +164,7 @@ def rewrite_piece(
     return plan, rewrite(graph_module, plan, settings, stages), stages
 
 
-@dataclass
+@dataclass(eq=False)
 class Program:
     """One rewritten forward of a module.
 
@@ -175,6 +176,7 @@ class Program:
         fetch: for each placeholder, how to get its tensor; `None` for a user input.
         form: which inputs it can be used for.
         stages: the text of the graph behind each pass.
+        values: the Python values that it holds for.
     """
 
     captured: Captured
@@ -184,6 +186,7 @@ class Program:
     fetch: tuple[Callable[[], torch.Tensor] | None, ...]
     form: InputForm
     stages: Stages
+    values: ValueGuards
 
     @property
     def graph_module(self) -> fx.GraphModule:
@@ -205,8 +208,10 @@ class Program:
 
     def run_on(self, inputs: list[Any]) -> Any:
         """Run on what `inputs` gave."""
-        results = self.run(*inputs, *self.weights.current(inputs))
-        return pytree.tree_unflatten(list(results), self.captured.out_spec)
+        results = list(self.run(*inputs, *self.weights.current(inputs)))
+        self.captured.writes.put(results)
+        spec = self.captured.out_spec
+        return pytree.tree_unflatten(results[: spec.num_leaves], spec)
 
 
 class KeptWeights:
@@ -309,7 +314,8 @@ def _build_program(
     )
     examples = _examples(captured, leaves, fetch, weights, settings)
     run = build_run(captured.graph_module, examples, settings, emulated, stages)
-    return Program(captured, plan, run, weights, fetch, form, stages)
+    values = ValueGuards(captured.state, captured.constants.values())
+    return Program(captured, plan, run, weights, fetch, form, stages, values)
 
 
 def _examples(

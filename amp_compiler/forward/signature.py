@@ -14,6 +14,8 @@ from torch.nn.parameter import is_lazy
 
 from amp_compiler.errors import CaptureError
 from amp_compiler.fx.capture import StandIn
+from amp_compiler.fx.hooks import has_hooks, hook_numbers
+from amp_compiler.fx.torch_private import global_module_hooks
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SHOWN = 400  # characters of a batch's form in a message
@@ -26,9 +28,10 @@ def module_key(model: nn.Module, by_identity: bool = False) -> tuple[Any, ...]:
 
     Args:
         model: the module.
-        by_identity: tell a parameter from another one like it. Otherwise only which of them are tied counts.
+        by_identity: tell a parameter from another one like it, and whether it has hooks, as a step must. Otherwise only
+            which of them are tied counts.
     """
-    key: list[Any] = [torch.is_grad_enabled()]
+    key: list[Any] = [torch.is_grad_enabled(), global_module_hooks(), global_module_hooks(backward=True)]
     seen: set[int] = set()
     tied: dict[int, int] = {}
     pending = [model]
@@ -42,11 +45,13 @@ def module_key(model: nn.Module, by_identity: bool = False) -> tuple[Any, ...]:
             continue
         own = vars(module)
         key += (id(module), module.training)
-        key += [tuple(own[name]) for name in _HOOKS if own[name]]
+        key += [numbers for name in _HOOKS if own[name] and (numbers := hook_numbers(own[name]))]
         for parameter in own["_parameters"].values():
             if parameter is not None:
                 number = tied.setdefault(id(parameter), len(tied))
                 key.append((id(parameter) if by_identity else number, parameter.requires_grad, *_layout(parameter)))
+                if by_identity and has_hooks(parameter):  # outside of a step autograd runs them
+                    key.append("hooks")
         key += [b.dtype for b in own["_buffers"].values() if b is not None]
         pending += [child for child in own["_modules"].values() if child is not None]
         if isinstance(module, StandIn):

@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,9 +21,14 @@ from torch.export.graph_signature import InputKind
 from torch.overrides import TorchFunctionMode
 
 from amp_compiler.errors import AmpError, CaptureError, CustomFunctionError, HookError
+from amp_compiler.fx.attribute_writes import Writes, WriteWatch, restored
 from amp_compiler.fx.capture_errors import capture_error, name_of
 from amp_compiler.fx.custom_functions import recorded_functions
+from amp_compiler.fx.first_uses import written_first
 from amp_compiler.fx.graph import user_source
+from amp_compiler.fx.hooks import refuse_module_hooks, refuse_tensor_hook
+from amp_compiler.fx.python_state import PythonState
+from amp_compiler.fx.python_walk import python_state
 from amp_compiler.fx.torch_private import exporting, transform_of
 from amp_compiler.fx.transformers_caches import register_caches
 
@@ -65,6 +70,8 @@ class Captured:
         in_spec: tree of `(args, kwargs)`.
         out_spec: tree of the return value.
         guards: raises `AssertionError` for flat user inputs that a dynamic capture does not hold for.
+        writes: what is assigned after a call; their tensors are results of the graph behind those of `out_spec`.
+        state: the Python values that it was captured with.
     """
 
     graph_module: fx.GraphModule
@@ -73,6 +80,15 @@ class Captured:
     in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
     guards: Callable[..., Any] | None = None
+    writes: Writes = field(default_factory=Writes)
+    state: PythonState = field(default_factory=PythonState)
+
+    def is_rewritten(self, entry: Input) -> bool:
+        """Whether an input is a tensor in whose place a call leaves another one, as a state in an attribute is."""
+        place = self.state.place_of(self.constants[entry.target]) if entry.target in self.constants else None
+        label = place[0].name_of(place[1]) if place is not None else ""
+        written = [write.label for write in self.writes.assignments]
+        return bool(label) and any(label == one or label.startswith(f"{one}[") for one in written)
 
 
 class StandIn(nn.Module):
@@ -96,6 +112,7 @@ class KeepCastsApart(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Alias the tensor that a cast is called on; a move to the device where it is already is no cast at all."""
         kwargs = kwargs or {}
+        refuse_tensor_hook(func)
         if func in _CASTS and args and isinstance(args[0], torch.Tensor):
             if func is torch.Tensor.to and _only_moves(args[0], *args[1:], **kwargs):
                 return args[0]
@@ -181,15 +198,33 @@ def capture_module(
     Raises:
         CaptureError: where the model cannot be taken as one graph; names the line of the model.
     """
-    program = export_module(model, args, kwargs, dynamic_shapes)
-    return captured_from_program(program, dynamic=dynamic_shapes is not None)
+    state = python_state(model)
+    watch = WriteWatch(model, state)
+    with watch.active(), written_first(state) as overwritten:
+        program = _export(model, args, kwargs, dynamic_shapes)
+    state.overwritten = overwritten
+    captured = captured_from_program(program, dynamic=dynamic_shapes is not None)
+    captured.state, captured.writes = state, watch.writes
+    if watch.out_spec is not None:
+        captured.out_spec = watch.out_spec
+    return captured
 
 
 def export_module(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, dynamic_shapes: Any = None
 ) -> torch.export.ExportedProgram:
-    """The `torch.export` program that `capture_module` captures; arguments and errors are the same."""
-    _refuse_backward_hooks(model)
+    """The `torch.export` program that `capture_module` captures; arguments and errors are the same.
+
+    What the forward writes to attributes is lost: it is not among the results, and is undone.
+    """
+    with restored(python_state(model)):
+        return _export(model, args, kwargs, dynamic_shapes)
+
+
+def _export(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None, dynamic_shapes: Any
+) -> torch.export.ExportedProgram:
+    refuse_module_hooks(model)
     _refuse_scripted(model)
     _refuse_sharded(model)
     try:
@@ -228,6 +263,9 @@ def captured_from_program(program: torch.export.ExportedProgram, dynamic: bool =
         InputKind.CONSTANT_TENSOR: Source.CONSTANT,
         InputKind.USER_INPUT: Source.USER,
     }
+    for node in program.graph_module.graph.find_nodes(op="placeholder"):
+        if getattr(node.meta.get("val"), "constant", None) is not None:
+            node.meta["val"].constant = None  # else whoever runs the graph on its stand-ins writes to the real tensor
     inputs: list[Input] = []
     constants: dict[str, torch.Tensor] = {}
     users = 0
@@ -311,7 +349,8 @@ def tensor_getter(model: nn.Module, captured: Captured, entry: Input) -> Callabl
     """
     if entry.target in captured.constants:
         constant = captured.constants[entry.target]
-        return lambda: constant
+        place = captured.state.place_of(constant)
+        return (lambda: constant) if place is None else place[0].getter(place[1])
     path, _, leaf = entry.target.rpartition(".")
     try:
         owner = model.get_submodule(path)
@@ -321,15 +360,6 @@ def tensor_getter(model: nn.Module, captured: Captured, entry: Input) -> Callabl
     if leaf in table:
         return lambda: table[leaf]  # type: ignore[return-value]
     return lambda: getattr(owner, leaf)  # parametrized or plain attributes
-
-
-def _refuse_backward_hooks(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if module._backward_hooks or module._backward_pre_hooks:
-            raise HookError(
-                f"module '{name or type(model).__name__}' has a full backward hook, which a graph does not run",
-                mend="remove it before the call, or register it on a tensor outside of the model",
-            )
 
 
 def _refuse_sharded(model: nn.Module) -> None:

@@ -280,6 +280,49 @@ def needs_double_backward(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "does not currently support double backward" in str(error)
 
 
+def unspecialised_integers() -> contextlib.AbstractContextManager[Any]:
+    """Within it, a number of a module that changes at every call (`self.n += 1`) becomes an input of Dynamo's graphs.
+
+    Without it Dynamo captures the model again for each number, and gives up after eight of them.
+    """
+    config, name = torch._dynamo.config, "allow_unspec_int_on_nn_module"
+    return config.patch({name: True}) if hasattr(config, name) else contextlib.nullcontext()  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def broken_at_tensor_hooks() -> Iterator[None]:
+    """Within it, Dynamo breaks its graphs where a hook is hung on a tensor that they made, so that it is hung really.
+
+    From torch 2.13 on Dynamo takes such a hook into its graph, as a call that acts only while the graph is traced; and
+    it gives up on a whole function that calls `retain_grad`.
+    """
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    hang: Any = getattr(TensorVariable, "_method_register_hook", None)
+
+    def register(self: Any, tx: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        if self.source and hang is not None:
+            return hang(self, tx, name, *args, **kwargs)
+        raise torch._dynamo.exc.Unsupported(f"{name} on a tensor of the graph")
+
+    def retain(self: Any, tx: Any) -> Any:
+        raise torch._dynamo.exc.Unsupported("retain_grad on a tensor of the graph")
+
+    ours = {
+        "_method_register_hook": register,
+        "method_attr_retain_grad": lambda self, tx: None,
+        "method_retain_grad": retain,
+    }
+    theirs = {name: vars(TensorVariable).get(name) for name in ours}
+    for name, method in ours.items():
+        setattr(TensorVariable, name, method)
+    try:
+        yield
+    finally:
+        for name, original in theirs.items():
+            delattr(TensorVariable, name) if original is None else setattr(TensorVariable, name, original)
+
+
 def own_decompositions() -> contextlib.AbstractContextManager[None]:
     """Within it, tracing opens compound operators as it does for torch's own compiler.
 
@@ -407,6 +450,14 @@ def end_failed_capture(device: torch.device, pool: Any) -> None:
         return
     with contextlib.suppress(RuntimeError):  # torch had told it already
         end(torch.cuda.current_device() if device.index is None else device.index, pool)
+
+
+def global_module_hooks(backward: bool = False) -> tuple[int, ...]:
+    """The hooks that are registered for all modules, forward or backward ones, by their numbers."""
+    names = ("_global_backward_hooks", "_global_backward_pre_hooks") if backward else (
+        "_global_forward_hooks", "_global_forward_pre_hooks"
+    )  # fmt: skip
+    return tuple(number for name in names for number in getattr(torch.nn.modules.module, name, ()))
 
 
 def autograd_sequence() -> int:

@@ -15,12 +15,14 @@ from amp_compiler.backends.step_runner import is_on_cpu, kernels_for, most_inner
 from amp_compiler.forward.program import build_run, normalize, plan_captured, rewrite
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.shape_guards import InputForm
+from amp_compiler.forward.value_guards import ValueGuards
 from amp_compiler.fx.capture import Captured, Source, capture_module
 from amp_compiler.fx.capture_errors import name_of
 from amp_compiler.fx.checkpoints import refused_checkpoints
 from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import copy_graph, results_of, torch_dtype
+from amp_compiler.fx.hooks import refuse_parameter_hooks
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops import native
 from amp_compiler.ops.cpu.arena import ArenaMemory, ArenaRun
@@ -96,10 +98,12 @@ def _build_step(
     model: LossModule, batch: tuple[Any, ...], options: StepOptions, state: StepState, stages: Stages
 ) -> StepProgram:
     settings = options.settings
+    model.adopt(options.optimizers)
     leaves, _ = pytree.tree_flatten((batch, {}))
     low = torch_dtype(settings.low(device_of([*leaves, *model.parameters()])))
     check_parameters(model, options.optimizers, low, options.enabled)
-    with widened(model.parameters()):
+    refuse_parameter_hooks((name.partition(".")[2], parameter) for name, parameter in model.named_parameters())
+    with model.as_parameters(), widened(model.parameters()):
         with refused_checkpoints(name_of(model)):
             captured = capture_module(model, batch, {}, settings.dynamic_shapes)
         form = InputForm.of(captured, leaves)
@@ -186,6 +190,8 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
         begun.form,
         stages,
         buffers,
+        captured.writes,
+        ValueGuards(captured.state, captured.constants.values()),
     )
 
 

@@ -57,6 +57,7 @@ class StepInputs:
         getters: today's tensor of every parameter, buffer and constant, by placeholder.
         trained: placeholders of the parameters that require a gradient and belong to an optimizer.
         buffers: placeholders of the buffers.
+        moving: placeholders of tensors in whose place every step leaves another one.
 
     Raises:
         CaptureError: no parameter is trained.
@@ -70,6 +71,7 @@ class StepInputs:
             for name, entry in self.entries.items()
             if entry.source is not Source.USER
         }
+        self.moving = {name for name in self.getters if captured.is_rewritten(self.entries[name])}
         self.buffers = tuple(name for name in self.getters if self.entries[name].source is Source.BUFFER)
         held = [name for name in self.getters if self.entries[name].source is Source.PARAMETER]
         self.holders = {id(p): one for one in optimizers for group in one.param_groups for p in group["params"]}
@@ -159,9 +161,9 @@ class TrainedWeights:
         return tuple(entries[self.placed.parameter(name)].target.partition(".")[2] for name in self.updated)
 
     def fixed(self, step: fx.GraphModule) -> set[str]:
-        """The placeholders whose tensors are the same at every step: all but the batch."""
+        """The placeholders whose tensors are the same at every step: all but the batch, and what a step replaces."""
         kept = [node.name for node in step.graph.find_nodes(op="placeholder") if Key.STATE in node.meta]
-        return {*self.placed.wrt, *self.inputs.getters, *kept}
+        return {*self.placed.wrt, *self.inputs.getters, *kept} - self.inputs.moving
 
     def resolvers(self, step: fx.GraphModule, kept: KeptTensors) -> list[Resolver]:
         """For each placeholder of a step graph, how to get its tensor from the flat batch at run time."""

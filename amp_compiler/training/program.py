@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,13 +15,17 @@ from amp_compiler.backends.cuda_graph import GraphedRun
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.shape_guards import InputForm
 from amp_compiler.forward.tensor_versions import note_writes
+from amp_compiler.forward.value_guards import ValueGuards
+from amp_compiler.fx.attribute_writes import Writes
 from amp_compiler.fx.capture_errors import SPOKEN_OF
 from amp_compiler.fx.graph import LOW_TYPES, results_of
+from amp_compiler.fx.python_state import PythonState
 from amp_compiler.fx.torch_private import TENSORS
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.update.product import Product
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.training.fused_optimizers import BoundGroup
+from amp_compiler.training.outside import OUTSIDE, Alone, Substitutes, adopt
 from amp_compiler.training.traced_optimizers import TracedGroup
 
 ROOT = "model"  # name of the models in a `LossModule`
@@ -29,13 +34,14 @@ ROOT = "model"  # name of the models in a `LossModule`
 class LossModule(nn.Module):
     """`loss_fn(model, *batch)` as a module, so that it can be captured with the parameters of all models in it.
 
-    One model stands under `model`; of a nest, each under its path: `model.generator` for `{"generator": …}`.
+    One model stands under `model`; of a nest, each under its path: `model.generator` for `{"generator": …}`. What the
+    loss function holds beside them stands under `outside`.
     """
 
     def __init__(self, model: Any, loss_fn: Callable[..., Any]) -> None:
         super().__init__()
         self.__dict__[SPOKEN_OF] = "the loss function"
-        self.__dict__["nest"], self.__dict__["loss_fn"] = model, loss_fn
+        self.__dict__["nest"], self.__dict__["loss_fn"], self.__dict__["alone"] = model, loss_fn, Alone()
         if isinstance(model, nn.Module):
             self.add_module(ROOT, model)
             return
@@ -64,9 +70,34 @@ class LossModule(nn.Module):
                 mend="use keys without dots, each another text",
             ) from cause
 
+    def adopt(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Take in what the loss function holds beside the models, see `training.outside`."""
+        self.__dict__["alone"].names = adopt(self, optimizers)
+
+    @contextmanager
+    def as_parameters(self) -> Iterator[None]:
+        """Within it, adopted tensors that are no `nn.Parameter` stand as one over the same memory: export asks it."""
+        own = self.__dict__
+        plain = {name: tensor for name, tensor in own["alone"].names.values() if not isinstance(tensor, nn.Parameter)}
+        try:
+            for name, tensor in plain.items():
+                own["_modules"][OUTSIDE]._parameters[name] = nn.Parameter(tensor.detach(), tensor.requires_grad)
+            yield
+        finally:
+            for name, tensor in plain.items():
+                own["_modules"][OUTSIDE]._parameters[name] = tensor
+
+    def _call(self, batch: tuple[Any, ...]) -> Any:
+        own = self.__dict__
+        if not own["alone"].names or not torch.compiler.is_exporting():
+            return own["loss_fn"](own["nest"], *batch)
+        table = own["_modules"][OUTSIDE]._parameters  # holds what stands for the parameters while they are traced
+        with Substitutes({key: table[name] for key, (name, _) in own["alone"].names.items()}) as mode:
+            return mode.swap(own["loss_fn"](own["nest"], *batch))
+
     def forward(self, *batch: Any) -> tuple[Tensor, Any]:
         """The loss and aux (`None` where the loss function gives none)."""
-        result = self.__dict__["loss_fn"](self.__dict__["nest"], *batch)
+        result = self._call(batch)
         loss, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
             raise AmpError(
@@ -100,7 +131,7 @@ class StepOutput:
     gradients: tuple[Tensor | Product, ...]
 
 
-@dataclass
+@dataclass(eq=False)
 class StepProgram:
     """A compiled step.
 
@@ -112,10 +143,12 @@ class StepProgram:
         run: the compiled graph, replayed as a CUDA graph where it can be.
         resolve: one function per placeholder, from the batch leaves to its tensor.
         out_spec: tree of `(loss, aux)`.
-        results: number of flat values in it.
+        results: number of flat values in it, and of those that `writes` assigns.
         form: which batches it can be used for.
         stages: the text of the graph behind each pass.
         buffers: gets the buffers that it writes.
+        writes: what is assigned after a call, detached.
+        values: the Python values that it holds for.
     """
 
     graph_module: fx.GraphModule
@@ -129,6 +162,8 @@ class StepProgram:
     form: InputForm
     stages: Stages
     buffers: tuple[Callable[[], Tensor], ...] = ()
+    writes: Writes = field(default_factory=Writes)
+    values: ValueGuards = field(default_factory=lambda: ValueGuards(PythonState()))
 
     @property
     def update(self) -> StepProgram:
@@ -153,6 +188,7 @@ class StepProgram:
                 inputs = [get(leaves) for get in self.resolve]
             flat = list(self.run(*inputs))
         note_writes([p for group in self.groups for p in group.parameters] + [get() for get in self.buffers])
-        loss, aux = pytree.tree_unflatten(flat[: self.results], self.out_spec)
+        self.writes.put(flat[: self.results])
+        loss, aux = pytree.tree_unflatten(flat[: self.out_spec.num_leaves], self.out_spec)
         norm, _, flags = flat[self.results : self.results + 3]
         return StepOutput(loss, aux, norm, flags, tuple(flat[self.results + 3 :]))

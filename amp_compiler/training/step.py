@@ -14,6 +14,7 @@ from amp_compiler.backends.cuda_capture import TorchGraphs
 from amp_compiler.backends.cuda_graph import GraphSettings
 from amp_compiler.errors import AmpError, CaptureError, HookError, LoweringError, OptimizerError
 from amp_compiler.forward.captures import Captures
+from amp_compiler.forward.program_table import ProgramTable
 from amp_compiler.forward.settings import AUTO, device_of, make_settings
 from amp_compiler.forward.signature import BatchForm, leaves_key, module_key
 from amp_compiler.forward.unwrap import unwrapped_model
@@ -169,8 +170,8 @@ class TrainingStep(StepReadings):
         check_parameters(self._module, self._optimizers, low, enabled)
         self._watch, self._form = StuckWatch(self._device), BatchForm()
         self._captures = Captures("the training step", self._settings, "batch")
-        self._programs: dict[Any, StepProgram] = {}
-        self._fits: dict[Any, Any] = {}  # which of them a batch of another shape is for
+        self._programs: ProgramTable[StepProgram] = ProgramTable()
+        self._fits: dict[Any, StepProgram] = {}  # programs of dynamic shapes for batches of other shapes
         self._pieces: PieceStep | None = None
         self._told = False  # which rules match nothing
         self._last, self._leaves = None, []
@@ -245,13 +246,14 @@ class TrainingStep(StepReadings):
         with TENSORS:
             module, form = module_key(self._module, by_identity=True), leaves_key(leaves)
         key = (spec, module, owners, gather, self._scale_config, form)
-        program = self._programs.get(key) or self._dynamic(key, leaves)
+        program = self._programs.find(key) or self._dynamic(key, leaves)
         if program is not None and not any(group.flags_changed() for group in program.groups):
             return program
         self._form.check(batch)
         if program is None and len(self._programs) >= MOST_SIGNATURES:
             raise CaptureError(
-                f"the step was captured for {MOST_SIGNATURES} signatures (shapes and types of the batch, model modes)",
+                f"the step was captured for {MOST_SIGNATURES} signatures (shapes and types of the batch, model modes, "
+                "Python values that loss and model read)",
                 mend="pad the batches to fewer shapes, and pass numbers that change as tensors",
             )
         try:
@@ -271,10 +273,15 @@ class TrainingStep(StepReadings):
             return PieceProgram(step, spec, options, owners)
         now = module_key(self._module, by_identity=True)
         if now != module:  # weights were converted for storage without masters: earlier programs will never fit again
-            self._programs.clear()
-        self._programs[(spec, now, owners, gather, self._scale_config, form)] = program
+            self._forget()
+        self._programs.add((spec, now, owners, gather, self._scale_config, form), program)
         self._form.fix(batch)
         return program
+
+    def _forget(self) -> None:
+        """Drop the programs, none of which will fit again."""
+        self._programs.clear()
+        self._fits.clear()
 
     def _may_run_in_pieces(self, cause: AmpError) -> bool:
         """Whether pieces could do what one graph could not, and as the caller asked for it."""
@@ -286,13 +293,15 @@ class TrainingStep(StepReadings):
         if self._settings.dynamic_shapes is None:
             return None
         found = self._fits.get(key)
-        if found in self._programs:
-            return self._programs[found]
+        if found is not None and found.values.hold():
+            return found
         for other, program in self._programs.items():
             if other[:-1] == key[:-1] and program.form.is_dynamic and program.form.accepts(leaves):
+                if not program.values.hold():
+                    continue
                 if len(self._fits) >= MOST_KNOWN:
                     self._fits.clear()
-                self._fits[key] = other
+                self._fits[key] = program
                 return program
         return None
 
@@ -314,6 +323,6 @@ class TrainingStep(StepReadings):
         before = self._scale_config
         self._held.load(state)
         if before != self._scale_config:
-            self._programs.clear()
+            self._forget()
         self._weights.rounding.load_state_dict(state.get(OWN_KEY, {}))
         self._watch.forget()

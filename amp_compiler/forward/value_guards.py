@@ -1,0 +1,146 @@
+"""`ValueGuards`: the Python values that a capture read and took for granted, compared at every call."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp_compiler.fx.python_state import OPENED, Holder, Kind, PythonState, is_plain
+
+Check = Callable[[Any], bool]
+
+
+class ValueGuards:
+    """What must still be so for a captured program to be used again.
+
+    A number, a text or a function that the code of a model names must be the same; a tensor must be of the same type
+    and shape; a list or dict must hold the same. Nearly all of them are attributes, globals or variables of closures:
+    these are compared by identity in one generated expression, some 20 ns each, and by value only where that fails.
+
+    Args:
+        state: what the code reaches, in the state in which it was captured.
+        constants: tensors that the graph reads and that stand somewhere in there.
+
+    Example:
+        >>> from amp_compiler.fx.python_walk import python_state
+        >>> dropout = nn.Dropout(0.5)
+        >>> guards = ValueGuards(python_state(dropout))
+        >>> guards.hold()
+        True
+        >>> dropout.p = 0.25
+        >>> guards.hold()
+        False
+    """
+
+    def __init__(self, state: PythonState, constants: Iterable[torch.Tensor] = ()) -> None:
+        self._kept: list[tuple[Holder, Any, Check]] = []
+        self._deep: list[tuple[Callable[[], Any], Check]] = []
+        places = {(id(holder.value), key): (holder, key, value) for holder, key, value in state.loaded()}
+        for tensor in constants:
+            if (place := state.place_of(tensor)) is not None:
+                places.setdefault((id(place[0].value), place[1]), (*place, tensor))
+        for holder, key, value in places.values():
+            if holder.kind not in (Kind.TABLE, Kind.CELL, Kind.CLASS):
+                continue  # compared as part of what holds it
+            if _is_told_by_identity(value):
+                self._kept.append((holder, key, _expected(value, ())))
+            else:
+                self._deep.append((holder.getter(key), _expected(value, ())))
+        for function in state.functions:
+            for defaults in (function.__defaults__, function.__kwdefaults__):
+                if defaults and not is_plain(defaults):  # a list that is a default may change
+                    self._deep.append((lambda defaults=defaults: defaults, _expected(defaults, ())))  # type: ignore[misc]
+        for module in state.beside:
+            self._deep.append((partial(getattr, module, "training"), _expected(module.training, ())))
+        self._absent = [(holder.value, key) for holder, key in state.absent()]
+        self._same = _identity_test(self._kept, self._absent)
+
+    def hold(self) -> bool:
+        """Whether everything is as it was."""
+        try:
+            return (self._same() or self._equal()) and all(check(get()) for get, check in self._deep)
+        except (KeyError, ValueError, AttributeError, IndexError):
+            return False  # something is gone
+
+    def _equal(self) -> bool:
+        """By value: another object may be the same number."""
+        if any(key in table for table, key in self._absent):
+            return False
+        return all(check(holder.getter(key)()) for holder, key, check in self._kept)
+
+
+def _identity_test(kept: list[tuple[Holder, Any, Check]], absent: list[tuple[Any, Any]]) -> Callable[[], bool]:
+    """One function that compares every place with the object that stands there now."""
+    namespace: dict[str, Any] = {}
+    terms = []
+    for number, (holder, key, _) in enumerate(kept):
+        value = holder.getter(key)()
+        owner = f"t{id(holder.value)}"
+        namespace[owner] = vars(holder.value) if holder.kind is Kind.CLASS else holder.value
+        namespace[f"v{number}"] = value
+        read = f"{owner}.cell_contents" if holder.kind is Kind.CELL else f"{owner}[{key!r}]"
+        terms.append(f"{read} is v{number}")
+    for table, key in absent:
+        namespace[f"t{id(table)}"] = table
+        terms.append(f"{key!r} not in t{id(table)}")
+    source = "def same():\n    return " + (" and ".join(terms) or "True")
+    exec(compile(source, "<value guards>", "exec"), namespace)
+    same: Callable[[], bool] = namespace["same"]
+    return same
+
+
+def _is_told_by_identity(value: Any) -> bool:
+    return is_plain(value) or not isinstance(value, (torch.Tensor, partial, list, deque, tuple, dict, set))
+
+
+def _expected(value: Any, around: tuple[int, ...]) -> Check:
+    """A test for a value like this one.
+
+    Args:
+        value: what stood there.
+        around: `id` of the containers that it is in; one that holds itself is told by identity.
+    """
+    if isinstance(value, nn.Parameter):
+        return lambda now: isinstance(now, nn.Parameter)  # those of the model are compared elsewhere
+    if isinstance(value, torch.Tensor):
+        form = _form(value)
+        return lambda now: isinstance(now, torch.Tensor) and _form(now) == form
+    if isinstance(value, (float, complex)):
+        text = repr(value)  # 0.0 is not -0.0, and nan is nan
+        return lambda now: now is value or (type(now) is type(value) and repr(now) == text)
+    if is_plain(value):
+        return lambda now: now is value or (type(now) is type(value) and bool(now == value))
+    if isinstance(value, partial):
+        arguments = _expected((value.args, value.keywords), around)
+        return lambda now: now is value and arguments((now.args, now.keywords))
+    if id(value) in around or not isinstance(value, (list, deque, tuple, dict, set)):
+        return lambda now: now is value
+    return _container(value, (*around, id(value)))
+
+
+def _container(value: Any, around: tuple[int, ...]) -> Check:
+    kind, length = type(value), len(value)
+    if length > OPENED:
+        return lambda now: now is value and len(now) == length
+    if isinstance(value, set):
+        members = frozenset(value)
+        return lambda now: type(now) is kind and members == now
+    keys = tuple(value) if isinstance(value, dict) else None
+    checks = [_expected(item, around) for item in (value.values() if isinstance(value, dict) else value)]
+
+    def holds(now: Any) -> bool:
+        if type(now) is not kind or len(now) != length or (keys is not None and tuple(now) != keys):
+            return False
+        return all(check(item) for check, item in zip(checks, now if keys is None else now.values(), strict=True))
+
+    return holds
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    strides = tensor.stride() if tensor.layout is torch.strided else tensor.layout
+    return type(tensor), tensor.shape, strides, tensor.dtype, tensor.device, tensor.requires_grad

@@ -1,0 +1,81 @@
+"""What code names: read from its instructions, without running it."""
+
+from __future__ import annotations
+
+import dis
+import enum
+import functools
+import sys
+import types
+from typing import Any
+
+from amp_compiler.fx.graph import shorten_path
+
+_FOREIGN = frozenset({"torch", "numpy", "amp_compiler", *sys.stdlib_module_names})
+_STORES = tuple(dis.opmap[name] for name in ("STORE_ATTR", "STORE_GLOBAL", "DELETE_ATTR", "DELETE_GLOBAL"))
+_LOADS = frozenset(
+    {"LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_SUPER_ATTR", "IMPORT_NAME", "IMPORT_FROM"}
+)
+_BY_NAME = frozenset({"getattr", "hasattr", "__dict__", "vars", "setattr", "delattr"})
+
+
+class Origin(enum.Enum):
+    """Where code comes from."""
+
+    USER = "user"
+    INSTALLED = "installed"
+    FOREIGN = "foreign"  # torch, numpy, the standard library and this project: nothing of the user's stands there
+
+
+@functools.lru_cache(maxsize=4096)
+def origin_of(module: str) -> Origin:
+    """Where the code of a Python module comes from, by the module's name."""
+    if module.partition(".")[0] in _FOREIGN:
+        return Origin.FOREIGN
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    parts = set(file.replace("\\", "/").split("/"))
+    return Origin.INSTALLED if parts & {"site-packages", "dist-packages"} else Origin.USER
+
+
+def functions_of(member: Any) -> list[types.FunctionType]:
+    """The functions behind a member of a class: a method, a property, …; none where it is a value."""
+    if isinstance(member, (staticmethod, classmethod)):
+        member = member.__func__
+    found: list[Any] = [member]
+    if isinstance(member, property):
+        found = [member.fget, member.fset]
+    elif isinstance(member, functools.cached_property):
+        found = [member.func]
+    return [one for one in found if isinstance(one, types.FunctionType)]
+
+
+@functools.lru_cache(maxsize=4096)
+def names_of(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
+    """The names of globals and attributes that code loads, and those that it stores, in the functions within it too.
+
+    What it may ask for by a text (`getattr(self, "scale", None)`) counts as loaded, and is the third result.
+    """
+    loaded, stored, asked = set(code.co_names), set(), set()
+    if any(store in code.co_code[::2] for store in _STORES):
+        found = list(dis.get_instructions(code))
+        loaded = {str(one.argval) for one in found if one.opname in _LOADS}
+        stored = {str(one.argval) for one in found if one.opcode in _STORES}
+    if loaded & _BY_NAME:
+        asked = {text for text in code.co_consts if isinstance(text, str) and text.isidentifier()}
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            more = names_of(inner)
+            loaded, stored, asked = loaded | more[0], stored | more[1], asked | more[2]
+    return frozenset(loaded | asked), frozenset(stored), frozenset(asked)
+
+
+def line_that_stores(code: types.CodeType, name: Any) -> str:
+    """`file:line` of the first assignment to an attribute or a global in code; empty where there is none."""
+    pending = [code]
+    while pending:
+        code = pending.pop()
+        for found in dis.get_instructions(code):
+            if found.opcode in _STORES and found.argval == name and found.positions is not None:
+                return f"{shorten_path(code.co_filename)}:{found.positions.lineno}"
+        pending += [inner for inner in code.co_consts if isinstance(inner, types.CodeType)]
+    return ""

@@ -1,0 +1,94 @@
+"""Hooks that a graph would not run: those on modules are refused, those on tensors lead to Dynamo's pieces."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from amp_compiler.errors import CaptureError, HookError
+from amp_compiler.fx.graph import shorten_path
+from amp_compiler.fx.torch_private import global_module_hooks
+
+_ON_TENSORS = {
+    torch.Tensor.register_hook: "register_hook",
+    torch.Tensor.register_post_accumulate_grad_hook: "register_post_accumulate_grad_hook",
+    torch.Tensor.retain_grad: "retain_grad",
+}
+
+
+def refuse_module_hooks(model: nn.Module) -> None:
+    """Refuse backward hooks on modules, which no graph and no piece of Dynamo's runs.
+
+    Raises:
+        HookError: names the module.
+    """
+    for name, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            raise HookError(
+                f"module '{name or type(model).__name__}' has a full backward hook, which a graph does not run",
+                mend="remove it before the call, or register it on a tensor outside of the model",
+            )
+    if global_module_hooks(backward=True):
+        raise HookError(
+            "there is a global backward hook for all modules, which a graph does not run",
+            mend="remove the handle that torch.nn.modules.module.register_module_full_backward_hook gave",
+        )
+
+
+def refuse_tensor_hook(function: Any) -> None:
+    """Refuse a hook that the model's code hangs on a tensor while it is traced: no op of a graph stands for it.
+
+    Args:
+        function: what is called.
+
+    Raises:
+        CaptureError: Dynamo's pieces run it.
+    """
+    name = _ON_TENSORS.get(function)
+    if name is not None:
+        raise CaptureError(
+            f"forward calls {name} on a tensor, which one graph cannot do",
+            where=calling_line(),
+            mend="hang the hook on a tensor that goes into the model or comes out of it, or on a parameter",
+        )
+
+
+def calling_line() -> str:
+    """`file:line` of the innermost call that is neither torch's nor this project's; empty where there is none."""
+    torch_root = torch.__file__.rpartition("/")[0]
+    for frame, line in traceback.walk_stack(None):
+        file = frame.f_code.co_filename
+        if not file.startswith((torch_root, "<")) and "/amp_compiler/" not in file:
+            return f"{shorten_path(file)}:{line}"
+    return ""
+
+
+def refuse_parameter_hooks(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Refuse hooks on parameters, where the backward is part of the graph.
+
+    Args:
+        named: the parameters with their names.
+
+    Raises:
+        CaptureError: names the first parameter; a step in pieces runs its hooks.
+    """
+    for name, parameter in named:
+        if has_hooks(parameter):
+            raise CaptureError(
+                f"parameter '{name}' has a hook on its gradient, which one graph cannot run",
+                mend="remove it with the handle that register_hook gave, or do in loss_fn what it does",
+            )
+
+
+def hook_numbers(hooks: Mapping[int, Any]) -> tuple[int, ...]:
+    """The numbers of the hooks of a module, without those that a capture hangs there for a moment (`of_capture`)."""
+    return tuple(number for number, hook in hooks.items() if not getattr(hook, "of_capture", False))
+
+
+def has_hooks(tensor: torch.Tensor) -> bool:
+    """Whether something is to be called with the gradient of a tensor."""
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))

@@ -1,0 +1,112 @@
+"""Hooks on tensors, parameters and modules: each is run as in an eager call, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as all_modules
+
+import amp_compiler as amp
+from amp_compiler.errors import HookError
+
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+
+
+class Hooked(nn.Module):
+    """Does something to a tensor in the middle."""
+
+    def __init__(self, work: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.fc, self.out, self.work = nn.Linear(4, 4), nn.Linear(4, 4), work
+        self.kept: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.fc(x)
+        self.work(self, h)
+        return self.out(h)
+
+
+def doubled(model: Hooked, h: torch.Tensor) -> None:
+    h.register_hook(lambda gradient: 2 * gradient)
+
+
+def kept(model: Hooked, h: torch.Tensor) -> None:
+    h.retain_grad()
+    model.kept = h
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> None:
+    torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("work", [doubled, kept])
+def test_a_hook_in_forward_runs_between_pieces(work: Callable[..., Any]) -> None:
+    model = Hooked(work)
+    twin = copy.deepcopy(model)
+    compiled = amp.compile(model, dtype="bf16", backend="eager")
+    compiled(X).sum().backward()
+    twin(X).sum().backward()
+    close(model.fc.weight.grad, twin.fc.weight.grad)
+    assert compiled.in_pieces and len(compiled._last.plans) == 2
+    if work is kept:
+        close(model.kept.grad, twin.kept.grad)
+
+
+def test_explain_names_the_line_of_the_hook() -> None:
+    with pytest.raises(amp.CaptureError, match=r"test_hooks\.py:\d+: forward calls register_hook"):
+        amp.explain(Hooked(doubled), (X,))
+
+
+def test_hooks_on_parameters_run() -> None:
+    model, seen = nn.Linear(4, 4), []
+    compiled = amp.compile(model, dtype="bf16", backend="eager")
+    model.weight.register_hook(lambda gradient: 3 * gradient)
+    model.bias.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
+    compiled(X).sum().backward()
+    close(model.weight.grad, 3 * X.sum(0).expand(4, 4))
+    close(seen[0], torch.full((4,), 3.0))
+    assert not compiled.in_pieces
+
+
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook"])
+def test_global_forward_hooks_are_traced_while_they_are_there(kind: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    compiled = amp.compile(model, dtype="bf16", backend="eager")
+    before = compiled(X)
+
+    def more(module: nn.Module, *args: Any) -> Any:
+        return args[-1][0] + 1 if kind == "forward_pre_hook" else args[-1] + 1
+
+    handle = getattr(all_modules, f"register_module_{kind}")(
+        lambda module, *args: more(module, *args) if isinstance(module, nn.Linear) else None
+    )
+    try:
+        close(compiled(X), model(X))
+    finally:
+        handle.remove()
+    assert torch.equal(compiled(X), before) and len(compiled._programs) == 2
+
+
+def test_global_backward_hooks_are_refused() -> None:
+    compiled = amp.compile(nn.Linear(4, 4), dtype="bf16", backend="eager")
+    compiled(X)
+    handle = all_modules.register_module_full_backward_hook(lambda *_: None)
+    try:
+        with pytest.raises(HookError, match="global backward hook"):
+            compiled(X)
+    finally:
+        handle.remove()
+
+
+def test_what_a_forward_hook_does_in_python_is_done_at_every_call() -> None:
+    model, calls = nn.Sequential(nn.Linear(4, 4)), []
+    model[0].register_forward_pre_hook(lambda module, args: calls.append(len(args)))
+    compiled = amp.compile(model, dtype="bf16", backend="eager")
+    for _ in range(3):
+        compiled(X)
+    assert calls == [1, 1, 1]

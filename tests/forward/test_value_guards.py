@@ -1,0 +1,167 @@
+"""Python values that a forward reads: another value is another capture, and the same ones are none."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import amp_compiler as amp
+from amp_compiler.forward.value_guards import ValueGuards
+from amp_compiler.fx.python_walk import python_state
+
+X = torch.ones(3, 4)
+FACTOR = 2.0
+TABLE = {"scale": [1.0, 2.0]}
+SETTINGS = types.SimpleNamespace(scale=1.0, unused=1.0)
+
+
+class Settings:
+    scale = 1.0
+
+
+def helper(x: torch.Tensor, gains: list[float] = [1.0]) -> torch.Tensor:  # noqa: B006  # changed by a test
+    return x * FACTOR * gains[0]
+
+
+class Reader(nn.Module):
+    """Reads a value of every kind."""
+
+    kind = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.drop = nn.Dropout(0.0)
+        self.k, self.unread, self.act = 1.0, 1.0, torch.relu
+        self.sizes, self.settings = [1, 1], Settings()
+        self.partial = functools.partial(torch.mul, other=1.0)
+        self.weights = torch.ones(4)
+
+    @property
+    def product(self) -> float:
+        return self.k * self.sizes[0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.act(self.fc(x))) * self.product * self.kind * self.weights
+        x = self.partial(x) * self.settings.scale * TABLE["scale"][0] * SETTINGS.scale * getattr(self, "late", 1.0)
+        return helper(x)
+
+
+def set_global(name: str, value: Any) -> None:
+    globals()[name] = value
+
+
+CHANGES: dict[str, Callable[[Reader], Any]] = {
+    "attribute": lambda m: setattr(m, "k", 3.0),
+    "attribute of a layer": lambda m: setattr(m.drop, "p", 1.0),
+    "attribute of the class, on the module": lambda m: setattr(m, "kind", 3.0),
+    "attribute that was absent": lambda m: setattr(m, "late", 3.0),
+    "function": lambda m: setattr(m, "act", torch.tanh),
+    "item of a list": lambda m: m.sizes.__setitem__(0, 3),
+    "object": lambda m: setattr(m.settings, "scale", 3.0),
+    "partial": lambda m: setattr(m, "partial", functools.partial(torch.mul, other=3.0)),
+    "keyword of a partial": lambda m: m.partial.keywords.update(other=3.0),
+    "tensor of another type": lambda m: setattr(m, "weights", torch.full((4,), 3.0, dtype=torch.float64)),
+    "tensor of the same type": lambda m: setattr(m, "weights", torch.full((4,), 3.0)),
+    "forward of a layer": lambda m: setattr(m.fc, "forward", lambda x: x * 3.0),
+    "list in a global dict": lambda m: TABLE["scale"].__setitem__(0, 3.0),
+    "list that is a default": lambda m: helper.__defaults__[0].__setitem__(0, 3.0),
+    "global": lambda m: set_global("FACTOR", 3.0),
+    "namespace": lambda m: setattr(SETTINGS, "scale", 3.0),
+    "class": lambda m: setattr(Reader, "kind", 3.0),
+}
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Any:
+    yield
+    set_global("FACTOR", 2.0)
+    helper.__defaults__[0][0] = TABLE["scale"][0] = SETTINGS.scale = Reader.kind = 1.0
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_value_is_another_capture(name: str) -> None:
+    model = Reader()
+    compiled = amp.compile(model, dtype="bf16", backend="eager")
+    torch.testing.assert_close(compiled(X), model(X), rtol=0.05, atol=0.05)
+    CHANGES[name](model)
+    torch.testing.assert_close(compiled(X), model(X), rtol=0.05, atol=0.05, check_dtype=False)
+    count = len(compiled._programs)
+    compiled(X)
+    assert len(compiled._programs) == count and not compiled.in_pieces
+    assert count == (1 if name == "tensor of the same type" else 2)
+
+
+def test_what_no_code_reads_changes_nothing() -> None:
+    model = Reader()
+    compiled = amp.compile(model, dtype="bf16", backend="eager")
+    compiled(X)
+    model.unread, model.fc.in_features, SETTINGS.unused, model.new = 5.0, 7, 3.0, 1.0
+    model.k, model.sizes = float("1.0"), [1, 1]  # other objects, of the same value
+    compiled(X)
+    assert len(compiled._programs) == 1
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1.0), (1, True), (0.0, -0.0), ((1, 2), (1, 2.5)), (None, 0)])
+def test_equal_values_of_other_types_are_other_values(before: Any, after: Any) -> None:
+    model = Reader()
+    model.k = before
+    guards = ValueGuards(python_state(model))
+    assert guards.hold()
+    model.k = after
+    assert not guards.hold()
+    del model.k
+    assert not guards.hold()
+    model.k = before
+    assert guards.hold()
+
+
+def test_the_values_of_two_captures_alternate() -> None:
+    model = Reader()
+    compiled = amp.compile(model, dtype="bf16", backend="eager")
+    for k in (1.0, 2.0, 1.0, 2.0):
+        model.k = k
+        torch.testing.assert_close(compiled(X), model(X), rtol=0.05, atol=0.05)
+    assert len(compiled._programs) == 2
+
+
+def test_parameters_in_a_list_get_their_gradient() -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.gains = nn.Linear(4, 4), [nn.Parameter(torch.ones(4))]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(x) * self.gains[0]
+
+    model = Listed()
+    amp.compile(model, dtype="bf16", backend="eager")(X).sum().backward()
+    torch.testing.assert_close(model.gains[0].grad, model.fc(X).sum(0), rtol=0.05, atol=0.05)
+
+
+BESIDE = nn.Sequential(nn.Linear(4, 4), nn.Dropout(1.0))
+
+
+def test_a_module_beside_the_model_is_trained_and_has_its_mode() -> None:
+    class Using(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return BESIDE(x)
+
+    compiled = amp.compile(Using(), dtype="bf16", backend="eager")
+    BESIDE.eval()
+    compiled(X).sum().backward()
+    torch.testing.assert_close(BESIDE[0].weight.grad, torch.full((4, 4), 3.0))
+    BESIDE.train()
+    assert not compiled(X).any()
+
+
+def test_a_container_that_holds_itself_is_walked_once() -> None:
+    model = Reader()
+    model.sizes.append(model.sizes)
+    assert ValueGuards(python_state(model)).hold()
