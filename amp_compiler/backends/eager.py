@@ -83,7 +83,7 @@ class _KeptNarrow:
             if low is None or tensor.dtype is not torch.float32:
                 return before(tensor)
             return _Narrow(
-                before(low), low._version, tuple(tensor.size()), tuple(tensor.stride()), tensor.storage_offset()
+                before(low), low._version, tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset())
             )
 
         def unpack(packed: Any) -> Tensor:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -24,6 +25,7 @@ from amp_compiler.forward.shape_guards import InputForm
 from amp_compiler.forward.signature import traits_key
 from amp_compiler.passes.pipeline import Stages
 
+_MARK = "_dynamo_"  # how the names begin of what torch writes on a tensor
 _LEAST = 2  # the smallest size that a dynamic dimension can stand for
 
 
@@ -83,7 +85,8 @@ class Captures:
         program, why = None, ""
         if dimensions := self._dynamic(family, leaves):
             try:
-                program = self._run(build, replace(self._settings, dynamic_shapes=_shapes(leaves, dimensions)))
+                with _marks_kept(leaves):
+                    program = self._run(build, replace(self._settings, dynamic_shapes=_shapes(leaves, dimensions)))
             except HookError:
                 raise
             except Exception as cause:  # noqa: BLE001  # torch, a pass or the compiler knows numbers only: these sizes alone it is
@@ -148,6 +151,20 @@ class Captures:
         path = pytree.tree_flatten_with_path(tree)[0][place][0]
         head = self._first if getattr(path[0], "idx", 0) == 0 else "kwargs"
         return f"{head}{pytree.keystr(path[1:])}"
+
+
+@contextmanager
+def _marks_kept(leaves: Sequence[Any]) -> Iterator[None]:
+    """Take back what torch.export writes on tensors that are dynamic to it, and leaves there where it fails."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    before = [{name: value for name, value in vars(one).items() if name.startswith(_MARK)} for one in tensors]
+    try:
+        yield
+    finally:
+        for tensor, marks in zip(tensors, before, strict=True):
+            for name in [name for name in vars(tensor) if name.startswith(_MARK)]:
+                delattr(tensor, name)
+            vars(tensor).update(marks)
 
 
 def _shapes(leaves: Sequence[Any], dimensions: Dimensions) -> torch.export.ShapesCollection:
