@@ -55,7 +55,7 @@ class _Narrow(NamedTuple):
     version: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
 
 
 class _KeptNarrow:
