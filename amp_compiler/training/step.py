@@ -228,6 +228,7 @@ class TrainingStep(StepReadings):
         if program is not None and not any(group.flags_changed() for group in program.groups):
             return program
         self._form.check(batch)
+        stale = program
         if program is None and len(self._programs) >= MOST_SIGNATURES:
             raise CaptureError(
                 f"the step was captured for {MOST_SIGNATURES} signatures (shapes and types of the batch, model modes)",
@@ -257,6 +258,8 @@ class TrainingStep(StepReadings):
         now = module_key(self._module, by_identity=True)
         if now != module:  # weights were converted for storage without masters: earlier programs will never fit again
             self._programs.clear()
+        for other in [other for other, one in self._programs.items() if one is stale]:
+            del self._programs[other]  # the one of dynamic shapes stands under another shape
         self._programs[(spec, now, owners, gather, self._scale_config, form)] = program
         self._form.fix(batch)
         return program
