@@ -38,6 +38,12 @@ class ProgramTable(Generic[P]):
         if program not in programs:
             programs.insert(0, program)
 
+    def drop(self, program: P) -> None:
+        """Forget a program, whatever keys it stands under."""
+        for programs in self._programs.values():
+            if program in programs:
+                programs.remove(program)
+
     def items(self) -> Iterator[tuple[Any, P]]:
         """All programs with their keys."""
         return iter([(key, program) for key, programs in self._programs.items() for program in programs])

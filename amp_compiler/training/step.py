@@ -250,6 +250,7 @@ class TrainingStep(StepReadings):
         if program is not None and not any(group.flags_changed() for group in program.groups):
             return program
         self._form.check(batch)
+        stale = program
         if program is None and len(self._programs) >= MOST_SIGNATURES:
             raise CaptureError(
                 f"the step was captured for {MOST_SIGNATURES} signatures (shapes and types of the batch, model modes, "
@@ -274,6 +275,9 @@ class TrainingStep(StepReadings):
         now = module_key(self._module, by_identity=True)
         if now != module:  # weights were converted for storage without masters: earlier programs will never fit again
             self._forget()
+        if stale is not None:  # one of dynamic shapes stands under another shape
+            self._programs.drop(stale)
+            self._fits.clear()
         self._programs.add((spec, now, owners, gather, self._scale_config, form), program)
         self._form.fix(batch)
         return program
