@@ -145,3 +145,20 @@ def test_a_call_that_needs_no_capture_waits_for_no_compiler(monkeypatch):
         assert not building.done() and time.monotonic() - began < 20
         go_on.set()
         building.result()
+
+
+@pytest.mark.slow
+@pytest.mark.compiles
+def test_compiled_calls_and_their_backwards_from_many_threads():
+    """A backward is compiled when it first runs, maybe while another thread builds a graph."""
+    model = model_of(Net)
+    compiled = amp.compile(model, dtype="bf16", backend="inductor")
+    batches = [torch.randn(1 + number // 12, 4) for number in range(24)]
+
+    def call(number: int) -> None:
+        result = compiled(batches[number])
+        assert torch.allclose(result, model(batches[number]), atol=0.03), number
+        result.sum().backward()
+
+    at_once(call, len(batches))
+    assert all(parameter.grad is not None for parameter in model.parameters())
