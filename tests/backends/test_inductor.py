@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from amp_compiler.backends.inductor import _CONTRACTION, _LAST_PASS, _NO_SLP, _options, compile_graph
+from amp_compiler.backends.inductor import _CONTRACTION, _NO_SLP, _options, compile_graph
 from amp_compiler.fx import torch_private
 from amp_compiler.fx.text import parse_fx
 
