@@ -39,6 +39,8 @@ def build(graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bo
     """
     given = copy.deepcopy(graph_module)
     _widen_anew(given.graph)
+    for view in given.graph.find_nodes(op=_CALL, target=torch.ops.aten.view.default):
+        view.target = torch.ops.aten.reshape.default  # strides may come out otherwise where dropout is traced again
     return compile_graph(given, inputs, round_exactly)
 
 
