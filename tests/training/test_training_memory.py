@@ -58,8 +58,8 @@ def make(backend="inductor", **options):
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    fixed = {"backend": backend, "dtype": "bf16", "dynamic_shapes": None}  # a program for each of the two sizes
-    return model, amp.training_step(model, loss_fn, optimizer, **fixed, **options)
+    given = {"backend": backend, "dtype": "bf16", "dynamic_shapes": None} | options  # a program for each of two sizes
+    return model, amp.training_step(model, loss_fn, optimizer, **given)
 
 
 def batch(number):
