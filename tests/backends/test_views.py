@@ -6,8 +6,21 @@ import pytest
 import torch
 
 import amp_compiler as amp
+from amp_compiler.backends import inductor
+from amp_compiler.fx.text import parse_fx
 
 
+def test_the_compiler_is_given_reshapes(monkeypatch):
+    given = []
+    monkeypatch.setattr(inductor, "compile_graph", lambda graph_module, *_: given.append(graph_module))
+    read = parse_fx("in x: bf16[2, 3]\nview: bf16[6] = aten.view.default(x, [6])\nreturn view")
+    inductor.build(read, [torch.zeros(2, 3, dtype=torch.bfloat16)])
+    (made,) = given
+    targets = [[node.target for node in one.graph.find_nodes(op="call_function")] for one in (read, made)]
+    assert targets == [[torch.ops.aten.view.default], [torch.ops.aten.reshape.default]]
+
+
+@pytest.mark.slow
 @pytest.mark.compiles
 def test_attention_with_dropout_is_one_graph():
     """The strides of the attention weights come out otherwise behind the dropout that the compiler opens."""

@@ -157,7 +157,9 @@ def test_what_torch_trains_is_trained(name):
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=pytest.mark.slow if COMPILED[one] else ()) for one in COMPILED]
+)
 def test_with_compiled_pieces(name):
     """A backward that is differentiated again is run node by node: torch's compiled ones cannot be."""
     step = trained(name, "inductor")
