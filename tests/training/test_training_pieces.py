@@ -333,3 +333,75 @@ def test_torch_is_as_it_was():
     )  # fmt: skip
     step(X, Y)
     assert torch.utils.checkpoint.checkpoint is checkpoint and vars(written) == before
+
+
+class Blocks(nn.Module):
+    """Wide blocks on a narrow trunk."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 256), nn.Tanh(), nn.Linear(256, 8)) for _ in range(4))
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+def saved_bytes(reentrant):
+    torch.manual_seed(0)
+    model = Blocks(reentrant)
+    weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
+    saved = {}
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() not in weights:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    compiled = amp.compile(model, dtype="bf16", backend="eager")
+    compiled(X.clone().requires_grad_()).sum().backward()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = compiled(X.clone().requires_grad_())
+    result.sum().backward()
+    return sum(saved.values()), [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_is_checkpointed_is_not_kept(reentrant):
+    (whole, expected), (checkpointed, made) = saved_bytes(None), saved_bytes(reentrant)
+    assert checkpointed < whole / 4
+    for mine, theirs in zip(made, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+
+
+class Normed(nn.Module):
+    def __init__(self, momentum):
+        super().__init__()
+        self.a, self.norm, self.b = (
+            nn.Linear(8, 16, bias=False),
+            nn.BatchNorm1d(16, momentum=momentum),
+            nn.Linear(16, 4),
+        )
+
+    def forward(self, x):
+        return self.b(self.norm(self.a(x)))
+
+
+@pytest.mark.parametrize("momentum", [None, 0.1])
+def test_update_bn(momentum):
+    """Statistics of the whole data for a trained model, also by its compiled form."""
+    torch.manual_seed(0)
+    model = Normed(momentum)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = amp.training_step(model, lambda m, x, y: F.cross_entropy(m(x), y), optimizer, dtype="bf16", backend="eager")
+    step(X, Y)
+    found = []
+    for one in (model, amp.compile(model, dtype="bf16", backend="eager")):
+        torch.optim.swa_utils.update_bn([X + number for number in range(3)], one)
+        assert model.norm.momentum == momentum and int(model.norm.num_batches_tracked) == 3
+        found.append((model.norm.running_mean.clone(), model.norm.running_var.clone()))
+    for theirs, mine in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+    assert {node.op: node.precision for node in one.plan.nodes}["aten.linear"] == "low"
