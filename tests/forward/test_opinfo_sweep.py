@@ -69,7 +69,7 @@ INTRODUCTION = """\
 Every op of torch's own list (`op_db`, those that take FP32 on a CPU) runs through `amp.compile` and through one SGD
 step of `amp.training_step`, with the backend `eager` in BF16: with torch's sample as it is (`plain`), behind a linear
 layer (`linear`) and with strided inputs (`strided`). Values and gradients are held against eager torch: at most 4 times
-as far off FP32 as eager torch.autocast, and 4 ULPs of BF16. `raw` is an exception other than `AmpError`, `wrong` another
+as far off FP32 as eager torch.autocast, and 4 ULPs of BF16. `raw` is an exception that is not ours, `wrong` another
 number; `not run` is what eager torch does not run either, or what takes no tensor that could stand behind a layer.
 
 `AMP_REGENERATE=1 pytest -m slow tests/forward/test_opinfo_sweep.py` writes this page anew.
