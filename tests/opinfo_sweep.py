@@ -281,7 +281,12 @@ def run_step(call: Call, step: Callable[..., Any]) -> Seen:
     seed()
     loss = step(*call.batch())
     after = dict(call.named_parameters())
-    return Seen([loss], {name: (before[name] - after[name].detach()) / LEARNING_RATE for name in before})
+    return Seen([loss], {name: change(before[name], after[name].detach()) for name in before})
+
+
+def change(before: Tensor, after: Tensor) -> Tensor:
+    """The gradient that SGD took; a weight that is infinite stays so, whatever it was."""
+    return torch.where(before == after, 0.0, (before - after) / LEARNING_RATE)
 
 
 def dense(value: Tensor) -> Tensor:

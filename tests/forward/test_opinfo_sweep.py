@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -25,6 +26,7 @@ SHORT = (
     ("compile", "linear", "nn.functional.group_norm"),
     ("compile", "strided", "matmul"),
     ("compile", "plain", "nonzero"),
+    ("compile", "plain", "histogramdd"),
     ("step", "linear", "nn.functional.conv2d"),
     ("step", "plain", "cholesky"),
     ("step", "strided", "cumsum"),
@@ -96,7 +98,8 @@ def page(found: dict[str, tuple[Result, ...]]) -> str:
     for form, results in found.items():
         for one in results:
             if one.outcome == "refused":
-                reasons[one.note.splitlines()[0].replace("|", "\\|").replace("<", "&lt;")][one.op].append(form)
+                reason = re.sub(r" \(`return [^`]*`\)", "", one.note.splitlines()[0])  # the line of the sweep itself
+                reasons[reason.replace("|", "\\|").replace("<", "&lt;")][one.op].append(form)
     if not reasons:
         return "\n".join([*lines, "Nothing is refused.", ""])
     lines += ["| reason | ops, and in which forms |", "|---|---|"]
