@@ -25,6 +25,7 @@ from amp_compiler.fx.attribute_writes import Writes, WriteWatch, restored
 from amp_compiler.fx.capture_errors import capture_error, name_of
 from amp_compiler.fx.custom_functions import recorded_functions
 from amp_compiler.fx.first_uses import written_first
+from amp_compiler.fx.generators import seeds_refused
 from amp_compiler.fx.graph import user_source
 from amp_compiler.fx.hooks import refuse_module_hooks, refuse_tensor_hook
 from amp_compiler.fx.python_state import PythonState
@@ -234,6 +235,7 @@ def _export(
             exporting(),
             tracing_context(),
             recorded_functions() as custom,
+            seeds_refused(),
             _silent_here(),
             _quiet("torch.fx.experimental.symbolic_shapes"),
             _quiet("torch._subclasses.fake_tensor"),

@@ -44,6 +44,11 @@ _ON_VALUES = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "Pe
 # The first that holds is said.
 _KINDS = (
     _Kind(
+        "sets the seed of random numbers",
+        "set it before the call, or give the draws a torch.Generator of their own",
+        ("SeedIsSetError",),
+    ),
+    _Kind(
         "differentiates with torch.func, which a captured graph cannot hold",
         "do it outside of the model, or in a part that is not captured",
         text=r"functorch|torch\.func|object has no attribute 'constant'|forward AD",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, MethodType
@@ -38,6 +39,41 @@ def generators_kept(*given: Any) -> Iterator[None]:
         state = random.getstate()
         stack.callback(lambda: random.setstate(state))
         yield
+
+
+class SeedIsSetError(Exception):
+    """A seed is set while a graph is captured, which would hold the numbers drawn and not the seed."""
+
+
+@contextmanager
+def seeds_refused() -> Iterator[None]:
+    """Within it `torch.manual_seed` and `torch.seed` raise `SeedIsSetError` in this thread.
+
+    Example:
+        >>> with seeds_refused():
+        ...     torch.manual_seed(0)
+        Traceback (most recent call last):
+        ...
+        amp_compiler.fx.generators.SeedIsSetError: a graph cannot set the seed of random numbers
+    """
+    kept = torch.random.default_generator
+    torch.random.default_generator = _Unseeded(kept, threading.get_ident())  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.random.default_generator = kept
+
+
+class _Unseeded:
+    """A generator that one thread must not seed."""
+
+    def __init__(self, generator: torch.Generator, thread: int) -> None:
+        self._generator, self._thread = generator, thread
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("manual_seed", "seed") and threading.get_ident() == self._thread:
+            raise SeedIsSetError("a graph cannot set the seed of random numbers")
+        return getattr(self._generator, name)
 
 
 def _defaults() -> list[torch.Generator]:

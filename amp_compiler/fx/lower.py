@@ -147,11 +147,14 @@ def _outputs(node: fx.Node) -> list[Value]:
     if not isinstance(value, (list, tuple)):
         return []
     names = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-    return [
-        _value(names[index].name if index in names else f"{node.name}.{index}", names.get(index, node), item)
-        for index, item in enumerate(value)
-        if isinstance(item, torch.Tensor)
-    ]
+    found = []
+    for index, item in enumerate(value):
+        if isinstance(item, torch.Tensor):
+            name = names[index].name if index in names else f"{node.name}.{index}"
+            found.append(_value(name, names.get(index, node), item))
+        elif index in names:  # a list of tensors among the results, as of histogramdd
+            found += _outputs(names[index])
+    return found
 
 
 def _pin(node: fx.Node) -> Pin | None:

@@ -197,3 +197,28 @@ def test_a_number_that_changes_in_a_model_in_pieces():
     for k in (0.5, 0.25, 2.0):
         assert not wrong(compiled(X, k), model(X, k))
     assert compiled.in_pieces
+
+
+def seeded(fc, x):
+    torch.manual_seed(7)
+    return fc(x) + torch.rand_like(x)
+
+
+def test_a_seed_that_forward_sets_is_set_at_every_call():
+    for _ in range(2):
+        check(Lambda(seeded), X)
+    model = amp.compile(Lambda(seeded), dtype="bf16", backend="eager")
+    assert torch.equal(model(X), model(X))
+
+
+def test_a_seed_that_a_loss_sets_is_set_at_every_step():
+    model = Lambda(seeded)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    step = amp.training_step(model, lambda m, x: m(x).sum(), optimizer, dtype="bf16", backend="eager")
+    assert not wrong(step(X), model(X).sum()) and not wrong(step(X), model(X).sum())
+
+
+def test_a_plan_of_a_forward_that_sets_a_seed_is_refused_with_its_line():
+    with pytest.raises(amp.CaptureError, match=r"test_hard_calls\.py:\d+: .* seed"):
+        amp.explain(Lambda(seeded), X)
+    assert type(torch.random.default_generator) is torch.Generator

@@ -1,0 +1,110 @@
+"""Every op of torch's own list: run as eager torch runs it, or refused; never another number, never a raw exception.
+
+`AMP_REGENERATE=1 pytest -m slow tests/forward/test_opinfo_sweep.py` writes `docs/refusals.md` anew: read the diff.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from opinfo_sweep import FORMS, OPS, WAYS, Result, judged, sweep, totals
+
+PAGE = Path(__file__).parents[2] / "docs" / "refusals.md"
+BOTH = [(way, form) for way in WAYS for form in FORMS]
+
+# What is wrong still, by form and op, with the reason. An entry that no longer fails makes the test fail.
+KNOWN: dict[str, dict[str, str]] = {}
+
+SHORT = (
+    ("compile", "plain", "linalg.inv"),
+    ("compile", "linear", "softmax.with_dtype"),
+    ("compile", "linear", "nn.functional.group_norm"),
+    ("compile", "strided", "matmul"),
+    ("compile", "plain", "nonzero"),
+    ("compile", "plain", "histogramdd"),
+    ("step", "linear", "nn.functional.conv2d"),
+    ("step", "plain", "cholesky"),
+    ("step", "strided", "cumsum"),
+    ("step", "linear", "index_add"),
+)
+
+
+@pytest.mark.parametrize(("way", "form", "name"), SHORT)
+def test_an_op_gives_what_eager_torch_gives(way: str, form: str, name: str) -> None:
+    found = judged(name, way, form)
+    assert (found.outcome, found.note) == ("right", "")
+
+
+@functools.cache
+def swept(way: str, form: str) -> tuple[Result, ...]:
+    """All ops in one form, once."""
+    return tuple(sweep(way, form))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "form"), BOTH)
+def test_the_whole_list(way: str, form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = swept(way, form)
+    with capsys.disabled():
+        print(f"\n{way}, {form}: {totals(found)}")
+    assert [one.op for one in found] == list(OPS)
+    failed = {one.op: f"{one.outcome}: {one.note}" for one in found if one.outcome in ("raw", "wrong")}
+    known = KNOWN.get(f"{way} {form}", {})
+    assert not {op: note for op, note in failed.items() if op not in known}
+    assert not known.keys() - failed.keys(), "these no longer fail: take them out of KNOWN"
+
+
+@pytest.mark.slow
+def test_the_page_of_refusals_is_current() -> None:
+    text = page({f"{way} {form}": swept(way, form) for way, form in BOTH})
+    if os.environ.get("AMP_REGENERATE"):
+        PAGE.write_text(text, encoding="utf-8")
+    assert text == PAGE.read_text(encoding="utf-8")
+
+
+INTRODUCTION = """\
+Every op of torch's own list (`op_db`, those that take FP32 on a CPU) runs through `amp.compile` and through one SGD
+step of `amp.training_step`, with the backend `eager` in BF16: with torch's sample as it is (`plain`), behind a linear
+layer (`linear`) and with strided inputs (`strided`). Values and gradients are held against eager torch: at most 4 times
+as far off FP32 as eager torch.autocast, and 4 ULPs of BF16. `raw` is an exception that is not ours, `wrong` another
+number; `not run` is what eager torch does not run so (the statistics of a batch norm have no gradient, and all FP32
+inputs are asked for theirs), or what takes no tensor that could stand behind a layer.
+
+`AMP_REGENERATE=1 pytest -m slow tests/forward/test_opinfo_sweep.py` writes this page anew.
+"""
+
+
+def page(found: dict[str, tuple[Result, ...]]) -> str:
+    """The page of the docs: totals, and what is refused with the reason."""
+    counts = {form: totals(results) for form, results in found.items()}
+    columns = list(next(iter(counts.values())))
+    lines = [
+        "# What is refused",
+        "",
+        *INTRODUCTION.splitlines(),
+        "",
+        f"| | {' | '.join(columns)} |",
+        f"|---|{'---:|' * len(columns)}",
+        *(f"| {form} | {' | '.join(str(count[one]) for one in columns)} |" for form, count in counts.items()),
+        "",
+        "## By reason",
+        "",
+    ]
+    reasons: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for form, results in found.items():
+        for one in results:
+            if one.outcome == "refused":
+                reason = re.sub(r" \(`return [^`]*`\)", "", one.note.splitlines()[0])  # the line of the sweep itself
+                reasons[reason.replace("|", "\\|").replace("<", "&lt;")][one.op].append(form)
+    if not reasons:
+        return "\n".join([*lines, "Nothing is refused.", ""])
+    lines += ["| reason | ops, and in which forms |", "|---|---|"]
+    for reason, ops in sorted(reasons.items()):
+        told = "; ".join(f"`{op}` ({', '.join(forms)})" for op, forms in sorted(ops.items()))
+        lines.append(f"| {reason} | {told} |")
+    return "\n".join([*lines, ""])
