@@ -56,12 +56,13 @@ def seeds_refused() -> Iterator[None]:
         ...
         amp_compiler.fx.generators.SeedIsSetError: a graph cannot set the seed of random numbers
     """
-    kept = torch.random.default_generator
-    torch.random.default_generator = _Unseeded(kept, threading.get_ident())  # type: ignore[assignment]
+    module: Any = torch.random
+    kept = module.default_generator
+    module.default_generator = _Unseeded(kept, threading.get_ident())
     try:
         yield
     finally:
-        torch.random.default_generator = kept
+        module.default_generator = kept
 
 
 class _Unseeded:
