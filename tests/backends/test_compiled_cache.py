@@ -41,7 +41,7 @@ def compiled(rules: object = "default") -> list[torch.Tensor]:
     return [parameter.grad for parameter in model.parameters()]
 
 
-@pytest.mark.parametrize("make", [trained, compiled])
+@pytest.mark.parametrize("make", [trained, pytest.param(compiled, marks=pytest.mark.slow)])
 def test_the_second_of_two_alike_compiles_nothing(make):
     counters.clear()
     first = make()

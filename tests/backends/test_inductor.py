@@ -52,7 +52,7 @@ POOLS = {
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("windows", POOLS)
+@pytest.mark.parametrize("windows", ["apart", pytest.param("overlapping", marks=pytest.mark.slow)])
 def test_the_gradient_of_a_max_pool_is_gathered_where_its_windows_lie_apart(windows):
     """In one loop, without a scatter into FP32 and its places in 64 bits; what overlaps is left to Inductor."""
     from torch._inductor.utils import run_and_get_code
