@@ -14,6 +14,8 @@ from torch import nn
 
 import amp_compiler as amp
 
+pytestmark = pytest.mark.long
+
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 BF16_ERROR = 2e-2  # a few roundings of 2**-9 each
 

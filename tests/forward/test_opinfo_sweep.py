@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from opinfo_sweep import FORMS, OPS, WAYS, Result, judged, sweep, totals
 
+pytestmark = pytest.mark.long
+
 PAGE = Path(__file__).parents[2] / "docs" / "refusals.md"
 BOTH = [(way, form) for way in WAYS for form in FORMS]
 

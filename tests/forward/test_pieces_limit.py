@@ -9,6 +9,8 @@ from torch import nn
 import amp_compiler as amp
 import amp_compiler.forward.graph_breaks as graph_breaks
 
+pytestmark = pytest.mark.long
+
 
 class Branches(nn.Module):
     """Runs in pieces; `k` is a number that each piece is compiled for."""

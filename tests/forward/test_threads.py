@@ -13,6 +13,8 @@ from torch import nn
 
 import amp_compiler as amp
 
+pytestmark = pytest.mark.long
+
 THREADS, CALLS = 8, 1000
 
 

@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import amp_compiler as amp
 from amp_compiler.errors import CaptureError
 
+pytestmark = pytest.mark.long
+
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(16, 8, generator=GENERATOR)
 Y = torch.randint(0, 4, (16,), generator=GENERATOR)
