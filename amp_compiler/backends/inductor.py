@@ -113,8 +113,8 @@ def _options(graph_module: fx.GraphModule, round_exactly: bool) -> dict[str, Any
 
 @functools.cache
 def _identity() -> str:
-    """Another text whenever a graph may be compiled otherwise: this file, and the operators of ours, as a hash."""
-    return f"{sources()}, {hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}"
+    """Another text whenever a graph may be compiled otherwise: our operators, decompositions and this file, hashed."""
+    return f"{sources()}, {IDENTITY}, {hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}"
 
 
 def _keep_once(graph: fx.Graph) -> None:

@@ -64,6 +64,8 @@ class PieceStep:
         self.pieces = self._in_pieces() if enabled else None
         self._updates: dict[Any, StepProgram] = {}
         self._buffers = _Buffers(model)
+        # Parameters with a gradient among the batches gathered so far; a step that was one graph may have begun them.
+        self._gathered = {name for name, one in model.named_parameters() if one in state.kept.sums}
 
     def _in_pieces(self) -> Pieces:
         return Pieces(self.model, self._settings, self.cause, self._device)
@@ -108,6 +110,25 @@ class PieceStep:
         aux = pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, aux)
         return Made(loss.detach(), aux, gradients, written)
 
+    def completed(self, made: Made, gather: str) -> Made:
+        """With zeros for the parameters that only batches before this one have a gradient of, where these are used up.
+
+        Args:
+            made: of this batch.
+            gather: as for `FuseUpdate`.
+        """
+        if gather == "add":
+            self._gathered |= set(made.gradients)
+        if gather != "use":
+            return made
+        gathered, self._gathered = self._gathered, set()
+        gradients = {
+            name: made.gradients.get(name, torch.zeros_like(parameter))
+            for name, parameter in self.model.named_parameters()
+            if name in made.gradients or name in gathered
+        }
+        return replace(made, gradients=gradients)
+
     def update_for(self, made: Made, given: Sequence[Tensor], options: StepOptions, owners: Any) -> StepProgram:
         """The program of the update: one for each set of parameters with a gradient."""
         key = (owners, options.gather, options.scale, tuple(made.gradients), tuple(made.buffers))
@@ -141,6 +162,7 @@ class PieceProgram:
         """
         batch, _ = pytree.tree_unflatten(list(leaves), self._spec)
         made = self.step.forward_and_backward(batch, self._options.optimizers)
+        made = self.step.completed(made, self._options.gather)
         given = [made.loss, *made.buffers.values(), *made.gradients.values()]
         self._update = self.step.update_for(made, given, self._options, self._owners)
         output = self._update(given)

@@ -42,6 +42,9 @@ class GradientSums:
     def __init__(self) -> None:
         self._sums: dict[int, Tensor] = {}
 
+    def __contains__(self, parameter: Tensor) -> bool:
+        return id(parameter) in self._sums
+
     def get(self, parameter: Tensor) -> Tensor:
         """The sum of a parameter's gradients; the same tensor at every step."""
         found = self._sums.get(id(parameter))

@@ -62,6 +62,8 @@ def training_step(
 ) -> TrainingStep:
     """Make a training step: one compiled graph that runs forward, backward and update.
 
+    Where one graph cannot hold the loss, forward and backward run in pieces; `step.execution` says so and why.
+
     Args:
         model: an `nn.Module`, an ONNX model (a path or a `ModelProto`), or a dict, list or tuple of them.
             `step.model` is the module that is trained.
@@ -196,7 +198,8 @@ class TrainingStep(StepReadings):
             The detached loss, or `(loss, aux)`.
 
         Raises:
-            CaptureError: the loss cannot be captured as one graph, or the batch is built otherwise than the first.
+            CaptureError: the loss cannot be captured, neither as one graph nor in pieces, or the batch is built
+                otherwise than the first.
             LoweringError: the graph cannot be compiled.
             LossScaleError: the gradients stay non-finite at the lowest loss scale; on a GPU a call or more later.
         """

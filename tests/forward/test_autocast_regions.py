@@ -66,7 +66,13 @@ def test_it_is_refused_in_a_model_that_runs_in_pieces():
 @pytest.mark.parametrize("run", [trained, called, explained])
 @pytest.mark.parametrize("region", [{"dtype": torch.float16}, {"dtype": torch.bfloat16, "enabled": False}])
 def test_a_region_that_asks_for_no_other_type_is_taken(region, run):
-    run(Region(**region), "fp16")
+    """Its node runs in the plan's type, or in FP32 where autocast is off."""
+    made = run(Region(**region), "fp16")
+    if run is not explained:
+        assert made.isfinite().all()
+        return
+    precisions = [node.precision for node in made.nodes if node.op == "aten.linear"]
+    assert precisions == ["low", "low" if region.get("enabled", True) else "fp32"]
 
 
 def test_a_step_that_plans_nothing_refuses_nothing():

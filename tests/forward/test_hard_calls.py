@@ -90,17 +90,16 @@ def test_a_capture_that_fails_within_a_transform_leaves_torch_as_it_was(transfor
         amp.explain(Lambda(function), X)
 
 
+def step_of(model):
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return amp.training_step(model, lambda m, x: m(x).square().mean(), optimizer, dtype="bf16", backend="eager")
+
+
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_step_with_a_transform_trains_or_is_refused(name, transforms_work):
     model = Lambda(TRANSFORMS[name])
     expected = copy.deepcopy(model)(X).square().mean()
-    step = amp.training_step(
-        model,
-        lambda m, x: m(x).square().mean(),
-        torch.optim.SGD(model.parameters(), 0.1),
-        dtype="bf16",
-        backend="eager",
-    )
+    step = step_of(model)
     try:
         loss = step(X)
     except amp.CaptureError as error:
@@ -177,13 +176,7 @@ def test_bessel_functions_have_a_backward(name):
     check(Lambda(lambda fc, x: function(fc(x))), X)
     model = Lambda(lambda fc, x: function(fc(x)))
     before = copy.deepcopy(model)
-    step = amp.training_step(
-        model,
-        lambda m, x: m(x).square().mean(),
-        torch.optim.SGD(model.parameters(), 0.1),
-        dtype="bf16",
-        backend="eager",
-    )
+    step = step_of(model)
     assert not wrong(step(X), before(X).square().mean()) and not torch.equal(before.fc.weight, model.fc.weight)
 
 

@@ -254,6 +254,37 @@ def test_a_parameter_without_a_gradient_is_left_alone():
         assert not torch.equal(moved, models[which][0].weight)
 
 
+def test_gradients_of_earlier_batches_are_used_whichever_the_last_one_has():
+    """Accumulated over two batches, each of which trains another model; as torch adds them up."""
+
+    def loss_fn(models, x, y, which):
+        return F.cross_entropy(models[int(which.item())](x), y)
+
+    torch.manual_seed(0)
+    models = nn.ModuleList([mlp(), mlp(), mlp()])
+    theirs = nn.ModuleList([mlp(), mlp(), mlp()])
+    theirs.load_state_dict(models.state_dict())
+    optimizer = torch.optim.SGD(theirs.parameters(), 0.5, momentum=0.9)
+    step = amp.training_step(
+        models,
+        loss_fn,
+        torch.optim.SGD(models.parameters(), 0.5, momentum=0.9),
+        dtype="bf16",
+        backend="eager",
+        accumulate=2,
+    )
+    for first, second in ((0, 1), (1, 1), (1, 0), (2, 0)):
+        optimizer.zero_grad()
+        for which in (first, second):
+            step(X, Y, torch.tensor(which))
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_fn(theirs, X, Y, torch.tensor(which)) / 2
+            loss.backward()
+        optimizer.step()
+        for mine, other in zip(models.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(mine, other, rtol=2e-2, atol=5e-3)
+
+
 def test_an_error_of_the_model_names_its_line_and_changes_nothing():
     model = normed()
     step = amp.training_step(model, branchy, torch.optim.SGD(model.parameters(), 0.1), dtype="bf16", backend="eager")
