@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from amp_compiler.backends.backend import Backend
+from amp_compiler.errors import LoweringError
 from amp_compiler.fx.graph import own_upcasts
 from amp_compiler.fx.torch_private import saved_tensor_hooks, transforms_functions
 
@@ -91,7 +92,10 @@ class _KeptNarrow:
                 return behind(packed)  # type: ignore[no-any-return]
             low = behind(packed.low)
             if low._version != packed.version and outer is None:
-                raise RuntimeError("a 16-bit value that the backward needs was changed in place after the forward")
+                raise LoweringError(
+                    "a 16-bit value that the backward needs was changed in place after the forward",
+                    mend="call backward first, or change a copy of it",
+                )
             return low.float().as_strided(packed.size, packed.stride, packed.offset)  # type: ignore[no-any-return]
 
         return pack, unpack

@@ -18,7 +18,6 @@ from amp_compiler.forward.shape_guards import InputForm
 from amp_compiler.forward.tensor_versions import write_mark
 from amp_compiler.forward.value_guards import ValueGuards
 from amp_compiler.fx.capture import Captured, Source, capture_module, tensor_getter
-from amp_compiler.fx.capture_errors import name_of
 from amp_compiler.fx.checkpoints import refused_checkpoints
 from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.generators import generators_kept
@@ -289,7 +288,7 @@ def _build_program(
     stages: Stages,
 ) -> Program:
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    with refused_checkpoints(name_of(model)):
+    with refused_checkpoints():
         captured = capture_module(model, args, kwargs, settings.dynamic_shapes)
     users = sum(entry.source is Source.USER for entry in captured.inputs)
     if users != len(leaves) or captured.in_spec != spec:

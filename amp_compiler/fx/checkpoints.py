@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from amp_compiler.errors import CaptureError
+from amp_compiler.fx.hooks import calling_line
 from amp_compiler.fx.torch_private import replaced_checkpoint
 
 Checkpoint = Callable[..., Any]
@@ -19,11 +20,8 @@ _REPLACED: list[contextlib.ExitStack] = []  # one for each block that is entered
 
 
 @contextlib.contextmanager
-def refused_checkpoints(name: str) -> Iterator[None]:
+def refused_checkpoints() -> Iterator[None]:
     """Within it, in this thread, a model that checkpoints where gradients are wanted ends its capture.
-
-    Args:
-        name: of the model, for the message.
 
     Raises:
         CaptureError: the model calls `torch.utils.checkpoint.checkpoint`.
@@ -33,7 +31,7 @@ def refused_checkpoints(name: str) -> Iterator[None]:
         if torch.is_grad_enabled():
             raise CaptureError(
                 "the model checkpoints activations, which one graph would keep",
-                where=name,
+                where=calling_line(),
                 mend="leave it, and it runs in pieces that compute them again; or call it without checkpointing",
             )
         return function

@@ -17,7 +17,6 @@ from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.shape_guards import InputForm
 from amp_compiler.forward.value_guards import ValueGuards
 from amp_compiler.fx.capture import Captured, Source, capture_module
-from amp_compiler.fx.capture_errors import name_of
 from amp_compiler.fx.checkpoints import refused_checkpoints
 from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.generators import generators_kept
@@ -104,7 +103,7 @@ def _build_step(
     check_parameters(model, options.optimizers, low, options.enabled)
     refuse_parameter_hooks((name.partition(".")[2], parameter) for name, parameter in model.named_parameters())
     with model.as_parameters(), widened(model.parameters()):
-        with refused_checkpoints(name_of(model)):
+        with refused_checkpoints():
             captured = capture_module(model, batch, {}, settings.dynamic_shapes)
         form = InputForm.of(captured, leaves)
         if not form.is_dynamic:

@@ -87,5 +87,5 @@ def test_what_was_changed_after_the_forward_is_an_error():
     y = model(x)
     with torch.no_grad():
         x.mul_(2)
-    with pytest.raises(RuntimeError, match="changed in place"):
+    with pytest.raises(amp.LoweringError, match="changed in place"):
         y.sum().backward()

@@ -343,6 +343,7 @@ def test_what_is_checkpointed_is_computed_again(reentrant, kind):
     assert len(CALLS) == 2
     if kind == "step":
         assert "checkpoints activations" in run.execution
+        assert "test_training_pieces.py:" in run._pieces.cause.where
         assert {node.precision for node in run.plan.nodes if node.op == "aten.linear"} == {"low"}
     else:
         assert compiled.in_pieces and model.second.weight.grad.abs().sum() > 0
