@@ -50,14 +50,22 @@ class Pieces:
         settings: the options.
         cause: why the model could not be taken whole.
         device: the device that it runs on.
+        around: makes of each piece what is called in its place, from its rewritten graph and what runs it.
 
     Attributes:
         plans: plan and rewritten graph of every piece, in the order in which they were made.
         stages: the text of every piece behind each pass; names carry the number of the piece.
     """
 
-    def __init__(self, model: nn.Module, settings: Settings, cause: AmpError, device: torch.device) -> None:
-        self.cause = cause
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: Settings,
+        cause: AmpError,
+        device: torch.device,
+        around: Callable[[fx.GraphModule, Callable[..., Any]], Callable[..., Any]] = lambda graph_module, run: run,
+    ) -> None:
+        self.cause, self._around = cause, around
         self.plans: list[tuple[PrecisionPlan, fx.GraphModule]] = []
         self.stages = Stages()
         self._told = False  # that functions run without a plan
@@ -87,7 +95,7 @@ class Pieces:
         self.plans.append((plan, rewritten))
         for stage in stages:
             self.stages.note(f"piece{len(self.plans) - 1}/{stage.name}", stage.text)
-        return run
+        return self._around(rewritten, run)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model.
