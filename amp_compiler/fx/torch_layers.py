@@ -56,7 +56,7 @@ def _written_out() -> Iterator[None]:
     theirs = nn.Sequential.forward
 
     def forward(self: nn.Sequential, input: Any) -> Any:
-        layers = tuple(self._modules.values())
+        layers = tuple(self)
         return _STRAIGHT[len(layers)](layers, input) if len(layers) <= _LONGEST else theirs(self, input)
 
     nn.Sequential.forward = forward  # type: ignore[method-assign, assignment]
