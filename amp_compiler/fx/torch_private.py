@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -251,6 +251,28 @@ def recompile_limit(least: int) -> Iterator[int]:
     }
     with config.patch({name: value for name, value in wanted.items() if hasattr(config, name)}):
         yield limit
+
+
+@contextlib.contextmanager
+def frames_taken(wanted: Callable[[CodeType], bool]) -> Iterator[None]:
+    """Within it, Dynamo compiles functions of torch's own that it would leave as they are.
+
+    Args:
+        wanted: whether the code of a function that is about to run is to be compiled.
+    """
+    rules = torch._dynamo.trace_rules
+    theirs: Any = rules.check
+
+    def check(looked_at: Any, is_inlined_call: bool = False, *rest: Any, **options: Any) -> Any:
+        if not is_inlined_call and isinstance(looked_at, CodeType) and wanted(looked_at):
+            return False
+        return theirs(looked_at, is_inlined_call, *rest, **options)
+
+    rules.check = check
+    try:
+        yield
+    finally:
+        rules.check = theirs
 
 
 def functions_given_up() -> int:

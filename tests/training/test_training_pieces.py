@@ -439,3 +439,74 @@ def test_update_bn(momentum):
     for theirs, mine in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
     assert {node.op: node.precision for node in one.plan.nodes}["aten.linear"] == "low"
+
+
+def low(rounding="nearest"):
+    return {"version": 1, "extends": "default", "weights": {"master": "low", "rounding": rounding}}
+
+
+class Tied(nn.Module):
+    """A weight that is read in 16 bits by a product and in FP32 by a lookup."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm = nn.Parameter(torch.randn(4, 8) / 3), nn.LayerNorm(8)
+
+    def forward(self, x):
+        return F.linear(self.norm(x + self.table.float().norm(dim=0)), self.table)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "kahan"])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("make", [normed, Tied])
+def test_weights_without_a_master_are_trained_as_in_one_graph(make, optimizer, rounding):
+    results = {}
+    for kind, loss_fn in {"whole": lambda m, x, y: F.cross_entropy(m(x), y), "pieces": branchy}.items():
+        torch.manual_seed(0)
+        model = make()
+        options = {"dtype": "bf16", "backend": "eager", "rules": low(rounding)}
+        step = amp.training_step(model, loss_fn, optimizer(model.parameters(), 1e-2), **options)
+        losses = [float(step(X, Y)) for _ in range(6)]
+        assert ("piece" in step.execution) is (kind == "pieces")
+        results[kind] = losses, {name: one.clone() for name, one in model.state_dict().items()}
+    (losses, weights), (theirs, their_weights) = results.values()
+    assert {name: one.dtype for name, one in weights.items()} == {n: one.dtype for n, one in their_weights.items()}
+    assert torch.bfloat16 in {one.dtype for one in weights.values()}
+    torch.testing.assert_close(losses, theirs, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(weights, their_weights, rtol=1e-2, atol=2e-3)
+
+
+def test_gathered_gradients_of_weights_without_a_master():
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = amp.training_step(model, branchy, optimizer, dtype="bf16", backend="eager", rules=low(), accumulate=2)
+    before = model[0].weight.detach().clone()
+    step(X, Y)
+    assert model[0].weight.dtype is torch.bfloat16 and torch.equal(model[0].weight, before.bfloat16())
+    step(X, Y)
+    assert not torch.equal(model[0].weight, before.bfloat16())
+
+
+def test_shapes_that_were_asked_for_do_not_keep_a_step_from_its_pieces():
+    rows = torch.export.Dim("rows", min=2)
+    model = mlp()
+    step = amp.training_step(
+        model, branchy, torch.optim.SGD(model.parameters(), 0.1), dtype="bf16", backend="eager",
+        dynamic_shapes=({0: rows}, {0: rows}),
+    )  # fmt: skip
+    first = float(step(X, Y))
+    assert "branches on the values" in step.execution and float(step(X[:5], Y[:5])) > 0 and float(step(X, Y)) < first
+    assert len(step._pieces.pieces.plans) == 1
+
+
+def test_shapes_that_do_not_fit_the_loss_are_the_callers_to_mend():
+    """The loss is one graph; what it fails at is what was asked for."""
+    rows = torch.export.Dim("rows", min=2)
+    model = mlp()
+    step = amp.training_step(
+        model, lambda m, x, y: F.cross_entropy(m(x) * torch.ones(16, 1), y), torch.optim.SGD(model.parameters(), 0.1),
+        dtype="bf16", backend="eager", dynamic_shapes=({0: rows}, {0: rows}),
+    )  # fmt: skip
+    with pytest.raises(CaptureError, match="rows"):
+        step(X, Y)
