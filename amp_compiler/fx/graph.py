@@ -279,7 +279,10 @@ _SITE_ROOTS = tuple(sorted({sysconfig.get_path("purelib"), sysconfig.get_path("p
 
 
 def user_source(stack_trace: str | None) -> str:
-    """`file:line` of the innermost frame outside torch and this project; files of installed packages are named from the package on."""
+    """`file:line` of the innermost frame that is neither torch's nor ours.
+
+    Files of installed packages are named from the package on.
+    """
     frames = [
         match
         for match in _FRAME.finditer(stack_trace or "")

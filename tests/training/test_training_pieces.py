@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -553,7 +554,7 @@ def test_the_node_that_made_the_first_nan_is_named(backend):
     assert "head.weight" in report.parameters and report.repeated
     (node,) = report.nodes
     assert (node.op, node.phase) == ("aten.exp", "forward") and node.name == "piece1/exp"
-    line = next(n for n, text in enumerate(open(__file__), 1) if "torch.exp(h * gain)" in text)
+    line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "torch.exp(h * gain)" in text)
     assert node.where.endswith(f"test_training_pieces.py:{line}") and node.where in str(report)
     assert torch.isfinite(step(X, ONE))
 
