@@ -38,6 +38,7 @@ from amp_compiler.fx.torch_private import (
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
 
+Run = Callable[..., Any]
 logger = logging.getLogger("amp_compiler")
 MOST_FORMS = 64  # of the inputs of one piece, each of which is compiled anew; layers of one kind may be one piece
 
@@ -50,7 +51,7 @@ class Pieces:
         settings: the options.
         cause: why the model could not be taken whole.
         device: the device that it runs on.
-        around: makes of each piece what is called in its place, from its rewritten graph and what runs it.
+        around: makes of each piece what is called in its place, from its name, its rewritten graph and what runs it.
 
     Attributes:
         plans: plan and rewritten graph of every piece, in the order in which they were made.
@@ -63,7 +64,7 @@ class Pieces:
         settings: Settings,
         cause: AmpError,
         device: torch.device,
-        around: Callable[[fx.GraphModule, Callable[..., Any]], Callable[..., Any]] = lambda graph_module, run: run,
+        around: Callable[[str, fx.GraphModule, Run], Run] = lambda name, graph_module, run: run,
     ) -> None:
         self.cause, self._around = cause, around
         self.plans: list[tuple[PrecisionPlan, fx.GraphModule]] = []
@@ -93,9 +94,10 @@ class Pieces:
     def _backend(self, piece: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         run, plan, rewritten, stages = compile_piece(piece, inputs, self._settings)
         self.plans.append((plan, rewritten))
+        name = f"piece{len(self.plans) - 1}"
         for stage in stages:
-            self.stages.note(f"piece{len(self.plans) - 1}/{stage.name}", stage.text)
-        return self._around(rewritten, run)
+            self.stages.note(f"{name}/{stage.name}", stage.text)
+        return self._around(name, rewritten, run)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model.

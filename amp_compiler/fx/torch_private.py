@@ -462,16 +462,25 @@ def cpu_allocation(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> 
 
 
 def end_failed_capture(device: torch.device, pool: Any) -> None:
-    """Tell the allocator that the capture of a CUDA graph which failed is over.
+    """Tell the allocator that the capture of a CUDA graph which failed is over, and that its memory may go.
 
     torch does so at the end of a capture that succeeds. Without it the allocator would keep memory that several streams
-    used until a capture ends that is none.
+    used until a capture ends that is none, and all memory of the failed one for ever.
     """
-    end = getattr(torch._C, "_cuda_endAllocateToPool", None)
-    if end is None:
+    end, release = (getattr(torch._C, name, None) for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"))
+    if end is None or release is None:
         return
-    with contextlib.suppress(RuntimeError):  # torch had told it already
-        end(torch.cuda.current_device() if device.index is None else device.index, pool)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with contextlib.suppress(RuntimeError):  # torch had told it already, and then the pool is not ours to release
+        end(index, pool)
+        release(index, pool)
+
+
+def clear_cublas_workspaces() -> None:
+    """Give the workspaces of cuBLAS back to the allocator; the next product takes new ones, where it runs."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()
 
 
 def global_module_hooks(backward: bool = False) -> tuple[int, ...]:

@@ -15,9 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from amp_compiler.errors import AmpError, CaptureError, first_line
 from amp_compiler.forward.graph_breaks import Pieces
 from amp_compiler.forward.settings import Settings, device_of
-from amp_compiler.fx.capture import Captured, Input, Source
+from amp_compiler.fx.capture import Captured, Input, Source, autocast_off
 from amp_compiler.fx.capture_errors import user_frame
 from amp_compiler.fx.garbage import without_full_collections
+from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private import needs_double_backward
 from amp_compiler.ir.plan import PrecisionPlan
@@ -25,6 +26,8 @@ from amp_compiler.ops.layout import empty_laid_out_like, is_laid_out_like
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.training.build import Begun, StepOptions, StepState, finish
 from amp_compiler.training.inputs import depends_on_nothing
+from amp_compiler.training.nonfinite import NonfiniteNode
+from amp_compiler.training.piece_replay import PieceReplay
 from amp_compiler.training.piece_weights import LowReads
 from amp_compiler.training.program import LossModule, StepOutput, StepProgram
 from amp_compiler.training.weights import is_stored_low, widened
@@ -66,6 +69,8 @@ class PieceStep:
         self._settings, self._device = settings, device_of(model.parameters())
         storage = state.kept.weights.storage
         self._lows = LowReads(torch_dtype(settings.low(self._device)), settings.rules.ops) if storage.low else None
+        self._replay: PieceReplay | None = None
+        self._drawn: list[Tensor] = []  # the random numbers' state before the last forward
         self.pieces = self._in_pieces() if enabled else None
         self._updates: dict[Any, StepProgram] = {}
         self._buffers = _Buffers(model)
@@ -75,8 +80,13 @@ class PieceStep:
     def _in_pieces(self) -> Pieces:
         return Pieces(self.model, self._settings, self.cause, self._device, self._around)
 
-    def _around(self, graph_module: fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
-        return run if self._lows is None else self._lows.around(graph_module, run)
+    def _around(self, name: str, graph_module: fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
+        noting = run if self._lows is None else self._lows.around(graph_module, run)
+
+        def run_or_replay(*inputs: Any) -> Any:
+            return noting(*inputs) if self._replay is None else self._replay.run(name, graph_module, inputs)
+
+        return run_or_replay
 
     def forward_and_backward(self, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer]) -> Made:
         """Run them; parameters and buffers are as they were before.
@@ -84,7 +94,7 @@ class PieceStep:
         Raises:
             AmpError: what the model's own code raised, or Dynamo, or a backend.
         """
-        drawn = _random_state(self._device)
+        drawn = self._drawn = _random_state(self._device)
         try:
             made = self._run(batch, optimizers)
             if self._lows is not None and self._lows.convert(set(map(id, _trained(self.model, optimizers).values()))):
@@ -106,8 +116,34 @@ class PieceStep:
                 mend="see the error that this one comes from",
             ) from error
 
-    def _run(self, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer]) -> Made:
-        scale = self.state.kept.scale().scale
+    def replayed(
+        self, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer], scale: Tensor
+    ) -> tuple[NonfiniteNode, ...]:
+        """Run forward and backward of a step that was skipped once more, node by node.
+
+        Args:
+            batch: of that step, which changed no weight.
+            optimizers: what is trained.
+            scale: the loss scale of that step, FP32 scalar.
+
+        Returns:
+            The nodes that made something that is not finite.
+        """
+        if self.pieces is None:
+            return ()
+        self._replay = PieceReplay()
+        try:
+            with generators_kept():
+                _set_random_state(self._device, self._drawn)
+                self._run(batch, optimizers, scale)
+            return self._replay.origins()
+        finally:
+            self._replay = None
+
+    def _run(
+        self, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer], scale: Tensor | None = None
+    ) -> Made:
+        scale = self.state.kept.scale().scale if scale is None else scale
         with (
             torch.enable_grad(),
             self._buffers.watched() as take_written,
@@ -184,6 +220,17 @@ class PieceProgram:
         self._update = self.step.update_for(made, given, self._options, self._owners)
         output = self._update(given)
         return StepOutput(made.loss, made.aux, output.norm, output.flags, output.gradients)
+
+    def origins(self, leaves: Sequence[Any], scale: Tensor) -> tuple[NonfiniteNode, ...]:
+        """The nodes that made something that is not finite; see `PieceStep.replayed`.
+
+        Args:
+            leaves: the flattened batch of the call.
+            scale: its loss scale, FP32 scalar.
+        """
+        batch, _ = pytree.tree_unflatten(list(leaves), self._spec)
+        with autocast_off():
+            return self.step.replayed(batch, self._options.optimizers, scale)
 
     @property
     def update(self) -> StepProgram:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -210,7 +211,8 @@ def test_a_skipped_step_changes_nothing_but_the_scale():
         assert torch.equal(value, moments[name]), name
     assert float(step.loss_scale) == 32768.0
     report = step.nonfinite_report()
-    assert "0.weight" in report.parameters and not report.repeated
+    (node,) = report.nodes
+    assert "0.weight" in report.parameters and report.repeated and node.op == "input"
 
 
 def test_it_is_told_once_and_can_be_read(caplog):
@@ -510,3 +512,71 @@ def test_shapes_that_do_not_fit_the_loss_are_the_callers_to_mend():
     )  # fmt: skip
     with pytest.raises(CaptureError, match="rows"):
         step(X, Y)
+
+
+class Exploding(nn.Module):
+    """Two layers around a branch; `gain` makes what comes behind it overflow."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x, gain):
+        h = self.fc(x)
+        if h.sum() > 1e9:
+            h = -h
+        masked = (h.masked_fill(h > 1e3, -torch.inf)).softmax(-1)
+        return self.head(torch.exp(h * gain) + masked)
+
+
+ONE = torch.ones(())
+
+
+def exploding(backend="eager", **options):
+    torch.manual_seed(0)
+    model = Exploding()
+    options = {"dtype": "fp16", "loss_scale": 1024.0, **options}
+    return amp.training_step(
+        model, lambda m, x, gain: m(x, gain).square().mean(), torch.optim.SGD(model.parameters(), 1e-3),
+        backend=backend, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=[pytest.mark.compiles, pytest.mark.slow])])
+def test_the_node_that_made_the_first_nan_is_named(backend):
+    step = exploding(backend)
+    step(X, ONE)
+    assert not step.nonfinite_report()
+    step(X, 1e3 * ONE)
+    random_state = torch.get_rng_state()
+    report = step.nonfinite_report()
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert "head.weight" in report.parameters and report.repeated
+    (node,) = report.nodes
+    assert (node.op, node.phase) == ("aten.exp", "forward") and node.name == "piece1/exp"
+    line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "torch.exp(h * gain)" in text)
+    assert node.where.endswith(f"test_training_pieces.py:{line}") and node.where in str(report)
+    assert torch.isfinite(step(X, ONE))
+
+
+def test_an_overflow_of_the_scaled_gradient_in_pieces_is_found_in_the_backward():
+    step = exploding(loss_scale=2.0**30)
+    step(X, ONE)
+    report = step.nonfinite_report()
+    assert report.repeated and report.parameters
+    assert {node.phase for node in report.nodes} == {"backward"} and all("piece1/" in n.name for n in report.nodes)
+
+
+def test_a_batch_that_is_not_finite_is_named_as_the_input_of_its_piece():
+    step = exploding()
+    step(X * torch.nan, ONE)
+    (node,) = step.nonfinite_report().nodes
+    assert node.op == "input" and node.name.startswith("piece0/")
+
+
+def test_the_error_at_the_floor_names_the_node_of_a_piece():
+    step = exploding(loss_scale=amp.DynamicLossScale(init_scale=1.0, min=1.0, patience=2))
+    with pytest.raises(amp.LossScaleError, match=r"head\.weight.*nodes: piece1/exp.*aten\.exp, forward"):
+        for _ in range(4):
+            step(X, 1e3 * ONE)
+            step.check()
