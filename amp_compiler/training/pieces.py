@@ -20,7 +20,7 @@ from amp_compiler.fx.capture_errors import user_frame
 from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import torch_dtype
-from amp_compiler.fx.torch_private import needs_double_backward
+from amp_compiler.fx.torch_private import building, needs_double_backward
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.layout import empty_laid_out_like, is_laid_out_like
 from amp_compiler.passes.pipeline import Stages
@@ -217,7 +217,8 @@ class PieceProgram:
         made = self.step.forward_and_backward(batch, self._options.optimizers)
         made = self.step.completed(made, self._options.gather)
         given = [made.loss, *made.buffers.values(), *made.gradients.values()]
-        self._update = self.step.update_for(made, given, self._options, self._owners)
+        with building():
+            self._update = self.step.update_for(made, given, self._options, self._owners)
         output = self._update(given)
         return StepOutput(made.loss, made.aux, output.norm, output.flags, output.gradients)
 
