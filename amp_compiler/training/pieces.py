@@ -153,7 +153,7 @@ class PieceStep:
             loss, aux = self.model(*batch) if self.pieces is None else self.pieces(batch, {})
             if not loss.requires_grad:
                 raise depends_on_nothing()
-            (loss.float() * scale).backward()
+            loss.backward(scale.to(loss.dtype).expand(loss.shape))
             trained = _trained(self.model, optimizers)
             gradients = {name: _fitted(p.grad, p) for name, p in trained.items() if p.grad is not None}
             if not gradients:

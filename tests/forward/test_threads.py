@@ -173,12 +173,11 @@ def test_steps_in_pieces_from_many_threads():
     torch.manual_seed(1)
     batches = [torch.randn(4, 4) for _ in range(2)]
     config = torch._dynamo.config
-    before = (
-        config.recompile_limit,
-        config.fail_on_recompile_limit_hit,
-        dict(vars(TensorVariable)),
-        nn.Sequential.forward,
-    )
+
+    def set_for_dynamo() -> tuple[object, ...]:
+        return config.recompile_limit, dict(vars(TensorVariable)), nn.Sequential.forward
+
+    before = set_for_dynamo()
 
     def trained(number: int) -> dict[str, torch.Tensor]:
         model = models[number]
@@ -195,5 +194,4 @@ def test_steps_in_pieces_from_many_threads():
     at_once(lambda number: found.__setitem__(number, trained(number)), 4)
     for state in found.values():
         assert all(torch.equal(state[name], value) for name, value in expected.items())
-    now = config.recompile_limit, config.fail_on_recompile_limit_hit, dict(vars(TensorVariable)), nn.Sequential.forward
-    assert now == before
+    assert set_for_dynamo() == before
