@@ -14,6 +14,7 @@ from torch import fx, nn
 from amp_compiler.errors import AmpError, CaptureError, HookError
 from amp_compiler.forward.captures import Captures
 from amp_compiler.forward.graph_breaks import Pieces
+from amp_compiler.forward.kinds import forwarding_members, kinds_of
 from amp_compiler.forward.notices import logger
 from amp_compiler.forward.program import Program, build_program, captures_whole
 from amp_compiler.forward.program_table import ProgramTable
@@ -37,7 +38,8 @@ class CompiledModule(StandIn):
     Its other methods (`generate`, say) are those of the original and run the original. What is assigned to it goes to
     the original too, but for what tools write that put themselves around a model: `forward`, `__class__`, hooks, and
     names that begin with an underscore and that the original does not have. Its class is made for the class of the
-    original (`CompiledLinear`), so that `forward` has the same signature.
+    original (`CompiledLinear`), so that `forward` has the same signature; for a `PreTrainedModel` of transformers it
+    is one too, by which the Trainer saves it as such.
 
     Any number of threads may call it. While one captures, calls for signatures that were captured before go on; only
     models in pieces are called one at a time.
@@ -55,7 +57,7 @@ class CompiledModule(StandIn):
         return super().__new__(_class_for(model) if cls is CompiledModule else cls)
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # a class that only stands among the bases is none to begin
         own = self.__dict__
         own["original"], own["settings"] = model, settings
         for name in self._SHARED:
@@ -65,7 +67,7 @@ class CompiledModule(StandIn):
 
     def __getattr__(self, name: str) -> Any:
         try:
-            return super().__getattr__(name)
+            return nn.Module.__getattr__(self, name)
         except AttributeError:
             return getattr(self.__dict__["original"], name)
 
@@ -269,8 +271,12 @@ def _class_for(model: nn.Module) -> type[CompiledModule]:
     if known is not None:
         return known
     forward = like_forward_of(model, CompiledModule._run, CompiledModule.forward.__doc__)
-    members = {"forward": forward, "__doc__": CompiledModule.__doc__, "__module__": __name__}
-    made = type(f"Compiled{type(model).__name__}", (CompiledModule,), members)
+    kinds = kinds_of(type(model))
+    members: dict[str, Any] = {}
+    for kind in kinds:
+        members |= forwarding_members(kind, CompiledModule)
+    members |= {"forward": forward, "__doc__": CompiledModule.__doc__, "__module__": __name__}
+    made = type(f"Compiled{type(model).__name__}", (CompiledModule, *kinds), members)
     if "forward" not in vars(model):
         _CLASSES[type(model)] = made
     return made

@@ -24,6 +24,7 @@ from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_layers import layers_taken
 from amp_compiler.fx.torch_private import (
+    BUILDING,
     broken_at_tensor_hooks,
     compile_in_pieces,
     dynamo_errors,
@@ -86,7 +87,8 @@ class Pieces:
         run = compile_in_pieces(function, self._backend, dynamic)
 
         def with_layers(*args: Any, **kwargs: Any) -> Any:
-            with layers_taken():  # here, because what is checkpointed runs again in the backward
+            # Here, because what is checkpointed runs again in the backward: in no thread while another one traces.
+            with BUILDING, layers_taken():
                 return run(*args, **kwargs)
 
         return with_layers
@@ -109,6 +111,7 @@ class Pieces:
         before = functions_given_up()
         try:
             with (
+                BUILDING,  # what is set for Dynamo here is set for the process
                 self._opaque.active(),
                 compiled_checkpoints(self._compile),
                 unrolled_recurrence(),

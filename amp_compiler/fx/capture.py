@@ -27,7 +27,7 @@ from amp_compiler.fx.custom_functions import recorded_functions
 from amp_compiler.fx.first_uses import written_first
 from amp_compiler.fx.generators import seeds_refused
 from amp_compiler.fx.graph import user_source
-from amp_compiler.fx.hooks import refuse_module_hooks, refuse_tensor_hook
+from amp_compiler.fx.hooks import SavedTensorHooks, refuse_module_hooks, refuse_tensor_hook
 from amp_compiler.fx.python_state import PythonState
 from amp_compiler.fx.python_walk import python_state
 from amp_compiler.fx.torch_private import exporting, transform_of
@@ -110,10 +110,15 @@ class KeepCastsApart(TorchFunctionMode):
     cast. With an alias in between, only what the user cast is cast.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._saved = SavedTensorHooks()
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Alias the tensor that a cast is called on; a move to the device where it is already is no cast at all."""
         kwargs = kwargs or {}
-        refuse_tensor_hook(func)
+        refuse_tensor_hook(func, args)
+        self._saved.refuse_others()
         if func in _CASTS and args and isinstance(args[0], torch.Tensor):
             if func is torch.Tensor.to and _only_moves(args[0], *args[1:], **kwargs):
                 return args[0]

@@ -237,7 +237,8 @@ def compile_in_pieces(model: Any, backend: Callable[..., Any], dynamic: bool | N
     options: dict[str, Any] = {}
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         options["isolate_recompiles"] = True
-    return torch.compile(model, backend=backend, dynamic=dynamic, **options)
+    with BUILDING:  # while any thread exports, torch.compile takes another backend than it is given
+        return torch.compile(model, backend=backend, dynamic=dynamic, **options)
 
 
 @contextlib.contextmanager

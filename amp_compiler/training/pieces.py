@@ -20,7 +20,7 @@ from amp_compiler.fx.capture_errors import user_frame
 from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import torch_dtype
-from amp_compiler.fx.torch_private import needs_double_backward
+from amp_compiler.fx.torch_private import building, needs_double_backward
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.layout import empty_laid_out_like, is_laid_out_like
 from amp_compiler.passes.pipeline import Stages
@@ -153,7 +153,7 @@ class PieceStep:
             loss, aux = self.model(*batch) if self.pieces is None else self.pieces(batch, {})
             if not loss.requires_grad:
                 raise depends_on_nothing()
-            (loss.float() * scale).backward()
+            loss.backward(scale.to(loss.dtype).expand(loss.shape))
             trained = _trained(self.model, optimizers)
             gradients = {name: _fitted(p.grad, p) for name, p in trained.items() if p.grad is not None}
             if not gradients:
@@ -217,7 +217,8 @@ class PieceProgram:
         made = self.step.forward_and_backward(batch, self._options.optimizers)
         made = self.step.completed(made, self._options.gather)
         given = [made.loss, *made.buffers.values(), *made.gradients.values()]
-        self._update = self.step.update_for(made, given, self._options, self._owners)
+        with building():
+            self._update = self.step.update_for(made, given, self._options, self._owners)
         output = self._update(given)
         return StepOutput(made.loss, made.aux, output.norm, output.flags, output.gradients)
 

@@ -21,7 +21,7 @@ from amp_compiler.forward.unwrap import unwrapped_model
 from amp_compiler.fx.capture import autocast_off
 from amp_compiler.fx.capture_errors import shapes_do_not_fit
 from amp_compiler.fx.graph import torch_dtype
-from amp_compiler.fx.torch_private import TENSORS, building
+from amp_compiler.fx.torch_private import TENSORS, building, saved_tensor_hooks
 from amp_compiler.onnx.importing.api import trained_module
 from amp_compiler.ops.loss_scale import LossScale, NoLossScale, make_loss_scale
 from amp_compiler.ops.update.rounding import WeightStorage
@@ -245,6 +245,13 @@ class TrainingStep(StepReadings):
             self._accumulate,
             gather,
         )
+        if self._pieces is None and saved_tensor_hooks() is not None:
+            cause = CaptureError(
+                "hooks for saved tensors stand around the step (saved_tensors_hooks, save_on_cpu), which the backward"
+                " of one graph would lose",
+                mend="leave them out: a step keeps no more than it needs",
+            )
+            return PieceProgram(self._in_pieces(cause), spec, options, owners)
         if self._pieces is not None:
             return PieceProgram(self._pieces, spec, options, owners)
         with TENSORS:
@@ -277,8 +284,7 @@ class TrainingStep(StepReadings):
             asked_for = self._settings.dynamic_shapes not in (None, AUTO)
             if asked_for and isinstance(cause, CaptureError) and is_one_graph(self._module, batch):
                 raise shapes_do_not_fit("the step", cause) from cause
-            step = PieceStep(self._module, self._settings, cause, self._state, self._enabled)
-            return PieceProgram(step, spec, options, owners)
+            return PieceProgram(self._in_pieces(cause), spec, options, owners)
         now = module_key(self._module, by_identity=True)
         if now != module:  # weights were converted for storage without masters: earlier programs will never fit again
             self._forget()
@@ -288,6 +294,9 @@ class TrainingStep(StepReadings):
         self._programs.add((spec, now, owners, gather, self._scale_config, form), program)
         self._form.fix(batch)
         return program
+
+    def _in_pieces(self, cause: AmpError) -> PieceStep:
+        return PieceStep(self._module, self._settings, cause, self._state, self._enabled)
 
     def _forget(self) -> None:
         """Drop the programs, none of which will fit again."""
