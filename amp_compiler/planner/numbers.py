@@ -63,7 +63,8 @@ def find_numbers(graph: PrecisionGraph, rules: RuleSet) -> Numbers:
         >>> graph = PrecisionGraph("onnx")
         >>> graph.add_value(Value("x", DType.FLOAT32, (2,), 2, ValueKind.INPUT))
         >>> for name, op, read, made in (("double", "onnx.Mul", "x", "y"), ("sine", "onnx.Sin", "y", "z")):
-        ...     graph.add_node(Node(name, op, (Operand(read, "input"),), (made,)), [Value(made, DType.FLOAT32, (2,), 2)])
+        ...     node = Node(name, op, (Operand(read, "input"),), (made,))
+        ...     graph.add_node(node, [Value(made, DType.FLOAT32, (2,), 2)])
         >>> list(find_numbers(graph, load_rules("default")).kept)
         ['sine', 'double']
     """
@@ -126,9 +127,8 @@ class _Analysis:
 
     def sizes(self, node: Node, info: OpInfo) -> None:
         """Casts to whole numbers, sizes, indices and coordinates."""
-        if info.casts and not _makes(self.graph, node, DType.BOOL):
-            if not any(self.graph.values[name].dtype.is_float for name in node.outputs):
-                self._back(node, f"{_told(node)} makes whole numbers of what is made of it", through_data=True)
+        if info.casts and all(self.graph.values[name].dtype in _INTEGERS for name in node.outputs):  # none: `item`
+            self._back(node, f"{_told(node)} makes whole numbers of what is made of it", through_data=True)
         for operand in node.inputs if info.indices else ():
             if operand.slot in info.indices:
                 self._back_from([operand.value], f"what is made of it is a size or a coordinate of {_told(node)}")

@@ -28,8 +28,8 @@ class Classify(FunctionalPass[Draft]):
     """Give every node a decision: with the rule that made it, by file and line, and the reason in words.
 
     The model's own pins come first, then what cannot be converted, then the rules, of which the last match wins, then a
-    guard for numbers that the low type does not hold, one for probabilities that a loss in FP32 reads, and one for sizes,
-    indices and angles, which are no data.
+    guard for numbers that the low type does not hold, one for probabilities that a loss in FP32 reads, and one for
+    sizes, indices and angles, which are no data.
 
     Before (rules `default`, low type fp16):
 

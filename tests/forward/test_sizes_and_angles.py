@@ -31,7 +31,9 @@ class Rotary(nn.Module):
     def forward(self, x, positions):
         angles = self.product(positions.float(), self.frequencies)
         first, second = self.query(x).chunk(2, -1)
-        return torch.cat([first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1)
+        return torch.cat(
+            [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1
+        )
 
 
 PRODUCTS = {

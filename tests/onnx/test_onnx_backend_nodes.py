@@ -24,6 +24,7 @@ INCOMPARABLE = {
     "qk_matmul_bias_.*causal": "one output holds the mask, FP32's lowest number, which no 16-bit type holds",
 }
 
+
 @functools.cache
 def cases() -> dict[str, Any]:
     """The node tests with an FP32 input, by name. Making them takes long."""

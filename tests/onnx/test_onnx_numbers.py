@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from number_models import doubled, offset_rows
 from onnx import TensorProto as T
 from onnx import helper as h
 from onnx import numpy_helper as nh
@@ -42,27 +43,6 @@ def kept(done):
 # ---- sizes and indices
 
 
-def doubled():
-    """`F.interpolate(x, scale_factor=2.0, recompute_scale_factor=True)` as exporters write it out."""
-    nodes = [
-        node("Shape", ["x"], ["shape"]),
-        node("Slice", ["shape", "two", "four"], ["spatial"]),
-        node("Slice", ["shape", "zero", "two"], ["channels"]),
-        node("Cast", ["spatial"], ["wide"], to=T.FLOAT),
-        node("Mul", ["wide", "factor"], ["scaled"], "scale"),
-        node("Floor", ["scaled"], ["whole"], "floor"),
-        node("Cast", ["whole"], ["sizes"], "sizes", to=T.INT64),
-        node("Concat", ["channels", "sizes"], ["all"], axis=0),
-        node("Conv", ["x", "w"], ["c"], "conv", pads=[1, 1, 1, 1]),
-        node("Resize", ["c", "", "", "all"], ["y"], "resize", mode="nearest"),
-    ]
-    ints = [scalar(name, [number], np.int64) for name, number in (("zero", 0), ("two", 2), ("four", 4))]
-    return model(
-        nodes, [info("x", 1, 2, "h", "w")], [info("y", 1, 2, "H", "W")],
-        [*ints, scalar("factor", 2.0), weight("w", 2, 2, 3, 3)],
-    )  # fmt: skip
-
-
 @BOTH
 def test_a_size_that_is_computed_in_float(dtype):
     source, feeds = doubled(), {"x": RNG.standard_normal((1, 2, 301, 403)).astype(np.float32)}
@@ -77,15 +57,7 @@ def test_a_size_that_is_computed_in_float(dtype):
 
 @BOTH
 def test_an_index_that_is_computed_in_float(dtype):
-    nodes = [
-        node("Cast", ["ids"], ["wide"], to=T.FLOAT),
-        node("Add", ["wide", "offset"], ["moved"], "move"),
-        node("Cast", ["moved"], ["rows"], to=T.INT64),
-        node("Gather", ["table", "rows"], ["r"]),
-        node("MatMul", ["r", "w"], ["y"]),
-    ]
-    source = model(nodes, [info("ids", "n", kind=T.INT64)], [info("y", "n", 8)],
-                   [weight("table", 5100, 8), weight("w", 8, 8), scalar("offset", 4097.0)])  # fmt: skip
+    source = offset_rows()
     feeds = {"ids": np.array([0, 1, 7, 500, 902])}
     done = check(source, dtype)
     assert error(source, done.model, feeds) < (1e-2 if dtype == "bf16" else 1e-3)
@@ -403,9 +375,10 @@ def test_a_running_sum(dtype, kind, inner):
     assert added.precision == "fp32" and "running sum 's' that 'sum'" in added.reason
     assert next(entry for entry in done.plan.nodes if entry.name == "product").precision == "low"
     steps = feeds["x"] @ nh.to_array(source.graph.initializer[0])
-    assert error(source, done.model, feeds) < (4e-3 if dtype == "bf16" else 5e-4) * np.abs(steps).sum() / np.abs(
-        steps.sum(0)
-    ).sum()
+    assert (
+        error(source, done.model, feeds)
+        < (4e-3 if dtype == "bf16" else 5e-4) * np.abs(steps).sum() / np.abs(steps.sum(0)).sum()
+    )
     if dtype == "bf16":
         assert error(source, convert_onnx(source, dtype=dtype, rules=OFF).model, feeds) > 0.2
 

@@ -331,7 +331,24 @@ FP8 = {
     kind: getattr(torch, name)
     for kind, name in ((17, "float8_e4m3fn"), (18, "float8_e4m3fnuz"), (19, "float8_e5m2"), (20, "float8_e5m2fnuz"))
 }
-RANGE = [0.0, -0.0, np.nan, np.inf, -np.inf, 1e30, 448.0, 463.0, 464.0, 465.0, -480.0, 240.0, 247.0, 249.0, 57344.0, -61440.0]
+RANGE = [
+    0.0,
+    -0.0,
+    np.nan,
+    np.inf,
+    -np.inf,
+    1e30,
+    448.0,
+    463.0,
+    464.0,
+    465.0,
+    -480.0,
+    240.0,
+    247.0,
+    249.0,
+    57344.0,
+    -61440.0,
+]
 
 
 @pytest.mark.parametrize("like", [False, True], ids=["Cast", "CastLike"])
@@ -340,7 +357,10 @@ RANGE = [0.0, -0.0, np.nan, np.inf, -np.inf, 1e30, 448.0, 463.0, 464.0, 465.0, -
 def test_casts_to_fp8_saturate_where_the_model_says_so(kind, saturate, like):
     said = {} if saturate is None else {"saturate": saturate}
     if like:
-        nodes = [helper.make_node("Cast", ["z"], ["t"], to=kind), helper.make_node("CastLike", ["x", "t"], ["e"], **said)]
+        nodes = [
+            helper.make_node("Cast", ["z"], ["t"], to=kind),
+            helper.make_node("CastLike", ["x", "t"], ["e"], **said),
+        ]
     else:
         nodes = [helper.make_node("Cast", ["x"], ["e"], to=kind, **said)]
     nodes.append(helper.make_node("Cast", ["e"], ["y"], to=TensorProto.FLOAT))

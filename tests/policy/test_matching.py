@@ -104,7 +104,9 @@ def test_misses(match, facts):
     assert decide(match, **facts) is None
 
 
-@pytest.mark.parametrize(("glob", "matches"), [("aten.exp", True), (["aten.relu", "aten.ex*"], True), ("aten.log", False)])
+@pytest.mark.parametrize(
+    ("glob", "matches"), [("aten.exp", True), (["aten.relu", "aten.ex*"], True), ("aten.log", False)]
+)
 def test_feeds(glob, matches):
     rules = load_rules({"version": 1, "rules": [{"match": {"feeds": glob}, "precision": "low"}]})
     graph, node = graph_of("aten.sub", {"self": (2, 3)})

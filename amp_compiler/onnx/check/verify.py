@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.check.batches import Batches, iterate_batches
 from amp_compiler.onnx.check.emulate import emulate, has_low_types
+from amp_compiler.onnx.check.probes import Probes
 from amp_compiler.onnx.check.run import FLOAT_TYPES, Runner, open_to_run
 from amp_compiler.onnx.check.taps import Tap, add_taps
 from amp_compiler.onnx.check.trace import BadNode, Trace
@@ -41,6 +42,32 @@ class OutputError:
     elements: int
 
 
+@dataclass(frozen=True, slots=True)
+class WorstBatch:
+    """The batch with the largest error.
+
+    Args:
+        number: which one, from 0 on.
+        label: what it was drawn for, for a random batch.
+        inputs: its inputs, as `ids: int64[1, 2003] from 0 to 2002`.
+        output: the output with the largest error in it.
+        relative: that error, as in `OutputError`.
+        problem: why the outputs cannot be compared; empty where they can.
+    """
+
+    number: int
+    label: str
+    inputs: tuple[str, ...]
+    output: str
+    relative: float
+    problem: str = ""
+
+    def __str__(self) -> str:
+        label = f" ({self.label})" if self.label else ""
+        what = self.problem or f"'{self.output}' is off by {self.relative:.3g}"
+        return f"worst in batch {self.number}{label}: {what}; with {', '.join(self.inputs) or 'no inputs'}"
+
+
 @dataclass(frozen=True)
 class VerifyReport:
     """What `verify` found.
@@ -52,6 +79,8 @@ class VerifyReport:
             `None` where there is none.
         bad: number of such values.
         engine: what ran the models: `onnxruntime`, or `onnx.reference` where ONNX Runtime lacks an operator.
+        worst: the batch with the largest error; `None` where no batch has one.
+        untried: what random inputs did not hold, in a few words each.
 
     Example:
         >>> report = verify("m.onnx", "m.fp16.onnx", "data.npz")
@@ -64,6 +93,8 @@ class VerifyReport:
     first_bad: BadNode | None = None
     bad: int = 0
     engine: str = ""
+    worst: WorstBatch | None = None
+    untried: tuple[str, ...] = ()
 
     @property
     def largest_error(self) -> float:
@@ -102,6 +133,10 @@ class VerifyReport:
                 f"not finite first at {bad.op} '{bad.node}' ({bad.value}; the original's largest is "
                 f"{bad.original:.3g}); {self.bad} values in all"
             )
+        if self.worst is not None:
+            lines.append(str(self.worst))
+        if self.untried:
+            lines.append(f"not tried: {'; '.join(self.untried)}")
         return "\n".join(lines) + "\n"
 
 
@@ -130,29 +165,83 @@ def verify(
     Args:
         original: the FP32 model, its path, or what `open_model` gave.
         converted: the converted one, likewise. A 16-bit input takes the batch's FP32 values, rounded.
-        batches: inputs of the original: dicts by input name, an npz file, or a folder of npz files.
+        batches: inputs of the original: dicts by input name, an npz file, a folder of npz files, or `Probes` that draw
+            them.
         trace: also look for the first node that is not finite; values within control-flow bodies are not looked at.
         on_batch: called with the number of batches done, after each.
 
     Raises:
-        OnnxError: a model or a batch cannot be read or run, or the two models' inputs or outputs have different names.
+        OnnxError: a model or a batch cannot be read, the original not be run, or the two models' inputs or outputs have
+            different names. A converted model that does not run, or gives other shapes, has an infinite error.
     """
     before, after = open_to_run(original), open_to_run(converted)
     _same_interface(before, after)
     first, second = _Side(before, trace, as_twin=has_low_types(before.proto)), _Side(after, trace, as_twin=True)
-    sums = {output.name: _Sum() for output in after.proto.graph.output}
+    names = [output.name for output in after.proto.graph.output]
+    found = _Findings(names)
     traced = Trace(after.proto, (tap.value for tap in first.taps))
-    count = 0
-    for count, batch in enumerate(iterate_batches(batches, before), start=1):
-        expected, made = first.run(batch), second.run(batch)
-        for name, total in sums.items():
-            total.add(expected[name], made[name], name)
-        traced.add(first.ranges(expected), second.ranges(made))
+    probes = batches if isinstance(batches, Probes) else None
+    for batch in iterate_batches(batches, before):
+        try:
+            expected = first.run(batch)
+        except OnnxError as refused:
+            if probes is None:
+                raise
+            probes.refuse(str(refused))
+            continue
+        label = probes.label if probes is not None else ""
+        try:
+            made = second.run(batch)
+        except OnnxError as failed:
+            found.fail(batch, label, f"the converted model does not run, and the original does: {failed.what}")
+        else:
+            found.add(batch, label, expected, made)
+            traced.add(first.ranges(expected), second.ranges(made))
         if on_batch is not None:
-            on_batch(count)
-    outputs = tuple(total.result(name) for name, total in sums.items())
+            on_batch(found.count)
+    outputs = tuple(total.result(name) for name, total in found.sums.items())
     engine = first.engine if first.engine == second.engine else f"{first.engine}, {second.engine}"
-    return VerifyReport(outputs, count, *traced.result(), engine)
+    untried = tuple(probes.untried()) if probes is not None else ()
+    return VerifyReport(outputs, found.count, *traced.result(), engine, found.worst, untried)
+
+
+class _Findings:
+    """Errors of the outputs over the batches, and the worst batch."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.sums = {name: _Sum() for name in names}
+        self.count = 0
+        self.worst: WorstBatch | None = None
+
+    def add(self, batch: Mapping[str, Any], label: str, expected: Mapping[str, Any], made: Mapping[str, Any]) -> None:
+        """Add what the two models gave for one batch."""
+        for name, total in self.sums.items():
+            alone = _Sum()
+            alone.add(expected[name], made[name], name)
+            total.join(alone)
+            self._judge(batch, label, name, alone.result(name).relative, alone.problem)
+        self.count += 1
+
+    def fail(self, batch: Mapping[str, Any], label: str, problem: str) -> None:
+        """Add a batch on which the converted model does not run."""
+        for name, total in self.sums.items():
+            total.bad = True
+            self._judge(batch, label, name, math.inf, problem)
+        self.count += 1
+
+    def _judge(self, batch: Mapping[str, Any], label: str, output: str, relative: float, problem: str) -> None:
+        if relative > (0.0 if self.worst is None else self.worst.relative):
+            inputs = tuple(f"{name}: {_described(value)}" for name, value in batch.items())
+            self.worst = WorstBatch(self.count, label, inputs, output, relative, problem)
+
+
+def _described(value: Any) -> str:
+    """Type, shape and range of an input."""
+    if not isinstance(value, np.ndarray | np.generic):
+        return type(value).__name__
+    told = f"{value.dtype}{list(value.shape)}"
+    numbers = value.dtype.kind in "iuf" and value.size > 0
+    return f"{told} from {value.min():.4g} to {value.max():.4g}" if numbers else told
 
 
 def _same_interface(before: OnnxFile, after: OnnxFile) -> None:
@@ -204,12 +293,26 @@ class _Sum:
         self.difference = self.norm = self.largest = 0.0
         self.elements = self.differing = 0
         self.floats, self.bad = True, False
+        self.problem = ""
+
+    def join(self, other: _Sum) -> None:
+        """Add what another one has summed."""
+        self.difference += other.difference
+        self.norm += other.norm
+        self.largest = max(self.largest, other.largest)
+        self.elements += other.elements
+        self.differing += other.differing
+        self.floats &= other.floats
+        self.bad |= other.bad
+
+    def _differ(self, what: str) -> None:
+        self.bad, self.problem = True, what
 
     def add(self, expected: Any, made: Any, name: str) -> None:
         """Add one batch: tensors, or sequences or optionals of them."""
         if isinstance(expected, list | tuple):
             if len(expected) != len(made):
-                raise OnnxError(f"the sequence '{name}' has {len(made)} elements, not {len(expected)}", mend=_COMPARE)
+                return self._differ(f"the sequence '{name}' has {len(made)} elements, not {len(expected)}")
             for one, two in zip(expected, made, strict=True):
                 self.add(one, two, name)
             return
@@ -217,8 +320,7 @@ class _Sum:
             return
         one, two = np.asarray(expected), np.asarray(made)
         if one.shape != two.shape:
-            what = f"the output '{name}' has the shape {list(two.shape)}, not {list(one.shape)}"
-            raise OnnxError(what, mend=_COMPARE)
+            return self._differ(f"the output '{name}' has the shape {list(two.shape)}, not {list(one.shape)}")
         self.elements += one.size
         if one.dtype.kind not in "fVc":  # V: bfloat16
             self.floats = False
@@ -237,10 +339,10 @@ class _Sum:
 
     def result(self, name: str) -> OutputError:
         """The errors over all that was added."""
-        if not self.floats:
-            return OutputError(name, self.differing / max(self.elements, 1), float(self.differing > 0), self.elements)
         if self.bad:
             return OutputError(name, math.inf, math.inf, self.elements)
+        if not self.floats:
+            return OutputError(name, self.differing / max(self.elements, 1), float(self.differing > 0), self.elements)
         if self.norm == 0.0:
             return OutputError(name, math.inf if self.difference else 0.0, self.largest, self.elements)
         return OutputError(name, math.sqrt(self.difference / self.norm), self.largest, self.elements)

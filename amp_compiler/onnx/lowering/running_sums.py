@@ -1,7 +1,7 @@
-"""Running sums that a Loop or Scan carries: what is added to step by step stays in FP32, as `CumSum` does.
+"""Running sums that a Loop or Scan carries: what is added to at each step stays in FP32, as `CumSum` does.
 
-A sum in 16 bits stops growing once what is added is below half of its last digit: after 4,000 additions of ones BF16 has
-come to 256.
+A sum in 16 bits stops growing once what is added is below half of its last digit: after 4,000 additions of ones BF16
+has come to 256.
 """
 
 from __future__ import annotations
