@@ -17,6 +17,7 @@ from amp_compiler.policy.reduction_size import reduction_size
 from amp_compiler.policy.rules import OpInfo, OpTable, RuleSet
 
 _BODIES = frozenset({"onnx.If", "onnx.Loop", "onnx.Scan"})
+_COORDINATES = 4  # a product that sums up to this many numbers makes other coordinates of them
 _INTEGERS = frozenset(
     {DType.INT8, DType.INT16, DType.INT32, DType.INT64, DType.UINT8, DType.UINT16, DType.UINT32, DType.UINT64}
 )
@@ -50,8 +51,8 @@ def find_numbers(graph: PrecisionGraph, rules: RuleSet) -> Numbers:
     An analysis forward says of each value what it is made of (`Origin`). Backward from what makes whole numbers, sizes,
     indices and coordinates, from comparisons and rounding, from sines, and from any curve that positions go through,
     the nodes are collected that nothing but numbers known to every bit went into. Products, norms, softmax and pooling
-    end that; a product that sums nothing, as that of positions and frequencies, does not. What has been data before it
-    becomes whole numbers is computed in the widest type of its inputs.
+    end that; a product that sums next to nothing, as that of positions or coordinates with frequencies, does not. What
+    has been data before it becomes whole numbers is computed in the widest type of its inputs.
 
     Args:
         graph: the captured graph.
@@ -106,7 +107,7 @@ class _Analysis:
             return Origin.STORED
         if info.family == "random":
             return Origin.GIVEN
-        if not (info.plain or node.op in _BODIES or _sums_nothing(self.graph, node, info)):
+        if not (info.plain or node.op in _BODIES or _sums_little(self.graph, node, info)):
             return Origin.DATA
         # Elsewhere whole numbers are axes, sizes and indices, which say where an element goes and not what it is.
         counting = info.casts or info.carries
@@ -198,10 +199,11 @@ def _by_type(dtype: DType) -> Origin:
     return Origin.STORED if dtype is DType.BOOL else Origin.DATA
 
 
-def _sums_nothing(graph: PrecisionGraph, node: Node, info: OpInfo) -> bool:
-    """True for a product of matrices whose inner dimension is one: the outer product of two vectors."""
+def _sums_little(graph: PrecisionGraph, node: Node, info: OpInfo) -> bool:
+    """True for a product of positions or coordinates: the outer one of two vectors, or one that sums few numbers."""
     equation = node.attrs.get("equation")
     if isinstance(equation, str):  # an einsum
         read, arrow, made = equation.replace(" ", "").partition("->")
         return bool(arrow) and set(read) - {",", "."} <= set(made)
-    return info.family == "matmul" and reduction_size(graph, node, info.sums) == 1
+    size = reduction_size(graph, node, info.sums) if info.family == "matmul" else None
+    return size is not None and size <= _COORDINATES

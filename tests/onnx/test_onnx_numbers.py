@@ -19,6 +19,7 @@ from onnx_models import DTYPES, RNG, casts, check, info, model, node, scalar, we
 from amp_compiler.onnx.check.emulate import emulate
 from amp_compiler.onnx.check.run import Runner
 from amp_compiler.onnx.convert import convert_onnx
+from amp_compiler.onnx.export import export_onnx
 
 BOTH = pytest.mark.parametrize("dtype", DTYPES)
 OFF = {"version": 1, "extends": "default", "keep": {"sizes": False, "angles": False, "running_sums": False}}
@@ -258,6 +259,16 @@ def test_angles(dtype, case, rules):
     assert np.linalg.norm(outputs(made, feeds)[0] - want) <= 2 * bound
     off = convert_onnx(source, dtype=dtype, rules={**OFF, "extends": rules}).model
     assert np.linalg.norm(outputs(off, feeds)[0] - want) > 4 * bound
+
+
+@pytest.mark.parametrize("case", ["product", "times"])
+def test_angles_of_an_exported_torch_model(case):
+    torch.manual_seed(0)
+    module, inputs = ANGLES[case]()
+    want = module(*inputs).detach().numpy()
+    made = export_onnx(module.eval(), inputs, dtype="bf16").model
+    feeds = {value.name: tensor.numpy() for value, tensor in zip(made.graph.input, inputs, strict=True)}
+    assert np.linalg.norm(outputs(made, feeds)[0] - want) < 2e-2 * np.linalg.norm(want)
 
 
 @BOTH
