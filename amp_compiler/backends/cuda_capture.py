@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Sequence
@@ -11,7 +12,11 @@ import torch
 from torch import Tensor
 
 from amp_compiler.backends.cuda_graph import Run
-from amp_compiler.fx.torch_private import end_failed_capture
+from amp_compiler.fx.torch_private import clear_cublas_workspaces, end_failed_capture
+
+# Graphs whose capture failed. torch's allocator of pinned memory goes on asking them whether a stream is theirs, by a
+# pointer, so they must not go.
+_FAILED: list[Any] = []
 
 
 class TorchGraphs:
@@ -50,36 +55,64 @@ class TorchGraphs:
         """As in `cuda_graph.GraphApi`, on the stream of the warm-up.
 
         Raises:
-            Exception: whatever the step raises, or what torch does where a call cannot be captured. Nothing has run.
+            Exception: whatever the step raises, or what torch does where a call cannot be captured. Nothing has run,
+                and torch is as it was.
         """
         device = _device_of(inputs)
-        first: Exception | None = None
         collecting = gc.isenabled()
         with torch.cuda.device(device):
-            current = torch.cuda.current_stream()
-            if not self._live:  # the allocator does not take a pool again whose graphs are gone
+            if self._pool is None or not self._live:  # the allocator does not take a pool again whose graphs are gone
                 self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
             gc.disable()  # it may destroy events and graphs, which is forbidden during a capture
+            # cuBLAS keeps its workspaces from call to call, in the memory of who called first. One from outside could
+            # be freed while the graph uses it, and one of the graph's must not be used beside it.
+            clear_cublas_workspaces()
             try:
-                # Other threads, such as one that pins batches, may go on allocating.
-                with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-                    try:
-                        outputs = run(*inputs)
-                    except Exception as error:
-                        first = error  # what ends the capture raises another, which says less
-                        raise
+                outputs = self._recorded(graph, run, inputs)
             except Exception:
                 end_failed_capture(device, self._pool)
-                if first is not None:
-                    raise first from None
+                self._forget(graph, device)
                 raise
             finally:
-                torch.cuda.set_stream(current)  # torch.cuda.graph leaves its own behind where the capture fails
+                clear_cublas_workspaces()
                 if collecting:
                     gc.enable()
         self._live.add(graph)
         return graph.replay, outputs
+
+    def _recorded(self, graph: Any, run: Run, inputs: Sequence[Any]) -> Sequence[Any]:
+        first: Exception | None = None
+        current = torch.cuda.current_stream()
+        try:
+            # Other threads, such as one that pins batches, may go on allocating.
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                try:
+                    return run(*inputs)
+                except Exception as error:
+                    first = error  # what ends the capture raises another, which says less
+                    raise
+        except Exception:
+            if first is not None:
+                raise first from None
+            raise
+        finally:
+            torch.cuda.set_stream(current)  # torch.cuda.graph leaves its own behind where the capture fails
+
+    def _forget(self, graph: Any, device: torch.device) -> None:
+        """Bring torch back to where it was before the capture of a graph that failed.
+
+        The generator of random numbers stays in the capture (up to torch 2.11 at least), so that every random number on
+        the device is an error, until a capture succeeds. The pool stays open in the allocator of pinned memory, so that
+        nothing can be captured into it any more.
+        """
+        _FAILED.append(graph)
+        self._pool = None
+        mark, stream = torch.zeros(1, device=device), torch.cuda.Stream()
+        with contextlib.suppress(RuntimeError):  # a device that is lost says so at the next call
+            graph.reset()
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
+                mark.zero_()
 
 
 def _device_of(inputs: Sequence[Any]) -> torch.device:

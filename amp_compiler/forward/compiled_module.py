@@ -15,11 +15,12 @@ from amp_compiler.errors import AmpError, CaptureError, HookError
 from amp_compiler.forward.captures import Captures
 from amp_compiler.forward.graph_breaks import Pieces
 from amp_compiler.forward.notices import logger
-from amp_compiler.forward.program import Program, build_program
+from amp_compiler.forward.program import Program, build_program, captures_whole
 from amp_compiler.forward.program_table import ProgramTable
-from amp_compiler.forward.settings import Settings, device_of
+from amp_compiler.forward.settings import AUTO, Settings, device_of
 from amp_compiler.forward.signature import leaves_key, like_forward_of, module_key
 from amp_compiler.fx.capture import StandIn, autocast_off
+from amp_compiler.fx.capture_errors import shapes_do_not_fit
 from amp_compiler.fx.torch_private import BUILDING, TENSORS, building, captures_here, exports_here, skipped_by_dynamo
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
@@ -199,6 +200,10 @@ class CompiledModule(StandIn):
         except HookError:
             raise  # Dynamo's pieces would lose it as well
         except CaptureError as cause:
+            asked_for = self.settings.dynamic_shapes not in (None, AUTO)
+            if asked_for and captures_whole(self.original, args, kwargs):
+                name = type(self.original).__name__
+                logger.warning("%s runs in pieces: %s", name, shapes_do_not_fit("the model", cause))
             return Pieces(self.original, self.settings, cause, device_of([*leaves, *self.original.parameters()]))
         self._programs.add(key, program)
         # A model may hang hooks on its modules when it first runs; they were in place while it was traced.

@@ -53,6 +53,16 @@ def plan_captured(
     return make_plan(lower(captured), settings.rules, low, stages=stages, pipeline=settings.pipelines["PLAN"])
 
 
+def captures_whole(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a module can be captured as one graph for the shapes of these arguments alone."""
+    try:
+        with refused_checkpoints(), generators_kept(model, args, kwargs):
+            capture_module(model, args, kwargs)
+    except CaptureError:
+        return False
+    return True
+
+
 def normalize(
     graph_module: fx.GraphModule,
     settings: Settings,

@@ -274,15 +274,19 @@ def own_upcasts(graph: fx.Graph) -> list[fx.Node]:
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _TORCH_ROOT = str(Path(torch.__file__).parent)
+_OWN_ROOT = f"{Path(__file__).parents[1]}/"
 _SITE_ROOTS = tuple(sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
 
 
 def user_source(stack_trace: str | None) -> str:
-    """`file:line` of the innermost frame outside torch; files of installed packages are named from the package on."""
+    """`file:line` of the innermost frame that is neither torch's nor ours.
+
+    Files of installed packages are named from the package on.
+    """
     frames = [
         match
         for match in _FRAME.finditer(stack_trace or "")
-        if not match["file"].startswith(_TORCH_ROOT) and not match["file"].startswith("<")
+        if not match["file"].startswith((_TORCH_ROOT, _OWN_ROOT, "<"))
     ]
     if not frames:
         return ""

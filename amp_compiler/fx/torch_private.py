@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -32,6 +32,7 @@ def compile_with_inductor(
     options: Mapping[str, Any],
     opened: Callable[[Mapping[Any, Decomposition]], Mapping[Any, Decomposition]],
     identity: str,
+    told: Callable[[Exception], Exception],
 ) -> Callable[..., Any]:
     """Compile an ATen graph, and the backward that autograd makes of it, with Inductor.
 
@@ -41,18 +42,29 @@ def compile_with_inductor(
         options: of `torch._inductor.config`, by name; those that this torch does not know are left out.
         opened: from what it would open operators into, by operator, those that it is to open into something else.
         identity: for its cache: another text whenever `opened` may give something else.
+        told: makes of what Inductor and the C++ compiler behind it raise what is raised in its place: here, or in the
+            first backward, which is compiled when it runs.
 
     Raises:
         ImportError: where this torch has no Inductor, see `has_inductor`.
-        Exception: whatever Inductor and the C++ compiler behind it raise.
+        Exception: what `told` makes.
     """
+    from torch._inductor import compile_fx as inductor
     from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
     from torch._inductor.decomposition import select_decomp_table
 
     known = {name: value for name, value in options.items() if hasattr(config, name)}
     changed = OpenedOps(select_decomp_table(), opened, identity)
-    compiled: Any = compile_fx(graph_module, _cacheable(inputs), config_patches=known, decompositions=changed)
+
+    def compile_one(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return inductor.compile_fx_inner(*args, **kwargs)
+        except Exception as cause:
+            raise told(cause) from cause
+
+    compiled: Any = inductor.compile_fx(
+        graph_module, _cacheable(inputs), inner_compile=compile_one, config_patches=known, decompositions=changed
+    )
     return compiled  # type: ignore[no-any-return]
 
 
@@ -253,6 +265,28 @@ def recompile_limit(least: int) -> Iterator[int]:
         yield limit
 
 
+@contextlib.contextmanager
+def frames_taken(wanted: Callable[[CodeType], bool]) -> Iterator[None]:
+    """Within it, Dynamo compiles functions of torch's own that it would leave as they are.
+
+    Args:
+        wanted: whether the code of a function that is about to run is to be compiled.
+    """
+    rules = torch._dynamo.trace_rules
+    theirs: Any = rules.check
+
+    def check(looked_at: Any, is_inlined_call: bool = False, *rest: Any, **options: Any) -> Any:
+        if not is_inlined_call and isinstance(looked_at, CodeType) and wanted(looked_at):
+            return False
+        return theirs(looked_at, is_inlined_call, *rest, **options)
+
+    rules.check = check
+    try:
+        yield
+    finally:
+        rules.check = theirs
+
+
 def functions_given_up() -> int:
     """How many functions Dynamo has given up in this process: what they compute runs as it is."""
     counted = torch._dynamo.utils.counters["frames"]
@@ -440,16 +474,25 @@ def cpu_allocation(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> 
 
 
 def end_failed_capture(device: torch.device, pool: Any) -> None:
-    """Tell the allocator that the capture of a CUDA graph which failed is over.
+    """Tell the allocator that the capture of a CUDA graph which failed is over, and that its memory may go.
 
     torch does so at the end of a capture that succeeds. Without it the allocator would keep memory that several streams
-    used until a capture ends that is none.
+    used until a capture ends that is none, and all memory of the failed one for ever.
     """
-    end = getattr(torch._C, "_cuda_endAllocateToPool", None)
-    if end is None:
+    end, release = (getattr(torch._C, name, None) for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"))
+    if end is None or release is None:
         return
-    with contextlib.suppress(RuntimeError):  # torch had told it already
-        end(torch.cuda.current_device() if device.index is None else device.index, pool)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with contextlib.suppress(RuntimeError):  # torch had told it already, and then the pool is not ours to release
+        end(index, pool)
+        release(index, pool)
+
+
+def clear_cublas_workspaces() -> None:
+    """Give the workspaces of cuBLAS back to the allocator; the next product takes new ones, where it runs."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()
 
 
 def global_module_hooks(backward: bool = False) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from torch import fx
 
 from amp_compiler.backends.cuda_graph import GraphedRun, GraphSettings, graph_obstacle
 from amp_compiler.backends.step_runner import is_on_cpu, kernels_for, most_inner, run_cut_step
-from amp_compiler.forward.program import build_run, normalize, plan_captured, rewrite
+from amp_compiler.forward.program import build_run, captures_whole, normalize, plan_captured, rewrite
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.shape_guards import InputForm
 from amp_compiler.forward.value_guards import ValueGuards
@@ -116,6 +116,12 @@ def _build_step(
     return finish(model, begun, replace(options, settings=settings), state)
 
 
+def is_one_graph(model: LossModule, batch: tuple[Any, ...]) -> bool:
+    """Whether the loss can be captured as one graph for the shapes of this batch alone."""
+    with model.as_parameters(), widened(model.parameters()):
+        return captures_whole(model, batch, {})
+
+
 @dataclass(frozen=True)
 class Begun:
     """What the second half of a build starts from.
@@ -127,6 +133,7 @@ class Begun:
         results: number of its results.
         written: placeholders of the buffers that get new values; from elsewhere, these stand behind the results.
         gradients: placeholders of the parameters whose gradients come from elsewhere; `None` where they are made here.
+        in_fp32: those of them whose gradient is FP32, whatever they are.
         plan: what was decided for the forward.
         emulated: whether every down-cast must really round.
         form: which batches it can be used for.
@@ -138,6 +145,7 @@ class Begun:
     results: int
     written: tuple[str, ...]
     gradients: tuple[str, ...] | None = None
+    in_fp32: tuple[str, ...] = ()
     plan: PrecisionPlan | None = None
     emulated: bool = False
     form: InputForm = field(default_factory=lambda: InputForm((), (), None))
@@ -217,6 +225,7 @@ def _step_options(weights: TrainedWeights, begun: Begun, options: StepOptions, s
         "wrt": Late(weights.wrt),
         "owner": Late(weights.owner),
         "owners": Late(lambda graph_module: weights.taken(graph_module, begun.gradients or ())),
+        "in_fp32": begun.in_fp32,
         "groups": Late(weights.specs),
         "updated": Late(lambda _: weights.updated),
         "skips_overflow": skips_overflow,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, fx
@@ -111,12 +112,16 @@ class StepReadings:
         """Which gradients of the last step were not finite, and the first nodes that made such values.
 
         Until it is asked for, only flags are kept, on the device. This reads them, and where the step was skipped it
-        runs its forward and backward once more, node by node, on the last batch. A step in pieces is not run again.
+        runs its forward and backward once more, node by node, on the last batch; of a step in pieces, the code of
+        model and loss runs again between the nodes.
         """
         program, output, scale = self._seen()
-        repeatable = self._scale_config.checks_finite and isinstance(program, StepProgram)
-        leaves = self._leaves if repeatable else None
-        return report_nonfinite(program.update, output.flags.tolist(), leaves, scale)
+        leaves = self._leaves if self._scale_config.checks_finite else None
+        if isinstance(program, StepProgram):
+            return report_nonfinite(program, output.flags.tolist(), leaves, scale)
+        report = report_nonfinite(program.update, output.flags.tolist(), None, scale)
+        nodes = program.origins(leaves, scale) if report and leaves is not None else ()
+        return replace(report, nodes=nodes, repeated=True) if nodes else report
 
     def check(self) -> None:
         """Raise where the scale is at its floor and gradients stay non-finite. This reads from the device.

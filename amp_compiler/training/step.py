@@ -19,6 +19,7 @@ from amp_compiler.forward.settings import AUTO, device_of, make_settings
 from amp_compiler.forward.signature import BatchForm, leaves_key, module_key
 from amp_compiler.forward.unwrap import unwrapped_model
 from amp_compiler.fx.capture import autocast_off
+from amp_compiler.fx.capture_errors import shapes_do_not_fit
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private import TENSORS, building
 from amp_compiler.onnx.importing.api import trained_module
@@ -26,7 +27,7 @@ from amp_compiler.ops.loss_scale import LossScale, NoLossScale, make_loss_scale
 from amp_compiler.ops.update.rounding import WeightStorage
 from amp_compiler.passes.pipeline import CAPTURE, DEVICE, FORWARD, PIECE, PLAN, STEP, UPDATE
 from amp_compiler.policy.unused import warn_of_unused
-from amp_compiler.training.build import StepOptions, StepState, build_step, check_parameters
+from amp_compiler.training.build import StepOptions, StepState, build_step, check_parameters, is_one_graph
 from amp_compiler.training.fused_optimizers import check_optimizers, check_storage
 from amp_compiler.training.held_scale import HeldScale
 from amp_compiler.training.inputs import KeptTensors
@@ -271,8 +272,11 @@ class TrainingStep(StepReadings):
                     ),
                 )
         except (CaptureError, LoweringError) as cause:
-            if not self._may_run_in_pieces(cause):
+            if isinstance(cause, (HookError, OptimizerError)):
                 raise
+            asked_for = self._settings.dynamic_shapes not in (None, AUTO)
+            if asked_for and isinstance(cause, CaptureError) and is_one_graph(self._module, batch):
+                raise shapes_do_not_fit("the step", cause) from cause
             step = PieceStep(self._module, self._settings, cause, self._state, self._enabled)
             return PieceProgram(step, spec, options, owners)
         now = module_key(self._module, by_identity=True)
@@ -289,11 +293,6 @@ class TrainingStep(StepReadings):
         """Drop the programs, none of which will fit again."""
         self._programs.clear()
         self._fits.clear()
-
-    def _may_run_in_pieces(self, cause: AmpError) -> bool:
-        """Whether pieces could do what one graph could not, and as the caller asked for it."""
-        asked_for = self._settings.dynamic_shapes not in (None, AUTO) or self._state.kept.weights.storage.low
-        return not (isinstance(cause, (HookError, OptimizerError)) or asked_for)
 
     def _dynamic(self, key: tuple[Any, ...], leaves: list[Any]) -> StepProgram | None:
         """A program of dynamic shapes that was captured for another batch and fits this one."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from fake_graphs import FakeGraphs
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from amp_compiler.backends.cuda_capture import TorchGraphs
 from amp_compiler.backends.cuda_graph import MOST_MOVES, WARM_UPS, GraphedRun, GraphSettings, graph_obstacle
@@ -178,7 +179,7 @@ def test_numbers_are_constants_and_symbols_are_refused():
     for _ in range(WARM_UPS + 2):
         assert float(run(STATE, 3)[0]) == 3.0
     assert settings.api.log[-1] == "replay"
-    symbol = torch.fx.experimental.symbolic_shapes.ShapeEnv().create_unbacked_symint()
+    symbol = ShapeEnv().create_unbacked_symint()
     run, settings = graphed(lambda state, batch: [state])
     run(STATE, symbol)
     assert "symbolic number" in run.reason
@@ -210,5 +211,5 @@ def test_values_on_the_host_keep_a_graph_from_being_replayed():
     # A copy of a host scalar would be recorded with the host's address.
     copied = graph_of((aten.full.default, one), (aten._to_copy.default, home))
     assert "'full_default' is on cpu" in graph_obstacle(copied)
-    symbol = torch.fx.experimental.symbolic_shapes.ShapeEnv().create_unbacked_symint()
+    symbol = ShapeEnv().create_unbacked_symint()
     assert "known only when the step runs" in graph_obstacle(graph_of((operator.add, symbol)))

@@ -1,0 +1,183 @@
+"""`TorchGraphs` above a stand-in for torch's CUDA: what a capture leaves behind, whether it succeeds or fails.
+
+The stand-in keeps the state that torch 2.11 keeps: which pools are recorded to, by the allocators of device and host;
+whether the generator is in a capture; and where the workspaces of cuBLAS lie. A GPU runs test_training_gpu_state.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+
+import pytest
+import torch
+
+from amp_compiler.backends.cuda_capture import TorchGraphs
+
+ORDINARY = "ordinary pool"
+X = torch.ones(3)
+
+
+class Graph:
+    """A CUDA graph; a pool is in use for as long as a graph in it is held."""
+
+    def __init__(self, cuda):
+        self.cuda, self.pool, self.ended = cuda, None, False
+
+    def replay(self):
+        assert self.ended
+
+    def reset(self):
+        if self.ended:
+            self.cuda.users[self.pool] -= 1
+        self.ended = False
+
+
+class StandIn:
+    """Torch's state about captures. `draw` and `multiply` do what dropout and a matrix product do to it."""
+
+    def __init__(self):
+        self.users: Counter[str] = Counter()
+        self.device_records, self.host_records = set(), set()
+        self.capturing, self.generator_captured, self.fails = None, False, False
+        self.workspace, self.handles, self.log = None, 0, []
+        self.host_asks: list[Graph] = []
+
+    def graph_pool_handle(self):
+        self.handles += 1
+        return f"pool {self.handles}"
+
+    @contextlib.contextmanager
+    def graph(self, graph, pool=None, stream=None, capture_error_mode="global"):
+        pool = pool or self.graph_pool_handle()
+        self.users[pool] += 1
+        for records in (self.device_records, self.host_records):
+            if pool in records:
+                raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+            records.add(pool)
+        self.host_asks.append(graph)
+        graph.pool, self.capturing, self.generator_captured = pool, pool, True
+        self.log.append(f"capture, workspace in {self.workspace}")
+        try:
+            yield
+        finally:
+            self.capturing = None
+            fails, self.fails = self.fails, False
+            if fails:
+                raise RuntimeError("operation failed due to a previous error during capture")
+        self.device_records.discard(pool), self.host_records.discard(pool)
+        self.generator_captured, graph.ended = False, True
+
+    def end(self, device, pool):
+        if pool not in self.device_records:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.device_records.discard(pool)
+
+    def release(self, device, pool):
+        self.users[pool] -= 1
+        assert self.users[pool] >= 0
+
+    def clear(self):
+        self.workspace = None
+
+    def multiply(self):
+        """A product takes the workspace that there is, or one from the pool in use."""
+        self.workspace = self.workspace or self.capturing or ORDINARY
+        return self.workspace
+
+    def draw(self):
+        if self.generator_captured and self.capturing is None:
+            raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
+        return X * 2
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    stand_in = StandIn()
+    for name, value in {
+        "device": lambda device: contextlib.nullcontext(),
+        "current_stream": lambda: "stream",
+        "set_stream": lambda stream: None,
+        "Stream": lambda: "side stream",
+        "graph_pool_handle": stand_in.graph_pool_handle,
+        "CUDAGraph": lambda: Graph(stand_in),
+        "graph": stand_in.graph,
+        "current_device": lambda: 0,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    for name, value in {
+        "_cuda_endAllocateToPool": stand_in.end,
+        "_cuda_releasePool": stand_in.release,
+        "_cuda_clearCublasWorkspaces": stand_in.clear,
+    }.items():
+        monkeypatch.setattr(torch._C, name, value, raising=False)
+    return stand_in
+
+
+def failed(cuda, graphs):
+    """A capture that fails when half of the step is recorded, with the error of the step."""
+
+    def waits(x):
+        cuda.draw()
+        cuda.fails = True
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        graphs.capture(waits, [X])
+
+
+def test_a_failed_capture_leaves_the_generator_free(cuda):
+    failed(cuda, TorchGraphs())
+    assert torch.equal(cuda.draw(), X * 2)
+
+
+def test_behind_a_failed_capture_other_signatures_are_captured(cuda):
+    graphs = TorchGraphs()
+    first, _ = graphs.capture(lambda x: [cuda.draw()], [X])
+    failed(cuda, graphs)
+    second, outputs = graphs.capture(lambda x: [cuda.draw()], [X])
+    first(), second()
+    assert torch.equal(outputs[0], X * 2)
+    third, _ = graphs.capture(lambda x: [cuda.draw()], [X])
+    assert third.__self__.pool == second.__self__.pool != first.__self__.pool
+
+
+def test_the_memory_of_a_failed_capture_is_given_back_and_that_of_live_graphs_is_not(cuda):
+    graphs = TorchGraphs()
+    replay, _ = graphs.capture(lambda x: [x], [X])
+    failed(cuda, graphs)
+    assert cuda.users[replay.__self__.pool] == 1 and cuda.device_records == set()
+    other = TorchGraphs()
+    failed(cuda, other)
+    assert sum(users for pool, users in cuda.users.items() if pool in cuda.host_records) == 1  # that of `replay`
+
+
+def test_what_the_allocator_of_the_host_goes_on_asking_stays_alive(cuda):
+    """Torch's host allocator keeps a pointer to a graph whose capture failed, and asks it at every allocation."""
+    from amp_compiler.backends import cuda_capture
+
+    failed(cuda, TorchGraphs())
+    (bad,) = [graph for graph in cuda.host_asks if graph.pool in cuda.host_records]
+    assert bad in cuda_capture._FAILED
+
+
+def test_a_first_error_stands_even_where_nothing_can_be_captured_any_more(cuda, monkeypatch):
+    @contextlib.contextmanager
+    def dead(*arguments, **options):
+        yield
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "graph", dead)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        TorchGraphs().capture(lambda x: [x], [X])
+
+
+def test_a_graph_has_workspaces_of_its_own(cuda):
+    graphs, inside = TorchGraphs(), []
+    assert cuda.multiply() == ORDINARY
+    replay, _ = graphs.capture(lambda x: [x, inside.append(cuda.multiply())], [X])
+    assert inside == [replay.__self__.pool], "a workspace from outside could be freed while the graph uses it"
+    assert cuda.multiply() == ORDINARY, "a workspace of the graph's pool must not be used beside the graph"
+    failed(cuda, graphs)
+    assert cuda.log[1] == "capture, workspace in None"
+    assert cuda.multiply() == ORDINARY
