@@ -70,8 +70,9 @@ def test_lengths_and_ids():
     assert {batch["ids"].shape for batch in found.values()} == {(2, 2), (1, 2003)}
     long, last = found["long and odd"], found["end of the ids"]
     assert long["ids"].max() == 999 and long["position_ids"].max() == 63 and set(long["attention_mask"].flat) == {0, 1}
+    assert all((batch["attention_mask"][:, 0] == 1).all() for batch in found.values())
     assert last["ids"].min() >= 938 and last["position_ids"].min() >= 60 and last["position_ids"].max() <= 63
-    assert untried == ["sizes above batch = 1, length = 2003", "anything but 0 and 1 in 'attention_mask'"]
+    assert untried == ["sizes above batch = 2, length = 2003", "anything but 0 and 1 in 'attention_mask'"]
 
 
 def test_a_smaller_batch_where_the_model_refuses_one():
@@ -80,7 +81,7 @@ def test_a_smaller_batch_where_the_model_refuses_one():
     assert untried[:3] == [
         "batch = 1, length = 2003 (the original does not run on it)",
         "batch = 1, length = 499 (the original does not run on it)",
-        "sizes above batch = 1, length = 127",
+        "sizes above batch = 2, length = 127",
     ]
     with pytest.raises(OnnxError, match="does not run on random inputs: too large"):
         drawn(language_model(), lambda batch: True)
@@ -125,6 +126,21 @@ def test_they_find_what_small_inputs_do_not(build):
     assert json.loads(json.dumps(report.to_dict()))["worst"]["inputs"]
     fine = verify(source, right, Probes(source))
     assert fine.ok(tolerance) and fine.batches == report.batches
+
+
+def test_numbers_that_an_input_is_compared_with_are_drawn():
+    nodes = [
+        node("Sub", ["x", "c"], ["a"]), node("Greater", ["a", "half"], ["b"]), node("Equal", ["x", "end"], ["e"]),
+        node("And", ["b", "e"], ["n"]), node("Or", ["n", "b"], ["y"]),
+    ]  # fmt: skip
+    source = model(nodes, [info("x", 1, "n")], [info("y", 1, "n", kind=T.BOOL)],
+                   [scalar("c", 3.0), scalar("half", 0.5), scalar("end", 50256.0)])  # fmt: skip
+    found, _ = drawn(source)
+    x = found["long and odd"]["x"]
+    assert {3.5, 50256.0, np.nextafter(np.float32(50256), np.float32(0))} <= set(x[0, :6].tolist())
+    low = {"version": 1, "rules": [{"match": {}, "precision": "low"}], "keep": OFF["keep"]}
+    assert verify(source, convert_onnx(source, dtype="bf16", rules=low).model, Probes(source)).worst is not None
+    assert verify(source, convert_onnx(source, dtype="bf16").model, Probes(source)).worst is None
 
 
 def test_the_worst_input_is_told():

@@ -25,6 +25,7 @@ SIDES = ((301, 403, 37), (149, 199, 19), (75, 101, 11), (31, 37, 7))  # of the s
 STEPS = 1000  # time steps and positions without a table go up to here at least
 _WORK = 2e12  # multiplications that the long batch may cost: of a large model the length is less
 _MOVES = frozenset({"Cast", "Identity", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Transpose", "Expand", "Clip"})
+_COMPARISONS = frozenset({"Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual"})
 _MASKS = ("mask", "type")
 _TIMES = ("time", "step", "pos", "sigma")
 
@@ -33,10 +34,11 @@ class Probes:
     """Batches drawn for one model: iterate, and call `refuse` on a batch that the original cannot run.
 
     The first batch is small: open dimensions of 2, standard normal numbers, ids of 0 and 1. The second is long and odd:
-    one open dimension beside the batch is a length of 2,003, two are the sides of an image (301 and 403); whole numbers
-    go through the range of the table that they pick rows of, else through 0 to 999 or as many as there are, and time
-    steps up to 1,000. In the third batch the whole numbers are at the end of their range. Where the original refuses a
-    batch, a smaller one takes its place; that it refuses the first one is an error.
+    one open dimension beside the batch is a length of 2,003, two are the sides of an image (301 and 403). Whole numbers
+    go through the range of the table that they pick rows of, else through 0 to 999 or as many as there are, time steps
+    up to 1,000, and numbers that the model compares an input with are among it. In the third batch the whole numbers
+    are at the end of their range. Where the original refuses a batch, a smaller one takes its place; that it refuses
+    the first one is an error.
 
     Args:
         source: the model, its path, or what `open_model` gave.
@@ -61,7 +63,10 @@ class Probes:
         self._inputs = required_inputs(proto)
         for name, kind in self._inputs.items():
             _check_drawable(name, kind)
-        self._limits = _ranges_of_ids(proto.graph, self._inputs)
+        tables = _Tables(proto.graph)
+        rows = {name: list(tables.rows(name)) for name, kind in self._inputs.items() if _is_whole(kind)}
+        self._limits = {name: min(found) for name, found in rows.items() if found and min(found) > 0}
+        self._bounds = {name: sorted(set(tables.bounds(name))) for name in self._inputs}
         self._open = {name: list(_open_dimensions(kind)) for name, kind in self._inputs.items()}
         weights = sum(int(np.prod(tensor.dims, dtype=np.int64)) for tensor in proto.graph.initializer)
         affordable = [number for number, length in enumerate(LENGTHS) if weights * length * 4 <= _WORK]
@@ -90,7 +95,7 @@ class Probes:
                     break
                 self._refusals.append(_told_sizes(self._open, sizes) if ids == "small" or not counted else "")
             if not self._refused:
-                self._largest = _told_sizes(self._open, sizes)
+                self._largest = _told_sizes(self._open, {key: max(size, small[key]) for key, size in sizes.items()})
                 break
         if self._limits:
             yield self._give("end of the ids", small, "last")
@@ -151,19 +156,27 @@ class Probes:
             dims = kind.tensor_type.shape.dim
             shape = [sizes.get((name, axis), dim.dim_value) for axis, dim in enumerate(dims)]
             dtype = helper.tensor_dtype_to_np_dtype(kind.tensor_type.elem_type)
-            batch[name] = self._numbers(name, kind, shape, ids).astype(dtype)
+            draw = self._whole if _is_whole(kind) else self._real
+            truth = kind.tensor_type.elem_type == TensorProto.BOOL
+            batch[name] = (self._generator.integers(0, 2, shape) if truth else draw(name, shape, ids)).astype(dtype)
         return batch
 
-    def _numbers(self, name: str, kind: onnx.TypeProto, shape: list[int], ids: str) -> np.ndarray:
-        if not _is_whole(kind):
-            if kind.tensor_type.elem_type == TensorProto.BOOL:
-                return self._generator.integers(0, 2, shape)
-            if ids != "small" and len(shape) <= 1 and _is_named(name, _TIMES):
-                return self._generator.uniform(0, STEPS, shape)
-            return self._generator.standard_normal(shape)
+    def _real(self, name: str, shape: list[int], ids: str) -> np.ndarray:
+        if ids != "small" and len(shape) <= 1 and _is_named(name, _TIMES):
+            return np.asarray(self._generator.uniform(0, STEPS, shape))
+        drawn = np.asarray(self._generator.standard_normal(shape))
+        if ids != "small" and shape:
+            bounds = [near for bound in self._bounds[name] for near in _around(bound)]
+            drawn.flat[: len(bounds)] = bounds[: drawn.size]
+        return drawn
+
+    def _whole(self, name: str, shape: list[int], ids: str) -> np.ndarray:
         limit = self._limits.get(name)
         if ids == "small" or (limit is None and not self._counts(name)):
-            return self._generator.integers(0, 2, shape)
+            drawn = np.asarray(self._generator.integers(0, 2, shape))
+            if shape and _is_named(name, _MASKS[:1]):
+                drawn[..., :1] = 1  # no row is masked whole
+            return drawn
         length = max(shape, default=1)
         end = max(STEPS, length) if limit is None else limit
         if ids == "last":
@@ -216,46 +229,61 @@ def _told_sizes(opened: Mapping[str, list[tuple[int, str]]], sizes: Mapping[tupl
     return ", ".join(f"{name} = {size}" for name, size in told.items())
 
 
-def _ranges_of_ids(graph: onnx.GraphProto, inputs: Mapping[str, onnx.TypeProto]) -> dict[str, int]:
-    """By input of whole numbers, how many rows there are in the smallest table that it picks rows of."""
-    stored = {tensor.name: tensor for tensor in graph.initializer}
-    for node in graph.node:
-        if node.op_type == "Constant" and node.attribute and node.attribute[0].name == "value":
-            stored[node.output[0]] = node.attribute[0].t
-    readers: dict[str, list[onnx.NodeProto]] = {}
-    for node in graph.node:
-        for name in node.input:
-            readers.setdefault(name, []).append(node)
-    found: dict[str, int] = {}
-    for name, kind in inputs.items():
-        if _is_whole(kind):
-            rows = list(_rows(name, 0, stored, readers, set()))
-            if rows and min(rows) > 0:
-                found[name] = min(rows)
-    return found
+def _around(bound: float) -> tuple[np.float32, ...]:
+    """A number and its two neighbours."""
+    middle = np.float32(bound)
+    return middle, np.nextafter(middle, np.float32(-np.inf)), np.nextafter(middle, np.float32(np.inf))
 
 
-def _rows(
-    value: str,
-    offset: int,
-    stored: Mapping[str, TensorProto],
-    readers: Mapping[str, list[onnx.NodeProto]],
-    seen: set[str],
-) -> Iterator[int]:
-    """The rows of each table that a value, with an offset, picks rows of: over casts, moves and stored offsets."""
-    if value in seen:
-        return
-    seen.add(value)
-    for node in readers.get(value, ()):
-        if node.op_type == "Gather" and node.input[1] == value and node.input[0] in stored:
-            axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
-            yield stored[node.input[0]].dims[axis] - offset
-        elif node.op_type in _MOVES and node.input[0] == value:
-            yield from _rows(node.output[0], offset, stored, readers, seen)
-        elif node.op_type in ("Add", "Sub") and len(node.input) == 2:
-            other = stored.get(node.input[1] if node.input[0] == value else node.input[0])
-            if other is not None and int(np.prod(other.dims, dtype=int)) == 1 and other.data_location == 0:
-                moved = int(numpy_helper.to_array(other).reshape(-1)[0])
-                if node.op_type == "Add" or node.input[0] == value:
-                    step = moved if node.op_type == "Add" else -moved
-                    yield from _rows(node.output[0], offset + step, stored, readers, seen)
+class _Tables:
+    """What the main graph looks up with an input, and compares it with."""
+
+    def __init__(self, graph: onnx.GraphProto) -> None:
+        self._stored = {tensor.name: tensor for tensor in graph.initializer}
+        self._readers: dict[str, list[onnx.NodeProto]] = {}
+        for node in graph.node:
+            for name in node.input:
+                self._readers.setdefault(name, []).append(node)
+            value = next((attribute.t for attribute in node.attribute if attribute.name == "value"), None)
+            if node.op_type == "Constant" and value is not None:
+                self._stored[node.output[0]] = value
+
+    def rows(self, value: str) -> Iterator[int]:
+        """The rows of each table that a value picks rows of, less a stored offset that is added to it before."""
+        for name, offset in self._moved(value, 0.0):
+            for node in self._readers.get(name, ()):
+                if node.op_type == "Gather" and node.input[1] == name and node.input[0] in self._stored:
+                    axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 0)
+                    yield self._stored[node.input[0]].dims[axis] - int(offset)
+
+    def bounds(self, value: str) -> Iterator[float]:
+        """The stored numbers that a value is compared with, as they are before the offset is added."""
+        for name, offset in self._moved(value, 0.0):
+            for node in self._readers.get(name, ()):
+                if node.op_type in _COMPARISONS:
+                    number = self._number(node.input[1] if node.input[0] == name else node.input[0])
+                    if number is not None:
+                        yield number - offset
+
+    def _moved(self, value: str, offset: float) -> Iterator[tuple[str, float]]:
+        """The value, and what casts, moves and stored offsets make of it, each with its offset."""
+        pending, seen = [(value, offset)], {value}
+        while pending:
+            name, offset = pending.pop()
+            yield name, offset
+            for node in self._readers.get(name, ()):
+                step: float | None = None
+                if node.op_type in _MOVES and node.input[0] == name:
+                    step = 0.0
+                elif node.op_type == "Add" or (node.op_type == "Sub" and node.input[0] == name):
+                    step = self._number(node.input[1] if node.input[0] == name else node.input[0])
+                if step is not None and node.output[0] not in seen:
+                    seen.add(node.output[0])
+                    pending.append((node.output[0], offset + (step if node.op_type != "Sub" else -step)))
+
+    def _number(self, name: str) -> float | None:
+        """The number that is stored under a name; `None` where there is none, or more than one."""
+        tensor = self._stored.get(name)
+        if tensor is None or tensor.data_location != TensorProto.DEFAULT or np.prod(tensor.dims, dtype=int) != 1:
+            return None
+        return float(numpy_helper.to_array(tensor).reshape(-1)[0])
