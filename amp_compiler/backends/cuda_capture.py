@@ -13,6 +13,8 @@ from torch import Tensor
 
 from amp_compiler.backends.cuda_graph import Run
 from amp_compiler.fx.torch_private import clear_cublas_workspaces, end_failed_capture
+from amp_compiler.ops.cuda.pointer_tables import GraphTables
+from amp_compiler.ops.cuda.update import TABLES
 
 # Graphs whose capture failed. torch's allocator of pinned memory goes on asking them whether a stream is theirs, by a
 # pointer, so they must not go.
@@ -29,7 +31,7 @@ class TorchGraphs:
     def __init__(self) -> None:
         self._stream: Any = None
         self._pool: Any = None
-        self._live: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._live: weakref.WeakKeyDictionary[Any, GraphTables] = weakref.WeakKeyDictionary()  # with what they read
 
     def refuses(self, device: torch.device) -> str:
         """As in `cuda_graph.GraphApi`."""
@@ -69,7 +71,9 @@ class TorchGraphs:
             # be freed while the graph uses it, and one of the graph's must not be used beside it.
             clear_cublas_workspaces()
             try:
-                outputs = self._recorded(graph, run, inputs)
+                with TABLES.of_graph() as tables:
+                    outputs = self._recorded(graph, run, inputs)
+                tables.fill()
             except Exception:
                 end_failed_capture(device, self._pool)
                 self._forget(graph, device)
@@ -78,7 +82,7 @@ class TorchGraphs:
                 clear_cublas_workspaces()
                 if collecting:
                     gc.enable()
-        self._live.add(graph)
+        self._live[graph] = tables
         return graph.replay, outputs
 
     def _recorded(self, graph: Any, run: Run, inputs: Sequence[Any]) -> Sequence[Any]:

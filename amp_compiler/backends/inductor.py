@@ -25,6 +25,8 @@ from amp_compiler.passes.device.native_ops import NativeOps, sources
 # written. This option of Inductor is the one that is put into the compiler's command line as it stands.
 _CONTRACTION = "cpp.enable_floating_point_contract_flag"
 _NO_SLP = "-fno-tree-slp-vectorize"
+# Kernels that share no memory become one all the same. The threshold is the bytes that a fusion must save.
+_ONE_KERNEL = {"combo_kernels": True, "score_fusion_memory_threshold": 1}
 _CALL = "call_function"
 _CONVOLUTION = torch.ops.aten.convolution.default
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
@@ -107,6 +109,9 @@ def _options(graph_module: fx.GraphModule, round_exactly: bool) -> dict[str, Any
     contraction = torch_private.inductor_option(_CONTRACTION)
     if contraction is not None and _narrow_on_cpu(graph_module):
         options[_CONTRACTION] = f"{contraction} {_NO_SLP}"
+    if _is_numbers_on_gpu(graph_module):
+        known = {name: value for name, value in _ONE_KERNEL.items() if torch_private.inductor_option(name) is not None}
+        options.update(known)
     late = NativeOps(JOINT)
     work: dict[str, Callable[[fx.Graph], Any]] = {}
     if late.awaited(graph_module.graph):
@@ -144,6 +149,12 @@ def _keep_once(graph: fx.Graph) -> None:
 def _narrow_on_cpu(graph_module: fx.GraphModule) -> bool:
     low = (torch.bfloat16, torch.float16)
     return any(value.device.type == "cpu" and value.dtype in low for value in _values(graph_module))
+
+
+def _is_numbers_on_gpu(graph_module: fx.GraphModule) -> bool:
+    """Whether all values are single numbers, for each of which a kernel of its own would be too much."""
+    values = _values(graph_module)
+    return bool(values) and all(one.device.type == "cuda" and one.numel() == 1 for one in values)
 
 
 def _values(graph_module: fx.GraphModule) -> list[torch.Tensor]:

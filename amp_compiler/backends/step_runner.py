@@ -16,7 +16,7 @@ from amp_compiler.passes.step.cut_step import BEFORE
 
 Kernels = Mapping[Any, Callable[..., Any]]
 Build = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
-_FEW = 64  # nodes behind the check that are not worth compiling: most of them work on single numbers
+_FEW = 64  # nodes behind the check that are not worth compiling on a CPU: most of them work on single numbers
 
 
 def kernels_for(step: fx.GraphModule) -> Kernels:
@@ -28,7 +28,10 @@ def kernels_for(step: fx.GraphModule) -> Kernels:
         step: as `FuseUpdate` makes it.
     """
     updates = [node for node in step.graph.nodes if node.target in OPERATORS.values()]
-    devices = {leaf.meta["val"].device.type for node in updates for leaf in node.all_input_nodes}
+    checks = step.graph.find_nodes(op="call_function", target=CHECK)
+    devices = {leaf.meta["val"].device.type for node in updates or checks for leaf in node.all_input_nodes}
+    if not updates and devices == {"cpu"}:  # gradients are only gathered: a compiler checks them in the loops that add
+        return {}
     rows = {row.op: row for row in NATIVE_OPS if row.stage == UPDATE and {row.device} == devices and row.ready()}
     taken = all(
         rows[node.target].fits(*fx.node.map_arg(node.args, lambda leaf: leaf.meta["val"]))
@@ -69,7 +72,8 @@ def run_cut_step(
     for call in cut.graph.find_nodes(op="call_module"):
         piece: Any = getattr(cut, str(call.target))
         inputs = [real.get(node, node.meta["val"]) for node in call.args]
-        worth_it = call.target == BEFORE or len(piece.graph.nodes) > _FEW
+        launches = any(one.device.type != "cpu" for one in inputs if isinstance(one, torch.Tensor))
+        worth_it = call.target == BEFORE or len(piece.graph.nodes) > _FEW or launches
         root.add_module(str(call.target), _Piece(build(piece, inputs) if worth_it else piece.forward))
     return fx.GraphModule(root, graph).forward  # type: ignore[no-any-return]
 

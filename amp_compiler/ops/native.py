@@ -72,7 +72,7 @@ _ON_CPU = {
     COMMIT: (_always, commit_on_cpu),
     **{OPERATORS[one.name]: (_loops_take, cpu_update.FUNCTIONS[one.operator(low=False)]) for one in FUSED},
 }
-_ON_CUDA = {CHECK: _always, **dict.fromkeys(OPERATORS.values(), _walks_over)}
+_ON_CUDA = {CHECK: _always, COMMIT: _always, **dict.fromkeys(OPERATORS.values(), _walks_over)}
 NATIVE_OPS: tuple[NativeOp, ...] = (
     NativeOp(
         op=torch.ops.aten.lstm.input,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,7 +11,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from amp_compiler.fx.graph import rename_placeholder, results_of
+from amp_compiler.fx.graph import node_tensor, rename_placeholder, results_of
+from amp_compiler.fx.meta import Key
 from amp_compiler.ops.cpu.update import complete_norm
 from amp_compiler.ops.update.operators import ADD_ROWS, CHECK, COMMIT, OPERATORS, decomposition
 from amp_compiler.ops.update.product import Product
@@ -52,6 +54,11 @@ class CutStep(FunctionalPass[fx.GraphModule]):
         return double, norm
         graph before_check …; graph behind_check …
 
+    On a GPU every loop is a launch, so there three things are cut otherwise. A single number that nothing needs before
+    the check, such as what the loss scale may become, is computed behind it, together with the others. A sum of
+    gradients over several batches is read where it lies once it is added there. All sums are cleared at once, at the
+    end.
+
     Left alone: with `kernels=()` nothing is cut; the operators are opened into the torch calls that they stand for, for
     a compiler to fuse, and so are those in the pieces that no kernel takes.
 
@@ -87,10 +94,12 @@ class _Cut:
         for node in nodes:
             if any(source in behind for source in node.all_input_nodes):
                 behind.add(node)
+        behind |= _late_numbers(nodes, behind - {self.check})
+        cleared = [node for node in nodes if _clears_a_sum(node)]
         products = [node for node in nodes if _is_product(node)]
         items = [node for node in self.check.users if node.target is operator.getitem]
         last = [node for node in nodes if node.target in self.kernels and node is not self.check]
-        own = {self.check, *products, *items, *last}
+        own = {self.check, *products, *items, *last, *cleared}
         for node in self.step.graph.find_nodes(op="placeholder"):
             self.made_of[node] = self.graph.node_copy(node)
         self._piece(BEFORE, [node for node in nodes if node not in own and node not in behind])
@@ -99,6 +108,9 @@ class _Cut:
         self._piece(BEHIND, [node for node in nodes if node not in own and node in behind])
         for node in sorted(last, key=lambda node: node.target is COMMIT):
             self._copy(node)
+        if cleared:
+            sums = [self.made_of[node.args[0]] for node in cleared]  # type: ignore[index]
+            self.graph.call_function(torch.ops.aten._foreach_zero_.default, (sums,)).meta["val"] = None
         self._complete_norm(items, [node for node in last if node.target is not COMMIT], bool(products))
         self.graph.output(fx.node.map_arg(tuple(results_of(self.step.graph)), self.made_of.__getitem__))
         return fx.GraphModule(self.root, self.graph)
@@ -119,7 +131,9 @@ class _Cut:
         """Make nodes a graph of its own: its inputs are the values they read, its outputs those that others read."""
         chosen = set(nodes)
         inputs = list(dict.fromkeys(s for node in nodes for s in node.all_input_nodes if s not in chosen))
-        outputs = [node for node in nodes if any(user not in chosen for user in node.users)]
+        kept = {value: place for node in nodes for value, place in _kept_in_place(node)}
+        self.made_of.update({value: self.made_of[place] for value, place in kept.items()})
+        outputs = [node for node in nodes if any(user not in chosen for user in node.users) and node not in kept]
         graph = fx.Graph()
         copies = {node: _input(graph, node) for node in inputs}
         for node in nodes:
@@ -132,6 +146,48 @@ class _Cut:
         for index, output in enumerate(outputs):
             self.made_of[output] = self.graph.call_function(operator.getitem, (call, index))
             self.made_of[output].meta = dict(output.meta)
+
+
+def _late_numbers(nodes: Sequence[fx.Node], behind: set[fx.Node]) -> set[fx.Node]:
+    """The single numbers on a GPU, made of such numbers alone, that are needed behind the check only."""
+    written = {node.args[0] for node in nodes if node not in behind and _writes(node)}
+    late: set[fx.Node] = set()
+    for node in reversed(nodes):
+        values = [node_tensor(one) for one in (node, *node.all_input_nodes)]
+        if (
+            isinstance(node.target, torch._ops.OpOverload)
+            and node not in behind
+            and node.users.keys() <= behind | late
+            and all(one is not None and one.device.type != "cpu" and one.numel() == 1 for one in values)
+            and not _writes(node)
+            and torch.Tag.nondeterministic_seeded not in node.target.tags
+            and written.isdisjoint(node.all_input_nodes)
+        ):
+            late.add(node)
+    return late
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _is_sum(node: Any) -> bool:
+    """Whether a node is the placeholder of a sum of gradients on a GPU."""
+    value = node_tensor(node) if isinstance(node, fx.Node) else None
+    return value is not None and value.device.type != "cpu" and node.meta.get(Key.STATE, ("",))[0] == "sum"
+
+
+def _clears_a_sum(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.zero_.default and not node.users and _is_sum(node.args[0])
+
+
+def _kept_in_place(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
+    """A new sum of gradients with the placeholder that it is copied to."""
+    if node.target is not torch.ops.aten.copy_.default or not _is_sum(node.args[0]):
+        return []
+    place, value = node.all_input_nodes
+    same = place.meta["val"].dtype == value.meta["val"].dtype and place.meta["val"].shape == value.meta["val"].shape
+    return [(value, place)] if same and value.op == "call_function" else []
 
 
 def _is_product(node: fx.Node) -> bool:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from amp_compiler.ops.cuda import update as kernels
+
 HERE = Path(__file__).parent
 
 WITHOUT_TRITON = """
@@ -101,6 +103,15 @@ ADAM_ARGS = {**TABLE, "scalars": "*fp32", **NUMBERS}
 SGD_ARGS = {**TABLE, "hyper": "*fp64", **NUMBERS, "started": "*fp32"}
 STOCHASTIC = {"WEIGHT_TYPE": "float16", "EXTRA_TYPE": None, "MODE": 1}
 KAHAN = {"WEIGHT_TYPE": "bfloat16", "MODE": 2}
+FINISH = {
+    "partials": "*fp32",
+    "bad_places": "*i32",
+    "partial_count": "i32",
+    "flags": "*u8",
+    "flag_count": "i32",
+    "norm": "*fp32",
+    "nonfinite": "*fp32",
+}
 KERNELS = {
     "adam": ("adam_kernel", ADAM_ARGS, ADAM),
     "adam, all options, unaligned": (
@@ -125,27 +136,18 @@ KERNELS = {
     ),
     "check": (
         "check_kernel",
-        {**TABLE, "inv_scale": "*fp32", "partials": "*fp32", "flags": "*u8"},
+        {**TABLE, "inv_scale": "*fp32", "partials": "*fp32", "bad_places": "*i32"},
         {"GRAD_TYPE": "float16", "ALIGNED": True},
     ),
-    "check, finish": (
-        "check_finish_kernel",
-        {
-            "partials": "*fp32",
-            "partial_count": "i32",
-            "flags": "*u8",
-            "flag_count": "i32",
-            "norm": "*fp32",
-            "nonfinite": "*fp32",
-        },
-        {"BLOCK": 1024},
-    ),
+    "check, finish": ("check_finish_kernel", FINISH, {"BLOCK": 1024}),
+    "check, finish, 350 million elements": ("check_finish_kernel", FINISH, kernels.finish_options(85_000)),
     # Triton turns an argument that is 1 into a constant.
     "check, finish, one block": (
         "check_finish_kernel",
-        {"partials": "*fp32", "flags": "*u8", "norm": "*fp32", "nonfinite": "*fp32"},
+        {name: kind for name, kind in FINISH.items() if not name.endswith("count")},
         {"BLOCK": 1024, "partial_count": 1, "flag_count": 1},
     ),
+    "commit": ("commit_kernel", {**TABLE, "skip": "*fp32"}, {"TYPE": "int32", "ALIGNED": True}),
 }
 
 
@@ -156,7 +158,6 @@ def compiled_ptx(name, capability):
     import triton.language as tl
 
     from amp_compiler.ops.cuda import triton_kernels
-    from amp_compiler.ops.cuda import update as kernels
 
     kernel, signature, constants = KERNELS[name]
     options = kernels._CHECK_OPTIONS if kernel == "check_kernel" else kernels._UPDATE_OPTIONS
@@ -164,6 +165,8 @@ def compiled_ptx(name, capability):
     function = getattr(triton_kernels, kernel)
     if "BLOCK" in function.arg_names:
         constants = {"BLOCK": block, **constants}
+    options = {**options, **{key: value for key, value in constants.items() if key not in function.arg_names}}
+    constants = {key: value for key, value in constants.items() if key in function.arg_names}
     values = {key: getattr(tl, value) if isinstance(value, str) else value for key, value in constants.items()}
     values = {key: value for key, value in values.items() if key not in signature}
     return compile_kernel(function, signature, values, capability, **options)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,21 +17,24 @@ from amp_compiler.ops.layout import is_dense, same_layout
 COLUMNS = 8
 _FIRST_ADDRESS = 2  # before it: number of elements, place in the group
 _CACHED = 64
-_SPARE = 16  # pinned buffers kept per size
+_SPARE = 16  # buffers kept per size
+_TOGETHER = 4  # elements that a thread loads at a time from an aligned tensor
 
 Column = Sequence[Tensor]
 Types = tuple[torch.dtype | None, ...]
+Buffers = tuple[Tensor, Tensor]  # pinned, and on the device
+Size = tuple[torch.device, int]  # of a table: where, and how many words
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The tensors of one launch: those whose columns have the same types.
+    """The tensors of one launch: those whose columns have the same types, and are aligned alike.
 
     Args:
         types: element type of each column; `None` for a column that is not used.
         rows: int64 [tensors, 8] on the device: elements, place, addresses.
         blocks: int64 [programs] on the device: row in the upper 32 bits, block of it in the lower 32.
-        aligned: whether every address is a multiple of 16 bytes.
+        aligned: whether every address is a multiple of four elements.
     """
 
     types: Types
@@ -38,22 +43,98 @@ class Group:
     aligned: bool
 
 
+class TableMemory(Protocol):
+    """Where tables lie; `CudaMemory` but for tests."""
+
+    def remote(self, device: torch.device) -> bool:
+        """Whether a copy from the host to a device goes on beside the host."""
+
+    def capturing(self) -> bool:
+        """Whether this thread is capturing a CUDA graph."""
+
+    def pinned(self, words: int) -> Tensor:
+        """Memory of the host, int64 [words], that an asynchronous copy may read.
+
+        Raises:
+            RuntimeError: there is none during a capture.
+        """
+
+    def on_device(self, words: int, device: torch.device) -> Tensor:
+        """Memory of a device, int64 [words]."""
+
+
+class CudaMemory:
+    """As `TableMemory`, by torch."""
+
+    def remote(self, device: torch.device) -> bool:
+        """As in `TableMemory`."""
+        return device.type == "cuda"
+
+    def capturing(self) -> bool:
+        """As in `TableMemory`."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def pinned(self, words: int) -> Tensor:
+        """As in `TableMemory`."""
+        return torch.empty(words, dtype=torch.int64, pin_memory=True)
+
+    def on_device(self, words: int, device: torch.device) -> Tensor:
+        """As in `TableMemory`."""
+        return torch.empty(words, dtype=torch.int64, device=device)
+
+
+@dataclass(eq=False)
+class GraphTables:
+    """The tables that one captured graph reads, which live as long as this object.
+
+    Args:
+        kept: what must not go before the graph does.
+        unfilled: pinned buffers and the tables that are filled from them behind the capture.
+    """
+
+    kept: list[object] = field(default_factory=list)
+    unfilled: list[Buffers] = field(default_factory=list)
+
+    def fill(self) -> None:
+        """Fill the tables, without waiting; behind the capture and before the first replay, on its stream."""
+        for pinned, table in self.unfilled:
+            table.copy_(pinned, non_blocking=True)
+        self.unfilled.clear()
+
+
 class TableCache:
     """Makes tables and keeps those that were used last, keyed by the addresses, types and layouts they were made from.
 
     A table reaches the device by an asynchronous copy from pinned memory, so nothing waits. While a CUDA graph is
-    captured, pinning memory may be forbidden: every table made outside a capture therefore leaves a spare pinned buffer
-    of its size for a later capture, whose copy becomes a node of the graph. Tables and buffers that a capture used live
-    as long as the cache, because every replay reads them.
+    captured nothing is copied, and pinning memory may be forbidden. Every table made outside a capture therefore leaves
+    spare buffers of its size for a later capture. Within `of_graph` the tables of a capture are filled once, behind it,
+    and go when the graph does. In a capture by anyone else the copy becomes a node of the graph, and what it reads
+    lives as long as the cache, because nobody says when the graph goes.
+
+    Args:
+        memory: where tables lie.
     """
 
-    def __init__(self) -> None:
-        self._tables: OrderedDict[object, list[Group]] = OrderedDict()
-        self._spare: dict[int, list[Tensor]] = {}
-        self._captured: list[object] = []
+    def __init__(self, memory: TableMemory | None = None) -> None:
+        self._memory = CudaMemory() if memory is None else memory
+        self._tables: OrderedDict[object, tuple[list[Group], Size]] = OrderedDict()
+        self._spare: dict[Size, list[Buffers]] = {}
+        self._captured: dict[int, object] = {}
+        self._graph: GraphTables | None = None
+
+    @contextmanager
+    def of_graph(self) -> Iterator[GraphTables]:
+        """Around a capture: gives its tables, to be filled behind it and kept with the graph."""
+        for size in list(self._spare):
+            self._stock(size)
+        self._graph, outer = GraphTables(), self._graph
+        try:
+            yield self._graph
+        finally:
+            self._graph = outer
 
     def groups(self, columns: Sequence[Column], device: torch.device, block: int) -> list[Group]:
-        """One group per combination of element types, covering all tensors.
+        """One group per combination of element types and alignment, covering all tensors.
 
         Args:
             columns: up to six lists of n tensors: gradients, weights, extras, first and second moments, maxima. An
@@ -62,63 +143,95 @@ class TableCache:
             block: elements per program.
         """
         key = (device, block, tuple(tuple(_identity(tensor) for tensor in column) for column in columns))
-        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        found = self._tables.get(key)
-        if found is None:
-            found = self._build(columns, device, block, capturing)
+        capturing = self._memory.remote(device) and self._memory.capturing()
+        if key not in self._tables:
+            plans, words = _planned(columns, device, block)
+            found = _cut(plans, self._captured_table(words, device) if capturing else self._upload(words, device))
             if capturing:
-                return found  # filled by the replays only, so of no use outside the graph
-            self._tables[key] = found
-            while len(self._tables) > _CACHED:
-                self._tables.popitem(last=False)
+                return found  # not filled yet, so of no use outside the graph
+            self._tables[key] = found, (device, len(words))
+            if len(self._tables) > _CACHED:
+                _, (_, gone) = self._tables.popitem(last=False)
+                self._stock(gone)
+            self._stock((device, len(words)))
         self._tables.move_to_end(key)
+        found = self._tables[key][0]
         if capturing:
-            self._captured.append(found)
+            self._keep(found)
         return found
 
-    def _build(self, columns: Sequence[Column], device: torch.device, block: int, capturing: bool) -> list[Group]:
-        members: dict[Types, list[int]] = {}
-        for place in range(max(map(len, columns))):
-            tensors = [column[place] if column else None for column in columns]
-            _require_one_layout(tensors, device)
-            types = tuple(None if tensor is None else tensor.dtype for tensor in tensors)
-            members.setdefault(types, []).append(place)
-        words: list[int] = []
-        plans = []
-        for types, places in members.items():
-            rows = [_row(columns, place) for place in places]
-            blocks = [(i << 32) | b for i, row in enumerate(rows) for b in range(-(-row[0] // block))]
-            aligned = all(address % 16 == 0 for row in rows for address in row[_FIRST_ADDRESS:])
-            plans.append((types, len(rows), len(blocks), aligned))
-            words += [word for row in rows for word in row] + blocks
-        table = self._upload(words, device, capturing)
-        groups, start = [], 0
-        for types, row_count, block_count, aligned in plans:
-            middle = start + row_count * COLUMNS
-            rows_view = table[start:middle].view(row_count, COLUMNS)
-            groups.append(Group(types, rows_view, table[middle : middle + block_count], aligned))
-            start = middle + block_count
-        return groups
+    def _stock(self, size: Size) -> None:
+        """See that there are as many spare buffers of a size as tables, for a capture that needs them all anew."""
+        device, words = size
+        if self._memory.remote(device):
+            alike = sum(other == size for _, other in self._tables.values())
+            spare = self._spare.setdefault(size, [])
+            while len(spare) < min(alike, _SPARE):
+                spare.append((self._memory.pinned(words), self._memory.on_device(words, device)))
+            if not alike:
+                del self._spare[size]
 
-    def _upload(self, words: list[int], device: torch.device, capturing: bool) -> Tensor:
+    def _keep(self, what: object) -> None:
+        """Keep something that a graph reads."""
+        if self._graph is not None:
+            self._graph.kept.append(what)
+        else:
+            self._captured[id(what)] = what
+
+    def _upload(self, words: list[int], device: torch.device) -> Tensor:
         values = torch.tensor(words, dtype=torch.int64)
-        if device.type != "cuda":
+        if not self._memory.remote(device):
             return values
-        spare = self._spare.setdefault(len(words), [])
-        if not capturing:
-            if len(spare) < _SPARE:
-                spare.append(torch.empty_like(values, pin_memory=True))
-            return values.pin_memory().to(device, non_blocking=True)
+        pinned = self._memory.pinned(len(words)).copy_(values)
+        return self._memory.on_device(len(words), device).copy_(pinned, non_blocking=True)
+
+    def _captured_table(self, words: list[int], device: torch.device) -> Tensor:
+        spare = self._spare.get((device, len(words)))
         try:
-            buffer = spare.pop() if spare else torch.empty_like(values, pin_memory=True)
+            pinned, table = spare.pop() if spare else (self._memory.pinned(len(words)), None)
         except RuntimeError as cause:
             raise LoweringError(
                 "the first update of these tensors falls into the capture of a CUDA graph",
                 mend="run the step once before capturing it",
             ) from cause
-        buffer.copy_(values)
-        self._captured.append(buffer)
-        return buffer.to(device, non_blocking=True)
+        pinned.copy_(torch.tensor(words, dtype=torch.int64))
+        if self._graph is not None and table is not None:
+            self._graph.unfilled.append((pinned, table))
+            self._keep(table)
+            return table
+        self._keep(pinned)  # every replay reads it
+        return self._memory.on_device(len(words), device).copy_(pinned, non_blocking=True)
+
+
+Plan = tuple[Types, bool, int, int]  # with alignment, number of rows and of blocks
+
+
+def _planned(columns: Sequence[Column], device: torch.device, block: int) -> tuple[list[Plan], list[int]]:
+    """The groups of a table, and its words: for each group the rows, then the blocks."""
+    members: dict[tuple[Types, bool], list[list[int]]] = {}
+    for place in range(max(map(len, columns))):
+        tensors = [column[place] if column else None for column in columns]
+        _require_one_layout(tensors, device)
+        types = tuple(None if tensor is None else tensor.dtype for tensor in tensors)
+        aligned = all(one is None or one.data_ptr() % (_TOGETHER * one.element_size()) == 0 for one in tensors)
+        members.setdefault((types, aligned), []).append(_row(columns, place))
+    words: list[int] = []
+    plans = []
+    for (types, aligned), rows in members.items():
+        blocks = [(i << 32) | b for i, row in enumerate(rows) for b in range(-(-row[0] // block))]
+        plans.append((types, aligned, len(rows), len(blocks)))
+        words += [word for row in rows for word in row] + blocks
+    return plans, words
+
+
+def _cut(plans: Sequence[Plan], table: Tensor) -> list[Group]:
+    groups, start = [], 0
+    for types, aligned, row_count, block_count in plans:
+        middle = start + row_count * COLUMNS
+        rows = table[start:middle].view(row_count, COLUMNS)
+        groups.append(Group(types, rows, table[middle : middle + block_count], aligned))
+        start = middle + block_count
+    return groups
 
 
 def _identity(tensor: Tensor) -> tuple[object, ...]:

@@ -29,6 +29,7 @@ from amp_compiler.ops.cuda.triton_parts import (
     PLACE,
     SECOND,
     SIZE,
+    WEIGHT,
     add_l1,
     address,
     load_weight,
@@ -204,9 +205,10 @@ def advance_kernel(started, rng, skip, HAS_STARTED: tl.constexpr, HAS_RNG: tl.co
 
 @triton.jit
 def check_kernel(
-    rows, blocks, inv_scale, partials, flags, GRAD_TYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Sum of squares of one block of unscaled gradients; raises the tensor's flag where an element is not finite."""
+    rows, blocks, inv_scale, partials, bad_places,
+    GRAD_TYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sum of squares of one block of unscaled gradients, and where an element is not finite the tensor's place + 1."""
     work = tl.load(blocks + tl.program_id(0))
     row = rows + (work >> 32) * COLUMNS
     start = (work & 0xFFFFFFFF) * BLOCK
@@ -220,20 +222,40 @@ def check_kernel(
         grad = read(pointer, offsets, inside, False)
     unscaled = grad * tl.load(inv_scale)
     tl.store(partials + tl.program_id(0), tl.sum(unscaled * unscaled, axis=0))
-    # A comparison with NaN is false, so one test finds infinities and NaN. All writers write the same value.
+    # A comparison with NaN is false, so one test finds infinities and NaN.
     bad = tl.max((tl.abs(grad) < float("inf")).to(tl.int32) ^ 1, axis=0)
-    tl.store(flags + tl.load(row + PLACE), bad.to(tl.uint8), mask=bad != 0)
+    tl.store(bad_places + tl.program_id(0), bad * (tl.load(row + PLACE) + 1).to(tl.int32))
 
 
 @triton.jit
-def check_finish_kernel(partials, partial_count, flags, flag_count, norm, nonfinite, BLOCK: tl.constexpr):
-    """Add the blocks' sums in a fixed order and combine the flags; one program."""
+def check_finish_kernel(
+    partials, bad_places, partial_count, flags, flag_count, norm, nonfinite, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Add the blocks' sums in a fixed order and write the flags of all tensors; one program."""
     offsets = tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], dtype=tl.float32)
-    for start in range(0, partial_count, BLOCK):
-        total += tl.load(partials + start + offsets, mask=offsets < partial_count - start, other=0.0)
-    bad = tl.zeros([BLOCK], dtype=tl.int32)
     for start in range(0, flag_count, BLOCK):
-        bad |= tl.load(flags + start + offsets, mask=offsets < flag_count - start, other=0).to(tl.int32)
+        tl.store(flags + start + offsets, tl.zeros([BLOCK], dtype=tl.uint8), mask=offsets < flag_count - start)
+    tl.debug_barrier()  # other threads write the same flags below
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    bad = tl.zeros([BLOCK], dtype=tl.int32)
+    for start in range(0, partial_count, BLOCK):
+        inside = offsets < partial_count - start
+        total += tl.load(partials + start + offsets, mask=inside, other=0.0)
+        place = tl.load(bad_places + start + offsets, mask=inside, other=0)
+        tl.store(flags + place - 1, tl.full([BLOCK], 1, dtype=tl.uint8), mask=place > 0)
+        bad = tl.maximum(bad, place)
     tl.store(norm, tl.sqrt_rn(tl.sum(total, axis=0)))
-    tl.store(nonfinite, tl.max(bad, axis=0).to(tl.float32))
+    tl.store(nonfinite, (tl.max(bad, axis=0) > 0).to(tl.float32))
+
+
+@triton.jit
+def commit_kernel(rows, blocks, skip, TYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """Copy one block of a new value (in the column of gradients) to its target, unless the step is skipped."""
+    if tl.load(skip) == 0.0:
+        work = tl.load(blocks + tl.program_id(0))
+        row = rows + (work >> 32) * COLUMNS
+        start = (work & 0xFFFFFFFF) * BLOCK
+        offsets = tl.arange(0, BLOCK)
+        inside = offsets < tl.load(row + SIZE) - start
+        value = tl.load(address(row, GRAD, TYPE, start, ALIGNED) + offsets, mask=inside)
+        tl.store(address(row, WEIGHT, TYPE, start, ALIGNED) + offsets, value, mask=inside)

@@ -192,7 +192,7 @@ def _register() -> None:
     _LIBRARY.impl("add_rows", add_rows, "CompositeExplicitAutograd")
     torch.library.register_fake("amp_compiler::add_rows", lambda dense, *_: torch.empty_like(dense), lib=_LIBRARY)
     _LIBRARY.impl("commit", commit_on_cpu, "CPU")
-    _LIBRARY.impl("commit", commit, "CUDA")
+    _LIBRARY.impl("commit", _on_cuda("commit"), "CUDA")
     torch.library.register_fake("amp_compiler::commit", lambda *_: None, lib=_LIBRARY)
 
 

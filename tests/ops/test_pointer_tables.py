@@ -1,0 +1,133 @@
+"""The tables of addresses of captured graphs, with host memory in the place of a device's."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from amp_compiler.errors import LoweringError
+from amp_compiler.ops.cuda.pointer_tables import TableCache
+
+HERE = torch.device("cpu")
+
+
+class Memory:
+    """Host memory that a `TableCache` takes for a device's; counts what is asked for."""
+
+    def __init__(self):
+        self.captures, self.asked, self.live = False, 0, weakref.WeakSet()
+
+    def remote(self, device):
+        return True
+
+    def capturing(self):
+        return self.captures
+
+    def pinned(self, words):
+        if self.captures:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.asked += 1
+        return torch.zeros(words, dtype=torch.int64)
+
+    def on_device(self, words, device):
+        self.asked += 1
+        made = torch.zeros(words, dtype=torch.int64)
+        self.live.add(made)
+        return made
+
+
+def grads(count=3):
+    return [torch.randn(7) for _ in range(count)]
+
+
+def captured(cache, memory, tensors):
+    """The tables of a graph over some tensors, and its groups."""
+    with cache.of_graph() as tables:
+        memory.captures = True
+        groups = cache.groups([tensors], HERE, 4)
+        memory.captures = False
+    return tables, groups
+
+
+def addresses(groups):
+    return [int(row[2]) for group in groups for row in group.rows]
+
+
+def test_the_table_of_a_graph_is_filled_once_behind_the_capture():
+    memory = Memory()
+    cache = TableCache(memory)
+    cache.groups([grads()], HERE, 4)  # the warm-up
+    given = grads()
+    tables, groups = captured(cache, memory, given)
+    assert addresses(groups) == [0, 0, 0], "nothing is copied while a graph is captured"
+    tables.fill()
+    assert addresses(groups) == [tensor.data_ptr() for tensor in given]
+    groups[0].rows.fill_(-1)
+    tables.fill()
+    assert addresses(groups) == [-1, -1, -1], "a second time nothing is copied"
+
+
+def test_the_tables_of_a_graph_go_when_it_goes():
+    memory = Memory()
+    cache = TableCache(memory)
+    warm = grads()
+    cache.groups([warm], HERE, 4)
+    for _ in range(50):
+        tables, groups = captured(cache, memory, grads())
+        again, _ = captured(cache, memory, warm)  # whose table was there before
+        tables.fill(), again.fill()
+    del tables, again, groups
+    gc.collect()
+    assert len(memory.live) == 2, "the table of the warm-up, and the spare one"
+    assert not cache._captured
+
+
+def test_a_table_that_a_graph_reads_outlives_its_place_among_the_kept_ones():
+    memory = Memory()
+    cache = TableCache(memory)
+    warm = grads()
+    cache.groups([warm], HERE, 4)
+    tables, groups = captured(cache, memory, warm)
+    for size in range(1, 200):
+        cache.groups([[torch.empty(size)]], HERE, 1000)
+    assert tables.kept and addresses(groups) == [tensor.data_ptr() for tensor in warm]
+
+
+def test_spare_memory_is_that_of_the_tables_in_use():
+    memory = Memory()
+    cache = TableCache(memory)
+    for size in range(1, 200):
+        cache.groups([[torch.empty(1) for _ in range(size)]], HERE, 4)
+    spare = {size: len(buffers) for size, buffers in cache._spare.items()}
+    assert len(cache._tables) == 64 == len(spare) and set(spare.values()) == {1}
+
+
+def test_every_capture_finds_memory_although_none_can_be_asked_for():
+    """State that moves is captured again and again; its tables may be found among the kept ones in the warm-up."""
+    memory = Memory()
+    cache = TableCache(memory)
+    for number in range(6):
+        first, second = grads(), grads()
+        for _ in range(2 if number < 3 else 1):
+            cache.groups([first], HERE, 4), cache.groups([second], HERE, 4)
+        with cache.of_graph() as tables:
+            memory.captures = True
+            cache.groups([grads()], HERE, 4), cache.groups([grads()], HERE, 4)
+            memory.captures = False
+        tables.fill()
+
+
+def test_a_capture_by_anyone_else_copies_in_every_replay():
+    """Nobody would fill its tables behind it."""
+    memory = Memory()
+    cache = TableCache(memory)
+    cache.groups([grads()], HERE, 4)
+    given = grads()
+    memory.captures = True
+    groups = cache.groups([given], HERE, 4)
+    assert addresses(groups) == [tensor.data_ptr() for tensor in given]
+    with pytest.raises(LoweringError, match="run the step once before capturing"):
+        cache.groups([grads(5)], HERE, 4)
