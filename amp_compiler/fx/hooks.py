@@ -18,6 +18,8 @@ _ON_TENSORS = {
     torch.Tensor.register_post_accumulate_grad_hook: "register_post_accumulate_grad_hook",
     torch.Tensor.retain_grad: "retain_grad",
 }
+MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # tables of a module
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # attributes of a tensor
 
 
 def refuse_module_hooks(model: nn.Module) -> None:
@@ -91,4 +93,4 @@ def hook_numbers(hooks: Mapping[int, Any]) -> tuple[int, ...]:
 
 def has_hooks(tensor: torch.Tensor) -> bool:
     """Whether something is to be called with the gradient of a tensor."""
-    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+    return any(getattr(tensor, name, None) for name in HOOKS)
