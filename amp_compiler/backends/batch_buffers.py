@@ -46,7 +46,7 @@ class Buffers:
         """Copy a batch in, without waiting."""
         joint = []
         for place, sizes, word, stored in zip(self._places, self._sizes, self._words, self._stored, strict=True):
-            source = inputs[place].detach()
+            source = inputs[place]
             if source.shape != sizes:
                 source = source.as_strided(sizes, source.stride(), source.storage_offset())
             if word is None:

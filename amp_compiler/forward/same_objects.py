@@ -67,8 +67,9 @@ class SameObjects:
                 continue
             terms.append(f"[*(t := d[{name!r}])] == {self._name(list(own[name]))}")
             terms += [f"t[{self._key(key)}] is {self._name(value)}" for key, value in own[name].items()]
-        first, *rest = terms
-        self._terms += [first.replace("d[", f"(d := {self._name(owner)}.__dict__)[", 1), *rest]
+        if terms:
+            terms[0] = terms[0].replace("d[", f"(d := {self._name(owner)}.__dict__)[", 1)
+        self._terms += terms
 
     def test(self) -> Callable[[], bool]:
         """The function; false too where something is gone."""

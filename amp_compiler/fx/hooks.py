@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from amp_compiler.errors import CaptureError, HookError
 from amp_compiler.fx.graph import shorten_path
@@ -89,6 +90,11 @@ def refuse_parameter_hooks(named: Iterable[tuple[str, torch.Tensor]]) -> None:
 def hook_numbers(hooks: Mapping[int, Any]) -> tuple[int, ...]:
     """The numbers of the hooks of a module, without those that a capture hangs there for a moment (`of_capture`)."""
     return tuple(number for number, hook in hooks.items() if not getattr(hook, "of_capture", False))
+
+
+def hooks_made() -> int:
+    """How many hooks were hung on any module or tensor of this process so far: torch numbers the handles it gives."""
+    return RemovableHandle.next_id
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:

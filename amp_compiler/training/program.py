@@ -31,6 +31,7 @@ from amp_compiler.training.traced_optimizers import TracedGroup
 if TYPE_CHECKING:
     from amp_compiler.training.standing import Standing
 
+_PAIR = pytree.tree_structure((0, 0))
 ROOT = "model"  # name of the models in a `LossModule`
 
 
@@ -210,6 +211,9 @@ class StepProgram:
         """The node of the graph that gives the gradient of a parameter of `updated`."""
         return results_of(self.graph_module.graph)[self.results + 3 + number]  # type: ignore[no-any-return]
 
+    def __post_init__(self) -> None:
+        self._is_pair = self.out_spec == _PAIR
+
     def flags_changed(self, standing: Standing) -> bool:
         """Whether a setting of an optimizer that is part of the graph is no longer what was compiled."""
         return self._numbers != standing.numbers and any(group.flags_changed() for group in self.groups)
@@ -233,7 +237,8 @@ class StepProgram:
             flat, written = self._run_anew(leaves, standing)
             note_writes(written)
         self.writes.put(flat[: self.results])
-        loss, aux = pytree.tree_unflatten(flat[: self.out_spec.num_leaves], self.out_spec)
+        leaves_of_result = flat[: self.out_spec.num_leaves]
+        loss, aux = leaves_of_result if self._is_pair else pytree.tree_unflatten(leaves_of_result, self.out_spec)
         norm, _, flags = flat[self.results : self.results + 3]
         scale = flat[-1] if self.gives_scale else None
         gradients = flat[self.results + 3 : len(flat) - self.gives_scale]

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from amp_compiler.forward.module_watch import Key, TensorWatch, hooks_of_all_modules, note_modules
+from amp_compiler.forward.module_watch import HookWatch, Key, TensorWatch, note_modules
 from amp_compiler.forward.same_objects import SameObjects
 from amp_compiler.forward.signature import module_key
 from amp_compiler.forward.tensor_versions import OPTIMIZER_STEPS
@@ -26,7 +26,6 @@ from amp_compiler.training.program import LossModule
 
 LASTING = 16  # calls without a change, after which the next note is made at once
 MOST_WAITING = 10  # power of two: calls between two notes that did not last
-_VERSION = attrgetter("_version")
 
 
 class Standing:
@@ -76,6 +75,11 @@ class Standing:
         if owners != self.owners.value:
             self.owners = Key(owners)
 
+    def begin(self) -> None:
+        """Walk over everything behind a capture, which took so long that a note costs nothing beside it."""
+        self.read()
+        self._wait = 0
+
     def note(self) -> bool:
         """Remember how everything stands, when a program has found its tensors; whether they are those of later calls.
 
@@ -116,31 +120,44 @@ class Standing:
 
 
 class _Note:
-    """What was where when all was well."""
+    """What was where when all was well.
+
+    Args:
+        same: tells whether the same objects stand in all tables.
+        hooks: tells whether there are hooks.
+        watch: looks at the tensors.
+        parameters: those of the models and optimizers, whose versions are looked at.
+        buffers: of the models.
+        placed: of the optimizers' states.
+        states: state of a parameter, by its `id`.
+        scale: the state of the loss scale.
+    """
 
     def __init__(
         self,
         same: Callable[[], bool],
-        watch: TensorWatch,
-        watched: list[Tensor],
+        hooks: HookWatch,
         parameters: list[Tensor],
+        buffers: list[Tensor],
+        placed: list[Tensor],
         states: dict[int, dict[str, Any]],
         scale: Any,
     ) -> None:
-        self._same, self._watch, self._parameters, self._states, self._scale = same, watch, parameters, states, scale
-        self.watched = {id(tensor): tensor for tensor in watched}
-        self._hooks = hooks_of_all_modules()
+        self._same, self._hooks, self._parameters, self._states, self._scale = same, hooks, parameters, states, scale
+        self._watch = TensorWatch(parameters, buffers, placed)
+        self.watched = {id(tensor): tensor for tensor in (*parameters, *buffers)}
         self.left()
 
     @classmethod
     def of(cls, model: LossModule, optimizers: Sequence[torch.optim.Optimizer], kept: KeptTensors) -> _Note | None:
         """The note of now; `None` where there is something that cannot be seen in a quick pass."""
-        same = SameObjects()
-        held = note_modules(model, same)
+        same, unhooked = SameObjects(), SameObjects()
+        held = note_modules(model, same, unhooked)
         if held is None or not torch.is_grad_enabled():
             return None
         parameters = {id(parameter): parameter for parameter in held[0]}
-        others = {id(buffer): buffer for buffer in held[1]}
+        buffers = {id(buffer): buffer for buffer in held[1]}
+        placed: dict[int, Tensor] = {}
         states: dict[int, dict[str, Any]] = {}
         for one in optimizers:
             same.attribute(one, "param_groups")
@@ -156,29 +173,30 @@ class _Note:
                 for key, value in state.items():
                     same.item(state, key)
                     if isinstance(value, Tensor):
-                        others[id(value)] = value
-        watched, own = list({**others, **parameters}.values()), list(parameters.values())
-        if not TensorWatch.takes(watched) or any(parameter.is_inference() for parameter in own):
+                        placed[id(value)] = value
+        own = list(parameters.values())
+        beside = [tensor for number, tensor in buffers.items() if number not in parameters]
+        kept_by_states = list(placed.values())
+        if not TensorWatch.takes([*own, *beside, *kept_by_states]) or any(
+            parameter.is_inference() for parameter in own
+        ):
             return None
-        watch = TensorWatch(watched, own)
-        if watch.hooks():
+        hooks = HookWatch(unhooked.test(), own)
+        if not hooks.holds():
             return None
         OPTIMIZER_STEPS.watch()
-        return cls(same.test(), watch, watched, own, states, kept.scale())
+        return cls(same.test(), hooks, own, beside, kept_by_states, states, kept.scale())
 
     def holds(self, kept: KeptTensors) -> bool:
         """Whether the same objects stand everywhere, and lie where they lay."""
-        return (
-            torch.is_grad_enabled()
-            and kept.scale() is self._scale
-            and self._same()
-            and self._watch.holds()
-            and hooks_of_all_modules() == self._hooks
-        )
+        self._now: list[int] | None = None
+        if torch.is_grad_enabled() and kept.scale() is self._scale and self._hooks.holds() and self._same():
+            self._now = self._watch.look()
+        return self._now is not None
 
     def follow_writes(self, kept: KeptTensors) -> None:
-        """Make again what is kept beside the parameters that were written since the last call."""
-        versions, steps = list(map(_VERSION, self._parameters)), OPTIMIZER_STEPS.count
+        """Make again what is kept beside the parameters that were written since the last call, once `holds` is true."""
+        versions, steps = self._now or [], OPTIMIZER_STEPS.count
         if versions == self._versions and steps == self._steps:
             return
         every = steps != self._steps
@@ -190,4 +208,4 @@ class _Note:
 
     def left(self) -> None:
         """Take the versions of now for those of the step's own writes."""
-        self._versions, self._steps = list(map(_VERSION, self._parameters)), OPTIMIZER_STEPS.count
+        self._versions, self._steps = self._watch.versions(), OPTIMIZER_STEPS.count

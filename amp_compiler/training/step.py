@@ -44,6 +44,7 @@ from amp_compiler.training.weights import OWN_KEY, WeightState, weight_storage
 logger = logging.getLogger("amp_compiler")
 MOST_SIGNATURES = 64
 PARALLEL = "pass model.module: a step is of one process, and averages no gradients over several"
+_TENSORS_ALONE = {Tensor}
 MOST_KNOWN = 4096  # shapes of which it is kept in mind which program of dynamic shapes takes them
 RUN = (CAPTURE, PLAN, FORWARD, STEP, UPDATE, DEVICE, PIECE)  # the pipelines of a step
 
@@ -240,7 +241,7 @@ class TrainingStep(StepReadings):
 
     def _flat(self, batch: tuple[Any, ...]) -> tuple[list[Any], Any]:
         """The leaves of a batch and its tree; one of tensors alone is its own list of leaves."""
-        if all(type(item) is Tensor for item in batch):
+        if set(map(type, batch)) == _TENSORS_ALONE:
             spec = self._specs.get(len(batch))
             if spec is None:
                 spec = self._specs[len(batch)] = pytree.tree_flatten((batch, {}))[1]
@@ -250,17 +251,8 @@ class TrainingStep(StepReadings):
     def _program(self, batch: tuple[Any, ...], leaves: list[Any], spec: Any) -> StepProgram | PieceProgram:
         module, owners = self._standing.module, self._standing.owners
         gather = "" if self._accumulate == 1 else "use" if self._gathered == self._accumulate - 1 else "add"
-        options = StepOptions(
-            self._settings,
-            self._optimizers,
-            self._scale_config,
-            self._clip_norm,
-            self._enabled,
-            self._accumulate,
-            gather,
-        )
         if self._pieces is not None:
-            return PieceProgram(self._pieces, spec, options, owners)
+            return PieceProgram(self._pieces, spec, self._options(gather), owners)
         with TENSORS:
             form = leaves_key(leaves)
         key = (spec, module, owners, gather, self._scale_config, form)
@@ -268,7 +260,7 @@ class TrainingStep(StepReadings):
         if program is not None and not program.flags_changed(self._standing):
             return program
         self._form.check(batch)
-        stale = program
+        stale, options = program, self._options(gather)
         if program is None and len(self._programs) >= MOST_SIGNATURES:
             raise CaptureError(
                 f"the step was captured for {MOST_SIGNATURES} signatures (shapes and types of the batch, model modes, "
@@ -293,7 +285,7 @@ class TrainingStep(StepReadings):
                 raise shapes_do_not_fit("the step", cause) from cause
             step = PieceStep(self._module, self._settings, cause, self._state, self._enabled)
             return PieceProgram(step, spec, options, owners)
-        self._standing.read()
+        self._standing.begin()
         now = self._standing.module
         if now != module:  # weights were converted for storage without masters: earlier programs will never fit again
             self._forget()
@@ -303,6 +295,17 @@ class TrainingStep(StepReadings):
         self._programs.add((spec, now, owners, gather, self._scale_config, form), program)
         self._form.fix(batch)
         return program
+
+    def _options(self, gather: str) -> StepOptions:
+        return StepOptions(
+            self._settings,
+            self._optimizers,
+            self._scale_config,
+            self._clip_norm,
+            self._enabled,
+            self._accumulate,
+            gather,
+        )
 
     def _forget(self) -> None:
         """Drop the programs, none of which will fit again."""
