@@ -33,6 +33,7 @@ def compile_with_inductor(
     options: Mapping[str, Any],
     opened: Callable[[Mapping[Any, Decomposition]], Mapping[Any, Decomposition]],
     identity: str,
+    told: Callable[[Exception], Exception],
 ) -> Callable[..., Any]:
     """Compile an ATen graph, and the backward that autograd makes of it, with Inductor.
 
@@ -42,18 +43,29 @@ def compile_with_inductor(
         options: of `torch._inductor.config`, by name; those that this torch does not know are left out.
         opened: from what it would open operators into, by operator, those that it is to open into something else.
         identity: for its cache: another text whenever `opened` may give something else.
+        told: makes of what Inductor and the C++ compiler behind it raise what is raised in its place: here, or in the
+            first backward, which is compiled when it runs.
 
     Raises:
         ImportError: where this torch has no Inductor, see `has_inductor`.
-        Exception: whatever Inductor and the C++ compiler behind it raise.
+        Exception: what `told` makes.
     """
+    from torch._inductor import compile_fx as inductor
     from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
     from torch._inductor.decomposition import select_decomp_table
 
     known = {name: value for name, value in options.items() if hasattr(config, name)}
     changed = OpenedOps(select_decomp_table(), opened, identity)
-    compiled: Any = compile_fx(graph_module, _cacheable(inputs), config_patches=known, decompositions=changed)
+
+    def compile_one(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return inductor.compile_fx_inner(*args, **kwargs)
+        except Exception as cause:
+            raise told(cause) from cause
+
+    compiled: Any = inductor.compile_fx(
+        graph_module, _cacheable(inputs), inner_compile=compile_one, config_patches=known, decompositions=changed
+    )
     return compiled  # type: ignore[no-any-return]
 
 
