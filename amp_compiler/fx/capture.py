@@ -9,8 +9,8 @@ import logging
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -177,10 +177,17 @@ def _silent_here() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def autocast_off() -> Iterator[None]:
+def autocast_off() -> AbstractContextManager[None]:
     """No ambient autocast: the plan decides, not the caller's context."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return _autocast_off(kinds) if kinds else _AS_IT_IS
+
+
+_AS_IT_IS = contextlib.nullcontext()
+
+
+@contextmanager
+def _autocast_off(kinds: Sequence[str]) -> Iterator[None]:
     for kind in kinds:
         torch.set_autocast_enabled(kind, False)
     try:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from amp_compiler.errors import CaptureError, HookError
 from amp_compiler.fx.graph import shorten_path
@@ -19,6 +20,8 @@ _ON_TENSORS = {
     torch.Tensor.retain_grad: "retain_grad",
 }
 _GRAD_FN = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # tables of a module
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # attributes of a tensor
 
 
 def refuse_module_hooks(model: nn.Module) -> None:
@@ -123,6 +126,11 @@ def hook_numbers(hooks: Mapping[int, Any]) -> tuple[int, ...]:
     return tuple(number for number, hook in hooks.items() if not getattr(hook, "of_capture", False))
 
 
+def hooks_made() -> int:
+    """How many hooks were hung on any module or tensor of this process so far: torch numbers the handles it gives."""
+    return RemovableHandle.next_id
+
+
 def has_hooks(tensor: torch.Tensor) -> bool:
     """Whether something is to be called with the gradient of a tensor."""
-    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+    return any(getattr(tensor, name, None) for name in HOOKS)

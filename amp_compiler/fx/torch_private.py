@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -524,3 +525,70 @@ def has_native_bf16(device: torch.device) -> bool:
         probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_arm_bf16_supported")
         return any(bool(getattr(torch.cpu, probe)()) for probe in probes if hasattr(torch.cpu, probe))
     return False
+
+
+def form_test(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
+    """A quick test that tensors have the type, form, device and `requires_grad` that they have now.
+
+    Where it is called in another mode (gradients, autocast, a mode of dispatch), it may say no for tensors that have.
+
+    Args:
+        tensors: strided ones. Gradients are enabled, here and at every call.
+    """
+    given = tuple(tensors)
+    if _GUARDS.tell:
+        check = _guards_of(given).check
+        return lambda: check(*given)  # type: ignore[no-any-return]
+    forms = _forms(given)
+    return lambda: _forms(given) == forms
+
+
+def address_test(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
+    """A quick test that tensors lie in memory where they lie now."""
+    given, addresses = list(tensors), [tensor.data_ptr() for tensor in tensors]
+    equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)  # of torch for CUDA
+    if equal is None:
+        return lambda: list(map(torch.Tensor.data_ptr, given)) == addresses
+    places = list(range(len(given)))
+    return lambda: bool(equal(given, addresses, places))
+
+
+def _guards_of(tensors: Sequence[torch.Tensor]) -> Any:
+    sizes, strides = [list(tensor.shape) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
+    return torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+
+
+def _forms(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
+    return [(type(t), t.requires_grad, t.dtype, t.device, t.shape, t.stride()) for t in tensors]
+
+
+class _Guards:
+    """Whether Dynamo's comparison of tensors is there and says what `form_test` promises; tried once."""
+
+    @functools.cached_property
+    def tell(self) -> bool:
+        if not hasattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards"):
+            return False
+        with torch.enable_grad():
+            try:
+                return all(map(self._tells, range(5)))
+            except (TypeError, AttributeError, RuntimeError, SystemError):  # of another torch
+                return False
+
+    def _tells(self, change: int) -> bool:
+        sample = torch.nn.Parameter(torch.zeros(2, 2))
+        guards = _guards_of([sample])
+        if change == 0:
+            return bool(guards.check(sample))
+        if change == 1:
+            sample.requires_grad = False
+        elif change == 2:
+            sample.data = torch.zeros(2, 2, dtype=torch.float16)
+        elif change == 3:
+            sample.data = torch.zeros(2, 3)
+        else:
+            sample.data = torch.zeros(2, 2).t()
+        return not guards.check(sample)
+
+
+_GUARDS = _Guards()

@@ -22,6 +22,7 @@ from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import copy_graph, results_of, torch_dtype
 from amp_compiler.fx.hooks import refuse_parameter_hooks
+from amp_compiler.fx.meta import Key
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops import native
 from amp_compiler.ops.cpu.arena import ArenaMemory, ArenaRun
@@ -177,13 +178,18 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
     )
     resolve = weights.resolvers(step, state.kept)
     static = settings.dynamic_shapes is None or begun.gradients is not None
-    examples = [get(begun.leaves) for get in resolve] if static else _values(step)
+    examples = [one.get(begun.leaves) for one in resolve] if static else _values(step)
     compiled = _compile(step, examples, settings, begun.emulated, stages)
     if settings.runs_on.asks_arena and static and is_on_cpu(step):
         compiled = ArenaRun(compiled, results + 3, state.memory)
-    names, known = [node.name for node in step.graph.find_nodes(op="placeholder")], weights.fixed(step)
+    placeholders, known = step.graph.find_nodes(op="placeholder"), weights.fixed(step)
+    names = [node.name for node in placeholders]
     places = [place for place, name in enumerate(names) if name not in known]
-    run = GraphedRun(compiled, names, places, results + 3, state.graphs, _no_cuda_graph(step, settings))
+    scales = [place for place, node in enumerate(placeholders) if node.meta.get(Key.STATE) == ("scale", "scale", 0)]
+    gives_scale = options.scale.constant is None and bool(scales)
+    if gives_scale:
+        compiled = _with_first(compiled, scales[0])
+    run = GraphedRun(compiled, names, places, results, state.graphs, _no_cuda_graph(step, settings))
     buffers = tuple(inputs.getters[name] for name in begun.written)
     return StepProgram(
         step,
@@ -196,10 +202,21 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
         results,
         begun.form,
         stages,
+        gives_scale,
         buffers,
         captured.writes,
         ValueGuards(captured.state, captured.constants.values()),
     )
+
+
+def _with_first(run: Callable[..., Sequence[Any]], place: int) -> Callable[..., Sequence[Any]]:
+    """A step that gives a copy of one input as well, as it was before the step: part of the graph that is replayed."""
+
+    def both(*inputs: Any) -> Sequence[Any]:
+        before = inputs[place].clone()
+        return [*run(*inputs), before]
+
+    return both
 
 
 def _forward(

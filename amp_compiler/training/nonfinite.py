@@ -195,7 +195,7 @@ class _Replay(fx.Interpreter):
             if all(user.meta.get(Key.PHASE) == "update" for user in node.users):
                 continue
             is_scale = node.meta.get(Key.STATE) == ("scale", "scale", 0)
-            self._note(node, self.scale if is_scale else resolve(self.leaves))
+            self._note(node, self.scale if is_scale else resolve.get(self.leaves))
         for node in self.source.nodes:
             if node.op in ("call_function", "get_attr") and node.meta.get(Key.PHASE) != "update":
                 self._note(node, self.run_node(node))

@@ -30,6 +30,7 @@ from amp_compiler.training.nonfinite import NonfiniteNode
 from amp_compiler.training.piece_replay import PieceReplay
 from amp_compiler.training.piece_weights import LowReads
 from amp_compiler.training.program import LossModule, StepOutput, StepProgram
+from amp_compiler.training.standing import Standing
 from amp_compiler.training.weights import is_stored_low, widened
 
 
@@ -206,8 +207,12 @@ class PieceProgram:
         self.step, self._spec, self._options, self._owners = step, spec, options, owners
         self._update: StepProgram | None = None
 
-    def __call__(self, leaves: Sequence[Any]) -> StepOutput:
+    def __call__(self, leaves: Sequence[Any], standing: Standing | None = None) -> StepOutput:
         """Run one step on the flattened batch.
+
+        Args:
+            leaves: the batch.
+            standing: how everything stood before it; code of the user's runs in between.
 
         Raises:
             CaptureError: Dynamo can take none of it, or the loss depends on no parameter of the optimizers.
@@ -220,7 +225,7 @@ class PieceProgram:
         with building():
             self._update = self.step.update_for(made, given, self._options, self._owners)
         output = self._update(given)
-        return StepOutput(made.loss, made.aux, output.norm, output.flags, output.gradients)
+        return replace(output, loss=made.loss, aux=made.aux)
 
     def origins(self, leaves: Sequence[Any], scale: Tensor) -> tuple[NonfiniteNode, ...]:
         """The nodes that made something that is not finite; see `PieceStep.replayed`.

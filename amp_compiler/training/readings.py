@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from amp_compiler.errors import AmpError
@@ -24,13 +25,17 @@ class StepReadings:
     _accumulate: int
     _held: HeldScale
     _watch: StuckWatch
-    _last: tuple[StepProgram | PieceProgram, StepOutput, Tensor] | None
+    _last: tuple[StepProgram | PieceProgram, StepOutput, float | None] | None
     _leaves: list[Any]
 
     def _seen(self) -> tuple[StepProgram | PieceProgram, StepOutput, Tensor]:
         if self._last is None:
             raise AmpError("there is no finished call of the step to read from", mend="call it with a batch first")
-        return self._last
+        program, output, constant = self._last
+        state = self._scale.scale
+        if output.scale is not None:
+            return program, output, output.scale
+        return program, output, state.clone() if constant is None else torch.full_like(state, constant)
 
     @property
     def _scale_config(self) -> LossScale:
@@ -65,7 +70,7 @@ class StepReadings:
     @property
     def grad_norm(self) -> Tensor:
         """FP32 scalar on the device: L2 norm of the last step's unscaled gradients, before clipping."""
-        return self._seen()[1].norm
+        return self._seen()[1].norm.clone()  # the next step may overwrite it
 
     @property
     def plan(self) -> PrecisionPlan:

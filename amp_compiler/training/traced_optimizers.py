@@ -33,7 +33,7 @@ def check_hooks(optimizer: Optimizer) -> None:
     Raises:
         AmpError: names its class.
     """
-    if any(getattr(optimizer, hooks, None) for hooks in _HOOKS):
+    if any([getattr(optimizer, hooks, None) for hooks in _HOOKS]):  # a list, because this runs at every step
         raise AmpError(
             f"{type(optimizer).__name__} has step hooks, which a training step never calls",
             mend="remove them, and do what they do after the call of the training step",
@@ -95,6 +95,11 @@ class TracedGroup:
         elif values != self._written:
             self.rates.copy_(torch.tensor(values, dtype=torch.float64), non_blocking=True)
             self._written = values
+
+    @property
+    def asks_state(self) -> bool:
+        """Whether `refresh` looks at the optimizer's state: never."""
+        return False
 
     def flags_changed(self) -> bool:
         """True where a hyperparameter other than the learning rate is no longer what was traced."""
