@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from amp_compiler.ops.cpu import lstm as cpu_lstm
+from amp_compiler.ops.recurrent import stacked
 
 _LSTM_MODE = 2
 
@@ -48,33 +49,12 @@ def lstm(
     Returns:
         The output, and the last hidden and cell states, as `aten.lstm.input` gives them.
     """
-    directions = 2 if bidirectional else 1
-    each = 4 if has_biases else 2
-    out = data.transpose(0, 1) if batch_first else data
-    last_hidden: list[Tensor] = []
-    last_cell: list[Tensor] = []
-    for layer in range(layers):
-        sides = []
-        for direction in range(directions):
-            index = layer * directions + direction
-            weights = parameters[index * each : (index + 1) * each]
-            biases = weights[2:] if has_biases else [torch.zeros_like(weights[0][:, 0])] * 2
-            side, state, cell, _ = torch.ops.amp_compiler.lstm_layer(
-                out.contiguous(),
-                weights[0],
-                weights[1],
-                *biases,
-                hidden[0][index : index + 1].contiguous(),
-                hidden[1][index : index + 1].contiguous(),
-                direction == 1,
-            )
-            sides.append(side)
-            last_hidden.append(state.reshape(hidden[0][index : index + 1].shape))
-            last_cell.append(cell.reshape(hidden[1][index : index + 1].shape))
-        out = torch.cat(sides, -1) if bidirectional else sides[0]
-        if train and dropout and layer < layers - 1:
-            out = torch.dropout(out, dropout, True)
-    return out.transpose(0, 1) if batch_first else out, torch.cat(last_hidden), torch.cat(last_cell)
+    options = (has_biases, layers, dropout, train, bidirectional, batch_first)
+    return stacked(_side, data, hidden, parameters, *options)  # type: ignore[return-value]
+
+
+def _side(data: Tensor, weights: list[Tensor], first: list[Tensor], reverse: bool) -> tuple[Tensor, ...]:
+    return torch.ops.amp_compiler.lstm_layer(data, *weights, *first, reverse)[:3]  # type: ignore[no-any-return]
 
 
 _LIBRARY = torch.library.Library("amp_compiler", "FRAGMENT")
