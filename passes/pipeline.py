@@ -265,6 +265,7 @@ CAPTURE = Pipeline(
         "merge_results",
         "functionalize",
         "isolate_mutations",
+        "open_cells",
     ),
     "From a captured graph to its normal form. Run by every call.",
 )

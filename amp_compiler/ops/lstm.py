@@ -68,7 +68,17 @@ def _lstm_or_atens(data: Tensor, hidden: list[Tensor], *rest: Any) -> tuple[Tens
     """`amp_compiler.lstm`: traced and differentiated as what it is made of."""
     if can_run(data, hidden):
         return lstm(data, hidden, *rest)
-    return torch.ops.aten.lstm.input(data, hidden, *rest)  # type: ignore[no-any-return]
+    if not _rounds_its_states(data):
+        return torch.ops.aten.lstm.input(data, hidden, *rest)  # type: ignore[no-any-return]
+    parameters, *options = rest
+    wide = [one.float() for one in hidden], [one.float() for one in parameters]
+    out, state, cell = torch.ops.aten.lstm.input(data.float(), *wide, *options)
+    return out.to(data.dtype), state.to(data.dtype), cell.to(data.dtype)
+
+
+def _rounds_its_states(data: Tensor) -> bool:
+    """Whether ATen, which has no kernel for an LSTM with a projection, would round both states at each step."""
+    return data.device.type == "cpu" and data.dtype == torch.bfloat16
 
 
 _LIBRARY.impl("lstm", _lstm_or_atens, "CompositeImplicitAutograd")
@@ -78,6 +88,16 @@ def can_run(data: Tensor, hidden: list[Tensor], *rest: Any) -> bool:
     """True where the operator takes an LSTM: on a CPU with oneDNN, in a type of it, without a projection."""
     fits = data.device.type == "cpu" and data.dtype in (torch.float32, torch.bfloat16)
     return fits and torch.backends.mkldnn.is_available() and hidden[0].size(2) == hidden[1].size(2)
+
+
+def gains(data: Tensor, *rest: Any) -> bool:
+    """True where the operator takes an LSTM, or else keeps its states in FP32.
+
+    Args:
+        data: the input of the LSTM.
+        rest: its other arguments.
+    """
+    return can_run(data, *rest) or _rounds_its_states(data)
 
 
 def _run(

@@ -224,15 +224,11 @@ def _backward(ctx: Any, *gradients: Tensor | None) -> Any:
     of_data, of_state = sums[0].flatten(0, 1), sums[-1].flatten(0, 1)
     out = results[0]
     before = torch.cat([out[1:], h]) if ctx.reverse else torch.cat([h, out[:-1]])
-    made: list[Callable[[], Tensor]] = [
-        lambda: (of_data @ w_ih).view(data.shape),
-        lambda: of_data.t() @ data.flatten(0, 1),
-        lambda: of_state.t() @ before.flatten(0, 1),
-        lambda: of_data.sum(0),
-        lambda: of_state.sum(0),
-        lambda: d_h,
-    ]
-    return *[make() if one else None for make, one in zip(made, wanted, strict=True)], None, None
+    d_b_ih = of_data.sum(0)
+    d_b_hh = of_state.sum(0) if len(sums) > 1 else d_b_ih  # Inductor (torch 2.13) cannot fuse the same sum twice
+    d_data = (of_data @ w_ih).view(data.shape) if wanted[0] else None
+    d_w_ih, d_w_hh = of_data.t() @ data.flatten(0, 1), of_state.t() @ before.flatten(0, 1)
+    return d_data, d_w_ih, d_w_hh, d_b_ih, d_b_hh, d_h, None, None
 
 
 def _through_aten(
