@@ -265,6 +265,7 @@ CAPTURE = Pipeline(
         "merge_results",
         "functionalize",
         "isolate_mutations",
+        "open_cells",
     ),
     "From a captured graph to its normal form. Run by every call.",
 )
@@ -283,12 +284,21 @@ FORWARD = Pipeline(
         "widen_math",
         "legalize",
         "multiply_convolutions",
+        "native_ops",
     ),
     "The plan carried out where gradients are wanted: `amp.compile` in training, and `amp.training_step`.",
 )
 INFERENCE = Pipeline(
     "INFERENCE",
-    ("apply_plan", "mark_math", "widen_math", "legalize", "multiply_convolutions", "hoist_weight_casts"),
+    (
+        "apply_plan",
+        "mark_math",
+        "widen_math",
+        "legalize",
+        "multiply_convolutions",
+        "native_ops",
+        "hoist_weight_casts",
+    ),
     "The plan carried out where gradients are not wanted: `amp.compile` under `no_grad`.",
 )
 STEP = Pipeline(

@@ -28,6 +28,7 @@ from amp_compiler.fx.torch_private import TENSORS
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import ValueKind
 from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.ops import native
 from amp_compiler.passes.base import text_of
 from amp_compiler.passes.pipeline import Pipeline, Stages
 from amp_compiler.passes.plan.make_plan import make_plan
@@ -100,7 +101,7 @@ def rewrite(
         Whether FP32 arithmetic stands for 16-bit one, by a rule or for want of hardware, so that every down-cast must
         really round.
     """
-    options = {"plan": plan, "ops": settings.rules.ops, "past_weights": past_weights}
+    options = {"plan": plan, "ops": settings.rules.ops, "past_weights": past_weights, "stage": native.FORWARD}
     _for_backend(settings.pipelines["FORWARD"], settings).run(graph_module, options, stages)
     return _emulates(graph_module, plan, stages)
 
@@ -117,7 +118,13 @@ def rewrite_for_inference(
         stages: takes the text behind each pass.
         weights: placeholders of the weights, the casts of which are kept between calls.
     """
-    options = {"plan": plan, "ops": settings.rules.ops, "weights": weights, "differentiable": False}
+    options = {
+        "plan": plan,
+        "ops": settings.rules.ops,
+        "weights": weights,
+        "differentiable": False,
+        "stage": native.FORWARD,
+    }
     _for_backend(settings.pipelines["INFERENCE"], settings).run(graph_module, options, stages)
     return _emulates(graph_module, plan, stages)
 
