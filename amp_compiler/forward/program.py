@@ -29,7 +29,6 @@ from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import ValueKind
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops import native
-from amp_compiler.passes.base import text_of
 from amp_compiler.passes.pipeline import Pipeline, Stages
 from amp_compiler.passes.plan.make_plan import make_plan
 from amp_compiler.passes.precision.type_backward import emulates
@@ -76,7 +75,7 @@ def normalize(
     Without `low` nothing is planned.
     """
     if stages is not None:
-        stages.note("capture", text_of(graph_module))
+        stages.note("capture", stages.texts.of(graph_module))
     settings.pipelines["CAPTURE"].run(graph_module, {"root": root, "low": low and torch_dtype(low)}, stages)
 
 
@@ -158,7 +157,7 @@ def build_run(
         return find_backend(EAGER).build(graph_module, examples, True)
     if backend.compiled:
         graph_module = copy_graph(graph_module)
-        stages.begin_piece(text_of(graph_module))
+        stages.begin_piece(stages.texts.of(graph_module))
         settings.pipelines["PIECE"].run(graph_module, {}, stages)
     return backend.build(graph_module, examples, round_exactly)
 

@@ -30,7 +30,7 @@ from amp_compiler.fx.graph import user_source
 from amp_compiler.fx.hooks import SavedTensorHooks, refuse_module_hooks, refuse_tensor_hook
 from amp_compiler.fx.python_state import PythonState
 from amp_compiler.fx.python_walk import python_state
-from amp_compiler.fx.torch_private import exporting, transform_of
+from amp_compiler.fx.torch_private import exporting, new_graph_module, transform_of
 from amp_compiler.fx.transformers_caches import register_caches
 
 
@@ -297,7 +297,7 @@ def captured_from_program(program: torch.export.ExportedProgram, dynamic: bool =
             constants[target] = program.constants[target]
         inputs.append(Input(spec.arg.name, source, target))
     return Captured(
-        program.graph_module,
+        new_graph_module(program.graph_module, program.graph),
         tuple(inputs),
         constants,
         program.call_spec.in_spec,

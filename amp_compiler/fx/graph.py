@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
@@ -11,11 +12,11 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from amp_compiler.errors import CaptureError, LoweringError
 from amp_compiler.fx.meta import Key
+from amp_compiler.fx.torch_private import new_graph_module, traced_graph
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Attr
 
@@ -222,7 +223,7 @@ def trace_before(
         phase: `forward`, `backward` or `update`.
     """
     values = [node.meta["val"] for node in arguments]
-    traced = make_fx(lambda *inputs: function(*inputs), _allow_non_fake_inputs=True)(*values)
+    traced = traced_graph(lambda *inputs: function(*inputs), *values, _allow_non_fake_inputs=True)
     return splice_before(place, traced, arguments, phase)
 
 
@@ -246,7 +247,7 @@ def copy_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
     graph.output(results)
     for node, copy in made.items():
         copy.meta = dict(node.meta)
-    return fx.GraphModule(graph_module, graph)
+    return new_graph_module(graph_module, graph)
 
 
 def upcast_behind_inputs(graph: fx.Graph, source: fx.Node) -> fx.Node:
@@ -310,7 +311,11 @@ def module_of(node: fx.Node) -> tuple[str, str]:
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return "", ""
-    path, cls = list(stack.values())[-1]
+    return _module_of(*next(reversed(stack.values())))
+
+
+@functools.lru_cache(4096)
+def _module_of(path: str, cls: Any) -> tuple[str, str]:
     name = _INDEX.sub(r".\1", _DYNAMO_ROOT.sub("", path)).replace("._modules.", ".").strip(".")
     type_name = cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}"
     return re.sub(r"@\d+$", "", name), type_name.rpartition(".")[2]

@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.utils.checkpoint
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 _P = ParamSpec("_P")
@@ -113,6 +114,44 @@ def recomputed() -> dict[str, Any]:
     return {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 0}
 
 
+def new_graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
+    """A module of a graph that writes its code when it is first called or shown, where this torch has such a module.
+
+    Most graphs are rewritten many times and never called. Torch's own class writes the code at each `recompile()`.
+    """
+    return _lazy_class()(root, graph)
+
+
+def traced_graph(function: Callable[..., Any], *inputs: Any, **options: Any) -> fx.GraphModule:
+    """What `make_fx(function, **options)(*inputs)` gives, as a module such as `new_graph_module` makes."""
+    with _lazily():
+        return make_fx(function, **options)(*inputs)  # type: ignore[no-any-return]
+
+
+def forward_of(module: fx.GraphModule) -> Callable[..., Any]:
+    """The forward of a graph's module, its code written."""
+    write = getattr(module, "real_recompile", None)
+    if write is not None:
+        write()
+    return module.forward  # type: ignore[no-any-return]
+
+
+def _lazy_class() -> type[fx.GraphModule]:
+    try:
+        from torch.fx._lazy_graph_module import _LazyGraphModule
+    except ImportError:
+        return fx.GraphModule
+    return _LazyGraphModule
+
+
+def _lazily() -> contextlib.AbstractContextManager[Any]:
+    try:
+        from torch.fx._lazy_graph_module import _use_lazy_graph_module
+    except ImportError:
+        return contextlib.nullcontext()
+    return _use_lazy_graph_module(True)
+
+
 def saved_tensor_hooks() -> tuple[Any, Any] | None:
     """The hooks that autograd would give a tensor to save now; `None` where there are none, or torch does not tell."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -163,7 +202,7 @@ def building() -> Iterator[None]:
 @contextlib.contextmanager
 def exporting() -> Iterator[None]:
     """Within it this thread alone exports, and no other reads the tensors of modules; torch is left as it was found."""
-    with building(), TENSORS, restored_transforms():
+    with building(), TENSORS, restored_transforms(), _lazily():
         depth = getattr(_CAPTURING, "depth", 0)
         _CAPTURING.depth = depth + 1
         try:
