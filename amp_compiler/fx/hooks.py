@@ -19,7 +19,7 @@ _ON_TENSORS = {
     torch.Tensor.register_post_accumulate_grad_hook: "register_post_accumulate_grad_hook",
     torch.Tensor.retain_grad: "retain_grad",
 }
-_GRAD_FN = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+_GRAD_FN = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
 MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # tables of a module
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # attributes of a tensor
 

@@ -313,8 +313,8 @@ def frames_taken(wanted: Callable[[CodeType], bool]) -> Iterator[None]:
     Args:
         wanted: whether the code of a function that is about to run is to be compiled.
     """
-    rules = torch._dynamo.trace_rules
-    theirs: Any = rules.check
+    rules: Any = torch._dynamo.trace_rules
+    theirs = rules.check
 
     def check(looked_at: Any, is_inlined_call: bool = False, *rest: Any, **options: Any) -> Any:
         if not is_inlined_call and isinstance(looked_at, CodeType) and wanted(looked_at):
@@ -593,7 +593,8 @@ def address_test(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
 
 
 def _guards_of(tensors: Sequence[torch.Tensor]) -> Any:
-    sizes, strides = [list(tensor.shape) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
+    sizes: Any = [list(tensor.shape) for tensor in tensors]
+    strides: Any = [list(tensor.stride()) for tensor in tensors]
     return torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
 

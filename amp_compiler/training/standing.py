@@ -146,6 +146,9 @@ class _Note:
         self._same, self._hooks, self._parameters, self._states, self._scale = same, hooks, parameters, states, scale
         self._watch = TensorWatch(parameters, buffers, placed)
         self.watched = {id(tensor): tensor for tensor in (*parameters, *buffers)}
+        self._now: list[int] | None = None
+        self._versions: list[int] = []
+        self._steps = 0
         self.left()
 
     @classmethod
@@ -189,7 +192,7 @@ class _Note:
 
     def holds(self, kept: KeptTensors) -> bool:
         """Whether the same objects stand everywhere, and lie where they lay."""
-        self._now: list[int] | None = None
+        self._now = None
         if torch.is_grad_enabled() and kept.scale() is self._scale and self._hooks.holds() and self._same():
             self._now = self._watch.look()
         return self._now is not None
@@ -208,4 +211,5 @@ class _Note:
 
     def left(self) -> None:
         """Take the versions of now for those of the step's own writes."""
-        self._versions, self._steps = self._watch.versions(), OPTIMIZER_STEPS.count
+        self._versions = self._watch.versions()
+        self._steps = OPTIMIZER_STEPS.count
