@@ -78,12 +78,16 @@ def stacked(
     return out.transpose(0, 1) if batch_first else out, *[torch.cat(states) for states in last]
 
 
-def can_run(input: Tensor, hx: Tensor, params: Sequence[Tensor], *rest: Any) -> bool:  # noqa: A002
+def can_run(input: Tensor, hx: Tensor, params: Sequence[Tensor], *rest: Any) -> bool:
     """True where the operators take a layer: on a CPU, all of it in one floating-point type."""
-    return input.device.type == "cpu" and input.dtype in _FLOATS and {one.dtype for one in (hx, *params)} == {input.dtype}
+    return (
+        input.device.type == "cpu" and input.dtype in _FLOATS and {one.dtype for one in (hx, *params)} == {input.dtype}
+    )
 
 
-def recurrent(kind: str, data: Tensor, hidden: Tensor, parameters: list[Tensor], *options: Any) -> tuple[Tensor, Tensor]:
+def recurrent(
+    kind: str, data: Tensor, hidden: Tensor, parameters: list[Tensor], *options: Any
+) -> tuple[Tensor, Tensor]:
     """`aten.gru.input`, `aten.rnn_tanh.input` or `aten.rnn_relu.input`, traced and differentiated as its layers.
 
     Args:
@@ -116,7 +120,11 @@ def _side(kind: str, data: Tensor, weights: list[Tensor], first: list[Tensor], r
         data, h = _padded(data, features), _padded(h, more)
         gates = weights[0].shape[0] // units
         parts = [one.unflatten(0, (gates, units)) for one in weights]
-        parts = [_padded(parts[0], features, more), _padded(parts[1], more, more), *[_padded(b, more) for b in parts[2:]]]
+        parts = [
+            _padded(parts[0], features, more),
+            _padded(parts[1], more, more),
+            *[_padded(b, more) for b in parts[2:]],
+        ]
         weights = [one.flatten(0, 1) for one in parts]
     out, last, *_ = torch.ops.amp_compiler.recurrent_layer(data, *weights, h, kind, reverse)
     return (out[..., :units], last[..., :units]) if more else (out, last)
