@@ -19,6 +19,7 @@ from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import new_graph_module, traced_graph
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Attr
+from amp_compiler.ops.recurrent import KINDS
 
 CAST = torch.ops.aten.to.dtype
 LOW_TYPES = (torch.float16, torch.bfloat16)
@@ -348,7 +349,14 @@ def refresh(graph_module: fx.GraphModule) -> None:
 _READS_VALUES = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
 
 
+_QUICKER = {getattr(torch.ops.aten, kind).input: getattr(torch.ops.amp_compiler, kind).default for kind in KINDS}
+
+
 class _Propagator(FakeTensorProp):
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator; one that ATen runs in thousands is run as ours, which gives the same types and shapes."""
+        return super().call_function(_QUICKER.get(target, target), args, kwargs)
+
     def run_node(self, n: fx.Node) -> Any:
         """Run one node on fake tensors; an error says where."""
         try:

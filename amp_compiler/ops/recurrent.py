@@ -78,7 +78,7 @@ def stacked(
     return out.transpose(0, 1) if batch_first else out, *[torch.cat(states) for states in last]
 
 
-def can_run(input: Tensor, hx: Tensor, params: Sequence[Tensor], *rest: Any) -> bool:  # noqa: A002
+def can_run(input: Tensor, hx: Tensor, params: Sequence[Tensor], *rest: Any) -> bool:
     """True where the operators take a layer: on a CPU, all of it in one floating-point type."""
     return (
         input.device.type == "cpu" and input.dtype in _FLOATS and {one.dtype for one in (hx, *params)} == {input.dtype}

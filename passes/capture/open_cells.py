@@ -91,7 +91,7 @@ def _gates(call: Call, sums: fx.Node, count: int) -> list[fx.Node]:
 
 
 def _gru_cell(
-    call: Call, input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None  # noqa: A002
+    call: Call, input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None
 ) -> list[fx.Node]:  # fmt: skip
     given = _gates(call, call(aten.linear.default, input, w_ih, b_ih), 3)
     kept = _gates(call, call(aten.linear.default, hx, w_hh, b_hh), 3)
@@ -102,7 +102,7 @@ def _gru_cell(
 
 
 def _lstm_cell(
-    call: Call, input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None  # noqa: A002
+    call: Call, input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None
 ) -> list[fx.Node]:  # fmt: skip
     state, memory = hx
     products = call(aten.linear.default, state, w_hh, b_hh), call(aten.linear.default, input, w_ih, b_ih)
