@@ -33,7 +33,7 @@ def check_hooks(optimizer: Optimizer) -> None:
     Raises:
         AmpError: names its class.
     """
-    if any([getattr(optimizer, hooks, None) for hooks in _HOOKS]):  # a list, because this runs at every step
+    if any(getattr(optimizer, hooks, None) for hooks in _HOOKS):
         raise AmpError(
             f"{type(optimizer).__name__} has step hooks, which a training step never calls",
             mend="remove them, and do what they do after the call of the training step",
