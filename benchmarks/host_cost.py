@@ -167,7 +167,8 @@ def measured(name: str, runs: int, profile: bool) -> list[dict[str, Any]]:
         step, told[variant] = ours(KINDS[kind](int(layers)), dtype, graph=True)
         steps[variant] = lambda step=step: step(x, y)
     model = KINDS[kind](int(layers))
-    steps["torch.compile"] = lambda step=torchs(model): step(x, y)
+    compiled = torchs(model)
+    steps["torch.compile"] = lambda: compiled(x, y)
     for step in steps.values():
         for _ in range(6):
             step()
