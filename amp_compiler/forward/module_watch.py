@@ -1,4 +1,4 @@
-"""What `signature.module_key` walks over, noted: a later call sees in one quick pass that nothing has changed."""
+"""What `signature.module_key` walks over, noted, so that a later call sees in one quick pass that it is the same."""
 
 from __future__ import annotations
 

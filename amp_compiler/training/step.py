@@ -207,7 +207,7 @@ class TrainingStep(StepReadings):
             CaptureError: the loss cannot be captured, neither as one graph nor in pieces, or the batch is built
                 otherwise than the first.
             LoweringError: the graph cannot be compiled.
-            LossScaleError: the gradients stay non-finite at the lowest loss scale; on a GPU a call or more later.
+            LossScaleError: the gradients stay non-finite at the lowest loss scale; on a GPU some calls later.
         """
         if self._watch.arrived() and self._last is not None:
             self.check()

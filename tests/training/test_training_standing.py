@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import weakref
 from dataclasses import replace
 
@@ -15,7 +16,9 @@ from torch import nn
 
 import amp_compiler as amp
 from amp_compiler.backends import BACKENDS, eager
+from amp_compiler.backends.batch_buffers import Buffers
 from amp_compiler.fx import torch_private
+from amp_compiler.training.scale_watch import StuckWatch
 from amp_compiler.training.standing import LASTING, Standing
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -457,3 +460,48 @@ def test_what_can_be_read_after_a_replay_stays_as_it_was():
     before = norm.clone()
     run.train(2)
     assert torch.equal(norm, before) and not torch.equal(norm, run.step.grad_norm) and scale.item() > 0
+
+
+@pytest.mark.parametrize("change", [new_data, state_moved_in_place, new_state_of_one, step_counts_reset])
+def test_what_lies_elsewhere_is_captured_anew(change):
+    """A replay would use the old address, which the stand-in for graphs does not show."""
+    run = Run(True, graphs=True)
+    run.train(6)
+    assert not run.found_anew and run.step.execution == "replayed as one CUDA graph"
+    change(run)
+    run.train(1)
+    assert run.found_anew and run.step.execution != "replayed as one CUDA graph"
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_beside_a_replay_two_calls_go_to_the_device(dtype):
+    run = Run(True, graphs=True, dtype=dtype, clip_norm=1.0)
+    run.step._watch = StuckWatch(torch.device("meta"))  # on a GPU it looks at every eighth step
+    run.train(6)
+    run.step._last[0].run._graph.replay = lambda: None
+    x, y = X[0], Y[0]
+    with torch.autograd.profiler.profile() as profiler:
+        run.step(x, y)
+    called = [event.name for event in profiler.function_events if event.cpu_parent is None]
+    assert not run.found_anew
+    assert [name for name in called if name not in ("aten::view", "aten::expand", "aten::detach")] == [
+        "aten::_foreach_copy_",
+        "aten::clone",
+    ]
+
+
+def test_a_batch_of_several_types_is_copied_together():
+    shapes = {torch.float32: (3, 5), torch.int64: (3, 2), torch.bool: (7,), torch.bfloat16: (4, 2), torch.int32: ()}
+    batch = [torch.arange(math.prod(shape)).reshape(shape).to(dtype) for dtype, shape in shapes.items()]
+    wide = [batch[0].expand(2, 3, 5), batch[0].t(), batch[1]]
+    for given in (batch, batch[:2], batch[2:3], wide, [batch[0], batch[0] * 2]):
+        inputs = [None, *given]
+        buffers = Buffers(inputs, range(1, len(inputs)))
+        fixed = buffers.put_into(inputs)
+        for _ in range(2):
+            buffers.fill(inputs)
+            for stored, tensor in zip(fixed[1:], given, strict=True):
+                assert torch.equal(stored, tensor) and stored.stride() == tensor.stride()
+                assert stored.data_ptr() != tensor.data_ptr()
+            for tensor in batch:
+                tensor.copy_(tensor.flip(0) if tensor.dim() else tensor + 1)
