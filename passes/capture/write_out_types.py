@@ -16,7 +16,7 @@ from amp_compiler.passes.base import InPlacePass, PassResult, Texts
 aten = torch.ops.aten
 _LIKE_FACTORIES = frozenset(
     {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like",
-     "new_zeros", "new_ones", "new_full", "new_empty"}
+     "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"}
 )  # fmt: skip
 _CASTING = frozenset({"to", "type_as", "_to_copy"})
 

@@ -240,7 +240,6 @@ CUDA_BEYOND = {
     "arccos": "another name of acos",
     "arcsin": "another name of asin",
     "float_power": "a pow",
-    "linalg_norm": "made of linalg_vector_norm and linalg_matrix_norm",
     "special_erfinv": "another name of erfinv",
     "special_expm1": "another name of expm1",
     "special_log1p": "another name of log1p",

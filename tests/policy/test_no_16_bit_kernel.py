@@ -1,0 +1,38 @@
+"""Ops that torch has no 16-bit form of, behind a layer that gives 16 bits: they run, by every preset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import amp_compiler as amp
+
+PRESETS = ("default", "fast", "safe", "apex-o1", "apex-o2", "apex-o3", "nvcaffe", "tensorflow", "mxnet")
+OPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "norm nuc": lambda h: torch.norm(h, "nuc"),
+    "linalg.norm nuc": lambda h: torch.linalg.norm(h, "nuc"),
+    "linalg.norm 2": lambda h: torch.linalg.norm(h, 2),
+    "matrix_norm": lambda h: torch.linalg.matrix_norm(h),
+    "new_empty_strided": lambda h: h.new_empty_strided((2, 3), (3, 1)).zero_() + h.sum(),
+}
+
+
+class Behind(nn.Module):
+    def __init__(self, op: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc, self.op = nn.Linear(4, 4), op
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.op(self.fc(x))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("name", OPS)
+def test_it_runs(name: str, preset: str) -> None:
+    model, x = Behind(OPS[name]), torch.eye(4) + 1
+    result = amp.compile(model, dtype="bf16", backend="eager", rules=preset)(x)
+    torch.testing.assert_close(result, model(x), rtol=2e-2, atol=2e-2)
