@@ -48,6 +48,26 @@ def check_steps(found, printed, variants, bounds):
     assert "10 to 90 %" in printed
 
 
+@pytest.mark.slow
+def test_a_second_process_finds_all_that_the_first_compiled(bench, tmp_path):
+    first = bench["first_step"]
+    cold, warm = (first.first_step(first.OURS, first.SMALLEST, tmp_path, 1) for _ in range(2))
+    assert cold["looked"]["miss"] >= 1 and cold["looked"]["bypass"] == 0
+    assert warm["looked"] == {"hit": cold["looked"]["miss"], "miss": 0, "bypass": 0}
+    assert 0 < warm["cpu_s"] < warm["total_cpu_s"]
+
+
+def test_first_steps_stand_beside_each_other(bench):
+    rows = [
+        {"model": "mlp", "start": start, "variant": variant, "cpu_s": 2.0 * (place + 1), "total_cpu_s": 5.0}
+        for start in ("cold", "warm")
+        for place, variant in enumerate(bench["first_step"].VARIANTS)
+    ]
+    made = bench["first_step"].table(rows)
+    assert list(made.columns[1].cells) == ["cold", "warm"]
+    assert list(made.columns[4].cells) == [bench["measuring"].coloured(0.5)] * 2  # ours is the first variant
+
+
 EAGER = ["--models", "tiny-mlp", "--variants", "autocast", "--steps", "2", "--least", "0"]
 SCRIPTS = pytest.mark.parametrize(("script", "bound"), [("train_step", "update"), ("inference", "weights")])
 
