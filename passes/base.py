@@ -34,11 +34,28 @@ class PassResult(Generic[Subject]):
 
 def text_of(subject: Any) -> str:
     """The text by which a change is seen: of a draft, a neutral graph or an FX graph."""
-    if hasattr(subject, "to_text"):
-        return str(subject.to_text())
-    from amp_compiler.fx.text import format_fx  # here, because the neutral passes do without torch
+    return Texts().of(subject)
 
-    return format_fx(subject)
+
+class Texts:
+    """The texts of one subject after another; of a graph, only what changed is written anew."""
+
+    def __init__(self) -> None:
+        self._lines: Any = None
+
+    def of(self, subject: Any) -> str:
+        """The text by which a change is seen, see `text_of`."""
+        if hasattr(subject, "to_text"):
+            return str(subject.to_text())
+        if self._lines is None:
+            from amp_compiler.fx.text import Lines  # here, because the neutral passes do without torch
+
+            self._lines = Lines()
+        return str(self._lines.format(subject))
+
+    def clear(self) -> None:
+        """Forget the graphs that were written."""
+        self._lines = None
 
 
 class Pass(ABC, Generic[Subject]):
@@ -80,7 +97,7 @@ class Pass(ABC, Generic[Subject]):
         """Do the work. Call the pass object itself, which checks the contract around this."""
 
     @abstractmethod
-    def _kept_its_kind(self, subject: Subject, before: str, result: PassResult[Subject]) -> str | None:
+    def _kept_its_kind(self, subject: Subject, before: str, result: PassResult[Subject], texts: Texts) -> str | None:
         """What is wrong where an in-place pass returned another object, or a functional one changed its input."""
 
     def __call__(self, subject: Subject) -> PassResult[Subject]:
@@ -90,12 +107,13 @@ class Pass(ABC, Generic[Subject]):
             PassError: the input is not what the pass requires, the output not what it ensures, it changed what it must
                 not, or `modified` is untrue. An error that is no `AmpError` becomes one that names the pass.
         """
-        return self.checked(subject, text_of(subject))[0]
+        texts = Texts()
+        return self.checked(subject, texts.of(subject), texts)[0]
 
-    def checked(self, subject: Subject, before: str) -> tuple[PassResult[Subject], str]:
+    def checked(self, subject: Subject, before: str, texts: Texts) -> tuple[PassResult[Subject], str]:
         """As `__call__`, for those who have the text of the subject already; returns the text of the result as well."""
         try:
-            return self._run_checked(subject, before)
+            return self._run_checked(subject, before, texts)
         except AmpError:
             raise
         except Exception as cause:  # a pass, the user's too, may raise anything
@@ -107,7 +125,7 @@ class Pass(ABC, Generic[Subject]):
                 ) from cause
             raise PassError(f"{type(cause).__name__}: {cause}", where=f"in pass '{self.name}'", mend=_BUG) from cause
 
-    def _run_checked(self, subject: Subject, before: str) -> tuple[PassResult[Subject], str]:
+    def _run_checked(self, subject: Subject, before: str, texts: Texts) -> tuple[PassResult[Subject], str]:
         wrong = self.requires(subject)
         if wrong is not None:
             raise PassError(wrong, where=f"before pass '{self.name}'", mend=_ORDER)
@@ -116,8 +134,8 @@ class Pass(ABC, Generic[Subject]):
         if not isinstance(result, PassResult):
             wrong = f"it returned a {type(result).__name__}, not a PassResult"
             raise PassError(wrong, where=f"after pass '{self.name}'", mend=_BUG)
-        after = text_of(result.subject)
-        wrong = self._kept_its_kind(subject, before, result) or self.ensures(result.subject, remembered)
+        after = texts.of(result.subject)
+        wrong = self._kept_its_kind(subject, before, result, texts) or self.ensures(result.subject, remembered)
         if wrong is None and result.modified != (before != after):
             change = "changed" if before != after else "did not change"
             wrong = f"it says modified={result.modified}, and the text {change}"
@@ -129,10 +147,10 @@ class Pass(ABC, Generic[Subject]):
 class FunctionalPass(Pass[Subject]):
     """Base of the passes that leave their subject as it is; where nothing is to be done they return it itself."""
 
-    def _kept_its_kind(self, subject: Subject, before: str, result: PassResult[Subject]) -> str | None:
+    def _kept_its_kind(self, subject: Subject, before: str, result: PassResult[Subject], texts: Texts) -> str | None:
         if result.subject is not subject and not result.modified:
             return "nothing was modified, and it returned another object"
-        return "it changed its input, which a functional pass leaves as it is" if text_of(subject) != before else None
+        return "it changed its input, which a functional pass leaves as it is" if texts.of(subject) != before else None
 
 
 def lacks_example(node: Any) -> bool:
@@ -150,7 +168,7 @@ class InPlacePass(Pass[Any]):
         bare = next((node for node in subject.graph.nodes if lacks_example(node)), None)
         return None if bare is None else f"node '{bare.name}' carries no example value in meta['val']"
 
-    def _kept_its_kind(self, subject: Any, before: str, result: PassResult[Any]) -> str | None:
+    def _kept_its_kind(self, subject: Any, before: str, result: PassResult[Any], texts: Texts) -> str | None:
         if result.subject is not subject:
             return "it returned another graph, where an in-place pass returns the one it was given"
         try:

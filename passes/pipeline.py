@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from amp_compiler.errors import PassError
 from amp_compiler.passes import PASSES, find_pass
-from amp_compiler.passes.base import Pass, text_of
+from amp_compiler.passes.base import Pass, Texts
 
 
 class Stage(NamedTuple):
@@ -34,6 +34,7 @@ class Stages(Sequence[Stage]):
         self._last = ""
         self._pieces: dict[int, bytes] = {}
         self.begun = False  # whether pieces are made for the backend
+        self.texts = Texts()  # what writes them while they are made
 
     @property
     def last(self) -> str:
@@ -193,12 +194,13 @@ class Pipeline:
         Raises:
             PassError: a pass broke its contract, or an option is missing; its `stages` are those until then.
         """
-        text = text_of(subject)
+        texts = Texts() if stages is None else stages.texts
+        text = texts.of(subject)
         for step in self.steps:
             run = self._made(step, options, subject)
             whole = not isinstance(step, str) and self._complaint(subject) is None
             try:
-                result, text = run.checked(subject, text)
+                result, text = run.checked(subject, text, texts)
             except PassError as error:
                 error.stages = stages
                 raise
@@ -265,6 +267,7 @@ CAPTURE = Pipeline(
         "merge_results",
         "functionalize",
         "isolate_mutations",
+        "open_cells",
     ),
     "From a captured graph to its normal form. Run by every call.",
 )
@@ -283,12 +286,21 @@ FORWARD = Pipeline(
         "widen_math",
         "legalize",
         "multiply_convolutions",
+        "native_ops",
     ),
     "The plan carried out where gradients are wanted: `amp.compile` in training, and `amp.training_step`.",
 )
 INFERENCE = Pipeline(
     "INFERENCE",
-    ("apply_plan", "mark_math", "widen_math", "legalize", "multiply_convolutions", "hoist_weight_casts"),
+    (
+        "apply_plan",
+        "mark_math",
+        "widen_math",
+        "legalize",
+        "multiply_convolutions",
+        "native_ops",
+        "hoist_weight_casts",
+    ),
     "The plan carried out where gradients are not wanted: `amp.compile` under `no_grad`.",
 )
 STEP = Pipeline(

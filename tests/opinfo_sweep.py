@@ -43,6 +43,7 @@ UNINITIALISED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_
 # Ops whose values no rounding leaves alone: type and shape are compared.
 UNSTABLE = {"linalg.pinv.singular"}  # of a product of two narrow matrices, which has full rank once it is rounded
 LEARNING_RATE = 0.5
+SAMPLES = 1000  # that are looked through for one that fits
 RESET_EVERY = 10  # ops; Dynamo's cache is of the process and grows
 
 
@@ -100,16 +101,17 @@ def seed() -> None:
 def sample_of(op: Any) -> Any:
     """The first sample with more than one number in it and no large tensor; else the first."""
     seed()
-    samples = list(islice(op.sample_inputs("cpu", torch.float32, requires_grad=False), 8))
-    if not samples:
-        raise Unfit("it has no sample of FP32")
-    for sample in samples:
+    first = None
+    for sample in islice(op.sample_inputs("cpu", torch.float32, requires_grad=bool(op.supports_autograd)), SAMPLES):
+        first = first or sample
         tensors: list[Tensor] = []
         taken_out((sample.input, sample.args, sample.kwargs), tensors)
         sizes = [tensor.numel() for tensor in tensors]
-        if sizes and min(sizes) > 0 and 1 < max(sizes) < 20_000:
+        if sizes and min(sizes) > 0 and 1 < max(sizes) < 20_000 and any(map(trains, tensors)):
             return sample
-    return samples[0]
+    if first is None:
+        raise Unfit("it has no sample of FP32")
+    return first
 
 
 def taken_out(value: Any, tensors: list[Tensor]) -> Any:
@@ -172,7 +174,8 @@ class Call(nn.Module):
         tensors: list[Tensor] = []
         self.arguments = taken_out((sample.input, *sample.args), tensors)
         self.keywords = taken_out(sample.kwargs, tensors)
-        tensors = [tensor.detach().clone() if tensor.layout is torch.strided else tensor for tensor in tensors]
+        wanted = [trains(one) and (one.requires_grad or not op.supports_autograd) for one in tensors]
+        tensors = [one.detach().clone() if one.layout is torch.strided else one.detach() for one in tensors]
         self.function, self.finish = op.op, sample.output_process_fn_grad
         self.differentiable, self.strided = bool(op.supports_autograd), form == "strided"
         if self.strided:
@@ -180,7 +183,7 @@ class Call(nn.Module):
         self.tie = nn.Parameter(torch.full((3,), 0.1)) if learned else None  # a loss depends on it, whatever the op is
         self.linear, self.behind = None, -1
         if form == "linear":
-            found = [place for place, one in enumerate(tensors) if trains(one) and one.numel()]
+            found = [place for place, one in enumerate(tensors) if wanted[place] and one.numel()]
             if not found:
                 raise Unfit("it takes no floating-point tensor")
             self.behind = found[0]
@@ -189,20 +192,21 @@ class Call(nn.Module):
             with torch.no_grad():
                 self.linear.weight.copy_(torch.eye(wide))
                 self.linear.bias.zero_()
-        learns = [learned and form != "linear" and trains(one) for one in tensors]
+        learns = [learned and form != "linear" and want for want in wanted]
         self.learned = nn.ParameterList([one for one, learn in zip(tensors, learns, strict=True) if learn])
         self.places = [place for place, learn in enumerate(learns) if learn]
-        self.given = [one for one, learn in zip(tensors, learns, strict=True) if not learn]  # what a call is given
+        left = [place for place, learn in enumerate(learns) if not learn]
+        self.given = [(tensors[place], wanted[place]) for place in left]  # what a call is given, and asks a gradient of
         self.total = len(tensors)
 
     def batch(self) -> list[Tensor]:
         """The tensors of one call, made anew."""
         made = []
-        for one in self.given:
+        for one, wanted in self.given:
             one = one.clone() if one.layout is torch.strided else one
             if self.strided and one.layout is torch.strided:
                 one = one.select(-1, 0)
-            made.append(one.requires_grad_() if self.tie is None and self.differentiable and trains(one) else one)
+            made.append(one.requires_grad_() if self.tie is None and self.differentiable and wanted else one)
         return made
 
     def forward(self, *given: Tensor) -> Any:
@@ -229,7 +233,7 @@ def objective(output: Any) -> Any:
     for leaf in leaves_of(output):
         if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
             leaf = leaf.to_dense() if leaf.layout is not torch.strided else leaf
-            leaf = (torch.view_as_real(leaf) if leaf.is_complex() else leaf).float()
+            leaf = (torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf).float()
             total = total + (0.5 * leaf * leaf + leaf).mean()
     return total
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, fx
 
+from amp_compiler.backends.batch_buffers import Buffers
 from amp_compiler.errors import AmpError, first_line
 
 logger = logging.getLogger("amp_compiler")
@@ -59,20 +60,6 @@ class GraphSettings:
     said: set[str] = field(default_factory=set)
 
 
-class _Buffer:
-    """A tensor of a fixed address, laid out like a batch tensor; dimensions of stride 0 are stored once."""
-
-    def __init__(self, like: Tensor) -> None:
-        self._sizes = [1 if stride == 0 else size for size, stride in zip(like.shape, like.stride(), strict=True)]
-        self._stored = torch.empty_strided(self._sizes, like.stride(), dtype=like.dtype, device=like.device)
-        self.tensor = self._stored.expand(like.shape)
-
-    def fill(self, batch: Tensor) -> None:
-        """Copy a batch tensor in, without waiting."""
-        source = batch.detach().as_strided(self._sizes, batch.stride(), batch.storage_offset())
-        self._stored.copy_(source, non_blocking=True)
-
-
 @dataclass(eq=False)
 class _Captured:
     """A graph, with everything whose address is in it."""
@@ -80,7 +67,11 @@ class _Captured:
     replay: Callable[[], None]
     outputs: Sequence[Any]
     inputs: Sequence[Any]
-    buffers: dict[int, _Buffer]
+    buffers: Buffers
+
+    def fill(self, inputs: Sequence[Any]) -> None:
+        """Copy the batch in."""
+        self.buffers.fill(inputs)
 
 
 class GraphedRun:
@@ -126,6 +117,18 @@ class GraphedRun:
             return "replayed as one CUDA graph"
         return f"run without a CUDA graph so far: {self._warm} of {self._needed} warm-up steps done"
 
+    @property
+    def batch(self) -> frozenset[int]:
+        """Places of the inputs that come from the batch."""
+        return self._batch
+
+    def again(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Run the step once, where all state lies as at the last call; the batch may lie elsewhere."""
+        if self._graph is None:
+            return self(*inputs)
+        self._graph.fill(inputs)
+        return self._replayed(self._graph)
+
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         """Run the step once."""
         if self._reason:
@@ -134,8 +137,7 @@ class GraphedRun:
         if layout != self._layout and not self._start_anew(inputs, layout):
             return self._run(*inputs)
         if self._graph is not None:
-            for place, buffer in self._graph.buffers.items():
-                buffer.fill(inputs[place])
+            self._graph.fill(inputs)
             return self._replayed(self._graph)
         if self._warm < self._needed:
             self._warm += 1
@@ -182,10 +184,9 @@ class GraphedRun:
             return None
         try:
             tensors = [place for place in self._batch if isinstance(inputs[place], Tensor)]
-            buffers = {place: _Buffer(inputs[place]) for place in sorted(tensors)}
-            for place, buffer in buffers.items():
-                buffer.fill(inputs[place])
-            fixed = [buffers[place].tensor if place in buffers else value for place, value in enumerate(inputs)]
+            buffers = Buffers(inputs, sorted(tensors))
+            buffers.fill(inputs)
+            fixed = buffers.put_into(inputs)
             replay, outputs = settings.api.capture(self._run, fixed)
         except (RuntimeError, AmpError) as error:  # the step still runs; the reason is kept and logged
             self._give_up(f"the capture failed: {type(error).__name__}: {first_line(error)}", logging.WARNING)
@@ -196,10 +197,8 @@ class GraphedRun:
 
     def _replayed(self, graph: _Captured) -> list[Any]:
         graph.replay()
-        return [
-            value.clone() if place < self._copied and isinstance(value, Tensor) else value
-            for place, value in enumerate(graph.outputs)
-        ]
+        copied = [value.clone() if isinstance(value, Tensor) else value for value in graph.outputs[: self._copied]]
+        return [*copied, *graph.outputs[self._copied :]]
 
     def _give_up(self, reason: str, level: int = logging.INFO) -> None:
         self._reason, self._graph, self._layout = reason, None, None

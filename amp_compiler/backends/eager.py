@@ -12,20 +12,21 @@ from torch import Tensor, fx
 from amp_compiler.backends.backend import Backend
 from amp_compiler.errors import LoweringError
 from amp_compiler.fx.graph import own_upcasts
-from amp_compiler.fx.torch_private import saved_tensor_hooks, transforms_functions
+from amp_compiler.fx.torch_private import forward_of, saved_tensor_hooks, transforms_functions
 
 
 def build(graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bool = True) -> Callable[..., Any]:
     """The graph as a function of its flat inputs; every cast in it rounds, and `inputs` are not needed."""
     upcasts = own_upcasts(graph_module.graph)
+    forward = forward_of(graph_module)
     if not upcasts:
-        return graph_module.forward  # type: ignore[no-any-return]
+        return forward
     places = {node.name for node in upcasts}
 
     def run(*given: Any) -> Any:
         recorded = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given)
         if not recorded or transforms_functions():  # the hooks know nothing of torch.func
-            return graph_module.forward(*given)
+            return forward(*given)
         kept = _KeptNarrow(places)
         pack, unpack = kept.hooks(saved_tensor_hooks())
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):

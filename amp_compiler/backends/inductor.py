@@ -70,12 +70,20 @@ def compile_graph(
     options = _options(graph_module, round_exactly)
     try:
         with torch_private.cpu_allocation(allocator):
-            return torch_private.compile_with_inductor(graph_module, inputs, options, own_decompositions, IDENTITY)
+            return torch_private.compile_with_inductor(
+                graph_module, inputs, options, own_decompositions, IDENTITY, _not_compiled
+            )
+    except LoweringError:
+        raise
     except Exception as cause:  # Inductor and the C++ compiler behind it raise many types
-        raise LoweringError(
-            f"Inductor cannot compile the graph: {type(cause).__name__}: {first_line(cause)}",
-            mend="use backend='eager' to run the same graph node by node",
-        ) from cause
+        raise _not_compiled(cause) from cause
+
+
+def _not_compiled(cause: Exception) -> LoweringError:
+    return LoweringError(
+        f"Inductor cannot compile the graph: {type(cause).__name__}: {first_line(cause)}",
+        mend="use backend='eager' to run the same graph node by node",
+    )
 
 
 def _widen_anew(graph: fx.Graph) -> None:

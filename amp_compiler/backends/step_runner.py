@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from amp_compiler.fx.graph import node_tensor
+from amp_compiler.fx.torch_private import forward_of
 from amp_compiler.ops.cpu import update as cpu_update
 from amp_compiler.ops.native import NATIVE_OPS, UPDATE
 from amp_compiler.ops.update.operators import CHECK, OPERATORS
@@ -74,7 +75,7 @@ def run_cut_step(
         inputs = [real.get(node, node.meta["val"]) for node in call.args]
         launches = any(one.device.type != "cpu" for one in inputs if isinstance(one, torch.Tensor))
         worth_it = call.target == BEFORE or len(piece.graph.nodes) > _FEW or launches
-        root.add_module(str(call.target), _Piece(build(piece, inputs) if worth_it else piece.forward))
+        root.add_module(str(call.target), _Piece(build(piece, inputs) if worth_it else forward_of(piece)))
     return fx.GraphModule(root, graph).forward  # type: ignore[no-any-return]
 
 

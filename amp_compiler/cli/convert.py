@@ -15,7 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from amp_compiler.ir.plan import PrecisionPlan
-from amp_compiler.onnx.check.batches import count_batches, iterate_batches, random_batches
+from amp_compiler.onnx.check.batches import count_batches, iterate_batches
+from amp_compiler.onnx.check.probes import Probes
 from amp_compiler.onnx.check.run import open_to_run, stored_bytes
 from amp_compiler.onnx.check.verify import TOLERANCES, VerifyReport, verify
 from amp_compiler.onnx.convert import convert_onnx
@@ -131,6 +132,9 @@ class Summary:
             table.add_row("largest error", error)
         table.add_row("written", str(self.options.output))
         console.print(table, markup=False)
+        found = self.verification
+        if found is not None and not (self.failed or found.first_bad is not None) and found.untried:
+            console.print(f"not tried: {'; '.join(found.untried)}", markup=False, highlight=False)
         if self.verification is not None and (self.failed or self.verification.first_bad is not None):
             console.print(str(self.verification), markup=False, highlight=False, end="")
 
@@ -160,8 +164,7 @@ def run_convert(options: ConvertOptions) -> Summary:
         progress.advance(task)
         made, found = open_to_run(options.output), None
         if options.verify:
-            batches: Any = options.calibrate if options.calibrate is not None else random_batches(opened)
-            found = verify(opened, made, _ticking(progress, "verify", batches, opened))
+            found = _verify(progress, options, opened, made)
     if options.report is not None:
         done.plan.to_html(options.report)
     weights = {tensor.name for tensor in opened.proto.graph.initializer}
@@ -170,6 +173,14 @@ def run_convert(options: ConvertOptions) -> Summary:
         options, done.plan, len(casts), sum(cast.bytes for cast in casts), stored_bytes(opened),
         stored_bytes(made), found, random=options.calibrate is None,
     )  # fmt: skip
+
+
+def _verify(progress: Progress, options: ConvertOptions, opened: OnnxFile, made: OnnxFile) -> VerifyReport:
+    """The comparison on the calibration data, else on inputs that are drawn."""
+    if options.calibrate is not None:
+        return verify(opened, made, _ticking(progress, "verify", options.calibrate, opened))
+    task = progress.add_task("verify", total=None)
+    return verify(opened, made, Probes(opened), on_batch=lambda _: progress.advance(task))
 
 
 def _ticking(progress: Progress, name: str, batches: Any, model: OnnxFile) -> Iterator[dict[str, Any]]:

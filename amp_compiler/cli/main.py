@@ -168,7 +168,7 @@ def convert(
     ] = None,
     verify: Annotated[
         bool,
-        typer.Option("--verify", help="Run both models, with true rounding, on the calibration data or random inputs."),
+        typer.Option("--verify", help="Run both models, with true rounding, on the calibration data or drawn inputs."),
     ] = False,
     tolerance: Annotated[
         float | None,

@@ -102,8 +102,11 @@ class Captures:
 
     def _run(self, build: Callable[[Settings, Stages], Made], settings: Settings) -> Made:
         stages = Stages()
-        with telling(self._name, stages):
-            return build(settings, stages)
+        try:
+            with telling(self._name, stages):
+                return build(settings, stages)
+        finally:
+            stages.texts.clear()  # it would keep every graph that was made on the way
 
     def _family(self, mode: Hashable, leaves: Sequence[Any]) -> _Family:
         sizes = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]

@@ -14,12 +14,14 @@ from torch import fx, nn
 from amp_compiler.errors import AmpError, CaptureError, HookError
 from amp_compiler.forward.captures import Captures
 from amp_compiler.forward.graph_breaks import Pieces
+from amp_compiler.forward.kinds import forwarding_members, kinds_of
 from amp_compiler.forward.notices import logger
-from amp_compiler.forward.program import Program, build_program
+from amp_compiler.forward.program import Program, build_program, captures_whole
 from amp_compiler.forward.program_table import ProgramTable
-from amp_compiler.forward.settings import Settings, device_of
+from amp_compiler.forward.settings import AUTO, Settings, device_of
 from amp_compiler.forward.signature import leaves_key, like_forward_of, module_key
 from amp_compiler.fx.capture import StandIn, autocast_off
+from amp_compiler.fx.capture_errors import shapes_do_not_fit
 from amp_compiler.fx.torch_private import BUILDING, TENSORS, building, captures_here, exports_here, skipped_by_dynamo
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
@@ -36,7 +38,8 @@ class CompiledModule(StandIn):
     Its other methods (`generate`, say) are those of the original and run the original. What is assigned to it goes to
     the original too, but for what tools write that put themselves around a model: `forward`, `__class__`, hooks, and
     names that begin with an underscore and that the original does not have. Its class is made for the class of the
-    original (`CompiledLinear`), so that `forward` has the same signature.
+    original (`CompiledLinear`), so that `forward` has the same signature; for a `PreTrainedModel` of transformers it
+    is one too, by which the Trainer saves it as such.
 
     Any number of threads may call it. While one captures, calls for signatures that were captured before go on; only
     models in pieces are called one at a time.
@@ -54,7 +57,7 @@ class CompiledModule(StandIn):
         return super().__new__(_class_for(model) if cls is CompiledModule else cls)
 
     def __init__(self, model: nn.Module, settings: Settings) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # a class that only stands among the bases is none to begin
         own = self.__dict__
         own["original"], own["settings"] = model, settings
         for name in self._SHARED:
@@ -64,7 +67,7 @@ class CompiledModule(StandIn):
 
     def __getattr__(self, name: str) -> Any:
         try:
-            return super().__getattr__(name)
+            return nn.Module.__getattr__(self, name)
         except AttributeError:
             return getattr(self.__dict__["original"], name)
 
@@ -199,6 +202,10 @@ class CompiledModule(StandIn):
         except HookError:
             raise  # Dynamo's pieces would lose it as well
         except CaptureError as cause:
+            asked_for = self.settings.dynamic_shapes not in (None, AUTO)
+            if asked_for and captures_whole(self.original, args, kwargs):
+                name = type(self.original).__name__
+                logger.warning("%s runs in pieces: %s", name, shapes_do_not_fit("the model", cause))
             return Pieces(self.original, self.settings, cause, device_of([*leaves, *self.original.parameters()]))
         self._programs.add(key, program)
         # A model may hang hooks on its modules when it first runs; they were in place while it was traced.
@@ -264,8 +271,12 @@ def _class_for(model: nn.Module) -> type[CompiledModule]:
     if known is not None:
         return known
     forward = like_forward_of(model, CompiledModule._run, CompiledModule.forward.__doc__)
-    members = {"forward": forward, "__doc__": CompiledModule.__doc__, "__module__": __name__}
-    made = type(f"Compiled{type(model).__name__}", (CompiledModule,), members)
+    kinds = kinds_of(type(model))
+    members: dict[str, Any] = {}
+    for kind in kinds:
+        members |= forwarding_members(kind, CompiledModule)
+    members |= {"forward": forward, "__doc__": CompiledModule.__doc__, "__module__": __name__}
+    made = type(f"Compiled{type(model).__name__}", (CompiledModule, *kinds), members)
     if "forward" not in vars(model):
         _CLASSES[type(model)] = made
     return made

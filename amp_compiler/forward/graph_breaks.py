@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,9 @@ from amp_compiler.fx.dynamo import trace_piece
 from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import torch_dtype
+from amp_compiler.fx.torch_layers import layers_taken
 from amp_compiler.fx.torch_private import (
+    BUILDING,
     broken_at_tensor_hooks,
     compile_in_pieces,
     dynamo_errors,
@@ -36,8 +39,9 @@ from amp_compiler.fx.torch_private import (
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
 
+Run = Callable[..., Any]
 logger = logging.getLogger("amp_compiler")
-MOST_FORMS = 64  # of the inputs of one piece, each of which is compiled anew
+MOST_FORMS = 64  # of the inputs of one piece, each of which is compiled anew; layers of one kind may be one piece
 
 
 class Pieces:
@@ -48,20 +52,29 @@ class Pieces:
         settings: the options.
         cause: why the model could not be taken whole.
         device: the device that it runs on.
+        around: makes of each piece what is called in its place, from its name, its rewritten graph and what runs it.
 
     Attributes:
         plans: plan and rewritten graph of every piece, in the order in which they were made.
         stages: the text of every piece behind each pass; names carry the number of the piece.
     """
 
-    def __init__(self, model: nn.Module, settings: Settings, cause: AmpError, device: torch.device) -> None:
-        self.cause = cause
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: Settings,
+        cause: AmpError,
+        device: torch.device,
+        around: Callable[[str, fx.GraphModule, Run], Run] = lambda name, graph_module, run: run,
+    ) -> None:
+        self.cause, self._around = cause, around
         self.plans: list[tuple[PrecisionPlan, fx.GraphModule]] = []
         self.stages = Stages()
         self._told = False  # that functions run without a plan
         short = settings.low(device).short
         self._settings = replace(settings, dtype=short)
         self._model = name_of(model)
+        self._forms = MOST_FORMS + max(Counter(map(type, model.modules())).values()) - 1
         functions = cause.functions if isinstance(cause, CustomFunctionError) else ()
         self._opaque = OpaqueFunctions(one for one in functions if one is not torch.utils.checkpoint.CheckpointFunction)
         self._run = self._compile(model)
@@ -71,14 +84,22 @@ class Pieces:
         dynamic = (
             None if self._settings.dynamic_shapes in (None, AUTO) else True
         )  # Dynamo by itself does as `auto` says
-        return compile_in_pieces(function, self._backend, dynamic)
+        run = compile_in_pieces(function, self._backend, dynamic)
+
+        def with_layers(*args: Any, **kwargs: Any) -> Any:
+            # Here, because what is checkpointed runs again in the backward: in no thread while another one traces.
+            with BUILDING, layers_taken():
+                return run(*args, **kwargs)
+
+        return with_layers
 
     def _backend(self, piece: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         run, plan, rewritten, stages = compile_piece(piece, inputs, self._settings)
         self.plans.append((plan, rewritten))
+        name = f"piece{len(self.plans) - 1}"
         for stage in stages:
-            self.stages.note(f"piece{len(self.plans) - 1}/{stage.name}", stage.text)
-        return run
+            self.stages.note(f"{name}/{stage.name}", stage.text)
+        return self._around(name, rewritten, run)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model.
@@ -90,13 +111,14 @@ class Pieces:
         before = functions_given_up()
         try:
             with (
+                BUILDING,  # what is set for Dynamo here is set for the process
                 self._opaque.active(),
                 compiled_checkpoints(self._compile),
                 unrolled_recurrence(),
                 unspecialised_integers(),
                 broken_at_tensor_hooks(),
                 restored_transforms(),
-                recompile_limit(MOST_FORMS) as limit,
+                recompile_limit(self._forms) as limit,
             ):
                 result = self._run(*args, **kwargs)
         except dynamo_errors() as error:

@@ -28,7 +28,7 @@ from amp_compiler.fx.torch_private import TENSORS
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import ValueKind
 from amp_compiler.ir.plan import PrecisionPlan
-from amp_compiler.passes.base import text_of
+from amp_compiler.ops import native
 from amp_compiler.passes.pipeline import Pipeline, Stages
 from amp_compiler.passes.plan.make_plan import make_plan
 from amp_compiler.passes.precision.type_backward import emulates
@@ -53,6 +53,16 @@ def plan_captured(
     return make_plan(lower(captured), settings.rules, low, stages=stages, pipeline=settings.pipelines["PLAN"])
 
 
+def captures_whole(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a module can be captured as one graph for the shapes of these arguments alone."""
+    try:
+        with refused_checkpoints(), generators_kept(model, args, kwargs):
+            capture_module(model, args, kwargs)
+    except CaptureError:
+        return False
+    return True
+
+
 def normalize(
     graph_module: fx.GraphModule,
     settings: Settings,
@@ -65,7 +75,7 @@ def normalize(
     Without `low` nothing is planned.
     """
     if stages is not None:
-        stages.note("capture", text_of(graph_module))
+        stages.note("capture", stages.texts.of(graph_module))
     settings.pipelines["CAPTURE"].run(graph_module, {"root": root, "low": low and torch_dtype(low)}, stages)
 
 
@@ -90,7 +100,7 @@ def rewrite(
         Whether FP32 arithmetic stands for 16-bit one, by a rule or for want of hardware, so that every down-cast must
         really round.
     """
-    options = {"plan": plan, "ops": settings.rules.ops, "past_weights": past_weights}
+    options = {"plan": plan, "ops": settings.rules.ops, "past_weights": past_weights, "stage": native.FORWARD}
     _for_backend(settings.pipelines["FORWARD"], settings).run(graph_module, options, stages)
     return _emulates(graph_module, plan, stages)
 
@@ -107,7 +117,13 @@ def rewrite_for_inference(
         stages: takes the text behind each pass.
         weights: placeholders of the weights, the casts of which are kept between calls.
     """
-    options = {"plan": plan, "ops": settings.rules.ops, "weights": weights, "differentiable": False}
+    options = {
+        "plan": plan,
+        "ops": settings.rules.ops,
+        "weights": weights,
+        "differentiable": False,
+        "stage": native.FORWARD,
+    }
     _for_backend(settings.pipelines["INFERENCE"], settings).run(graph_module, options, stages)
     return _emulates(graph_module, plan, stages)
 
@@ -141,7 +157,7 @@ def build_run(
         return find_backend(EAGER).build(graph_module, examples, True)
     if backend.compiled:
         graph_module = copy_graph(graph_module)
-        stages.begin_piece(text_of(graph_module))
+        stages.begin_piece(stages.texts.of(graph_module))
         settings.pipelines["PIECE"].run(graph_module, {}, stages)
     return backend.build(graph_module, examples, round_exactly)
 

@@ -14,10 +14,9 @@ from torch.nn.parameter import is_lazy
 
 from amp_compiler.errors import CaptureError
 from amp_compiler.fx.capture import StandIn
-from amp_compiler.fx.hooks import has_hooks, hook_numbers
+from amp_compiler.fx.hooks import MODULE_HOOKS, has_hooks, hook_numbers
 from amp_compiler.fx.torch_private import global_module_hooks
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _SHOWN = 400  # characters of a batch's form in a message
 
 
@@ -45,7 +44,7 @@ def module_key(model: nn.Module, by_identity: bool = False) -> tuple[Any, ...]:
             continue
         own = vars(module)
         key += (id(module), module.training)
-        key += [numbers for name in _HOOKS if own[name] and (numbers := hook_numbers(own[name]))]
+        key += [numbers for name in MODULE_HOOKS if own[name] and (numbers := hook_numbers(own[name]))]
         for parameter in own["_parameters"].values():
             if parameter is not None:
                 number = tied.setdefault(id(parameter), len(tied))

@@ -49,8 +49,16 @@ def write_mark(tensor: Tensor) -> tuple[int, ...]:
     return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version, OPTIMIZER_STEPS.count
 
 
-def note_writes(tensors: Iterable[Tensor]) -> None:
-    """Move the version counters of tensors that a kernel or a replayed graph has written, as torch's own writes do."""
-    written = [tensor for tensor in tensors if not tensor.is_inference()]
-    if written:
-        torch.autograd.graph.increment_version(written)
+def writable(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Those of some tensors that have a version counter."""
+    return [tensor for tensor in tensors if not tensor.is_inference()]
+
+
+def note_writes(tensors: list[Tensor]) -> None:
+    """Move the version counters of tensors that a kernel or a replayed graph has written, as torch's own writes do.
+
+    Args:
+        tensors: as `writable` gives them.
+    """
+    if tensors:
+        torch.autograd.graph.increment_version(tensors)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from amp_compiler.forward.same_objects import SameObjects
 from amp_compiler.fx.python_state import OPENED, Holder, Kind, PythonState, is_plain
 
 Check = Callable[[Any], bool]
@@ -76,22 +77,15 @@ class ValueGuards:
 
 def _identity_test(kept: list[tuple[Holder, Any, Check]], absent: list[tuple[Any, Any]]) -> Callable[[], bool]:
     """One function that compares every place with the object that stands there now."""
-    namespace: dict[str, Any] = {}
-    terms = []
-    for number, (holder, key, _) in enumerate(kept):
-        value = holder.getter(key)()
-        owner = f"t{id(holder.value)}"
-        namespace[owner] = vars(holder.value) if holder.kind is Kind.CLASS else holder.value
-        namespace[f"v{number}"] = value
-        read = f"{owner}.cell_contents" if holder.kind is Kind.CELL else f"{owner}[{key!r}]"
-        terms.append(f"{read} is v{number}")
+    same = SameObjects()
+    for holder, key, _ in kept:
+        if holder.kind is Kind.CELL:
+            same.cell(holder.value)
+        else:
+            same.item(vars(holder.value) if holder.kind is Kind.CLASS else holder.value, key)
     for table, key in absent:
-        namespace[f"t{id(table)}"] = table
-        terms.append(f"{key!r} not in t{id(table)}")
-    source = "def same():\n    return " + (" and ".join(terms) or "True")
-    exec(compile(source, "<value guards>", "exec"), namespace)
-    same: Callable[[], bool] = namespace["same"]
-    return same
+        same.absent(table, key)
+    return same.test()
 
 
 def _is_told_by_identity(value: Any) -> bool:

@@ -9,8 +9,8 @@ import logging
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,10 +27,10 @@ from amp_compiler.fx.custom_functions import recorded_functions
 from amp_compiler.fx.first_uses import written_first
 from amp_compiler.fx.generators import seeds_refused
 from amp_compiler.fx.graph import user_source
-from amp_compiler.fx.hooks import refuse_module_hooks, refuse_tensor_hook
+from amp_compiler.fx.hooks import SavedTensorHooks, refuse_module_hooks, refuse_tensor_hook
 from amp_compiler.fx.python_state import PythonState
 from amp_compiler.fx.python_walk import python_state
-from amp_compiler.fx.torch_private import exporting, transform_of
+from amp_compiler.fx.torch_private import exporting, new_graph_module, transform_of
 from amp_compiler.fx.transformers_caches import register_caches
 
 
@@ -110,10 +110,15 @@ class KeepCastsApart(TorchFunctionMode):
     cast. With an alias in between, only what the user cast is cast.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._saved = SavedTensorHooks()
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Alias the tensor that a cast is called on; a move to the device where it is already is no cast at all."""
         kwargs = kwargs or {}
-        refuse_tensor_hook(func)
+        refuse_tensor_hook(func, args)
+        self._saved.refuse_others()
         if func in _CASTS and args and isinstance(args[0], torch.Tensor):
             if func is torch.Tensor.to and _only_moves(args[0], *args[1:], **kwargs):
                 return args[0]
@@ -172,10 +177,17 @@ def _silent_here() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def autocast_off() -> Iterator[None]:
+def autocast_off() -> AbstractContextManager[None]:
     """No ambient autocast: the plan decides, not the caller's context."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return _autocast_off(kinds) if kinds else _AS_IT_IS
+
+
+_AS_IT_IS = contextlib.nullcontext()
+
+
+@contextmanager
+def _autocast_off(kinds: Sequence[str]) -> Iterator[None]:
     for kind in kinds:
         torch.set_autocast_enabled(kind, False)
     try:
@@ -285,7 +297,7 @@ def captured_from_program(program: torch.export.ExportedProgram, dynamic: bool =
             constants[target] = program.constants[target]
         inputs.append(Input(spec.arg.name, source, target))
     return Captured(
-        program.graph_module,
+        new_graph_module(program.graph_module, program.graph),
         tuple(inputs),
         constants,
         program.call_spec.in_spec,

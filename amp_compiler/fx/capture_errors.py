@@ -134,6 +134,20 @@ def capture_error(cause: Exception, model: object) -> CaptureError:
     )
 
 
+def shapes_do_not_fit(name: str, cause: CaptureError) -> CaptureError:
+    """The error where a capture fails at the shapes that were asked for: without them it is one graph.
+
+    Args:
+        name: what was to be captured.
+        cause: what the capture raised.
+    """
+    return CaptureError(
+        f"{name} cannot be captured for the dynamic_shapes= that were asked for: {cause.what}",
+        where=cause.where,
+        mend="change them to what holds for the model, or leave dynamic_shapes at 'auto'",
+    )
+
+
 def user_frame(cause: BaseException) -> str:
     """`file:line` of the innermost frame of a traceback that is not torch's; empty where there is none."""
     return _user_place(cause)[0]

@@ -10,7 +10,6 @@ import torch
 import torch.fx.traceback as fx_traceback
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_compiler.errors import CaptureError
 from amp_compiler.fx.capture import tracing_context
@@ -18,7 +17,7 @@ from amp_compiler.fx.capture_errors import user_frame
 from amp_compiler.fx.graph import rename_placeholder, user_source
 from amp_compiler.fx.meta import CUSTOM_REGION, Key, region_pin
 from amp_compiler.fx.regions import check_region
-from amp_compiler.fx.torch_private import restored_transforms, transform_of
+from amp_compiler.fx.torch_private import new_graph_module, restored_transforms, traced_graph, transform_of
 from amp_compiler.ir.graph import ValueKind
 
 
@@ -61,7 +60,8 @@ def trace_piece(
         ):
             # Before autograd, unless a transform of torch.func has to be carried out: it is gone behind that alone.
             before = not any(map(transform_of, body.graph.nodes))
-            traced = make_fx(fx.Interpreter(body).run, pre_dispatch=before, _allow_non_fake_inputs=True)(*examples)
+            run = fx.Interpreter(body).run
+            traced = traced_graph(run, *examples, pre_dispatch=before, _allow_non_fake_inputs=True)
     except Exception as cause:  # tracing runs the model's own calls, which may raise anything
         raise CaptureError(
             f"a piece of the model cannot be traced to ATen: {type(cause).__name__}: {cause}",
@@ -100,7 +100,7 @@ def _without_autocast_calls(piece: fx.GraphModule, kind: str, low: torch.dtype) 
         environment[node] = copied
         if regions and not regions[-1][1]:
             copied.meta["custom"] = {**copied.meta.get("custom", {}), CUSTOM_REGION: str(regions[-1][0])}
-    return fx.GraphModule(piece, graph)
+    return new_graph_module(piece, graph)
 
 
 def _inside(entry: fx.Node) -> Iterator[fx.Node]:

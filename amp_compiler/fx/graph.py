@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
@@ -11,13 +12,14 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from amp_compiler.errors import CaptureError, LoweringError
 from amp_compiler.fx.meta import Key
+from amp_compiler.fx.torch_private import new_graph_module, traced_graph
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Attr
+from amp_compiler.ops.recurrent import KINDS
 
 CAST = torch.ops.aten.to.dtype
 LOW_TYPES = (torch.float16, torch.bfloat16)
@@ -222,7 +224,7 @@ def trace_before(
         phase: `forward`, `backward` or `update`.
     """
     values = [node.meta["val"] for node in arguments]
-    traced = make_fx(lambda *inputs: function(*inputs), _allow_non_fake_inputs=True)(*values)
+    traced = traced_graph(lambda *inputs: function(*inputs), *values, _allow_non_fake_inputs=True)
     return splice_before(place, traced, arguments, phase)
 
 
@@ -246,7 +248,7 @@ def copy_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
     graph.output(results)
     for node, copy in made.items():
         copy.meta = dict(node.meta)
-    return fx.GraphModule(graph_module, graph)
+    return new_graph_module(graph_module, graph)
 
 
 def upcast_behind_inputs(graph: fx.Graph, source: fx.Node) -> fx.Node:
@@ -274,15 +276,19 @@ def own_upcasts(graph: fx.Graph) -> list[fx.Node]:
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _TORCH_ROOT = str(Path(torch.__file__).parent)
+_OWN_ROOT = f"{Path(__file__).parents[1]}/"
 _SITE_ROOTS = tuple(sorted({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
 
 
 def user_source(stack_trace: str | None) -> str:
-    """`file:line` of the innermost frame outside torch; files of installed packages are named from the package on."""
+    """`file:line` of the innermost frame that is neither torch's nor ours.
+
+    Files of installed packages are named from the package on.
+    """
     frames = [
         match
         for match in _FRAME.finditer(stack_trace or "")
-        if not match["file"].startswith(_TORCH_ROOT) and not match["file"].startswith("<")
+        if not match["file"].startswith((_TORCH_ROOT, _OWN_ROOT, "<"))
     ]
     if not frames:
         return ""
@@ -306,7 +312,11 @@ def module_of(node: fx.Node) -> tuple[str, str]:
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return "", ""
-    path, cls = list(stack.values())[-1]
+    return _module_of(*next(reversed(stack.values())))
+
+
+@functools.lru_cache(4096)
+def _module_of(path: str, cls: Any) -> tuple[str, str]:
     name = _INDEX.sub(r".\1", _DYNAMO_ROOT.sub("", path)).replace("._modules.", ".").strip(".")
     type_name = cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}"
     return re.sub(r"@\d+$", "", name), type_name.rpartition(".")[2]
@@ -339,7 +349,14 @@ def refresh(graph_module: fx.GraphModule) -> None:
 _READS_VALUES = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
 
 
+_QUICKER = {getattr(torch.ops.aten, kind).input: getattr(torch.ops.amp_compiler, kind).default for kind in KINDS}
+
+
 class _Propagator(FakeTensorProp):
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator; one that ATen runs in thousands is run as ours, which gives the same types and shapes."""
+        return super().call_function(_QUICKER.get(target, target), args, kwargs)
+
     def run_node(self, n: fx.Node) -> Any:
         """Run one node on fake tensors; an error says where."""
         try:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from amp_compiler.errors import CaptureError, HookError
 from amp_compiler.fx.graph import shorten_path
-from amp_compiler.fx.torch_private import global_module_hooks
+from amp_compiler.fx.torch_private import global_module_hooks, saved_tensor_hooks
 
 _ON_TENSORS = {
     torch.Tensor.register_hook: "register_hook",
     torch.Tensor.register_post_accumulate_grad_hook: "register_post_accumulate_grad_hook",
     torch.Tensor.retain_grad: "retain_grad",
 }
+_GRAD_FN = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
+MODULE_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # tables of a module
+HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # attributes of a tensor
 
 
 def refuse_module_hooks(model: nn.Module) -> None:
@@ -39,15 +43,24 @@ def refuse_module_hooks(model: nn.Module) -> None:
         )
 
 
-def refuse_tensor_hook(function: Any) -> None:
+def refuse_tensor_hook(function: Any, arguments: Sequence[Any] = ()) -> None:
     """Refuse a hook that the model's code hangs on a tensor while it is traced: no op of a graph stands for it.
+
+    The same for `tensor.grad_fn`, on which hooks are hung, and which is none of the graph's backward.
 
     Args:
         function: what is called.
+        arguments: what it is given.
 
     Raises:
         CaptureError: Dynamo's pieces run it.
     """
+    if function == _GRAD_FN and arguments and arguments[0].grad_fn is not None:
+        raise CaptureError(
+            "forward reads grad_fn of a tensor, which one graph has none of",
+            where=calling_line(),
+            mend="hang the hook on a tensor that goes into the model or comes out of it, or on a parameter",
+        )
     name = _ON_TENSORS.get(function)
     if name is not None:
         raise CaptureError(
@@ -55,6 +68,30 @@ def refuse_tensor_hook(function: Any) -> None:
             where=calling_line(),
             mend="hang the hook on a tensor that goes into the model or comes out of it, or on a parameter",
         )
+
+
+class SavedTensorHooks:
+    """The hooks for saved tensors (`saved_tensors_hooks`, `save_on_cpu`) that stand around a capture.
+
+    Those are autograd's own affair; ones that forward sets would be lost in a graph.
+    """
+
+    def __init__(self) -> None:
+        self._around = saved_tensor_hooks()
+
+    def refuse_others(self) -> None:
+        """Refuse hooks that were set since.
+
+        Raises:
+            CaptureError: Dynamo's pieces run within them.
+        """
+        now = saved_tensor_hooks()
+        if now is not None and now != self._around and torch.is_grad_enabled():
+            raise CaptureError(
+                "forward sets hooks for saved tensors (saved_tensors_hooks, save_on_cpu), which one graph would lose",
+                where=calling_line(),
+                mend="set them around the call of the model",
+            )
 
 
 def calling_line() -> str:
@@ -89,6 +126,11 @@ def hook_numbers(hooks: Mapping[int, Any]) -> tuple[int, ...]:
     return tuple(number for number, hook in hooks.items() if not getattr(hook, "of_capture", False))
 
 
+def hooks_made() -> int:
+    """How many hooks were hung on any module or tensor of this process so far: torch numbers the handles it gives."""
+    return RemovableHandle.next_id
+
+
 def has_hooks(tensor: torch.Tensor) -> bool:
     """Whether something is to be called with the gradient of a tensor."""
-    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
+    return any(getattr(tensor, name, None) for name in HOOKS)

@@ -17,11 +17,13 @@ to stands behind the one that does, under a line `graph <name>`.
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import math
 import operator
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -64,18 +66,65 @@ def format_fx(graph_module: fx.GraphModule) -> str:
         neg: fp32[2] = aten.neg.default(x)
         return neg
     """
-    return "".join(_blocks(graph_module, ""))
+    return Lines().format(graph_module)
 
 
-def _blocks(graph_module: fx.GraphModule, path: str) -> Iterator[str]:
-    lines = [_line(node) for node in graph_module.graph.nodes]
+@dataclass(frozen=True, slots=True, eq=False)
+class _Seen:
+    """What a node's line was written from, and the line. What is immutable is compared by its identity."""
+
+    name: str
+    call: tuple[Any, ...]  # target, arguments, keywords, example, modules
+    marks: list[Any]
+    sources: list[str]
+    line: str
+
+
+class Lines:
+    """Writes graphs as `format_fx` does, again and again: of a node that stayed as it was, the line is kept.
+
+    A pass changes a few nodes of hundreds, and its contract asks for the text behind every pass. An example whose sizes
+    are changed in place keeps the line that it had.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[fx.Node, _Seen] = {}
+
+    def format(self, graph_module: fx.GraphModule) -> str:
+        """The graph as text, see `format_fx`."""
+        return "".join(_blocks(graph_module, "", self._line))
+
+    def clear(self) -> None:
+        """Forget the nodes."""
+        self._seen.clear()
+
+    def _line(self, node: fx.Node) -> str:
+        meta = node.meta
+        call = (node.target, node.args, node.kwargs, meta.get("val"), meta.get("nn_module_stack"))
+        marks, sources = [meta.get(key) for key in _KEYS], [source.name for source in node.all_input_nodes]
+        seen = self._seen.get(node)
+        if (
+            seen is not None
+            and seen.name == node.name
+            and all(map(operator.is_, seen.call, call))
+            and seen.sources == sources
+            and seen.marks == marks
+        ):
+            return seen.line
+        line = _line(node)
+        self._seen[node] = _Seen(node.name, call, marks, sources, line)
+        return line
+
+
+def _blocks(graph_module: fx.GraphModule, path: str, written: Callable[[fx.Node], str]) -> Iterator[str]:
+    lines = [written(node) for node in graph_module.graph.nodes]
     yield "\n".join(lines) + "\n"
     named = dict.fromkeys(str(n.target) for n in graph_module.graph.nodes if n.op in ("get_attr", "call_module"))
     for name in named:
         inner = graph_module.get_submodule(name) if _has_module(graph_module, name) else None
         if isinstance(inner, fx.GraphModule):
             yield f"graph {path}{name}\n"
-            yield from _blocks(inner, f"{path}{name}.")
+            yield from _blocks(inner, f"{path}{name}.", written)
 
 
 def _has_module(module: torch.nn.Module, name: str) -> bool:
@@ -123,10 +172,14 @@ def _value(value: Any) -> str:
     return "" if value is None else type(value).__name__
 
 
+@functools.cache
+def _short(dtype: torch.dtype) -> str:
+    neutral = neutral_dtype(dtype)
+    return str(dtype).removeprefix("torch.") if neutral in (DType.FLOAT8, DType.OTHER) else neutral.short
+
+
 def _tensor(tensor: torch.Tensor) -> str:
-    short = neutral_dtype(tensor.dtype)
-    name = str(tensor.dtype).removeprefix("torch.") if short in (DType.FLOAT8, DType.OTHER) else short.short
-    text = f"{name}[{', '.join(map(str, tensor.shape))}]"
+    text = f"{_short(tensor.dtype)}[{', '.join(map(str, tensor.shape))}]"
     if tensor.layout is torch.strided and not _is_contiguous(tensor):
         text += f"{{{', '.join(map(str, tensor.stride()))}}}"
     if tensor.device.type != "cpu":
@@ -136,7 +189,7 @@ def _tensor(tensor: torch.Tensor) -> str:
 
 def _is_contiguous(tensor: torch.Tensor) -> bool:
     """As the tensor says; where a size is not known, as its strides are written, which asks nothing of that size."""
-    if all(isinstance(size, int) for size in (*tensor.shape, *tensor.stride())):
+    if all(type(size) is int for size in (*tensor.shape, *tensor.stride())):
         return tensor.is_contiguous()
     expected: Any = 1
     for size, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
@@ -192,6 +245,9 @@ _MARKS: tuple[tuple[str, Callable[[Any], str], Callable[[str], Any]], ...] = (
         lambda text: tuple(int(part) if part.isdigit() else part for part in text.split("/")),
     ),
 )
+
+
+_KEYS = tuple(key for key, _, _ in _MARKS)
 
 
 def _marks(node: fx.Node) -> str:

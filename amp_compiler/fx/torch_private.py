@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.utils.checkpoint
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 _P = ParamSpec("_P")
@@ -32,6 +34,7 @@ def compile_with_inductor(
     options: Mapping[str, Any],
     opened: Callable[[Mapping[Any, Decomposition]], Mapping[Any, Decomposition]],
     identity: str,
+    told: Callable[[Exception], Exception],
 ) -> Callable[..., Any]:
     """Compile an ATen graph, and the backward that autograd makes of it, with Inductor.
 
@@ -41,18 +44,29 @@ def compile_with_inductor(
         options: of `torch._inductor.config`, by name; those that this torch does not know are left out.
         opened: from what it would open operators into, by operator, those that it is to open into something else.
         identity: for its cache: another text whenever `opened` may give something else.
+        told: makes of what Inductor and the C++ compiler behind it raise what is raised in its place: here, or in the
+            first backward, which is compiled when it runs.
 
     Raises:
         ImportError: where this torch has no Inductor, see `has_inductor`.
-        Exception: whatever Inductor and the C++ compiler behind it raise.
+        Exception: what `told` makes.
     """
+    from torch._inductor import compile_fx as inductor
     from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
     from torch._inductor.decomposition import select_decomp_table
 
     known = {name: value for name, value in options.items() if hasattr(config, name)}
     changed = OpenedOps(select_decomp_table(), opened, identity)
-    compiled: Any = compile_fx(graph_module, _cacheable(inputs), config_patches=known, decompositions=changed)
+
+    def compile_one(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return inductor.compile_fx_inner(*args, **kwargs)
+        except Exception as cause:
+            raise told(cause) from cause
+
+    compiled: Any = inductor.compile_fx(
+        graph_module, _cacheable(inputs), inner_compile=compile_one, config_patches=known, decompositions=changed
+    )
     return compiled  # type: ignore[no-any-return]
 
 
@@ -98,6 +112,44 @@ def recomputed() -> dict[str, Any]:
     except ImportError:
         return {}
     return {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 0}
+
+
+def new_graph_module(root: Any, graph: fx.Graph) -> fx.GraphModule:
+    """A module of a graph that writes its code when it is first called or shown, where this torch has such a module.
+
+    Most graphs are rewritten many times and never called. Torch's own class writes the code at each `recompile()`.
+    """
+    return _lazy_class()(root, graph)
+
+
+def traced_graph(function: Callable[..., Any], *inputs: Any, **options: Any) -> fx.GraphModule:
+    """What `make_fx(function, **options)(*inputs)` gives, as a module such as `new_graph_module` makes."""
+    with _lazily():
+        return make_fx(function, **options)(*inputs)  # type: ignore[no-any-return]
+
+
+def forward_of(module: fx.GraphModule) -> Callable[..., Any]:
+    """The forward of a graph's module, its code written."""
+    write = getattr(module, "real_recompile", None)
+    if write is not None:
+        write()
+    return module.forward  # type: ignore[no-any-return]
+
+
+def _lazy_class() -> type[fx.GraphModule]:
+    try:
+        from torch.fx._lazy_graph_module import _LazyGraphModule
+    except ImportError:
+        return fx.GraphModule
+    return _LazyGraphModule
+
+
+def _lazily() -> contextlib.AbstractContextManager[Any]:
+    try:
+        from torch.fx._lazy_graph_module import _use_lazy_graph_module
+    except ImportError:
+        return contextlib.nullcontext()
+    return _use_lazy_graph_module(True)
 
 
 def saved_tensor_hooks() -> tuple[Any, Any] | None:
@@ -150,7 +202,7 @@ def building() -> Iterator[None]:
 @contextlib.contextmanager
 def exporting() -> Iterator[None]:
     """Within it this thread alone exports, and no other reads the tensors of modules; torch is left as it was found."""
-    with building(), TENSORS, restored_transforms():
+    with building(), TENSORS, restored_transforms(), _lazily():
         depth = getattr(_CAPTURING, "depth", 0)
         _CAPTURING.depth = depth + 1
         try:
@@ -225,7 +277,8 @@ def compile_in_pieces(model: Any, backend: Callable[..., Any], dynamic: bool | N
     options: dict[str, Any] = {}
     if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
         options["isolate_recompiles"] = True
-    return torch.compile(model, backend=backend, dynamic=dynamic, **options)
+    with BUILDING:  # while any thread exports, torch.compile takes another backend than it is given
+        return torch.compile(model, backend=backend, dynamic=dynamic, **options)
 
 
 @contextlib.contextmanager
@@ -251,6 +304,28 @@ def recompile_limit(least: int) -> Iterator[int]:
     }
     with config.patch({name: value for name, value in wanted.items() if hasattr(config, name)}):
         yield limit
+
+
+@contextlib.contextmanager
+def frames_taken(wanted: Callable[[CodeType], bool]) -> Iterator[None]:
+    """Within it, Dynamo compiles functions of torch's own that it would leave as they are.
+
+    Args:
+        wanted: whether the code of a function that is about to run is to be compiled.
+    """
+    rules: Any = torch._dynamo.trace_rules
+    theirs = rules.check
+
+    def check(looked_at: Any, is_inlined_call: bool = False, *rest: Any, **options: Any) -> Any:
+        if not is_inlined_call and isinstance(looked_at, CodeType) and wanted(looked_at):
+            return False
+        return theirs(looked_at, is_inlined_call, *rest, **options)
+
+    rules.check = check
+    try:
+        yield
+    finally:
+        rules.check = theirs
 
 
 def functions_given_up() -> int:
@@ -503,3 +578,71 @@ def has_native_bf16(device: torch.device) -> bool:
         probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_arm_bf16_supported")
         return any(bool(getattr(torch.cpu, probe)()) for probe in probes if hasattr(torch.cpu, probe))
     return False
+
+
+def form_test(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
+    """A quick test that tensors have the type, form, device and `requires_grad` that they have now.
+
+    Where it is called in another mode (gradients, autocast, a mode of dispatch), it may say no for tensors that have.
+
+    Args:
+        tensors: strided ones. Gradients are enabled, here and at every call.
+    """
+    given = tuple(tensors)
+    if _GUARDS.tell:
+        check = _guards_of(given).check
+        return lambda: check(*given)  # type: ignore[no-any-return]
+    forms = _forms(given)
+    return lambda: _forms(given) == forms
+
+
+def address_test(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
+    """A quick test that tensors lie in memory where they lie now."""
+    given, addresses = list(tensors), [tensor.data_ptr() for tensor in tensors]
+    equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)  # of torch for CUDA
+    if equal is None:
+        return lambda: list(map(torch.Tensor.data_ptr, given)) == addresses
+    places = list(range(len(given)))
+    return lambda: bool(equal(given, addresses, places))
+
+
+def _guards_of(tensors: Sequence[torch.Tensor]) -> Any:
+    sizes: Any = [list(tensor.shape) for tensor in tensors]
+    strides: Any = [list(tensor.stride()) for tensor in tensors]
+    return torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+
+
+def _forms(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
+    return [(type(t), t.requires_grad, t.dtype, t.device, t.shape, t.stride()) for t in tensors]
+
+
+class _Guards:
+    """Whether Dynamo's comparison of tensors is there and says what `form_test` promises; tried once."""
+
+    @functools.cached_property
+    def tell(self) -> bool:
+        if not hasattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards"):
+            return False
+        with torch.enable_grad():
+            try:
+                return all(map(self._tells, range(5)))
+            except (TypeError, AttributeError, RuntimeError, SystemError):  # of another torch
+                return False
+
+    def _tells(self, change: int) -> bool:
+        sample = torch.nn.Parameter(torch.zeros(2, 2))
+        guards = _guards_of([sample])
+        if change == 0:
+            return bool(guards.check(sample))
+        if change == 1:
+            sample.requires_grad = False
+        elif change == 2:
+            sample.data = torch.zeros(2, 2, dtype=torch.float16)
+        elif change == 3:
+            sample.data = torch.zeros(2, 3)
+        else:
+            sample.data = torch.zeros(2, 2).t()
+        return not guards.check(sample)
+
+
+_GUARDS = _Guards()

@@ -18,6 +18,9 @@ def _register_caches_once() -> None:
 
 
 def register_caches() -> None:
-    """Let `transformers`' key-value caches be taken apart as outputs, where that package is loaded."""
-    if "transformers" in sys.modules:
+    """Let `transformers`' key-value caches be taken apart as outputs, where the module that defines them is loaded.
+
+    Whoever returns one has loaded it. Loading it here takes a second, for a model that has nothing to do with it.
+    """
+    if "transformers.cache_utils" in sys.modules:
         _register_caches_once()

@@ -13,10 +13,12 @@ from amp_compiler.onnx.lowering.lower import Lowered, lower
 from amp_compiler.onnx.lowering.norms import find_norms, pin_norm
 from amp_compiler.onnx.lowering.overflow import Overflows
 from amp_compiler.onnx.lowering.ranges import Ranges, pin_ranges
+from amp_compiler.onnx.lowering.running_sums import pin_running_sums
 from amp_compiler.onnx.model.model import Source, open_model, read_model
 from amp_compiler.onnx.model.opset import raise_opset
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.plan.make_plan import make_plan
+from amp_compiler.planner.numbers import find_numbers
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.matching import RuleMatcher
 from amp_compiler.policy.rules import Context, Precision, RuleSet
@@ -86,6 +88,8 @@ def plan_onnx(
                 if needed:
                     raise
     found = pin_ranges(lowered, ranges)
+    if rules.keeps("running_sums"):
+        pin_running_sums(lowered)
     known = {name: largest for name, largest in (ranges or {}).items() if name in lowered.graph.values}
     _unify_norms(lowered, rules, low, known)
     if stages is not None:
@@ -131,7 +135,10 @@ def _later_opset(lowered: Lowered, rules: RuleSet, low: DType) -> tuple[int, str
     matcher = RuleMatcher(rules, lowered.graph, Context(low, lowered.graph.device))
     wanted: tuple[int, str] | None = None
     needed = False
+    kept = find_numbers(lowered.graph, rules).kept
     for name, version in lowered.late.items():
+        if name in kept:
+            continue
         node = lowered.graph.nodes[name]
         decision = matcher.decide(node)
         if decision is None or decision.precision not in _ASKED:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from amp_compiler.ops.cpu import lstm as cpu_lstm
+from amp_compiler.ops.recurrent import stacked
 
 _LSTM_MODE = 2
 
@@ -48,33 +49,12 @@ def lstm(
     Returns:
         The output, and the last hidden and cell states, as `aten.lstm.input` gives them.
     """
-    directions = 2 if bidirectional else 1
-    each = 4 if has_biases else 2
-    out = data.transpose(0, 1) if batch_first else data
-    last_hidden: list[Tensor] = []
-    last_cell: list[Tensor] = []
-    for layer in range(layers):
-        sides = []
-        for direction in range(directions):
-            index = layer * directions + direction
-            weights = parameters[index * each : (index + 1) * each]
-            biases = weights[2:] if has_biases else [torch.zeros_like(weights[0][:, 0])] * 2
-            side, state, cell, _ = torch.ops.amp_compiler.lstm_layer(
-                out.contiguous(),
-                weights[0],
-                weights[1],
-                *biases,
-                hidden[0][index : index + 1].contiguous(),
-                hidden[1][index : index + 1].contiguous(),
-                direction == 1,
-            )
-            sides.append(side)
-            last_hidden.append(state.reshape(hidden[0][index : index + 1].shape))
-            last_cell.append(cell.reshape(hidden[1][index : index + 1].shape))
-        out = torch.cat(sides, -1) if bidirectional else sides[0]
-        if train and dropout and layer < layers - 1:
-            out = torch.dropout(out, dropout, True)
-    return out.transpose(0, 1) if batch_first else out, torch.cat(last_hidden), torch.cat(last_cell)
+    options = (has_biases, layers, dropout, train, bidirectional, batch_first)
+    return stacked(_side, data, hidden, parameters, *options)  # type: ignore[return-value]
+
+
+def _side(data: Tensor, weights: list[Tensor], first: list[Tensor], reverse: bool) -> tuple[Tensor, ...]:
+    return torch.ops.amp_compiler.lstm_layer(data, *weights, *first, reverse)[:3]  # type: ignore[no-any-return]
 
 
 _LIBRARY = torch.library.Library("amp_compiler", "FRAGMENT")
@@ -88,7 +68,17 @@ def _lstm_or_atens(data: Tensor, hidden: list[Tensor], *rest: Any) -> tuple[Tens
     """`amp_compiler.lstm`: traced and differentiated as what it is made of."""
     if can_run(data, hidden):
         return lstm(data, hidden, *rest)
-    return torch.ops.aten.lstm.input(data, hidden, *rest)  # type: ignore[no-any-return]
+    if not _rounds_its_states(data):
+        return torch.ops.aten.lstm.input(data, hidden, *rest)  # type: ignore[no-any-return]
+    parameters, *options = rest
+    wide = [one.float() for one in hidden], [one.float() for one in parameters]
+    out, state, cell = torch.ops.aten.lstm.input(data.float(), *wide, *options)
+    return out.to(data.dtype), state.to(data.dtype), cell.to(data.dtype)
+
+
+def _rounds_its_states(data: Tensor) -> bool:
+    """Whether ATen, which has no kernel for an LSTM with a projection, would round both states at each step."""
+    return data.device.type == "cpu" and data.dtype == torch.bfloat16
 
 
 _LIBRARY.impl("lstm", _lstm_or_atens, "CompositeImplicitAutograd")
@@ -98,6 +88,16 @@ def can_run(data: Tensor, hidden: list[Tensor], *rest: Any) -> bool:
     """True where the operator takes an LSTM: on a CPU with oneDNN, in a type of it, without a projection."""
     fits = data.device.type == "cpu" and data.dtype in (torch.float32, torch.bfloat16)
     return fits and torch.backends.mkldnn.is_available() and hidden[0].size(2) == hidden[1].size(2)
+
+
+def gains(data: Tensor, *rest: Any) -> bool:
+    """True where the operator takes an LSTM, or else keeps its states in FP32.
+
+    Args:
+        data: the input of the LSTM.
+        rest: its other arguments.
+    """
+    return can_run(data, *rest) or _rounds_its_states(data)
 
 
 def _run(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_compiler.ops import attention, lstm
+from amp_compiler.ops import attention, lstm, recurrent
 from amp_compiler.ops.cpu import update as cpu_update
 from amp_compiler.ops.layout import is_dense
 from amp_compiler.ops.update.operators import CHECK, COMMIT, FUSED, OPERATORS, commit_on_cpu
@@ -78,10 +78,22 @@ NATIVE_OPS: tuple[NativeOp, ...] = (
         op=torch.ops.aten.lstm.input,
         device="cpu",
         stage=FORWARD,
-        ready=torch.backends.mkldnn.is_available,
-        fits=lstm.can_run,
+        ready=_always,
+        fits=lstm.gains,
         implementation=torch.ops.amp_compiler.lstm.default,
         gain="train_step.py, lstm: 37 ms of oneDNN in a step become 12 (small batch: 15 and 3.5)",
+    ),
+    *(
+        NativeOp(
+            op=getattr(torch.ops.aten, kind).input,
+            device="cpu",
+            stage=FORWARD,
+            ready=_always,
+            fits=recurrent.can_run,
+            implementation=getattr(torch.ops.amp_compiler, kind).default,
+            gain="GAIN",
+        )
+        for kind in recurrent.KINDS
     ),
     NativeOp(
         op=attention.ATEN_BACKWARD,

@@ -61,7 +61,7 @@ def load_rules(rules: str | Path | dict[str, Any] | RuleSet = "default") -> Rule
         raise RuleError(f"rules cannot be of type {kind}", mend="give a preset name, a path, a dict or a RuleSet")
     if rules in preset_names():
         known = _load_preset(rules)
-        return replace(known, loss_scale=dict(known.loss_scale), weights=dict(known.weights))
+        return replace(known, loss_scale=dict(known.loss_scale), weights=dict(known.weights), keep=dict(known.keep))
     if "\n" in rules:
         raise RuleError("this looks like the text of a rule file", mend="write it to a file, or give it as a dict")
     if looks_like_path(rules):
@@ -86,6 +86,7 @@ def _load(source: Source, chain: tuple[Source, ...]) -> RuleSet:
         ops=table,
         loss_scale=_loss_scale(model, source, base),
         weights={**(base.weights if base is not None else {}), **_given(model.weights)},
+        keep={**(base.keep if base is not None else {}), **_given(model.keep)},
     )
 
 

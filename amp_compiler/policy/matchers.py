@@ -110,6 +110,26 @@ class Op(_Names):
 
 
 @dataclass(frozen=True)
+class Feeds(_Names):
+    """An op that reads a result of the node matches one of these globs."""
+
+    key: ClassVar[str] = "feeds"
+    about: ClassVar[str] = "glob on the canonical name of an op that reads the result"
+    form: ClassVar[Any] = forms.Texts
+
+    @classmethod
+    def read(cls, given: Any, table: OpTable, mark: Callable[[str], Mark]) -> Self:
+        """Every glob matches an op of the table."""
+        for glob in given:
+            check_op(glob, mark(glob), table)
+        return cls(tuple(given))
+
+    def holds(self, node: Node, view: View) -> bool:
+        """By the ops that read what the node makes."""
+        return any(_matches(self.names, user.op) for name in node.outputs for user, _ in view.graph.users(name))
+
+
+@dataclass(frozen=True)
 class Module(_Names):
     """The qualified name of the calling module matches one of these globs; `*` crosses dots."""
 
@@ -346,7 +366,8 @@ class LowType(Match):
 MATCHERS: dict[str, type[Match]] = {
     kind.key: kind
     for kind in (
-        Family, Op, Module, ModuleType, NodeName, Attribute, Inputs, ReductionSize, AbsMax, Phase, DeviceType, LowType,
+        Family, Op, Module, ModuleType, NodeName, Attribute, Feeds, Inputs, ReductionSize, AbsMax, Phase, DeviceType,
+        LowType,
     )
 }  # fmt: skip
 

@@ -12,8 +12,11 @@ from amp_compiler.policy.rules import OpInfo, OpTable
 from amp_compiler.policy.yaml_tree import Tree, parse_yaml
 
 NAMESPACES = ("aten", "onnx")
-_FLAGS = ("exact", "promotes", "factors", "carries", "casts", "quantized", "squashes")
-_SETS = ("keep", "any", "emulate", "accumulates", "masks", "probabilities", "onnx_keep")
+_FLAGS = (
+    "exact", "promotes", "factors", "carries", "casts", "quantized", "squashes",
+    "plain", "positions", "steps", "periodic",
+)  # fmt: skip
+_SETS = ("keep", "any", "emulate", "accumulates", "masks", "probabilities", "onnx_keep", "indices")
 _WORDS = {"moves": ("shape", "place", "index"), "sums": tuple(SIZES)}  # "" unsays what the family says
 _FIELDS = (*_FLAGS, *_SETS, *_WORDS)
 

@@ -53,6 +53,12 @@ class OpInfo:
         squashes: it makes numbers between fixed bounds, such as probabilities, of any.
         probabilities: slots that hold probabilities of which a loss takes the logarithm.
         onnx_keep: what `keep` is in an ONNX model; `None` for the same.
+        plain: it computes element by element, moves elements or adds them up: what it makes of numbers that are known
+            to every bit (positions, sizes, inputs of the model) is as well known as they are.
+        positions: it counts: a float result is a row of positions.
+        steps: a small change of an operand may change its result by a whole step: comparisons, rounding.
+        periodic: what counts of its operands is the absolute error: sine and cosine.
+        indices: slots whose numbers become sizes, indices or coordinates.
     """
 
     name: str
@@ -73,6 +79,11 @@ class OpInfo:
     squashes: bool = False
     probabilities: frozenset[str] = frozenset()
     onnx_keep: frozenset[str] | None = None
+    plain: bool = False
+    positions: bool = False
+    steps: bool = False
+    periodic: bool = False
+    indices: frozenset[str] = frozenset()
 
     def accumulates_on(self, device: str) -> bool:
         """True where the kernels of a device compute in FP32 by themselves.
@@ -255,6 +266,7 @@ class RuleSet:
         ops: the op table.
         loss_scale: the `loss_scale` section, merged over `extends`.
         weights: the `weights` section, merged over `extends`.
+        keep: the `keep` section, merged over `extends`: what stays as captured whatever the rules say.
     """
 
     name: str
@@ -262,3 +274,12 @@ class RuleSet:
     ops: OpTable
     loss_scale: dict[str, object] = field(default_factory=dict)
     weights: dict[str, object] = field(default_factory=dict)
+    keep: dict[str, bool] = field(default_factory=dict)
+
+    def keeps(self, what: str) -> bool:
+        """Whether some numbers stay as captured whatever the rules say; they do unless the rules say otherwise.
+
+        Args:
+            what: a key of the section `keep`: `sizes`, `angles` or `running_sums`.
+        """
+        return self.keep.get(what, True)

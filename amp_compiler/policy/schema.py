@@ -81,6 +81,14 @@ class WeightsModel(Strict):
     )
 
 
+class KeepModel(Strict):
+    """Numbers that stay as captured whatever the rules say."""
+
+    sizes: bool = _optional("what becomes a whole number, a size, an index, a coordinate or is compared")
+    angles: bool = _optional("what is made of positions alone, up to a sine or another function with bounds")
+    running_sums: bool = _optional("ONNX: what a state of Loop or Scan is added up by")
+
+
 class RuleFileModel(Strict):
     """A rule file of amp_compiler."""
 
@@ -95,6 +103,7 @@ class RuleFileModel(Strict):
     rules: list[RuleModel] = _optional("rules, read top to bottom; the last match wins")
     loss_scale: LossScaleModel = _optional("loss scale, merged over the extended file's")
     weights: WeightsModel = _optional("weights, merged over the extended file's")
+    keep: KeepModel = _optional("numbers that stay as captured, merged over the extended file's")
 
 
 MODELS: dict[str, type[Strict]] = {
@@ -104,6 +113,7 @@ MODELS: dict[str, type[Strict]] = {
     "backward": BackwardModel,
     "loss_scale": LossScaleModel,
     "weights": WeightsModel,
+    "keep": KeepModel,
 }
 
 

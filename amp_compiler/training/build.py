@@ -12,7 +12,7 @@ from torch import fx
 
 from amp_compiler.backends.cuda_graph import GraphedRun, GraphSettings, graph_obstacle
 from amp_compiler.backends.step_runner import is_on_cpu, kernels_for, most_inner, run_cut_step
-from amp_compiler.forward.program import build_run, normalize, plan_captured, rewrite
+from amp_compiler.forward.program import build_run, captures_whole, normalize, plan_captured, rewrite
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.shape_guards import InputForm
 from amp_compiler.forward.value_guards import ValueGuards
@@ -22,6 +22,7 @@ from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import copy_graph, results_of, torch_dtype
 from amp_compiler.fx.hooks import refuse_parameter_hooks
+from amp_compiler.fx.meta import Key
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops import native
 from amp_compiler.ops.cpu.arena import ArenaMemory, ArenaRun
@@ -116,6 +117,12 @@ def _build_step(
     return finish(model, begun, replace(options, settings=settings), state)
 
 
+def is_one_graph(model: LossModule, batch: tuple[Any, ...]) -> bool:
+    """Whether the loss can be captured as one graph for the shapes of this batch alone."""
+    with model.as_parameters(), widened(model.parameters()):
+        return captures_whole(model, batch, {})
+
+
 @dataclass(frozen=True)
 class Begun:
     """What the second half of a build starts from.
@@ -127,6 +134,7 @@ class Begun:
         results: number of its results.
         written: placeholders of the buffers that get new values; from elsewhere, these stand behind the results.
         gradients: placeholders of the parameters whose gradients come from elsewhere; `None` where they are made here.
+        in_fp32: those of them whose gradient is FP32, whatever they are.
         plan: what was decided for the forward.
         emulated: whether every down-cast must really round.
         form: which batches it can be used for.
@@ -138,6 +146,7 @@ class Begun:
     results: int
     written: tuple[str, ...]
     gradients: tuple[str, ...] | None = None
+    in_fp32: tuple[str, ...] = ()
     plan: PrecisionPlan | None = None
     emulated: bool = False
     form: InputForm = field(default_factory=lambda: InputForm((), (), None))
@@ -169,13 +178,18 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
     )
     resolve = weights.resolvers(step, state.kept)
     static = settings.dynamic_shapes is None or begun.gradients is not None
-    examples = [get(begun.leaves) for get in resolve] if static else _values(step)
+    examples = [one.get(begun.leaves) for one in resolve] if static else _values(step)
     compiled = _compile(step, examples, settings, begun.emulated, stages)
     if settings.runs_on.asks_arena and static and is_on_cpu(step):
         compiled = ArenaRun(compiled, results + 3, state.memory)
-    names, known = [node.name for node in step.graph.find_nodes(op="placeholder")], weights.fixed(step)
+    placeholders, known = step.graph.find_nodes(op="placeholder"), weights.fixed(step)
+    names = [node.name for node in placeholders]
     places = [place for place, name in enumerate(names) if name not in known]
-    run = GraphedRun(compiled, names, places, results + 3, state.graphs, _no_cuda_graph(step, settings))
+    scales = [place for place, node in enumerate(placeholders) if node.meta.get(Key.STATE) == ("scale", "scale", 0)]
+    gives_scale = options.scale.constant is None and bool(scales)
+    if gives_scale:
+        compiled = _with_first(compiled, scales[0])
+    run = GraphedRun(compiled, names, places, results, state.graphs, _no_cuda_graph(step, settings))
     buffers = tuple(inputs.getters[name] for name in begun.written)
     return StepProgram(
         step,
@@ -188,10 +202,21 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
         results,
         begun.form,
         stages,
+        gives_scale,
         buffers,
         captured.writes,
         ValueGuards(captured.state, captured.constants.values()),
     )
+
+
+def _with_first(run: Callable[..., Sequence[Any]], place: int) -> Callable[..., Sequence[Any]]:
+    """A step that gives a copy of one input as well, as it was before the step: part of the graph that is replayed."""
+
+    def both(*inputs: Any) -> Sequence[Any]:
+        before = inputs[place].clone()
+        return [*run(*inputs), before]
+
+    return both
 
 
 def _forward(
@@ -217,6 +242,7 @@ def _step_options(weights: TrainedWeights, begun: Begun, options: StepOptions, s
         "wrt": Late(weights.wrt),
         "owner": Late(weights.owner),
         "owners": Late(lambda graph_module: weights.taken(graph_module, begun.gradients or ())),
+        "in_fp32": begun.in_fp32,
         "groups": Late(weights.specs),
         "updated": Late(lambda _: weights.updated),
         "skips_overflow": skips_overflow,

@@ -96,14 +96,19 @@ class BoundGroup:
         if self.spec.started:
             self._find_started()
 
+    @property
+    def asks_state(self) -> bool:
+        """Whether `refresh` looks at the optimizer's state, so that it is needed at every step."""
+        started = self.kind.started
+        return started is not None and started(self.optimizer.param_groups[self.index])
+
     def _find_started(self) -> None:
         """Whether the first step was made, where it is not like any other (SGD with dampened momentum).
 
         It is read off the first state, zeros until a step is applied, so that the optimizer's state is all there is: it
         holds across batch shapes, skipped steps and checkpoints.
         """
-        started = self.kind.started
-        if started is not None and started(self.optimizer.param_groups[self.index]):
+        if self.asks_state:
             state = self.kind.states[0].name
             begun = [self.tensor(state, number).any() for number in range(len(self.parameters))]
             self.started.copy_(torch.stack(begun).any())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,12 +20,11 @@ from amp_compiler.passes.step.place_weights import PlacedWeights, is_read_low, p
 from amp_compiler.passes.step.sum_gradients import owners_with_gradient
 from amp_compiler.policy.rules import OpTable
 from amp_compiler.training.fused_optimizers import BoundGroup, bind
-from amp_compiler.training.program import LossModule
+from amp_compiler.training.program import LossModule, Resolver
 from amp_compiler.training.state import GradientSums, LowWeights
 from amp_compiler.training.traced_optimizers import TracedGroup
 from amp_compiler.training.weights import COMPENSATION, WeightState, store_low
 
-Resolver = Callable[[Sequence[Any]], Any]
 Getters = dict[str, Callable[[], Tensor]]
 
 
@@ -43,6 +43,16 @@ class KeptTensors:
     lows: LowWeights
     sums: GradientSums
     weights: WeightState
+
+    def follow(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        """Make again what is kept beside a parameter that was written outside of a step.
+
+        Args:
+            parameter: where and as it was.
+            state: the optimizer's state of it; empty where it has none.
+        """
+        self.lows.follow(parameter)
+        self.weights.follow(parameter, state)
 
 
 class StepInputs:
@@ -172,22 +182,22 @@ class TrainedWeights:
     def _resolver(self, node: fx.Node, kept: KeptTensors) -> Resolver:
         getters, placed = self.inputs.getters, self.placed
         if Key.STATE in node.meta:
-            return self._state(node.meta[Key.STATE], kept)
+            return Resolver(self._state(node.meta[Key.STATE], kept))
         if node.name in placed.copies:
             name, dtype = placed.copies[node.name]
-            return lambda leaves: kept.lows.get(getters[name](), dtype)
+            return Resolver(lambda leaves: kept.lows.get(getters[name](), dtype), getters[name])
         if node.name in placed.masters:
             get = getters[placed.masters[node.name]]
-            return lambda leaves: self._master(get(), kept)
+            return Resolver(lambda leaves: self._master(get(), kept), get)
         if node.name in getters:
-            return lambda leaves: getters[node.name]().detach()
-        index = self.inputs.entries[node.name].index
-        return lambda leaves: leaves[index]
+            get = getters[node.name]
+            return Resolver(lambda leaves: get().detach(), get)
+        return Resolver(itemgetter(self.inputs.entries[node.name].index), leaf=True)
 
     def _master(self, parameter: Tensor, kept: KeptTensors) -> Tensor:
         return kept.weights.masters.get(parameter, self.inputs.holders[id(parameter)].state[parameter])
 
-    def _state(self, key: tuple[Any, ...], kept: KeptTensors) -> Resolver:
+    def _state(self, key: tuple[Any, ...], kept: KeptTensors) -> Callable[[Sequence[Any]], Any]:
         """Of a placeholder that `FuseUpdate` added; see the marks that it leaves."""
         column, group, number = key
         if column == "scale":

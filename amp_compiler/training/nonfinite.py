@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from amp_compiler.fx.graph import canonical_op, module_of
+from amp_compiler.fx.graph import canonical_op, module_of, user_source
 from amp_compiler.fx.meta import Key
 from amp_compiler.training.program import StepProgram
 
@@ -28,16 +28,19 @@ class NonfiniteNode:
         op: canonical op, or `input`.
         module: qualified name of the module that it belongs to, empty where unknown.
         phase: `forward` or `backward`.
+        where: `file:line` of the user's code, empty where unknown.
     """
 
     name: str
     op: str
     module: str
     phase: str
+    where: str = ""
 
     def __str__(self) -> str:
         place = f" in {self.module}" if self.module else ""
-        return f"{self.name} ({self.op}, {self.phase}{place})"
+        line = f", {self.where}" if self.where else ""
+        return f"{self.name} ({self.op}, {self.phase}{place}{line})"
 
 
 @dataclass(frozen=True)
@@ -90,16 +93,23 @@ def report_nonfinite(
     made = sorted({program.gradient_node(number) for number in bad}, key=order.__getitem__)
     origins = [] if leaves is None else _origins(program, leaves, scale, made)
     nodes = sorted(origins, key=order.__getitem__) or made
-    return NonfiniteReport(parameters, tuple(_described(node) for node in nodes[:most]), bool(origins))
+    shown = tuple(described(node, is_forward=node.meta.get(Key.PHASE) == "forward") for node in nodes[:most])
+    return NonfiniteReport(parameters, shown, bool(origins))
 
 
-def _described(node: fx.Node) -> NonfiniteNode:
+def described(node: fx.Node, *, is_forward: bool, piece: str = "") -> NonfiniteNode:
+    """A node as a report names it.
+
+    Args:
+        node: of a graph.
+        is_forward: whether it is meant itself; else its backward.
+        piece: the name of the piece that it stands in.
+    """
+    name = f"{piece}/{node.name}" if piece else node.name
     if node.op != "call_function":
-        return NonfiniteNode(node.name, "input", "", "forward")
-    phase = node.meta.get(Key.PHASE, "")
-    return NonfiniteNode(
-        node.name, canonical_op(node.target), module_of(node)[0], "forward" if phase == "forward" else "backward"
-    )
+        return NonfiniteNode(name, "input", "", "forward")
+    phase, where = "forward" if is_forward else "backward", user_source(node.meta.get("stack_trace"))
+    return NonfiniteNode(name, canonical_op(node.target), module_of(node)[0], phase, where)
 
 
 def _origins(program: StepProgram, leaves: Sequence[Any], scale: Tensor, wanted: list[fx.Node]) -> list[fx.Node]:
@@ -119,9 +129,9 @@ def _origins(program: StepProgram, leaves: Sequence[Any], scale: Tensor, wanted:
         if node.meta.get(Key.PHASE) == "update":  # a sum of gradients, which was not run
             open_nodes += node.all_input_nodes
             continue
-        if replay.states.get(node) is not _State.BAD:
+        if not replay.seen.is_bad(node):
             continue
-        causes = [source for source in node.all_input_nodes if replay.states.get(source) is _State.BAD]
+        causes = [source for source in node.all_input_nodes if replay.seen.is_bad(source)]
         open_nodes += causes
         if not causes:
             found.add(node)
@@ -134,6 +144,42 @@ class _State(enum.Enum):
     BAD = "infinite or NaN"
 
 
+class Finiteness:
+    """Whether the values of a graph's nodes are finite.
+
+    Args:
+        is_forward: whether a node belongs to the forward: only there masks are put in.
+    """
+
+    def __init__(self, is_forward: Callable[[fx.Node], bool]) -> None:
+        self._is_forward = is_forward
+        self._states: dict[fx.Node, _State] = {}
+
+    def note(self, node: fx.Node, value: Any) -> None:
+        """Look at the value of a node; those of its inputs come before it."""
+        items = value if isinstance(value, (list, tuple)) else [value]
+        bad = [item for item in items if isinstance(item, Tensor) and not bool(torch.isfinite(item).all())]
+        if not bad:
+            self._states[node] = _State.FINITE
+        elif all(bool((torch.isfinite(item) | torch.isneginf(item)).all()) for item in bad) and self._may_mask(node):
+            self._states[node] = _State.MASKED
+        else:
+            self._states[node] = _State.BAD
+
+    def is_bad(self, node: fx.Node) -> bool:
+        """Whether its value is infinite or NaN, and no mask."""
+        return self._states.get(node) is _State.BAD
+
+    def _may_mask(self, node: fx.Node) -> bool:
+        states = self._states
+        if node.op != "call_function" or node.target is operator.getitem:
+            return node.op != "call_function" or states.get(node.args[0]) is _State.MASKED  # type: ignore[arg-type]
+        if not self._is_forward(node):
+            return False
+        sources = {states.get(source) for source in node.all_input_nodes}
+        return _State.BAD not in sources and (canonical_op(node.target) in _MASKS or _State.MASKED in sources)
+
+
 class _Replay(fx.Interpreter):
     """Runs what comes before the update and notes for each value whether it is finite."""
 
@@ -141,7 +187,7 @@ class _Replay(fx.Interpreter):
         super().__init__(program.graph_module, garbage_collect_values=True)
         self.program, self.leaves, self.scale = program, leaves, scale
         self.source = program.graph_module.graph
-        self.states: dict[fx.Node, _State] = {}
+        self.seen = Finiteness(lambda node: node.meta.get(Key.PHASE) == "forward")
 
     def run_again(self) -> None:
         """Run up to the update."""
@@ -149,7 +195,7 @@ class _Replay(fx.Interpreter):
             if all(user.meta.get(Key.PHASE) == "update" for user in node.users):
                 continue
             is_scale = node.meta.get(Key.STATE) == ("scale", "scale", 0)
-            self._note(node, self.scale if is_scale else resolve(self.leaves))
+            self._note(node, self.scale if is_scale else resolve.get(self.leaves))
         for node in self.source.nodes:
             if node.op in ("call_function", "get_attr") and node.meta.get(Key.PHASE) != "update":
                 self._note(node, self.run_node(node))
@@ -158,19 +204,4 @@ class _Replay(fx.Interpreter):
 
     def _note(self, node: fx.Node, value: Any) -> None:
         self.env[node] = value
-        items = value if isinstance(value, (list, tuple)) else [value]
-        bad = [item for item in items if isinstance(item, Tensor) and not bool(torch.isfinite(item).all())]
-        if not bad:
-            self.states[node] = _State.FINITE
-        elif all(bool((torch.isfinite(item) | torch.isneginf(item)).all()) for item in bad) and self._may_mask(node):
-            self.states[node] = _State.MASKED
-        else:
-            self.states[node] = _State.BAD
-
-    def _may_mask(self, node: fx.Node) -> bool:
-        if node.op != "call_function" or node.target is operator.getitem:
-            return node.op != "call_function" or self.states.get(node.args[0]) is _State.MASKED  # type: ignore[arg-type]
-        if node.meta.get(Key.PHASE) != "forward":
-            return False
-        states = {self.states.get(source) for source in node.all_input_nodes}
-        return _State.BAD not in states and (canonical_op(node.target) in _MASKS or _State.MASKED in states)
+        self.seen.note(node, value)

@@ -15,16 +15,23 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from amp_compiler.errors import AmpError, CaptureError, first_line
 from amp_compiler.forward.graph_breaks import Pieces
 from amp_compiler.forward.settings import Settings, device_of
-from amp_compiler.fx.capture import Captured, Input, Source
+from amp_compiler.fx.capture import Captured, Input, Source, autocast_off
 from amp_compiler.fx.capture_errors import user_frame
 from amp_compiler.fx.garbage import without_full_collections
-from amp_compiler.fx.torch_private import needs_double_backward
+from amp_compiler.fx.generators import generators_kept
+from amp_compiler.fx.graph import torch_dtype
+from amp_compiler.fx.torch_private import building, needs_double_backward
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.layout import empty_laid_out_like, is_laid_out_like
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.training.build import Begun, StepOptions, StepState, finish
 from amp_compiler.training.inputs import depends_on_nothing
+from amp_compiler.training.nonfinite import NonfiniteNode
+from amp_compiler.training.piece_replay import PieceReplay
+from amp_compiler.training.piece_weights import LowReads
 from amp_compiler.training.program import LossModule, StepOutput, StepProgram
+from amp_compiler.training.standing import Standing
+from amp_compiler.training.weights import is_stored_low, widened
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,10 @@ class PieceStep:
     def __init__(self, model: LossModule, settings: Settings, cause: AmpError, state: StepState, enabled: bool) -> None:
         self.model, self.state, self.cause = model, state, cause
         self._settings, self._device = settings, device_of(model.parameters())
+        storage = state.kept.weights.storage
+        self._lows = LowReads(torch_dtype(settings.low(self._device)), settings.rules.ops) if storage.low else None
+        self._replay: PieceReplay | None = None
+        self._drawn: list[Tensor] = []  # the random numbers' state before the last forward
         self.pieces = self._in_pieces() if enabled else None
         self._updates: dict[Any, StepProgram] = {}
         self._buffers = _Buffers(model)
@@ -68,7 +79,15 @@ class PieceStep:
         self._gathered = {name for name, one in model.named_parameters() if one in state.kept.sums}
 
     def _in_pieces(self) -> Pieces:
-        return Pieces(self.model, self._settings, self.cause, self._device)
+        return Pieces(self.model, self._settings, self.cause, self._device, self._around)
+
+    def _around(self, name: str, graph_module: fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
+        noting = run if self._lows is None else self._lows.around(graph_module, run)
+
+        def run_or_replay(*inputs: Any) -> Any:
+            return noting(*inputs) if self._replay is None else self._replay.run(name, graph_module, inputs)
+
+        return run_or_replay
 
     def forward_and_backward(self, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer]) -> Made:
         """Run them; parameters and buffers are as they were before.
@@ -76,9 +95,13 @@ class PieceStep:
         Raises:
             AmpError: what the model's own code raised, or Dynamo, or a backend.
         """
-        drawn = _random_state(self._device)
+        drawn = self._drawn = _random_state(self._device)
         try:
-            return self._run(batch, optimizers)
+            made = self._run(batch, optimizers)
+            if self._lows is not None and self._lows.convert(set(map(id, _trained(self.model, optimizers).values()))):
+                _set_random_state(self._device, drawn)
+                made = self._run(batch, optimizers)
+            return made
         except AmpError:
             raise
         except Exception as error:  # the model's own code may raise anything
@@ -94,16 +117,46 @@ class PieceStep:
                 mend="see the error that this one comes from",
             ) from error
 
-    def _run(self, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer]) -> Made:
-        scale = self.state.kept.scale().scale
-        with torch.enable_grad(), self._buffers.watched() as take_written:
+    def replayed(
+        self, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer], scale: Tensor
+    ) -> tuple[NonfiniteNode, ...]:
+        """Run forward and backward of a step that was skipped once more, node by node.
+
+        Args:
+            batch: of that step, which changed no weight.
+            optimizers: what is trained.
+            scale: the loss scale of that step, FP32 scalar.
+
+        Returns:
+            The nodes that made something that is not finite.
+        """
+        if self.pieces is None:
+            return ()
+        self._replay = PieceReplay()
+        try:
+            with generators_kept():
+                _set_random_state(self._device, self._drawn)
+                self._run(batch, optimizers, scale)
+            return self._replay.origins()
+        finally:
+            self._replay = None
+
+    def _run(
+        self, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer], scale: Tensor | None = None
+    ) -> Made:
+        scale = self.state.kept.scale().scale if scale is None else scale
+        with (
+            torch.enable_grad(),
+            self._buffers.watched() as take_written,
+            _without_gradients(self.model),
+            widened(self.model.parameters()),
+        ):
             loss, aux = self.model(*batch) if self.pieces is None else self.pieces(batch, {})
             if not loss.requires_grad:
                 raise depends_on_nothing()
-            with _without_gradients(self.model):
-                (loss.float() * scale).backward()
-                trained = _trained(self.model, optimizers)
-                gradients = {name: _fitted(p.grad, p) for name, p in trained.items() if p.grad is not None}
+            loss.backward(scale.to(loss.dtype).expand(loss.shape))
+            trained = _trained(self.model, optimizers)
+            gradients = {name: _fitted(p.grad, p) for name, p in trained.items() if p.grad is not None}
             if not gradients:
                 raise depends_on_nothing()
             written = take_written()
@@ -123,7 +176,7 @@ class PieceStep:
             return made
         gathered, self._gathered = self._gathered, set()
         gradients = {
-            name: made.gradients.get(name, torch.zeros_like(parameter))
+            name: made.gradients[name] if name in made.gradients else _no_gradient(parameter)
             for name, parameter in self.model.named_parameters()
             if name in made.gradients or name in gathered
         }
@@ -131,7 +184,8 @@ class PieceStep:
 
     def update_for(self, made: Made, given: Sequence[Tensor], options: StepOptions, owners: Any) -> StepProgram:
         """The program of the update: one for each set of parameters with a gradient."""
-        key = (owners, options.gather, options.scale, tuple(made.gradients), tuple(made.buffers))
+        types = tuple((name, gradient.dtype) for name, gradient in made.gradients.items())
+        key = (owners, options.gather, options.scale, types, tuple(made.buffers))
         program = self._updates.get(key)
         if program is None or any(group.flags_changed() for group in program.groups):
             begun = _update_graph(self.model, made, given)
@@ -153,8 +207,12 @@ class PieceProgram:
         self.step, self._spec, self._options, self._owners = step, spec, options, owners
         self._update: StepProgram | None = None
 
-    def __call__(self, leaves: Sequence[Any]) -> StepOutput:
+    def __call__(self, leaves: Sequence[Any], standing: Standing | None = None) -> StepOutput:
         """Run one step on the flattened batch.
+
+        Args:
+            leaves: the batch.
+            standing: how everything stood before it; code of the user's runs in between.
 
         Raises:
             CaptureError: Dynamo can take none of it, or the loss depends on no parameter of the optimizers.
@@ -164,9 +222,21 @@ class PieceProgram:
         made = self.step.forward_and_backward(batch, self._options.optimizers)
         made = self.step.completed(made, self._options.gather)
         given = [made.loss, *made.buffers.values(), *made.gradients.values()]
-        self._update = self.step.update_for(made, given, self._options, self._owners)
+        with building():
+            self._update = self.step.update_for(made, given, self._options, self._owners)
         output = self._update(given)
-        return StepOutput(made.loss, made.aux, output.norm, output.flags, output.gradients)
+        return replace(output, loss=made.loss, aux=made.aux)
+
+    def origins(self, leaves: Sequence[Any], scale: Tensor) -> tuple[NonfiniteNode, ...]:
+        """The nodes that made something that is not finite; see `PieceStep.replayed`.
+
+        Args:
+            leaves: the flattened batch of the call.
+            scale: its loss scale, FP32 scalar.
+        """
+        batch, _ = pytree.tree_unflatten(list(leaves), self._spec)
+        with autocast_off():
+            return self.step.replayed(batch, self._options.optimizers, scale)
 
     @property
     def update(self) -> StepProgram:
@@ -301,6 +371,11 @@ def _fitted(gradient: Tensor, parameter: Tensor) -> Tensor:
     return empty_laid_out_like(parameter, gradient.dtype).copy_(gradient)
 
 
+def _no_gradient(parameter: Tensor) -> Tensor:
+    """Zeros as the gradient of a parameter: FP32 where it is stored in 16 bits alone."""
+    return torch.zeros_like(parameter, dtype=torch.float32 if is_stored_low(parameter) else parameter.dtype)
+
+
 @without_full_collections()
 def _update_graph(model: LossModule, made: Made, given: Sequence[Tensor]) -> Begun:
     """A graph that takes what the update reads and returns the loss and the new values of buffers."""
@@ -314,6 +389,7 @@ def _update_graph(model: LossModule, made: Made, given: Sequence[Tensor]) -> Beg
 
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     weights = [placeholder(f"p_{name}", parameters[name], Source.PARAMETER, name) for name in made.gradients]
+    wide = [node.name for node, one in zip(weights, made.gradients.values(), strict=True) if one.dtype is torch.float32]
     written = [placeholder(f"b_{name}", buffers[name], Source.BUFFER, name) for name in made.buffers]
     loss = placeholder("loss", made.loss, Source.USER, index=0)
     values = [
@@ -326,4 +402,4 @@ def _update_graph(model: LossModule, made: Made, given: Sequence[Tensor]) -> Beg
     _, in_spec = pytree.tree_flatten((tuple(given), {}))
     _, out_spec = pytree.tree_flatten((made.loss, None))
     captured = Captured(fx.GraphModule({}, graph), tuple(inputs), {}, in_spec, out_spec)
-    return Begun(captured, given, 2, tuple(n.name for n in written), tuple(n.name for n in weights))
+    return Begun(captured, given, 2, tuple(n.name for n in written), tuple(n.name for n in weights), tuple(wide))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 from amp_compiler.backends.cuda_graph import GraphedRun
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.shape_guards import InputForm
-from amp_compiler.forward.tensor_versions import note_writes
+from amp_compiler.forward.tensor_versions import note_writes, writable
 from amp_compiler.forward.value_guards import ValueGuards
 from amp_compiler.fx.attribute_writes import Writes
 from amp_compiler.fx.capture_errors import SPOKEN_OF
@@ -28,6 +28,10 @@ from amp_compiler.training.fused_optimizers import BoundGroup
 from amp_compiler.training.outside import OUTSIDE, Alone, Substitutes, adopt
 from amp_compiler.training.traced_optimizers import TracedGroup
 
+if TYPE_CHECKING:
+    from amp_compiler.training.standing import Standing
+
+_PAIR = pytree.tree_structure((0, 0))
 ROOT = "model"  # name of the models in a `LossModule`
 
 
@@ -112,6 +116,22 @@ def _describe(loss: Any) -> str:
     return f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
 
 
+@dataclass(frozen=True, slots=True)
+class Resolver:
+    """How to get the tensor of a placeholder of a step graph at run time.
+
+    Args:
+        get: from the flat batch.
+        behind: gives the parameter, buffer or constant that it is, or is made of; `None` where it is kept by the step
+            or by an optimizer.
+        leaf: whether it comes from the batch.
+    """
+
+    get: Callable[[Sequence[Any]], Any]
+    behind: Callable[[], Tensor] | None = None
+    leaf: bool = False
+
+
 @dataclass
 class StepOutput:
     """What one run of a step program gives.
@@ -122,6 +142,9 @@ class StepOutput:
         norm: FP32 L2 norm of the unscaled gradients.
         flags: uint8 per parameter of `StepProgram.updated`: 1 where its gradient was not finite.
         gradients: raw (scaled) gradients per parameter of `StepProgram.updated`.
+        scale: the loss scale that it ran with, FP32 scalar; `None` where that never changes.
+
+    All but loss and aux are overwritten by the next run where a graph is replayed.
     """
 
     loss: Tensor
@@ -129,6 +152,7 @@ class StepOutput:
     norm: Tensor
     flags: Tensor
     gradients: tuple[Tensor | Product, ...]
+    scale: Tensor | None
 
 
 @dataclass(eq=False)
@@ -141,14 +165,18 @@ class StepProgram:
         groups: the update groups.
         updated: qualified names of the updated parameters, in the order of the gradients.
         run: the compiled graph, replayed as a CUDA graph where it can be.
-        resolve: one function per placeholder, from the batch leaves to its tensor.
+        resolve: one per placeholder.
         out_spec: tree of `(loss, aux)`.
         results: number of flat values in it, and of those that `writes` assigns.
         form: which batches it can be used for.
         stages: the text of the graph behind each pass.
+        gives_scale: whether the last result of `run` is the loss scale that it ran with.
         buffers: gets the buffers that it writes.
         writes: what is assigned after a call, detached.
         values: the Python values that it holds for.
+
+    Attributes:
+        found_anew: whether the last call had to find its tensors.
     """
 
     graph_module: fx.GraphModule
@@ -156,14 +184,18 @@ class StepProgram:
     groups: list[BoundGroup | TracedGroup]
     updated: tuple[str, ...]
     run: GraphedRun
-    resolve: list[Callable[[Sequence[Any]], Any]]
+    resolve: list[Resolver]
     out_spec: pytree.TreeSpec
     results: int
     form: InputForm
     stages: Stages
+    gives_scale: bool
     buffers: tuple[Callable[[], Tensor], ...] = ()
     writes: Writes = field(default_factory=Writes)
     values: ValueGuards = field(default_factory=lambda: ValueGuards(PythonState()))
+    found_anew: bool = field(default=True, init=False, repr=False)
+    _seen: _Seen | None = field(default=None, init=False, repr=False)
+    _numbers: int = field(default=-1, init=False, repr=False)
 
     @property
     def update(self) -> StepProgram:
@@ -179,16 +211,90 @@ class StepProgram:
         """The node of the graph that gives the gradient of a parameter of `updated`."""
         return results_of(self.graph_module.graph)[self.results + 3 + number]  # type: ignore[no-any-return]
 
-    def __call__(self, leaves: Sequence[Any]) -> StepOutput:
-        """Run one step on the flattened batch."""
-        for group in self.groups:
-            group.refresh()
-        with torch.no_grad():
-            with TENSORS:
-                inputs = [get(leaves) for get in self.resolve]
-            flat = list(self.run(*inputs))
-        note_writes([p for group in self.groups for p in group.parameters] + [get() for get in self.buffers])
+    def __post_init__(self) -> None:
+        self._is_pair = self.out_spec == _PAIR
+
+    def flags_changed(self, standing: Standing) -> bool:
+        """Whether a setting of an optimizer that is part of the graph is no longer what was compiled."""
+        return self._numbers != standing.numbers and any(group.flags_changed() for group in self.groups)
+
+    def __call__(self, leaves: Sequence[Any], standing: Standing | None = None) -> StepOutput:
+        """Run one step on the flattened batch.
+
+        Args:
+            leaves: the batch.
+            standing: what has changed since the last call; `None` where nobody has looked.
+        """
+        self._refresh(standing)
+        seen = self._seen
+        self.found_anew = seen is None or standing is None or seen.generation != standing.generation
+        if seen is not None and not self.found_anew:
+            with torch.no_grad():
+                flat = self.run.again(seen.filled(leaves))
+                note_writes(seen.written)
+            seen.let_go()
+        else:
+            flat, written = self._run_anew(leaves, standing)
+            note_writes(written)
         self.writes.put(flat[: self.results])
-        loss, aux = pytree.tree_unflatten(flat[: self.out_spec.num_leaves], self.out_spec)
+        leaves_of_result = flat[: self.out_spec.num_leaves]
+        loss, aux = leaves_of_result if self._is_pair else pytree.tree_unflatten(leaves_of_result, self.out_spec)
         norm, _, flags = flat[self.results : self.results + 3]
-        return StepOutput(loss, aux, norm, flags, tuple(flat[self.results + 3 :]))
+        scale = flat[-1] if self.gives_scale else None
+        gradients = flat[self.results + 3 : len(flat) - self.gives_scale]
+        return StepOutput(loss, aux, norm, flags, tuple(gradients), scale)
+
+    def _refresh(self, standing: Standing | None) -> None:
+        """Bring changed numbers of the optimizers to the device."""
+        same = standing is not None and self._numbers == standing.numbers
+        for group in self.groups:
+            if not same or group.asks_state:
+                group.refresh()
+        self._numbers = -1 if standing is None else standing.numbers
+
+    def _run_anew(self, leaves: Sequence[Any], standing: Standing | None) -> tuple[list[Any], list[Tensor]]:
+        """Find all inputs, run, and remember the inputs where they will be found again."""
+        self._seen = None
+        with TENSORS:
+            with torch.no_grad():
+                inputs = [resolve.get(leaves) for resolve in self.resolve]
+            written = writable([p for group in self.groups for p in group.parameters] + [get() for get in self.buffers])
+            if standing is not None and standing.note():
+                loose = [
+                    (place, one)
+                    for place, one in enumerate(self.resolve)
+                    if one.leaf or (one.behind is not None and not standing.covers(one.behind()))
+                ]
+                if self.run.batch.issuperset(place for place, _ in loose):
+                    self._seen = _Seen(standing.generation, list(inputs), loose, written)
+                    self._seen.let_go()
+        with torch.no_grad():
+            return list(self.run(*inputs)), written
+
+
+@dataclass
+class _Seen:
+    """The inputs of a program's last call, which are those of the next one as long as nothing is assigned.
+
+    Args:
+        generation: for which they are.
+        inputs: one per placeholder; `None` where it is found at every call.
+        loose: places of these.
+        written: the parameters and buffers that a call writes and whose versions it moves.
+    """
+
+    generation: int
+    inputs: list[Any]
+    loose: list[tuple[int, Resolver]]
+    written: list[Tensor]
+
+    def filled(self, leaves: Sequence[Any]) -> list[Any]:
+        """All inputs of a call."""
+        for place, resolve in self.loose:
+            self.inputs[place] = resolve.get(leaves)
+        return self.inputs
+
+    def let_go(self) -> None:
+        """Keep no batch alive."""
+        for place, _ in self.loose:
+            self.inputs[place] = None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from amp_compiler.errors import AmpError
@@ -23,13 +25,17 @@ class StepReadings:
     _accumulate: int
     _held: HeldScale
     _watch: StuckWatch
-    _last: tuple[StepProgram | PieceProgram, StepOutput, Tensor] | None
+    _last: tuple[StepProgram | PieceProgram, StepOutput, float | None] | None
     _leaves: list[Any]
 
     def _seen(self) -> tuple[StepProgram | PieceProgram, StepOutput, Tensor]:
         if self._last is None:
             raise AmpError("there is no finished call of the step to read from", mend="call it with a batch first")
-        return self._last
+        program, output, constant = self._last
+        state = self._scale.scale
+        if output.scale is not None:
+            return program, output, output.scale
+        return program, output, state.clone() if constant is None else torch.full_like(state, constant)
 
     @property
     def _scale_config(self) -> LossScale:
@@ -64,7 +70,7 @@ class StepReadings:
     @property
     def grad_norm(self) -> Tensor:
         """FP32 scalar on the device: L2 norm of the last step's unscaled gradients, before clipping."""
-        return self._seen()[1].norm
+        return self._seen()[1].norm.clone()  # the next step may overwrite it
 
     @property
     def plan(self) -> PrecisionPlan:
@@ -111,12 +117,16 @@ class StepReadings:
         """Which gradients of the last step were not finite, and the first nodes that made such values.
 
         Until it is asked for, only flags are kept, on the device. This reads them, and where the step was skipped it
-        runs its forward and backward once more, node by node, on the last batch. A step in pieces is not run again.
+        runs its forward and backward once more, node by node, on the last batch; of a step in pieces, the code of
+        model and loss runs again between the nodes.
         """
         program, output, scale = self._seen()
-        repeatable = self._scale_config.checks_finite and isinstance(program, StepProgram)
-        leaves = self._leaves if repeatable else None
-        return report_nonfinite(program.update, output.flags.tolist(), leaves, scale)
+        leaves = self._leaves if self._scale_config.checks_finite else None
+        if isinstance(program, StepProgram):
+            return report_nonfinite(program, output.flags.tolist(), leaves, scale)
+        report = report_nonfinite(program.update, output.flags.tolist(), None, scale)
+        nodes = program.origins(leaves, scale) if report and leaves is not None else ()
+        return replace(report, nodes=nodes, repeated=True) if nodes else report
 
     def check(self) -> None:
         """Raise where the scale is at its floor and gradients stay non-finite. This reads from the device.

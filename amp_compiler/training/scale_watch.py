@@ -9,6 +9,8 @@ from torch import Tensor
 
 from amp_compiler.ops.loss_scale import LossScale, LossScaleState
 
+_EVERY = 8  # steps: what looks at the flag runs beside the graph, and a run that is stuck stays so
+
 
 class HostCopy(Protocol):
     """A copy of one flag to the host that is under way or done."""
@@ -48,8 +50,9 @@ class PinnedCopy:
 class StuckWatch:
     """Says whether a loss scale is stuck (`LossScale.stuck`).
 
-    On a CPU the flag is read right after the step. On a CUDA device a copy of it is started after a step and looked at
-    in later calls; nothing ever waits for it, so it is known one step late or a few. On other devices nothing is read.
+    On a CPU the flag is read right after the step. On a CUDA device a copy of it is started after every eighth step and
+    looked at in later calls; nothing ever waits for it, so it is known some steps late. On other devices nothing is
+    read.
 
     Args:
         device: where the loss scale's state is.
@@ -66,6 +69,7 @@ class StuckWatch:
     def __init__(self, device: torch.device, copy: HostCopy | None = None) -> None:
         self._device, self._copy = device, copy
         self._pending = self._stale = False
+        self._every, self._steps = 1, 0
 
     def note(self, scaling: LossScale, state: LossScaleState) -> bool:
         """Look at the state after a step.
@@ -80,10 +84,12 @@ class StuckWatch:
         if not scaling.checks_finite:
             return False
         if self._copy is None and self._device.type == "cuda":
-            self._copy = PinnedCopy()
+            self._copy, self._every = PinnedCopy(), _EVERY
         if self._copy is None:
             return self._device.type == "cpu" and bool(scaling.stuck(state))
-        if not self._pending:  # one at a time: a scale that is stuck still is so when the next copy starts
+        self._steps += 1
+        # One at a time, and not after every step: a scale that is stuck still is so when the next copy starts.
+        if not self._pending and self._steps % self._every == 0:
             self._copy.start(scaling.stuck(state))
             self._pending, self._stale = True, False
         return False

@@ -29,6 +29,11 @@ class LowWeights:
         marks[dtype] = mark
         return copy
 
+    def follow(self, master: Tensor) -> None:
+        """Make the copies of a master again, where it has any and was written."""
+        for dtype in self._copies.get(id(master), {}):
+            self.get(master, dtype)
+
     def settle(self, masters: Sequence[Tensor]) -> None:
         """Note that the update has just written these masters together with their copies."""
         for master in masters:

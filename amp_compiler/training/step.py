@@ -9,6 +9,7 @@ from numbers import Real
 from typing import Any
 
 import torch.utils._pytree as pytree
+from torch import Tensor
 
 from amp_compiler.backends.cuda_capture import TorchGraphs
 from amp_compiler.backends.cuda_graph import GraphSettings
@@ -16,17 +17,18 @@ from amp_compiler.errors import AmpError, CaptureError, HookError, LoweringError
 from amp_compiler.forward.captures import Captures
 from amp_compiler.forward.program_table import ProgramTable
 from amp_compiler.forward.settings import AUTO, device_of, make_settings
-from amp_compiler.forward.signature import BatchForm, leaves_key, module_key
+from amp_compiler.forward.signature import BatchForm, leaves_key
 from amp_compiler.forward.unwrap import unwrapped_model
 from amp_compiler.fx.capture import autocast_off
+from amp_compiler.fx.capture_errors import shapes_do_not_fit
 from amp_compiler.fx.graph import torch_dtype
-from amp_compiler.fx.torch_private import TENSORS, building
+from amp_compiler.fx.torch_private import TENSORS, building, saved_tensor_hooks
 from amp_compiler.onnx.importing.api import trained_module
 from amp_compiler.ops.loss_scale import LossScale, NoLossScale, make_loss_scale
 from amp_compiler.ops.update.rounding import WeightStorage
 from amp_compiler.passes.pipeline import CAPTURE, DEVICE, FORWARD, PIECE, PLAN, STEP, UPDATE
 from amp_compiler.policy.unused import warn_of_unused
-from amp_compiler.training.build import StepOptions, StepState, build_step, check_parameters
+from amp_compiler.training.build import StepOptions, StepState, build_step, check_parameters, is_one_graph
 from amp_compiler.training.fused_optimizers import check_optimizers, check_storage
 from amp_compiler.training.held_scale import HeldScale
 from amp_compiler.training.inputs import KeptTensors
@@ -34,6 +36,7 @@ from amp_compiler.training.pieces import PieceProgram, PieceStep
 from amp_compiler.training.program import LossModule, StepProgram
 from amp_compiler.training.readings import StepReadings
 from amp_compiler.training.scale_watch import StuckWatch
+from amp_compiler.training.standing import Standing
 from amp_compiler.training.state import GradientSums, LowWeights
 from amp_compiler.training.traced_optimizers import check_hooks
 from amp_compiler.training.weights import OWN_KEY, WeightState, weight_storage
@@ -41,6 +44,7 @@ from amp_compiler.training.weights import OWN_KEY, WeightState, weight_storage
 logger = logging.getLogger("amp_compiler")
 MOST_SIGNATURES = 64
 PARALLEL = "pass model.module: a step is of one process, and averages no gradients over several"
+_TENSORS_ALONE = {Tensor}
 MOST_KNOWN = 4096  # shapes of which it is kept in mind which program of dynamic shapes takes them
 RUN = (CAPTURE, PLAN, FORWARD, STEP, UPDATE, DEVICE, PIECE)  # the pipelines of a step
 
@@ -168,6 +172,7 @@ class TrainingStep(StepReadings):
         self._weights = WeightState(storage, self._device, self._optimizers)
         kept = KeptTensors(lambda: self._scale, self._lows, GradientSums(), self._weights)
         self._state = StepState(kept, GraphSettings(TorchGraphs()))
+        self._standing = Standing(self._module, self._optimizers, kept)
         low = torch_dtype(self._settings.low(self._device))
         check_parameters(self._module, self._optimizers, low, enabled)
         self._watch, self._form = StuckWatch(self._device), BatchForm()
@@ -176,6 +181,7 @@ class TrainingStep(StepReadings):
         self._fits: dict[Any, StepProgram] = {}  # programs of dynamic shapes for batches of other shapes
         self._pieces: PieceStep | None = None
         self._told = False  # which rules match nothing
+        self._specs: dict[int, Any] = {}  # trees of batches of tensors alone, by their number
         self._last, self._leaves = None, []
 
     def _choose_scale(self, loss_scale: Any) -> LossScale:
@@ -201,59 +207,67 @@ class TrainingStep(StepReadings):
             CaptureError: the loss cannot be captured, neither as one graph nor in pieces, or the batch is built
                 otherwise than the first.
             LoweringError: the graph cannot be compiled.
-            LossScaleError: the gradients stay non-finite at the lowest loss scale; on a GPU a call or more later.
+            LossScaleError: the gradients stay non-finite at the lowest loss scale; on a GPU some calls later.
         """
         if self._watch.arrived() and self._last is not None:
             self.check()
         for optimizer in self._optimizers:
             check_hooks(optimizer)
-        leaves, spec = pytree.tree_flatten((batch, {}))
+        leaves, spec = self._flat(batch)
         with autocast_off():
+            with TENSORS:
+                self._standing.look()
             program = self._program(batch, leaves, spec)
-            scale = self._scale.scale.clone()
             self._last = None  # last step's gradients must not live through this one
-            output = program(leaves)
+            output = program(leaves, self._standing)
+        self._standing.left()
         if isinstance(program, PieceProgram) and self._pieces is None:  # only now: a call that failed decides nothing
             self._pieces = program.step
             logger.warning("the training step runs %s", program.execution)
         self._gathered = (self._gathered + 1) % self._accumulate
-        for group in program.update.groups:
-            self._lows.settle(group.parameters)
-            self._weights.settle(group.parameters, group.optimizer.state)
+        if program.update.found_anew:
+            for group in program.update.groups:
+                self._lows.settle(group.parameters)
+                self._weights.settle(group.parameters, group.optimizer.state)
         for optimizer in self._optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether a step came before theirs
         if not self._told and program.plan is not None:
             self._told = True
             warn_of_unused(program.plan.unused_rules, "the training step")
-        self._last, self._leaves = (program, output, scale), leaves
+        self._last, self._leaves = (program, output, self._scale_config.constant), leaves
         if self._gathered == 0 and self._watch.note(self._scale_config, self._scale):
             self.check()
         return output.loss if output.aux is None else (output.loss, output.aux)
 
+    def _flat(self, batch: tuple[Any, ...]) -> tuple[list[Any], Any]:
+        """The leaves of a batch and its tree; one of tensors alone is its own list of leaves."""
+        if set(map(type, batch)) == _TENSORS_ALONE:
+            spec = self._specs.get(len(batch))
+            if spec is None:
+                spec = self._specs[len(batch)] = pytree.tree_flatten((batch, {}))[1]
+            return list(batch), spec
+        return pytree.tree_flatten((batch, {}))
+
     def _program(self, batch: tuple[Any, ...], leaves: list[Any], spec: Any) -> StepProgram | PieceProgram:
-        owners = tuple(
-            tuple(map(id, group["params"])) for optimizer in self._optimizers for group in optimizer.param_groups
-        )
+        module, owners = self._standing.module, self._standing.owners
         gather = "" if self._accumulate == 1 else "use" if self._gathered == self._accumulate - 1 else "add"
-        options = StepOptions(
-            self._settings,
-            self._optimizers,
-            self._scale_config,
-            self._clip_norm,
-            self._enabled,
-            self._accumulate,
-            gather,
-        )
+        if self._pieces is None and saved_tensor_hooks() is not None:
+            cause = CaptureError(
+                "hooks for saved tensors stand around the step (saved_tensors_hooks, save_on_cpu), which the backward"
+                " of one graph would lose",
+                mend="leave them out: a step keeps no more than it needs",
+            )
+            return PieceProgram(self._in_pieces(cause), spec, self._options(gather), owners)
         if self._pieces is not None:
-            return PieceProgram(self._pieces, spec, options, owners)
+            return PieceProgram(self._pieces, spec, self._options(gather), owners)
         with TENSORS:
-            module, form = module_key(self._module, by_identity=True), leaves_key(leaves)
+            form = leaves_key(leaves)
         key = (spec, module, owners, gather, self._scale_config, form)
         program = self._programs.find(key) or self._dynamic(key, leaves)
-        if program is not None and not any(group.flags_changed() for group in program.groups):
+        if program is not None and not program.flags_changed(self._standing):
             return program
         self._form.check(batch)
-        stale = program
+        stale, options = program, self._options(gather)
         if program is None and len(self._programs) >= MOST_SIGNATURES:
             raise CaptureError(
                 f"the step was captured for {MOST_SIGNATURES} signatures (shapes and types of the batch, model modes, "
@@ -271,11 +285,14 @@ class TrainingStep(StepReadings):
                     ),
                 )
         except (CaptureError, LoweringError) as cause:
-            if not self._may_run_in_pieces(cause):
+            if isinstance(cause, (HookError, OptimizerError)):
                 raise
-            step = PieceStep(self._module, self._settings, cause, self._state, self._enabled)
-            return PieceProgram(step, spec, options, owners)
-        now = module_key(self._module, by_identity=True)
+            asked_for = self._settings.dynamic_shapes not in (None, AUTO)
+            if asked_for and isinstance(cause, CaptureError) and is_one_graph(self._module, batch):
+                raise shapes_do_not_fit("the step", cause) from cause
+            return PieceProgram(self._in_pieces(cause), spec, options, owners)
+        self._standing.begin()
+        now = self._standing.module
         if now != module:  # weights were converted for storage without masters: earlier programs will never fit again
             self._forget()
         if stale is not None:  # one of dynamic shapes stands under another shape
@@ -285,15 +302,24 @@ class TrainingStep(StepReadings):
         self._form.fix(batch)
         return program
 
+    def _in_pieces(self, cause: AmpError) -> PieceStep:
+        return PieceStep(self._module, self._settings, cause, self._state, self._enabled)
+
+    def _options(self, gather: str) -> StepOptions:
+        return StepOptions(
+            self._settings,
+            self._optimizers,
+            self._scale_config,
+            self._clip_norm,
+            self._enabled,
+            self._accumulate,
+            gather,
+        )
+
     def _forget(self) -> None:
         """Drop the programs, none of which will fit again."""
         self._programs.clear()
         self._fits.clear()
-
-    def _may_run_in_pieces(self, cause: AmpError) -> bool:
-        """Whether pieces could do what one graph could not, and as the caller asked for it."""
-        asked_for = self._settings.dynamic_shapes not in (None, AUTO) or self._state.kept.weights.storage.low
-        return not (isinstance(cause, (HookError, OptimizerError)) or asked_for)
 
     def _dynamic(self, key: tuple[Any, ...], leaves: list[Any]) -> StepProgram | None:
         """A program of dynamic shapes that was captured for another batch and fits this one."""

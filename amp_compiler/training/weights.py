@@ -128,6 +128,10 @@ class MasterWeights:
     def __init__(self) -> None:
         self._marks: dict[int, tuple[int, ...]] = {}
 
+    def has(self, parameter: Tensor) -> bool:
+        """Whether there is one of this parameter that a step has asked for."""
+        return id(parameter) in self._marks
+
     def get(self, parameter: Tensor, state: dict[str, Any]) -> Tensor:
         """The master of a parameter; made first where the optimizer has none yet.
 
@@ -174,6 +178,10 @@ class Compensations:
 
     def __init__(self) -> None:
         self._marks: dict[int, tuple[int, ...]] = {}
+
+    def has(self, parameter: Tensor) -> bool:
+        """Whether there is one of this parameter that a step has asked for."""
+        return id(parameter) in self._marks
 
     def checked(self, parameter: Tensor, kept: Tensor) -> Tensor:
         """The compensation `kept` of a parameter, in place; both fp16 or bf16 of one shape."""
@@ -241,6 +249,18 @@ class WeightState:
         self.masters, self.compensations = MasterWeights(), Compensations()
         for optimizer in optimizers:
             keep_state_types(optimizer)
+
+    def follow(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        """Bring what is kept beside a parameter to what was written into it.
+
+        Args:
+            parameter: where and as it was.
+            state: the optimizer's state of it.
+        """
+        if MASTER in state and self.masters.has(parameter):
+            self.masters.get(parameter, state)
+        if COMPENSATION in state and self.compensations.has(parameter):
+            self.compensations.checked(parameter, state[COMPENSATION])
 
     def settle(self, parameters: Sequence[Tensor], states: Mapping[Tensor, dict[str, Any]]) -> None:
         """Note that the update has just written these parameters, their masters and their compensations.

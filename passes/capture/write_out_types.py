@@ -11,7 +11,7 @@ from torch import fx
 from amp_compiler.fx.graph import flat_arguments, node_tensor, schema_argument, user_source
 from amp_compiler.fx.meta import Key
 from amp_compiler.ir.graph import Pin
-from amp_compiler.passes.base import InPlacePass, PassResult, text_of
+from amp_compiler.passes.base import InPlacePass, PassResult, Texts
 
 aten = torch.ops.aten
 _LIKE_FACTORIES = frozenset(
@@ -48,9 +48,10 @@ class WriteOutTypes(InPlacePass):
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""
-        before = text_of(subject)
+        texts = Texts()
+        before = texts.of(subject)
         _write_out_types(subject.graph)
-        modified = text_of(subject) != before
+        modified = texts.of(subject) != before
         if modified:
             subject.recompile()
         return PassResult(subject, modified)

@@ -11,6 +11,7 @@ from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Attr, Node
 from amp_compiler.passes.base import FunctionalPass, PassResult
 from amp_compiler.planner.draft import Draft
+from amp_compiler.planner.numbers import find_numbers
 from amp_compiler.planner.probabilities import makers_of_probabilities
 from amp_compiler.policy.marks import error_at
 from amp_compiler.policy.matching import RuleMatcher
@@ -27,7 +28,8 @@ class Classify(FunctionalPass[Draft]):
     """Give every node a decision: with the rule that made it, by file and line, and the reason in words.
 
     The model's own pins come first, then what cannot be converted, then the rules, of which the last match wins, then a
-    guard for numbers that the low type does not hold, and one for probabilities that a loss in FP32 reads.
+    guard for numbers that the low type does not hold, one for probabilities that a loss in FP32 reads, and one for
+    sizes, indices and angles, which are no data.
 
     Before (rules `default`, low type fp16):
 
@@ -59,12 +61,13 @@ class Classify(FunctionalPass[Draft]):
         return f"the decision on node '{mute[0]}' has no reason" if mute else None
 
     def run(self, subject: Draft) -> PassResult[Draft]:
-        """Decide node by node, then widen what makes the probabilities of a loss."""
+        """Decide node by node, then widen what makes the probabilities of a loss, and keep what is no data."""
         matcher = RuleMatcher(subject.rules, subject.graph, subject.context, subject.ranges)
         decisions = {node.name: _decide(subject, matcher, node) for node in subject.graph.nodes.values()}
         for name, loss in makers_of_probabilities(subject, decisions).items():
             reason = f"'{loss.name}' ({loss.op}) takes the logarithm of what it makes, so it runs in FP32"
             decisions[name] = _in_fp32(decisions[name], reason)
+        _keep_numbers(subject, decisions)
         return PassResult(replace(subject, decisions=decisions) if decisions else subject, bool(decisions))
 
 
@@ -85,6 +88,24 @@ def _decide(draft: Draft, matcher: RuleMatcher, node: Node) -> Decision:
             told = f"{name}={number:g} would become an infinity in {draft.context.low.short}"
             return _in_fp32(decision, f"{told}, so it runs in FP32, backward too")
     return decision
+
+
+def _keep_numbers(draft: Draft, decisions: dict[str, Decision]) -> None:
+    """Keep sizes, indices and angles as captured where the rules would round them. Changes `decisions`.
+
+    What the rules run in FP32, or in the widest type of its inputs, is that already.
+    """
+    numbers = find_numbers(draft.graph, draft.rules)
+    for name, reason in numbers.kept.items():
+        decision = decisions[name]
+        free = decision.precision is Precision.FOLLOW and not draft.rules.ops.info(draft.graph.nodes[name].op).exact
+        if decision.precision is Precision.LOW or free:
+            decisions[name] = Decision(Precision.KEEP, reason=f"{reason}, so it stays as captured")
+    for name, reason in numbers.widest.items():
+        decision = decisions[name]
+        if decision.precision is Precision.LOW:
+            told = f"{reason}, so it runs in the widest type of its inputs"
+            decisions[name] = replace(decision, precision=Precision.WIDEST, rule="", reason=told)
 
 
 def _in_fp32(decision: Decision, reason: str) -> Decision:

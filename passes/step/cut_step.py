@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_compiler.fx.graph import node_tensor, rename_placeholder, results_of
 from amp_compiler.fx.meta import Key
+from amp_compiler.fx.torch_private import new_graph_module, traced_graph
 from amp_compiler.ops.cpu.update import complete_norm
 from amp_compiler.ops.update.operators import ADD_ROWS, CHECK, COMMIT, OPERATORS, decomposition
 from amp_compiler.ops.update.product import Product
@@ -113,7 +113,7 @@ class _Cut:
             self.graph.call_function(torch.ops.aten._foreach_zero_.default, (sums,)).meta["val"] = None
         self._complete_norm(items, [node for node in last if node.target is not COMMIT], bool(products))
         self.graph.output(fx.node.map_arg(tuple(results_of(self.step.graph)), self.made_of.__getitem__))
-        return fx.GraphModule(self.root, self.graph)
+        return new_graph_module(self.root, self.graph)
 
     def _copy(self, node: fx.Node) -> None:
         self.made_of[node] = self.graph.node_copy(node, self.made_of.__getitem__)
@@ -140,7 +140,7 @@ class _Cut:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(tuple(copies[node] for node in outputs))
         graph.eliminate_dead_code()
-        self.root.add_module(name, open_operators(fx.GraphModule(self.step, graph)))
+        self.root.add_module(name, open_operators(new_graph_module(self.step, graph)))
         call = self.graph.call_module(name, tuple(self.made_of[node] for node in inputs))
         call.meta = {"val": tuple(node.meta.get("val") for node in outputs)}
         for index, output in enumerate(outputs):
@@ -224,7 +224,7 @@ def open_operators(graph_module: fx.GraphModule) -> fx.GraphModule:
 
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     examples = [node.meta["val"] for node in placeholders]
-    opened = make_fx(lambda *inputs: Opened(graph_module).run(*inputs), _allow_non_fake_inputs=True)(*examples)
+    opened = traced_graph(lambda *inputs: Opened(graph_module).run(*inputs), *examples, _allow_non_fake_inputs=True)
     for made, original in zip(opened.graph.find_nodes(op="placeholder"), placeholders, strict=True):
         rename_placeholder(made, original.name)
         made.meta.update({key: value for key, value in original.meta.items() if key != "val"})

@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 import torch
 import torch.fx.traceback as fx_traceback
 from torch import fx
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from amp_compiler.errors import AmpError, LoweringError, first_line
 from amp_compiler.fx.capture_errors import user_frame
 from amp_compiler.fx.graph import node_tensor, rename_placeholder, results_of
 from amp_compiler.fx.meta import Key
-from amp_compiler.fx.torch_private import autograd_sequence, function_sequence, own_decompositions
+from amp_compiler.fx.torch_private import autograd_sequence, function_sequence, own_decompositions, traced_graph
 from amp_compiler.passes.base import FunctionalPass, PassResult
 from amp_compiler.passes.precision.type_backward import gradient_type
 
@@ -117,7 +117,7 @@ class Differentiate(FunctionalPass[fx.GraphModule]):
         with warnings.catch_warnings(), fx_traceback.preserve_node_meta(), own_decompositions():
             warnings.simplefilter("ignore")
             try:
-                traced = make_fx(joint, _allow_non_fake_inputs=True)(*examples)
+                traced = traced_graph(joint, *examples, _allow_non_fake_inputs=True)
             except AmpError:
                 raise
             except Exception as cause:  # autograd and the operators raise many types

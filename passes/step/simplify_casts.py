@@ -120,11 +120,12 @@ def _writes(node: fx.Node) -> bool:
 
 def _repeat_in_backward(graph: fx.Graph) -> bool:
     modified = False
+    order = {node: place for place, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         chain = _from_upcast(node)
         if not chain or node.meta.get(Key.PHASE) != "forward":
             continue
-        later = [user for user in node.users if user.meta.get(Key.PHASE) == "backward"]
+        later = sorted((user for user in node.users if user.meta.get(Key.PHASE) == "backward"), key=order.__getitem__)
         if not later:
             continue
         made = _source(chain[0])

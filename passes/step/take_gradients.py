@@ -40,9 +40,11 @@ class TakeGradients(InPlacePass):
     Args:
         owners: the weights that the update starts from (masters, where there are any), with the parameter that each
             belongs to, whose type and shape the gradient has.
+        in_fp32: those of the parameters whose gradient is FP32, whatever they are.
     """
 
     owners: Mapping[str, str]
+    in_fp32: tuple[str, ...] = ()
     name: ClassVar[str] = "take_gradients"
     exact: ClassVar[bool] = True
 
@@ -61,7 +63,8 @@ class TakeGradients(InPlacePass):
         last, gradients = list(placeholders.values())[-1], []
         for parameter in self.owners.values():
             value = placeholders[parameter].meta["val"]
-            last = _placeholder(last, f"grad_{parameter}", torch.empty_like(value))
+            dtype = torch.float32 if parameter in self.in_fp32 else value.dtype
+            last = _placeholder(last, f"grad_{parameter}", torch.empty_like(value, dtype=dtype))
             gradients.append(last)
         _placeholder(last, SCALE, value.new_empty((), dtype=torch.float32))
         graph.output_node().args = ((*results_of(graph), *gradients),)

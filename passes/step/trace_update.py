@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from amp_compiler.errors import OptimizerError
 from amp_compiler.fx.alias import is_view, readers
 from amp_compiler.fx.graph import results_of
+from amp_compiler.fx.torch_private import traced_graph
 from amp_compiler.ops.update.operators import FUSED_NAMES
 
 OWN_STATE = "state_"  # before the key of a state tensor, in the name of its placeholder
@@ -99,7 +99,7 @@ def trace_update(update: TracedUpdate, values: Sequence[Tensor]) -> fx.GraphModu
     # Inside of the fake mode numbers that the code turns into tensors are fake too.
     with values[0].fake_mode:  # type: ignore[attr-defined]
         try:
-            traced = make_fx(torch.func.functionalize(run), _allow_non_fake_inputs=True)(*values)
+            traced = traced_graph(torch.func.functionalize(run), *values, _allow_non_fake_inputs=True)
         except OptimizerError:
             raise
         except Exception as cause:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import amp_compiler as amp
 from amp_compiler.backends.inductor import _CONTRACTION, _NO_SLP, _options, compile_graph
 from amp_compiler.fx import torch_private
 from amp_compiler.fx.text import parse_fx
@@ -102,3 +103,23 @@ def test_an_image_is_kept_once_for_a_convolution_and_its_gradient():
     assert "".join(codes).count("empty_strided_cpu((2, 8, 6, 6)") == 0
     for mine, theirs in zip(results, gradients(*given), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("fails", [1, 2])
+def test_what_cannot_be_compiled_is_an_error_of_ours_in_the_first_backward_too(monkeypatch, fails):
+    """The backward is compiled when it first runs: what is raised then goes through autograd to the user."""
+    theirs, calls = torch._inductor.compile_fx.compile_fx_inner, []
+
+    def breaks(*args, **kwargs):
+        calls.append(None)
+        if len(calls) == fails:
+            raise ImportError("libgraph.so: file too short")
+        return theirs(*args, **kwargs)
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx_inner", breaks)
+    compiled = amp.compile(torch.nn.Linear(5, 3), dtype="bf16")
+    uncached = torch._functorch.config.patch(enable_autograd_cache=False)
+    with uncached, pytest.raises(amp.LoweringError, match=r"cannot compile the graph: ImportError.*file too short"):
+        compiled(torch.ones(7, 5)).square().sum().backward()
+    assert len(calls) == fails

@@ -123,6 +123,11 @@ def test_compiled_gradients_are_as_exact_as_eager_ones(info):
         except AmpError as error:
             refused[number] = str(error)[:200]
             continue
+        except NotImplementedError:  # in what runs between two pieces, and as torch itself says
+            plain.low = torch.bfloat16
+            with pytest.raises(NotImplementedError):
+                gradients(plain, plain, given)
+            continue
         if found:
             told[number] = f"{one.desc}: {found}"
     print(info.name, "refused:", refused)

@@ -205,3 +205,14 @@ def test_recurrent_models_are_compiled_as_a_variant_of_its_own(bench, monkeypatc
         assert comparison.compiled(len, comparison.RECURRENT) == (len, "default") and torch._dynamo.config.allow_rnn
         assert comparison.compiled(len, "torch.compile") == (len, "default") and not torch._dynamo.config.allow_rnn
     assert comparison.compiled(len, "fp32") is len
+
+
+@pytest.mark.slow
+def test_the_host_work_of_a_replay_from_the_command_line(tmp_path):
+    found, printed = run("host_cost.py", tmp_path / "r.json", "--models", "mlp-2", "--runs", "3")
+    assert set(found) == FACTS
+    variants = ["ours, BF16", "ours, FP16", "torch.compile"]
+    assert [(row["model"], row["parameters"], row["variant"]) for row in found["rows"]] == [
+        ("mlp-2", 4, variant) for variant in variants
+    ]
+    assert all(0 < row["least_us"] <= row["median_us"] and row["variant"] in printed for row in found["rows"])

@@ -10,6 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto
 from onnx_corpus import parts, ranges
+from onnx_models import info, model, node, scalar
 
 from amp_compiler.cli import main as cli
 from amp_compiler.onnx.check.verify import verify
@@ -87,6 +88,27 @@ def test_random_inputs_where_there_are_no_data(run, benign, tmp_path):
     found = json.loads(text)["verification"]
     assert code == 0 and found["random_inputs"] and 0 < found["largest_error"] < 0.01
     assert json.loads(run(benign, tmp_path / "out.onnx", "--json")[1])["verification"] is None
+
+
+def test_what_is_drawn_finds_rounded_angles_and_tells_the_worst(run, tmp_path):
+    """Positions of 0 and 1 have the same sines in 16 bits; those of a long sequence have not."""
+    nodes = [
+        node("Cast", ["positions"], ["p"], to=TensorProto.FLOAT),
+        node("Mul", ["p", "c"], ["a"]),
+        node("Sin", ["a"], ["y"]),
+    ]
+    path, rules = tmp_path / "in.onnx", tmp_path / "rules.yaml"
+    positions = info("positions", "length", kind=TensorProto.INT64)
+    source = model(nodes, [positions], [info("y", "length")], [scalar("c", 0.7)])
+    onnx.save(source, path)
+    code, text, _ = run(path, tmp_path / "out.onnx", "--verify")
+    assert code == 0 and "not tried: sizes above length = 2003; " in text and "worst in" not in text
+    rules.write_text("version: 1\nextends: default\nkeep: {angles: false}\n", encoding="utf-8")
+    code, text, _ = run(path, tmp_path / "out.onnx", "--verify", "--rules", rules)
+    assert code == 3 and "worst in batch 1 (long and odd): 'y' is off by " in text
+    assert "positions: int64[2003] from 0 to 2002" in text
+    facts = json.loads(run(path, tmp_path / "out.onnx", "--verify", "--rules", rules, "--json")[1])["verification"]
+    assert facts["worst"]["label"] == "long and odd" and facts["untried"] and not facts["passed"]
 
 
 def test_a_failed_verification_exits_with_3(run, benign, overflowing, tmp_path):

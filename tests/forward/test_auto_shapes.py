@@ -257,3 +257,18 @@ def test_what_is_done_is_said_by_the_last_stage():
 def test_a_level_that_does_not_exist_is_refused():
     with pytest.raises(amp.AmpError, match="AMP_LOG='eror' is no level; did you mean 'error'"):
         notices.set_level("eror")
+
+
+def test_shapes_that_do_not_fit_the_model_are_told(caplog):
+    """It runs in pieces then, which take any shape."""
+
+    class Sixteen(nn.Module):
+        def forward(self, x):
+            return x * torch.ones(16, 1)
+
+    shapes = ({0: torch.export.Dim("rows", min=2)},)
+    model = amp.compile(Sixteen(), dtype="bf16", backend="eager", dynamic_shapes=shapes)
+    with caplog.at_level(logging.WARNING, "amp_compiler"):
+        model(torch.ones(16, 3))
+    (told,) = [record.message for record in caplog.records if "asked for" in record.message]
+    assert told.startswith("Sixteen runs in pieces") and "rows" in told and "'auto'" in told

@@ -190,21 +190,72 @@ def test_the_trainer_of_transformers_trains_it(tmp_path):
     assert losses == pytest.approx(expected, rel=BF16_ERROR) and evaluated == pytest.approx(reference, rel=BF16_ERROR)
 
 
-def test_the_trainer_trains_a_transformer(tmp_path):
+IDS = torch.randint(0, 32, (16, 8), generator=torch.Generator().manual_seed(0))
+TEXT = [{"input_ids": row, "labels": row, "note": "not for forward"} for row in IDS]
+
+
+def gpt2() -> nn.Module:
+    """Its output layer and its lookup are one tensor."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     config = transformers.GPT2Config(
         vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0, resid_pdrop=0.0,
         embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False,
     )  # fmt: skip
-    ids = torch.randint(0, 32, (16, 8), generator=torch.Generator().manual_seed(0))
-    data = [{"input_ids": row, "labels": row, "note": "not for forward"} for row in ids]
     torch.manual_seed(0)
-    model = compiled(transformers.GPT2LMHeadModel(config))
+    return transformers.GPT2LMHeadModel(config)
+
+
+def test_the_trainer_trains_a_transformer(tmp_path):
+    model = compiled(gpt2())
     plain = copy.deepcopy(model.original)
-    losses, _ = trained(model, tmp_path / "ours", data)
-    expected, _ = trained(plain, tmp_path / "theirs", data)
+    losses, _ = trained(model, tmp_path / "ours", TEXT)
+    expected, _ = trained(plain, tmp_path / "theirs", TEXT)
     assert losses == pytest.approx(expected, rel=BF16_ERROR) and not model.in_pieces
+
+
+def test_the_trainer_saves_and_resumes_tied_weights(tmp_path):
+    """As a model that is not compiled: by its own `save_pretrained`, under its own names."""
+    transformers = pytest.importorskip("transformers")
+    safetensors = pytest.importorskip("safetensors.torch")
+
+    def trainer(folder, **options):
+        arguments = transformers.TrainingArguments(
+            output_dir=str(folder), use_cpu=True, bf16=True, max_steps=4, per_device_train_batch_size=4, report_to=[],
+            save_strategy="steps", save_steps=2, disable_tqdm=True, learning_rate=0.05, **options,
+        )  # fmt: skip
+        return transformers.Trainer(compiled(gpt2()), arguments, train_dataset=TEXT)
+
+    whole = trainer(tmp_path / "whole")
+    whole.train()
+    whole.save_model(str(tmp_path / "saved"))
+    assert isinstance(whole.model, amp.CompiledModule) and whole.model.plan.low_nodes > 0
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "saved")
+    assert again.config.architectures == ["GPT2LMHeadModel"] and again.lm_head.weight is again.transformer.wte.weight
+    for name, value in gpt2().state_dict().items():
+        assert torch.equal(again.state_dict()[name], whole.model.state_dict()[name]) and value.dtype is torch.float32
+    saved = safetensors.load_file(str(tmp_path / "whole" / "checkpoint-2" / "model.safetensors"))
+    assert {"transformer.wte.weight"} <= set(saved) <= set(gpt2().state_dict())
+
+    resumed = trainer(tmp_path / "resumed")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    for ours, theirs in zip(resumed.model.parameters(), whole.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_what_a_pretrained_model_has_is_the_originals():
+    transformers = pytest.importorskip("transformers")
+    model = compiled(gpt2())
+    assert isinstance(model, transformers.PreTrainedModel) and not isinstance(model, transformers.GPT2LMHeadModel)
+    assert model.config is model.original.config and model.get_input_embeddings() is model.original.transformer.wte
+    assert model.save_pretrained.__self__ is model.original and model.generate.__self__ is model.original
+    assert model.num_parameters() == model.original.num_parameters() and model.dtype is torch.float32
+    model.resize_token_embeddings(40)
+    assert model(IDS[:2]).logits.shape == (2, 8, 40)
+    model.to(torch.float32)
+    assert not model._programs.values()  # moved by our own way, which drops what was captured
+    twin = copy.deepcopy(model)
+    assert type(twin) is type(model) and torch.equal(twin(IDS[:2]).logits, model(IDS[:2]).logits)
 
 
 @pytest.fixture

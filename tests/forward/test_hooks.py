@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook, save_on_cpu, saved_tensors_hooks
 from torch.nn.modules import module as all_modules
 
 import amp_compiler as amp
@@ -40,11 +41,19 @@ def kept(model: Hooked, h: torch.Tensor) -> None:
     model.kept = h
 
 
+def behind_node(model: Hooked, h: torch.Tensor) -> None:
+    h.grad_fn.register_hook(lambda inputs, outputs: tuple(one if one is None else 2 * one for one in inputs))
+
+
+def before_node(model: Hooked, h: torch.Tensor) -> None:
+    h.grad_fn.register_prehook(lambda outputs: tuple(2 * one for one in outputs))
+
+
 def close(a: torch.Tensor, b: torch.Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("work", [doubled, kept])
+@pytest.mark.parametrize("work", [doubled, kept, behind_node, before_node])
 def test_a_hook_in_forward_runs_between_pieces(work: Callable[..., Any]) -> None:
     model = Hooked(work)
     twin = copy.deepcopy(model)
@@ -110,3 +119,102 @@ def test_what_a_forward_hook_does_in_python_is_done_at_every_call() -> None:
     for _ in range(3):
         compiled(X)
     assert calls == [1, 1, 1]
+
+
+class Saving(nn.Module):
+    """Sets hooks for what is saved in the middle; `around` says which."""
+
+    def __init__(self, around: Callable[[], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc, self.out, self.around = nn.Linear(4, 4), nn.Linear(4, 4), around
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.fc(x)
+        with self.around():
+            h = torch.exp(h)
+        return self.out(h)
+
+
+def tripled() -> Any:
+    """What it does to a gradient shows whether it ran."""
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: 3 * tensor)
+
+
+@pytest.mark.parametrize("around", [tripled, save_on_cpu])
+def test_hooks_for_saved_tensors_in_forward(around: Callable[[], Any]) -> None:
+    model, twin = Saving(around), Saving(around)
+    compiled = amp.compile(model, dtype="bf16", backend="eager")
+    for _ in range(2):
+        compiled(X).sum().backward()
+        twin(X).sum().backward()
+    assert compiled.in_pieces
+    for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        close(ours.grad, theirs.grad)
+    with torch.no_grad():
+        assert amp.explain(model, (X,)).casts  # without a backward nothing is lost
+    with pytest.raises(amp.CaptureError, match=r"test_hooks\.py:\d+: forward sets hooks for saved tensors"):
+        amp.explain(model, (X,))
+
+
+SEEN: list[float] = []
+
+
+def hooked_loss(kind: str) -> Callable[..., Any]:
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = model(x)
+        if kind == "tensor":
+            y.register_hook(lambda gradient: 2 * gradient)
+        if kind == "node":
+            y.grad_fn.register_prehook(lambda outputs: tuple(2 * one for one in outputs))
+        if kind == "several":
+            register_multi_grad_hook([y], lambda gradients: SEEN.append(gradients[0].sum().item()))
+        return y.sum()
+
+    return loss_fn
+
+
+@pytest.mark.parametrize("kind", ["tensor", "node", "several"])
+def test_hooks_in_the_loss_of_a_step_run(kind: str) -> None:
+    model, twin = (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)) for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    ours, theirs = (torch.optim.SGD(one.parameters(), 0.1) for one in (model, twin))
+    loss_fn = hooked_loss(kind)
+    step = amp.training_step(model, loss_fn, ours, dtype="bf16", backend="eager")
+    SEEN.clear()
+    for _ in range(2):
+        step(X)
+        theirs.zero_grad()
+        loss_fn(twin, X).backward()
+        theirs.step()
+    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+        close(mine, other)
+    assert ([12.0] * 4 if kind == "several" else []) == SEEN
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_hooks_for_saved_tensors_around_a_step(first: bool) -> None:
+    """In whichever call they stand around it."""
+    model, twin = (nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    ours, theirs = (torch.optim.SGD(one.parameters(), 0.1) for one in (model, twin))
+    step = amp.training_step(model, lambda m, x: m(x).sum(), ours, dtype="bf16", backend="eager")
+    for around in (first, not first):
+        theirs.zero_grad()
+        with tripled() if around else torch.enable_grad():
+            step(X)
+            twin(X).sum().backward()
+        theirs.step()
+        for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+            close(mine, other)
+    assert "hooks for saved tensors" in step.execution
+
+
+def test_hooks_for_saved_tensors_around_a_call() -> None:
+    """Autograd stands outside of the graph: they run."""
+    model, seen = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), []
+    compiled = amp.compile(model, dtype="bf16", backend="eager")
+    for _ in range(2):
+        with saved_tensors_hooks(lambda tensor: seen.append(1) or tensor, lambda tensor: tensor):
+            compiled(X).sum().backward()
+    assert seen and not compiled.in_pieces

@@ -74,8 +74,8 @@ Every op of torch's own list (`op_db`, those that take FP32 on a CPU) runs throu
 step of `amp.training_step`, with the backend `eager` in BF16: with torch's sample as it is (`plain`), behind a linear
 layer (`linear`) and with strided inputs (`strided`). Values and gradients are held against eager torch: at most 4 times
 as far off FP32 as eager torch.autocast, and 4 ULPs of BF16. `raw` is an exception that is not ours, `wrong` another
-number; `not run` is what eager torch does not run so (the statistics of a batch norm have no gradient, and all FP32
-inputs are asked for theirs), or what takes no tensor that could stand behind a layer.
+number; `not run` is what eager torch does not run so on a CPU, or what takes no tensor that could stand behind a
+layer.
 
 `AMP_REGENERATE=1 pytest -m slow tests/forward/test_opinfo_sweep.py` writes this page anew.
 """

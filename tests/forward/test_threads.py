@@ -164,3 +164,34 @@ def test_compiled_calls_and_their_backwards_from_many_threads():
 
     at_once(call, len(batches))
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_steps_in_pieces_from_many_threads():
+    """Each thread has a step of its own; what they change in Dynamo meanwhile is back when they are done."""
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    torch.manual_seed(1)
+    batches = [torch.randn(4, 4) for _ in range(2)]
+    config = torch._dynamo.config
+
+    def set_for_dynamo() -> tuple[object, ...]:
+        return config.recompile_limit, dict(vars(TensorVariable)), nn.Sequential.forward
+
+    before = set_for_dynamo()
+
+    def trained(number: int) -> dict[str, torch.Tensor]:
+        model = models[number]
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        step = amp.training_step(model, lambda m, x: m(x).square().mean(), optimizer, dtype="bf16", backend="eager")
+        for x in batches:
+            step(x)
+        assert "piece" in step.execution
+        return model.state_dict()
+
+    models = [model_of(Branches) for _ in range(5)]
+    expected = trained(4)
+    found: dict[int, dict[str, torch.Tensor]] = {}
+    at_once(lambda number: found.__setitem__(number, trained(number)), 4)
+    for state in found.values():
+        assert all(torch.equal(state[name], value) for name, value in expected.items())
+    assert set_for_dynamo() == before

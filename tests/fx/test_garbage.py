@@ -27,9 +27,9 @@ def eager():
 def test_there_is_none_within(eager):
     with without_full_collections():
         before, young = eager(), gc.get_stats()[0]["collections"]
-        kept = [[] for _ in range(10_000)]
+        kept = [[] for _ in range(100_000)]
         assert eager() == before and gc.get_stats()[0]["collections"] > young
-    assert gc.get_threshold() == (10, 1, 1) and len(kept) == 10_000
+    assert gc.get_threshold() == (10, 1, 1) and len(kept) == 100_000
 
 
 def test_the_last_one_out_restores_it(eager):

@@ -23,14 +23,6 @@ INCOMPARABLE = {
     "attention_4d_diff_heads_mask4d_padded_kv": "onnxruntime's kernel refuses the FP32 model",
     "qk_matmul_bias_.*causal": "one output holds the mask, FP32's lowest number, which no 16-bit type holds",
 }
-# Numbers that are wrong, and known to be: a model that comes right must leave this table.
-KNOWN = {
-    "fp16": {"softmax_large_number_expanded": "10,000 and 10,001 are rounded before their largest is taken off them"},
-    "bf16": {
-        "softmax_large_number_expanded": "10,000 and 10,001 are rounded before their largest is taken off them",
-        "dynamicquantizelinear_max_adjusted_expanded": "the scale of whole numbers is rounded before they are",
-    },
-}
 
 
 @functools.cache
@@ -98,9 +90,8 @@ def test_within_tolerance_by_true_rounding(dtype, step):
                 continue
             low += 1
             report = verify(case.model, done.model, [batch_of(case)], trace=False)
-            known = any(pattern in name for pattern in KNOWN[dtype])
-            if report.ok(BOUNDS[dtype]) == known:
-                wrong.append(f"{name}: {report.largest_error:.3g}{', no longer wrong' if known else ''}")
+            if not report.ok(BOUNDS[dtype]):
+                wrong.append(f"{name}: {report.largest_error:.3g}")
         except OnnxError as error:
             # A model that onnx's own version converter cannot raise is refused with a clear error.
             if "version converter" not in str(error):

@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import onnx
+import onnx.reference
 import onnx_ir as ir
 import onnxruntime
 import pytest
@@ -324,3 +325,50 @@ def test_the_same_model_gives_the_same_code_under_any_hash_seed():
     environment = {"PYTHONHASHSEED": "7", "PATH": "", "OMP_NUM_THREADS": "1"}
     made = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert made.stdout == amp.onnx_to_fx(parser.parse_model(LINEAR)).code
+
+
+FP8 = {
+    kind: getattr(torch, name)
+    for kind, name in ((17, "float8_e4m3fn"), (18, "float8_e4m3fnuz"), (19, "float8_e5m2"), (20, "float8_e5m2fnuz"))
+}
+RANGE = [
+    0.0,
+    -0.0,
+    np.nan,
+    np.inf,
+    -np.inf,
+    1e30,
+    448.0,
+    463.0,
+    464.0,
+    465.0,
+    -480.0,
+    240.0,
+    247.0,
+    249.0,
+    57344.0,
+    -61440.0,
+]
+
+
+@pytest.mark.parametrize("like", [False, True], ids=["Cast", "CastLike"])
+@pytest.mark.parametrize("saturate", [None, 0, 1])
+@pytest.mark.parametrize("kind", FP8)
+def test_casts_to_fp8_saturate_where_the_model_says_so(kind, saturate, like):
+    said = {} if saturate is None else {"saturate": saturate}
+    if like:
+        nodes = [
+            helper.make_node("Cast", ["z"], ["t"], to=kind),
+            helper.make_node("CastLike", ["x", "t"], ["e"], **said),
+        ]
+    else:
+        nodes = [helper.make_node("Cast", ["x"], ["e"], to=kind, **said)]
+    nodes.append(helper.make_node("Cast", ["e"], ["y"], to=TensorProto.FLOAT))
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n"]) for name in ("x", "z", "y")]
+    graph = helper.make_graph(nodes, "g", values[:2], values[2:])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9)
+    x = torch.tensor(RANGE)
+    (want,) = onnx.reference.ReferenceEvaluator(model).run(None, {"x": x.numpy(), "z": np.zeros(16, np.float32)})
+    found = amp.onnx_to_fx(model)(x, torch.zeros(16))
+    np.testing.assert_array_equal(found.numpy(), want)
+    assert bool(torch.isfinite(found[3])) is (saturate != 0)

@@ -94,3 +94,17 @@ def test_the_native_layers_functions_hold_at_their_ends():
     assert torch.allclose(out.float(), expected, rtol=8e-3, atol=1e-6, equal_nan=True)
     assert torch.allclose(c.float(), cell.expand_as(c), rtol=8e-3, atol=1e-6, equal_nan=True)
     assert torch.equal(h[0].isnan(), out[0].isnan())
+
+
+def test_an_lstm_with_a_projection_keeps_its_states_in_fp32():
+    torch.manual_seed(0)
+    layer = nn.LSTM(16, 32, proj_size=8)
+    x, h, c = torch.randn(60, 4, 16), torch.zeros(1, 4, 8), torch.zeros(1, 4, 32)
+    low = [one.detach().bfloat16() for one in (x, h, c, *layer._flat_weights)]
+    wide = [one.double() for one in low]
+    options = (True, 1, 0.0, True, False, False)
+    expected = torch.ops.aten.lstm.input(wide[0], wide[1:3], wide[3:], *options)
+    found = torch.ops.amp_compiler.lstm(low[0], low[1:3], low[3:], *options)
+    for mine, other in zip(found, expected, strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert relative([mine], [other])[0] < 2**-9

@@ -104,6 +104,18 @@ def test_misses(match, facts):
     assert decide(match, **facts) is None
 
 
+@pytest.mark.parametrize(
+    ("glob", "matches"), [("aten.exp", True), (["aten.relu", "aten.ex*"], True), ("aten.log", False)]
+)
+def test_feeds(glob, matches):
+    rules = load_rules({"version": 1, "rules": [{"match": {"feeds": glob}, "precision": "low"}]})
+    graph, node = graph_of("aten.sub", {"self": (2, 3)})
+    graph.add_node(Node("reader", "aten.exp", (Operand("y", "self"),), ("z",)), [value("z", (2, 3), F32)])
+    matcher = RuleMatcher(rules, graph, Context(DType.FLOAT16))
+    assert (matcher.decide(node) is not None) == matches
+    assert matcher.decide(graph.nodes["reader"]) is None
+
+
 # ---- order
 
 

@@ -91,6 +91,15 @@ weights: {rounding: stochastic}
     assert rules.weights == {"master": "fp32", "rounding": "stochastic"}
 
 
+def test_the_section_keep_is_merged_and_true_unless_it_says_otherwise(write):
+    assert load_rules("default").keep == {"sizes": True, "angles": True, "running_sums": True}
+    base = write("version: 1\nextends: default\nkeep: {angles: false, sizes: true}\n")
+    rules = load_rules({"version": 1, "extends": str(base), "keep": {"sizes": False}})
+    assert rules.keep == {"sizes": False, "angles": False, "running_sums": True}
+    assert [rules.keeps(what) for what in ("sizes", "angles", "running_sums")] == [False, False, True]
+    assert load_rules({"version": 1, "allow": ["matmul"]}).keeps("angles")
+
+
 def test_presets_load_by_name_and_paths_by_path(write):
     assert load_rules("fast").name == "fast"
     path = write("version: 1\nallow: [matmul]\n")
@@ -221,6 +230,8 @@ WRONG = [
     ({"version": 1, "loss_scale": {"min": 2, "max": 1}}, "above its 'max'"),
     ({"version": 1, "weights": {"master": "bf16"}}, "'bf16' is not"),
     ({"version": 1, "weights": {"rounding": "stochastik"}}, "did you mean 'stochastic'"),
+    ({"version": 1, "keep": {"size": True}}, "did you mean 'sizes'"),
+    ({"version": 1, "keep": {"angles": "no"}}, "valid boolean"),
     ({1: 2}, "not text"),
     ({"version": 1, "allow": {"matmul"}}, "type set"),
     ("defalt", "no preset 'defalt'.*did you mean 'default'"),

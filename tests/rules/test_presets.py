@@ -6,7 +6,7 @@ from importlib import resources
 import pytest
 
 from amp_compiler.ir.dtypes import DType
-from amp_compiler.ir.graph import Node, PrecisionGraph
+from amp_compiler.ir.graph import Node, Operand, PrecisionGraph, Value, ValueKind
 from amp_compiler.policy.loader import load_rules, preset_names
 from amp_compiler.policy.matching import RuleMatcher
 from amp_compiler.policy.rules import Context
@@ -52,16 +52,25 @@ def test_types_that_the_model_names_are_kept(preset, op):
     assert asked(preset, op) == "keep"
 
 
+def read_by(op, device):
+    """A graph in which an op reads the value `y`."""
+    graph = PrecisionGraph(device)
+    graph.add_value(Value("y", DType.FLOAT32, kind=ValueKind.INPUT))
+    graph.add_node(Node("reader", op, (Operand("y", "input"),), ("z",)), [Value("z", DType.FLOAT32)])
+    return graph
+
+
 @pytest.mark.parametrize("preset", preset_names())
 def test_every_rule_decides_on_some_op(preset):
     """A rule that later ones hide altogether is dead text."""
     rules, alive = load_rules(preset), set()
     for low in (DType.FLOAT16, DType.BFLOAT16):
         for device in ("cpu", "cuda", "onnx"):
-            matcher = RuleMatcher(rules, PrecisionGraph(device), Context(low, device))
+            matcher = RuleMatcher(rules, read_by("onnx.Exp", device), Context(low, device))
             for op in [*rules.ops.ops, "mylib.unknown"]:
                 for mode in ("constant", "reflect", "replicate"):
-                    alive.add(matcher.decide(Node("y", op, (), (), {"mode": mode})).rule)
+                    for made in ((), ("y",)):
+                        alive.add(matcher.decide(Node("y", op, (), made, {"mode": mode})).rule)
     own = {rule.where for rule in rules.rules if rule.where.startswith(f"{preset}.yaml")}
     assert own - alive == set()
 

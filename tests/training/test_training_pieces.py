@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -210,7 +211,8 @@ def test_a_skipped_step_changes_nothing_but_the_scale():
         assert torch.equal(value, moments[name]), name
     assert float(step.loss_scale) == 32768.0
     report = step.nonfinite_report()
-    assert "0.weight" in report.parameters and not report.repeated
+    (node,) = report.nodes
+    assert "0.weight" in report.parameters and report.repeated and node.op == "input"
 
 
 def test_it_is_told_once_and_can_be_read(caplog):
@@ -439,3 +441,142 @@ def test_update_bn(momentum):
     for theirs, mine in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
     assert {node.op: node.precision for node in one.plan.nodes}["aten.linear"] == "low"
+
+
+def low(rounding="nearest"):
+    return {"version": 1, "extends": "default", "weights": {"master": "low", "rounding": rounding}}
+
+
+class Tied(nn.Module):
+    """A weight that is read in 16 bits by a product and in FP32 by a lookup."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm = nn.Parameter(torch.randn(4, 8) / 3), nn.LayerNorm(8)
+
+    def forward(self, x):
+        return F.linear(self.norm(x + self.table.float().norm(dim=0)), self.table)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "kahan"])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("make", [normed, Tied])
+def test_weights_without_a_master_are_trained_as_in_one_graph(make, optimizer, rounding):
+    results = {}
+    for kind, loss_fn in {"whole": lambda m, x, y: F.cross_entropy(m(x), y), "pieces": branchy}.items():
+        torch.manual_seed(0)
+        model = make()
+        options = {"dtype": "bf16", "backend": "eager", "rules": low(rounding)}
+        step = amp.training_step(model, loss_fn, optimizer(model.parameters(), 1e-2), **options)
+        losses = [float(step(X, Y)) for _ in range(6)]
+        assert ("piece" in step.execution) is (kind == "pieces")
+        results[kind] = losses, {name: one.clone() for name, one in model.state_dict().items()}
+    (losses, weights), (theirs, their_weights) = results.values()
+    assert {name: one.dtype for name, one in weights.items()} == {n: one.dtype for n, one in their_weights.items()}
+    assert torch.bfloat16 in {one.dtype for one in weights.values()}
+    torch.testing.assert_close(losses, theirs, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(weights, their_weights, rtol=1e-2, atol=2e-3)
+
+
+def test_gathered_gradients_of_weights_without_a_master():
+    torch.manual_seed(0)
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = amp.training_step(model, branchy, optimizer, dtype="bf16", backend="eager", rules=low(), accumulate=2)
+    before = model[0].weight.detach().clone()
+    step(X, Y)
+    assert model[0].weight.dtype is torch.bfloat16 and torch.equal(model[0].weight, before.bfloat16())
+    step(X, Y)
+    assert not torch.equal(model[0].weight, before.bfloat16())
+
+
+def test_shapes_that_were_asked_for_do_not_keep_a_step_from_its_pieces():
+    rows = torch.export.Dim("rows", min=2)
+    model = mlp()
+    step = amp.training_step(
+        model, branchy, torch.optim.SGD(model.parameters(), 0.1), dtype="bf16", backend="eager",
+        dynamic_shapes=({0: rows}, {0: rows}),
+    )  # fmt: skip
+    first = float(step(X, Y))
+    assert "branches on the values" in step.execution and float(step(X[:5], Y[:5])) > 0 and float(step(X, Y)) < first
+    assert len(step._pieces.pieces.plans) == 1
+
+
+def test_shapes_that_do_not_fit_the_loss_are_the_callers_to_mend():
+    """The loss is one graph; what it fails at is what was asked for."""
+    rows = torch.export.Dim("rows", min=2)
+    model = mlp()
+    step = amp.training_step(
+        model, lambda m, x, y: F.cross_entropy(m(x) * torch.ones(16, 1), y), torch.optim.SGD(model.parameters(), 0.1),
+        dtype="bf16", backend="eager", dynamic_shapes=({0: rows}, {0: rows}),
+    )  # fmt: skip
+    with pytest.raises(CaptureError, match="rows"):
+        step(X, Y)
+
+
+class Exploding(nn.Module):
+    """Two layers around a branch; `gain` makes what comes behind it overflow."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.head = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x, gain):
+        h = self.fc(x)
+        if h.sum() > 1e9:
+            h = -h
+        masked = (h.masked_fill(h > 1e3, -torch.inf)).softmax(-1)
+        return self.head(torch.exp(h * gain) + masked)
+
+
+ONE = torch.ones(())
+
+
+def exploding(backend="eager", **options):
+    torch.manual_seed(0)
+    model = Exploding()
+    options = {"dtype": "fp16", "loss_scale": 1024.0, **options}
+    return amp.training_step(
+        model, lambda m, x, gain: m(x, gain).square().mean(), torch.optim.SGD(model.parameters(), 1e-3),
+        backend=backend, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=[pytest.mark.compiles, pytest.mark.slow])])
+def test_the_node_that_made_the_first_nan_is_named(backend):
+    step = exploding(backend)
+    step(X, ONE)
+    assert not step.nonfinite_report()
+    step(X, 1e3 * ONE)
+    random_state = torch.get_rng_state()
+    report = step.nonfinite_report()
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert "head.weight" in report.parameters and report.repeated
+    (node,) = report.nodes
+    assert (node.op, node.phase) == ("aten.exp", "forward") and node.name == "piece1/exp"
+    line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "torch.exp(h * gain)" in text)
+    assert node.where.endswith(f"test_training_pieces.py:{line}") and node.where in str(report)
+    assert torch.isfinite(step(X, ONE))
+
+
+def test_an_overflow_of_the_scaled_gradient_in_pieces_is_found_in_the_backward():
+    step = exploding(loss_scale=2.0**30)
+    step(X, ONE)
+    report = step.nonfinite_report()
+    assert report.repeated and report.parameters
+    assert {node.phase for node in report.nodes} == {"backward"} and all("piece1/" in n.name for n in report.nodes)
+
+
+def test_a_batch_that_is_not_finite_is_named_as_the_input_of_its_piece():
+    step = exploding()
+    step(X * torch.nan, ONE)
+    (node,) = step.nonfinite_report().nodes
+    assert node.op == "input" and node.name.startswith("piece0/")
+
+
+def test_the_error_at_the_floor_names_the_node_of_a_piece():
+    step = exploding(loss_scale=amp.DynamicLossScale(init_scale=1.0, min=1.0, patience=2))
+    with pytest.raises(amp.LossScaleError, match=r"head\.weight.*nodes: piece1/exp.*aten\.exp, forward"):
+        for _ in range(4):
+            step(X, 1e3 * ONE)
+            step.check()

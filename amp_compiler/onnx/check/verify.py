@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,104 +11,17 @@ import numpy as np
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.check.batches import Batches, iterate_batches
 from amp_compiler.onnx.check.emulate import emulate, has_low_types
+from amp_compiler.onnx.check.probes import Probes
+from amp_compiler.onnx.check.report import OutputError, WorstBatch
+from amp_compiler.onnx.check.report import VerifyReport as VerifyReport
 from amp_compiler.onnx.check.run import FLOAT_TYPES, Runner, open_to_run
 from amp_compiler.onnx.check.taps import Tap, add_taps
-from amp_compiler.onnx.check.trace import BadNode, Trace
+from amp_compiler.onnx.check.trace import Trace
 from amp_compiler.onnx.check.types import graph_types, infer_types, opset_versions
 from amp_compiler.onnx.model.model import OnnxFile, Source
 
 TOLERANCES = {"fp16": 1e-2, "bf16": 8e-2}
 _COMPARE = "compare a model with its own conversion"
-
-
-@dataclass(frozen=True, slots=True)
-class OutputError:
-    """How far one output is from the original's, over all batches.
-
-    Args:
-        name: the output.
-        relative: relative L2 error, `‖a - b‖ / ‖a‖`; infinite where an element is not finite and the original's is.
-            For an output that is not of floats, the share of elements that differ.
-        largest: largest absolute difference of one element.
-        elements: number of elements compared.
-    """
-
-    name: str
-    relative: float
-    largest: float
-    elements: int
-
-
-@dataclass(frozen=True)
-class VerifyReport:
-    """What `verify` found.
-
-    Args:
-        outputs: errors of the outputs, in the model's order.
-        batches: number of batches compared.
-        first_bad: the first node, in the order of execution, whose result is not finite where the original's is;
-            `None` where there is none.
-        bad: number of such values.
-        engine: what ran the models: `onnxruntime`, or `onnx.reference` where ONNX Runtime lacks an operator.
-
-    Example:
-        >>> report = verify("m.onnx", "m.fp16.onnx", "data.npz")
-        >>> report.ok(1e-2), report.largest_error
-        (True, 0.00061)
-    """
-
-    outputs: tuple[OutputError, ...]
-    batches: int
-    first_bad: BadNode | None = None
-    bad: int = 0
-    engine: str = ""
-
-    @property
-    def largest_error(self) -> float:
-        """The largest relative error of any output."""
-        return max((output.relative for output in self.outputs), default=0.0)
-
-    def ok(self, tolerance: float) -> bool:
-        """True where every output is finite wherever the original's is, and off by `tolerance` at most.
-
-        A value between that is not finite (a mask that became minus infinity, say) does no harm by itself.
-        """
-        return self.largest_error <= tolerance
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as plain data, ready for JSON; what is not finite is written as text."""
-        data: dict[str, Any] = _plain({**asdict(self), "largest_error": self.largest_error})
-        return data
-
-    def __str__(self) -> str:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-        for column in ("output", "relative error", "largest difference", "elements"):
-            table.add_column(column, justify="left" if column == "output" else "right", overflow="fold")
-        for output in self.outputs:
-            table.add_row(output.name, f"{output.relative:.3g}", f"{output.largest:.3g}", f"{output.elements:,}")
-        text = io.StringIO()
-        Console(file=text, width=120, color_system=None, markup=False).print(table)
-        batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
-        lines = [text.getvalue().rstrip(), f"largest relative error {self.largest_error:.3g} over {batches}"]
-        if self.first_bad is not None:
-            bad = self.first_bad
-            lines.append(
-                f"not finite first at {bad.op} '{bad.node}' ({bad.value}; the original's largest is "
-                f"{bad.original:.3g}); {self.bad} values in all"
-            )
-        return "\n".join(lines) + "\n"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def verify(
@@ -130,29 +41,83 @@ def verify(
     Args:
         original: the FP32 model, its path, or what `open_model` gave.
         converted: the converted one, likewise. A 16-bit input takes the batch's FP32 values, rounded.
-        batches: inputs of the original: dicts by input name, an npz file, or a folder of npz files.
+        batches: inputs of the original: dicts by input name, an npz file, a folder of npz files, or `Probes` that draw
+            them.
         trace: also look for the first node that is not finite; values within control-flow bodies are not looked at.
         on_batch: called with the number of batches done, after each.
 
     Raises:
-        OnnxError: a model or a batch cannot be read or run, or the two models' inputs or outputs have different names.
+        OnnxError: a model or a batch cannot be read, the original not be run, or the two models' inputs or outputs have
+            different names. A converted model that does not run, or gives other shapes, has an infinite error.
     """
     before, after = open_to_run(original), open_to_run(converted)
     _same_interface(before, after)
     first, second = _Side(before, trace, as_twin=has_low_types(before.proto)), _Side(after, trace, as_twin=True)
-    sums = {output.name: _Sum() for output in after.proto.graph.output}
+    names = [output.name for output in after.proto.graph.output]
+    found = _Findings(names)
     traced = Trace(after.proto, (tap.value for tap in first.taps))
-    count = 0
-    for count, batch in enumerate(iterate_batches(batches, before), start=1):
-        expected, made = first.run(batch), second.run(batch)
-        for name, total in sums.items():
-            total.add(expected[name], made[name], name)
-        traced.add(first.ranges(expected), second.ranges(made))
+    probes = batches if isinstance(batches, Probes) else None
+    for batch in iterate_batches(batches, before):
+        try:
+            expected = first.run(batch)
+        except OnnxError as refused:
+            if probes is None:
+                raise
+            probes.refuse(str(refused))
+            continue
+        label = probes.label if probes is not None else ""
+        try:
+            made = second.run(batch)
+        except OnnxError as failed:
+            found.fail(batch, label, f"the converted model does not run, and the original does: {failed.what}")
+        else:
+            found.add(batch, label, expected, made)
+            traced.add(first.ranges(expected), second.ranges(made))
         if on_batch is not None:
-            on_batch(count)
-    outputs = tuple(total.result(name) for name, total in sums.items())
+            on_batch(found.count)
+    outputs = tuple(total.result(name) for name, total in found.sums.items())
     engine = first.engine if first.engine == second.engine else f"{first.engine}, {second.engine}"
-    return VerifyReport(outputs, count, *traced.result(), engine)
+    untried = tuple(probes.untried()) if probes is not None else ()
+    return VerifyReport(outputs, found.count, *traced.result(), engine, found.worst, untried)
+
+
+class _Findings:
+    """Errors of the outputs over the batches, and the worst batch."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.sums = {name: _Sum() for name in names}
+        self.count = 0
+        self.worst: WorstBatch | None = None
+
+    def add(self, batch: Mapping[str, Any], label: str, expected: Mapping[str, Any], made: Mapping[str, Any]) -> None:
+        """Add what the two models gave for one batch."""
+        for name, total in self.sums.items():
+            alone = _Sum()
+            alone.add(expected[name], made[name], name)
+            total.join(alone)
+            self._judge(batch, label, name, alone.result(name).relative, alone.problem)
+        self.count += 1
+
+    def fail(self, batch: Mapping[str, Any], label: str, problem: str) -> None:
+        """Add a batch on which the converted model does not run."""
+        for name, total in self.sums.items():
+            total.bad = True
+            self._judge(batch, label, name, math.inf, problem)
+        self.count += 1
+
+    def _judge(self, batch: Mapping[str, Any], label: str, output: str, relative: float, problem: str) -> None:
+        if relative > (0.0 if self.worst is None else self.worst.relative):
+            inputs = tuple(f"{name}: {_described(value)}" for name, value in batch.items())
+            self.worst = WorstBatch(self.count, label, inputs, output, relative, problem)
+
+
+def _described(value: Any) -> str:
+    """Type, shape and range of an input."""
+    if not isinstance(value, np.ndarray | np.generic):
+        return type(value).__name__
+    told = f"{value.dtype}{list(value.shape)}"
+    numbers = value.dtype.kind in "iuf" and value.size > 0
+    return f"{told} from {value.min():.4g} to {value.max():.4g}" if numbers else told
 
 
 def _same_interface(before: OnnxFile, after: OnnxFile) -> None:
@@ -204,12 +169,26 @@ class _Sum:
         self.difference = self.norm = self.largest = 0.0
         self.elements = self.differing = 0
         self.floats, self.bad = True, False
+        self.problem = ""
+
+    def join(self, other: _Sum) -> None:
+        """Add what another one has summed."""
+        self.difference += other.difference
+        self.norm += other.norm
+        self.largest = max(self.largest, other.largest)
+        self.elements += other.elements
+        self.differing += other.differing
+        self.floats &= other.floats
+        self.bad |= other.bad
+
+    def _differ(self, what: str) -> None:
+        self.bad, self.problem = True, what
 
     def add(self, expected: Any, made: Any, name: str) -> None:
         """Add one batch: tensors, or sequences or optionals of them."""
         if isinstance(expected, list | tuple):
             if len(expected) != len(made):
-                raise OnnxError(f"the sequence '{name}' has {len(made)} elements, not {len(expected)}", mend=_COMPARE)
+                return self._differ(f"the sequence '{name}' has {len(made)} elements, not {len(expected)}")
             for one, two in zip(expected, made, strict=True):
                 self.add(one, two, name)
             return
@@ -217,8 +196,7 @@ class _Sum:
             return
         one, two = np.asarray(expected), np.asarray(made)
         if one.shape != two.shape:
-            what = f"the output '{name}' has the shape {list(two.shape)}, not {list(one.shape)}"
-            raise OnnxError(what, mend=_COMPARE)
+            return self._differ(f"the output '{name}' has the shape {list(two.shape)}, not {list(one.shape)}")
         self.elements += one.size
         if one.dtype.kind not in "fVc":  # V: bfloat16
             self.floats = False
@@ -237,10 +215,10 @@ class _Sum:
 
     def result(self, name: str) -> OutputError:
         """The errors over all that was added."""
-        if not self.floats:
-            return OutputError(name, self.differing / max(self.elements, 1), float(self.differing > 0), self.elements)
         if self.bad:
             return OutputError(name, math.inf, math.inf, self.elements)
+        if not self.floats:
+            return OutputError(name, self.differing / max(self.elements, 1), float(self.differing > 0), self.elements)
         if self.norm == 0.0:
             return OutputError(name, math.inf if self.difference else 0.0, self.largest, self.elements)
         return OutputError(name, math.sqrt(self.difference / self.norm), self.largest, self.elements)

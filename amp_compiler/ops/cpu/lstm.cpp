@@ -1,17 +1,10 @@
 // One direction of one bf16 LSTM layer on a CPU, forward and backward through time.
 //
-// Everything is kept transposed, units before batch: then the weights are the left factor of every matrix product, lie
-// in memory as the processor wants them, and are read where they are. Sums and the cell state are fp32; the hidden
-// state, the gates that the backward needs and its results are bf16. Threads share the units and meet once per step.
+// Sums and the cell state are fp32; the hidden state, the gates that the backward needs and its results are bf16.
 
-#include <algorithm>
-#include <cstring>
-#include <vector>
-
-#include "blocks.h"
 #include "math.h"
+#include "recurrent.h"
 #include "team.h"
-#include "types.h"
 
 namespace {
 
@@ -19,85 +12,19 @@ using namespace amp;
 
 constexpr int kGates = 4;  // input, forget, cell, output: torch's order
 
-struct Shape {
-  int64_t steps, batch, features, hidden, reverse;
-};
-
 // What the forward leaves for the backward, per step: gates [4][hidden][batch] bf16, cell states [hidden][batch] fp32.
 struct Memory {
   Bf16* gates;
   float* cells;
 };
 
-// A matrix whose columns are the batch, as a right factor: [16 columns][inner / 2][column][2], zeros beside the batch.
-class Columns {
- public:
-  Columns(int64_t inner, int64_t batch)
-      : inner_(inner), batch_(batch), values_(static_cast<size_t>(2 * tiles(batch, kBlock) * kTile * inner)) {}
-
-  uint16_t* at(int64_t m, int64_t column) {
-    return values_.data() + (column / kTile * inner_ + m / 2 * 2) * kTile + 2 * (column % kTile) + m % 2;
-  }
-  const uint16_t* tile(int64_t column) const { return values_.data() + column * inner_; }
-  int64_t tile_size() const { return kTile * inner_; }
-
-  // From rows [batch][inner]: the part of one of `count` threads, in tiles of 32 inner elements.
-  void fill(const uint16_t* rows, int mine, int count) {
-    const int64_t each = tiles(tiles(inner_, kDepth), count) * kDepth;
-    const int64_t first = mine * each, last = std::min(inner_, first + each);
-    for (int64_t b = 0; b < batch_; ++b)
-      for (int64_t m = first; m < last; m += 2) std::memcpy(at(m, b), rows + b * inner_ + m, 2 * sizeof(uint16_t));
-  }
-
- private:
-  int64_t inner_, batch_;
-  std::vector<uint16_t> values_;
-};
-
-Operand operand(const uint16_t* weight, int64_t width, int64_t row, const Columns& columns, int64_t column) {
-  return {weight + row * width, width, kDepth, kTile * width, columns.tile(column), columns.tile_size(), width};
-}
-
 // The four gates of 32 units for up to 32 columns of the batch: [gate][unit][column].
 using Sums = float[kGates][kBlock * kBlock];
-
-// 32 units for up to 32 columns of the batch, as the batch-first tensors outside have them: whole lines of the cache.
-using Lines = uint16_t[kBlock][kBlock];
-
-float bias_of(const uint16_t* one, const uint16_t* other, int64_t unit) {
-  return load(Bf16{one[unit]}) + load(Bf16{other[unit]});
-}
-
-// What both ways through time have in common: the layer, its memory and its threads.
-class Loops {
- protected:
-  Loops(const Shape& shape, Memory memory, int threads) : s_(shape), memory_(memory), threads_(threads) {}
-
-  int64_t time(int64_t step) const { return s_.reverse ? s_.steps - 1 - step : step; }
-
-  // Calls `body(unit)` with the first unit of every 32 that one thread computes.
-  template <class Body>
-  void for_units(int mine, int count, const Body& body) const {
-    for (int64_t unit = mine * kBlock; unit < s_.hidden; unit += count * kBlock) body(unit);
-  }
-
-  // Calls `body(unit, column)` with the first unit and the first column of every block of one thread.
-  template <class Body>
-  void for_blocks(int mine, int count, const Body& body) const {
-    for_units(mine, count, [&](int64_t unit) {
-      for (int64_t column = 0; column < s_.batch; column += kBlock) body(unit, column);
-    });
-  }
-
-  const Shape s_;
-  const Memory memory_;
-  const int threads_;
-};
 
 class Forward : Loops {
  public:
   Forward(const Shape& shape, const uint16_t* const* inputs, uint16_t* const* outputs, Memory memory, int threads)
-      : Loops(shape, memory, threads), data_(inputs[0]), w_ih_(inputs[1]), w_hh_(inputs[2]), b_ih_(inputs[3]),
+      : Loops(shape, threads), memory_(memory), data_(inputs[0]), w_ih_(inputs[1]), w_hh_(inputs[2]), b_ih_(inputs[3]),
         b_hh_(inputs[4]), h_(inputs[5]), c_(inputs[6]), out_(outputs[0]), h_last_(outputs[1]), c_last_(outputs[2]),
         x_{Columns(s_.features, s_.batch), Columns(s_.features, s_.batch)},
         hidden_{Columns(s_.hidden, s_.batch), Columns(s_.hidden, s_.batch)} {}
@@ -171,6 +98,7 @@ class Forward : Loops {
     }
   }
 
+  const Memory memory_;
   const uint16_t *data_, *w_ih_, *w_hh_, *b_ih_, *b_hh_, *h_, *c_;
   uint16_t *out_, *h_last_, *c_last_;
   Columns x_[2], hidden_[2];
@@ -180,7 +108,7 @@ class Forward : Loops {
 class Backward : Loops {
  public:
   Backward(const Shape& shape, const uint16_t* const* inputs, uint16_t* const* outputs, Memory memory, int threads)
-      : Loops(shape, memory, threads), w_hh_(inputs[0]), c_(inputs[1]), d_out_(inputs[2]), d_h_(inputs[3]),
+      : Loops(shape, threads), memory_(memory), w_hh_(inputs[0]), c_(inputs[1]), d_out_(inputs[2]), d_h_(inputs[3]),
         d_c_(inputs[4]), d_gates_(outputs[0]), d_h_first_(outputs[1]), d_c_first_(outputs[2]),
         weight_(static_cast<size_t>(kGates * s_.hidden * s_.hidden)),
         columns_{Columns(kGates * s_.hidden, s_.batch), Columns(kGates * s_.hidden, s_.batch)},
@@ -188,7 +116,9 @@ class Backward : Loops {
 
   void run() {
     with_team(threads_, [&](int mine, int count, Meeting& meeting) {
-      for_units(mine, count, [&](int64_t unit) { transpose(unit); });
+      for_units(mine, count, [&](int64_t unit) {
+        transpose(w_hh_, kGates * s_.hidden, s_.hidden, unit, weight_.data());
+      });
       for (int64_t step = s_.steps - 1; step >= -1; --step) {  // the last turn gives the first hidden state's gradient
         if (step + 1 < s_.steps) meeting.wait();
         for_blocks(mine, count, [&](int64_t unit, int64_t column) { block_of(step, unit, column); });
@@ -197,18 +127,6 @@ class Backward : Loops {
   }
 
  private:
-  // The recurrent weight of 32 units, [unit][gate rows], from [gate rows][unit].
-  void transpose(int64_t unit) {
-    const int64_t width = kGates * s_.hidden;
-    for (int64_t row = 0; row < width; row += kBlock) {
-      Lines lines;
-      for (int64_t r = 0; r < kBlock; ++r)
-        for (int64_t u = 0; u < kBlock; ++u) lines[u][r] = w_hh_[(row + r) * s_.hidden + unit + u];
-      for (int64_t u = 0; u < kBlock; ++u)
-        std::memcpy(weight_.data() + (unit + u) * width + row, lines[u], sizeof lines[u]);
-    }
-  }
-
   void block_of(int64_t step, int64_t unit, int64_t column) {
     alignas(64) float sums[kBlock * kBlock] = {};
     const int64_t width = kGates * s_.hidden, columns = std::min(kBlock, s_.batch - column);
@@ -226,8 +144,6 @@ class Backward : Loops {
         std::memcpy(d_gates_ + kGates * row_of(step, column + j) + gate * s_.hidden + unit, made[gate][j],
                     sizeof made[gate][j]);
   }
-
-  int64_t row_of(int64_t step, int64_t b) const { return (time(step) * s_.batch + b) * s_.hidden; }
 
   void cell(int64_t step, int64_t unit, int64_t u, int64_t column, int64_t columns, float* d_hidden,
             const Lines& d_outs, Lines* lines) {
@@ -271,6 +187,7 @@ class Backward : Loops {
       }
   }
 
+  const Memory memory_;
   const uint16_t *w_hh_, *c_, *d_out_, *d_h_, *d_c_;
   uint16_t *d_gates_, *d_h_first_, *d_c_first_;
   std::vector<uint16_t> weight_;

@@ -30,6 +30,9 @@ _BINARY = {
 for _name, _function in _BINARY.items():
     op(_name, scalars=True)(_function)
 
+_FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
+_NO_NUMBER = 464.0  # the last number that is rounded to 448, the largest of float8_e4m3fn, and no further
+
 _LOGIC = {
     "And": torch.logical_and, "Or": torch.logical_or, "Xor": torch.logical_xor, "BitwiseAnd": torch.bitwise_and,
     "BitwiseOr": torch.bitwise_or, "BitwiseXor": torch.bitwise_xor,
@@ -119,12 +122,28 @@ def _where(condition: Tensor, a: Any, b: Any) -> Tensor:
 
 @op("Cast", when=names_known_type)
 def _cast(x: Tensor, *, to: int, saturate: int = 1, round_mode: str = "up") -> Tensor:
-    return x.to(DTYPES[to])
+    return _converted(x, DTYPES[to], bool(saturate))
 
 
 @op("CastLike")
 def _cast_like(x: Tensor, like: Tensor, *, saturate: int = 1, round_mode: str = "up") -> Tensor:
-    return x.to(like.dtype)
+    return _converted(x, like.dtype, bool(saturate))
+
+
+def _converted(x: Tensor, dtype: torch.dtype, saturate: bool) -> Tensor:
+    """A cast; one to FP8 makes what is out of range the largest number, or without `saturate` no number or infinity.
+
+    Versions of torch differ in what they make of it, so that nothing out of range is left to them.
+    """
+    if dtype not in _FP8:
+        return x.to(dtype)
+    wide = x if x.is_floating_point() and x.dtype not in _FP8 else x.to(torch.float32)
+    if saturate:
+        largest = torch.finfo(dtype).max
+        wide = wide.clamp(-largest, largest)
+    elif dtype is torch.float8_e4m3fn:
+        wide = torch.where(wide.abs() > _NO_NUMBER, torch.nan, wide)
+    return wide.to(dtype)
 
 
 @op("CumSum", "CumProd", host=(1,))

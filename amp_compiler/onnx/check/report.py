@@ -1,0 +1,134 @@
+"""What a verification found, as values."""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from amp_compiler.onnx.check.trace import BadNode
+
+
+@dataclass(frozen=True, slots=True)
+class OutputError:
+    """How far one output is from the original's, over all batches.
+
+    Args:
+        name: the output.
+        relative: relative L2 error, `‖a - b‖ / ‖a‖`; infinite where an element is not finite and the original's is.
+            For an output that is not of floats, the share of elements that differ.
+        largest: largest absolute difference of one element.
+        elements: number of elements compared.
+    """
+
+    name: str
+    relative: float
+    largest: float
+    elements: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorstBatch:
+    """The batch with the largest error.
+
+    Args:
+        number: which one, from 0 on.
+        label: what it was drawn for, for a random batch.
+        inputs: its inputs, as `ids: int64[1, 2003] from 0 to 2002`.
+        output: the output with the largest error in it.
+        relative: that error, as in `OutputError`.
+        problem: why the outputs cannot be compared; empty where they can.
+    """
+
+    number: int
+    label: str
+    inputs: tuple[str, ...]
+    output: str
+    relative: float
+    problem: str = ""
+
+    def __str__(self) -> str:
+        label = f" ({self.label})" if self.label else ""
+        what = self.problem or f"'{self.output}' is off by {self.relative:.3g}"
+        return f"worst in batch {self.number}{label}: {what}; with {', '.join(self.inputs) or 'no inputs'}"
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What `verify` found.
+
+    Args:
+        outputs: errors of the outputs, in the model's order.
+        batches: number of batches compared.
+        first_bad: the first node, in the order of execution, whose result is not finite where the original's is;
+            `None` where there is none.
+        bad: number of such values.
+        engine: what ran the models: `onnxruntime`, or `onnx.reference` where ONNX Runtime lacks an operator.
+        worst: the batch with the largest error; `None` where no batch has one.
+        untried: what random inputs did not hold, in a few words each.
+
+    Example:
+        >>> report = verify("m.onnx", "m.fp16.onnx", "data.npz")
+        >>> report.ok(1e-2), report.largest_error
+        (True, 0.00061)
+    """
+
+    outputs: tuple[OutputError, ...]
+    batches: int
+    first_bad: BadNode | None = None
+    bad: int = 0
+    engine: str = ""
+    worst: WorstBatch | None = None
+    untried: tuple[str, ...] = ()
+
+    @property
+    def largest_error(self) -> float:
+        """The largest relative error of any output."""
+        return max((output.relative for output in self.outputs), default=0.0)
+
+    def ok(self, tolerance: float) -> bool:
+        """True where every output is finite wherever the original's is, and off by `tolerance` at most.
+
+        A value between that is not finite (a mask that became minus infinity, say) does no harm by itself.
+        """
+        return self.largest_error <= tolerance
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data, ready for JSON; what is not finite is written as text."""
+        data: dict[str, Any] = _plain({**asdict(self), "largest_error": self.largest_error})
+        return data
+
+    def __str__(self) -> str:
+        from rich import box
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+        for column in ("output", "relative error", "largest difference", "elements"):
+            table.add_column(column, justify="left" if column == "output" else "right", overflow="fold")
+        for output in self.outputs:
+            table.add_row(output.name, f"{output.relative:.3g}", f"{output.largest:.3g}", f"{output.elements:,}")
+        text = io.StringIO()
+        Console(file=text, width=120, color_system=None, markup=False).print(table)
+        batches = "1 batch" if self.batches == 1 else f"{self.batches} batches"
+        lines = [text.getvalue().rstrip(), f"largest relative error {self.largest_error:.3g} over {batches}"]
+        if self.first_bad is not None:
+            bad = self.first_bad
+            lines.append(
+                f"not finite first at {bad.op} '{bad.node}' ({bad.value}; the original's largest is "
+                f"{bad.original:.3g}); {self.bad} values in all"
+            )
+        if self.worst is not None:
+            lines.append(str(self.worst))
+        if self.untried:
+            lines.append(f"not tried: {'; '.join(self.untried)}")
+        return "\n".join(lines) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

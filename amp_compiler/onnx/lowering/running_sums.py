@@ -1,0 +1,94 @@
+"""Running sums that a Loop or Scan carries: what is added to at each step stays in FP32, as `CumSum` does.
+
+A sum in 16 bits stops growing once what is added is below half of its last digit: after 4,000 additions of ones BF16
+has come to 256.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import onnx_ir as ir
+
+from amp_compiler.ir.graph import Node, Pin
+from amp_compiler.onnx.lowering.lower import LOOPS, Lowered
+from amp_compiler.onnx.lowering.walk import Walker
+
+_ADDING = frozenset({"onnx.Add", "onnx.Sub", "onnx.Sum", "onnx.Mean"})
+_SCATTERING = frozenset({"onnx.ScatterElements", "onnx.ScatterND"})
+_HOLDERS = frozenset({"onnx.If", "onnx.Loop", "onnx.Scan"})
+
+
+def pin_running_sums(lowered: Lowered) -> None:
+    """Pin to FP32 what lies between a state of a Loop or Scan and its next value, where something is added to it.
+
+    What lies between is arithmetic, selection and moves of elements: a state that goes through a product of matrices or
+    an activation, as that of a recurrent cell, is no sum. Changes `lowered.graph`.
+
+    Args:
+        lowered: the lowered model.
+    """
+    nodes = lowered.graph.nodes
+    finder = _Finder(lowered, {})
+    names = {value: name for name, value in lowered.values.items()}
+    for body, holder in lowered.owners.items():
+        for before, after in _states(body, holder):
+            if before not in names or after not in names:
+                continue
+            path = finder.between(names[before], names[after])
+            if any(finder.adds(nodes[name]) for name in path):
+                for name in path:
+                    finder.pin(nodes[name], f"part of the running sum '{names[before]}' that {_told(holder)} carries")
+    for name, reason in finder.pins.items():
+        nodes[name] = replace(nodes[name], pin=Pin("fp32", reason))
+
+
+def _states(body: ir.Graph, holder: ir.Node) -> Iterator[tuple[ir.Value, ir.Value]]:
+    """Each state that a body takes, with the value that it hands to the next step."""
+    if holder.op_type not in LOOPS:
+        return
+    if holder.op_type == "Loop":  # it takes number and condition before the states, and gives the condition
+        yield from zip(body.inputs[2:], body.outputs[1:], strict=False)
+        return
+    scanned = holder.attributes.get("num_scan_inputs")
+    count = len(body.inputs) - (scanned.value if scanned is not None else 0)
+    yield from zip(body.inputs[:count], body.outputs[:count], strict=False)
+
+
+def _told(holder: ir.Node) -> str:
+    return f"'{holder.name}' (onnx.{holder.op_type})" if holder.name else f"a {holder.op_type}"
+
+
+class _Finder(Walker):
+    def between(self, before: str, after: str) -> list[str]:
+        """The nodes on the ways from one value to another that arithmetic and moves of elements make up."""
+        reached = {before}
+        pending = [before]
+        found: list[Node] = []
+        while pending:
+            for node, _ in self.graph.users(pending.pop()):
+                if self._carries(node) and not reached.issuperset(node.outputs):
+                    found.append(node)
+                    pending += [name for name in node.outputs if name not in reached]
+                    reached.update(node.outputs)
+        if after not in reached or after == before:
+            return []
+        wanted = {after}
+        path = []
+        for name in reversed(self.graph.nodes):
+            node = self.graph.nodes[name]
+            if not wanted.isdisjoint(node.outputs) and self._carries(node):
+                operands = {operand.value for operand in node.inputs}
+                if operands & reached:
+                    wanted |= operands & reached
+                    path.append(name)
+        return [name for name in path if self.graph.nodes[name].op not in _HOLDERS]
+
+    def adds(self, node: Node) -> bool:
+        """True for a node that adds its operands up."""
+        return node.op in _ADDING or (node.op in _SCATTERING and node.attrs.get("reduction") == "add")
+
+    def _carries(self, node: Node) -> bool:
+        plain = self.info(node).family == "elementwise" or node.op in _ADDING or node.op in _SCATTERING
+        return plain or node.op in _HOLDERS or self.passes(node)

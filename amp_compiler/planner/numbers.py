@@ -1,0 +1,209 @@
+"""Numbers that are no data: sizes and indices that are computed in floating point, and angles made of positions.
+
+The rounding of a 16-bit type is small beside data. A size of 803 that becomes 804, or an angle of 2,000 radians that is
+off by four, is another number. Where such numbers come from nothing but what the model is given to every bit (inputs,
+sizes, positions, stored numbers), they are computed as they were captured.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.graph import Node, PrecisionGraph, Value, ValueKind
+from amp_compiler.policy.reduction_size import reduction_size
+from amp_compiler.policy.rules import OpInfo, OpTable, RuleSet
+
+_BODIES = frozenset({"onnx.If", "onnx.Loop", "onnx.Scan"})
+_COORDINATES = 4  # a product that sums up to this many numbers makes other coordinates of them
+_INTEGERS = frozenset(
+    {DType.INT8, DType.INT16, DType.INT32, DType.INT64, DType.UINT8, DType.UINT16, DType.UINT32, DType.UINT64}
+)
+
+
+class Origin(enum.IntEnum):
+    """What a value is made of; of several operands the largest counts."""
+
+    STORED = 0  # stored numbers and truth values
+    POSITION = 1  # whole numbers beside them: sizes, positions, ranges
+    GIVEN = 2  # floating-point inputs of the graph beside them, and what a sine or another bounded function gave
+    DATA = 3  # something that went through a product, a norm or the like
+
+
+@dataclass
+class Numbers:
+    """What the analysis found.
+
+    Args:
+        kept: by node, why it computes as it was captured.
+        widest: by node, why it runs in the widest type of its inputs and in no narrower one.
+    """
+
+    kept: dict[str, str] = field(default_factory=dict)
+    widest: dict[str, str] = field(default_factory=dict)
+
+
+def find_numbers(graph: PrecisionGraph, rules: RuleSet) -> Numbers:
+    """The nodes that compute sizes, indices and angles.
+
+    An analysis forward says of each value what it is made of (`Origin`). Backward from what makes whole numbers, sizes,
+    indices and coordinates, from comparisons and rounding, from sines, and from any curve that positions go through,
+    the nodes are collected that nothing but numbers known to every bit went into. Products, norms, softmax and pooling
+    end that; a product that sums next to nothing, as that of positions or coordinates with frequencies, does not. What
+    has been data before it becomes whole numbers is computed in the widest type of its inputs.
+
+    Args:
+        graph: the captured graph.
+        rules: their op table says what an op does, their section `keep` what is looked for.
+
+    Example:
+        >>> from amp_compiler.ir.graph import Operand
+        >>> from amp_compiler.policy.loader import load_rules
+        >>> graph = PrecisionGraph("onnx")
+        >>> graph.add_value(Value("x", DType.FLOAT32, (2,), 2, ValueKind.INPUT))
+        >>> for name, op, read, made in (("double", "onnx.Mul", "x", "y"), ("sine", "onnx.Sin", "y", "z")):
+        ...     node = Node(name, op, (Operand(read, "input"),), (made,))
+        ...     graph.add_node(node, [Value(made, DType.FLOAT32, (2,), 2)])
+        >>> list(find_numbers(graph, load_rules("default")).kept)
+        ['sine', 'double']
+    """
+    analysis = _Analysis(graph, rules.ops)
+    sizes, angles = rules.keeps("sizes"), rules.keeps("angles")
+    # In this order, so that the reason is the weightiest one.
+    for wanted, look in ((sizes, analysis.sizes), (sizes, analysis.steps), (angles, analysis.angles)):
+        for node in graph.nodes.values() if wanted else ():
+            look(node, analysis.infos[node.op])
+    return analysis.found
+
+
+class _Analysis:
+    def __init__(self, graph: PrecisionGraph, ops: OpTable) -> None:
+        self.graph, self.found = graph, Numbers()
+        self.infos: dict[str, OpInfo] = {}
+        self.origins: dict[str, Origin] = {}
+        for value in graph.values.values():
+            if value.kind is not ValueKind.RESULT:
+                self.origins[value.name] = _by_kind(value)
+        for node in graph.nodes.values():
+            info = self.infos.get(node.op)
+            if info is None:
+                info = self.infos[node.op] = ops.info(node.op)
+            origin: Origin | None = None
+            for name in node.outputs:
+                value = graph.values[name]
+                if not value.dtype.is_float:
+                    self.origins[name] = _by_type(value.dtype)
+                else:
+                    origin = self._made_by(node, info) if origin is None else origin
+                    self.origins[name] = origin
+
+    def _made_by(self, node: Node, info: OpInfo) -> Origin:
+        """What a floating-point result of a node is made of."""
+        if info.positions:
+            return Origin.POSITION
+        if info.family == "factory":
+            return Origin.STORED
+        if info.family == "random":
+            return Origin.GIVEN
+        if not (info.plain or node.op in _BODIES or _sums_little(self.graph, node, info)):
+            return Origin.DATA
+        # Elsewhere whole numbers are axes, sizes and indices, which say where an element goes and not what it is.
+        counting = info.casts or info.carries
+        found = max((self.origins[name] for name in self._operands(node, counting)), default=Origin.STORED)
+        return max(found, Origin.GIVEN) if info.periodic or info.squashes else found
+
+    def _operands(self, node: Node, counting: bool = False) -> Iterator[str]:
+        """The floating-point operands, and where whole numbers count as numbers those too."""
+        for operand in node.inputs:
+            if counting or self.graph.values[operand.value].dtype.is_float:
+                yield operand.value
+
+    def _origin(self, node: Node) -> Origin:
+        """What the operands of a node are made of."""
+        return max((self.origins[name] for name in self._operands(node)), default=Origin.DATA)
+
+    # ---- what asks for such numbers
+
+    def sizes(self, node: Node, info: OpInfo) -> None:
+        """Casts to whole numbers, sizes, indices and coordinates."""
+        if info.casts and all(self.graph.values[name].dtype in _INTEGERS for name in node.outputs):  # none: `item`
+            self._back(node, f"{_told(node)} makes whole numbers of what is made of it", through_data=True)
+        for operand in node.inputs if info.indices else ():
+            if operand.slot in info.indices:
+                self._back_from([operand.value], f"what is made of it is a size or a coordinate of {_told(node)}")
+
+    def steps(self, node: Node, info: OpInfo) -> None:
+        """Comparisons, rounding, and casts to truth values, which compare with zero."""
+        if info.steps and self._origin(node) < Origin.DATA:
+            self.found.kept.setdefault(node.name, "it compares or rounds numbers that are known to every bit")
+        if info.steps or (info.casts and _makes(self.graph, node, DType.BOOL)):
+            self._back(node, f"{_told(node)} compares or rounds what is made of it")
+
+    def angles(self, node: Node, info: OpInfo) -> None:
+        """Sines of anything known to every bit, and any curve that positions go through."""
+        if info.periodic and self._origin(node) < Origin.DATA:
+            self.found.kept.setdefault(node.name, "its operand is an angle, of which the whole turns do not count")
+            self._back(node, f"{_told(node)} takes the angles that are made of it")
+        elif (info.squashes or info.family == "transcendental") and self._origin(node) is Origin.POSITION:
+            self.found.kept.setdefault(node.name, "its operand is made of positions alone")
+            self._back(node, f"positions go through it to {_told(node)}")
+
+    def _back(self, node: Node, reason: str, *, through_data: bool = False) -> None:
+        """`_back_from` the floating-point operands of a node."""
+        self._back_from(list(self._operands(node)), reason, through_data)
+
+    def _back_from(self, pending: list[str], reason: str, through_data: bool = False) -> None:
+        """Keep what makes some values, as far as they are known to every bit, and behind that what is computed plainly.
+
+        Args:
+            pending: the values.
+            reason: why.
+            through_data: what data went into runs in the widest type of its inputs, back to the product that made it.
+        """
+        while pending:
+            name = pending.pop()
+            maker = self.graph.producer(name)
+            if maker is None or maker.name in self.found.kept:
+                continue
+            if self.origins[name] < Origin.DATA:
+                self.found.kept[maker.name] = reason
+            elif not through_data or not self.infos[maker.op].plain or maker.name in self.found.widest:
+                continue
+            else:
+                self.found.widest[maker.name] = reason
+            pending += self._operands(maker)
+
+
+def _told(node: Node) -> str:
+    return f"'{node.name}' ({node.op})"
+
+
+def _makes(graph: PrecisionGraph, node: Node, dtype: DType) -> bool:
+    """True where the first result of a node has a type."""
+    return bool(node.outputs) and graph.values[node.outputs[0]].dtype is dtype
+
+
+def _by_kind(value: Value) -> Origin:
+    """What an input, parameter, buffer or constant is made of."""
+    if not value.dtype.is_float:
+        return _by_type(value.dtype)
+    return Origin.GIVEN if value.kind is ValueKind.INPUT else Origin.STORED
+
+
+def _by_type(dtype: DType) -> Origin:
+    """What a value that is no real floating-point number says by its type."""
+    if dtype in _INTEGERS:
+        return Origin.POSITION
+    return Origin.STORED if dtype is DType.BOOL else Origin.DATA
+
+
+def _sums_little(graph: PrecisionGraph, node: Node, info: OpInfo) -> bool:
+    """True for a product of positions or coordinates: the outer one of two vectors, or one that sums few numbers."""
+    equation = node.attrs.get("equation")
+    if isinstance(equation, str):  # an einsum
+        read, arrow, made = equation.replace(" ", "").partition("->")
+        return bool(arrow) and set(read) - {",", "."} <= set(made)
+    size = reduction_size(graph, node, info.sums) if info.family == "matmul" else None
+    return size is not None and size <= _COORDINATES

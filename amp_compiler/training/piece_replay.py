@@ -1,0 +1,112 @@
+"""A step in pieces run again, node by node, to find what made the first value that is not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from amp_compiler.training.nonfinite import Finiteness, NonfiniteNode, described
+
+_MOST = 5  # so many nodes are named
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A node in one run of a piece: a piece may run several times."""
+
+    run: int
+    piece: str
+    node: fx.Node
+
+
+class PieceReplay:
+    """Runs pieces node by node, with autograd through each node, and notes what is not finite.
+
+    What stands between the pieces runs as it is written: a value that it makes is seen where a piece takes it.
+    """
+
+    def __init__(self) -> None:
+        self._runs = 0
+        self._made: list[_Place] = []  # what made a bad value of finite ones, in order
+        self._spoilt = False  # whether a piece has given a bad value
+        self._gradients: list[_Place] = []  # of which the gradient is bad, in the order of the backward
+        self._reached: set[tuple[int, fx.Node]] = set()  # what got a gradient
+
+    def run(self, piece: str, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        """Run a piece.
+
+        Args:
+            piece: its name.
+            graph_module: its rewritten graph.
+            inputs: what it is given.
+        """
+        self._runs += 1
+        watched = _Watched(self, self._runs, piece, graph_module)
+        made = watched.run(*inputs)
+        self._spoilt |= bool(self._made)
+        return made
+
+    def note(self, place: _Place, seen: Finiteness) -> None:
+        """Look at a node that has run, which is bad; what comes of a bad value is not noted.
+
+        Args:
+            place: the node.
+            seen: what the nodes before it made.
+        """
+        causes = [source for source in place.node.all_input_nodes if seen.is_bad(source)]
+        if not causes and not (place.node.op == "placeholder" and self._spoilt):
+            self._made.append(place)
+
+    def note_gradient(self, place: _Place, gradient: Tensor) -> None:
+        """Look at the gradient of a node's value."""
+        self._reached.add((place.run, place.node))
+        if not bool(torch.isfinite(gradient).all()):
+            self._gradients.append(place)
+
+    def origins(self) -> tuple[NonfiniteNode, ...]:
+        """The first nodes of the forward that made something bad; where there are none, those of the backward."""
+        if self._made:
+            return tuple(described(one.node, is_forward=True, piece=one.piece) for one in self._made[:_MOST])
+        bad = {(one.run, one.node) for one in self._gradients}
+        found: dict[tuple[str, fx.Node], NonfiniteNode] = {}
+        for place, one in enumerate(self._gradients):
+            users = [user for user in one.node.users if (one.run, user) in self._reached]
+            returned = any(user.op == "output" for user in one.node.users)
+            if any((one.run, user) in bad for user in users) or ((returned or not users) and place):
+                continue  # it comes of another one
+            for node in users or [one.node]:
+                found.setdefault((one.piece, node), described(node, is_forward=False, piece=one.piece))
+        return tuple(found.values())[:_MOST]
+
+
+class _Watched(fx.Interpreter):
+    """One run of a piece."""
+
+    def __init__(self, replay: PieceReplay, run: int, piece: str, graph_module: fx.GraphModule) -> None:
+        super().__init__(graph_module, garbage_collect_values=True)
+        self._replay, self._run, self._piece = replay, run, piece
+        self._seen = Finiteness(lambda node: True)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node."""
+        value = super().run_node(n)
+        if n.op == "output":
+            return value
+        if n.op == "placeholder" and _has_gradient(value):
+            value = value.view_as(value)  # whose gradient is what this piece alone gives
+        place = _Place(self._run, self._piece, n)
+        self._seen.note(n, value)
+        if self._seen.is_bad(n):
+            self._replay.note(place, self._seen)
+        for one in value if isinstance(value, (list, tuple)) else [value]:
+            if _has_gradient(one):
+                one.register_hook(lambda gradient: self._replay.note_gradient(place, gradient))
+        return value
+
+
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()

@@ -1,0 +1,212 @@
+"""Recurrent layers and cells are no less exact than under torch.autocast, and no longer to compile for more steps."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+
+import pytest
+import torch
+from torch import nn
+
+import amp_compiler as amp
+
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Cells(nn.Module):
+    """A cell that is called step by step."""
+
+    def __init__(self, cell, **options):
+        super().__init__()
+        self.cell = cell(16, 32, **options)
+
+    def forward(self, x):
+        state, made = None, []
+        for step in x:
+            state = self.cell(step, state)
+            made.append(state[0] if isinstance(state, tuple) else state)
+        return torch.stack(made)
+
+
+class Layers(nn.Module):
+    """A recurrent network, with more in front of it if asked; the states start at zeros, or where the caller says."""
+
+    def __init__(self, kind, *sizes, behind=False, **options):
+        super().__init__()
+        self.front = nn.Linear(sizes[0], sizes[0]) if behind else nn.Identity()
+        self.recurrent = kind(*sizes, **options)
+
+    def forward(self, x, state=None):
+        out, last = self.recurrent(self.front(x), state)
+        return torch.cat([out, last]) if isinstance(last, torch.Tensor) and out.shape[1:] == last.shape[1:] else out
+
+
+CASES = {
+    "gru": (lambda: Layers(nn.GRU, 16, 32), 20),
+    "gru, 300 steps": (lambda: Layers(nn.GRU, 16, 32), 300),
+    "gru behind a product": (lambda: Layers(nn.GRU, 16, 32, behind=True), 15),
+    "gru, odd sizes": (lambda: Layers(nn.GRU, 9, 21), 15),
+    "gru, two layers, both ways": (lambda: Layers(nn.GRU, 16, 32, 2, bidirectional=True, bias=False), 8),
+    "rnn": (lambda: Layers(nn.RNN, 16, 32, batch_first=True), 15),
+    "rnn with relu": (lambda: Layers(nn.RNN, 16, 32, nonlinearity="relu"), 8),
+    "lstm": (lambda: Layers(nn.LSTM, 16, 32), 20),
+    "lstm with a projection": (lambda: Layers(nn.LSTM, 16, 32, proj_size=8), 10),
+    "gru cell": (lambda: Cells(nn.GRUCell), 10),
+    "rnn cell": (lambda: Cells(nn.RNNCell), 10),
+    "lstm cell": (lambda: Cells(nn.LSTMCell, bias=False), 10),
+}
+QUICK = {("gru", "fp16"), ("gru cell", "fp16"), *((name, "bf16") for name in CASES if name != "gru, 300 steps")}
+ALL = [
+    pytest.param(name, dtype, marks=() if (name, dtype) in QUICK else pytest.mark.slow)
+    for name in CASES
+    for dtype in TYPES
+]
+SOME = ("gru, two layers, both ways", "rnn", "gru cell", "lstm with a projection")
+UNKNOWN_TO_ONEDNN = {("lstm", "fp16")}  # autocast raises on a CPU without FP16 arithmetic
+
+
+def relative(values, references):
+    return [
+        float((value.double() - reference).norm() / reference.norm())
+        for value, reference in zip(values, references, strict=True)
+    ]
+
+
+def measured(run, model, x):
+    """Output and gradients of one weighted sum."""
+    x = x.clone().requires_grad_()
+    out = run(x)
+    generator = torch.Generator().manual_seed(1)
+    (out.to(x.dtype) * torch.randn(out.shape, generator=generator).to(x.dtype)).sum().backward()
+    return [out.detach(), x.grad, *[one.grad for one in model.parameters()]]
+
+
+def errors(make, steps, dtype, seeds, ours):
+    """Errors of autocast's output and gradients, and of those that `ours` makes of model and input.
+
+    They are means over the seeds, of gradients medians: that of relu jumps where a sum that is nearly 0 is rounded to
+    the other side.
+    """
+    found = []
+    for seed in range(seeds):
+        torch.manual_seed(seed)
+        model = make()
+        x = torch.randn(steps, 4, next(iter(model.parameters())).shape[1])
+        exact, autocast, mine = (copy.deepcopy(model) for _ in range(3))
+        reference = measured(exact.double(), exact, x.double())
+        with torch.autocast("cpu", dtype=TYPES[dtype]):
+            theirs = measured(autocast, autocast, x)
+        found.append((relative(theirs, reference), relative(ours(mine, x), reference)))
+    return [
+        [
+            (statistics.median if place else statistics.mean)(column)
+            for place, column in enumerate(zip(*side, strict=True))
+        ]
+        for side in zip(*found, strict=True)
+    ]
+
+
+def assert_no_worse(theirs, ours, dtype):
+    assert 0 < ours[0] < 1.05 * theirs[0]
+    assert statistics.mean(a / b for a, b in zip(ours[1:], theirs[1:], strict=True)) < 1.05
+    for mine, other in zip(ours[1:], theirs[1:], strict=True):
+        assert mine < 1.25 * other + torch.finfo(TYPES[dtype]).eps / 2
+
+
+@pytest.mark.parametrize(("name", "dtype"), ALL)
+def test_a_compiled_model_is_no_worse_than_autocast(name, dtype):
+    make, steps = CASES[name]
+    if (name, dtype) in UNKNOWN_TO_ONEDNN and not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        pytest.skip("torch.autocast raises on this processor")
+    theirs, ours = errors(
+        make, steps, dtype, 3, lambda model, x: measured(amp.compile(model, dtype=dtype, backend="eager"), model, x)
+    )
+    assert_no_worse(theirs, ours, dtype)
+
+
+@pytest.mark.compiles
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", list(TYPES))
+@pytest.mark.parametrize("name", SOME)
+def test_a_model_compiled_by_inductor_is_no_worse_than_autocast(name, dtype):
+    make, steps = CASES[name]
+    theirs, ours = errors(make, steps, dtype, 3, lambda m, x: measured(amp.compile(m, dtype=dtype), m, x))
+    assert_no_worse(theirs, ours, dtype)
+
+
+def of_a_step(model, x, **options):
+    """Gradients that a step of plain descent shows in the weights."""
+
+    def loss(model, x):
+        out = model(x)
+        generator = torch.Generator().manual_seed(1)
+        return (out.float() * torch.randn(out.shape, generator=generator)).sum()
+
+    before = [one.detach().clone() for one in model.parameters()]
+    amp.training_step(model, loss, torch.optim.SGD(model.parameters(), 1.0), loss_scale=None, **options)(x)
+    return [old - new.detach() for old, new in zip(before, model.parameters(), strict=True)]
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", list(TYPES))
+@pytest.mark.parametrize("name", ["gru", *[pytest.param(name, marks=pytest.mark.slow) for name in SOME]])
+def test_a_step_has_gradients_no_worse_than_autocasts(name, dtype, backend):
+    make, steps = CASES[name]
+    theirs, ours = [], []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = make()
+        x = torch.randn(steps, 4, next(iter(model.parameters())).shape[1])
+        exact, autocast = copy.deepcopy(model), copy.deepcopy(model)
+        reference = measured(exact.double(), exact, x.double())[2:]
+        with torch.autocast("cpu", dtype=TYPES[dtype]):
+            theirs += relative(measured(autocast, autocast, x)[2:], reference)
+        ours += relative(of_a_step(model, x, dtype=dtype, backend=backend), reference)
+    assert 0 < statistics.mean(ours) < 1.05 * statistics.mean(theirs)
+
+
+@pytest.mark.parametrize("dtype", list(TYPES))
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])
+def test_a_layer_is_one_operator_however_many_steps_it_has(kind, dtype):
+    model = Layers(kind, 16, 32)
+    step = amp.training_step(
+        model, lambda m, x: m(x).float().square().mean(), torch.optim.SGD(model.parameters(), 0.1), dtype=dtype,
+        backend="eager",
+    )  # fmt: skip
+    step(torch.randn(100, 2, 16))
+    (program,) = step._programs.values()
+    nodes = list(program.graph_module.graph.nodes)
+    assert [node.target for node in nodes].count(torch.ops.amp_compiler.recurrent_layer.default) == 1
+    assert len(nodes) < 150
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])
+def test_a_state_that_is_given_gets_its_gradient(kind):
+    torch.manual_seed(0)
+    model = Layers(kind, 16, 32)
+    x, state = torch.randn(5, 3, 16), torch.randn(1, 3, 32)
+    found = []
+    for run in (amp.compile(copy.deepcopy(model), dtype="bf16", backend="eager"), model):
+        first = state.clone().requires_grad_()
+        run(x, first).float().square().sum().backward()
+        found.append(first.grad)
+    assert relative(found[:1], found[1:])[0] < 0.02
+
+
+@pytest.mark.parametrize("dtype", list(TYPES))
+def test_a_gradient_penalty_goes_through_a_gru(dtype):
+    """The backward of the operator is differentiated itself."""
+    torch.manual_seed(0)
+    model = Layers(nn.GRU, 16, 32)
+    x = torch.randn(4, 3, 16)
+
+    def penalty(run):
+        model.zero_grad()
+        given = x.clone().requires_grad_()
+        (made,) = torch.autograd.grad(run(given).float().square().sum(), given, create_graph=True)
+        made.float().square().sum().backward()
+        return [one.grad.clone() for one in model.parameters()]
+
+    found, expected = penalty(amp.compile(model, dtype=dtype, backend="eager")), penalty(model)
+    assert max(relative(found, expected)) < (0.03 if dtype == "bf16" else 0.004)

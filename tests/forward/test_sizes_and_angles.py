@@ -1,0 +1,121 @@
+"""Numbers that are no data, in torch models: sizes, indices and angles are computed as eager torch does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import amp_compiler as amp
+
+OFF = {"sizes": False, "angles": False}
+
+
+def with_keep(rules, keep):
+    return {"version": 1, "extends": rules, **({} if keep is None else {"keep": keep})}
+
+
+def compiled(module, rules="default", keep=None):
+    return amp.compile(module, rules=with_keep(rules, keep), dtype="bf16", backend="eager")
+
+
+class Rotary(nn.Module):
+    """Queries turned by angles that `product` makes of positions and frequencies."""
+
+    def __init__(self, product):
+        super().__init__()
+        self.query = nn.Linear(16, 16)
+        self.register_buffer("frequencies", 10000.0 ** (-torch.arange(0, 16, 2) / 16))
+        self.product = product
+
+    def forward(self, x, positions):
+        angles = self.product(positions.float(), self.frequencies)
+        first, second = self.query(x).chunk(2, -1)
+        return torch.cat(
+            [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()], -1
+        )
+
+
+PRODUCTS = {
+    "matmul": lambda a, b: a[:, None] @ b[None],
+    "einsum": lambda a, b: torch.einsum("i,j->ij", a, b),
+    "bmm": lambda a, b: torch.bmm(a[None, :, None], b[None, None])[0],
+    "outer": torch.outer,
+    "linear": lambda a, b: nn.functional.linear(a[:, None], b[:, None]),
+}
+
+
+@pytest.mark.parametrize("rules", ["default", "fast", "apex-o3"])
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_angles_of_positions(product, rules):
+    """Within twice the error that torch.autocast makes with exact angles."""
+    torch.manual_seed(0)
+    module = Rotary(PRODUCTS[product])
+    inputs = torch.randn(200, 16), torch.arange(1800, 2000)
+    with torch.no_grad():
+        want = module(*inputs)
+        module.product = torch.outer  # which autocast leaves in FP32
+        with torch.autocast("cpu", torch.bfloat16):
+            bound = (module(*inputs) - want).norm()
+        module.product = PRODUCTS[product]
+        assert (compiled(module, rules)(*inputs) - want).norm() <= 2 * bound
+        if product != "outer":
+            assert (compiled(module, rules, OFF)(*inputs) - want).norm() > 20 * bound
+
+
+def test_gradients_flow_through_kept_angles():
+    torch.manual_seed(0)
+    module = Rotary(PRODUCTS["matmul"])
+    module.frequencies = nn.Parameter(module.frequencies.clone())
+    x, positions = torch.randn(200, 16), torch.arange(200)
+    module(x, positions).square().sum().backward()
+    want = {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
+    module.zero_grad()
+    compiled(module)(x, positions).square().sum().backward()
+    for name, parameter in module.named_parameters():
+        assert (parameter.grad - want[name]).norm() <= 3e-2 * want[name].norm() + 1e-3, name
+
+
+class Rows(nn.Module):
+    """Looks up rows whose numbers are computed in floating point, on top of whole ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(5000, 8)
+        self.register_buffer("offset", torch.tensor([4097.0]))
+
+    def forward(self, ids):
+        return self.table((ids.float() + self.offset).round().long())
+
+
+@pytest.mark.parametrize("rules", ["default", "fast", "apex-o3"])
+def test_an_index_that_is_computed_in_float(rules):
+    torch.manual_seed(0)
+    module, ids = Rows(), torch.tensor([0, 1, 7, 500, 900])
+    with torch.no_grad():
+        want = module(ids)
+        assert (compiled(module, rules)(ids) - want).norm() < 1e-2 * want.norm()
+        if rules == "apex-o3":
+            assert (compiled(module, rules, OFF)(ids) - want).norm() > 0.5 * want.norm()
+
+
+class Gated(nn.Module):
+    """A gradient of relu by hand behind layers, and a mask of the input: neither draws a layer into FP32."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        hidden = self.first(x) * 2
+        hidden = hidden * (hidden > 0) * (x > 0.5)
+        return self.second(hidden) * (hidden.sin() > 0)
+
+
+@pytest.mark.parametrize("rules", ["default", "fast", "apex-o3"])
+def test_comparisons_of_data_draw_nothing_into_fp32(rules):
+    x = torch.randn(4, 8)
+    plans = [amp.explain(Gated(), (x,), rules=with_keep(rules, keep), dtype="bf16") for keep in (None, OFF)]
+    low = [[node.name for node in plan.nodes if node.precision == "low"] for plan in plans]
+    assert set(low[1]) - set(low[0]) <= {"gt_1"}  # the comparison of the input itself
+    assert plans[0].cast_bytes <= plans[1].cast_bytes

@@ -1,0 +1,438 @@
+"""Sizes, indices, angles, comparisons and running sums: numbers of an ONNX model that 16 bits would make others."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import warnings
+from contextlib import redirect_stderr, redirect_stdout
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from number_models import doubled, offset_rows
+from onnx import TensorProto as T
+from onnx import helper as h
+from onnx import numpy_helper as nh
+from onnx_models import DTYPES, RNG, casts, check, info, model, node, scalar, weight
+
+from amp_compiler.onnx.check.emulate import emulate
+from amp_compiler.onnx.check.run import Runner
+from amp_compiler.onnx.convert import convert_onnx
+from amp_compiler.onnx.export import export_onnx
+
+BOTH = pytest.mark.parametrize("dtype", DTYPES)
+OFF = {"version": 1, "extends": "default", "keep": {"sizes": False, "angles": False, "running_sums": False}}
+
+
+def outputs(proto, feeds):
+    """What a model gives with true rounding after every node."""
+    twin = emulate(proto)
+    return list(Runner(twin.proto, None).run(twin.feeds(feeds)).values())
+
+
+def error(source, made, feeds):
+    want, got = outputs(source, feeds)[0], outputs(made, feeds)[0]
+    return np.linalg.norm(want - got) / np.linalg.norm(want)
+
+
+def kept(done):
+    """By node, the reason why it stays as captured."""
+    return {entry.name: entry.reason for entry in done.plan.nodes if "stays as captured" in entry.reason}
+
+
+# ---- sizes and indices
+
+
+@BOTH
+def test_a_size_that_is_computed_in_float(dtype):
+    source, feeds = doubled(), {"x": RNG.standard_normal((1, 2, 301, 403)).astype(np.float32)}
+    done = check(source, dtype)
+    assert outputs(done.model, feeds)[0].shape == (1, 2, 602, 806)
+    assert kept(done).keys() == {"scale", "floor"}
+    assert "'sizes' (onnx.Cast)" in kept(done)["floor"]
+    assert next(entry for entry in done.plan.nodes if entry.name == "conv").precision == "low"
+    if dtype == "bf16":
+        assert outputs(convert_onnx(source, dtype=dtype, rules=OFF).model, feeds)[0].shape == (1, 2, 600, 808)
+
+
+@BOTH
+def test_an_index_that_is_computed_in_float(dtype):
+    source = offset_rows()
+    feeds = {"ids": np.array([0, 1, 7, 500, 902])}
+    done = check(source, dtype)
+    assert error(source, done.model, feeds) < (1e-2 if dtype == "bf16" else 1e-3)
+    assert error(source, convert_onnx(source, dtype=dtype, rules=OFF).model, feeds) > 0.5
+
+
+def export(module, *inputs, names, dynamic=None):
+    quiet = io.StringIO()
+    with warnings.catch_warnings(), redirect_stdout(quiet), redirect_stderr(quiet), torch.no_grad():
+        warnings.simplefilter("ignore")
+        made = torch.onnx.export(
+            module.eval(), inputs, dynamo=True, input_names=names, output_names=["y"], dynamic_shapes=dynamic,
+            verbose=False,
+        )  # fmt: skip
+    return made.model_proto
+
+
+class Buckets(torch.nn.Module):
+    """T5's buckets of distances."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = torch.nn.Embedding(32, 4)
+
+    def forward(self, x, positions):
+        distance = positions[:, None] - positions[None, :]
+        far = (distance > 0).long() * 16
+        distance = distance.abs()
+        large = 8 + (torch.log(distance.float() / 8) / np.log(128 / 8) * 8).to(torch.long)
+        bucket = far + torch.where(distance < 8, distance, large.clamp(max=15))
+        return torch.matmul(x, x.transpose(0, 1)) + self.bias(bucket).sum(-1)
+
+
+@functools.cache
+def buckets():
+    torch.manual_seed(0)
+    module, inputs = Buckets(), (torch.randn(300, 8), torch.arange(300) * 3)
+    return module, inputs, export(module, *inputs, names=["x", "positions"])
+
+
+@BOTH
+def test_buckets_of_distances(dtype):
+    module, (x, positions), source = buckets()
+    feeds = {"x": x.numpy(), "positions": positions.numpy()}
+    done = convert_onnx(source, dtype=dtype)
+    want = module(x, positions).detach().numpy()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16 if dtype == "bf16" else torch.float16):
+        bound = np.linalg.norm(module(x, positions).float().numpy() - want)
+    assert np.linalg.norm(outputs(done.model, feeds)[0] - want) <= 2 * bound
+
+
+@BOTH
+def test_what_is_sent_into_a_comparison_or_a_rounding(dtype):
+    """Of the model's inputs they see every bit; products before them are low all the same."""
+    nodes = [
+        node("Mul", ["x", "c"], ["a"], "scale"),
+        node("Greater", ["a", "half"], ["b"], "threshold"),
+        node("Round", ["a"], ["r"], "round"),
+        node("Where", ["b", "r", "zero"], ["s"], "where"),
+        node("MatMul", ["s", "w"], ["m"], "product"),
+        node("Mul", ["m", "c"], ["t"], "after"),
+        node("Greater", ["t", "half"], ["g"], "gate"),
+        node("Cast", ["g"], ["f"], to=T.FLOAT),
+        node("Mul", ["t", "f"], ["y"], "gated"),
+    ]
+    source = model(nodes, [info("x", 4, 8)], [info("y", 4, 8)],
+                   [weight("w", 8, 8), scalar("c", 100.3), scalar("half", 0.5), scalar("zero", 0.0)])  # fmt: skip
+    done = check(source, dtype)
+    found = {entry.name: entry.precision for entry in done.plan.nodes}
+    assert "'threshold' (onnx.Greater) compares or rounds" in kept(done)["scale"]
+    assert [found[name] for name in ("scale", "threshold", "round")] == ["keep", "fp32", "keep"]
+    assert [found[name] for name in ("product", "after", "gate", "gated")] == ["low"] * 4
+
+
+@BOTH
+@pytest.mark.parametrize(("op", "number"), [("Equal", 50256.0), ("Greater", 0.5), ("Less", 1e-9)])
+def test_a_comparison_of_inputs_needs_no_cast(dtype, op, number):
+    source = model([node(op, ["x", "c"], ["y"])], [info("x", 4)], [info("y", 4, kind=T.BOOL)], [scalar("c", number)])
+    feeds = {"x": np.array([number, np.nextafter(np.float32(number), 0, dtype=np.float32), 50257.0, 0], np.float32)}
+    for rules in ("default", OFF):
+        done = check(source, dtype, rules)
+        assert not casts(done.model)
+        assert np.array_equal(outputs(done.model, feeds)[0], outputs(source, feeds)[0])
+
+
+@BOTH
+def test_whole_numbers_made_of_data_are_made_of_what_is_there(dtype):
+    """Behind a norm that runs in FP32 nothing is rounded on the way to whole numbers; behind a product it is low."""
+
+    def source(*first):
+        nodes = [
+            *first,
+            node("Mul", ["d", "scale"], ["a"], "scale"),
+            node("Cast", ["a"], ["i"], to=T.INT32),
+            node("Cast", ["i"], ["f"], to=T.FLOAT),
+            node("MatMul", ["f", "w"], ["y"]),
+        ]
+        data = [weight("w", 8, 8), scalar("scale", 127.0), nh.from_array(np.ones(8, np.float32), "one")]
+        return model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], data)
+
+    norm = check(source(node("LayerNormalization", ["x", "one"], ["d"])), dtype)
+    product = check(source(node("MatMul", ["x", "w"], ["d"])), dtype)
+    found = [next(entry for entry in done.plan.nodes if entry.name == "scale") for done in (norm, product)]
+    assert [entry.precision for entry in found] == ["fp32", "low"]
+    assert all("makes whole numbers" in entry.reason for entry in found)
+
+
+@BOTH
+def test_coordinates(dtype):
+    """A grid is read with every bit."""
+    nodes = [
+        node("Mul", ["p", "c"], ["g"], "normalise"),
+        node("Conv", ["x", "w"], ["a"], "conv", pads=[1, 1, 1, 1]),
+        node("GridSample", ["a", "g"], ["y"], "sample"),
+    ]
+    source = model(nodes, [info("x", 1, 2, 500, 600), info("p", 1, 40, 40, 2)], [info("y", 1, 2, 40, 40)],
+                   [weight("w", 2, 2, 3, 3), scalar("c", 1 / 3.0)], opset=22)  # fmt: skip
+    done = check(source, dtype)
+    found = {entry.name: entry.precision for entry in done.plan.nodes}
+    assert found["normalise"] == "keep" and found["sample"] == "fp32"
+
+
+@BOTH
+def test_a_written_out_softmax_of_large_numbers(dtype):
+    nodes = [
+        node("ReduceMax", ["x"], ["m"], axes=[-1]),
+        node("Sub", ["x", "m"], ["d"], "difference"),
+        node("Exp", ["d"], ["e"]),
+        node("ReduceSum", ["e", "last"], ["s"]),
+        node("Div", ["e", "s"], ["y"]),
+    ]
+    source = model(nodes, [info("x", 2, 4)], [info("y", 2, 4)], [scalar("last", [-1], np.int64)], opset=13)
+    feeds = {"x": np.array([[0, 1, 2, 3], [10000, 10001, 10002, 10003]], np.float32)}
+    assert error(source, check(source, dtype).model, feeds) < (4e-3 if dtype == "bf16" else 5e-4)
+
+
+# ---- angles
+
+
+class Rotary(torch.nn.Module):
+    """Attention with rotary positions, their angles made by a product of matrices."""
+
+    def __init__(self, width=16, product=torch.matmul):
+        super().__init__()
+        self.query, self.key = torch.nn.Linear(width, width), torch.nn.Linear(width, width)
+        self.register_buffer("frequencies", 10000.0 ** (-torch.arange(0, width, 2) / width))
+        self.product = product
+        for layer in (self.query, self.key):
+            torch.nn.init.normal_(layer.weight, std=0.5)
+
+    def forward(self, x, positions):
+        angles = self.product(positions[:, None].float(), self.frequencies[None])
+        cos, sin = (torch.cat([wave, wave], -1) for wave in (angles.cos(), angles.sin()))
+
+        def turned(z):
+            first, second = z.chunk(2, -1)
+            return z * cos + torch.cat([-second, first], -1) * sin
+
+        return turned(self.query(x)) @ turned(self.key(x)).transpose(0, 1)
+
+
+class Sinusoidal(torch.nn.Module):
+    """The time embedding of a diffusion model."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = torch.nn.Linear(32, 8)
+
+    def forward(self, times):
+        half = torch.arange(16, dtype=torch.float32)
+        angles = times[:, None].float() * torch.exp(-np.log(10000.0) * half / 16)[None]
+        return self.out(torch.cat([angles.sin(), angles.cos()], -1))
+
+
+def einsum(a, b):
+    return torch.einsum("ni,ij->nij", a, b)[:, 0]
+
+
+ANGLES = {
+    "product": lambda: (Rotary(), (torch.randn(200, 16), torch.arange(1800, 2000))),
+    "einsum": lambda: (Rotary(product=einsum), (torch.randn(200, 16), torch.arange(1800, 2000))),
+    "steps": lambda: (Sinusoidal(), (torch.arange(0, 1000, 7),)),
+    "times": lambda: (Sinusoidal(), (torch.rand(100) * 1000,)),
+}
+
+
+@functools.cache
+def turned(case):
+    torch.manual_seed(0)
+    module, inputs = ANGLES[case]()
+    return module, inputs, export(module, *inputs, names=["x", "positions"][-len(inputs) :])
+
+
+@BOTH
+@pytest.mark.parametrize("case", ANGLES)
+@pytest.mark.parametrize("rules", ["default", "fast"])
+def test_angles(dtype, case, rules):
+    """Within twice the error of torch.autocast with exact angles."""
+    module, inputs, source = turned(case)
+    names = [value.name for value in source.graph.input]
+    feeds = {name: tensor.numpy() for name, tensor in zip(names, inputs, strict=True)}
+    want = module(*inputs).detach().numpy()
+    exact = copy.deepcopy(module)
+    exact.product = torch.mul  # which autocast leaves in FP32
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16 if dtype == "bf16" else torch.float16):
+        bound = np.linalg.norm(exact(*inputs).float().numpy() - want)
+    made = convert_onnx(source, dtype=dtype, rules=rules).model
+    assert np.linalg.norm(outputs(made, feeds)[0] - want) <= 2 * bound
+    off = convert_onnx(source, dtype=dtype, rules={**OFF, "extends": rules}).model
+    assert np.linalg.norm(outputs(off, feeds)[0] - want) > 4 * bound
+
+
+@pytest.mark.parametrize("case", ["product", "times"])
+def test_angles_of_an_exported_torch_model(case):
+    torch.manual_seed(0)
+    module, inputs = ANGLES[case]()
+    want = module(*inputs).detach().numpy()
+    made = export_onnx(module.eval(), inputs, dtype="bf16").model
+    feeds = {value.name: tensor.numpy() for value, tensor in zip(made.graph.input, inputs, strict=True)}
+    assert np.linalg.norm(outputs(made, feeds)[0] - want) < 2e-2 * np.linalg.norm(want)
+
+
+@BOTH
+def test_the_angles_end_at_the_sine(dtype):
+    """What follows is as the rules say; a sine of data is low, and positions that reach no curve are."""
+    nodes = [
+        node("Cast", ["p"], ["f"], to=T.FLOAT),
+        node("Mul", ["f", "c"], ["a"], "angle"),
+        node("Sin", ["a"], ["s"], "sine"),
+        node("Mul", ["s", "c"], ["t"], "after"),
+        node("MatMul", ["t", "w"], ["m"], "product"),
+        node("Sin", ["m"], ["n"], "data"),
+        node("Mul", ["f", "c"], ["b"], "bias"),
+        node("Add", ["n", "b"], ["y"], "add"),
+    ]
+    source = model(nodes, [info("p", 4, 8, kind=T.INT64)], [info("y", 4, 8)], [weight("w", 8, 8), scalar("c", 0.1)])
+    done = check(source, dtype)
+    assert kept(done).keys() == {"angle", "sine"}
+    assert all(
+        entry.precision == "low"
+        for entry in done.plan.nodes
+        if entry.name in ("after", "product", "data", "bias", "add")
+    )
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=2048, use_cache=False, initializer_range=0.2,
+    )  # fmt: skip
+
+    class Logits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = LlamaForCausalLM(config)
+
+        def forward(self, ids, positions):
+            return self.model(input_ids=ids, position_ids=positions).logits
+
+    return Logits().eval()
+
+
+@pytest.mark.slow
+def test_llama_of_two_thousand_tokens():
+    module = llama()
+    ids, positions = torch.randint(0, 64, (1, 2000)), torch.arange(2000)[None]
+    dynamic = ({1: torch.export.Dim("length", min=2, max=4096)},) * 2
+    source = export(module, ids[:, :16], positions[:, :16], names=["ids", "positions"], dynamic=dynamic)
+    feeds = {"ids": ids.numpy(), "positions": positions.numpy()}
+    with torch.no_grad():
+        want = module(ids, positions).numpy()
+        with torch.autocast("cpu", torch.bfloat16):
+            bound = np.abs(module(ids, positions).float().numpy() - want).max()
+    assert np.abs(outputs(convert_onnx(source, dtype="bf16").model, feeds)[0] - want).max() <= 2 * bound
+    assert np.abs(outputs(convert_onnx(source, dtype="bf16", rules=OFF).model, feeds)[0] - want).max() > 10 * bound
+
+
+# ---- running sums
+
+
+def summed(kind, inner):
+    """A sum of `t` slices of x·w, carried by a Loop or a Scan; `inner` makes (new state, nodes) of state and slice."""
+    nodes = inner("s", "e")
+    if kind == "Scan":
+        body = h.make_graph(nodes, "body", [info("s", 8), info("e", 8)], [info("n", 8)])
+        holder = h.make_node("Scan", ["start", "steps"], ["y"], "sum", body=body, num_scan_inputs=1)
+    else:
+        nodes = [
+            node("Gather", ["steps", "i"], ["e"], axis=0), node("Identity", ["cond"], ["more"]), *nodes,
+        ]  # fmt: skip
+        body = h.make_graph(
+            nodes, "body", [info("i", kind=T.INT64), info("cond", kind=T.BOOL), info("s", 8)],
+            [info("more", kind=T.BOOL), info("n", 8)],
+        )  # fmt: skip
+        holder = h.make_node("Loop", ["count", "", "start"], ["y"], "sum", body=body)
+    nodes = [node("MatMul", ["x", "w"], ["steps"], "product"), holder]
+    data = [weight("w", 8, 8, scale=0.1), nh.from_array(np.zeros(8, np.float32), "start"), scalar("decay", 0.999),
+            scalar("count", 4000, np.int64), scalar("one", 1.0), scalar("yes", True, np.bool_)]  # fmt: skip
+    return model(nodes, [info("x", 4000, 8)], [info("y", 8)], data)
+
+
+def plainly(state, step):
+    return [node("Add", [state, step], ["n"], "add")]
+
+
+def averaged(state, step):
+    return [node("Mul", [state, "decay"], ["d"], "decay"), node("Add", ["d", step], ["n"], "add")]
+
+
+def moved(state, step):
+    return [
+        node("Identity", [state], ["a"]), node("Add", ["a", step], ["b"], "add"),
+        node("Where", ["yes", "b", "a"], ["n"], "where"),
+    ]  # fmt: skip
+
+
+def in_branch(state, step):
+    then = h.make_graph([node("Add", [state, step], ["t"], "add")], "then", [], [info("t", 8)])
+    other = h.make_graph([node("Identity", [state], ["o"])], "else", [], [info("o", 8)])
+    return [h.make_node("If", ["yes"], ["n"], then_branch=then, else_branch=other)]
+
+
+@BOTH
+@pytest.mark.parametrize("inner", [plainly, averaged, moved, in_branch], ids=lambda inner: inner.__name__)
+@pytest.mark.parametrize("kind", ["Loop", "Scan"])
+def test_a_running_sum(dtype, kind, inner):
+    source = summed(kind, inner)
+    feeds = {"x": np.abs(RNG.standard_normal((4000, 8))).astype(np.float32)}
+    with np.errstate(over="ignore"):
+        done = check(source, dtype)
+    added = next(entry for entry in done.plan.nodes if entry.name == "add")
+    assert added.precision == "fp32" and "running sum 's' that 'sum'" in added.reason
+    assert next(entry for entry in done.plan.nodes if entry.name == "product").precision == "low"
+    steps = feeds["x"] @ nh.to_array(source.graph.initializer[0])
+    assert (
+        error(source, done.model, feeds)
+        < (4e-3 if dtype == "bf16" else 5e-4) * np.abs(steps).sum() / np.abs(steps.sum(0)).sum()
+    )
+    if dtype == "bf16":
+        assert error(source, convert_onnx(source, dtype=dtype, rules=OFF).model, feeds) > 0.2
+
+
+@BOTH
+def test_a_recurrent_state_is_no_sum(dtype):
+    def cell(state, step):
+        return [
+            node("MatMul", [state, "w"], ["a"]), node("Add", ["a", step], ["b"], "add"), node("Tanh", ["b"], ["n"]),
+        ]  # fmt: skip
+
+    done = check(summed("Scan", cell), dtype)
+    assert next(entry for entry in done.plan.nodes if entry.name == "add").precision == "low"
+
+
+def test_a_model_saved_with_a_function_body():
+    """The analysis sees what a model-local function is made of."""
+    function = h.make_function(
+        "own", "Angles", ["p", "f"], ["s"],
+        [h.make_node("Mul", ["p", "f"], ["a"], "angle"), h.make_node("Sin", ["a"], ["s"], "sine")],
+        [h.make_opsetid("", 18)],
+    )  # fmt: skip
+    nodes = [
+        node("Cast", ["ids"], ["p"], to=T.FLOAT), h.make_node("Angles", ["p", "f"], ["s"], domain="own"),
+        node("MatMul", ["s", "w"], ["y"]),
+    ]  # fmt: skip
+    graph = h.make_graph(nodes, "g", [info("ids", 4, 1, kind=T.INT64)], [info("y", 4, 8)],
+                         [weight("f", 1, 8), weight("w", 8, 8)])  # fmt: skip
+    imports = [h.make_opsetid("", 18), h.make_opsetid("own", 1)]
+    source = h.make_model(graph, opset_imports=imports, functions=[function], ir_version=9)
+    done = convert_onnx(source, dtype="bf16")
+    onnx.checker.check_model(done.model, full_check=True)
+    assert kept(done).keys() == {"angle__1"}
+    assert [entry.precision for entry in done.plan.nodes] == ["keep", "keep", "keep", "low"]

@@ -1,0 +1,166 @@
+"""Inputs that a verification draws by itself: which they are, what they find, and what they say that they leave out."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from number_models import doubled, offset_rows
+from onnx import TensorProto as T
+from onnx_models import info, model, node, scalar, weight
+
+from amp_compiler.errors import OnnxError
+from amp_compiler.onnx.check.probes import Probes
+from amp_compiler.onnx.check.verify import TOLERANCES, verify
+from amp_compiler.onnx.convert import convert_onnx
+
+OFF = {"version": 1, "extends": "default", "keep": {"sizes": False, "angles": False, "running_sums": False}}
+
+
+def language_model(positions=64):
+    """Tokens and their positions looked up in tables, of which that of positions ends early."""
+    nodes = [
+        node("Gather", ["words", "ids"], ["a"]),
+        node("Gather", ["places", "position_ids"], ["b"]),
+        node("Add", ["a", "b"], ["c"]),
+        node("Cast", ["attention_mask"], ["m"], to=T.FLOAT),
+        node("Unsqueeze", ["m", "last"], ["n"]),
+        node("Mul", ["c", "n"], ["d"]),
+        node("MatMul", ["d", "w"], ["y"]),
+    ]
+    names = ("ids", "position_ids", "attention_mask")
+    return model(
+        nodes, [info(name, "batch", "length", kind=T.INT64) for name in names], [info("y", "batch", "length", 8)],
+        [weight("words", 1000, 8), weight("places", positions, 8), weight("w", 8, 8), scalar("last", [-1], np.int64)],
+    )  # fmt: skip
+
+
+def rotary():
+    nodes = [
+        node("Cast", ["positions"], ["p"], to=T.FLOAT),
+        node("Mul", ["p", "f"], ["a"]),
+        node("Cos", ["a"], ["c"]),
+        node("MatMul", ["c", "w"], ["y"]),
+    ]
+    frequencies = (10000.0 ** (-np.arange(8) / 8)).astype(np.float32)
+    return model(nodes, [info("positions", "length", 1, kind=T.INT64)], [info("y", "length", 8)],
+                 [scalar("f", frequencies), weight("w", 8, 8)], opset=22, ir_version=10)  # fmt: skip
+
+
+def image():
+    nodes = [node("Conv", ["x", "w"], ["y"], pads=[1, 1, 1, 1])]
+    return model(nodes, [info("x", "n", 2, "h", "w")], [info("y", "n", 2, "h", "w")], [weight("w", 2, 2, 3, 3)])
+
+
+def drawn(source, refused=lambda batch: False):
+    probes = Probes(source)
+    found = {}
+    for batch in probes:
+        if refused(batch):
+            probes.refuse("too large")
+        else:
+            found[probes.label] = batch
+    return found, probes.untried()
+
+
+def test_lengths_and_ids():
+    found, untried = drawn(language_model())
+    assert list(found) == ["small", "long and odd", "end of the ids"]
+    assert {batch["ids"].shape for batch in found.values()} == {(2, 2), (1, 2003)}
+    long, last = found["long and odd"], found["end of the ids"]
+    assert long["ids"].max() == 999 and long["position_ids"].max() == 63 and set(long["attention_mask"].flat) == {0, 1}
+    assert all((batch["attention_mask"][:, 0] == 1).all() for batch in found.values())
+    assert last["ids"].min() >= 938 and last["position_ids"].min() >= 60 and last["position_ids"].max() <= 63
+    assert untried == ["sizes above batch = 2, length = 2003", "anything but 0 and 1 in 'attention_mask'"]
+
+
+def test_a_smaller_batch_where_the_model_refuses_one():
+    found, untried = drawn(language_model(), lambda batch: batch["ids"].shape[1] > 130)
+    assert found["long and odd"]["ids"].shape == (1, 127)
+    assert untried[:3] == [
+        "batch = 1, length = 2003 (the original does not run on it)",
+        "batch = 1, length = 499 (the original does not run on it)",
+        "sizes above batch = 2, length = 127",
+    ]
+    with pytest.raises(OnnxError, match="does not run on random inputs: too large"):
+        drawn(language_model(), lambda batch: True)
+
+
+def test_images_times_and_sums_of_sizes():
+    assert drawn(image())[0]["long and odd"]["x"].shape == (1, 2, 301, 403)
+    nodes = [
+        node("Mul", ["timestep", "c"], ["t"]), node("Add", ["past", "c"], ["q"]), node("Add", ["new", "c"], ["r"]),
+        node("Add", ["whole", "c"], ["s"]),
+    ]  # fmt: skip
+    source = model(
+        nodes, [info("timestep", "n"), info("past", 1, "p"), info("new", 1, "s"), info("whole", 1, "p + s")],
+        [info("t", "n"), info("q", 1, "p"), info("r", 1, "s"), info("s", 1, "p + s")], [scalar("c", 0.5)],
+    )  # fmt: skip
+    found, untried = drawn(source)
+    assert found["small"]["whole"].shape == (1, 4) and found["long and odd"]["whole"].shape == (1, 4006)
+    assert found["long and odd"]["timestep"].max() > 900
+    assert "other than standard normal numbers in 'past'" in untried
+
+
+def test_offsets_before_a_table_count_and_draws_repeat():
+    found, _ = drawn(offset_rows())
+    assert found["long and odd"]["ids"].max() == 5100 - 4097 - 1
+    again, _ = drawn(offset_rows())
+    assert all(np.array_equal(batch["ids"], again[label]["ids"]) for label, batch in found.items())
+
+
+@pytest.mark.parametrize("build", [doubled, offset_rows, rotary])
+def test_they_find_what_small_inputs_do_not(build):
+    """Sizes, indices and angles that are rounded: not seen with 2 of everything, seen with what is drawn."""
+    source = build()
+    small = next(iter(Probes(source)))
+    wrong, right = (convert_onnx(source, dtype="bf16", rules=rules).model for rules in (OFF, "default"))
+    tolerance = TOLERANCES["bf16"]
+    if build is not offset_rows:  # 4,097 and 4,098 are rounded however small the ids are
+        assert verify(source, wrong, [small]).ok(tolerance)
+    report = verify(source, wrong, Probes(source))
+    assert not report.ok(tolerance) and report.worst is not None
+    assert report.worst.label in ("long and odd", "end of the ids") or build is offset_rows
+    assert "worst in batch" in str(report) and "not tried: " in str(report)
+    assert json.loads(json.dumps(report.to_dict()))["worst"]["inputs"]
+    fine = verify(source, right, Probes(source))
+    assert fine.ok(tolerance) and fine.batches == report.batches
+
+
+def test_numbers_that_an_input_is_compared_with_are_drawn():
+    nodes = [
+        node("Sub", ["x", "c"], ["a"]), node("Greater", ["a", "half"], ["b"]), node("Equal", ["x", "end"], ["e"]),
+        node("And", ["b", "e"], ["n"]), node("Or", ["n", "b"], ["y"]),
+    ]  # fmt: skip
+    source = model(nodes, [info("x", 1, "n")], [info("y", 1, "n", kind=T.BOOL)],
+                   [scalar("c", 3.0), scalar("half", 0.5), scalar("end", 50256.0)])  # fmt: skip
+    found, _ = drawn(source)
+    x = found["long and odd"]["x"]
+    assert {3.5, 50256.0, np.nextafter(np.float32(50256), np.float32(0))} <= set(x[0, :6].tolist())
+    low = {"version": 1, "rules": [{"match": {}, "precision": "low"}], "keep": OFF["keep"]}
+    assert verify(source, convert_onnx(source, dtype="bf16", rules=low).model, Probes(source)).worst is not None
+    assert verify(source, convert_onnx(source, dtype="bf16").model, Probes(source)).worst is None
+
+
+def test_the_worst_input_is_told():
+    source = rotary()
+    report = verify(source, convert_onnx(source, dtype="bf16", rules=OFF).model, Probes(source))
+    assert (report.worst.number, report.worst.label, report.worst.output) == (1, "long and odd", "y")
+    assert report.worst.inputs == ("positions: int64[2003, 1] from 0 to 2002",)
+    assert report.worst.relative >= report.largest_error > 0
+
+
+def test_a_converted_model_that_gives_other_shapes_or_does_not_run_fails():
+    source = doubled()
+    wrong = convert_onnx(source, dtype="bf16", rules=OFF).model
+    report = verify(source, wrong, [{"x": np.zeros((1, 2, 301, 403), np.float32)}])
+    assert report.largest_error == np.inf and "has the shape [1, 2, 600, 808], not [1, 2, 602, 806]" in str(report)
+    source, shorter = language_model(), language_model(32)
+    ids, mask = np.array([[1, 2]]), np.array([[1, 1]])
+    batches = [{"ids": ids, "position_ids": np.array([last]), "attention_mask": mask} for last in ([3, 4], [40, 50])]
+    report = verify(source, shorter, batches)
+    assert report.largest_error == np.inf and report.batches == 2 and report.worst.number == 1
+    assert "the converted model does not run, and the original does" in str(report)
+    with pytest.raises(OnnxError, match="cannot be run on this batch"):
+        verify(shorter, source, batches)

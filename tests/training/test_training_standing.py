@@ -1,0 +1,507 @@
+"""What a step finds as it left it is not looked up again; whatever is assigned in between is seen at once."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fake_graphs import FakeGraphs
+from torch import nn
+
+import amp_compiler as amp
+from amp_compiler.backends import BACKENDS, eager
+from amp_compiler.backends.batch_buffers import Buffers
+from amp_compiler.fx import torch_private
+from amp_compiler.training.scale_watch import StuckWatch
+from amp_compiler.training.standing import LASTING, Standing
+
+GENERATOR = torch.Generator().manual_seed(0)
+X = torch.randn(200, 6, 4, generator=GENERATOR)
+Y = torch.randint(0, 4, (200, 6), generator=GENERATOR)
+FACTOR = [1.0]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh())
+        self.norm, self.out = nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.gain = nn.Parameter(torch.ones(()))
+        self.late = nn.Parameter(torch.zeros(4))  # in no group at first
+        self.times = 1.0
+        self.register_buffer("offset", torch.zeros(4))
+
+    def forward(self, x):
+        x = self.norm(self.layers(x)) * self.gain * self.times + self.offset
+        return self.out(x) + self.late
+
+
+def loss_fn(model, x, y):
+    return F.cross_entropy(model(x), y) * FACTOR[0]
+
+
+class Run:
+    """One training run; `noted=False`: every call looks everything up, as the first one does."""
+
+    def __init__(self, noted: bool, graphs: bool, kind=torch.optim.AdamW, **options) -> None:
+        torch.manual_seed(0)
+        FACTOR[0] = 1.0
+        self.model = Net()
+        given = [p for name, p in self.model.named_parameters() if name != "late"]
+        self.optimizer = kind(given, 0.05)
+        settings = {"dtype": "bf16", "loss_scale": "dynamic", **options}
+        self.step = amp.training_step(self.model, loss_fn, self.optimizer, **settings)
+        if graphs:
+            self.step._state.graphs.api = FakeGraphs()
+        if not noted:
+            self.step._standing.note = lambda: False
+        self.results: list[torch.Tensor] = []
+        torch.manual_seed(1)
+
+    def train(self, calls: int) -> None:
+        for _ in range(calls):
+            number = len(self.results) // 2
+            self.results += [self.step(X[number], Y[number]), self.step.grad_norm]
+
+    @property
+    def found_anew(self) -> bool:
+        return self.step._last[0].update.found_anew
+
+    def everything(self) -> list[torch.Tensor]:
+        states = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+        return [*self.results, *self.model.state_dict().values(), *states, *self.step._scale]
+
+
+@pytest.fixture(autouse=True)
+def node_by_node(monkeypatch):
+    """What Inductor would compile runs node by node: quick, and all that is around it stays the same."""
+    monkeypatch.setitem(BACKENDS, "inductor", replace(BACKENDS["inductor"], build=eager.build))
+
+
+def new_weight(run):
+    old, new = run.model.out.weight, nn.Parameter(torch.full((4, 4), 0.1))
+    run.model.out.weight = new
+    parameters = run.optimizer.param_groups[0]["params"]
+    parameters[[p is old for p in parameters].index(True)] = new
+
+
+def equal_weight_of_one_element(run):
+    old, new = run.model.gain, nn.Parameter(run.model.gain.detach().clone())
+    run.model.gain = new
+    parameters = run.optimizer.param_groups[0]["params"]
+    parameters[[p is old for p in parameters].index(True)] = new
+
+
+def new_weight_in_the_table(run):
+    run.model.out._parameters = {
+        "weight": nn.Parameter(torch.full((4, 4), 0.1)),
+        "bias": run.model.out.bias,
+    }
+
+
+def new_data(run):
+    run.model.out.weight.data = torch.full((4, 4), 0.1)
+
+
+def transposed_data(run):
+    run.model.out.weight.data = run.model.out.weight.data.t()
+
+
+def written_in_place(run):
+    with torch.no_grad():
+        run.model.out.weight.mul_(0.5)
+
+
+def loaded_model(run):
+    run.model.load_state_dict({name: value * 0.5 for name, value in run.model.state_dict().items()}, strict=True)
+
+
+def assigned_model(run):
+    halved = {name: value * 0.5 for name, value in run.model.state_dict().items()}
+    run.model.load_state_dict(halved, assign=True)
+    run.optimizer.param_groups[0]["params"][:] = [p for n, p in run.model.named_parameters() if n != "late"]
+
+
+def moved(run):
+    run.model.to(torch.float64).to(torch.float32)
+
+
+def frozen(run):
+    run.model.out.weight.requires_grad_(False)
+
+
+def eval_mode(run):
+    run.model.eval()
+
+
+def eval_mode_of_one(run):
+    run.model.norm.eval()
+
+
+def joined(run):
+    run.optimizer.add_param_group({"params": [run.model.late], "lr": 0.5})
+
+
+def left_out(run):
+    run.optimizer.param_groups[0]["params"].pop()
+
+
+def new_lr(run):
+    run.optimizer.param_groups[0]["lr"] = 0.5
+
+
+def new_group(run):
+    run.optimizer.param_groups[0] = {**run.optimizer.param_groups[0], "lr": 0.5}
+
+
+def lr_as_a_tensor(run):
+    run.optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+    run.train(2)
+    run.optimizer.param_groups[0]["lr"].fill_(0.001)
+
+
+def new_betas(run):
+    run.optimizer.param_groups[0]["betas"] = (0.5, 0.6)
+
+
+def betas_in_a_list(run):
+    run.optimizer.param_groups[0]["betas"] = betas = [0.9, 0.999]
+    run.train(2)
+    betas[0] = 0.1
+
+
+def new_decay(run):
+    run.optimizer.param_groups[0]["weight_decay"] = 0.5
+
+
+def amsgrad(run):
+    run.optimizer.param_groups[0]["amsgrad"] = True
+
+
+def maximize(run):
+    run.optimizer.param_groups[0]["maximize"] = True
+
+
+def loaded_optimizer(run):
+    saved = copy.deepcopy(run.optimizer.state_dict())
+    for state in saved["state"].values():
+        state["exp_avg"].zero_()
+    run.optimizer.load_state_dict(saved)
+
+
+def no_state(run):
+    run.optimizer.state.clear()
+
+
+def new_state_of_one(run):
+    run.optimizer.state[run.model.out.weight]["exp_avg"] = torch.ones(4, 4)
+
+
+def state_moved_in_place(run):
+    state = run.optimizer.state[run.model.out.weight]["exp_avg"]
+    state.data = torch.ones(4, 4)
+
+
+def state_written(run):
+    run.optimizer.state[run.model.out.weight]["exp_avg"].fill_(1.0)
+
+
+def step_counts_reset(run):
+    for state in run.optimizer.state.values():
+        state["step"] = torch.zeros(())
+
+
+def forward_hook(run):
+    run.model.layers[0].register_forward_hook(lambda module, args, output: output * 2)
+
+
+def forward_hook_that_goes(run):
+    handle = run.model.layers[0].register_forward_hook(lambda module, args, output: output * 2)
+    run.train(4)
+    run.step._standing._wait = 0
+    run.train(3)
+    handle.remove()
+
+
+def hook_on_all_modules(run):
+    twice = lambda module, args, output: output * 2 if isinstance(module, nn.Tanh) else None  # noqa: E731
+    handle = torch.nn.modules.module.register_module_forward_hook(twice)
+    run.train(3)
+    handle.remove()
+
+
+def hook_on_a_parameter(run):
+    handle = run.model.out.weight.register_hook(lambda gradient: gradient * 2)
+    run.train(2)
+    handle.remove()
+
+
+def new_buffer(run):
+    run.model.offset = torch.ones(4)
+
+
+def buffer_in_another_type(run):
+    run.model.offset.data = run.model.offset.data.half()
+
+
+def buffer_written(run):
+    run.model.offset.fill_(2.0)
+
+
+def new_number(run):
+    run.model.times = 2.0
+
+
+def number_of_the_loss(run):
+    FACTOR[0] = 3.0
+
+
+def new_module(run):
+    run.model.layers[1] = nn.ReLU()
+
+
+def modules_in_another_order(run):
+    layers = run.model.layers._modules
+    layers["0"] = layers.pop("0")  # a Sequential calls them in the order of its table
+
+
+def one_module_fewer(run):
+    del run.model.layers[1]
+
+
+def another_scale(run):
+    run.step.loss_scale = 8.0
+
+
+def loaded_scale(run):
+    saved = run.step.state_dict()
+    run.step.load_state_dict({**saved, "scale": 4.0})
+
+
+def steps_of_the_optimizer(run):
+    for parameter in run.optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    run.optimizer.step()
+    run.optimizer.zero_grad()
+
+
+def another_step(run):
+    other = amp.training_step(run.model, loss_fn, torch.optim.SGD(run.model.parameters(), 0.1), dtype="fp16")
+    for number in range(3):
+        other(X[number], Y[number])
+        run.train(1)
+
+
+def without_gradients(run):
+    with torch.no_grad():
+        run.train(2)
+
+
+def other_shapes(run):
+    for number in range(4):
+        run.results += [run.step(X[number][:5], Y[number][:5]), run.step.grad_norm]
+        run.train(1)
+
+
+QUIET = [  # the program stays, its tensors or numbers are others
+    new_data, written_in_place, loaded_model, moved, new_lr, new_group, lr_as_a_tensor, new_betas, betas_in_a_list,
+    new_decay, loaded_optimizer, no_state, new_state_of_one, state_moved_in_place, state_written, step_counts_reset,
+    new_buffer, buffer_written, loaded_scale, another_scale, steps_of_the_optimizer,
+]  # fmt: skip
+CAPTURED = [  # another program
+    [new_weight, eval_mode_of_one, frozen, new_number, amsgrad, forward_hook],
+    [joined, equal_weight_of_one_element, new_weight_in_the_table, transposed_data],
+    [assigned_model, left_out, eval_mode, maximize],
+    [number_of_the_loss, new_module, forward_hook_that_goes, modules_in_another_order, one_module_fewer],
+    [hook_on_all_modules, buffer_in_another_type, without_gradients, other_shapes],
+    [another_step],
+    [hook_on_a_parameter],
+]
+QUICK = 2  # of these run by default, each change stands for its kind
+
+
+def same_runs(changes, graphs: bool = True, **options) -> None:
+    """Make the changes one after another, between calls that find all as they left it, and between calls that do not
+    look for that: both runs are the same to the bit."""
+    results = []
+    for noted in (True, False):
+        run = Run(noted, graphs, **options)
+        for change in changes:
+            run.step._standing._wait = 0
+            run.train(5 if "accumulate" in options else 3)
+            assert run.found_anew is not noted, change.__name__  # else nothing is tried here
+            change(run)
+        run.train(3)
+        results.append(run.everything())
+    assert len(results[0]) == len(results[1])
+    for first, second in zip(*results, strict=True):
+        torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [QUIET, *CAPTURED[:QUICK], *(pytest.param(one, marks=pytest.mark.slow) for one in CAPTURED[QUICK:])],
+    ids=lambda changes: changes[0].__name__,
+)
+def test_a_change_is_seen_at_the_next_call(changes):
+    same_runs(changes)
+
+
+LOW = {"dtype": "bf16", "loss_scale": None, "rules": {"version": 1, "extends": "default", "weights": {"master": "low"}}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        ([written_in_place, new_lr, loaded_optimizer, frozen], {"accumulate": 2, "dtype": "fp16", "clip_norm": 1.0}),
+        ([written_in_place, new_state_of_one, loaded_optimizer], LOW),
+        pytest.param(
+            [written_in_place, new_lr, no_state, new_decay], {"kind": torch.optim.RAdam}, marks=pytest.mark.slow
+        ),
+        pytest.param([written_in_place, new_lr, loaded_optimizer, frozen], {"graphs": False}, marks=pytest.mark.slow),
+    ],
+    ids=["accumulate", "no masters", "traced", "no graphs"],
+)
+def test_changes_are_seen_by_steps_of_every_kind(changes, options):
+    same_runs(changes, **options)
+
+
+def test_a_torch_without_dynamos_comparison_sees_the_same(monkeypatch):
+    monkeypatch.setattr(torch_private._GUARDS, "tell", False)
+    same_runs([new_data, transposed_data, frozen])
+
+
+def test_dynamos_comparison_is_there():
+    assert torch_private._Guards().tell
+
+
+def test_masters_follow_what_is_written_to_16_bit_parameters():
+    results = []
+    for noted in (True, False):
+        torch.manual_seed(0)
+        model = Net().half()
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+        step = amp.training_step(model, loss_fn, optimizer, dtype="fp16")
+        if not noted:
+            step._standing.note = lambda: False
+        losses = []
+        for number in range(12):
+            if number in (5, 9):
+                with torch.no_grad():
+                    model.out.weight.mul_(0.5)
+            losses.append(step(X[number].half(), Y[number]))
+            assert number < 3 or step._last[0].found_anew is not noted
+        masters = [state["master"] for state in optimizer.state.values()]
+        results.append([*losses, *model.state_dict().values(), *masters])
+    assert all(map(torch.equal, *results))
+
+
+def test_after_a_change_calls_are_quick_again():
+    run = Run(True, graphs=False)
+    for change in (new_data, new_betas, loaded_optimizer, eval_mode, another_scale):
+        run.train(LASTING + 4)
+        assert not run.found_anew, change.__name__
+        change(run)
+
+
+def test_two_steps_that_write_the_same_parameters_stay_quick():
+    run = Run(True, graphs=False)
+    other = amp.training_step(run.model, loss_fn, torch.optim.SGD(run.model.parameters(), 0.1), dtype="fp16")
+    for number in range(8):
+        other(X[number], Y[number])
+        run.train(1)
+        assert number < 2 or (not run.found_anew and not other._last[0].found_anew)
+
+
+def test_what_changes_at_every_call_is_noted_ever_less(monkeypatch):
+    run = Run(True, graphs=False)
+    made = []
+    monkeypatch.setattr(Standing, "covers", lambda self, tensor: made.append(1) or True)
+    for _ in range(30):
+        run.model.offset = torch.zeros(4)
+        run.train(1)
+    notes = run.step._standing._notes
+    assert 2 <= notes <= 5
+
+
+def test_a_batch_is_not_kept_alive_by_what_is_remembered():
+    run = Run(True, graphs=False)
+    run.train(4)
+    x = torch.randn(6, 4)
+    gone = weakref.ref(x)
+    run.step(x, Y[0])
+    run.train(1)
+    del x
+    gc.collect()
+    assert gone() is None and not run.found_anew
+
+
+def test_optimizer_hooks_are_refused_in_the_midst_of_a_run():
+    run = Run(True, graphs=False)
+    run.train(4)
+    run.optimizer.register_step_post_hook(lambda *_: None)
+    with pytest.raises(amp.AmpError, match="has step hooks"):
+        run.train(1)
+
+
+def test_what_can_be_read_after_a_replay_stays_as_it_was():
+    run = Run(True, graphs=True, loss_scale="dynamic")
+    run.train(6)
+    norm, scale = run.step.grad_norm, run.step.loss_scale
+    gradients = {name: gradient.clone() for name, gradient in run.step.gradients().items()}
+    length = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt()
+    torch.testing.assert_close(length, norm, rtol=1e-4, atol=1e-6)
+    before = norm.clone()
+    run.train(2)
+    assert torch.equal(norm, before) and not torch.equal(norm, run.step.grad_norm) and scale.item() > 0
+
+
+@pytest.mark.parametrize("change", [new_data, state_moved_in_place, new_state_of_one, step_counts_reset])
+def test_what_lies_elsewhere_is_captured_anew(change):
+    """A replay would use the old address, which the stand-in for graphs does not show."""
+    run = Run(True, graphs=True)
+    run.train(6)
+    assert not run.found_anew and run.step.execution == "replayed as one CUDA graph"
+    change(run)
+    run.train(1)
+    assert run.found_anew and run.step.execution != "replayed as one CUDA graph"
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_beside_a_replay_two_calls_go_to_the_device(dtype):
+    run = Run(True, graphs=True, dtype=dtype, clip_norm=1.0)
+    run.step._watch = StuckWatch(torch.device("meta"))  # on a GPU it looks at every eighth step
+    run.train(6)
+    run.step._last[0].run._graph.replay = lambda: None
+    x, y = X[0], Y[0]
+    with torch.autograd.profiler.profile() as profiler:
+        run.step(x, y)
+    called = [event.name for event in profiler.function_events if event.cpu_parent is None]
+    assert not run.found_anew
+    assert [name for name in called if name not in ("aten::view", "aten::expand", "aten::detach")] == [
+        "aten::_foreach_copy_",
+        "aten::clone",
+    ]
+
+
+def test_a_batch_of_several_types_is_copied_together():
+    shapes = {torch.float32: (3, 5), torch.int64: (3, 2), torch.bool: (7,), torch.bfloat16: (4, 2), torch.int32: ()}
+    batch = [torch.arange(math.prod(shape)).reshape(shape).to(dtype) for dtype, shape in shapes.items()]
+    wide = [batch[0].expand(2, 3, 5), batch[0].t(), batch[1]]
+    for given in (batch, batch[:2], batch[2:3], wide, [batch[0], batch[0] * 2]):
+        inputs = [None, *given]
+        buffers = Buffers(inputs, range(1, len(inputs)))
+        fixed = buffers.put_into(inputs)
+        for _ in range(2):
+            buffers.fill(inputs)
+            for stored, tensor in zip(fixed[1:], given, strict=True):
+                assert torch.equal(stored, tensor) and stored.stride() == tensor.stride()
+                assert stored.data_ptr() != tensor.data_ptr()
+            for tensor in batch:
+                tensor.copy_(tensor.flip(0) if tensor.dim() else tensor + 1)
