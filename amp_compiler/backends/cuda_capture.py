@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from amp_compiler.backends.cuda_graph import Run
-from amp_compiler.fx.torch_private import clear_cublas_workspaces, end_failed_capture
+from amp_compiler.fx.torch_private import clear_cublas_workspaces, end_failed_capture, without_owning
 from amp_compiler.ops.cuda.pointer_tables import GraphTables
 from amp_compiler.ops.cuda.update import TABLES
 
@@ -24,8 +24,9 @@ _FAILED: list[Any] = []
 class TorchGraphs:
     """One side stream and one memory pool for all graphs of a training step.
 
-    Graphs that share a pool reuse each other's memory for intermediate values. That is safe here because they run one
-    after another, and because what outlives a replay is copied out, save the gradients, which are read before the next.
+    Graphs that share a pool reuse each other's memory, for results and gradients too. That is safe here because they
+    run one after another, and because what outlives a replay is copied out, save the gradients, which are read before
+    the next. A new signature so needs no more memory than the largest before it did, if it is no larger itself.
     """
 
     def __init__(self) -> None:
@@ -83,7 +84,8 @@ class TorchGraphs:
                 if collecting:
                     gc.enable()
         self._live[graph] = tables
-        return graph.replay, outputs
+        own = {value.untyped_storage().data_ptr() for value in inputs if isinstance(value, Tensor)}
+        return graph.replay, [_given_back(value, own) for value in outputs]
 
     def _recorded(self, graph: Any, run: Run, inputs: Sequence[Any]) -> Sequence[Any]:
         first: Exception | None = None
@@ -117,6 +119,13 @@ class TorchGraphs:
             graph.reset()
             with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
                 mark.zero_()
+
+
+def _given_back(output: Any, own: set[int]) -> Any:
+    """A result of a capture, whose memory the pool may use again; as it is where it lies in an input."""
+    if not isinstance(output, Tensor) or output.untyped_storage().data_ptr() in own:
+        return output
+    return without_owning(output)
 
 
 def _device_of(inputs: Sequence[Any]) -> torch.device:

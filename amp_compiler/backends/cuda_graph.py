@@ -24,7 +24,7 @@ from amp_compiler.errors import AmpError, first_line
 logger = logging.getLogger("amp_compiler")
 
 WARM_UPS = 3  # as torch.cuda.make_graphed_callables
-MOST_GRAPHS = 16  # of one training step: each keeps the gradients and batch buffers of its own
+MOST_GRAPHS = 16  # of one training step: each keeps batch buffers of its own, and what the device needs to launch it
 MOST_MOVES = 16  # of one graph's state tensors, until capturing again is given up
 Run = Callable[..., Sequence[Any]]
 _CONSTANTS = frozenset({torch.ops.aten.full.default, torch.ops.aten.scalar_tensor.default})  # scalars on the host
@@ -180,7 +180,7 @@ class GraphedRun:
         """The graph; `None` where it cannot be had, and then nothing has changed."""
         settings = self._settings
         if len(settings.live) >= settings.most:
-            self._give_up(f"{settings.most} graphs are held already, each with memory of its own", logging.WARNING)
+            self._give_up(f"{settings.most} graphs are held already, each with buffers of its own", logging.WARNING)
             return None
         try:
             tensors = [place for place in self._batch if isinstance(inputs[place], Tensor)]

@@ -536,6 +536,20 @@ def clear_cublas_workspaces() -> None:
         clear()
 
 
+def without_owning(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements at the same address as a tensor that does not keep the memory; itself where torch cannot.
+
+    Whoever holds it must know that the memory stays what it is, as that of a captured graph does.
+    """
+    make = getattr(torch._C, "_construct_storage_from_data_pointer", None)
+    if make is None:
+        return tensor
+    kept = tensor.untyped_storage()
+    storage = make(kept.data_ptr(), tensor.device, kept.nbytes())
+    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return made.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
 def global_module_hooks(backward: bool = False) -> tuple[int, ...]:
     """The hooks that are registered for all modules, forward or backward ones, by their numbers."""
     names = ("_global_backward_hooks", "_global_backward_pre_hooks") if backward else (

@@ -150,7 +150,8 @@ class _Cut:
 
 def _late_numbers(nodes: Sequence[fx.Node], behind: set[fx.Node]) -> set[fx.Node]:
     """The single numbers on a GPU, made of such numbers alone, that are needed behind the check only."""
-    written = {node.args[0] for node in nodes if node not in behind and _writes(node)}
+    early = [node for node in nodes if node not in behind and _writes(node)]
+    written = {node.args[0] for node in early if not _is_own_copy(node.args[0])}
     late: set[fx.Node] = set()
     for node in reversed(nodes):
         values = [node_tensor(one) for one in (node, *node.all_input_nodes)]
@@ -159,7 +160,7 @@ def _late_numbers(nodes: Sequence[fx.Node], behind: set[fx.Node]) -> set[fx.Node
             and node not in behind
             and node.users.keys() <= behind | late
             and all(one is not None and one.device.type != "cpu" and one.numel() == 1 for one in values)
-            and not _writes(node)
+            and (not _writes(node) or _is_own_copy(node.args[0]))
             and torch.Tag.nondeterministic_seeded not in node.target.tags
             and written.isdisjoint(node.all_input_nodes)
         ):
@@ -169,6 +170,11 @@ def _late_numbers(nodes: Sequence[fx.Node], behind: set[fx.Node]) -> set[fx.Node
 
 def _writes(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _is_own_copy(value: Any) -> bool:
+    """Whether a value is a copy that one node alone reads, or writes."""
+    return isinstance(value, fx.Node) and value.target is torch.ops.aten.clone.default and len(value.users) == 1
 
 
 def _is_sum(node: Any) -> bool:

@@ -72,6 +72,38 @@ def test_grad_check(bad):
     assert torch.equal(got[1].cpu(), expected[1]) and torch.equal(got[2].cpu(), expected[2])
 
 
+@pytest.mark.parametrize("blocks", [1, 1000, 5000, 20000])
+def test_grad_check_of_many_blocks(blocks):
+    """The last sum is one program, as wide as the blocks fill; 20,000 blocks are several rounds of the widest."""
+    grad = torch.full((blocks * 4096,), 0.5, dtype=torch.bfloat16, device="cuda")
+    grads = [grad, torch.zeros(3, device="cuda"), torch.full((2,), float("nan"), device="cuda").half()]
+    one = torch.tensor(1.0, device="cuda")
+    norm, nonfinite, flags = OPS.grad_check(grads[:2], one)
+    assert float(norm) == pytest.approx(0.5 * grad.numel() ** 0.5, rel=1e-6) and float(nonfinite) == 0
+    assert OPS.grad_check(grads, one)[2].tolist() == [0, 0, 1] and flags.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("skip", [0.0, 1.0])
+def test_all_buffers_are_committed(skip):
+    types = (torch.float32, torch.int64, torch.bfloat16, torch.bool, torch.float64)
+    targets = [(torch.randn(size) * 9).to(dtype) for dtype in types for size in (*SIZES, ())]
+    targets += [torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last), torch.zeros(12)[::2]]
+    values = [(torch.randn(target.shape) * 9).to(target.dtype) for target in targets]
+    on_device = move(targets, "cuda")
+    OPS.commit(torch.tensor(skip), targets, values)
+    OPS.commit(torch.tensor(skip, device="cuda"), on_device, move(values, "cuda"))
+    assert_same_bits(targets, on_device)
+
+
+def test_an_unaligned_tensor_among_aligned_ones():
+    on_cpu = arguments_of("adam_update")
+    on_device = move(on_cpu, "cuda")
+    for column in (0, 1, 2, 5):
+        on_device[column][6] = torch.cat([on_device[column][6][:1], on_device[column][6]])[1:]
+    OPS.adam_update(*on_cpu), OPS.adam_update(*on_device)
+    assert_same_bits(on_cpu, on_device)
+
+
 def test_nothing_synchronises():
     arguments = {name: move(arguments_of(name, mode), "cuda") for name, mode in CASES}
     scale = torch.tensor(1.0, device="cuda")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 
 import pytest
 import torch
@@ -152,6 +153,20 @@ def test_the_memory_of_a_failed_capture_is_given_back():
             gc.collect(), torch.cuda.empty_cache()
             held.append(torch.cuda.memory_reserved())
     assert "the capture failed" in step.execution and max(held[1:]) <= held[0] + 2**21
+
+
+def test_signatures_share_the_memory_of_their_gradients():
+    _, _, step = make(dynamic_shapes=None)
+    gradients = sum(parameter.numel() * 4 for parameter in step.model.parameters())
+    held = []
+    for size in (64, 48, 32, 16):
+        given = list(batches(WARM_UPS + 2, size))
+        for batch in given:
+            step(*batch)
+        held.append(torch.cuda.memory_allocated() - sum(x.nbytes + y.nbytes for x, y in given))
+        assert step.execution == REPLAYED
+    buffers = 64 * (3 * 8 * 8 * 4 + 8) + 2**15  # of the batch, and tables of addresses
+    assert all(later - earlier < gradients // 4 + buffers for earlier, later in itertools.pairwise(held))
 
 
 def test_the_workspaces_of_cublas_are_the_graphs_own():
