@@ -229,9 +229,11 @@ class StepProgram:
         seen = self._seen
         self.found_anew = seen is None or standing is None or seen.generation != standing.generation
         if seen is not None and not self.found_anew:
+            with TENSORS:
+                inputs = seen.filled(leaves)
             with torch.no_grad():
-                flat = self.run.again(seen.filled(leaves))
-                note_writes(seen.written)
+                flat = self.run.again(inputs)
+            note_writes(seen.written)
             seen.let_go()
         else:
             flat, written = self._run_anew(leaves, standing)

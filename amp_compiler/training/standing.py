@@ -39,15 +39,13 @@ class Standing:
     Attributes:
         module: key of the module's present state.
         owners: key of the parameters that the optimizers have.
-        known: whether all is as it was left. Then the tensors of a program that was called in this `generation` are
-            those of its last call.
-        generation: another number after every change.
+        generation: another number after every change. A program whose tensors were noted in it has the same ones still.
         numbers: another number after every change of a value in the optimizers' `param_groups`.
     """
 
     def __init__(self, model: LossModule, optimizers: Sequence[torch.optim.Optimizer], kept: KeptTensors) -> None:
         self.module, self.owners = Key(()), Key(())
-        self.known, self.generation, self.numbers = False, 0, 0
+        self.generation, self.numbers = 0, 0
         self._model, self._optimizers, self._kept = model, optimizers, kept
         self._note: _Note | None = None
         self._values: list[Any] = []
@@ -56,8 +54,7 @@ class Standing:
 
     def look(self) -> None:
         """At the beginning of a call, with gradients as the caller has them: what has changed since the last one."""
-        self.known = self._note is not None and self._note.holds(self._kept)
-        if self._note is not None and self.known:
+        if self._note is not None and self._note.holds(self._kept):
             self._lasted += 1
             self._note.follow_writes(self._kept)
         else:
@@ -66,7 +63,7 @@ class Standing:
 
     def read(self) -> None:
         """Walk over everything, because something was assigned."""
-        self._note, self.known = None, False
+        self._note = None
         self.generation += 1
         owners = tuple(tuple(map(id, group["params"])) for one in self._optimizers for group in one.param_groups)
         module = module_key(self._model, by_identity=True)
@@ -81,9 +78,9 @@ class Standing:
         self._wait = 0
 
     def note(self) -> bool:
-        """Remember how everything stands, when a program has found its tensors; whether they are those of later calls.
+        """Remember how everything stands, when a program has found its tensors; false where it is not remembered.
 
-        Notes take as long as a look without one. Where they never last, fewer and fewer are made.
+        Notes take longer than a look without one. Where they never last, fewer and fewer are made.
         """
         if self._note is not None and self._note.holds(self._kept):
             return True  # the program is a new one, or was last called in another generation
