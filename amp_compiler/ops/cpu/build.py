@@ -37,7 +37,7 @@ def library() -> ctypes.CDLL | None:
     given = shlex.split(os.environ.get("CXX", ""))  # such as "ccache g++"
     compiler = given or [name for name in ("g++", "clang++", "c++") if shutil.which(name)][:1]
     if not compiler:
-        _LOG.warning("no C++ compiler was found: updates, LSTMs and attention on a CPU run as torch calls, more slowly")
+        _LOG.warning("no C++ compiler was found: updates, recurrent layers, attention run as torch calls, slower")
         return None
     files = [file for file in resources.files(__package__).iterdir() if file.name.endswith(_SUFFIXES)]
     sources = {file.name: file.read_text(encoding="utf-8") for file in sorted(files, key=lambda file: file.name)}
@@ -46,7 +46,7 @@ def library() -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError) as cause:
         detail = getattr(cause, "stderr", None) or str(cause)
         _LOG.warning(
-            "'%s' cannot build the loops for a CPU; updates, LSTMs and attention run as torch calls, more slowly: %s",
+            "'%s' cannot build the loops for a CPU; updates, recurrent layers, attention run as torch calls: %s",
             shlex.join(compiler),
             detail,
         )
