@@ -158,7 +158,7 @@ def _late_numbers(nodes: Sequence[fx.Node], behind: set[fx.Node]) -> set[fx.Node
         if (
             isinstance(node.target, torch._ops.OpOverload)
             and node not in behind
-            and node.users.keys() <= behind | late
+            and all(user in behind or user in late for user in node.users)
             and all(one is not None and one.device.type != "cpu" and one.numel() == 1 for one in values)
             and (not _writes(node) or _is_own_copy(node.args[0]))
             and torch.Tag.nondeterministic_seeded not in node.target.tags
