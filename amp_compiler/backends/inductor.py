@@ -16,7 +16,7 @@ from amp_compiler.backends.backend import Backend
 from amp_compiler.backends.decompositions import IDENTITY, own_decompositions
 from amp_compiler.errors import LoweringError, first_line
 from amp_compiler.fx import torch_private
-from amp_compiler.fx.graph import own_upcasts
+from amp_compiler.fx.graph import is_single_number, own_upcasts
 from amp_compiler.ops.cpu.arena import allocator
 from amp_compiler.ops.native import JOINT
 from amp_compiler.passes.device.native_ops import NativeOps, sources
@@ -154,7 +154,7 @@ def _narrow_on_cpu(graph_module: fx.GraphModule) -> bool:
 def _is_numbers_on_gpu(graph_module: fx.GraphModule) -> bool:
     """Whether all values are single numbers, for each of which a kernel of its own would be too much."""
     values = _values(graph_module)
-    return bool(values) and all(one.device.type == "cuda" and one.numel() == 1 for one in values)
+    return bool(values) and all(one.device.type == "cuda" and is_single_number(one) for one in values)
 
 
 def _values(graph_module: fx.GraphModule) -> list[torch.Tensor]:

@@ -58,6 +58,11 @@ def node_tensor(node: fx.Node) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def is_single_number(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has one element; nothing is asked of a symbolic size, which would put a bound on it."""
+    return all(isinstance(size, int) and size == 1 for size in tensor.shape)
+
+
 def hint(size: int | torch.SymInt) -> int:
     """A dimension as a number: the size seen at capture for a symbolic one, 1 where torch knows none."""
     if isinstance(size, int):

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from amp_compiler.fx.graph import node_tensor, rename_placeholder, results_of
+from amp_compiler.fx.graph import is_single_number, node_tensor, rename_placeholder, results_of
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import new_graph_module, traced_graph
 from amp_compiler.ops.cpu.update import complete_norm
@@ -158,8 +158,8 @@ def _late_numbers(nodes: Sequence[fx.Node], behind: set[fx.Node]) -> set[fx.Node
         if (
             isinstance(node.target, torch._ops.OpOverload)
             and node not in behind
-            and node.users.keys() <= behind | late
-            and all(one is not None and one.device.type != "cpu" and one.numel() == 1 for one in values)
+            and all(user in behind or user in late for user in node.users)
+            and all(one is not None and one.device.type != "cpu" and is_single_number(one) for one in values)
             and (not _writes(node) or _is_own_copy(node.args[0]))
             and torch.Tag.nondeterministic_seeded not in node.target.tags
             and written.isdisjoint(node.all_input_nodes)

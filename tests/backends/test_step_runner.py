@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from amp_compiler.backends import inductor
 from amp_compiler.backends.step_runner import kernels_for, run_cut_step
+from amp_compiler.fx.graph import is_single_number
 from amp_compiler.fx.text import parse_fx
 from amp_compiler.ops.update.operators import CHECK, COMMIT, OPERATORS
 from amp_compiler.passes.step.cut_step import BEFORE, CutStep
@@ -86,3 +90,13 @@ def test_numbers_on_a_gpu_are_one_kernel():
     assert inductor._options(cut.behind_check, False)["combo_kernels"] is True
     assert "combo_kernels" not in inductor._options(getattr(cut, BEFORE), False)
     assert "combo_kernels" not in inductor._options(CutStep((CHECK, COMMIT))(on("cpu", GATHERS)).subject, False)
+
+
+def test_nothing_is_asked_of_a_symbolic_size():
+    """Asking would put a bound on it, and an unknown one has no answer."""
+    environment = ShapeEnv()
+    unknown = environment.create_unbacked_symint()
+    with FakeTensorMode(shape_env=environment):
+        assert not is_single_number(torch.empty(unknown, device="cuda"))
+        assert is_single_number(torch.empty((), device="cuda")) and not is_single_number(torch.empty(2, 1))
+    assert not environment.guards
