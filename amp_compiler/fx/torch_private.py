@@ -554,7 +554,8 @@ def address_test(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
 
 def _guards_of(tensors: Sequence[torch.Tensor]) -> Any:
     sizes, strides = [list(tensor.shape) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
-    return torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    guards: Any = torch._C._dynamo.guards
+    return guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
 
 def _forms(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:
