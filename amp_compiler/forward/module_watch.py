@@ -87,21 +87,25 @@ class TensorWatch:
     def __init__(self, versioned: Sequence[Tensor], formed: Sequence[Tensor], placed: Sequence[Tensor]) -> None:
         self._versioned = [(form_test(piece), address_test(piece), piece) for piece in _pieces(versioned)]
         self._others = [test for piece in _pieces(formed) for test in (form_test(piece), address_test(piece))]
-        self._others += map(address_test, _pieces(placed))
+        self._placed = list(map(address_test, _pieces(placed)))
 
     @staticmethod
     def takes(tensors: Sequence[Tensor]) -> bool:
         """Whether all of them can be watched: plain tensors in memory."""
         return all(type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided for t in tensors)
 
-    def look(self) -> list[int] | None:
-        """The versions of now; `None` where something else has changed."""
+    def look(self, placed: bool) -> list[int] | None:
+        """The versions of now; `None` where something else has changed.
+
+        Args:
+            placed: whether the places of the tensors count whose form does not.
+        """
         versions: list[int] = []
         for form, place, piece in self._versioned:
             if not form() or not place():
                 return None
             versions += map(_VERSION, piece)
-        for holds in self._others:
+        for holds in (*self._others, *(self._placed if placed else ())):
             if not holds():
                 return None
         return versions

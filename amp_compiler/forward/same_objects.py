@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -28,7 +29,7 @@ class SameObjects:
 
     def __init__(self) -> None:
         self._terms: list[str] = []
-        self._values: dict[str, Any] = {"is_": is_}
+        self._values: dict[str, Any] = {"is_": is_, "chain": chain.from_iterable, "values": dict.values}
         self._names: dict[int, str] = {}
 
     def item(self, table: Mapping[Any, Any], key: Any) -> None:
@@ -50,6 +51,12 @@ class SameObjects:
     def table(self, table: Mapping[Any, Any]) -> None:
         """All keys and values of a dict, in their order."""
         self._terms += [self._all_same(self._name(table), list(table)), self._values_same(table)]
+
+    def values_of(self, tables: Sequence[dict[Any, Any]]) -> None:
+        """The values of many dicts, one behind the other: for a great number it touches less memory than `item`."""
+        values = [*chain.from_iterable(map(dict.values, tables))]
+        now = f"[*chain(map(values, {self._name(list(tables))}))]"
+        self._terms.append(f"len(n := {now}) == {len(values)} and all(map(is_, n, {self._name(values)}))")
 
     def tables_of(self, owner: Any, names: Sequence[str], plain: Sequence[str]) -> None:
         """Dicts that are attributes of an object: the keys of each, in their order, and what stands there.

@@ -607,9 +607,9 @@ def address_test(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
 
 
 def _guards_of(tensors: Sequence[torch.Tensor]) -> Any:
-    sizes: Any = [list(tensor.shape) for tensor in tensors]
-    strides: Any = [list(tensor.stride()) for tensor in tensors]
-    return torch._C._dynamo.guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    sizes, strides = [list(tensor.shape) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
+    guards: Any = torch._C._dynamo.guards
+    return guards.TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
 
 def _forms(tensors: Sequence[torch.Tensor]) -> list[tuple[Any, ...]]:

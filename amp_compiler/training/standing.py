@@ -142,6 +142,9 @@ class _Note:
     ) -> None:
         self._same, self._hooks, self._parameters, self._states, self._scale = same, hooks, parameters, states, scale
         self._watch = TensorWatch(parameters, buffers, placed)
+        self._versions: list[int] = []
+        self._steps = -1
+        self._now: list[int] | None = None
         self.watched = {id(tensor): tensor for tensor in (*parameters, *buffers)}
         self._now: list[int] | None = None
         self._versions: list[int] = []
@@ -170,10 +173,8 @@ class _Note:
                 parameters.update({id(parameter): parameter for parameter in group["params"]})
             for parameter, state in one.state.items():
                 states[id(parameter)] = state
-                for key, value in state.items():
-                    same.item(state, key)
-                    if isinstance(value, Tensor):
-                        placed[id(value)] = value
+                placed.update({id(value): value for value in state.values() if isinstance(value, Tensor)})
+            same.values_of(list(one.state.values()))
         own = list(parameters.values())
         beside = [tensor for number, tensor in buffers.items() if number not in parameters]
         kept_by_states = list(placed.values())
@@ -191,7 +192,7 @@ class _Note:
         """Whether the same objects stand everywhere, and lie where they lay."""
         self._now = None
         if torch.is_grad_enabled() and kept.scale() is self._scale and self._hooks.holds() and self._same():
-            self._now = self._watch.look()
+            self._now = self._watch.look(placed=kept.in_graphs())
         return self._now is not None
 
     def follow_writes(self, kept: KeptTensors) -> None:
