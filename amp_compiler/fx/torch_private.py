@@ -14,6 +14,8 @@ import torch.utils.checkpoint
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+from amp_compiler.fx.generators import generators_kept
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _ALLOCATE = "_empty_strided_cpu"  # read by the head of every module that Inductor writes
@@ -47,12 +49,18 @@ def compile_with_inductor(
         Exception: whatever Inductor and the C++ compiler behind it raise.
     """
     from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
+
+    def compile_one(*args: Any, **kwargs: Any) -> Any:
+        with generators_kept():  # a backward may be compiled when it first runs
+            return compile_fx_inner(*args, **kwargs)
 
     known = {name: value for name, value in options.items() if hasattr(config, name)}
     changed = OpenedOps(select_decomp_table(), opened, identity)
-    compiled: Any = compile_fx(graph_module, _cacheable(inputs), config_patches=known, decompositions=changed)
+    compiled: Any = compile_fx(
+        graph_module, _cacheable(inputs), compile_one, config_patches=known, decompositions=changed
+    )
     return compiled  # type: ignore[no-any-return]
 
 
