@@ -18,7 +18,7 @@ _ON_TENSORS = {
     torch.Tensor.register_post_accumulate_grad_hook: "register_post_accumulate_grad_hook",
     torch.Tensor.retain_grad: "retain_grad",
 }
-_GRAD_FN = torch.Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+_GRAD_FN = torch.Tensor.grad_fn.__get__  # type: ignore[union-attr]
 
 
 def refuse_module_hooks(model: nn.Module) -> None:

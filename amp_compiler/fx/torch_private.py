@@ -269,8 +269,8 @@ def frames_taken(wanted: Callable[[CodeType], bool]) -> Iterator[None]:
     Args:
         wanted: whether the code of a function that is about to run is to be compiled.
     """
-    rules = torch._dynamo.trace_rules
-    theirs: Any = rules.check
+    rules: Any = torch._dynamo.trace_rules
+    theirs = rules.check
 
     def check(looked_at: Any, is_inlined_call: bool = False, *rest: Any, **options: Any) -> Any:
         if not is_inlined_call and isinstance(looked_at, CodeType) and wanted(looked_at):
