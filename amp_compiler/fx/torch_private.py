@@ -16,6 +16,8 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+from amp_compiler.fx.generators import generators_kept
+
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _ALLOCATE = "_empty_strided_cpu"  # read by the head of every module that Inductor writes
@@ -60,7 +62,8 @@ def compile_with_inductor(
 
     def compile_one(*args: Any, **kwargs: Any) -> Any:
         try:
-            return inductor.compile_fx_inner(*args, **kwargs)
+            with generators_kept():  # a backward may be compiled when it first runs
+                return inductor.compile_fx_inner(*args, **kwargs)
         except Exception as cause:
             raise told(cause) from cause
 

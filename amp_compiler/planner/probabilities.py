@@ -8,11 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Node
 from amp_compiler.planner.draft import Draft
 from amp_compiler.policy.rules import Decision, Precision
 
 _OPEN = (Precision.LOW, Precision.WIDEST)
+
+
+def makers_of_outputs(draft: Draft, decisions: Mapping[str, Decision]) -> frozenset[str]:
+    """The squashing functions that make nothing but an FP32 output of a model, by node name.
+
+    The loss outside of it may take a logarithm: a probability that is rounded to 0 in FP16 gives NaN there. A function
+    with other readers is none of them, nor is what a user's own rule asks the low type for.
+
+    Args:
+        draft: the graph, the rules and what is planned for. An ONNX model is run, not trained: it has none.
+        decisions: what the rules say, by node name.
+    """
+    if draft.context.device == "onnx":
+        return frozenset()
+    own = {rule.where for rule in draft.rules.rules if rule.own}
+    graph, found = draft.graph, set()
+    for output in graph.outputs:
+        value, readers = output, 0
+        while (maker := graph.producer(value)) is not None and len(graph.users(value)) == readers:
+            info, decision = draft.rules.ops.info(maker.op), decisions[maker.name]
+            if info.squashes and graph.values[value].dtype is DType.FLOAT32:
+                if decision.precision in _OPEN and decision.rule not in own:
+                    found.add(maker.name)
+                break
+            if info.moves != "shape":
+                break
+            value, readers = maker.inputs[0].value, 1
+    return frozenset(found)
 
 
 def makers_of_probabilities(draft: Draft, decisions: Mapping[str, Decision]) -> dict[str, Node]:

@@ -12,7 +12,7 @@ from amp_compiler.ir.graph import Attr, Node
 from amp_compiler.passes.base import FunctionalPass, PassResult
 from amp_compiler.planner.draft import Draft
 from amp_compiler.planner.numbers import find_numbers
-from amp_compiler.planner.probabilities import makers_of_probabilities
+from amp_compiler.planner.probabilities import makers_of_outputs, makers_of_probabilities
 from amp_compiler.policy.marks import error_at
 from amp_compiler.policy.matching import RuleMatcher
 from amp_compiler.policy.rules import Decision, Precision
@@ -66,6 +66,9 @@ class Classify(FunctionalPass[Draft]):
         decisions = {node.name: _decide(subject, matcher, node) for node in subject.graph.nodes.values()}
         for name, loss in makers_of_probabilities(subject, decisions).items():
             reason = f"'{loss.name}' ({loss.op}) takes the logarithm of what it makes, so it runs in FP32"
+            decisions[name] = _in_fp32(decisions[name], reason)
+        for name in makers_of_outputs(subject, decisions):
+            reason = "it makes an FP32 output of the model between fixed bounds, whose logarithm a loss may take"
             decisions[name] = _in_fp32(decisions[name], reason)
         _keep_numbers(subject, decisions)
         return PassResult(replace(subject, decisions=decisions) if decisions else subject, bool(decisions))

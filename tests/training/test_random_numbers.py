@@ -148,3 +148,26 @@ def test_a_second_shape_and_a_report_draw_nothing_either():
     step.nonfinite_report()
     F.relu(step.gradients()["inner.weight"])
     assert states() == before
+
+
+@pytest.mark.compiles
+def test_a_backward_that_is_compiled_when_it_first_runs_draws_nothing(monkeypatch):
+    """Whatever the compiler draws: with dynamic shapes torch compiles a backward at its first call."""
+    import torch._inductor.compile_fx as compile_fx
+
+    real, drawn = compile_fx.fx_codegen_and_compile, []
+
+    def drawing(*args, **kwargs):
+        drawn.append((torch.rand(3), random.random(), np.random.rand()))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(compile_fx, "fx_codegen_and_compile", drawing)
+    rows = torch.export.Dim("rows", min=2)
+    model = amp.compile(nn.Linear(4, 4), dtype="bf16", dynamic_shapes=({0: rows},))
+    with torch._inductor.config.patch(force_disable_caches=True):
+        before = states()
+        loss = model(torch.ones(3, 4)).square().sum()
+        compiled = len(drawn)
+        assert compiled and states() == before
+        loss.backward()
+        assert len(drawn) > compiled and states() == before
