@@ -146,9 +146,6 @@ class _Note:
         self._steps = -1
         self._now: list[int] | None = None
         self.watched = {id(tensor): tensor for tensor in (*parameters, *buffers)}
-        self._now: list[int] | None = None
-        self._versions: list[int] = []
-        self._steps = 0
         self.left()
 
     @classmethod
