@@ -200,10 +200,16 @@ def _by_type(dtype: DType) -> Origin:
 
 
 def _sums_little(graph: PrecisionGraph, node: Node, info: OpInfo) -> bool:
-    """True for a product of positions or coordinates: the outer one of two vectors, or one that sums few numbers."""
+    """True for a product of positions or coordinates: the outer one of two vectors, or one that sums few numbers.
+
+    A layer of a torch model, whose weight is a parameter, is none, however narrow it is.
+    """
     equation = node.attrs.get("equation")
     if isinstance(equation, str):  # an einsum
         read, arrow, made = equation.replace(" ", "").partition("->")
         return bool(arrow) and set(read) - {",", "."} <= set(made)
+    learned = [operand for operand in node.inputs if graph.values[operand.value].kind is ValueKind.PARAMETER]
+    if learned and graph.device != "onnx":  # an ONNX file does not tell parameters from other stored numbers
+        return False
     size = reduction_size(graph, node, info.sums) if info.family == "matmul" else None
     return size is not None and size <= _COORDINATES

@@ -101,6 +101,17 @@ def test_products_of_coordinates(product, little):
     assert ("m" in kept) is ("s" in kept) is little
 
 
+@pytest.mark.parametrize(("kind", "little"), [("param", False), ("buffer", True)])
+def test_a_narrow_layer_of_a_torch_model_makes_data(kind, little):
+    """Its weight is learned; a buffer holds frequencies."""
+    body = (
+        f"graph cpu\ninput x: fp32[4, 2]\n{kind} w: fp32[8, 2]\nm = aten.linear(input=x, weight=w) -> fp32[4, 8]\n"
+        "g = aten.gt(self=m) {other=0} -> bool[4, 8]\nreturn g\n"
+    )
+    numbers = find_numbers(parse_graph(body), load_rules("default"))
+    assert ("m" in numbers.kept) is ("g" in numbers.kept) is little
+
+
 def test_each_part_has_a_switch():
     body = mul("a", "x", "c") + cast("i", "a") + mul("b", "x", "c") + one("s", "Sin", "b")
     assert found(body, {"angles": False}) == (["a"], [])
