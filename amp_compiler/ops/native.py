@@ -91,7 +91,7 @@ NATIVE_OPS: tuple[NativeOp, ...] = (
             ready=_always,
             fits=recurrent.can_run,
             implementation=getattr(torch.ops.amp_compiler, kind).default,
-            gain="a step of nn.GRU(64, 128), batch 32, 20 steps: 0.6 of the time in BF16; 4 s to compile 100, not 75",
+            gain="an FP32 state, one node for all steps; native loops in BF16, torch's slower ones in other types",
         )
         for kind in recurrent.KINDS
     ),

@@ -86,11 +86,9 @@ class Family(_Names):
 
 
 @dataclass(frozen=True)
-class Op(_Names):
-    """The canonical name of the op matches one of these globs."""
+class _Ops(_Names):
+    """Globs on canonical names of ops."""
 
-    key: ClassVar[str] = "op"
-    about: ClassVar[str] = "glob on the canonical op name: aten.linear, onnx.Reduce*"
     form: ClassVar[Any] = forms.Texts
 
     @classmethod
@@ -99,6 +97,14 @@ class Op(_Names):
         for glob in given:
             check_op(glob, mark(glob), table)
         return cls(tuple(given))
+
+
+@dataclass(frozen=True)
+class Op(_Ops):
+    """The canonical name of the op matches one of these globs."""
+
+    key: ClassVar[str] = "op"
+    about: ClassVar[str] = "glob on the canonical op name: aten.linear, onnx.Reduce*"
 
     def possible(self, info: OpInfo, context: Context) -> bool:
         """By the name of the op."""
@@ -110,19 +116,11 @@ class Op(_Names):
 
 
 @dataclass(frozen=True)
-class Feeds(_Names):
+class Feeds(_Ops):
     """An op that reads a result of the node matches one of these globs."""
 
     key: ClassVar[str] = "feeds"
     about: ClassVar[str] = "glob on the canonical name of an op that reads the result"
-    form: ClassVar[Any] = forms.Texts
-
-    @classmethod
-    def read(cls, given: Any, table: OpTable, mark: Callable[[str], Mark]) -> Self:
-        """Every glob matches an op of the table."""
-        for glob in given:
-            check_op(glob, mark(glob), table)
-        return cls(tuple(given))
 
     def holds(self, node: Node, view: View) -> bool:
         """By the ops that read what the node makes."""

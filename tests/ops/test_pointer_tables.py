@@ -115,9 +115,11 @@ def test_every_capture_finds_memory_although_none_can_be_asked_for():
             cache.groups([first], HERE, 4), cache.groups([second], HERE, 4)
         with cache.of_graph() as tables:
             memory.captures = True
-            cache.groups([grads()], HERE, 4), cache.groups([grads()], HERE, 4)
+            given = grads(), grads()
+            groups = [cache.groups([one], HERE, 4) for one in given]
             memory.captures = False
         tables.fill()
+        assert [addresses(one) for one in groups] == [[tensor.data_ptr() for tensor in one] for one in given]
 
 
 def test_a_capture_by_anyone_else_copies_in_every_replay():
