@@ -178,6 +178,23 @@ def convert(
     keep_io_types: Annotated[
         bool, typer.Option("--keep-io-types/--no-keep-io-types", help="Inputs and outputs keep their types.")
     ] = True,
+    raise_opset: Annotated[
+        bool,
+        typer.Option(
+            "--raise-opset/--no-raise-opset",
+            help="Raise the opset where only a later one admits the 16-bit type; else such nodes stay FP32.",
+        ),
+    ] = True,
+    opset: Annotated[
+        int | None, typer.Option("--opset", min=1, metavar="N", help="Raise the model to this opset, and no further.")
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check/--no-check",
+            help="Refuse what ONNX's full checker refuses, and load the result once in ONNX Runtime.",
+        ),
+    ] = True,
     json_: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Convert an ONNX model to mixed precision. Exit codes: 1 no conversion, 2 wrong usage, 3 failed verification."""
@@ -185,11 +202,23 @@ def convert(
 
     from amp_compiler.cli.convert import ConvertOptions, run_convert
 
-    check_place("--report", report)
+    named = {"the input": source, "the output": output, "the data of the output": Path(f"{output}.data")}
+    check_place("--report", report, named | {"the rules": Path(rules), "the calibration data": calibrate})
     if tolerance is not None and not verify:
         raise UsageError("it says which --verify passes", where="--tolerance", mend="give --verify as well")
     options = ConvertOptions(
-        source, output, rules, dtype.value, calibrate, verify, tolerance, report, keep_io_types=keep_io_types
+        source,
+        output,
+        rules,
+        dtype.value,
+        calibrate,
+        verify,
+        tolerance,
+        report,
+        keep_io_types=keep_io_types,
+        raise_opset=raise_opset,
+        opset=opset,
+        check=check,
     )
     summary = run_convert(options)
     if json_:

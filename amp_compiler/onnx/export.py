@@ -18,6 +18,7 @@ from amp_compiler.errors import CaptureError, OnnxError
 from amp_compiler.fx.capture import StandIn, export_module, split_example
 from amp_compiler.fx.lower import lower_graph
 from amp_compiler.ir.dtypes import DType, low_type
+from amp_compiler.ir.files import output_file
 from amp_compiler.ir.graph import Pin
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.exporting.exporter import run_exporter
@@ -110,8 +111,8 @@ def export_onnx(
             mend="for an ONNX file there is amp.convert_onnx",
         )
     target = None if output is None else Path(output)
-    if target is not None and not target.parent.is_dir():
-        raise OnnxError("there is no such folder", where=str(target.parent), mend="create it first")
+    if output is not None:
+        output_file(output, OnnxError)
     args, kwargs = split_example(example_args)
     version = DEFAULT_OPSET[low] if opset is None else opset
     if not isinstance(version, int) or not 1 <= version <= onnx.defs.onnx_opset_version():

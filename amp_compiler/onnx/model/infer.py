@@ -6,9 +6,11 @@ import math
 from pathlib import Path
 
 import onnx
+import onnx.external_data_helper
 import onnx.shape_inference
 
 from amp_compiler.errors import OnnxError
+from amp_compiler.onnx.model.validate import refused
 
 _SMALL = 1024  # elements up to which inference is given the data of an initializer
 
@@ -46,7 +48,7 @@ def _stub(tensor: onnx.TensorProto, folder: Path | None, external: bool) -> onnx
     small.CopyFrom(tensor)
     try:
         onnx.external_data_helper.load_external_data_for_tensor(small, str(folder or ""))
-    except (OSError, ValueError, onnx.checker.ValidationError) as cause:
+    except Exception as cause:
         raise OnnxError(
             f"the external data of '{tensor.name}' cannot be read: {cause}",
             mend="keep the data files beside the model, and give the path of the model",
@@ -66,9 +68,27 @@ def infer(light: onnx.ModelProto, *, strict: bool = False) -> onnx.ModelProto:
     Raises:
         OnnxError: inference found the model inconsistent.
     """
+    return _infer(light, strict=strict, data_prop=True)
+
+
+def infer_checked(light: onnx.ModelProto) -> onnx.ModelProto:
+    """ONNX's own shape and type inference of a model that its full checker takes.
+
+    Args:
+        light: a model made by `stripped`.
+
+    Raises:
+        OnnxError: the full checker refuses the model.
+    """
     try:
-        return onnx.shape_inference.infer_shapes(light, check_type=strict, strict_mode=strict, data_prop=True)
-    except (onnx.shape_inference.InferenceError, ValueError, RuntimeError) as cause:
-        raise OnnxError(
-            f"ONNX's own inference finds it inconsistent: {cause}", mend="run onnx.checker.check_model on it"
-        ) from cause
+        return _infer(light, strict=True, data_prop=True)
+    except OnnxError:  # the checker does not propagate data
+        _infer(light, strict=True, data_prop=False)
+    return _infer(light, strict=False, data_prop=True)
+
+
+def _infer(light: onnx.ModelProto, *, strict: bool, data_prop: bool) -> onnx.ModelProto:
+    try:
+        return onnx.shape_inference.infer_shapes(light, check_type=strict, strict_mode=strict, data_prop=data_prop)
+    except Exception as cause:
+        raise refused(cause, light.graph.name, "ONNX's own inference finds it inconsistent") from cause

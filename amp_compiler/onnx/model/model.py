@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,8 +14,12 @@ import onnx_ir
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import DType
-from amp_compiler.onnx.model.infer import infer, stripped
+from amp_compiler.onnx.model.infer import infer, infer_checked, stripped
+from amp_compiler.onnx.model.order import in_order
 from amp_compiler.onnx.model.types import neutral_type
+from amp_compiler.onnx.model.validate import check_fully, check_structure, told_as_onnx
+from amp_compiler.onnx.model.walk import proto_bodies as proto_bodies
+from amp_compiler.onnx.model.walk import proto_graphs as proto_graphs
 
 SIZE_HINT = 64  # elements that a dimension of unknown size counts for
 
@@ -121,7 +126,7 @@ def open_model(source: Source) -> OnnxFile:
         source: a path; or a message, which is not changed; or a model that is open already.
 
     Raises:
-        OnnxError: there is no such file, or it holds no ONNX model.
+        OnnxError: there is no such file, or it holds no ONNX model, or a damaged one.
 
     Example:
         ```python
@@ -133,7 +138,7 @@ def open_model(source: Source) -> OnnxFile:
     if isinstance(source, OnnxFile):
         return source
     if isinstance(source, onnx.ModelProto):
-        return OnnxFile(source)
+        return _checked(OnnxFile(source))
     if not isinstance(source, str | Path):
         raise OnnxError(
             f"amp_compiler cannot read a {type(source).__name__} as an ONNX model",
@@ -141,15 +146,27 @@ def open_model(source: Source) -> OnnxFile:
         )
     path = Path(source)
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
+            raise OnnxError("it is no regular file", where=str(path), mend="name an ONNX file")
         proto = onnx.load(path, load_external_data=False)
+    except OnnxError:
+        raise
     except OSError as cause:
         why = (cause.strerror or str(cause)).lower()
         raise OnnxError(f"cannot be read: {why}", where=str(path), mend="name an ONNX file") from cause
     except Exception as cause:  # protobuf and ONNX's readers of its text forms raise errors of their own
         raise OnnxError("this is no ONNX model, or a damaged one", where=str(path), mend="export it again") from cause
+    return _checked(OnnxFile(proto, path))
+
+
+def _checked(opened: OnnxFile) -> OnnxFile:
+    """The model, if it is one."""
+    proto = opened.proto
     if not proto.HasField("graph") or not proto.opset_import:
-        raise OnnxError("this is no ONNX model: it has no graph or no opset", where=str(path), mend="export it again")
-    return OnnxFile(proto, path)
+        raise OnnxError("this is no ONNX model: it has no graph or no opset", where=opened.name, mend="export it again")
+    with told_as_onnx(opened.name, "it is damaged"):
+        check_structure(proto, opened.folder)
+    return opened
 
 
 def to_ir(model: OnnxFile) -> onnx_ir.Model:
@@ -158,36 +175,42 @@ def to_ir(model: OnnxFile) -> onnx_ir.Model:
     Raises:
         OnnxError: its graph is malformed.
     """
-    try:
+    with told_as_onnx(model.name, "its graph is malformed"):
         made = onnx_ir.serde.deserialize_model(model.proto)
-    except (ValueError, TypeError, onnx_ir.serde.SerdeError) as cause:
-        raise OnnxError(
-            f"its graph is malformed: {cause}", where=model.name, mend="run onnx.checker.check_model on it"
-        ) from cause
     if model.folder is not None:
         onnx_ir.external_data.set_base_dir(made.graph, model.folder)
     return made
 
 
-def read_model(opened: OnnxFile) -> OnnxModel:
+def read_model(opened: OnnxFile, *, check: bool = True) -> OnnxModel:
     """Read a model into `onnx_ir` and infer types. Model-local functions are written out where they are called.
+
+    Args:
+        opened: the model.
+        check: refuse what ONNX's full checker refuses.
 
     Raises:
         OnnxError: the model holds what `onnx_ir` would lose, or its graph is malformed.
     """
     proto, folder = opened.proto, opened.folder
     _refuse(proto)
-    if proto.functions:
-        proto = onnx.inliner.inline_local_functions(proto)
-    model = to_ir(replace(opened, proto=proto))
-    found = OnnxModel(proto, model, folder=folder)
-    inferred = infer(stripped(proto, folder))
-    _Binder(found).bind(model.graph, proto.graph, inferred.graph)
-    if not _is_sorted(model.graph, set()):
-        try:
-            model.graph.sort()
-        except ValueError as cause:
-            raise OnnxError("its graph has a cycle", mend="run onnx.checker.check_model on it") from cause
+    proto = in_order(proto)
+    light = stripped(proto, folder)
+    if check:
+        check_fully(light, opened.name)
+    with told_as_onnx(opened.name, "its graph is malformed"):
+        if proto.functions:
+            proto = onnx.inliner.inline_local_functions(proto)
+            light = stripped(proto, folder)
+        model = to_ir(replace(opened, proto=proto))
+        found = OnnxModel(proto, model, folder=folder)
+        inferred = infer_checked(light) if check else infer(light)
+        _Binder(found).bind(model.graph, proto.graph, inferred.graph)
+        if not _is_sorted(model.graph, set()):
+            try:
+                model.graph.sort()
+            except ValueError as cause:
+                raise OnnxError("its graph has a cycle", mend="run onnx.checker.check_model on it") from cause
     return found
 
 
@@ -200,27 +223,6 @@ def _refuse(proto: onnx.ModelProto) -> None:
                 f"graph '{graph.name}' has sparse initializers, which a conversion would lose",
                 mend="make them dense: onnx.helper.make_tensor",
             )
-
-
-def proto_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """A graph and all bodies in it."""
-    pending = [graph]
-    while pending:
-        current = pending.pop()
-        yield current
-        for node in current.node:
-            pending.extend(proto_bodies(node).values())
-
-
-def proto_bodies(node: onnx.NodeProto) -> dict[str, onnx.GraphProto]:
-    """The bodies of a control-flow node by attribute name, as `bodies` names them."""
-    found = {}
-    for attribute in node.attribute:
-        if attribute.type == onnx.AttributeProto.GRAPH:
-            found[attribute.name] = attribute.g
-        elif attribute.type == onnx.AttributeProto.GRAPHS:
-            found.update({f"{attribute.name}.{index}": body for index, body in enumerate(attribute.graphs)})
-    return found
 
 
 def all_graphs(graph: onnx_ir.Graph) -> Iterator[onnx_ir.Graph]:
