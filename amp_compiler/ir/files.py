@@ -79,7 +79,7 @@ def output_file(path: str | Path, error: type[AmpError] = AmpError) -> Path:
         mode = found.stat().st_mode
     except FileNotFoundError:
         if not found.parent.is_dir():
-            raise error("there is no such folder", where=str(found.parent), mend="create it first") from None
+            raise error("there is no such folder", where=shown, mend=f"create {found.parent} first") from None
         return found
     except OSError as cause:
         raise error(f"cannot write there: {cause.strerror}", where=shown, mend="name another file") from cause

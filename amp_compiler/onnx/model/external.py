@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
+import onnx_ir
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.model.walk import all_tensors
@@ -112,6 +113,42 @@ def _inside(tensor: onnx.TensorProto, location: str, base: Path) -> Path:
     except (OSError, RuntimeError) as cause:  # a circle of links, a name too long
         raise _wrong(tensor, f"its data cannot be read from '{location}': {cause}", _BESIDE) from cause
     return path
+
+
+def with_data(tensor: onnx.TensorProto, folder: Path | None) -> onnx.TensorProto:
+    """A copy of an external tensor that holds its data.
+
+    Args:
+        tensor: the tensor, which `check_external` has looked at.
+        folder: where the model is; the working folder for one in memory.
+
+    Raises:
+        OnnxError: the data cannot be read.
+    """
+    place = place_of(tensor)
+    made = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+    made.doc_string = tensor.doc_string
+    try:
+        path = _inside(tensor, place.location, Path(folder or "."))
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise _wrong(tensor, f"its data are said to lie in '{place.location}', which is no regular file", _BESIDE)
+        with path.open("rb") as file:
+            file.seek(place.offset)
+            made.raw_data = file.read(bytes_of(tensor))
+    except OSError as cause:
+        raise _wrong(
+            tensor, f"its external data cannot be read from '{place.location}': {cause.strerror}", _BESIDE
+        ) from cause
+    return made
+
+
+def bytes_of(tensor: onnx.TensorProto) -> int:
+    """The bytes that a tensor of this type and shape takes up, as raw data."""
+    size = 1
+    for dim in tensor.dims:
+        size *= dim
+    bits = onnx_ir.DataType(tensor.data_type).bitwidth if tensor.data_type != onnx.TensorProto.STRING else 0
+    return -(-size * bits // 8)
 
 
 def external_files(proto: onnx.ModelProto, folder: Path) -> list[Path]:

@@ -6,11 +6,12 @@ import math
 from pathlib import Path
 
 import onnx
-import onnx.external_data_helper
 import onnx.shape_inference
 
 from amp_compiler.errors import OnnxError
+from amp_compiler.onnx.model.external import is_external, with_data
 from amp_compiler.onnx.model.validate import refused
+from amp_compiler.onnx.model.walk import all_inner_tensors
 
 _SMALL = 1024  # elements up to which inference is given the data of an initializer
 
@@ -21,7 +22,7 @@ def stripped(proto: onnx.ModelProto, folder: Path | None = None, *, external: bo
     Args:
         proto: the model; it is not changed.
         folder: where external data lie.
-        external: read small external data, such as shapes.
+        external: read small external data, such as shapes, and those of bodies and attributes.
 
     Raises:
         OnnxError: small external data cannot be read.
@@ -35,27 +36,20 @@ def stripped(proto: onnx.ModelProto, folder: Path | None = None, *, external: bo
         getattr(light.graph, kind).extend(getattr(graph, kind))
     for tensor in graph.initializer:
         light.graph.initializer.append(_stub(tensor, folder, external))
+    if external:
+        for inner in all_inner_tensors(light):
+            if is_external(inner):
+                inner.CopyFrom(with_data(inner, folder))
     return light
 
 
 def _stub(tensor: onnx.TensorProto, folder: Path | None, external: bool) -> onnx.TensorProto:
-    outside = tensor.data_location == onnx.TensorProto.EXTERNAL
+    outside = is_external(tensor)
     if math.prod(tensor.dims) > _SMALL or (outside and not external):
         return onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
     if not outside:
         return tensor
-    small = onnx.TensorProto()
-    small.CopyFrom(tensor)
-    try:
-        onnx.external_data_helper.load_external_data_for_tensor(small, str(folder or ""))
-    except Exception as cause:
-        raise OnnxError(
-            f"the external data of '{tensor.name}' cannot be read: {cause}",
-            mend="keep the data files beside the model, and give the path of the model",
-        ) from cause
-    small.data_location = onnx.TensorProto.DEFAULT
-    del small.external_data[:]
-    return small
+    return with_data(tensor, folder)
 
 
 def infer(light: onnx.ModelProto, *, strict: bool = False) -> onnx.ModelProto:

@@ -182,6 +182,18 @@ def to_ir(model: OnnxFile) -> onnx_ir.Model:
     return made
 
 
+def check_model(opened: OnnxFile) -> None:
+    """Refuse what ONNX's full checker refuses.
+
+    Raises:
+        OnnxError: with the node.
+    """
+    with told_as_onnx(opened.name, "its graph is malformed"):
+        light = stripped(in_order(opened.proto), opened.folder)
+        check_fully(light, opened.name)
+        infer_checked(light)
+
+
 def read_model(opened: OnnxFile, *, check: bool = True) -> OnnxModel:
     """Read a model into `onnx_ir` and infer types. Model-local functions are written out where they are called.
 

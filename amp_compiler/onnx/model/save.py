@@ -23,8 +23,21 @@ Check = Callable[[onnx.ModelProto, Path], None]
 
 
 def to_proto(model: OnnxModel) -> onnx.ModelProto:
-    """The model as a message, all data in it."""
+    """The model as a message, all data in it.
+
+    Raises:
+        OnnxError: that would be more than a message can hold.
+    """
+    if _size(model) > _INLINE_LIMIT:
+        raise OnnxError(
+            f"it holds {_size(model)} bytes of data, more than one message can", mend="name a file to write: output="
+        )
     model.restore_text()
+    _load_attributes(model)
+    for graph in all_graphs(model.ir.graph):
+        for value in graph.initializers.values():
+            if isinstance(value.const_value, ir.ExternalTensor):
+                value.const_value = _loaded(value.const_value)
     return ir.serde.serialize_model(model.ir)
 
 
@@ -59,6 +72,7 @@ def save(model: OnnxModel, path: Path, check: Check) -> None:
             mend="name the file itself",
         )
     model.restore_text()
+    _load_attributes(model)
     try:
         with workspace(target.parent) as folder:
             made = folder / target.name
@@ -76,6 +90,20 @@ def save(model: OnnxModel, path: Path, check: Check) -> None:
             where=str(path),
             mend="name a file in a folder that can be written",
         ) from cause
+
+
+def _load_attributes(model: OnnxModel) -> None:
+    """Let attributes hold their data, which only initializers may have in a file of their own."""
+    for graph in all_graphs(model.ir.graph):
+        for node in graph:
+            for name, attribute in node.attributes.items():
+                if attribute.type == ir.AttributeType.TENSOR and isinstance(attribute.value, ir.ExternalTensor):
+                    node.attributes[name] = ir.AttrTensor(name, _loaded(attribute.value))
+
+
+def _loaded(tensor: ir.ExternalTensor) -> ir.TensorProtocol:
+    (made,) = ir.external_data.convert_tensors_from_external([tensor])
+    return made
 
 
 def _write_with_data(model: OnnxModel, made: Path, target: Path, check: Check) -> None:

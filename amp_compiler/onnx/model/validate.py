@@ -18,7 +18,7 @@ import onnx_ir
 from onnx import AttributeProto, TensorProto
 
 from amp_compiler.errors import AmpError, OnnxError
-from amp_compiler.onnx.model.external import check_external, is_external
+from amp_compiler.onnx.model.external import bytes_of, check_external, is_external
 from amp_compiler.onnx.model.walk import attribute_tensors, function_nodes, node_place, proto_bodies
 
 DEEPEST = 30
@@ -59,6 +59,11 @@ def check_structure(proto: onnx.ModelProto, folder: Path | None) -> None:
     for entry in proto.opset_import:
         if not 0 < entry.version < 2**31:
             raise OnnxError(f"it imports version {entry.version} of the domain '{entry.domain}'", mend=_EXPORT)
+        if entry.domain in ("", "ai.onnx") and entry.version > onnx.defs.onnx_opset_version():
+            raise OnnxError(
+                f"its opset is {entry.version}, and the installed onnx knows opsets up to {onnx.defs.onnx_opset_version()}",
+                mend="install a newer onnx, or export the model with an earlier opset",
+            )
     _check_functions(proto)
     _Checker(folder).graph(proto.graph, "the graph")
     for function in proto.functions:
@@ -141,7 +146,7 @@ class _Checker:
         if size < 0 or any(dim < 0 for dim in dims) or size >= 2**60:
             raise OnnxError(f"its shape is {list(dims)}, which no tensor has", where=where, mend=_EXPORT)
         bits = onnx_ir.DataType(tensor.data_type).bitwidth if tensor.data_type != TensorProto.STRING else 0
-        needed = -(-size * bits // 8)
+        needed = bytes_of(tensor)
         if is_external(tensor):
             check_external(tensor, needed, self.folder)
             return

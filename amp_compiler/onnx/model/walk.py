@@ -71,6 +71,16 @@ def all_tensors(proto: onnx.ModelProto) -> Iterator[tuple[str, onnx.TensorProto]
                 yield node_place(node), tensor
 
 
+def all_inner_tensors(proto: onnx.ModelProto) -> Iterator[onnx.TensorProto]:
+    """The tensors of attributes, and the initializers of bodies."""
+    for graph in proto_graphs(proto.graph):
+        if graph is not proto.graph:
+            yield from graph.initializer
+    for node in all_nodes(proto):
+        for attribute in node.attribute:
+            yield from attribute_tensors(attribute)
+
+
 def attribute_tensors(attribute: AttributeProto) -> Iterator[onnx.TensorProto]:
     """The tensors that an attribute holds."""
     if attribute.type == AttributeProto.TENSOR:
