@@ -235,6 +235,4 @@ def told_late(lowered: Lowered, rules: RuleSet, *, raising: bool, opset: int | N
         mend = f"the installed onnxruntime loads opsets up to {latest}, and not every op in all of them; opset= names another"
     else:
         mend = "export the model with a later opset"
-    return (
-        f"{nodes} FP32 because the opset is {lowered.model.opset('')}: {lowered.low.short} comes later for {listed}; {mend}"
-    )
+    return f"{nodes} FP32 because the opset is {lowered.model.opset('')}: {lowered.low.short} comes later for {listed}; {mend}"

@@ -92,7 +92,8 @@ def nested(depth: int) -> onnx.ModelProto:
 def branchless() -> onnx.ModelProto:
     body = h.make_graph([node("Identity", ["x"], ["o"])], "b", [], [info("o", 4, 8)])
     return made(
-        [h.make_node("If", ["c"], ["y"], then_branch=body, name="bad")], inputs=[info("c", kind=T.BOOL), info("x", 4, 8)]
+        [h.make_node("If", ["c"], ["y"], then_branch=body, name="bad")],
+        inputs=[info("c", kind=T.BOOL), info("x", 4, 8)],
     )
 
 
@@ -316,8 +317,14 @@ EXTERNAL: dict[str, tuple[Callable[[Path], Path], str]] = {
     "a NUL": (lambda folder: beside(folder, location="a\0b"), "does not say which file"),
     "a name too long": (lambda folder: beside(folder, location="x" * 3000), "cannot be read from"),
     "an absurd length": (lambda folder: beside(folder, length="9" * 40), "length .* no number of bytes"),
-    "another length": (lambda folder: beside(folder, length="123"), "123 bytes of data, and its type and shape ask for"),
-    "a huge length": (lambda folder: beside(folder, length=str(2**50)), "bytes of data, and its type and shape ask for"),
+    "another length": (
+        lambda folder: beside(folder, length="123"),
+        "123 bytes of data, and its type and shape ask for",
+    ),
+    "a huge length": (
+        lambda folder: beside(folder, length=str(2**50)),
+        "bytes of data, and its type and shape ask for",
+    ),
     "a negative offset": (lambda folder: beside(folder, offset="-5"), "'-5', which is no number of bytes"),
     "a huge offset": (lambda folder: beside(folder, offset=str(2**50)), "end at byte"),
     "no number": (lambda folder: beside(folder, offset="one"), "'one', which is no number of bytes"),

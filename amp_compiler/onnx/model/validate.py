@@ -171,7 +171,9 @@ def _held(tensor: TensorProto, size: int, needed: int, bits: int) -> tuple[int, 
 def _check_element(element: int, where: str) -> None:
     if element not in _ELEMENTS or element == TensorProto.UNDEFINED:
         raise OnnxError(
-            f"its element type is number {element}, which nobody knows", where=where, mend="use a newer onnx, or " + _EXPORT
+            f"its element type is number {element}, which nobody knows",
+            where=where,
+            mend="use a newer onnx, or " + _EXPORT,
         )
 
 
@@ -208,20 +210,19 @@ def _check_functions(proto: onnx.ModelProto) -> None:
         _check_names("a function", iter(names))
         key = (_domain(function.domain), function.name, function.overload)
         if key in found:
-            raise OnnxError(
-                "there are two functions of that name", where=_told(key), mend="remove one, or " + _EXPORT
-            )
+            raise OnnxError("there are two functions of that name", where=_told(key), mend="remove one, or " + _EXPORT)
         found[key] = function
     if not found:
         return
-    calls = {key: [called for node in function_nodes(one) if (called := _called(node)) in found] for key, one in found.items()}
+    calls = {
+        key: [called for node in function_nodes(one) if (called := _called(node)) in found]
+        for key, one in found.items()
+    }
     sizes: dict[tuple[str, str, str], int] = {}
     for key in _innermost_first(calls):
         own = sum(1 for _ in function_nodes(found[key]))
         sizes[key] = own + sum(sizes[called] for called in calls[key])
-    total = sum(
-        sizes[called] for node in _graph_nodes(proto.graph) if (called := _called(node)) in sizes
-    )
+    total = sum(sizes[called] for node in _graph_nodes(proto.graph) if (called := _called(node)) in sizes)
     if total > MOST_NODES:
         raise OnnxError(
             f"its functions make {total} nodes once they are written out where they are called",
