@@ -18,6 +18,7 @@ from amp_compiler.ir.files import output_file
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.check.loads import Refusal, refusal_of
 from amp_compiler.onnx.lowering.apply import apply_plan
+from amp_compiler.onnx.lowering.batch_norms import unify_batch_norms
 from amp_compiler.onnx.lowering.lower import Lowered
 from amp_compiler.onnx.lowering.norms import guard_norms
 from amp_compiler.onnx.model.edit import unique
@@ -129,6 +130,7 @@ def convert_onnx(
             changed = apply_plan(lowered, plan, floors=found.floors(labels, low), keep_io_types=keep_io_types)
             if changed:
                 guard_norms(lowered)
+                unify_batch_norms(lowered, plan)
             if target is None:
                 converted = to_proto(lowered.model)
                 _check(lowered, converted, lowered.model.folder, loading)

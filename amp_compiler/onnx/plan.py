@@ -14,6 +14,7 @@ from amp_compiler.ir.dtypes import DType, low_type
 from amp_compiler.ir.graph import Node
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.check.loads import latest_opset, refusal_of
+from amp_compiler.onnx.lowering.batch_norms import pin_batch_norms
 from amp_compiler.onnx.lowering.lower import Lowered, lower
 from amp_compiler.onnx.lowering.norms import find_norms, pin_norm
 from amp_compiler.onnx.lowering.overflow import Overflows
@@ -98,6 +99,7 @@ def plan_onnx(
             if raised is not None:
                 lowered = lower(read_model(raised, check=False), low, named=named, keep_io_types=keep_io_types)
         found = pin_ranges(lowered, ranges)
+        pin_batch_norms(lowered)
         if rules.keeps("running_sums"):
             pin_running_sums(lowered)
         known = {name: largest for name, largest in (ranges or {}).items() if name in lowered.graph.values}

@@ -12,6 +12,7 @@ from amp_compiler.policy.op_table import op_table
 
 _CASTS = ("onnx.Cast", "onnx.CastLike")
 _BITS = ("onnx.BitCast",)
+_FP32_WITHIN = ("onnx.MeanVarianceNormalization",)
 
 
 class Constraints:
@@ -122,4 +123,6 @@ def pin_of(constraints: Constraints, op: str, *, named: bool, quantized: bool) -
     if not any(constraints.is_flexible(value) for value in values):
         return None
     wrong = constraints.unmovable()
+    if wrong is None and op in _FP32_WITHIN:
+        return Pin("fp32", "ONNX defines it by arithmetic with FP32 numbers, which other types do not fit")
     return Pin("keep", wrong) if wrong is not None else None
