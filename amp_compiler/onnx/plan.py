@@ -234,7 +234,8 @@ def told_late(lowered: Lowered, rules: RuleSet, *, raising: bool, opset: int | N
     elif opset is not None:
         mend = "name a later opset, or none"
     elif latest is not None:
-        mend = f"the installed onnxruntime loads opsets up to {latest}, and not every op in all of them; opset= names another"
+        mend = f"the onnxruntime loads opsets up to {latest}, and not every op in all of them; opset= names another"
     else:
         mend = "export the model with a later opset"
-    return f"{nodes} FP32 because the opset is {lowered.model.opset('')}: {lowered.low.short} comes later for {listed}; {mend}"
+    present, short = lowered.model.opset(""), lowered.low.short
+    return f"{nodes} FP32 because the opset is {present}: {short} comes later for {listed}; {mend}"

@@ -1,7 +1,7 @@
 """Damaged models by the thousand: seeded changes of bytes and of graphs, and what becomes of them.
 
-Run as a program, so that a crash or a loop without end in a library is a failure with its number, and not the end of the
-tests: `python fuzz_models.py FIRST COUNT` prints a line for each case.
+Run as a program, so that a crash or a loop without end in a library is a failure with its number, and not the end of
+the tests: `python fuzz_models.py FIRST COUNT` prints a line for each case.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def test_data_beside_a_link_to_another_folder_are_refused(tmp_path):
     source = stored_beside(tmp_path / "in", "m.onnx")
     (tmp_path / "other").mkdir()
     (tmp_path / "out.onnx").symlink_to("other/real.onnx")
-    with pytest.raises(OnnxError, match="a symbolic link to another folder .*; name the file itself"):
+    with pytest.raises(OnnxError, match=r"a symbolic link to another folder .*; name the file itself"):
         convert_onnx(source, tmp_path / "out.onnx")
     assert not list((tmp_path / "other").iterdir())
 

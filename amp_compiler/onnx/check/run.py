@@ -33,7 +33,7 @@ class Engine:
 
     Args:
         providers: execution providers of ONNX Runtime, the first choice first: `CUDAExecutionProvider`, say.
-        custom_ops: libraries with the kernels of custom ops, as ONNX Runtime's `register_custom_ops_library` takes them.
+        custom_ops: libraries with kernels of custom ops, as ONNX Runtime's `register_custom_ops_library` takes them.
     """
 
     providers: tuple[str, ...] = ("CPUExecutionProvider",)

@@ -1,8 +1,9 @@
 """Batch norms behind a product of matrices: one type for data and parameters.
 
-ONNX lets a `BatchNormalization` of 16-bit data keep its statistics, and from opset 15 on its scale and bias, in FP32. ONNX
-Runtime merges one that reads a `MatMul` into its weight, with one type for all of them, and refuses the model where they
-have two (seen in ONNX Runtime 1.31). So there the parameters are rounded too, where they can be, and else it runs in FP32.
+ONNX lets a `BatchNormalization` of 16-bit data keep its statistics, and from opset 15 on its scale and bias, in FP32.
+ONNX Runtime merges one that reads a `MatMul` into its weight, with one type for all of them, and refuses the model
+where they have two (seen in ONNX Runtime 1.31). So there the parameters are rounded too, and where they cannot be, the norm
+runs in FP32.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ _PRODUCT = "onnx.MatMul"
 
 
 def pin_batch_norms(lowered: Lowered) -> None:
-    """Pin to FP32 the batch norms behind a `MatMul` whose parameters the low type does not hold. Changes `lowered.graph`.
+    """Pin to FP32 the batch norms behind a `MatMul` whose parameters the low type does not hold.
 
+    Changes `lowered.graph`.
     It holds a number that is 0, or of a magnitude between its smallest normal and its largest one.
     """
     for node in _behind_products(lowered):

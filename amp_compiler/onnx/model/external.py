@@ -85,8 +85,8 @@ def check_external(tensor: onnx.TensorProto, needed: int, folder: Path | None) -
     if found.st_nlink > 1 and folder is not None:
         raise _wrong(
             tensor,
-            f"its data lie in '{place.location}', a file with {found.st_nlink} names (hard links), which onnx refuses to"
-            " read",
+            f"its data lie in '{place.location}', a file with {found.st_nlink} names (hard links), which onnx refuses"
+            " to read",
             "put a copy of the file beside the model",
         )
     if place.offset + needed > found.st_size:
@@ -104,7 +104,7 @@ def _inside(tensor: onnx.TensorProto, location: str, base: Path) -> Path:
         "put the data file itself beside the model, and no symbolic link",
     )
     plain = os.path.normpath(location)
-    if os.path.isabs(location) or plain.split(os.sep)[0] == os.pardir:
+    if Path(location).is_absolute() or Path(plain).parts[:1] == (os.pardir,):
         raise outside
     path = base / plain
     try:

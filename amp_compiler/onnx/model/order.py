@@ -1,4 +1,4 @@
-"""The order of the nodes of a message: each stands behind what it reads, as ONNX asks for and not every exporter does."""
+"""The order of the nodes of a message: each stands behind what it reads, which not every exporter sees to."""
 
 from __future__ import annotations
 

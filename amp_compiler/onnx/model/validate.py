@@ -28,7 +28,7 @@ MOST_NODES = 20_000_000
 _EXPORT = "export the model again"
 _ELEMENTS = frozenset(one.value for one in onnx_ir.DataType) & frozenset(TensorProto.DataType.values())
 _TYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype"})
-_FIELDS = {
+_FIELDS: dict[int, str] = {
     TensorProto.FLOAT: "float_data", TensorProto.COMPLEX64: "float_data",
     TensorProto.DOUBLE: "double_data", TensorProto.COMPLEX128: "double_data",
     TensorProto.INT64: "int64_data", TensorProto.UINT32: "uint64_data", TensorProto.UINT64: "uint64_data",
@@ -59,9 +59,10 @@ def check_structure(proto: onnx.ModelProto, folder: Path | None) -> None:
     for entry in proto.opset_import:
         if not 0 < entry.version < 2**31:
             raise OnnxError(f"it imports version {entry.version} of the domain '{entry.domain}'", mend=_EXPORT)
-        if entry.domain in ("", "ai.onnx") and entry.version > onnx.defs.onnx_opset_version():
+        latest = onnx.defs.onnx_opset_version()
+        if entry.domain in ("", "ai.onnx") and entry.version > latest:
             raise OnnxError(
-                f"its opset is {entry.version}, and the installed onnx knows opsets up to {onnx.defs.onnx_opset_version()}",
+                f"its opset is {entry.version}, and the installed onnx knows opsets up to {latest}",
                 mend="install a newer onnx, or export the model with an earlier opset",
             )
     _check_functions(proto)
