@@ -22,7 +22,7 @@ from amp_compiler.ir.files import output_file
 from amp_compiler.ir.graph import Pin
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.exporting.exporter import run_exporter
-from amp_compiler.onnx.exporting.from_fx import mark_stored, onnx_typing, pin_misfits, settle, value_kinds
+from amp_compiler.onnx.exporting.from_fx import mark_stored, onnx_typing, pin_misfits, settle, stored_magnitudes, value_kinds
 from amp_compiler.onnx.exporting.misfits import unfit_nodes
 from amp_compiler.onnx.model.model import OnnxModel
 from amp_compiler.onnx.model.save import save
@@ -148,6 +148,7 @@ def _rewrite(
     rules = replace(rules, ops=onnx_typing(rules.ops))
     graph = lower_graph(graph_module, kinds)
     graph.device, graph.folds = "onnx", True
+    graph.magnitude_of = stored_magnitudes(program, low)
     pin_misfits(graph, program, low, rules.ops)
     for name, why in pins.items():
         graph.nodes[name] = replace(graph.nodes[name], pin=Pin("fp32", why))

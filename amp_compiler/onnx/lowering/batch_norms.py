@@ -2,8 +2,8 @@
 
 ONNX lets a `BatchNormalization` of 16-bit data keep its statistics, and from opset 15 on its scale and bias, in FP32.
 ONNX Runtime merges one that reads a `MatMul` into its weight, with one type for all of them, and refuses the model
-where they have two (seen in ONNX Runtime 1.31). So there the parameters are rounded too, and where they cannot be, the norm
-runs in FP32.
+where they have two (seen in ONNX Runtime 1.31). So there the parameters are rounded too, and where they cannot be,
+the norm runs in FP32.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ data are rounded. An initializer that is also an input of the graph keeps its ty
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -23,11 +24,13 @@ from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Attr, Node, Operand, PrecisionGraph, Value, ValueKind
 from amp_compiler.ir.plan import RETURN
 from amp_compiler.onnx.lowering.pins import Constraints, pin_of
+from amp_compiler.onnx.model.data import examine, tensor_of
 from amp_compiler.onnx.model.model import OnnxModel, bodies
-from amp_compiler.onnx.model.types import canonical_op
+from amp_compiler.onnx.model.types import canonical_op, neutral_type
 
 FOLDED = ("Constant", "ConstantOfShape")
 LOOPS = ("Loop", "Scan")
+_EXAMINED = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT64)
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,17 @@ def lower(
             lowered.graph.outputs.append(name)
             lowered.returned.append(index)
     lowered.graph.verify()
+    lowered.graph.magnitude_of = functools.cache(lambda name: _magnitude(lowered, name))
     return lowered
+
+
+def _magnitude(lowered: Lowered, name: str) -> float | None:
+    """The largest finite magnitude of what is stored under a name; `None` where that is no FP32 or 16-bit data."""
+    value = lowered.values.get(name)
+    tensor = tensor_of(value) if value is not None else None
+    if tensor is None or tensor.size == 0 or neutral_type(tensor.dtype.value) not in _EXAMINED:
+        return None
+    return examine(tensor, lowered.low).largest
 
 
 class _Builder:
