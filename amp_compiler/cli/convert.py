@@ -19,7 +19,7 @@ from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.check.batches import count_batches, iterate_batches
 from amp_compiler.onnx.check.loads import Refusal
 from amp_compiler.onnx.check.probes import Probes
-from amp_compiler.onnx.check.run import open_to_run, stored_bytes
+from amp_compiler.onnx.check.run import Engine, make_engine, open_to_run, stored_bytes
 from amp_compiler.onnx.check.verify import TOLERANCES, VerifyReport, verify
 from amp_compiler.onnx.convert import convert_onnx
 from amp_compiler.onnx.model.external import external_files
@@ -44,6 +44,8 @@ class ConvertOptions:
         raise_opset: raise the opset where only a later one admits the low type.
         opset: the opset to raise the model to.
         check: refuse what ONNX's full checker refuses, and load the result once.
+        providers: execution providers of ONNX Runtime.
+        custom_ops: libraries of custom ops for ONNX Runtime.
     """
 
     source: Path
@@ -58,6 +60,17 @@ class ConvertOptions:
     raise_opset: bool = True
     opset: int | None = None
     check: bool = True
+    providers: tuple[str, ...] = ()
+    custom_ops: tuple[Path, ...] = ()
+
+    @property
+    def engine(self) -> Engine:
+        """What models run in.
+
+        Raises:
+            OnnxError: there is no such provider or library.
+        """
+        return make_engine(self.providers or None, self.custom_ops or None)
 
 
 @dataclass(frozen=True)
@@ -182,6 +195,8 @@ def run_convert(options: ConvertOptions) -> Summary:
             raise_opset=options.raise_opset,
             opset=options.opset,
             check=options.check,
+            providers=options.providers or None,
+            custom_ops=options.custom_ops or None,
         )
         progress.advance(task)
         made, found = open_to_run(options.output), None
@@ -200,9 +215,9 @@ def run_convert(options: ConvertOptions) -> Summary:
 def _verify(progress: Progress, options: ConvertOptions, opened: OnnxFile, made: OnnxFile) -> VerifyReport:
     """The comparison on the calibration data, else on inputs that are drawn."""
     if options.calibrate is not None:
-        return verify(opened, made, _ticking(progress, "verify", options.calibrate, opened))
+        return verify(opened, made, _ticking(progress, "verify", options.calibrate, opened), engine=options.engine)
     task = progress.add_task("verify", total=None)
-    return verify(opened, made, Probes(opened), on_batch=lambda _: progress.advance(task))
+    return verify(opened, made, Probes(opened), on_batch=lambda _: progress.advance(task), engine=options.engine)
 
 
 def _ticking(progress: Progress, name: str, batches: Any, model: OnnxFile) -> Iterator[dict[str, Any]]:

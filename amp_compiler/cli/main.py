@@ -195,6 +195,19 @@ def convert(
             help="Refuse what ONNX's full checker refuses, and load the result once in ONNX Runtime.",
         ),
     ] = True,
+    provider: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--provider",
+            metavar="NAME",
+            help="Execution provider of ONNX Runtime to calibrate and verify on, such as CUDAExecutionProvider. Give "
+            "it once for each, the first choice first.",
+        ),
+    ] = None,
+    custom_ops: Annotated[
+        list[Path] | None,
+        typer.Option("--custom-ops", metavar="LIBRARY", help="A library of custom ops. Give it once for each."),
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Convert an ONNX model to mixed precision. Exit codes: 1 no conversion, 2 wrong usage, 3 failed verification."""
@@ -219,6 +232,8 @@ def convert(
         raise_opset=raise_opset,
         opset=opset,
         check=check,
+        providers=tuple(provider or ()),
+        custom_ops=tuple(custom_ops or ()),
     )
     summary = run_convert(options)
     if json_:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import low_type
 from amp_compiler.ir.files import output_file
 from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.onnx.check.batches import Sizes
 from amp_compiler.onnx.check.loads import Refusal, refusal_of
+from amp_compiler.onnx.check.run import Engine, make_engine
 from amp_compiler.onnx.lowering.apply import apply_plan
 from amp_compiler.onnx.lowering.batch_norms import unify_batch_norms
 from amp_compiler.onnx.lowering.lower import Lowered
@@ -69,6 +71,8 @@ def convert_onnx(
     raise_opset: bool = True,
     opset: int | None = None,
     check: bool = True,
+    providers: Sequence[str] | None = None,
+    custom_ops: Sequence[str | Path] | None = None,
 ) -> Conversion:
     """Convert an ONNX model to mixed precision.
 
@@ -84,7 +88,8 @@ def convert_onnx(
         rules: a preset name, a path, a dict or a `RuleSet`.
         dtype: `"fp16"` or `"bf16"`.
         calibration: batches (dicts from input name to array), an npz file or a folder of npz files: the FP32 model runs
-            over them, and the magnitudes that its values reach decide too.
+            over them, and the magnitudes that its values reach decide too. Dimensions that the model leaves open count
+            as large as the data have them, in `reduction_size` and in the bytes of casts.
         keep_io_types: inputs and outputs of the graph keep their types. With `False`, floating-point outputs have the
             type in which they are made, and FP32 inputs that are read in the low type alone have the low type.
         verify: batches as for `calibration`, over which both models run with true rounding after every op.
@@ -93,6 +98,9 @@ def convert_onnx(
         opset: raise the model to this opset, and no further.
         check: refuse what ONNX's full checker refuses, and load the result once in ONNX Runtime where that is
             installed; what it says against the result is a warning, and `Conversion.refusal`.
+        providers: execution providers of ONNX Runtime that calibration and verification run on and the result is loaded
+            with, the first choice first; the CPU's by default.
+        custom_ops: libraries of custom ops for ONNX Runtime, as paths.
 
     Returns:
         The plan, with the model or its path.
@@ -110,17 +118,27 @@ def convert_onnx(
     low = low_type(dtype)
     rule_set = load_rules(rules)
     opened = open_model(source)
-    loading = _Loading(opened) if check else None
     target = None if output is None else _target(opened, output)
+    engine = make_engine(providers, custom_ops)
+    loading = _Loading(opened, engine) if check else None
     ranges: Mapping[str, float] = {}
+    sizes = Sizes(opened)
     if calibration is not None:
         from amp_compiler.onnx.check.calibrate import calibrate
 
-        ranges = calibrate(opened, calibration)
+        ranges = calibrate(opened, sizes.watch(calibration), engine=engine)
     converted = None
     with _paused_collector():
         plan, lowered, found = plan_onnx(
-            opened, rule_set, low, ranges, keep_io_types=keep_io_types, raising=raise_opset, check=check, opset=opset
+            opened,
+            rule_set,
+            low,
+            ranges,
+            keep_io_types=keep_io_types,
+            raising=raise_opset,
+            check=check,
+            opset=opset,
+            sizes=sizes.known,
         )
         late = told_late(lowered, rule_set, raising=raise_opset, opset=opset)
         warn_of_unused(plan.unused_rules, lowered.model.ir.graph.name or "the ONNX model")
@@ -141,7 +159,7 @@ def convert_onnx(
     if verify is not None and made is not None:
         from amp_compiler.onnx.check.verify import verify as compare
 
-        report = compare(opened, made, verify)
+        report = compare(opened, made, verify, engine=engine)
     refusal = loading.refusal if loading is not None else None
     if refusal is not None and not refusal.kernel:
         logger.warning("%s: %s", target or opened.name, refusal)
@@ -155,17 +173,18 @@ class _Loading:
 
     Args:
         opened: the original, which is loaded too where the result does not load.
+        engine: what it is loaded with.
     """
 
-    def __init__(self, opened: OnnxFile) -> None:
-        self.opened = opened
+    def __init__(self, opened: OnnxFile, engine: Engine) -> None:
+        self.opened, self.engine = opened, engine
         self.refusal: Refusal | None = None
 
     def __call__(self, proto: onnx.ModelProto, folder: Path | None) -> None:
         """Load it once."""
-        found = refusal_of(proto, folder)
+        found = refusal_of(proto, folder, engine=self.engine)
         if found is not None:
-            before = refusal_of(self.opened.proto, self.opened.folder)
+            before = refusal_of(self.opened.proto, self.opened.folder, engine=self.engine)
             self.refusal = replace(found, before=before is not None)
 
 

@@ -22,7 +22,14 @@ from amp_compiler.ir.files import output_file
 from amp_compiler.ir.graph import Pin
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.exporting.exporter import run_exporter
-from amp_compiler.onnx.exporting.from_fx import mark_stored, onnx_typing, pin_misfits, settle, stored_magnitudes, value_kinds
+from amp_compiler.onnx.exporting.from_fx import (
+    mark_stored,
+    onnx_typing,
+    pin_misfits,
+    settle,
+    stored_magnitudes,
+    value_kinds,
+)
 from amp_compiler.onnx.exporting.misfits import unfit_nodes
 from amp_compiler.onnx.model.model import OnnxModel
 from amp_compiler.onnx.model.save import save

@@ -20,6 +20,7 @@ from amp_compiler.onnx.lowering.norms import find_norms, pin_norm
 from amp_compiler.onnx.lowering.overflow import Overflows
 from amp_compiler.onnx.lowering.ranges import Ranges, pin_ranges
 from amp_compiler.onnx.lowering.running_sums import pin_running_sums
+from amp_compiler.onnx.model.infer import Sizes
 from amp_compiler.onnx.model.model import OnnxFile, Source, open_model, read_model
 from amp_compiler.onnx.model.opset import opset_of, raise_opset
 from amp_compiler.onnx.model.validate import told_as_onnx
@@ -41,6 +42,7 @@ def explain_onnx(
     ranges: Mapping[str, float] | None = None,
     stages: Stages | None = None,
     check: bool = True,
+    sizes: Sizes | None = None,
 ) -> PrecisionPlan:
     """The plan that `convert_onnx` would carry out.
 
@@ -51,11 +53,12 @@ def explain_onnx(
         ranges: calibrated largest magnitude by value name.
         stages: takes the graph that is planned, as text, and what each pass decides on it.
         check: refuse what ONNX's full checker refuses.
+        sizes: sizes of the dimensions that the model leaves open, by name, and by (input, axis) for those without one.
 
     Raises:
         OnnxError: the model cannot be read.
     """
-    return plan_onnx(source, load_rules(rules), low_type(dtype), ranges, stages=stages, check=check)[0]
+    return plan_onnx(source, load_rules(rules), low_type(dtype), ranges, stages=stages, check=check, sizes=sizes)[0]
 
 
 def plan_onnx(
@@ -69,6 +72,7 @@ def plan_onnx(
     stages: Stages | None = None,
     check: bool = True,
     opset: int | None = None,
+    sizes: Sizes | None = None,
 ) -> tuple[PrecisionPlan, Lowered, Ranges]:
     """The plan of a model, the lowered model that `lowering.apply` carries it out on, and what ranges demand.
 
@@ -84,6 +88,7 @@ def plan_onnx(
         stages: as for `explain_onnx`.
         check: as for `explain_onnx`.
         opset: raise the model to this opset, and no further.
+        sizes: as for `explain_onnx`.
 
     Raises:
         OnnxError: the model cannot be read, or its opset not be raised.
@@ -93,11 +98,13 @@ def plan_onnx(
     if opset is not None:
         opened = _at_opset(opened, opset, raising)
     with told_as_onnx(opened.name, "it cannot be planned"):
-        lowered = lower(read_model(opened, check=check), low, named=named, keep_io_types=keep_io_types)
+        lowered = lower(read_model(opened, check=check, sizes=sizes), low, named=named, keep_io_types=keep_io_types)
         if raising and opset is None and lowered.late:
             raised = _raised(opened, lowered, rules)
             if raised is not None:
-                lowered = lower(read_model(raised, check=False), low, named=named, keep_io_types=keep_io_types)
+                lowered = lower(
+                    read_model(raised, check=False, sizes=sizes), low, named=named, keep_io_types=keep_io_types
+                )
         found = pin_ranges(lowered, ranges)
         pin_batch_norms(lowered)
         if rules.keeps("running_sums"):

@@ -298,7 +298,7 @@ class AbsMax(_Bound):
 
 @dataclass(frozen=True)
 class WeightAbsMax(_Bound):
-    """Bound on the largest finite magnitude of the stored numbers that the node reads; no match where none are known."""
+    """Bound on the largest finite magnitude of the stored numbers that the node reads; no match where unknown."""
 
     key: ClassVar[str] = "weight_absmax"
     about: ClassVar[str] = 'largest magnitude of the stored numbers that the node reads: "> 1000"'
@@ -326,9 +326,7 @@ class WeightSize(_Bound):
 
 def _stored(node: Node, view: View) -> list[Value]:
     """The floating-point values that a node reads and that are stored with the model."""
-    return [
-        value for _, value in view.graph.operands(node) if value.kind in STORED_KINDS and value.dtype.is_float
-    ]
+    return [value for _, value in view.graph.operands(node) if value.kind in STORED_KINDS and value.dtype.is_float]
 
 
 @dataclass(frozen=True)

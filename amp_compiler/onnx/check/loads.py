@@ -5,15 +5,14 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import onnx
 from onnx import TensorProto, helper
 
-from amp_compiler.onnx.check.run import Engine, session_options
+from amp_compiler.errors import OnnxError
+from amp_compiler.onnx.check.run import Engine, check_providers, session_options
 from amp_compiler.onnx.model.infer import stripped
 from amp_compiler.onnx.model.validate import make_inputs_of_stubs
 from amp_compiler.onnx.model.walk import all_tensors, proto_graphs
@@ -97,9 +96,12 @@ def _load(proto: onnx.ModelProto, folder: Path | None, engine: Engine | None) ->
     try:
         options = session_options(used, folder)
         options.log_severity_level = 4
-        ort.InferenceSession(proto.SerializeToString(), options, providers=list(used.providers))
+        session = ort.InferenceSession(proto.SerializeToString(), options, providers=list(used.providers))
+    except OnnxError:
+        raise
     except Exception as cause:  # noqa: BLE001  its errors share no base class but Exception
         return str(cause)
+    check_providers(session, used)
     return None
 
 
@@ -156,11 +158,3 @@ def _smallest(opset: int) -> onnx.ModelProto:
     ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy"]
     graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "g", ends[:1], ends[1:])
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
-
-
-def providers_known() -> Sequence[str]:
-    """The execution providers that the installed ONNX Runtime has."""
-    import onnxruntime as ort
-
-    known: Any = ort.get_available_providers()
-    return tuple(known)

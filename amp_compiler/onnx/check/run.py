@@ -101,6 +101,22 @@ def session_options(engine: Engine, folder: Path | None) -> Any:
     return options
 
 
+def check_providers(session: Any, engine: Engine) -> None:
+    """Refuse a session that runs elsewhere than the user asked: ONNX Runtime takes the CPU without an error.
+
+    Raises:
+        OnnxError: the first provider that was asked for did not start.
+    """
+    running = session.get_providers()
+    if engine.providers and engine.providers[0] not in running:
+        raise OnnxError(
+            f"the execution provider '{engine.providers[0]}' does not start on this machine; onnxruntime would run on"
+            f" {', '.join(running)}",
+            where="providers",
+            mend="install what it needs (drivers and libraries of the device), or leave it out",
+        )
+
+
 def open_to_run(source: Source) -> OnnxFile:
     """Open a model that is going to run.
 
@@ -179,6 +195,8 @@ class Runner:
             raise
         except Exception as cause:  # noqa: BLE001  ORT's errors share no base class but Exception
             self._session = self._reference(proto, folder, cause)
+        else:
+            check_providers(self._session, used)
 
     def _reference(self, proto: onnx.ModelProto, folder: Path | None, why: Exception) -> Any:
         from onnx.reference import ReferenceEvaluator

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import onnx
@@ -63,6 +64,34 @@ def infer(light: onnx.ModelProto, *, strict: bool = False) -> onnx.ModelProto:
         OnnxError: inference found the model inconsistent.
     """
     return _infer(light, strict=strict, data_prop=True)
+
+
+Sizes = Mapping[str | tuple[str, int], int]
+"""Sizes of the dimensions that a model leaves open: by name, and by (input, axis) for one without a name."""
+
+
+def infer_sized(light: onnx.ModelProto, inferred: onnx.ModelProto, sizes: Sizes) -> onnx.ModelProto:
+    """What is inferred of a model where its inputs have certain sizes.
+
+    Args:
+        light: a model made by `stripped`.
+        inferred: what is inferred without the sizes.
+        sizes: sizes of open dimensions.
+
+    Returns:
+        The model with the shapes that follow from the sizes; `inferred` where they do not fit.
+    """
+    sized = onnx.ModelProto()
+    sized.CopyFrom(light)
+    for info in sized.graph.input:
+        for axis, dim in enumerate(info.type.tensor_type.shape.dim):
+            size = sizes.get(dim.dim_param or (info.name, axis))
+            if size is not None and not dim.HasField("dim_value"):
+                dim.dim_value = size
+    try:
+        return _infer(sized, strict=False, data_prop=True)
+    except OnnxError:
+        return inferred
 
 
 def infer_checked(light: onnx.ModelProto) -> onnx.ModelProto:

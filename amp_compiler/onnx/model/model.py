@@ -14,7 +14,7 @@ import onnx_ir
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import DType
-from amp_compiler.onnx.model.infer import infer, infer_checked, stripped
+from amp_compiler.onnx.model.infer import Sizes, infer, infer_checked, infer_sized, stripped
 from amp_compiler.onnx.model.order import in_order
 from amp_compiler.onnx.model.types import neutral_type
 from amp_compiler.onnx.model.validate import check_fully, check_structure, told_as_onnx
@@ -194,12 +194,13 @@ def check_model(opened: OnnxFile) -> None:
         infer_checked(light)
 
 
-def read_model(opened: OnnxFile, *, check: bool = True) -> OnnxModel:
+def read_model(opened: OnnxFile, *, check: bool = True, sizes: Sizes | None = None) -> OnnxModel:
     """Read a model into `onnx_ir` and infer types. Model-local functions are written out where they are called.
 
     Args:
         opened: the model.
         check: refuse what ONNX's full checker refuses.
+        sizes: sizes of the dimensions that the model leaves open: shapes are told for these. The file stays as open.
 
     Raises:
         OnnxError: the model holds what `onnx_ir` would lose, or its graph is malformed.
@@ -217,6 +218,8 @@ def read_model(opened: OnnxFile, *, check: bool = True) -> OnnxModel:
         model = to_ir(replace(opened, proto=proto))
         found = OnnxModel(proto, model, folder=folder)
         inferred = infer_checked(light) if check else infer(light)
+        if sizes:
+            inferred = infer_sized(light, inferred, sizes)
         _Binder(found).bind(model.graph, proto.graph, inferred.graph)
         if not _is_sorted(model.graph, set()):
             try:
