@@ -295,6 +295,31 @@ def rules_schema() -> None:
     typer.echo(json.dumps(schema(), indent=1, ensure_ascii=False))
 
 
+@rules_app.command("import")
+def rules_import(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="LIST",
+            help="Names of nodes, one on each line, alone or as `name:precision` (Polygraphy); or JSON or YAML with "
+            "the options of ModelOpt's AutoCast (nodes_to_exclude, op_types_to_exclude, data_max, init_max, …) or of "
+            "the float16 converters (op_block_list, node_block_list).",
+        ),
+    ],
+    output: Annotated[Path | None, typer.Option("--output", help="Write there instead of to the terminal.")] = None,
+    extends: Annotated[str, typer.Option("--extends", help="What the rules stand on.")] = "default",
+) -> None:
+    """Make a rule file of another converter's list of what stays FP32."""
+    from amp_compiler.cli.usage import emit
+    from amp_compiler.policy.exclusions import import_rules
+
+    check_place("--output", output, {"the list": source})
+    made = import_rules(source, extends=extends)
+    emit(made.to_text(), output)
+    for note in made.notes:
+        typer.echo(f"note: {note}", err=True)
+
+
 @app.command()
 def passes(
     name: Annotated[

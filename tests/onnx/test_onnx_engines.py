@@ -62,7 +62,7 @@ def test_a_library_that_is_none_is_refused(tmp_path):
 
 
 def test_a_provider_that_there_is_not_is_refused():
-    with pytest.raises(OnnxError, match="has no execution provider 'NoExecutionProvider'.*CPUExecutionProvider"):
+    with pytest.raises(OnnxError, match=r"has no execution provider 'NoExecutionProvider'.*CPUExecutionProvider"):
         convert_onnx(mlp(), providers=["NoExecutionProvider"])
     done = convert_onnx(mlp(), calibration=[BATCH], providers=["CPUExecutionProvider"])
     assert done.plan == convert_onnx(mlp(), calibration=[BATCH]).plan
@@ -131,8 +131,8 @@ def test_open_dimensions_are_as_large_as_the_data_have_them():
     assert precisions(convert_onnx(source, rules=LONG)) == {"scores": "low", "mix": "low"}
     done = check(source, "fp16", LONG, calibration=batches)
     assert precisions(done) == {"scores": "fp32", "mix": "low"}
-    assert [dim.dim_param for dim in done.model.graph.input[0].type.tensor_type.shape.dim][0] == "batch"
-    assert not done.model.graph.input[0].type.tensor_type.shape.dim[1].HasField("dim_value")
+    batch, length = done.model.graph.input[0].type.tensor_type.shape.dim
+    assert batch.dim_param == "batch" and not length.HasField("dim_value"), "the file stays as open as it was"
     moved = sum(cast.bytes for cast in done.plan.casts if cast.value == "x" and cast.dst == "fp16")
     assert moved == 4 * 2000 * 6, "the largest batch, and the longest length"
 

@@ -89,7 +89,7 @@ def infer_sized(light: onnx.ModelProto, inferred: onnx.ModelProto, sizes: Sizes)
             if size is not None and not dim.HasField("dim_value"):
                 dim.dim_value = size
     try:
-        return _infer(sized, strict=False, data_prop=True)
+        return _infer(sized, strict=True, data_prop=True)
     except OnnxError:
         return inferred
 
