@@ -20,9 +20,9 @@ from amp_compiler.onnx.check.batches import Sizes
 from amp_compiler.onnx.check.loads import Refusal, refusal_of
 from amp_compiler.onnx.check.run import Engine, make_engine
 from amp_compiler.onnx.lowering.apply import apply_plan
-from amp_compiler.onnx.lowering.batch_norms import unify_batch_norms
 from amp_compiler.onnx.lowering.lower import Lowered
 from amp_compiler.onnx.lowering.norms import guard_norms
+from amp_compiler.onnx.lowering.parameters import unify_batch_norms
 from amp_compiler.onnx.model.edit import unique
 from amp_compiler.onnx.model.infer import infer, stripped
 from amp_compiler.onnx.model.model import OnnxFile, Source, all_graphs, open_model

@@ -14,10 +14,10 @@ from amp_compiler.ir.dtypes import DType, low_type
 from amp_compiler.ir.graph import Node
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.check.loads import latest_opset, refusal_of
-from amp_compiler.onnx.lowering.batch_norms import pin_batch_norms
 from amp_compiler.onnx.lowering.lower import Lowered, lower
 from amp_compiler.onnx.lowering.norms import find_norms, pin_norm
 from amp_compiler.onnx.lowering.overflow import Overflows
+from amp_compiler.onnx.lowering.parameters import pin_batch_norms, pin_scales
 from amp_compiler.onnx.lowering.ranges import Ranges, pin_ranges
 from amp_compiler.onnx.lowering.running_sums import pin_running_sums
 from amp_compiler.onnx.model.infer import Sizes
@@ -98,15 +98,17 @@ def plan_onnx(
     if opset is not None:
         opened = _at_opset(opened, opset, raising)
     with told_as_onnx(opened.name, "it cannot be planned"):
-        lowered = lower(read_model(opened, check=check, sizes=sizes), low, named=named, keep_io_types=keep_io_types)
+        options: dict[str, Any] = {
+            "named": named, "keep_io_types": keep_io_types, "keep_quantized": rules.keeps("quantized"),
+        }  # fmt: skip
+        lowered = lower(read_model(opened, check=check, sizes=sizes), low, **options)
         if raising and opset is None and lowered.late:
             raised = _raised(opened, lowered, rules)
             if raised is not None:
-                lowered = lower(
-                    read_model(raised, check=False, sizes=sizes), low, named=named, keep_io_types=keep_io_types
-                )
+                lowered = lower(read_model(raised, check=False, sizes=sizes), low, **options)
         found = pin_ranges(lowered, ranges)
         pin_batch_norms(lowered)
+        pin_scales(lowered)
         if rules.keeps("running_sums"):
             pin_running_sums(lowered)
         known = {name: largest for name, largest in (ranges or {}).items() if name in lowered.graph.values}

@@ -1,4 +1,4 @@
-"""Batch norms behind a product of matrices: one type for data and parameters.
+"""Parameters that must be rounded, or not be: those of batch norms behind products, and scales of quantising ops.
 
 ONNX lets a `BatchNormalization` of 16-bit data keep its statistics, and from opset 15 on its scale and bias, in FP32.
 ONNX Runtime merges one that reads a `MatMul` into its weight, with one type for all of them, and refuses the model
@@ -27,6 +27,7 @@ from amp_compiler.planner.typing import LOW
 
 _OP = "onnx.BatchNormalization"
 _PRODUCT = "onnx.MatMul"
+_QUANTISING = ("onnx.QuantizeLinear", "onnx.DequantizeLinear")
 
 
 def pin_batch_norms(lowered: Lowered) -> None:
@@ -42,6 +43,21 @@ def pin_batch_norms(lowered: Lowered) -> None:
                 f"ONNX Runtime merges it into the MatMul before it, in one type, and '{unfit}' holds numbers that"
                 f" {lowered.low.short} does not hold"
             )
+            lowered.graph.nodes[node.name] = replace(node, pin=Pin("fp32", reason))
+
+
+def pin_scales(lowered: Lowered) -> None:
+    """Pin to FP32 what quantises by a stored scale that the low type does not hold. Changes `lowered.graph`.
+
+    A scale among the subnormal numbers has few digits: everything that is scaled by it would be off as a whole.
+    """
+    walker = Walker(lowered, {})
+    for node in list(lowered.graph.nodes.values()):
+        if node.op not in _QUANTISING or node.pin is not None or len(node.inputs) < 2:
+            continue
+        scale = node.inputs[1].value
+        if walker.holds_data(scale) and not _fits(lowered, scale):
+            reason = f"its scale '{scale}' holds numbers that {lowered.low.short} does not hold to all its digits"
             lowered.graph.nodes[node.name] = replace(node, pin=Pin("fp32", reason))
 
 
