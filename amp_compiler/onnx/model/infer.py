@@ -11,6 +11,7 @@ import onnx.shape_inference
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.model.external import is_external, with_data
+from amp_compiler.onnx.model.sparse import dense
 from amp_compiler.onnx.model.validate import refused
 from amp_compiler.onnx.model.walk import all_inner_tensors
 
@@ -28,6 +29,7 @@ def stripped(proto: onnx.ModelProto, folder: Path | None = None, *, external: bo
     Raises:
         OnnxError: small external data cannot be read.
     """
+    proto = dense(proto)  # inference takes a sparse initializer for a tensor of another kind, and refuses what reads it
     light = onnx.ModelProto(ir_version=proto.ir_version)
     light.opset_import.extend(proto.opset_import)
     light.functions.extend(proto.functions)

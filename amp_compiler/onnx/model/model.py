@@ -16,6 +16,7 @@ from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.onnx.model.infer import Sizes, infer, infer_checked, infer_sized, stripped
 from amp_compiler.onnx.model.order import in_order
+from amp_compiler.onnx.model.sparse import dense, sparse_names
 from amp_compiler.onnx.model.types import neutral_type
 from amp_compiler.onnx.model.validate import check_fully, check_structure, told_as_onnx
 from amp_compiler.onnx.model.walk import proto_bodies as proto_bodies
@@ -87,6 +88,7 @@ class OnnxModel:
         unnamed: nodes that had no name; `onnx_ir` gives them one, and `restore_text` takes it away again.
         described: initializers with an entry of their own in `value_info`.
         external: the data that lie in files of their own.
+        sparse: names of the initializers that were sparse, which are dense here.
     """
 
     proto: onnx.ModelProto
@@ -96,6 +98,7 @@ class OnnxModel:
     unnamed: set[onnx_ir.Node] = field(default_factory=set)
     described: set[onnx_ir.Value] = field(default_factory=set)
     external: list[onnx_ir.ExternalTensor] = field(default_factory=list)
+    sparse: frozenset[str] = frozenset()
 
     def type_of(self, value: onnx_ir.Value) -> ValueType:
         """What is known of a value."""
@@ -176,7 +179,7 @@ def to_ir(model: OnnxFile) -> onnx_ir.Model:
         OnnxError: its graph is malformed.
     """
     with told_as_onnx(model.name, "its graph is malformed"):
-        made = onnx_ir.serde.deserialize_model(model.proto)
+        made = onnx_ir.serde.deserialize_model(dense(model.proto))
     if model.folder is not None:
         onnx_ir.external_data.set_base_dir(made.graph, model.folder)
     return made
@@ -207,7 +210,8 @@ def read_model(opened: OnnxFile, *, check: bool = True, sizes: Sizes | None = No
     """
     proto, folder = opened.proto, opened.folder
     _refuse(proto)
-    proto = in_order(proto)
+    with told_as_onnx(opened.name, "its graph is malformed"):
+        sparse, proto = sparse_names(proto), dense(in_order(proto))
     light = stripped(proto, folder)
     if check:
         check_fully(light, opened.name)
@@ -216,7 +220,7 @@ def read_model(opened: OnnxFile, *, check: bool = True, sizes: Sizes | None = No
             proto = onnx.inliner.inline_local_functions(proto)
             light = stripped(proto, folder)
         model = to_ir(replace(opened, proto=proto))
-        found = OnnxModel(proto, model, folder=folder)
+        found = OnnxModel(proto, model, folder=folder, sparse=sparse)
         inferred = infer_checked(light) if check else infer(light)
         if sizes:
             inferred = infer_sized(light, inferred, sizes)
@@ -232,12 +236,6 @@ def read_model(opened: OnnxFile, *, check: bool = True, sizes: Sizes | None = No
 def _refuse(proto: onnx.ModelProto) -> None:
     if proto.training_info:
         raise OnnxError("the model carries training_info, which a conversion would lose", mend="remove it first")
-    for graph in proto_graphs(proto.graph):
-        if graph.sparse_initializer:
-            raise OnnxError(
-                f"graph '{graph.name}' has sparse initializers, which a conversion would lose",
-                mend="make them dense: onnx.helper.make_tensor",
-            )
 
 
 def all_graphs(graph: onnx_ir.Graph) -> Iterator[onnx_ir.Graph]:

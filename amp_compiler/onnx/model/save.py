@@ -14,6 +14,7 @@ import onnx_ir as ir
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.files import alone, output_file, publish, workspace
 from amp_compiler.onnx.model.model import OnnxModel, all_graphs, proto_graphs
+from amp_compiler.onnx.model.sparse import make_sparse
 
 _INLINE_LIMIT = 1_900_000_000  # bytes; a protobuf message ends at 2 GiB
 _EXTERNAL_FROM = 1024  # bytes from which a tensor goes to the data file
@@ -38,7 +39,14 @@ def to_proto(model: OnnxModel) -> onnx.ModelProto:
         for value in graph.initializers.values():
             if isinstance(value.const_value, ir.ExternalTensor):
                 value.const_value = _loaded(value.const_value)
-    return ir.serde.serialize_model(model.ir)
+    return _serialized(model)
+
+
+def _serialized(model: OnnxModel) -> onnx.ModelProto:
+    """The model as a message, with what was sparse sparse again."""
+    proto = ir.serde.serialize_model(model.ir)
+    make_sparse(proto, model.sparse)
+    return proto
 
 
 def save(model: OnnxModel, path: Path, check: Check) -> None:
@@ -79,7 +87,7 @@ def save(model: OnnxModel, path: Path, check: Check) -> None:
             if external:
                 _write_with_data(model, made, target, check)
             else:
-                proto = ir.serde.serialize_model(model.ir)
+                proto = _serialized(model)
                 check(proto, target.parent)
                 _write(proto, made)
                 with alone(target.parent) as locked:
