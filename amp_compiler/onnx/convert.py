@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,7 @@ def convert_onnx(
     check: bool = True,
     providers: Sequence[str] | None = None,
     custom_ops: Sequence[str | Path] | None = None,
+    as_fp32: Iterable[str] | str = (),
 ) -> Conversion:
     """Convert an ONNX model to mixed precision.
 
@@ -101,6 +102,8 @@ def convert_onnx(
         providers: execution providers of ONNX Runtime that calibration and verification run on and the result is loaded
             with, the first choice first; the CPU's by default.
         custom_ops: libraries of custom ops for ONNX Runtime, as paths.
+        as_fp32: types whose parts of the model are made FP32 first, and then decided on by the rules: `fp64`, `fp16`,
+            `bf16`. `dtype="bf16", as_fp32="fp16"` makes an FP16 model a BF16 one.
 
     Returns:
         The plan, with the model or its path.
@@ -139,6 +142,7 @@ def convert_onnx(
             check=check,
             opset=opset,
             sizes=sizes.known,
+            as_fp32=as_fp32,
         )
         late = told_late(lowered, rule_set, raising=raise_opset, opset=opset)
         warn_of_unused(plan.unused_rules, lowered.model.ir.graph.name or "the ONNX model")
