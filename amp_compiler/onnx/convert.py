@@ -17,7 +17,7 @@ from amp_compiler.ir.dtypes import low_type
 from amp_compiler.ir.files import output_file
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.check.batches import Sizes
-from amp_compiler.onnx.check.loads import Refusal, refusal_of
+from amp_compiler.onnx.check.loads import MOST_NODES, Refusal, is_installed, is_long, refusal_of
 from amp_compiler.onnx.check.run import Engine, make_engine
 from amp_compiler.onnx.lowering.apply import apply_plan
 from amp_compiler.onnx.lowering.lower import Lowered
@@ -47,7 +47,8 @@ class Conversion:
         report: what `verify=` found; `None` without it.
         refusal: why the installed ONNX Runtime does not load the model; `None` where it does, or there is none, or
             `check=False`.
-        notes: what else there is to know, in a sentence each: nodes that stay FP32 for their opset alone.
+        notes: what else there is to know, in a sentence each: nodes that stay FP32 for their opset alone, and that the
+            model is too long to be loaded.
     """
 
     plan: PrecisionPlan
@@ -169,7 +170,8 @@ def convert_onnx(
         logger.warning("%s: %s", target or opened.name, refusal)
     if late and not raise_opset:
         logger.warning("%s", late)
-    return Conversion(plan, converted, target, changed, report, refusal, (late,) if late else ())
+    notes = (*([late] if late else []), *(loading.notes if loading is not None else ()))
+    return Conversion(plan, converted, target, changed, report, refusal, notes)
 
 
 class _Loading:
@@ -183,9 +185,12 @@ class _Loading:
     def __init__(self, opened: OnnxFile, engine: Engine) -> None:
         self.opened, self.engine = opened, engine
         self.refusal: Refusal | None = None
+        self.notes: tuple[str, ...] = ()
 
     def __call__(self, proto: onnx.ModelProto, folder: Path | None) -> None:
         """Load it once."""
+        if is_installed() and is_long(proto):
+            self.notes = (f"it was not loaded in ONNX Runtime, which takes long with more than {MOST_NODES} nodes",)
         found = refusal_of(proto, folder, engine=self.engine)
         if found is not None:
             before = refusal_of(self.opened.proto, self.opened.folder, engine=self.engine)
