@@ -417,3 +417,19 @@ def test_the_mend_of_a_damaged_file_stands_in_the_shell(tmp_path, capsys, monkey
 def test_an_open_model_is_not_looked_at_again():
     opened = open_model(mlp())
     assert convert_onnx(opened).plan == convert_onnx(mlp()).plan
+
+
+def test_the_callers_own_error_is_no_fault_of_the_model():
+    def trainable(name, tensor):
+        raise LookupError(name)
+
+    with pytest.raises(LookupError, match="w1"):
+        amp.onnx_to_fx(mlp(), trainable=trainable)
+
+
+def test_a_pipe_among_the_batches_is_left_out(tmp_path):
+    os.mkfifo(tmp_path / "a.npz")
+    with pytest.raises(OnnxError, match="there is no batch in it"):
+        convert_onnx(mlp(), calibration=tmp_path)
+    np.savez(tmp_path / "b.npz", x=np.ones((4, 8), np.float32))
+    assert convert_onnx(mlp(), calibration=tmp_path).plan.low_nodes == 3
