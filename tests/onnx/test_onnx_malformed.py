@@ -51,6 +51,17 @@ def function(name: str, calls: list[str], domain: str = "f") -> onnx.FunctionPro
     )
 
 
+def binary() -> onnx.FunctionProto:
+    """A function of two arguments, which is called with one."""
+    steps = [h.make_node("Add", ["a", "b"], ["o"])]
+    return h.make_function("f", "A", ["a", "b"], ["o"], steps, [h.make_opsetid("", 18)])
+
+
+def barren() -> onnx.FunctionProto:
+    """A function whose output no node of it makes."""
+    return h.make_function("f", "A", ["a"], ["o"], [h.make_node("Relu", ["a"], ["t"])], [h.make_opsetid("", 18)])
+
+
 def with_functions(*functions: onnx.FunctionProto, call: str = "A") -> onnx.ModelProto:
     nodes = [h.make_node(call, ["x"], ["y"], domain="f", name="call")]
     return made(nodes, functions=functions, extra=[h.make_opsetid("f", 1)])
@@ -134,6 +145,8 @@ CASES: dict[str, tuple[Callable[[], onnx.ModelProto], str]] = {
     "two functions of one name": (
         lambda: with_functions(function("A", ["Relu"]), function("A", ["Relu", "Relu"])), "two functions of that name",
     ),
+    "a call with too few arguments": (lambda: with_functions(binary()), "Add|empty string"),
+    "a function that does not make its output": (lambda: with_functions(barren()), "output|producer"),
     "functions that fill the memory": (doubling, "nodes once they are written out"),
     "a node's name is no text": (
         lambda: damaged_bytes(made([node("Relu", ["x"], ["y"], "nnnn")]), b"nnnn", b"\xff\xfe\xfdn"), "no UTF-8 text",

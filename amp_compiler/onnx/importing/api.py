@@ -9,7 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-from amp_compiler.errors import AmpError, OnnxError
+from amp_compiler.errors import AmpError, OnnxCaptureError, OnnxError
 
 
 def onnx_to_fx(
@@ -69,9 +69,11 @@ def onnx_to_fx(
     try:
         with told_as_onnx(opened.name, "it cannot be read"):
             made = build_module(to_ir(opened), asked)
-    except OnnxError:
+    except OnnxError as wrong:
         if asked is not None and asked.raised is not None:
             raise asked.raised from None  # the caller's own error, and no fault of the model
+        if refused is not None and not isinstance(wrong, OnnxCaptureError):
+            raise refused from wrong  # the checker knows the node
         raise
     if refused is not None:
         raise refused
