@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from amp_compiler.errors import AmpError, LoweringError, first_line
 from amp_compiler.fx.capture_errors import user_frame
-from amp_compiler.fx.graph import node_tensor, rename_placeholder, results_of
+from amp_compiler.fx.graph import copy_graph, node_tensor, rename_placeholder, results_of
 from amp_compiler.fx.kept_graphs import KeptGraph
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import (
@@ -107,7 +107,8 @@ class Differentiate(FunctionalPass[fx.GraphModule]):
         traced, origins = self._traced(subject)
         if kept is not None:
             kept.store(traced.graph, origins)
-        return PassResult(traced, True)
+        # A graph remembers the names of erased nodes and numbers new ones behind them; one that was read knows none.
+        return PassResult(copy_graph(traced), True)
 
     def _traced(self, subject: fx.GraphModule) -> tuple[fx.GraphModule, dict[str, int]]:
         """The joint graph, and for its nodes, by name, the place of the forward node that each was made for."""
@@ -152,7 +153,6 @@ class Differentiate(FunctionalPass[fx.GraphModule]):
         _narrow(traced.graph, [asked[name] for name in self.wrt])
         traced.graph.eliminate_dead_code()
         traced.graph.lint()
-        traced.recompile()
         places = {node: place for place, node in enumerate(subject.graph.nodes)}
         return traced, {name: places[node] for name, node in sources.items()}
 

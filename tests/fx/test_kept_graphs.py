@@ -65,6 +65,21 @@ def test_the_second_one_is_read_and_is_the_same(folder, traces):
         assert torch.equal(one, other)
 
 
+def test_new_nodes_get_the_same_names():
+    """The traced graph once held nodes that were erased, whose names it must not remember."""
+    text = LOSS.replace("aten.sum.default(wide)", "aten.var_mean.correction(wide, None)")
+    text = text.replace("sum_1: fp32[] ", "both: (fp32[], fp32[]) ").replace(
+        "return", "var: fp32[] = getitem(both, 0)\nreturn"
+    )
+    names = []
+    for _ in range(2):
+        graph = joint(text.replace("return sum_1", "return var")).graph
+        node = next(node for node in graph.nodes if node.name == "getitem")
+        with graph.inserting_before(graph.output_node()):
+            names.append([graph.node_copy(node).name for _ in range(3)])
+    assert names[0] == names[1]
+
+
 def test_source_lines_are_those_of_the_graph_at_hand(traces):
     def forward(line):
         graph = parse_fx(LOSS)
