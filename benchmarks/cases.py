@@ -93,20 +93,23 @@ class LstmLogits(nn.Module):
 
 def build(name: str, bound: str, device: str) -> models.Built:
     """A model in train mode and a batch for it with labels, the same ones on every call."""
-    size = SHAPES[name].size(bound)
+    model, batch = build_of(name, SHAPES[name].size(bound))
+    return model.to(device), {key: value.to(device) for key, value in batch.items()}
+
+
+def build_of(name: str, size: models.Size) -> models.Built:
+    """The same of any size, such as those of `models.CUDA_SIZES`, where tensors are made by default."""
+    if name not in (*MLPS, DIGITS):
+        return models.build_of(name, size)
+    torch.manual_seed(0)
     if name in MLPS:
-        torch.manual_seed(0)
         inputs = torch.randn(size.batch, size.hidden)
         model: nn.Module = WideMlp(size)
         batch = {"inputs": inputs, "labels": torch.randint(0, size.classes, (size.batch,))}
-    elif name == DIGITS:
-        torch.manual_seed(0)
+    else:
         images = torch.rand(size.batch, 1, size.image, size.image)
         model, batch = DigitsCnn(size), {"images": images, "labels": torch.randint(0, 10, (size.batch,))}
-    else:
-        models.SIZES["benchmark"] = size
-        model, batch = models.build(name, "benchmark")
-    return model.train().to(device), {key: value.to(device) for key, value in batch.items()}
+    return model.train(), batch
 
 
 def build_for_inference(name: str, bound: str, device: str) -> models.Built:

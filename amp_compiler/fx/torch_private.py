@@ -412,6 +412,13 @@ def own_decompositions() -> contextlib.AbstractContextManager[None]:
     return enable_python_dispatcher()  # type: ignore[no-any-return]
 
 
+def without_fake_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Within it, torch makes real tensors also where a trace that is going on makes fake ones."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()  # type: ignore[no-any-return]
+
+
 def puts_channels_last(graph: fx.Graph) -> bool:
     """Whether Inductor lets the convolutions of a graph that it hands to a pass read images channels-last."""
     try:

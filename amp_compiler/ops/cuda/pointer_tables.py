@@ -18,7 +18,7 @@ COLUMNS = 8
 _FIRST_ADDRESS = 2  # before it: number of elements, place in the group
 _CACHED = 64
 _SPARE = 16  # buffers kept per size
-_TOGETHER = 4  # elements that a thread loads at a time from an aligned tensor
+_TOGETHER = 16  # bytes that a thread loads at a time, at most, from an aligned tensor
 
 Column = Sequence[Tensor]
 Types = tuple[torch.dtype | None, ...]
@@ -34,7 +34,7 @@ class Group:
         types: element type of each column; `None` for a column that is not used.
         rows: int64 [tensors, 8] on the device: elements, place, addresses.
         blocks: int64 [programs] on the device: row in the upper 32 bits, block of it in the lower 32.
-        aligned: whether every address is a multiple of four elements.
+        aligned: whether every address is a multiple of 16 bytes.
     """
 
     types: Types
@@ -213,7 +213,7 @@ def _planned(columns: Sequence[Column], device: torch.device, block: int) -> tup
         tensors = [column[place] if column else None for column in columns]
         _require_one_layout(tensors, device)
         types = tuple(None if tensor is None else tensor.dtype for tensor in tensors)
-        aligned = all(one is None or one.data_ptr() % (_TOGETHER * one.element_size()) == 0 for one in tensors)
+        aligned = all(one is None or one.data_ptr() % _TOGETHER == 0 for one in tensors)
         members.setdefault((types, aligned), []).append(_row(columns, place))
     words: list[int] = []
     plans = []
