@@ -11,6 +11,7 @@ from torch import nn
 
 from amp_compiler.backends import inductor
 from amp_compiler.errors import AmpError
+from amp_compiler.fx.graph import refresh
 from amp_compiler.fx.text import parse_fx
 from amp_compiler.fx.torch_private import traced_graph
 from amp_compiler.ops import recurrent_network
@@ -212,6 +213,25 @@ def test_the_user_may_switch_cudnn_off(monkeypatch):
     assert cudnn_rnn.Cudnn().available()
     with torch.backends.cudnn.flags(enabled=False):
         assert not cudnn_rnn.Cudnn().available()
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_fake_results_ask_cudnn_nothing(kind, batch_first, cudnn):
+    """A rewritten graph has its types computed anew; ATen's own would ask cuDNN about weights that lie nowhere."""
+    layer, x, states = make(kind, 2, batch_first, bidirectional=True)
+    found = by_network(kind, layer, x, states)
+    given = states if kind == "lstm" else states[0]
+    empty = recurrent_network.empty_results(kind, x, given, list(layer._flat_weights), *options_of(layer))
+    assert [(one.shape, one.stride(), one.dtype) for one in found] == [
+        (one.shape, one.stride(), one.dtype) for one in empty
+    ]
+    graph_module = parse_fx(NETWORK.format(t="fp32", p=0.0))
+    out = next(node for node in graph_module.graph.nodes if node.name == "out")
+    out.meta["val"] = None
+    cudnn.calls.clear()
+    refresh(graph_module)
+    assert out.meta["val"].stride() == (5, 10, 1) and out.meta["val"].device.type == "cuda" and not cudnn.calls
 
 
 @pytest.mark.compiles
