@@ -12,12 +12,13 @@ from torch import Tensor, fx
 from amp_compiler.fx.graph import node_tensor, results_of, schema_argument
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import puts_channels_last
-from amp_compiler.ops.layout import is_channels_last, same_layout
+from amp_compiler.ops.layout import is_channels_last, is_dense, same_layout
 from amp_compiler.passes.base import InPlacePass, PassResult
 
 _aten = torch.ops.aten
 _CONVOLUTION, _BACKWARD = _aten.convolution.default, _aten.convolution_backward.default
 _LAST = torch.channels_last
+_DEVICE = "cuda"  # where convolutions read images so
 _VIEWS = (_aten.view.default, _aten._unsafe_view.default)
 # What reads memory as it lies, not elements.
 _BY_STRIDES = frozenset({"aten::as_strided", "aten::as_strided_scatter", "aten::new_empty_strided", "aten::set_"})
@@ -45,7 +46,7 @@ class ChannelsLast(InPlacePass):
         x: bf16[8, 64, 16, 16]{16384, 1, 1024, 64}@cuda = aten._to_copy.default(…, memory_format=torch.channels_last)
         made: bf16[8, 64, 16, 16]{16384, 1, 1024, 64}@cuda = aten.convolution.default(x, w_low0, …)
 
-    What the graph returns keeps its strides, but for the gradients of weights.
+    What the graph returns, and fills memory, keeps its strides, but for the gradients of weights.
 
     Left alone: other devices, FP32 convolutions, symbolic sizes, graphs for which torch's compiler finds that it would
     not pay, those that read memory by strides, and a step without cuDNN.
@@ -91,9 +92,9 @@ class ChannelsLast(InPlacePass):
         outputs, output = results_of(graph), graph.output_node()
         for place, node in enumerate(outputs[: self.results + len(self.buffers)]):
             old, new = before.get(node), node_tensor(node) if isinstance(node, fx.Node) else None
-            if old is not None and new is not None and not same_layout(old, new):
+            if old is not None and new is not None and is_dense(old) and not same_layout(old, new):
                 with graph.inserting_before(output):
-                    outputs[place] = _copy(graph, node, torch.contiguous_format)
+                    outputs[place] = _laid_out_as(graph, node, old)
         output.args = (tuple(outputs),)
 
 
@@ -102,7 +103,7 @@ def _weights(graph: fx.Graph) -> list[fx.Node]:
     found = []
     for node in graph.find_nodes(op="placeholder"):
         tensor = node_tensor(node)
-        if Key.LOW not in node.meta or tensor is None or tensor.dim() != 4 or tensor.device.type != "cuda":
+        if Key.LOW not in node.meta or tensor is None or tensor.dim() != 4 or tensor.device.type != _DEVICE:
             continue
         used = [(user, "weight") for user in node.users if user.target in (_CONVOLUTION, _BACKWARD)]
         if used and len(used) == len(node.users) and all(schema_argument(user, name) is node for user, name in used):
@@ -137,6 +138,22 @@ def _copy(graph: fx.Graph, node: fx.Node, layout: torch.memory_format) -> fx.Nod
     kept = (Key.PHASE, "nn_module_stack", "stack_trace")
     made.meta = {key: node.meta[key] for key in kept if key in node.meta}
     made.meta["val"] = torch.empty_like(node.meta["val"], memory_format=layout)
+    return made
+
+
+def _laid_out_as(graph: fx.Graph, node: fx.Node, value: Tensor) -> fx.Node:
+    """A copy of a value that lies as another, which is dense: its dimensions in the order in which that lies."""
+    if value.is_contiguous():
+        return _copy(graph, node, torch.contiguous_format)
+    order = sorted(range(value.dim()), key=value.stride, reverse=True)
+    ordered = _permuted(graph, node, order)
+    copy = _copy(graph, ordered, torch.contiguous_format)
+    return _permuted(graph, copy, [order.index(dim) for dim in range(value.dim())])
+
+
+def _permuted(graph: fx.Graph, node: fx.Node, order: list[int]) -> fx.Node:
+    made = graph.create_node("call_function", _aten.permute.default, (node, order), name="permute")
+    made.meta = {**node.meta, "val": node.meta["val"].permute(order)}
     return made
 
 
