@@ -1,6 +1,6 @@
 """The models that `train_step.py` and `inference.py` measure, in two batch sizes each, and their matrix products.
 
-On a GPU they are those of `models.CUDA`, made there, with batches that fill it.
+On a GPU they are those of `models.CUDA_SIZES`, made there, with batches that fill it.
 """
 
 from __future__ import annotations
@@ -99,14 +99,14 @@ class LstmLogits(nn.Module):
 
 def names(device: str) -> tuple[str, ...]:
     """The models that are measured on a device where none are named."""
-    return tuple(models.CUDA) if device == "cuda" else NAMES
+    return tuple(models.CUDA_SIZES) if device == "cuda" else NAMES
 
 
 def size_of(name: str, bound: str, device: str) -> models.Size:
     """How large a model and its batch are on a device."""
-    if device != "cuda" or name not in models.CUDA:
+    if device != "cuda" or name not in models.CUDA_SIZES:
         return SHAPES[name].size(bound)
-    size = models.CUDA[name]
+    size = models.CUDA_SIZES[name]
     return size if bound == LARGE else replace(size, batch=1, tokens=min(size.tokens, _SMALL_TOKENS))
 
 
@@ -122,24 +122,30 @@ def build(name: str, bound: str, device: str, place: str | None = None) -> model
     place = place or device
     # On a CPU everything is made there, and on a GPU there too: made elsewhere, a billion weights take half a minute.
     with contextlib.nullcontext() if place == "cpu" else torch.device(place):
-        model, batch = _made(name, size_of(name, bound, device))
-    return model.train().to(place), {key: value.to(place) for key, value in batch.items()}
+        model, batch = build_of(name, size_of(name, bound, device))
+    return model.to(place), {key: value.to(place) for key, value in batch.items()}
 
 
-def _made(name: str, size: models.Size) -> models.Built:
+def build_of(name: str, size: models.Size) -> models.Built:
+    """The same of any size, such as those of `models.CUDA_SIZES`, where tensors are made by default."""
+    if name not in (*MLPS, DIGITS):
+        return models.build_of(name, size)
+    torch.manual_seed(0)
     if name in MLPS:
-        torch.manual_seed(0)
         inputs = torch.randn(size.batch, size.hidden)
         model: nn.Module = WideMlp(size)
         batch = {"inputs": inputs, "labels": torch.randint(0, size.classes, (size.batch,))}
-    elif name == DIGITS:
-        torch.manual_seed(0)
+    else:
         images = torch.rand(size.batch, 1, size.image, size.image)
         model, batch = DigitsCnn(size), {"images": images, "labels": torch.randint(0, 10, (size.batch,))}
+<<<<<<< HEAD
     else:
         models.SIZES["benchmark"] = size
         model, batch = models.build(name, "benchmark")
     return model, batch
+=======
+    return model.train(), batch
+>>>>>>> 8771150
 
 
 def build_for_inference(name: str, bound: str, device: str, place: str | None = None) -> models.Built:

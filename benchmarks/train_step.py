@@ -16,7 +16,7 @@ The GEMM floor is the time of the step's matrix products at the rate of one larg
 the variants; the table says which share of the step that is.
 peak = bytes of the tensors that live between two steps + growth of the resident pages during a step.
 
-On CUDA the models are as large as they are trained there (`models.CUDA`), and torch.compile runs in its modes
+On CUDA the models are as large as they are trained there (`models.CUDA_SIZES`), and torch.compile runs in its modes
 `default`, `reduce-overhead` and `max-autotune`. Steps are timed in bursts of a dozen by the device's clock: median, 10%
 and 90% quantile are those of bursts. A few variants compile at the same time and then take turns, so that a model takes
 less than four minutes; what is not compiled by then is left out and told, and a first call is one beside others. peak =
