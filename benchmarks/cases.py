@@ -138,14 +138,7 @@ def build_of(name: str, size: models.Size) -> models.Built:
     else:
         images = torch.rand(size.batch, 1, size.image, size.image)
         model, batch = DigitsCnn(size), {"images": images, "labels": torch.randint(0, 10, (size.batch,))}
-<<<<<<< HEAD
-    else:
-        models.SIZES["benchmark"] = size
-        model, batch = models.build(name, "benchmark")
-    return model, batch
-=======
     return model.train(), batch
->>>>>>> 8771150
 
 
 def build_for_inference(name: str, bound: str, device: str, place: str | None = None) -> models.Built:
