@@ -31,5 +31,5 @@ def test_a_size_that_is_not_there_is_told(bench):
     assert set(models.CUDA_SIZES) == set(PARAMETERS)
     with pytest.raises(ValueError, match="the sizes are tiny, small, cuda"):
         models.size_of("gpt2", "large")
-    with pytest.raises(ValueError, match="the sizes are tiny, small$"):
+    with pytest.raises(ValueError, match=r"the sizes are tiny, small$"):
         models.size_of("mamba", "cuda")
