@@ -254,10 +254,24 @@ def inductor_option(name: str) -> Any:
     return getattr(config, name, None)
 
 
-def unrolled_recurrence() -> contextlib.AbstractContextManager[Any]:
-    """Within it, Dynamo takes recurrent layers into its graphs, where this torch has that option."""
-    config = torch._dynamo.config
-    return config.patch(allow_rnn=True) if hasattr(config, "allow_rnn") else contextlib.nullcontext()  # type: ignore[no-any-return]
+@contextlib.contextmanager
+def unrolled_recurrence() -> Iterator[None]:
+    """Within it, Dynamo takes recurrent layers into its graphs, where this torch has that option.
+
+    It breaks its graph behind them where packed sequences are padded: how long they are is told by numbers alone, and
+    before torch 2.13 Dynamo raised there.
+    """
+    config, padding = torch._dynamo.config, getattr(torch._VF, "_pad_packed_sequence", None)
+    left_out: Any = getattr(torch._dynamo.trace_rules, "_disallowed_callable_ids", None)
+    ours = padding is not None and left_out is not None and id(padding) not in left_out
+    with config.patch(allow_rnn=True) if hasattr(config, "allow_rnn") else contextlib.nullcontext():
+        if ours:
+            left_out.add(id(padding))
+        try:
+            yield
+        finally:
+            if ours:
+                left_out.remove(id(padding))
 
 
 @contextlib.contextmanager
@@ -597,6 +611,14 @@ def replaced_checkpoint(replace: Callable[[Callable[..., Any]], Callable[..., An
             delattr(written, key)
         else:
             setattr(written, key, hidden)
+
+
+def is_idle_checkpoint(function: type) -> bool:
+    """Whether a function is what checkpointing applies, here where there are no gradients and nothing is kept.
+
+    Torch 2.11 applies it nevertheless, and then looks whether it has a backward.
+    """
+    return function.__module__ == "torch.utils.checkpoint" and not torch.is_grad_enabled()
 
 
 @contextlib.contextmanager
