@@ -772,3 +772,47 @@ class _Guards:
 
 
 _GUARDS = _Guards()
+
+
+def keeps_compiled() -> bool:
+    """Whether torch may keep what it compiles from process to process; a user switches all such caches off at once."""
+    from torch.compiler import config
+
+    return not getattr(config, "force_disable_caches", False)
+
+
+def trace_settings() -> list[str] | None:
+    """All of torch that decides what a trace gives, as text; `None` where something does that has no text.
+
+    That is a mode of the user's, a transform, a hook on saved tensors or another kernel for one of torch's operators.
+    """
+    kernels: set[str] | None = getattr(torch.library, "_impls", None)
+    guard = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    active = [getattr(torch._C, f"_len_torch_{kind}_stack", None) for kind in ("dispatch", "function")]
+    if kernels is None or guard is None or None in active:
+        return None
+    own = [key for key in kernels if key.startswith("aten/") and key.rpartition("/")[2] not in ("Meta", "MPS", "CUDA")]
+    if own or any(count() for count in active if count is not None) or transforms_functions() or saved_tensor_hooks():
+        return None
+    from torch._functorch import config as functorch
+    from torch.fx.experimental import _config as tracing
+
+    backends, cuda = torch.backends, torch.backends.cuda
+    settings = [
+        *(torch.__version__, torch.__config__.show(), torch.backends.cpu.get_cpu_capability()),
+        guard.GlobalStateGuard().__getstate__(),
+        *(tracing.get_hash().hex(), functorch.get_hash().hex()),
+        *(torch.get_float32_matmul_precision(), torch.get_default_device(), torch.is_inference_mode_enabled()),
+        *(torch.utils.deterministic.fill_uninitialized_memory, torch.is_anomaly_enabled()),
+        *(cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()),
+        *(cuda.cudnn_sdp_enabled(), cuda.fp16_bf16_reduction_math_sdp_allowed(), cuda.preferred_linalg_library()),
+        *(cuda.preferred_blas_library(), cuda.matmul.allow_fp16_accumulation),
+        *(backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic, backends.cudnn.allow_tf32),
+        *(backends.mkldnn.enabled, backends.mkldnn.is_available(), backends.nnpack.is_available()),
+        *(backends.mha.get_fastpath_enabled(), backends.opt_einsum.enabled, backends.opt_einsum.strategy),
+    ]
+    if torch.cuda.is_available():
+        devices = range(torch.cuda.device_count())
+        settings += [torch.cuda.current_device(), torch.version.cuda, backends.cudnn.version()]
+        settings += [(torch.cuda.get_device_name(one), torch.cuda.get_device_capability(one)) for one in devices]
+    return list(map(str, settings))
