@@ -127,13 +127,13 @@ def _roundings_kept(exactly: bool) -> Iterator[None]:
         for entry in entries:
             entry.extra_check = _widens
         lowering.lowerings[cast] = lowered
-        cpp.CppKernel.cache_dtype_convert = lambda *_: None
+        cpp.CppKernel.cache_dtype_convert = lambda *_: None  # type: ignore[method-assign]
         yield
     finally:
         for entry, check in zip(entries, theirs, strict=True):
             entry.extra_check = check
         lowering.lowerings[cast] = lower
-        cpp.CppKernel.cache_dtype_convert = kept
+        cpp.CppKernel.cache_dtype_convert = kept  # type: ignore[method-assign]
 
 
 def _widens(match: Any) -> bool:
@@ -805,12 +805,14 @@ def trace_settings() -> list[str] | None:
     from torch.fx.experimental import _config as tracing
 
     backends, cuda = torch.backends, torch.backends.cuda
+    configs: tuple[Any, ...] = (tracing, functorch)
+    deterministic: Any = torch.utils.deterministic
     settings = [
         *(torch.__version__, torch.__config__.show(), torch.backends.cpu.get_cpu_capability()),
         guard.GlobalStateGuard().__getstate__(),
-        *(tracing.get_hash().hex(), functorch.get_hash().hex()),
+        *(config.get_hash().hex() for config in configs),
         *(torch.get_float32_matmul_precision(), torch.get_default_device(), torch.is_inference_mode_enabled()),
-        *(torch.utils.deterministic.fill_uninitialized_memory, torch.is_anomaly_enabled()),
+        *(deterministic.fill_uninitialized_memory, torch.is_anomaly_enabled()),
         *(cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()),
         *(cuda.cudnn_sdp_enabled(), cuda.fp16_bf16_reduction_math_sdp_allowed(), cuda.preferred_linalg_library()),
         *(cuda.preferred_blas_library(), cuda.matmul.allow_fp16_accumulation),

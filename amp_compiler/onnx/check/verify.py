@@ -79,9 +79,9 @@ def verify(
         if on_batch is not None:
             on_batch(found.count)
     outputs = tuple(total.result(name) for name, total in found.sums.items())
-    engine = first.engine if first.engine == second.engine else f"{first.engine}, {second.engine}"
+    ran_on = first.engine if first.engine == second.engine else f"{first.engine}, {second.engine}"
     untried = tuple(probes.untried()) if probes is not None else ()
-    return VerifyReport(outputs, found.count, *traced.result(), engine, found.worst, untried)
+    return VerifyReport(outputs, found.count, *traced.result(), ran_on, found.worst, untried)
 
 
 class _Findings:

@@ -220,7 +220,7 @@ def _found_layout(form: Form) -> Layout:
             weights, form.each, form.features, MODES[form.kind], form.hidden, form.projected, form.layers, False,
             form.bidirectional,
         )  # fmt: skip
-        layout = Layout(flat.numel(), tuple(weight.storage_offset() for weight in weights))
+        layout = Layout(flat.numel(), tuple(int(weight.storage_offset()) for weight in weights))
     _found_reserve(form, 1, 1, layout)  # what it does not compute it says here
     return layout
 
