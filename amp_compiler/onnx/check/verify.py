@@ -80,15 +80,9 @@ def verify(
         if on_batch is not None:
             on_batch(found.count)
     outputs = tuple(total.result(name) for name, total in found.sums.items())
-<<<<<<< HEAD
-    ran_on = first.engine if first.engine == second.engine else f"{first.engine}, {second.engine}"
-    untried = tuple(probes.untried()) if probes is not None else ()
-    return VerifyReport(outputs, found.count, *traced.result(), ran_on, found.worst, untried)
-=======
     engines = first.engine if first.engine == second.engine else f"{first.engine}, {second.engine}"
     untried = tuple(probes.untried()) if probes is not None else ()
     return VerifyReport(outputs, found.count, *traced.result(), engines, found.worst, untried)
->>>>>>> onnxfiles
 
 
 class _Findings:
