@@ -67,7 +67,7 @@ def written(tmp_path, name, content):
         ("a.yaml", "layer_precisions: {head: float32, /lm_head/MatMul: half}\n", {"head"}),
         ("a.json", {"node_block_list": ["/blocks.?/attn/MatMul"], "op_block_list": ["Conv"]}, {"head"}),
     ],
-    ids=str,
+    ids=lambda value: str(sorted(value)) if isinstance(value, set) else str(value),
 )  # fmt: skip
 def test_what_a_list_keeps_is_kept(name, content, wide, tmp_path):
     assert asked(written(tmp_path, name, content)) == wide
