@@ -314,6 +314,7 @@ STEP = Pipeline(
         "restore_upcasts",
         "fold_loss_scale",
         "simplify_casts",
+        "channels_last",
         "sum_gradients",
         "fuse_update",
     ),

@@ -19,7 +19,10 @@ from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import new_graph_module, traced_graph
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Attr
+from amp_compiler.ops.cuda.cudnn_rnn import MODES
 from amp_compiler.ops.recurrent import KINDS
+from amp_compiler.ops.recurrent_network import empty_results
+from amp_compiler.ops.typed_op import typed_op
 
 CAST = torch.ops.aten.to.dtype
 LOW_TYPES = (torch.float16, torch.bfloat16)
@@ -233,8 +236,8 @@ def trace_before(
     return splice_before(place, traced, arguments, phase)
 
 
-def splice_before(place: fx.Node, traced: fx.GraphModule, arguments: Sequence[fx.Node], phase: str) -> list[fx.Node]:
-    """Add the nodes of a traced graph in front of a node; the rest is as for `trace_before`."""
+def splice_before(place: fx.Node, traced: fx.GraphModule, arguments: Sequence[fx.Node], phase: str) -> list[Any]:
+    """Add the nodes of a traced graph in front of a node; the rest is as for `trace_before`. A result may be `None`."""
     graph = place.graph
     environment = dict(zip(traced.graph.find_nodes(op="placeholder"), arguments, strict=True))
     with graph.inserting_before(place):
@@ -242,7 +245,7 @@ def splice_before(place: fx.Node, traced: fx.GraphModule, arguments: Sequence[fx
             if node.op == "call_function":
                 environment[node] = graph.node_copy(node, lambda old: environment[old])
                 environment[node].meta[Key.PHASE] = phase
-    return [environment[item] for item in results_of(traced.graph)]
+    return [environment[item] if isinstance(item, fx.Node) else item for item in results_of(traced.graph)]
 
 
 def copy_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
@@ -357,9 +360,19 @@ _READS_VALUES = ("DataDependentOutputException", "DynamicOutputShapeException", 
 _QUICKER = {getattr(torch.ops.aten, kind).input: getattr(torch.ops.amp_compiler, kind).default for kind in KINDS}
 
 
+_RECURRENT = {getattr(torch.ops.aten, kind).input: kind for kind in MODES}
+
+
 class _Propagator(FakeTensorProp):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator; one that ATen runs in thousands is run as ours, which gives the same types and shapes."""
+        """Run an operator; one that ATen runs in thousands is run as ours, which gives the same types and shapes.
+
+        On a GPU a recurrent network asks cuDNN how its weights lie, which those of a fake tensor do nowhere.
+        """
+        if target in _RECURRENT and args[0].device.type != "cpu":
+            return empty_results(_RECURRENT[target], *args, **kwargs)
+        if target is typed_op and args[0] in _RECURRENT and args[1][0].device.type != "cpu":
+            args = (getattr(torch.ops.amp_compiler, _RECURRENT[args[0]]).default, *args[1:])
         return super().call_function(_QUICKER.get(target, target), args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:

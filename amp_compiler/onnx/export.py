@@ -18,10 +18,18 @@ from amp_compiler.errors import CaptureError, OnnxError
 from amp_compiler.fx.capture import StandIn, export_module, split_example
 from amp_compiler.fx.lower import lower_graph
 from amp_compiler.ir.dtypes import DType, low_type
+from amp_compiler.ir.files import output_file
 from amp_compiler.ir.graph import Pin
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.exporting.exporter import run_exporter
-from amp_compiler.onnx.exporting.from_fx import mark_stored, onnx_typing, pin_misfits, settle, value_kinds
+from amp_compiler.onnx.exporting.from_fx import (
+    mark_stored,
+    onnx_typing,
+    pin_misfits,
+    settle,
+    stored_magnitudes,
+    value_kinds,
+)
 from amp_compiler.onnx.exporting.misfits import unfit_nodes
 from amp_compiler.onnx.model.model import OnnxModel
 from amp_compiler.onnx.model.save import save
@@ -110,8 +118,8 @@ def export_onnx(
             mend="for an ONNX file there is amp.convert_onnx",
         )
     target = None if output is None else Path(output)
-    if target is not None and not target.parent.is_dir():
-        raise OnnxError("there is no such folder", where=str(target.parent), mend="create it first")
+    if output is not None:
+        output_file(output, OnnxError)
     args, kwargs = split_example(example_args)
     version = DEFAULT_OPSET[low] if opset is None else opset
     if not isinstance(version, int) or not 1 <= version <= onnx.defs.onnx_opset_version():
@@ -147,6 +155,7 @@ def _rewrite(
     rules = replace(rules, ops=onnx_typing(rules.ops))
     graph = lower_graph(graph_module, kinds)
     graph.device, graph.folds = "onnx", True
+    graph.magnitude_of = stored_magnitudes(program, low)
     pin_misfits(graph, program, low, rules.ops)
     for name, why in pins.items():
         graph.nodes[name] = replace(graph.nodes[name], pin=Pin("fp32", why))

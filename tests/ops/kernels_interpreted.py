@@ -1,7 +1,8 @@
 """The Triton kernels against the reference, bit for bit, under Triton's interpreter; `test_kernels.py` runs this file.
 
 It needs TRITON_INTERPRET=1 before Triton is imported. The interpreter differs from the device in two things, which are
-put right here: its fma rounds twice, and its conversion from fp32 to bf16 drops bits where the device rounds.
+put right here: its fma rounds twice, and its conversion from fp32 to bf16 drops bits where the device rounds. Triton
+3.6's takes an array of one element for a number, which NumPy 2.5 no longer does.
 """
 
 import itertools
@@ -45,6 +46,7 @@ def round_once(x, y, z):
 @pytest.fixture(autouse=True)
 def device_arithmetic(monkeypatch):
     truncate = interpreter.InterpreterBuilder.cast_impl
+    in_python = interpreter._patch_lang_tensor
 
     def cast(self, src, dst_type):
         if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
@@ -56,6 +58,11 @@ def device_arithmetic(monkeypatch):
         with np.errstate(all="ignore"):
             return interpreter.TensorHandle(round_once(x.data, y.data, z.data), z.dtype.scalar)
 
+    def numbers_in_python(tensor, scope):
+        in_python(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", numbers_in_python)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fp_trunc", cast)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fma)
     with np.errstate(all="ignore"):
@@ -146,6 +153,34 @@ def test_adam(amsgrad, maximize, decoupled, lows):
 @pytest.mark.parametrize(("beta1", "decay"), [(0.3, 0.0), (0.5, 0.1), (0.0, 0.1)])
 def test_adam_with_other_numbers(beta1, decay, decoupled):
     assert_both_agree("adam_update", adam_arguments((5, 0, BLOCK + 3), beta1=beta1, decay=decay, decoupled=decoupled))
+
+
+FILTERS = ((5, 3, 3, 3), (64, 16, 3, 3), (7, 130, 1, 1), (3, 40, 5, 2), (0, 4, 3, 3), (2, 1, 7, 7), (BLOCK + 1,))
+
+
+@pytest.mark.parametrize(("grads_turned", "lows_turned"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("name", ["adam_update", "sgd_update"])
+def test_gradients_and_copies_of_filters_with_the_channels_last(name, grads_turned, lows_turned, monkeypatch):
+    """Where cuDNN reads and makes them so; nothing is copied to make it fit."""
+    arguments = (adam_arguments if name == "adam_update" else sgd_arguments)(FILTERS, lows=torch.bfloat16)
+    for place, turned in ((1, grads_turned), (5 if name == "adam_update" else 3, lows_turned)):
+        for number, one in enumerate(arguments[place] if turned else []):
+            if one.dim() == 4:
+                arguments[place][number] = one.contiguous(memory_format=torch.channels_last)
+    known = kernels.laid_out_like
+    monkeypatch.setattr(
+        kernels,
+        "laid_out_like",
+        lambda ours, theirs: [assert_is(a, b) for a, b in zip(ours, known(ours, theirs), strict=True)],
+    )
+    changed = assert_both_agree(name, arguments)
+    lows = changed[5 if name == "adam_update" else 3]
+    assert all(torch.equal(low, weight.bfloat16()) for low, weight in zip(lows, changed[0], strict=True))
+
+
+def assert_is(first, second):
+    assert first is second
+    return first
 
 
 @pytest.mark.parametrize("started", [0.0, 1.0])

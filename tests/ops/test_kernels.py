@@ -96,9 +96,10 @@ ADAM = {
     "AMSGRAD": False,
     "MAXIMIZE": False,
     "DECOUPLED": True,
+    "TURNED": 0,
     "ALIGNED": True,
 }
-SGD = {**TYPES, "rng": None, "MODE": 0, "NESTEROV": True, "MAXIMIZE": False, "ALIGNED": True}
+SGD = {**TYPES, "rng": None, "MODE": 0, "NESTEROV": True, "MAXIMIZE": False, "TURNED": 0, "ALIGNED": True}
 ADAM_ARGS = {**TABLE, "scalars": "*fp32", **NUMBERS}
 SGD_ARGS = {**TABLE, "hyper": "*fp64", **NUMBERS, "started": "*fp32"}
 STOCHASTIC = {"WEIGHT_TYPE": "float16", "EXTRA_TYPE": None, "MODE": 1}
@@ -121,7 +122,9 @@ KERNELS = {
     ),
     "adam, stochastic": ("adam_kernel", {**ADAM_ARGS, "rng": "*i64"}, {**ADAM, **STOCHASTIC}),
     "adam, Kahan": ("adam_kernel", {**ADAM_ARGS, "rng": "*i64"}, {**ADAM, **KAHAN}),
+    "adam, filters": ("adam_kernel", ADAM_ARGS, {**ADAM, "TURNED": 5, "DECOUPLED": False}),
     "sgd": ("sgd_kernel", SGD_ARGS, SGD),
+    "sgd, filters": ("sgd_kernel", SGD_ARGS, {**SGD, "TURNED": 5}),
     "sgd, stochastic": ("sgd_kernel", {**SGD_ARGS, "rng": "*i64"}, {**SGD, **STOCHASTIC}),
     "sgd, no momentum": ("sgd_kernel", SGD_ARGS, {**SGD, "MOMENT_TYPE": None, "EXTRA_TYPE": None, "NESTEROV": False}),
     "prepare": (
