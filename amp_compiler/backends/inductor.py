@@ -27,9 +27,9 @@ _CONTRACTION = "cpp.enable_floating_point_contract_flag"
 _NO_SLP = "-fno-tree-slp-vectorize"
 # Kernels that share no memory become one all the same. The threshold is the bytes that a fusion must save.
 _ONE_KERNEL = {"combo_kernels": True, "score_fusion_memory_threshold": 1}
-# On a GPU Inductor (torch 2.11 to 2.13) leaves loops as they were written, to order them anew when it fuses. A cast behind
-# a change of shape, as that of every gradient which enters a matrix product, then has other loops than the norm's
-# backward before it, and becomes a kernel of its own. Merged loops fuse.
+# On a GPU Inductor (torch 2.11 to 2.13) leaves loops as they were written, to order them anew when it fuses. A cast
+# behind a change of shape, as that of every gradient which enters a matrix product, then has other loops than the
+# norm's backward before it, and becomes a kernel of its own. Merged loops fuse.
 _MERGED_LOOPS = {"loop_ordering_after_fusion": False}
 _CALL = "call_function"
 _CONVOLUTION = torch.ops.aten.convolution.default
