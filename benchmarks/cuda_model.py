@@ -144,7 +144,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, help="where the numbers go; those of a default run go to results/")
     options = parser.parse_args(argv)
-    options.device, options.threads = "cuda", torch.get_num_threads()
+    options.device, options.threads = "cpu", torch.get_num_threads()  # no GPU has a part in the figures
     everything = {"models": list(models.CUDA_SIZES), "variants": list(VARIANTS), "dtype": list(SETTINGS), "skip": []}
     options.default = all(getattr(options, one) == value for one, value in everything.items())
     return options
