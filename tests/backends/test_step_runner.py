@@ -11,7 +11,7 @@ from amp_compiler.backends import inductor
 from amp_compiler.backends.step_runner import kernels_for, run_cut_step
 from amp_compiler.fx.graph import is_single_number
 from amp_compiler.fx.text import parse_fx
-from amp_compiler.ops.update.operators import CHECK, COMMIT, OPERATORS
+from amp_compiler.ops.update.operators import CHECK, COMMIT, GATHER, OPERATORS
 from amp_compiler.passes.step.cut_step import BEFORE, CutStep
 
 GATHERS = """
@@ -45,6 +45,17 @@ return norm, mul
 """
 
 
+AT_ONCE = """
+in x: bf16[4]
+in inverse: fp32[]
+in total: fp32[4]  # state=sum/w/0
+neg: bf16[4] = aten.neg.default(x)
+check: (fp32[], fp32[], u8[1], ()) = amp_compiler.gather_check.default([total], [neg], inverse, False)
+norm: fp32[] = getitem(check, 0)
+return norm, total
+"""
+
+
 def on(device, text):
     return parse_fx(text.strip() if device == "cpu" else _on_cuda(text))
 
@@ -58,10 +69,14 @@ def _on_cuda(text):
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("text", [GATHERS, UPDATES], ids=["gathers", "updates"])
+@pytest.mark.parametrize("text", [GATHERS, AT_ONCE, UPDATES], ids=["gathers", "gathers at once", "updates"])
 def test_kernels_check_commit_and_update_on_a_gpu(text):
     kernels = kernels_for(on("cuda", text))
-    assert {CHECK, COMMIT, *OPERATORS.values()} == set(kernels)
+    assert {CHECK, GATHER, COMMIT, *OPERATORS.values()} == set(kernels)
+
+
+def test_sums_with_gaps_are_left_to_the_compiler():
+    assert kernels_for(on("cuda", AT_ONCE.replace("total: fp32[4]", "total: fp32[4]{2}"))) == {}
 
 
 def test_on_a_cpu_a_compiler_checks_gradients_that_are_only_gathered():
