@@ -160,7 +160,7 @@ def _working_type(
     kind: str, data: Tensor, states: Sequence[Tensor], layers: int, bidirectional: bool
 ) -> torch.dtype | None:
     """What cuDNN runs a network in: its own type, FP32 for one of 16 bits that it does not know, or not at all."""
-    reasons = []
+    reasons: list[str] = []
     for dtype in (data.dtype, *([torch.float32] if data.dtype in _LOW else [])):
         found = cudnn_rnn.CUDNN.layout(_form(kind, data, states, layers, bidirectional, dtype))
         if isinstance(found, Layout):
