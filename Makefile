@@ -1,17 +1,24 @@
 # `make help` lists the targets. Everything is installed into .venv; nothing outside this folder is changed.
+# NO_INSTALL=1 runs the tests with PYTHON as it is, which then has torch, the project and what the tests need.
+# TORCH=2.11.0 is another version of torch than that of constraints.txt, for a VENV of its own.
 PYTHON ?= python3
 VENV   ?= .venv
 PYTEST_WORKERS ?= 2
+OLDEST_TORCH := 2.11.0
 
 BIN     := $(abspath $(VENV))/bin
-STAMP   := $(VENV)/.installed
+MADE    := $(VENV)/.installed
+STAMP   := $(if $(NO_INSTALL),given,$(MADE))
 PIP     := $(BIN)/python -m pip --disable-pip-version-check
+PINS    := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
+# Without -P the folder amp_compiler/, which lacks passes/ and rules/, would hide an installed package.
+RUN     := $(if $(NO_INSTALL),$(PYTHON) -P,$(BIN)/python)
 # What the tests compile is kept between runs in a folder of its own; no processes wait for kernels of a GPU.
 CACHES  := TORCH_WARM_POOL=0 TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/.cache/inductor AMP_COMPILER_CACHE=$(CURDIR)/.cache/loops
-PYTEST  := OMP_NUM_THREADS=1 $(CACHES) $(BIN)/python -m pytest
+PYTEST  := OMP_NUM_THREADS=1 $(CACHES) $(RUN) -m pytest
 # Each process takes half of the tests as they stand in the files, which share models, and then from the other's rest.
 BOTH    := $(PYTEST) -n $(PYTEST_WORKERS) --dist worksteal
-SOURCES := amp_compiler passes rules tests examples benchmarks docs
+SOURCES := amp_compiler passes rules tests examples benchmarks docs tools
 
 # Threads that wait for work sleep instead of spinning: on a busy machine that is many times faster, else no slower.
 export OMP_WAIT_POLICY := PASSIVE
@@ -19,10 +26,11 @@ export OMP_WAIT_POLICY := PASSIVE
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup venv demo test lint types format test-all-but-slow test-fast test-slow test-gpu docs bench bench-onnx clean
+.PHONY: help setup venv given demo test lint types format test-all-but-slow test-fast test-slow test-gpu test-torch211 docs \
+  bench bench-onnx clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## make .venv with the tested versions (done by the other targets when needed)
 venv: $(STAMP)
@@ -30,14 +38,21 @@ venv: $(STAMP)
 # torch goes first and alone: it is the largest, and whatever else needs it must find the pinned one there.
 # Bytecode is compiled behind that, on all cores, but for the large packages of which little is imported.
 RARELY := 'transformers/(models|integrations|quantizers)|torch/(testing|_inductor/kernel|distributed)|/tests/|scipy|sklearn|pip/'
-$(STAMP): pyproject.toml constraints.txt
+# Another torch says itself which Triton and setuptools it takes.
+TORCHS_OWN := '^(torch|triton|setuptools)=='
+$(MADE): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "constraints.txt is for Python 3.11 or newer: make PYTHON=python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet --no-compile -c constraints.txt torch
-	$(PIP) install --quiet --no-compile -c constraints.txt -e '.[dev]'
+	$(if $(TORCH),(grep -vE $(TORCHS_OWN) constraints.txt; echo torch==$(TORCH)) > $(PINS))
+	$(PIP) install --quiet --no-compile -c $(PINS) torch
+	$(PIP) install --quiet --no-compile -c $(PINS) -e '.[dev]'
 	-$(BIN)/python -m compileall -q -j 0 -x $(RARELY) $(VENV)/lib > /dev/null
 	@touch $@
+
+given:
+	@$(RUN) -c 'import torch, pytest, amp_compiler.passes.pipeline' \
+	  || { echo "NO_INSTALL=1: $(PYTHON) lacks what is named above; PYTHONPATH may show where it is" >&2; exit 1; }
 
 demo: $(STAMP) ## train two small CNNs on handwritten digits in FP32, with torch.autocast and with amp.training_step
 	$(BIN)/amp-compiler demo
@@ -71,6 +86,9 @@ test-slow: $(STAMP) ## the tests marked slow, which with those of `make test` ar
 test-gpu: $(STAMP) ## the tests that need a CUDA device, with a table of them
 	$(PYTEST) -m gpu
 
+test-torch211: ## the tests of `make test` with the oldest torch that is supported, in an environment of its own, .venv211
+	+$(MAKE) --no-print-directory VENV=.venv211 TORCH=$(OLDEST_TORCH) test-all-but-slow
+
 # NO_MKDOCS_2_WARNING: a notice of the theme's about its successor.
 docs: $(STAMP) ## what is made from the code (pictures, passes/README.md), and all docs as a site in site/, offline
 	$(BIN)/python docs/tools/generate.py
@@ -102,5 +120,5 @@ bench-onnx: $(PEERS)/.installed ## ONNX conversion beside three other converters
 	$(BIN)/python -m benchmarks.onnx_convert --peers $(PEERS)/bin/python
 
 clean: ## remove .venv and everything generated
-	rm -rf $(VENV) .cache .types build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv211 .wheels .cache .types build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,12 +1,17 @@
-"""The models that `train_step.py` and `inference.py` measure, in two batch sizes each, and their matrix products."""
+"""The models that `train_step.py` and `inference.py` measure, in two batch sizes each, and their matrix products.
+
+On a GPU they are those of `models.CUDA_SIZES`, made there, with batches that fill it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 
 import models
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -14,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from amp_compiler.cli.demo import SmallCnn
 
 LARGE = "gemm"  # the bound of the large batch; whatever else binds, the batch is the small one
+_SMALL_TOKENS = 128  # of the small batch on a GPU, which is one text or image
 
 
 @dataclass(frozen=True)
@@ -91,35 +97,61 @@ class LstmLogits(nn.Module):
         return {"logits": self.head(self.rnn(self.embedding(input_ids))[0])}
 
 
-def build(name: str, bound: str, device: str) -> models.Built:
-    """A model in train mode and a batch for it with labels, the same ones on every call."""
-    size = SHAPES[name].size(bound)
+def names(device: str) -> tuple[str, ...]:
+    """The models that are measured on a device where none are named."""
+    return tuple(models.CUDA_SIZES) if device == "cuda" else NAMES
+
+
+def size_of(name: str, bound: str, device: str) -> models.Size:
+    """How large a model and its batch are on a device."""
+    if device != "cuda" or name not in models.CUDA_SIZES:
+        return SHAPES[name].size(bound)
+    size = models.CUDA_SIZES[name]
+    return size if bound == LARGE else replace(size, batch=1, tokens=min(size.tokens, _SMALL_TOKENS))
+
+
+def build(name: str, bound: str, device: str, place: str | None = None) -> models.Built:
+    """A model in train mode and a batch for it with labels, the same ones on every call.
+
+    Args:
+        name: of the model.
+        bound: which batch.
+        device: whose sizes they have, `cpu` or `cuda`.
+        place: where they lie if not on the device: `meta` where no numbers are wanted.
+    """
+    place = place or device
+    # On a CPU everything is made there, and on a GPU there too: made elsewhere, a billion weights take half a minute.
+    with contextlib.nullcontext() if place == "cpu" else torch.device(place):
+        model, batch = build_of(name, size_of(name, bound, device))
+    return model.to(place), {key: value.to(place) for key, value in batch.items()}
+
+
+def build_of(name: str, size: models.Size) -> models.Built:
+    """The same of any size, such as those of `models.CUDA_SIZES`, where tensors are made by default."""
+    if name not in (*MLPS, DIGITS):
+        return models.build_of(name, size)
+    torch.manual_seed(0)
     if name in MLPS:
-        torch.manual_seed(0)
         inputs = torch.randn(size.batch, size.hidden)
         model: nn.Module = WideMlp(size)
         batch = {"inputs": inputs, "labels": torch.randint(0, size.classes, (size.batch,))}
-    elif name == DIGITS:
-        torch.manual_seed(0)
+    else:
         images = torch.rand(size.batch, 1, size.image, size.image)
         model, batch = DigitsCnn(size), {"images": images, "labels": torch.randint(0, 10, (size.batch,))}
-    else:
-        models.SIZES["benchmark"] = size
-        model, batch = models.build(name, "benchmark")
-    return model.train().to(device), {key: value.to(device) for key, value in batch.items()}
+    return model.train(), batch
 
 
-def build_for_inference(name: str, bound: str, device: str) -> models.Built:
+def build_for_inference(name: str, bound: str, device: str, place: str | None = None) -> models.Built:
     """The same model in eval mode, and the batch without labels: it gives logits and no loss."""
-    model, batch = build(name, bound, device)
+    model, batch = build(name, bound, device, place)
     if isinstance(model, models.LstmLanguageModel):
         model = LstmLogits(model)
     return model.eval(), {key: value for key, value in batch.items() if key != "labels"}
 
 
-def items(name: str, bound: str) -> int:
+def items(name: str, bound: str, device: str = "cpu") -> int:
     """Images or tokens in one batch."""
-    size = SHAPES[name].size(bound)
+    size = size_of(name, bound, device)
     return size.batch if name in IMAGES else size.batch * size.tokens
 
 
@@ -127,22 +159,29 @@ def loss_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return model(**batch)["loss"]  # type: ignore[no-any-return]
 
 
-def matmul_flops(name: str, bound: str, backward: bool) -> int:
+def matmul_flops(name: str, bound: str, backward: bool, device: str = "cpu") -> int:
     """Floating-point operations of all matrix products and convolutions of a step, counted on the eager FP32 model.
 
-    Fused LSTM and attention kernels are switched off for it, because the counter does not see into them.
+    Fused LSTM and attention kernels are switched off for it, because the counter does not see into them. A GPU's sizes
+    are counted without numbers.
 
     Args:
         name: of the model.
         bound: which batch.
         backward: whether the step trains; else it is a forward without labels.
+        device: whose sizes it has.
     """
     counter = FlopCounterMode(display=False)
-    with counter, torch.backends.mkldnn.flags(enabled=False), sdpa_kernel(SDPBackend.MATH):
+    place = "meta" if device == "cuda" else device
+    model, batch = (build if backward else build_for_inference)(name, bound, device, place)
+    fake = FakeTensorMode(allow_non_fake_inputs=True) if device == "cuda" else None
+    if fake is not None:  # transformers reads masks where they are no fake ones
+        batch = {key: fake.from_tensor(value) for key, value in batch.items()}
+    unfused = (torch.backends.mkldnn.flags(enabled=False), sdpa_kernel(SDPBackend.MATH))
+    with contextlib.ExitStack() as stack:
+        for context in (fake or contextlib.nullcontext(), counter, *unfused, torch.set_grad_enabled(backward)):
+            stack.enter_context(context)
+        result = model(**batch)
         if backward:
-            loss_of(*build(name, bound, "cpu")).backward()
-        else:
-            model, batch = build_for_inference(name, bound, "cpu")
-            with torch.no_grad():
-                model(**batch)
+            result["loss"].backward()
     return counter.get_total_flops()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import bursts
 import cases
 import measuring
 import torch
@@ -23,7 +25,13 @@ import amp_compiler as amp
 from amp_compiler.report.table import human_bytes
 
 FP32, AUTOCAST, COMPILED, OURS = VARIANTS = ("fp32", "autocast", "torch.compile", "amp_compiler")
-MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs")
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+_ON_CUDA = {  # what is measured there unless it is asked for otherwise: one model in under 4 minutes
+    "variants": [OURS, COMPILED, AUTOCAST],
+    "modes": list(MODES[:3]),
+    "steps": 60,
+    "turn": 12,
+}
 # Dynamo leaves recurrent layers out of what it compiles unless it is told to take them, unrolled; see `compiled`.
 RECURRENT = f"{COMPILED} allow_rnn"
 _GEMM = "large GEMM"
@@ -75,49 +83,110 @@ class Comparison:
         options = self.parse(argv)
         warnings.filterwarnings("ignore")
         torch.set_num_threads(options.threads)
-        default = options.models == list(cases.NAMES) and options.bounds == list(self.bounds)
-        path = options.json or (measuring.RESULTS / f"{self.name}_{options.device}.json" if default else None)
-        rows: list[dict[str, Any]] = []
+        path = options.json or (measuring.RESULTS / f"{self.name}_{options.device}.json" if options.all else None)
+        done: list[dict[str, Any]] = []
+        left_out: list[str] = []
         console = Console(width=170)
-        for name in options.models:
-            for bound in options.bounds:
-                with console.status(f"{name}, {bound}"):
-                    rows += self.measure(name, bound, options)
-                measuring.write_results(path, self.name, options, rows)
-        title = f"{self.title} in {options.dtype} on {options.device}, ratios to torch.compile"
-        console.print(table(rows, title))
-        return 0
+        rows: list[dict[str, Any]] = []
+        try:
+            for name in options.models:
+                for bound in options.bounds:
+                    with console.status(f"{name}, {bound}"):
+                        for rows, failed in self.measure(name, bound, options):  # noqa: B007 - the last ones count
+                            measuring.write_results(path, self.name, options, done + rows)
+                    done, rows = done + rows, []
+                    left_out += [f"{name}, {bound}, {variant}: {reason}" for variant, reason in failed.items()]
+        finally:  # also where it is interrupted
+            title = f"{self.title} in {options.dtype} on {options.device}, ratios to torch.compile"
+            console.print((short_table if options.device == "cuda" else table)(done + rows, title))
+            console.print(*left_out, sep="\n", end="\n" if left_out else "", markup=False)
+        return 1 if left_out else 0
 
     def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
         """The command line."""
         parser = argparse.ArgumentParser(description=self.description)
-        measuring.add_arguments(parser, cases.SHAPES, cases.NAMES)
+        measuring.add_arguments(parser, dict.fromkeys((*cases.SHAPES, *cases.names("cuda"))), None)
         parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
-        parser.add_argument("--bounds", nargs="+", choices=self.bounds, default=list(self.bounds))
+        parser.add_argument("--bounds", nargs="+", choices=self.bounds, help="both on a CPU, else the first")
         parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-        parser.add_argument("--modes", nargs="+", choices=MODES, help="of torch.compile: all on CUDA, else the first")
-        parser.add_argument("--least", type=float, default=10.0, help="rounds of steps go on for so many seconds")
+        parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES[:1]), help="of torch.compile")
+        parser.add_argument("--least", type=float, default=10.0, help="on a CPU rounds go on for so many seconds")
         parser.add_argument("--turn", type=int, default=5, help="steps in a row that a variant is timed for")
+        parser.add_argument("--together", type=int, help="variants on the GPU at a time; default: one for every 50 GB")
+        parser.add_argument("--limit", type=float, default=190.0, help="seconds for a model's first calls on CUDA")
+        on_cuda = parser.parse_known_args(argv)[0].device == "cuda"
+        parser.set_defaults(**(_ON_CUDA if on_cuda else {}))
         options = parser.parse_args(argv)
-        options.modes = options.modes or (MODES if options.device == "cuda" else MODES[:1])
+        models, bounds = list(cases.names(options.device)), list(self.bounds[:1] if on_cuda else self.bounds)
+        options.models, options.bounds = options.models or models, options.bounds or bounds
+        options.all = options.models == models and options.bounds == bounds
+        if on_cuda:
+            options.together = options.together or bursts.fit_together()
         return options
 
-    def measure(self, name: str, bound: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-        """One row per variant."""
-        flops = cases.matmul_flops(name, bound, self.backward)
-        first, warm, times, memory = self._in_processes(name, bound, options)
-        gemm = times.pop(_GEMM)[0]
-        rate = Gemm.flops(options.device) / gemm  # per ms
+    def measure(
+        self, name: str, bound: str, options: argparse.Namespace
+    ) -> Iterator[tuple[list[dict[str, Any]], dict[str, str]]]:
+        """One row per variant, and why others have none; on a GPU told again whenever there are more."""
+        if options.device != "cuda":
+            first, warm, times, memory = self._in_processes(name, bound, options)
+            gemm = times.pop(_GEMM)[0]
+            yield self._rows(name, bound, options.device, gemm, bursts.Found(first, times, memory), warm), {}
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            caches = {variant: Path(folder) / str(place) for place, variant in enumerate(_variants(options, name))}
+            with Process(Gemm, (options.dtype,), options.device, None, Path(folder)) as process:
+                product = bursts.taking_turns({_GEMM: process}, 3, options.turn, {})[_GEMM][0]
+
+            def start(variant: str) -> Process:
+                return self._start(variant, name, bound, options, caches[variant], wait=False)
+
+            groups = bursts.measure(
+                start, list(caches), options.together, options.limit, -(-options.steps // options.turn), options.turn
+            )
+            for found in groups:
+                rows = self._rows(name, bound, options.device, product, found, {}) if found.times else []
+                yield rows, found.failed
+
+    def _start(
+        self,
+        variant: str,
+        name: str,
+        bound: str,
+        options: argparse.Namespace,
+        cache: Path,
+        settings: Mapping[str, str] | None = None,
+        wait: bool = True,
+    ) -> Process:
+        arguments = (variant, name, bound, options.dtype)
+        compiles = variant == OURS or compiled_mode(variant) is not None
+        prepare = (warm_ours if variant == OURS else warm_torch) if compiles else None
+        return Process(self.make, arguments, options.device, prepare, cache, settings, wait)
+
+    def _rows(
+        self,
+        name: str,
+        bound: str,
+        device: str,
+        gemm: float,
+        found: bursts.Found,
+        warm: Mapping[str, float],
+    ) -> list[dict[str, Any]]:
+        first, times, memory = found.first, found.times, found.memory
+        flops, items = _facts(name, bound, self.backward, device)
+        rate = Gemm.flops(device) / gemm  # per ms
         base = _base(times)
+        place = "meta" if device == "cuda" else device
+        parameters = sum(p.numel() for p in cases.build(name, bound, device, place)[0].parameters())
         return [
             {
                 "model": name,
                 "bound": bound,
-                "parameters": sum(p.numel() for p in cases.build(name, bound, "cpu")[0].parameters()),
-                "items": cases.items(name, bound),
+                "parameters": parameters,
+                "items": items,
                 "variant": variant,
                 "best_of_torch": variant == base,
-                **_time_facts(time, times[base], cases.items(name, bound)),
+                **_time_facts(time, times[base], items),
                 "matmul_flops": flops,
                 "gemm_tflops": rate / 1e9,
                 "gemm_floor_ms": flops / rate,
@@ -127,8 +196,7 @@ class Comparison:
                 "memory_ratio": memory[variant].peak_bytes / memory[base].peak_bytes,
                 "first_call_s": first[variant],
                 "first_call_ratio": first[variant] / first[base],
-                "warm_call_s": warm[variant],
-                "warm_call_ratio": warm[variant] / warm[base],
+                **({"warm_call_s": warm[variant], "warm_call_ratio": warm[variant] / warm[base]} if warm else {}),
             }
             for variant, time in times.items()
         ]
@@ -142,10 +210,7 @@ class Comparison:
             caches = {variant: Path(folder) / str(place) for place, variant in enumerate(_variants(options, name))}
 
             def start(variant: str, settings: Mapping[str, str]) -> Process:
-                arguments = (variant, name, bound, options.dtype)
-                compiles = variant == OURS or compiled_mode(variant) is not None
-                prepare = (warm_ours if variant == OURS else warm_torch) if compiles else None
-                return Process(self.make, arguments, options.device, prepare, caches[variant], settings)
+                return self._start(variant, name, bound, options, caches[variant], settings)
 
             with contextlib.ExitStack() as stack:
                 running: dict[str, Process] = {}
@@ -175,7 +240,9 @@ def warm_ours(device: str) -> None:
 
 
 def _variants(options: argparse.Namespace, name: str) -> list[str]:
-    modes = [compiled_name(mode) for mode in options.modes] + [RECURRENT] * (name in cases.RECURRENT)
+    # On a GPU a recurrent layer is one call of cuDNN's: unrolled it takes minutes to compile, and is slower.
+    unrolled = name in cases.RECURRENT and options.device != "cuda"
+    modes = [compiled_name(mode) for mode in options.modes] + [RECURRENT] * unrolled
     return [one for variant in options.variants for one in (modes if variant == COMPILED else [variant])]
 
 
@@ -183,6 +250,12 @@ def _base(times: Mapping[str, Spread]) -> str:
     """The fastest mode of torch.compile; without any the first variant."""
     modes = [variant for variant in times if compiled_mode(variant)]
     return min(modes, key=lambda variant: times[variant][0]) if modes else next(iter(times))
+
+
+@functools.cache
+def _facts(name: str, bound: str, backward: bool, device: str) -> tuple[int, int]:
+    """Floating-point operations of a step's products, and its images or tokens."""
+    return cases.matmul_flops(name, bound, backward, device), cases.items(name, bound, device)
 
 
 def _time_facts(time: Spread, base: Spread, items: int) -> dict[str, float]:
@@ -220,6 +293,31 @@ def table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
             coloured(row["first_call_ratio"]),
             f"{row['warm_call_s']:.1f}",
             coloured(row["warm_call_ratio"]),
+            end_section=following is None or (following["model"], following["bound"]) != (row["model"], row["bound"]),
+        )
+    return made
+
+
+def short_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
+    """The same in 110 columns: one line per model, batch and variant."""
+    made = Table(title=title, title_justify="left")
+    for column in ("model", "bound by", "variant"):
+        made.add_column(column, no_wrap=True)
+    for column in ("step\nms", "10 to 90 %", "ratio", "TFLOP/s", "of a\nGEMM's", "peak\nGB", "ratio", "first\ncall s"):
+        made.add_column(column, justify="right")
+    for row, following in zip(rows, [*rows[1:], None], strict=True):
+        made.add_row(
+            row["model"],
+            row["bound"],
+            row["variant"],
+            f"{row['step_ms']:.2f}",
+            f"{row['step_ms_10']:.2f} to {row['step_ms_90']:.2f}",
+            coloured(row["time_ratio"]),
+            f"{row['matmul_flops'] / row['step_ms'] / 1e9:.0f}",
+            f"{row['gemm_share']:.0%}",
+            f"{row['peak_bytes'] / 1e9:.1f}",
+            coloured(row["memory_ratio"]),
+            f"{row['first_call_s']:.0f}",
             end_section=following is None or (following["model"], following["bound"]) != (row["model"], row["bound"]),
         )
     return made

@@ -22,8 +22,15 @@ def machine_facts(device: str = "cpu") -> dict[str, Any]:
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
+            **(_cuda_versions() if device == "cuda" else {}),
         },
     }
+
+
+def _cuda_versions() -> dict[str, Any]:
+    import triton
+
+    return {"triton": triton.__version__, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
 
 
 def cpu_name() -> str:

@@ -1,4 +1,4 @@
-"""What the benchmarks share: medians of calls in turn, the rate of a large product, options, results files."""
+"""What the benchmarks share: medians of calls or bursts in turn, the rate of a large product, options, results."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ RESULTS = Path(__file__).parent / "results"
 TORCH_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _WARM_UPS = 3
 _FEWEST = 5  # rounds that are timed, however long they take
+_FEWEST_BURSTS = 3  # the same of bursts
 
 Spread = tuple[float, float, float]
 
@@ -51,6 +52,40 @@ def interleaved(
             if number >= _WARM_UPS:
                 times[variant].append(1000 * (time.perf_counter() - start))
         if number + 1 >= _WARM_UPS + _FEWEST and time.perf_counter() > end:
+            break
+    return {variant: spread(values) for variant, values in times.items()}
+
+
+def burst(step: Callable[[], object], count: int) -> float:
+    """Milliseconds of one of `count` calls on a GPU, by its own clock: none of them waits for the one before."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(count):
+        step()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / count
+
+
+def interleaved_bursts(
+    variants: Mapping[str, Callable[[], object]], bursts: int, length: int, seconds: float
+) -> dict[str, Spread]:
+    """Median, 10% and 90% quantile of the milliseconds of a step on a GPU, over bursts of each variant in turn.
+
+    Args:
+        variants: what to call.
+        bursts: of each that are timed; one more, before them, is not.
+        length: steps in a burst.
+        seconds: after this time no new round begins, if at least three were timed.
+    """
+    times: dict[str, list[float]] = {variant: [] for variant in variants}
+    end = time.perf_counter() + seconds
+    for number in range(1 + bursts):
+        for variant, step in variants.items():
+            took = burst(step, length)
+            times[variant] += [took] if number else []
+        if number >= _FEWEST_BURSTS and time.perf_counter() > end:
             break
     return {variant: spread(values) for variant, values in times.items()}
 
@@ -91,9 +126,10 @@ class Gemm:
         """Nothing is left over between two products."""
 
 
-def add_arguments(parser: argparse.ArgumentParser, models: Iterable[str], default: Iterable[str]) -> None:
-    """The options that all of these benchmarks have, except `--dtype`."""
-    parser.add_argument("--models", nargs="+", choices=list(models), default=list(default), metavar="NAME")
+def add_arguments(parser: argparse.ArgumentParser, models: Iterable[str], default: Iterable[str] | None) -> None:
+    """The options that all of these benchmarks have, except `--dtype`; without a default the models may be none."""
+    chosen = None if default is None else list(default)
+    parser.add_argument("--models", nargs="+", choices=list(models), default=chosen, metavar="NAME")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--steps", type=int, default=20, help="timed steps of each variant")
     parser.add_argument("--seconds", type=float, default=40.0, help="no new round of steps begins after this time")
@@ -106,8 +142,8 @@ def write_results(path: Path | None, benchmark: str, options: argparse.Namespace
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    known = ("dtype", "device", "steps", "turn", "least", "seconds", "threads")
-    settings = {key: getattr(options, key) for key in known if hasattr(options, key)}
+    known = ("dtype", "device", "steps", "turn", "together", "least", "seconds", "threads")
+    settings = {key: value for key in known if (value := getattr(options, key, None)) is not None}
     facts = {"benchmark": benchmark, **machine_facts(options.device), "settings": settings, "rows": rows}
     write_atomically(path, json.dumps(facts, indent=1) + "\n")
 

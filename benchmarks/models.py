@@ -29,7 +29,15 @@ Built = tuple[nn.Module, dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Size:
-    """How large a model is: `tiny` for tests, `small` for benchmarks."""
+    """How large a model is: `tiny` for tests, `small` for benchmarks, `cuda` for those on a GPU.
+
+    Args:
+        widening: width of the layer between the two products of a block, in hidden widths.
+        key_value_heads: those of grouped attention; half of all where it is 0.
+        patch: width and height of an image transformer's patches.
+        whole: whether all layers of an encoder and a decoder have this depth; otherwise each has half of it.
+        tied: whether the head's weight is that of the embedding, where the model leaves the choice.
+    """
 
     vocab: int
     hidden: int
@@ -39,15 +47,33 @@ class Size:
     tokens: int
     image: int
     classes: int = 16
+    widening: int = 2
+    key_value_heads: int = 0
+    patch: int = 8
+    whole: bool = False
+    tied: bool = False
 
     @property
     def inner(self) -> int:
-        return 2 * self.hidden
+        return self.widening * self.hidden
 
 
 SIZES = {
     "tiny": Size(vocab=128, hidden=64, layers=2, heads=4, batch=2, tokens=16, image=32),
     "small": Size(vocab=1024, hidden=256, layers=4, heads=8, batch=4, tokens=64, image=64),
+}
+CUDA = "cuda"
+# Sizes that fill a GPU, of models as they are trained: GPT-2 of 355M parameters, BERT-large, Llama 3.2 1B, T5-base,
+# ViT-L/16, ResNet-50. Hidden width is four times the width of ResNet's first layer. The MLP is that of `cases.py`.
+CUDA_SIZES = {
+    "gpt2": Size(50257, 1024, 24, 16, batch=16, tokens=1024, image=0, widening=4),
+    "bert": Size(30522, 1024, 24, 16, batch=32, tokens=512, image=0, widening=4),
+    "llama": Size(128256, 2048, 16, 32, batch=4, tokens=2048, image=0, widening=4, key_value_heads=8, tied=True),
+    "t5": Size(32128, 768, 12, 12, batch=32, tokens=512, image=0, widening=4, whole=True),
+    "vit": Size(0, 1024, 24, 16, batch=64, tokens=0, image=224, classes=1000, widening=4, patch=16),
+    "resnet50": Size(0, 256, 0, 0, batch=256, tokens=0, image=224, classes=1000),
+    "lstm": Size(32000, 1024, 2, 0, batch=128, tokens=64, image=0),
+    "mlp": Size(0, 4096, 8, 0, batch=8192, tokens=0, image=0, classes=1000),
 }
 
 
@@ -111,7 +137,9 @@ def _gpt2(size: Size) -> Built:
         eos_token_id=2,
         use_cache=False,
     )
-    return transformers.GPT2LMHeadModel(config), _text(size)
+    model = transformers.GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # what it takes otherwise, with a warning at which torch.compile breaks its graph
+    return model, _text(size)
 
 
 def _llama(size: Size) -> Built:
@@ -120,8 +148,9 @@ def _llama(size: Size) -> Built:
         hidden_size=size.hidden,
         num_hidden_layers=size.layers,
         num_attention_heads=size.heads,
-        num_key_value_heads=size.heads // 2,
+        num_key_value_heads=size.key_value_heads or size.heads // 2,
         intermediate_size=size.inner,
+        tie_word_embeddings=size.tied,
         use_cache=False,
     )
     return transformers.LlamaForCausalLM(config), _text(size)
@@ -133,7 +162,7 @@ def _t5(size: Size) -> Built:
         d_model=size.hidden,
         d_kv=size.hidden // size.heads,
         d_ff=size.inner,
-        num_layers=size.layers // 2,
+        num_layers=size.layers if size.whole else size.layers // 2,
         num_heads=size.heads,
         dropout_rate=0.0,
         decoder_start_token_id=0,
@@ -150,7 +179,7 @@ def _vit(size: Size) -> Built:
         num_attention_heads=size.heads,
         intermediate_size=size.inner,
         image_size=size.image,
-        patch_size=8,
+        patch_size=size.patch,
         num_labels=size.classes,
     )
     return transformers.ViTForImageClassification(config), _image(size)
@@ -174,7 +203,7 @@ def _resnet50(size: Size) -> Built:
     for module in model.modules():
         if isinstance(module, ResNetBottleNeckLayer):
             nn.init.constant_(module.layer[-1].normalization.weight, 0.2)
-    return model, _image(size, 64)
+    return model, _image(size, max(size.image, 64))
 
 
 def _convnext(size: Size) -> Built:
@@ -278,17 +307,36 @@ def build(name: str, size: str = "tiny", seed: int = 0) -> Built:
 
     Args:
         name: one of `NAMES`.
-        size: `tiny` or `small`.
+        size: `tiny`, `small` or `cuda`, see `size_of`.
         seed: of the weights and of the inputs.
 
     Raises:
         ValueError: for a name or a size that is not there.
     """
-    if name not in _BUILDERS or size not in SIZES:
-        raise ValueError(f"{name}, {size}: the names are {', '.join(NAMES)}, the sizes {', '.join(SIZES)}")
+    if name not in _BUILDERS:
+        raise ValueError(f"{name}, {size}: the names are {', '.join(NAMES)}")
+    return build_of(name, size_of(name, size), seed)
+
+
+def build_of(name: str, size: Size, seed: int = 0) -> Built:
+    """As `build`, of any size."""
     torch.manual_seed(seed)
-    model, kwargs = _BUILDERS[name](SIZES[size])
+    model, kwargs = _BUILDERS[name](size)
     return model.train(), kwargs
+
+
+def size_of(name: str, size: str) -> Size:
+    """The size of that name; `cuda` is another one for each model, and there only for those of `CUDA_SIZES`.
+
+    Raises:
+        ValueError: for a size that is not there.
+    """
+    if size == CUDA and name in CUDA_SIZES:
+        return CUDA_SIZES[name]
+    if size not in SIZES:
+        sizes = [*SIZES, *([CUDA] if name in CUDA_SIZES else [])]
+        raise ValueError(f"{name}, {size}: the sizes are {', '.join(sizes)}")
+    return SIZES[size]
 
 
 def loss_and_logits(outputs: Any) -> tuple[torch.Tensor, torch.Tensor]:

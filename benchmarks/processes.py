@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import gc
 import itertools
+import math
 import os
 import re
 import statistics
@@ -24,10 +25,12 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import torch
-from measuring import Spread, spread, synchronize
+from measuring import Spread, burst, spread, synchronize
 from torch import nn
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
+_TRITON_CACHE = "TRITON_CACHE_DIR"
+_SETTLING = 8  # steps on a GPU until all graphs are recorded: ours at the fifth, torch.compile's before
 _FEWEST = 2  # rounds that are timed, however long they take, if so many are asked for
 # With these a freed tensor leaves the process, so that resident pages are tensors.
 FREEING = {f"MALLOC_{name}_": "65536" for name in ("MMAP_THRESHOLD", "MMAP_MAX", "TRIM_THRESHOLD")}
@@ -61,6 +64,8 @@ class Memory:
 class Process:
     """One variant in a process of its own, made and called once there. A context manager: it ends with its block.
 
+    Several that are started without waiting make their first calls at the same time, until `wait` is called.
+
     Args:
         make: makes the variant from `arguments`; the process must be able to import it.
         arguments: for `make`, without the device, which comes last.
@@ -68,6 +73,7 @@ class Process:
         prepare: called with the device before the variant is made, for what its first call is not to pay.
         cache: folder for compiled code, empty where nothing shall be taken over.
         settings: environment variables of the process.
+        wait: whether to wait for the first call here.
 
     Raises:
         SystemExit: where the variant fails; its process has then said why.
@@ -81,16 +87,30 @@ class Process:
         prepare: Callable[[str], object] | None,
         cache: Path,
         settings: Mapping[str, str] | None = None,
+        wait: bool = True,
     ) -> None:
         self._name = " ".join(arguments)
         context = get_context("spawn")
         self._connection, other = context.Pipe()
         how = (device, prepare, torch.get_num_threads())
         self._process = context.Process(target=_serve, args=(other, make, tuple(arguments), *how))
-        with _environment({CACHE: str(cache), **(settings or {})}):
+        with _environment({CACHE: str(cache), _TRITON_CACHE: str(cache / "triton"), **(settings or {})}):
             self._process.start()
         other.close()
-        self.first_call_s: float = self._answer()
+        self.first_call_s: float = self.wait() if wait else math.nan
+
+    def wait(self, until: float = math.inf) -> float:
+        """Seconds of the first call, which is waited for until `time.perf_counter()` says `until`.
+
+        Raises:
+            SystemExit: where it fails, or is not done by then.
+        """
+        if not self._connection.poll(None if until == math.inf else max(0.0, until - time.perf_counter())):
+            self._process.terminate()
+            self._process.join()
+            raise SystemExit(f"{self._name}: its first call was not done in time")
+        self.first_call_s = self._answer()
+        return self.first_call_s
 
     def __enter__(self) -> Process:
         return self
@@ -110,6 +130,10 @@ class Process:
     def times(self, steps: int) -> list[float]:
         """Milliseconds of that many steps in a row."""
         return self._answer("times", steps)  # type: ignore[no-any-return]
+
+    def burst(self, steps: int) -> float:
+        """Milliseconds of a step in a row of them, the host running ahead: the time of a GPU between its two ends."""
+        return self._answer("burst", steps)  # type: ignore[no-any-return]
 
     def memory(self) -> Memory:
         """Run a few steps for it; on a CPU in a process with the settings `FREEING`."""
@@ -180,8 +204,7 @@ def _serve(
     with contextlib.suppress(EOFError):
         while True:
             order, count = connection.recv()
-            found = _memory(step, device) if order == "memory" else [_timed(step, device) for _ in range(count)]
-            connection.send(found)
+            connection.send(_ORDERS[order](step, device, count))
 
 
 def _timed(step: Measured, device: str) -> float:
@@ -192,19 +215,38 @@ def _timed(step: Measured, device: str) -> float:
     return 1000 * (time.perf_counter() - start)
 
 
-def _memory(step: Measured, device: str) -> Memory:
-    """On a CPU the growth is that of the process's resident pages (VmHWM), else of the allocator."""
+def _times(step: Measured, device: str, count: int) -> list[float]:
+    return [_timed(step, device) for _ in range(count)]
+
+
+def _burst(step: Measured, device: str, count: int) -> float:
+    return burst(step, count) if device == "cuda" else sum(_times(step, device, count)) / count
+
+
+def _reserved(step: Measured) -> Memory:
+    """What the allocator takes from a GPU, with what CUDA graphs keep; not what compiling needed before."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(_SETTLING):
+        step()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_reserved()
+    step.idle()
+    gc.collect()
+    state = _live_bytes()
+    return Memory(state, peak - state)
+
+
+def _memory(step: Measured, device: str, _: int = 0) -> Memory:
+    """On a CPU the growth is that of the process's resident pages (VmHWM), on a GPU that of what the allocator took."""
+    if device == "cuda":
+        return _reserved(step)
     for _ in range(3):
         step()
     step.idle()
     gc.collect()
     state = _live_bytes()
-    if device == "cuda":
-        synchronize(device)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        _timed(step, device)
-        return Memory(state, torch.cuda.max_memory_allocated() - before)
     return Memory(state, statistics.median_low([_resident_growth(step) for _ in range(3)]))
 
 
@@ -230,3 +272,6 @@ def _live_bytes() -> int:
             storage = item.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
+
+
+_ORDERS: dict[str, Callable[[Measured, str, int], Any]] = {"times": _times, "memory": _memory, "burst": _burst}

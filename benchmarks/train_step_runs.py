@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from cases import build, loss_of
@@ -17,12 +18,15 @@ Step = Callable[[], torch.Tensor]
 
 
 class Variant:
-    """One way to train: call it for one step. `idle` frees what its user's loop would free between steps."""
+    """One way to train: call it for one step. `idle` frees what its user's loop would free between steps.
 
-    def __init__(self, variant: str, name: str, bound: str, dtype: str, device: str) -> None:
+    What else is given are arguments of `amp.training_step`.
+    """
+
+    def __init__(self, variant: str, name: str, bound: str, dtype: str, device: str, **given: Any) -> None:
         model, self.batch = build(name, bound, device)
         self.optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
-        self.run = self._ours(model, dtype) if variant == OURS else self._torch(model, variant, dtype, device)
+        self.run = self._ours(model, dtype, given) if variant == OURS else self._torch(model, variant, dtype, device)
 
     def __call__(self) -> torch.Tensor:
         return self.run()
@@ -30,8 +34,8 @@ class Variant:
     def idle(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _ours(self, model: nn.Module, dtype: str) -> Step:
-        step = amp.training_step(model, loss_of, self.optimizer, dtype=dtype)
+    def _ours(self, model: nn.Module, dtype: str, given: dict[str, Any]) -> Step:
+        step = amp.training_step(model, loss_of, self.optimizer, dtype=dtype, **given)
         return lambda: step(self.batch)
 
     def _torch(self, model: nn.Module, variant: str, dtype: str, device: str) -> Step:

@@ -86,6 +86,8 @@ def formula(variant: str, dtype: str) -> str:
 class Tensors:
     """Weights, gradients as a backward leaves them, and in 16 bits the weights' copies; the same on every call.
 
+    They are made where they are used.
+
     Args:
         shapes: of the weights.
         dtype: of the gradients, a key of `TORCH_TYPES`; FP16 gradients are multiplied by the loss scale.
@@ -96,10 +98,10 @@ class Tensors:
         kind = TORCH_TYPES[dtype]
         low = dtype != "fp32"
         self.scaled = dtype == "fp16"
-        random = torch.Generator().manual_seed(0)
+        random = torch.Generator(device).manual_seed(0)
         size = 1e-3 * (SCALE if self.scaled else 1.0)
-        self.weights = [nn.Parameter(0.02 * torch.randn(s, generator=random).to(device)) for s in shapes]
-        self.grads = [(size * torch.randn(s, generator=random)).to(device, kind) for s in shapes]
+        self.weights = [nn.Parameter(0.02 * torch.randn(s, generator=random, device=device)) for s in shapes]
+        self.grads = [(size * torch.randn(s, generator=random, device=device)).to(kind) for s in shapes]
         self.lows = [weight.detach().to(kind) for weight in self.weights] if low else []
 
 

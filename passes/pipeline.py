@@ -268,6 +268,7 @@ CAPTURE = Pipeline(
         "functionalize",
         "isolate_mutations",
         "open_cells",
+        "fold_masks",
     ),
     "From a captured graph to its normal form. Run by every call.",
 )

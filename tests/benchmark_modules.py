@@ -7,8 +7,8 @@ from pathlib import Path
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 MODULES = (
-    "cases", "comparison", "first_step", "inference", "measuring", "plan_models", "processes", "profile_step", "readme",
-    "train_step", "train_step_runs", "update", "update_runs",
+    "bursts", "cases", "comparison", "first_step", "inference", "measuring", "models", "plan_models", "processes",
+    "profile_cuda", "profile_step", "readme", "train_step", "train_step_runs", "update", "update_runs",
 )  # fmt: skip
 
 

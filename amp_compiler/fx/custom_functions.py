@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from amp_compiler.fx.torch_private import is_idle_checkpoint
+
 Function = torch.autograd.Function
 
 
@@ -20,7 +22,7 @@ def recorded_functions() -> Iterator[list[type[Function]]]:
     original = Function.__dict__["apply"]
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() == thread and cls not in found:
+        if threading.get_ident() == thread and cls not in found and not is_idle_checkpoint(cls):
             found.append(cls)
         return original.__get__(None, cls)(*args, **kwargs)
 

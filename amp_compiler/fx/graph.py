@@ -236,8 +236,8 @@ def trace_before(
     return splice_before(place, traced, arguments, phase)
 
 
-def splice_before(place: fx.Node, traced: fx.GraphModule, arguments: Sequence[fx.Node], phase: str) -> list[fx.Node]:
-    """Add the nodes of a traced graph in front of a node; the rest is as for `trace_before`."""
+def splice_before(place: fx.Node, traced: fx.GraphModule, arguments: Sequence[fx.Node], phase: str) -> list[Any]:
+    """Add the nodes of a traced graph in front of a node; the rest is as for `trace_before`. A result may be `None`."""
     graph = place.graph
     environment = dict(zip(traced.graph.find_nodes(op="placeholder"), arguments, strict=True))
     with graph.inserting_before(place):
@@ -245,7 +245,7 @@ def splice_before(place: fx.Node, traced: fx.GraphModule, arguments: Sequence[fx
             if node.op == "call_function":
                 environment[node] = graph.node_copy(node, lambda old: environment[old])
                 environment[node].meta[Key.PHASE] = phase
-    return [environment[item] for item in results_of(traced.graph)]
+    return [fx.node.map_arg(item, environment.__getitem__) for item in results_of(traced.graph)]  # type: ignore[misc]
 
 
 def copy_graph(graph_module: fx.GraphModule) -> fx.GraphModule:

@@ -27,6 +27,11 @@ BUILDING = threading.RLock()  # torch traces and exports with state of the whole
 # who read, and never while waiting for `BUILDING`.
 TENSORS = threading.RLock()
 _CAPTURING = threading.local()
+# What forward-mode differentiation leaves in a graph; before torch 2.13 these are calls into C++ that no module names.
+_FORWARD_MODE = (
+    "_jvp_increment_nesting", "_jvp_decrement_nesting", "_enter_dual_level", "_exit_dual_level", "_make_dual",
+    "_unpack_dual",
+)  # fmt: skip
 _ALL_MODELS = 64  # so many times the limit may all models of a class be compiled together
 
 
@@ -60,17 +65,82 @@ def compile_with_inductor(
     known = {name: value for name, value in options.items() if hasattr(config, name)}
     changed = OpenedOps(select_decomp_table(), opened, identity)
 
+    exactly = bool(known.get("emulate_precision_casts"))
+
     def compile_one(*args: Any, **kwargs: Any) -> Any:
         try:
-            with generators_kept():  # a backward may be compiled when it first runs
+            with generators_kept(), _roundings_kept(exactly):  # a backward may be compiled when it first runs
                 return inductor.compile_fx_inner(*args, **kwargs)
         except Exception as cause:
             raise told(cause) from cause
 
-    compiled: Any = inductor.compile_fx(
-        graph_module, _cacheable(inputs), inner_compile=compile_one, config_patches=known, decompositions=changed
-    )
+    with _roundings_kept(exactly):
+        compiled: Any = inductor.compile_fx(
+            graph_module, _cacheable(inputs), inner_compile=compile_one, config_patches=known, decompositions=changed
+        )
     return compiled  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _roundings_kept(exactly: bool) -> Iterator[None]:
+    """Within it, where asked for, Inductor rounds wherever a graph casts down and up again.
+
+    Torch 2.13 does so for `emulate_precision_casts`. Before it, that option did not reach casts that stand in the
+    graph: two in a row were dropped, or computed in FP32, or left out of code for a CPU that still had the unrounded
+    value.
+    """
+    if not exactly:
+        yield
+        return
+    from torch._inductor.codegen import cpp
+    from torch._inductor.fx_passes import joint_graph
+
+    if hasattr(joint_graph, "_is_lossless_fp_widening_cast"):
+        yield
+        return
+    from torch._inductor import lowering
+    from torch._inductor.virtualized import ops
+
+    cast = torch.ops.prims.convert_element_type.default
+    entries = [
+        entry
+        for entry in joint_graph.patterns.patterns["call_function", cast]
+        if getattr(entry, "handler", None) is joint_graph.pointless_convert
+    ]
+    theirs, lower, kept = (
+        [entry.extra_check for entry in entries],
+        lowering.lowerings[cast],
+        cpp.CppKernel.cache_dtype_convert,
+    )
+
+    def lowered(x: Any, dtype: torch.dtype) -> Any:
+        given = x.get_dtype()
+        if given == dtype or not {given, dtype} & {torch.float16, torch.bfloat16}:
+            return lower(x, dtype)
+
+        def convert(value: Any) -> Any:
+            return ops.to_dtype(value, dtype, src_dtype=given, use_compute_types=False)
+
+        return lowering.make_pointwise(convert, override_return_dtype=dtype)(x)
+
+    try:
+        for entry in entries:
+            entry.extra_check = _widens
+        lowering.lowerings[cast] = lowered
+        cpp.CppKernel.cache_dtype_convert = lambda *_: None  # type: ignore[method-assign]
+        yield
+    finally:
+        for entry, check in zip(entries, theirs, strict=True):
+            entry.extra_check = check
+        lowering.lowerings[cast] = lower
+        cpp.CppKernel.cache_dtype_convert = kept  # type: ignore[method-assign]
+
+
+def _widens(match: Any) -> bool:
+    """Whether the first of two casts in a row that Inductor would make one loses nothing."""
+    value = match.kwargs["arg"].meta.get("val")
+    given, between = getattr(value, "dtype", None), match.kwargs["dtype1"]
+    return given == between or (given in (torch.float16, torch.bfloat16) and between in (torch.float32, torch.float64))
 
 
 class OpenedOps(dict[Any, Any]):
@@ -184,10 +254,24 @@ def inductor_option(name: str) -> Any:
     return getattr(config, name, None)
 
 
-def unrolled_recurrence() -> contextlib.AbstractContextManager[Any]:
-    """Within it, Dynamo takes recurrent layers into its graphs, where this torch has that option."""
-    config = torch._dynamo.config
-    return config.patch(allow_rnn=True) if hasattr(config, "allow_rnn") else contextlib.nullcontext()  # type: ignore[no-any-return]
+@contextlib.contextmanager
+def unrolled_recurrence() -> Iterator[None]:
+    """Within it, Dynamo takes recurrent layers into its graphs, where this torch has that option.
+
+    It breaks its graph behind them where packed sequences are padded: how long they are is told by numbers alone, and
+    before torch 2.13 Dynamo raised there.
+    """
+    config, padding = torch._dynamo.config, getattr(torch._VF, "_pad_packed_sequence", None)
+    left_out: Any = getattr(torch._dynamo.trace_rules, "_disallowed_callable_ids", None)
+    ours = padding is not None and left_out is not None and id(padding) not in left_out
+    with config.patch(allow_rnn=True) if hasattr(config, "allow_rnn") else contextlib.nullcontext():
+        if ours:
+            left_out.add(id(padding))
+        try:
+            yield
+        finally:
+            if ours:
+                left_out.remove(id(padding))
 
 
 @contextlib.contextmanager
@@ -198,8 +282,36 @@ def building() -> Iterator[None]:
     """
     from torch._dynamo import convert_frame
 
-    with BUILDING, getattr(convert_frame, "compile_lock", BUILDING):
+    with BUILDING, getattr(convert_frame, "compile_lock", BUILDING), _states_of_lstm():
         yield
+
+
+@contextlib.contextmanager
+def _states_of_lstm() -> Iterator[None]:
+    """Within it the last states of an LSTM that is traced have the form that they have when it runs.
+
+    Before torch 2.13 a dimension of size 1 is left in them, for any batch that is larger than 1.
+    """
+    from torch._decomp import decompositions
+
+    theirs: Any = getattr(decompositions, "one_layer_lstm", None)
+
+    def one_layer_lstm(inp: Any, hidden: Any, *args: Any, **kwargs: Any) -> Any:
+        out, states = theirs(inp, hidden, *args, **kwargs)
+        formed = (
+            made if made.dim() == given.dim() else made.reshape(given.shape)
+            for made, given in zip(states, hidden, strict=False)
+        )
+        return out, tuple(formed)
+
+    if theirs is None:
+        yield
+        return
+    decompositions.one_layer_lstm = one_layer_lstm
+    try:
+        yield
+    finally:
+        decompositions.one_layer_lstm = theirs
 
 
 @contextlib.contextmanager
@@ -267,9 +379,13 @@ def transform_of(node: fx.Node) -> str:
 
     A graph that holds one cannot be rewritten: it is open from one node to another, and its end has no user.
     """
+    if node.op != "call_function":
+        return ""
     module, name = getattr(node.target, "__module__", None) or "", getattr(node.target, "__name__", "")
-    ours = node.op == "call_function" and module.startswith("torch._functorch")
-    return name if ours and "vmap" not in name and "batch_dim" not in name and "lazy_load" not in name else ""
+    if name.partition(".")[0] in _FORWARD_MODE:
+        return name
+    others = ("vmap", "batch_dim", "lazy_load")
+    return name if module.startswith("torch._functorch") and not any(other in name for other in others) else ""
 
 
 def compile_in_pieces(model: Any, backend: Callable[..., Any], dynamic: bool | None) -> Callable[..., Any]:
@@ -412,6 +528,13 @@ def own_decompositions() -> contextlib.AbstractContextManager[None]:
     return enable_python_dispatcher()  # type: ignore[no-any-return]
 
 
+def without_fake_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Within it, torch makes real tensors also where a trace that is going on makes fake ones."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()  # type: ignore[no-any-return]
+
+
 def puts_channels_last(graph: fx.Graph) -> bool:
     """Whether Inductor lets the convolutions of a graph that it hands to a pass read images channels-last."""
     try:
@@ -425,33 +548,32 @@ def puts_channels_last(graph: fx.Graph) -> bool:
 def inductor_graph_pass(identity: str, work: Sequence[Callable[[fx.Graph], Any]], theirs: Any) -> Any:
     """A pass as Inductor wants it, behind the ones that the user has set there.
 
-    Where this torch takes one pass only, the user's stays alone; where its passes have no identity, none is added.
+    Where Inductor takes one pass alone, as in torch 2.11, that one runs the user's too. Where its passes have no
+    identity, none is added.
 
     Args:
         identity: for Inductor's cache: another text whenever the pass would do something else.
         work: changes each graph, forward and backward, one after another, before Inductor lowers it.
-        theirs: what is set there now.
+        theirs: what is set there now: nothing, a pass, or several of them.
     """
     try:
-        from torch._inductor.custom_graph_pass import CustomGraphPass
+        from torch._inductor import custom_graph_pass
     except ImportError:
         return theirs
+    before = [] if theirs is None else list(theirs) if isinstance(theirs, (list, tuple)) else [theirs]
+    lists = hasattr(custom_graph_pass, "get_custom_graph_passes")
 
-    class GraphPass(CustomGraphPass):
+    class GraphPass(custom_graph_pass.CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
-            for run in work:
+            for run in [*([] if lists else before), *work]:
                 run(graph)
 
-        def uuid(self) -> str:
-            return identity
+        def uuid(self) -> Any:
+            """The user's too; `None`, with which nothing is cached, where one of these has none."""
+            known = [one.uuid() if hasattr(one, "uuid") else None for one in ([] if lists else before)]
+            return None if None in known else identity if not known else (*known, identity)
 
-    if theirs is None:
-        return GraphPass()
-    try:
-        from torch._inductor.custom_graph_pass import get_custom_graph_passes
-    except ImportError:
-        return theirs
-    return [*get_custom_graph_passes(theirs), GraphPass()]
+    return [*before, GraphPass()] if before and lists else GraphPass()
 
 
 def no_saved_tensor_hooks() -> contextlib.AbstractContextManager[Any]:
@@ -496,6 +618,14 @@ def replaced_checkpoint(replace: Callable[[Callable[..., Any]], Callable[..., An
             delattr(written, key)
         else:
             setattr(written, key, hidden)
+
+
+def is_idle_checkpoint(function: type) -> bool:
+    """Whether a function is what checkpointing applies, here where there are no gradients and nothing is kept.
+
+    Torch 2.11 applies it nevertheless, and then looks whether it has a backward.
+    """
+    return function.__module__ == "torch.utils.checkpoint" and not torch.is_grad_enabled()
 
 
 @contextlib.contextmanager
@@ -649,3 +779,49 @@ class _Guards:
 
 
 _GUARDS = _Guards()
+
+
+def keeps_compiled() -> bool:
+    """Whether torch may keep what it compiles from process to process; a user switches all such caches off at once."""
+    from torch.compiler import config
+
+    return not getattr(config, "force_disable_caches", False)
+
+
+def trace_settings() -> list[str] | None:
+    """All of torch that decides what a trace gives, as text; `None` where something does that has no text.
+
+    That is a mode of the user's, a transform, a hook on saved tensors or another kernel for one of torch's operators.
+    """
+    kernels: set[str] | None = getattr(torch.library, "_impls", None)
+    guard = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    active = [getattr(torch._C, f"_len_torch_{kind}_stack", None) for kind in ("dispatch", "function")]
+    if kernels is None or guard is None or None in active:
+        return None
+    own = [key for key in kernels if key.startswith("aten/") and key.rpartition("/")[2] not in ("Meta", "MPS", "CUDA")]
+    if own or any(count() for count in active if count is not None) or transforms_functions() or saved_tensor_hooks():
+        return None
+    from torch._functorch import config as functorch
+    from torch.fx.experimental import _config as tracing
+
+    backends, cuda = torch.backends, torch.backends.cuda
+    configs: tuple[Any, ...] = (tracing, functorch)
+    deterministic: Any = torch.utils.deterministic
+    settings = [
+        *(torch.__version__, torch.__config__.show(), torch.backends.cpu.get_cpu_capability()),
+        guard.GlobalStateGuard().__getstate__(),
+        *(config.get_hash().hex() for config in configs),
+        *(torch.get_float32_matmul_precision(), torch.get_default_device(), torch.is_inference_mode_enabled()),
+        *(deterministic.fill_uninitialized_memory, torch.is_anomaly_enabled()),
+        *(cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()),
+        *(cuda.cudnn_sdp_enabled(), cuda.fp16_bf16_reduction_math_sdp_allowed(), cuda.preferred_linalg_library()),
+        *(cuda.preferred_blas_library(), cuda.matmul.allow_fp16_accumulation),
+        *(backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic, backends.cudnn.allow_tf32),
+        *(backends.mkldnn.enabled, backends.mkldnn.is_available(), backends.nnpack.is_available()),
+        *(backends.mha.get_fastpath_enabled(), backends.opt_einsum.enabled, backends.opt_einsum.strategy),
+    ]
+    if torch.cuda.is_available():
+        devices = range(torch.cuda.device_count())
+        settings += [torch.cuda.current_device(), torch.version.cuda, backends.cudnn.version()]
+        settings += [(torch.cuda.get_device_name(one), torch.cuda.get_device_capability(one)) for one in devices]
+    return list(map(str, settings))

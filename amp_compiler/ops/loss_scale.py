@@ -52,6 +52,10 @@ class LossScaleState(NamedTuple):
     floor_steps: Tensor
     limit: Tensor
 
+    def changed(self, **new: Tensor) -> LossScaleState:
+        """The same with other values in these fields. Dynamo of torch 2.11 makes an empty tuple of `_replace`."""
+        return LossScaleState(**{**dict(zip(self._fields, self, strict=True)), **new})
+
 
 _INTEGERS = {"bad_steps": torch.int32, "skipped_steps": torch.int64, "floor_steps": torch.int32}
 
@@ -99,7 +103,7 @@ class LossScale(ABC):
             norm: fp32, 0-dim: L2 norm of all unscaled gradients before clipping; read where `needs_norm`.
         """
         counted = count_step(state, nonfinite, at_floor=True)
-        return counted._replace(growth_tracker=state.growth_tracker)
+        return counted.changed(growth_tracker=state.growth_tracker)
 
     def inverse(self, state: LossScaleState) -> Tensor:
         """1 / scale: fp32, 0-dim, and exact for powers of two."""
@@ -171,7 +175,7 @@ class LossScale(ABC):
         state = self._state(device, self._admit(saved, "scale", saved["scale"]), _whole(saved, "_growth_tracker"))
         counters = {key: _full(_whole(own, key), kind, device) for key, kind in _INTEGERS.items()}
         limit = self._admit(saved, "limit", own["limit"]) if "limit" in own else self._limit
-        return state._replace(limit=_full(limit, torch.float32, device), **counters)
+        return state.changed(limit=_full(limit, torch.float32, device), **counters)
 
     def matching(self, saved: Mapping[str, Any]) -> LossScale:
         """This loss scale with the factors of `saved`, as `GradScaler.load_state_dict` takes them over."""
@@ -302,7 +306,7 @@ def _full(value: float, dtype: torch.dtype, device: torch.device | str) -> Tenso
 def count_step(state: LossScaleState, nonfinite: Tensor, at_floor: Tensor | bool) -> LossScaleState:
     """The state with its counters after one step; `growth_tracker` not yet brought back to 0 by a growth."""
     bad = (nonfinite != 0).to(torch.int32)
-    return state._replace(
+    return state.changed(
         growth_tracker=(state.growth_tracker + 1) * (1 - bad),
         bad_steps=(state.bad_steps + 1) * bad,
         skipped_steps=state.skipped_steps + bad,
@@ -394,7 +398,7 @@ class DynamicLossScale(LossScale):
         """The state after a step, as in `LossScale.next`."""
         counted, backs_off, grows = self._events(state, nonfinite)
         scale = torch.where(grows, self._raised(state.scale), state.scale)
-        return counted._replace(scale=torch.where(backs_off, self._lowered(state.scale), scale))
+        return counted.changed(scale=torch.where(backs_off, self._lowered(state.scale), scale))
 
     def matching(self, saved: Mapping[str, Any]) -> DynamicLossScale:
         """This loss scale with the factors of `saved`, as `GradScaler.load_state_dict` takes them over."""
@@ -424,7 +428,7 @@ class DynamicLossScale(LossScale):
         counted = count_step(state, nonfinite, at_floor=state.scale <= self.low)
         grows = counted.growth_tracker == self.growth_interval  # "==" as in GradScaler, also past the interval
         backs_off = counted.bad_steps >= self.hysteresis
-        return counted._replace(growth_tracker=counted.growth_tracker * ~grows), backs_off, grows
+        return counted.changed(growth_tracker=counted.growth_tracker * ~grows), backs_off, grows
 
     # GradScaler multiplies in fp64 and rounds once: a factor rounded to fp32 first would give other last bits.
     def _lowered(self, scale: Tensor) -> Tensor:
@@ -501,7 +505,7 @@ class NormAdaptiveLossScale(DynamicLossScale):
         wanted = (wanted.view(torch.int32) & 0x7F800000).view(torch.float32)
         known = (nonfinite == 0) & torch.isfinite(norm) & (norm > 0)
         scale = torch.minimum(torch.where(known, wanted, state.scale), limit)
-        return counted._replace(scale=scale, limit=limit)
+        return counted.changed(scale=scale, limit=limit)
 
     def with_scale(self, scale: float) -> NormAdaptiveLossScale:
         """These settings, which take a power of two from floor to ceiling; as in `LossScale.with_scale`."""

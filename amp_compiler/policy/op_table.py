@@ -69,8 +69,8 @@ def _add_family(ops: dict[str, OpInfo], family: str, entry: Tree, file: str) -> 
         raise _wrong(f"unknown field '{min(unknown)}' of family '{family}'", file, entry, "see rules/README.md")
     mine = set()
     for namespace in NAMESPACES:
-        for tree in parts[namespace].value if namespace in parts else []:
-            name = f"{namespace}.{_typed(tree, str, file)}"
+        for word, tree in _names(parts[namespace], file) if namespace in parts else []:
+            name = f"{namespace}.{word}"
             if name in ops:
                 raise _wrong(f"'{name}' is in '{ops[name].family}' and in '{family}'", file, tree, "name it once")
             fields = {**common, **_fields(special[name].value, file)} if name in special else common
@@ -79,6 +79,13 @@ def _add_family(ops: dict[str, OpInfo], family: str, entry: Tree, file: str) -> 
     for name in special:
         if name not in mine:
             raise _wrong(f"'special' names '{name}', which '{family}' does not hold", file, special[name], "move it")
+
+
+def _names(tree: Tree, file: str) -> list[tuple[str, Tree]]:
+    """The names in a list or in a text, each with its place."""
+    if isinstance(tree.value, str):
+        return [(word, tree) for word in tree.value.split()]
+    return [(_typed(item, str, file), item) for item in _typed(tree, list, file)]
 
 
 def _fields(parts: dict[str, Tree], file: str) -> dict[str, Any]:

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from amp_compiler.fx.graph import is_single_number, node_tensor, rename_placeholder, results_of
+from amp_compiler.fx.graph import copy_graph, is_single_number, node_tensor, results_of, splice_before
+from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import new_graph_module, traced_graph
 from amp_compiler.ops.cpu.update import complete_norm
 from amp_compiler.ops.update.operators import ADD_ROWS, CHECK, COMMIT, GATHER, OPERATORS, decomposition
@@ -188,21 +189,38 @@ def open_operators(graph_module: fx.GraphModule) -> fx.GraphModule:
     """
     if not any(node.target in _OPENED for node in graph_module.graph.nodes):
         return graph_module
-
-    class Opened(fx.Interpreter):
-        def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-            if target in _OPENED:
-                return decomposition(target)(*args, **kwargs)
-            return super().call_function(target, args, kwargs)
-
-    placeholders = graph_module.graph.find_nodes(op="placeholder")
-    examples = [node.meta["val"] for node in placeholders]
-    opened = traced_graph(lambda *inputs: Opened(graph_module).run(*inputs), *examples, _allow_non_fake_inputs=True)
-    for made, original in zip(opened.graph.find_nodes(op="placeholder"), placeholders, strict=True):
-        rename_placeholder(made, original.name)
-        made.meta.update({key: value for key, value in original.meta.items() if key != "val"})
-    for node in [one for one in opened.graph.nodes if one.op == "call_function" and "val" not in one.meta]:
-        if not node.users:  # an item of a result that is none
-            opened.graph.erase_node(node)
+    opened = copy_graph(graph_module)
+    for node in [node for node in opened.graph.nodes if node.target in _OPENED]:
+        _open(node)
     opened.recompile()
     return opened
+
+
+def _open(node: fx.Node) -> None:
+    """Put the torch calls that an operator stands for in its place."""
+    read = node.all_input_nodes
+    target: Any = node.target
+
+    def calls(*inputs: Any) -> Any:
+        given = dict(zip(read, inputs, strict=True))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), given.__getitem__)
+        return decomposition(target)(*args, **kwargs)
+
+    traced = traced_graph(calls, *(one.meta["val"] for one in read), _allow_non_fake_inputs=True)
+    made = splice_before(node, traced, read, node.meta.get(Key.PHASE, "update"))
+    if isinstance(traced.graph.output_node().args[0], (list, tuple)):
+        _replace_items(node, made)
+    elif node.users:
+        node.replace_all_uses_with(made[0])
+    node.graph.erase_node(node)
+
+
+def _replace_items(node: fx.Node, made: Sequence[Any]) -> None:
+    """Put values in the place of the items of a result, of which one may be a list of results itself."""
+    for item in list(node.users):
+        value = made[item.args[1]]  # type: ignore[index]
+        if isinstance(value, (list, tuple)):
+            _replace_items(item, value)
+        elif item.users:
+            item.replace_all_uses_with(value)
+        node.graph.erase_node(item)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -13,9 +15,16 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from amp_compiler.errors import AmpError, LoweringError, first_line
 from amp_compiler.fx.capture_errors import user_frame
-from amp_compiler.fx.graph import node_tensor, rename_placeholder, results_of
+from amp_compiler.fx.graph import copy_graph, node_tensor, rename_placeholder, results_of
+from amp_compiler.fx.kept_graphs import KeptGraph
 from amp_compiler.fx.meta import Key
-from amp_compiler.fx.torch_private import autograd_sequence, function_sequence, own_decompositions, traced_graph
+from amp_compiler.fx.torch_private import (
+    autograd_sequence,
+    function_sequence,
+    new_graph_module,
+    own_decompositions,
+    traced_graph,
+)
 from amp_compiler.passes.base import FunctionalPass, PassResult
 from amp_compiler.passes.precision.type_backward import gradient_type
 
@@ -89,28 +98,37 @@ class Differentiate(FunctionalPass[fx.GraphModule]):
         return None
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
-        """Trace; the given graph stays as it is."""
+        """Trace, or take what an earlier process traced from the same graph; the given graph stays as it is."""
+        types = {name: str(gradient_type(node)) for name, node in _asked(subject, self.wrt).items()}
+        kept = KeptGraph.of(subject.graph, [self.wrt, types], Path(__file__).read_text(encoding="utf-8"))
+        found = kept.load() if kept is not None else None
+        if found is not None:
+            return PassResult(new_graph_module(torch.nn.Module(), found), True)
+        traced, origins = self._traced(subject)
+        if kept is not None:
+            kept.store(traced.graph, origins)
+        # A graph remembers the names of erased nodes and numbers new ones behind them; one that was read knows none.
+        return PassResult(copy_graph(traced), True)
+
+    def _traced(self, subject: fx.GraphModule) -> tuple[fx.GraphModule, dict[str, int]]:
+        """The joint graph, and for its nodes, by name, the place of the forward node that each was made for."""
         placeholders = subject.graph.find_nodes(op="placeholder")
-        wanted = [place for place, node in enumerate(placeholders) if node.name in self.wrt]
+        asked = {name: gradient_type(node) for name, node in _asked(subject, self.wrt).items()}
+        wanted = [place for place, node in enumerate(placeholders) if node.name in asked]
         by_name = {placeholders[place].name: position for position, place in enumerate(wanted)}
-        types = {place: gradient_type(placeholders[place]) for place in wanted}
-        asked = {placeholders[place].name: dtype for place, dtype in types.items()}
-        marks: dict[str, Any] = {}
-        starts: list[tuple[int, dict[str, Any]]] = []
+        trace = _Trace(subject)
 
         def joint(*inputs: Any) -> list[Any]:
             leaves = list(inputs)
             for place in wanted:
                 # Autograd gives a gradient the type of its leaf.
-                wide = inputs[place].float() if types[place] is torch.float32 else inputs[place]
-                leaves[place] = wide.detach().requires_grad_()
+                wide = asked[placeholders[place].name] is torch.float32
+                leaves[place] = (inputs[place].float() if wide else inputs[place]).detach().requires_grad_()
             with torch.enable_grad():
-                forward = _Forward(subject)
-                results = forward.run(*leaves)
-                marks["forward"] = len(_tracer_graph().nodes)
-                _watch(results[0], forward.origin, starts)
+                results = trace.run(*leaves)
+                trace.watch_backward(results[0])
                 gradients = _gradients(results[0], [leaves[place] for place in wanted])
-            marks["order"] = {node.name: place for place, node in enumerate(_tracer_graph().nodes)}
+            trace.order = {node.name: place for place, node in enumerate(_tracer_graph().nodes)}
             return [*results, *[gradients[by_name[name]] for name in self.wrt]]
 
         examples = [node.meta["val"] for node in placeholders]
@@ -126,28 +144,33 @@ class Differentiate(FunctionalPass[fx.GraphModule]):
                     where=user_frame(cause),
                     mend="keep what decides about sizes by values out of the loss",
                 ) from cause
-        _tag(traced.graph, marks["order"], marks["forward"], starts)
+        sources = trace.tag(traced.graph)
         for made, original in zip(traced.graph.find_nodes(op="placeholder"), placeholders, strict=True):
             rename_placeholder(made, original.name)
             made.meta.update({key: value for key, value in original.meta.items() if key != "val"})
+            sources[made.name] = original
         _drop_detach(traced.graph)
         _narrow(traced.graph, [asked[name] for name in self.wrt])
         traced.graph.eliminate_dead_code()
         traced.graph.lint()
-        traced.recompile()
-        return PassResult(traced, True)
+        places = {node: place for place, node in enumerate(subject.graph.nodes)}
+        return traced, {name: places[node] for name, node in sources.items()}
 
 
-class _Forward(fx.Interpreter):
-    """Runs the forward and notes which node made which backward function.
+class _Trace(fx.Interpreter):
+    """Runs the forward in a trace, and notes for which of its nodes each node of the joint graph is made.
 
     Attributes:
-        origin: by autograd's sequence number, the metadata of the node whose run made that backward function.
+        order: place of each node, by name, when it was traced.
     """
 
     def __init__(self, subject: fx.GraphModule) -> None:
         super().__init__(subject)
-        self.origin: dict[int, dict[str, Any]] = {}
+        self.order: dict[str, int] = {}
+        self._functions: dict[int, fx.Node] = {}  # by autograd's number of a backward function
+        self._forward: list[tuple[int, fx.Node]] = []  # number of nodes when one was run
+        self._backward: list[tuple[int, fx.Node | None]] = []  # the same as each backward function started
+        self._done = 0  # number of nodes when the forward was done
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         place = _SPARSE.get(target)
@@ -156,11 +179,72 @@ class _Forward(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
+        self._forward.append((len(_tracer_graph().nodes), n))
         first = autograd_sequence()
         result = super().run_node(n)
-        last = autograd_sequence()
-        self.origin.update(dict.fromkeys(range(first, last), n.meta))
+        self._functions.update(dict.fromkeys(range(first, autograd_sequence()), n))
         return result
+
+    def watch_backward(self, loss: torch.Tensor) -> None:
+        """Note, as each backward function starts, how many nodes are traced by then: the forward is done."""
+        self._done = len(_tracer_graph().nodes)
+        pending, seen = [loss.grad_fn], set()
+        while pending:
+            function = pending.pop()
+            if function is None or function in seen:
+                continue
+            seen.add(function)
+            pending += [following for following, _ in function.next_functions]
+            source = self._functions.get(function_sequence(function))
+
+            def note(_: Any, source: fx.Node | None = source) -> None:
+                self._backward.append((len(_tracer_graph().nodes), source))
+
+            function.register_prehook(note)
+
+    def tag(self, graph: fx.Graph) -> dict[str, fx.Node]:
+        """Mark the phase of every node, and give backward nodes the module and source line of their forward node.
+
+        Returns:
+            The forward node that each call was made for, by name, where there is one.
+        """
+        seeded = False
+        sources: dict[str, fx.Node] = {}
+        before = {"forward": _Before(self._forward), "backward": _Before(self._backward)}
+        for node in graph.nodes:
+            if node.op != "call_function":
+                continue
+            position = self.order[node.name]
+            phase = node.meta[Key.PHASE] = "forward" if position < self._done else "backward"
+            source = before[phase].at(position)
+            if source is not None:
+                sources[node.name] = source
+            if phase == "forward":
+                continue
+            if not seeded and node_tensor(node) is not None:  # autograd makes its seed before any other tensor
+                node.meta[Key.SEED] = seeded = True
+            for key in _INHERITED:
+                node.meta.pop(key, None)
+                if source is not None and key in source.meta:
+                    node.meta[key] = source.meta[key]
+        return sources
+
+
+class _Before:
+    """Says, for places that are asked in order, which of what was noted in order began last."""
+
+    def __init__(self, noted: Sequence[tuple[int, fx.Node | None]]) -> None:
+        self._noted, self._begun = noted, 0
+
+    def at(self, place: int) -> fx.Node | None:
+        while self._begun < len(self._noted) and self._noted[self._begun][0] <= place:
+            self._begun += 1
+        return self._noted[self._begun - 1][1] if self._begun else None
+
+
+def _asked(subject: fx.GraphModule, wrt: Sequence[str]) -> dict[str, fx.Node]:
+    """The placeholders that the loss is differentiated by, in the order of the graph."""
+    return {node.name: node for node in subject.graph.find_nodes(op="placeholder") if node.name in wrt}
 
 
 def _describe(tensor: torch.Tensor | None) -> str:
@@ -179,53 +263,6 @@ def _gradients(loss: torch.Tensor, leaves: list[torch.Tensor]) -> tuple[torch.Te
     if not loss.requires_grad:
         return (None,) * len(leaves)
     return torch.autograd.grad(loss, leaves, allow_unused=True)
-
-
-def _watch(loss: torch.Tensor, origin: dict[int, dict[str, Any]], starts: list[tuple[int, dict[str, Any]]]) -> None:
-    """Note, as each backward function starts, how many nodes are traced by then, and the forward node it belongs to."""
-    pending, seen = [loss.grad_fn], set()
-    while pending:
-        function = pending.pop()
-        if function is None or function in seen:
-            continue
-        seen.add(function)
-        pending += [following for following, _ in function.next_functions]
-        meta = origin.get(function_sequence(function), {})
-
-        def note(_: Any, meta: dict[str, Any] = meta) -> None:
-            starts.append((len(_tracer_graph().nodes), meta))
-
-        function.register_prehook(note)
-
-
-def _tag(graph: fx.Graph, order: dict[str, int], forward: int, starts: list[tuple[int, dict[str, Any]]]) -> None:
-    """Mark the phase of every node, and give backward nodes the module and source line of their forward node.
-
-    Args:
-        graph: the traced graph.
-        order: place of each node, by name, when it was traced.
-        forward: number of nodes when the forward was done.
-        starts: number of nodes when each backward function began, and the metadata of its forward node.
-    """
-    seeded = False
-    begun = 0
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        position = order[node.name]
-        if position < forward:
-            node.meta[Key.PHASE] = "forward"
-            continue
-        node.meta[Key.PHASE] = "backward"
-        if not seeded and node_tensor(node) is not None:  # autograd makes its seed before any other tensor
-            node.meta[Key.SEED] = seeded = True
-        while begun < len(starts) and starts[begun][0] <= position:
-            begun += 1
-        source = starts[begun - 1][1] if begun else {}
-        for key in _INHERITED:
-            node.meta.pop(key, None)
-            if key in source:
-                node.meta[key] = source[key]
 
 
 def _narrow(graph: fx.Graph, types: list[torch.dtype | None]) -> None:

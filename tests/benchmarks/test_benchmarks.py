@@ -85,7 +85,7 @@ def test_an_eager_variant_in_this_process(tmp_path, bench, monkeypatch, capsys, 
     processes, path = bench["processes"], tmp_path / "r.json"
 
     class Here(contextlib.nullcontext):
-        def __init__(self, make, arguments, device, prepare, cache, settings=None):
+        def __init__(self, make, arguments, device, prepare, cache, settings=None, wait=True):
             super().__init__(self)
             self.step, self.device = make(*arguments, device), device
             self.first_call_s = processes._timed(self.step, device) / 1000
@@ -215,7 +215,7 @@ def test_names_of_modes(bench):
 
 def test_recurrent_models_are_compiled_as_a_variant_of_its_own(bench, monkeypatch):
     comparison = bench["comparison"]
-    options = argparse.Namespace(variants=list(comparison.VARIANTS), modes=["default"])
+    options = argparse.Namespace(variants=list(comparison.VARIANTS), modes=["default"], device="cpu")
     assert comparison._variants(options, "gpt2") == list(comparison.VARIANTS)
     assert comparison._variants(options, "lstm") == [
         "fp32", "autocast", "torch.compile", "torch.compile allow_rnn", "amp_compiler",

@@ -202,7 +202,8 @@ def test_packed_sequences():
     try:
         check_close(compiled(x, torch.tensor([5, 3])), model(x, torch.tensor([5, 3])))
     except amp.CaptureError as error:
-        assert "nothing of Packed was captured" in str(error)  # said, not run in FP32 unseen
+        # Said, not run in FP32 unseen; torch 2.11 already stops where it would have to break its graph.
+        assert "nothing of Packed was captured" in str(error) or "torch.compiler.disable" in str(error)
 
 
 def test_a_wrong_call_does_not_decide_for_later_ones():

@@ -1,14 +1,16 @@
-"""Graphs whose code is written late, where torch can."""
+"""Graphs whose code is written late, where torch can, and what is put right in one version of torch or another."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
+import pytest
 import torch
 from torch import fx
 
-from amp_compiler.fx.torch_private import forward_of, new_graph_module, traced_graph
+import amp_compiler as amp
+from amp_compiler.fx.torch_private import forward_of, inductor_graph_pass, new_graph_module, traced_graph
 
 
 def traced() -> fx.GraphModule:
@@ -53,3 +55,47 @@ def test_a_model_of_ones_own_loads_nothing_of_transformers() -> None:
     )
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert made.stdout.strip() == "[]"
+
+
+def test_a_pass_of_ones_own_runs_where_inductor_takes_one_alone(monkeypatch) -> None:
+    from torch._inductor import custom_graph_pass
+
+    monkeypatch.delattr(custom_graph_pass, "get_custom_graph_passes", raising=False)
+    seen: list[str] = []
+
+    class Cached(custom_graph_pass.CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            seen.append("theirs")
+
+        def uuid(self) -> str:
+            return "of theirs"
+
+    for theirs, identity in (
+        (None, "of ours"),
+        (Cached(), ("of theirs", "of ours")),
+        ([Cached(), Cached()], ("of theirs", "of theirs", "of ours")),
+        (lambda graph: seen.append("theirs"), None),  # of which torch keeps nothing either
+    ):
+        seen.clear()
+        made = inductor_graph_pass("of ours", [lambda graph: seen.append("ours")], theirs)
+        made(fx.Graph())
+        assert seen == ["theirs"] * (0 if theirs is None else len(theirs) if isinstance(theirs, list) else 1) + ["ours"]
+        assert made.uuid() == identity
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_the_last_states_of_an_lstm_have_the_form_that_they_have_in_eager(layers: int) -> None:
+    class Last(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.rnn, self.head = torch.nn.LSTM(4, 8, layers, batch_first=True), torch.nn.Linear(8 * layers, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            _, (hidden, _) = self.rnn(x)
+            return self.head(hidden.transpose(0, 1).reshape(hidden.size(1), -1))
+
+    model, x = Last(), torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0))
+    found, expected = amp.compile(model, dtype="bf16", backend="eager")(x), model(x)
+    assert found.shape == expected.shape
+    torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-7)

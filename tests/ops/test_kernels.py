@@ -205,11 +205,26 @@ def test_the_machine_code_rounds_as_the_reference_does(name):
         assert "sqrt.rn.f32" in ptx and "div.rn.f32" in ptx
 
 
+@pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("name", ["adam", "sgd"])
-def test_full_blocks_load_four_elements_at_a_time_and_share_no_memory(name):
-    ptx = compiled_ptx(name, 80)
+def test_full_blocks_load_four_elements_at_a_time_and_share_no_memory(name, capability):
+    ptx = compiled_ptx(name, capability)
     per_thread = 1024 // 128 // 4
     fp32_columns = 3 if name == "adam" else 2
     assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == fp32_columns * per_thread
     assert len(re.findall(r"ld\.global\.v2\.b32", ptx)) == per_thread, "the 16-bit gradients"
+    assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == fp32_columns * per_thread
+    assert len(re.findall(r"st\.global\.v2\.b32", ptx)) == per_thread, "the 16-bit copies"
     assert "st.shared" not in ptx and "bar.sync" not in ptx
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_of_one_column_load_16_bytes_at_a_time(capability):
+    check = compiled_ptx("check", capability)
+    per_thread = kernels.CHECK_BLOCK // (32 * kernels._CHECK_OPTIONS["num_warps"])
+    assert len(re.findall(r"ld\.global\.v4\.b32", check)) == 2 * per_thread // 16, "the fp16 gradients"
+    assert "ld.global.v2" not in check
+    commit = compiled_ptx("commit", capability)
+    per_thread = kernels.BLOCK // (32 * kernels._UPDATE_OPTIONS["num_warps"])
+    for word in ("ld", "st"):
+        assert len(re.findall(word + r"\.global\.v4\.b32", commit)) == per_thread // 4

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import getpass
 import hashlib
 import logging
 import os
@@ -17,6 +16,8 @@ import tempfile
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
+
+from amp_compiler.ops.cache_folder import cache_folder
 
 _LOG = logging.getLogger(__name__)
 # No value is reordered and no multiply-add is contracted: results are those of the reference, bit for bit.
@@ -56,7 +57,7 @@ def library() -> ctypes.CDLL | None:
 def _built(compiler: list[str], sources: dict[str, str]) -> Path:
     """The library's file, compiled where the cache has none; of processes that start together, one compiles."""
     key = hashlib.sha256("\0".join((*sources.values(), *compiler, *_FLAGS, _processor())).encode()).hexdigest()[:16]
-    folder = _cache_folder()
+    folder = cache_folder()
     target = folder / f"cpu_loops_{key}.so"
     if target.exists():
         return target
@@ -89,21 +90,6 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(opened)
-
-
-def _cache_folder() -> Path:
-    given = os.environ.get("AMP_COMPILER_CACHE")
-    folder = Path(given) if given else Path(tempfile.gettempdir()) / f"amp_compiler_{_user()}"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    owner = folder.stat().st_uid
-    if hasattr(os, "getuid") and owner != os.getuid():  # a library is loaded from here: it must be the user's own
-        raise OSError(f"the folder {folder} belongs to another user; set AMP_COMPILER_CACHE to one of yours")
-    return folder
-
-
-def _user() -> str:
-    """Tells users of one machine apart; in a container a user may have no name."""
-    return str(os.getuid()) if hasattr(os, "getuid") else getpass.getuser()
 
 
 def _processor() -> str:

@@ -19,7 +19,7 @@ _FIRST_ADDRESS, _ADDRESSES = 2, 6  # before them: number of elements, place in t
 _WEIGHT = 1  # the column that the others are compared with
 _CACHED = 64
 _SPARE = 16  # buffers kept per size
-_TOGETHER = 4  # elements that a thread loads at a time from an aligned tensor
+_TOGETHER = 16  # bytes that a thread loads at a time, at most, from an aligned tensor
 
 Column = Sequence[Tensor]
 Types = tuple[torch.dtype | None, ...]
@@ -35,7 +35,7 @@ class Group:
         types: element type of each column; `None` for a column that is not used.
         rows: int64 [tensors, 10] on the device: elements, place, six addresses, channels and pixels of a filter.
         blocks: int64 [programs] on the device: row in the upper 32 bits, block of it in the lower 32.
-        aligned: whether every address is a multiple of four elements.
+        aligned: whether every address is a multiple of 16 bytes.
         turned: the columns whose tensors have their channels last while the weights have not, as a sum of powers of 2.
     """
 
@@ -223,7 +223,7 @@ def _planned(
         other = [one for one in turned if _is_turned(tensors[one], weight)]
         _require_one_layout([one for number, one in enumerate(tensors) if number not in other], device)
         types = tuple(None if tensor is None else tensor.dtype for tensor in tensors)
-        aligned = all(one is None or one.data_ptr() % (_TOGETHER * one.element_size()) == 0 for one in tensors)
+        aligned = all(one is None or one.data_ptr() % _TOGETHER == 0 for one in tensors)
         members.setdefault((types, aligned, sum(1 << one for one in other)), []).append(_row(columns, place))
     words: list[int] = []
     plans = []

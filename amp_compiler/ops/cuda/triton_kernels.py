@@ -35,6 +35,7 @@ from amp_compiler.ops.cuda.triton_parts import (
     add_l1,
     address,
     load_weight,
+    lone_address,
     read,
     read_gradient,
     saturated,
@@ -219,7 +220,7 @@ def check_kernel(
     size = tl.load(row + SIZE)
     offsets = tl.arange(0, BLOCK)
     inside = offsets < size - start
-    pointer = address(row, GRAD, GRAD_TYPE, start, ALIGNED)
+    pointer = lone_address(row, GRAD, GRAD_TYPE, start, ALIGNED)
     if size - start >= BLOCK:
         grad = read(pointer, offsets, inside, True)
     else:
@@ -300,7 +301,12 @@ def commit_kernel(rows, blocks, skip, TYPE: tl.constexpr, ALIGNED: tl.constexpr,
         work = tl.load(blocks + tl.program_id(0))
         row = rows + (work >> 32) * COLUMNS
         start = (work & 0xFFFFFFFF) * BLOCK
+        size = tl.load(row + SIZE)
         offsets = tl.arange(0, BLOCK)
-        inside = offsets < tl.load(row + SIZE) - start
-        value = tl.load(address(row, GRAD, TYPE, start, ALIGNED) + offsets, mask=inside)
-        tl.store(address(row, WEIGHT, TYPE, start, ALIGNED) + offsets, value, mask=inside)
+        given = lone_address(row, GRAD, TYPE, start, ALIGNED) + offsets
+        target = lone_address(row, WEIGHT, TYPE, start, ALIGNED) + offsets
+        if size - start >= BLOCK:
+            tl.store(target, tl.load(given))
+        else:
+            inside = offsets < size - start
+            tl.store(target, tl.load(given, mask=inside), mask=inside)

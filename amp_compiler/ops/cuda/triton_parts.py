@@ -23,11 +23,21 @@ def address(row, COLUMN: tl.constexpr, TYPE: tl.constexpr, start, ALIGNED: tl.co
     """Pointer to the first element of this block; with `ALIGNED` a thread may load 4 elements at a time.
 
     Four of every type, not 16 bytes: with 8 elements of a 16-bit type and 4 of fp32 per thread the compiler would move
-    values between threads through shared memory.
+    values between threads through shared memory. A warp then reads 512 bytes of an fp32 column at once, and 256 of a
+    16-bit one: whole lines of the cache, both.
     """
     pointer = tl.load(row + COLUMN).to(tl.pointer_type(TYPE)) + start
     if ALIGNED:
         pointer = tl.multiple_of(pointer, TYPE.primitive_bitwidth // 2)
+    return pointer
+
+
+@triton.jit
+def lone_address(row, COLUMN: tl.constexpr, TYPE: tl.constexpr, start, ALIGNED: tl.constexpr):
+    """The same where no column of another type is read beside it: with `ALIGNED` a thread may load 16 bytes."""
+    pointer = tl.load(row + COLUMN).to(tl.pointer_type(TYPE)) + start
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
     return pointer
 
 

@@ -1,0 +1,132 @@
+"""Graphs that were traced from other graphs, kept from process to process, so that a second one need not trace.
+
+What a trace gives follows from the graph it starts from, from torch and its settings, and from our own source. All
+three are in the name of the file, exactly; where one of them cannot be told, nothing is kept. A file is written only
+after it was read back into the same graph, node for node. It holds no code: module names and source lines come from
+the graph at hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gzip
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from amp_compiler.fx.graph_record import Unrecordable, graph_of, record_of
+from amp_compiler.fx.torch_private import keeps_compiled, trace_settings
+from amp_compiler.ops.cache_folder import cache_folder
+
+_LOG = logging.getLogger(__name__)
+_MOST = 400  # files: the one that was read or written longest ago goes first
+_ROOMS = ("fx", "ops")  # of this package: all that says what an operator is and how it is traced
+
+
+@dataclass(frozen=True)
+class KeptGraph:
+    """Where a graph is kept that is traced from another one; it may not be there yet.
+
+    Args:
+        file: its file.
+        sources: the nodes of the graph that it is traced from.
+        mode: of the examples.
+    """
+
+    file: Path
+    sources: list[fx.Node]
+    mode: FakeTensorMode
+
+    @classmethod
+    def of(cls, graph: fx.Graph, asked: Any, identity: str) -> KeptGraph | None:
+        """The place of what is traced from a graph; `None` where it may not be kept.
+
+        That is a graph with inner graphs, sizes that are symbols or operators of the user's; one that is traced under
+        modes or kernels of the user's; any, where torch is told to keep nothing either.
+
+        Args:
+            graph: what is traced.
+            asked: what else the trace depends on, as data for JSON.
+            identity: the source of what traces.
+        """
+        settings = trace_settings() if keeps_compiled() else None
+        examples = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
+        mode = next((value.fake_mode for value in examples if isinstance(value, FakeTensor)), None)
+        if settings is None or mode is None:
+            return None
+        try:
+            told = json.dumps([record_of(graph), asked, settings, identity, _own_source()])
+            folder = cache_folder()
+        except (Unrecordable, OSError, ValueError) as cause:
+            _LOG.debug("the joint graph is not kept: %s", cause)
+            return None
+        name = f"joint_{hashlib.sha256(told.encode()).hexdigest()[:32]}.json.gz"
+        return cls(folder / name, list(graph.nodes), mode)
+
+    def load(self) -> fx.Graph | None:
+        """The graph, where it is kept."""
+        try:
+            record = json.loads(gzip.decompress(self.file.read_bytes()))
+            graph = graph_of(record, self.sources, self.mode)
+            with contextlib.suppress(OSError):  # another user's cache may be read, and not be marked as read
+                os.utime(self.file)
+        except FileNotFoundError:
+            return None
+        except (OSError, EOFError, ValueError, Unrecordable) as cause:
+            _LOG.warning("%s cannot be read, and is made anew: %s", self.file, cause)
+            return None
+        return graph
+
+    def store(self, graph: fx.Graph, origins: Mapping[str, int]) -> None:
+        """Keep a graph; nothing is done where it has no exact form.
+
+        Args:
+            graph: what was traced.
+            origins: by name of its nodes, the place in `sources` of the node that each was made for.
+        """
+        try:
+            record = record_of(graph, origins, self.sources)
+            if record_of(graph_of(record, self.sources, self.mode), origins, self.sources) != record:
+                raise Unrecordable("what is read back is another graph")
+            _write(self.file, gzip.compress(json.dumps(record).encode(), 1))
+        except (Unrecordable, OSError, ValueError) as cause:
+            _LOG.debug("the joint graph is not kept: %s", cause)
+
+
+def _write(file: Path, data: bytes) -> None:
+    """Write a whole file or none, and let the oldest go where there are too many."""
+    number, name = tempfile.mkstemp(dir=file.parent, prefix=file.name, suffix=".part")
+    with os.fdopen(number, "wb") as opened:
+        opened.write(data)
+    Path(name).replace(file)
+    ages: list[tuple[float, Path]] = []
+    for other in file.parent.glob("joint_*"):
+        with contextlib.suppress(OSError):  # another process may have removed it
+            ages.append((other.stat().st_mtime, other))
+    for _, oldest in sorted(ages)[:-_MOST]:
+        oldest.unlink(missing_ok=True)
+
+
+@functools.cache
+def _own_source() -> str:
+    """Stands for all that this package says about operators and how they are traced."""
+    digest = hashlib.sha256()
+    pending: list[Any] = [resources.files("amp_compiler") / room for room in _ROOMS]
+    while pending:
+        found = pending.pop()
+        if found.is_dir():
+            pending += sorted(found.iterdir(), key=lambda one: one.name)
+        elif found.name.endswith(".py"):
+            digest.update(found.name.encode() + b"\0" + found.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,28 @@
+"""The folder of what is kept from process to process: compiled loops, traced graphs."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import tempfile
+from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """The folder, made where there is none: `AMP_COMPILER_CACHE`, else one of this user's among temporary files.
+
+    Raises:
+        OSError: it cannot be made, or belongs to another user, who could have put anything into it.
+    """
+    given = os.environ.get("AMP_COMPILER_CACHE")
+    folder = Path(given) if given else Path(tempfile.gettempdir()) / f"amp_compiler_{_user()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    owner = folder.stat().st_uid
+    if hasattr(os, "getuid") and owner != os.getuid():
+        raise OSError(f"the folder {folder} belongs to another user; set AMP_COMPILER_CACHE to one of yours")
+    return folder
+
+
+def _user() -> str:
+    """Tells users of one machine apart; in a container a user may have no name."""
+    return str(os.getuid()) if hasattr(os, "getuid") else getpass.getuser()

@@ -1,0 +1,316 @@
+"""Benchmarks on a GPU, on stand-ins: sizes, bursts, groups of variants, what is left out, kernels by class."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+AUTOCAST, COMPILED, OURS = "autocast", "torch.compile", "amp_compiler"
+MODES = [COMPILED, f"{COMPILED} reduce-overhead", f"{COMPILED} max-autotune"]
+
+
+class Clock:
+    """Stands for CUDA: an event is the number of steps before it, and a step takes 3 ms."""
+
+    def __init__(self, monkeypatch):
+        self.steps = self.waits = 0
+        monkeypatch.setattr(torch.cuda, "synchronize", self.wait)
+        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(self))
+
+    def wait(self):
+        self.waits += 1
+
+    def step(self):
+        self.steps += 1
+
+
+class Event:
+    def __init__(self, clock):
+        self.clock = clock
+
+    def record(self):
+        self.at = self.clock.steps
+
+    def synchronize(self):
+        self.clock.wait()
+
+    def elapsed_time(self, other):
+        return 3.0 * (other.at - self.at)
+
+
+def test_a_burst_waits_before_it_and_behind_it_alone(bench, monkeypatch):
+    clock = Clock(monkeypatch)
+    assert bench["measuring"].burst(clock.step, 12) == 3.0
+    assert (clock.steps, clock.waits) == (12, 2)
+
+
+def test_bursts_take_turns_and_the_first_does_not_count(bench, monkeypatch):
+    clock, calls = Clock(monkeypatch), []
+    variants = {name: lambda name=name: (calls.append(name), clock.step()) for name in "AB"}
+    times = bench["measuring"].interleaved_bursts(variants, 4, 2, 60.0)
+    assert calls == ["A", "A", "B", "B"] * 5 and times == {"A": (3.0, 3.0, 3.0), "B": (3.0, 3.0, 3.0)}
+    calls.clear()
+    bench["measuring"].interleaved_bursts(variants, 100, 2, 0.0)
+    assert calls == ["A", "A", "B", "B"] * 4  # one that does not count, and no fewer than three that do
+
+
+class Side:
+    """Stands for the process of a variant: its first call takes `first` seconds, each later burst 1 ms more."""
+
+    def __init__(self, log, name, first=1.0, breaks=99):
+        self.log, self.name, self.first, self.left, self.made = log, name, first, breaks, 0.0
+
+    def __enter__(self):
+        self.log.append(("begin", self.name))
+        return self
+
+    def __exit__(self, *error):
+        self.log.append(("end", self.name))
+
+    def wait(self, until):
+        if self.first > until - Side.now:
+            raise SystemExit(f"{self.name}: its first call was not done in time")
+        return self.first
+
+    def memory(self):
+        return Side.memory_of(2, 1)
+
+    def burst(self, steps):
+        self.left -= 1
+        if self.left < 0:
+            raise SystemExit(f"{self.name}: its process ended with code 1")
+        self.log.append((self.name, steps))
+        self.made += 1.0
+        return self.made
+
+
+@pytest.fixture
+def side(bench, monkeypatch):
+    Side.now, Side.memory_of = 0.0, bench["processes"].Memory
+    monkeypatch.setattr(bench["bursts"].time, "perf_counter", lambda: Side.now)
+    return Side
+
+
+def test_variants_are_measured_in_groups(bench, side):
+    log = []
+    groups = bench["bursts"].measure(lambda name: side(log, name), ["A", "B", "C"], 2, 60.0, 3, 10)
+    told = [(sorted(found.times), dict(found.failed)) for found in groups]
+    assert told == [(["A", "B"], {}), (["A", "B", "C"], {})]
+    both = [("begin", "A"), ("begin", "B"), *[(name, 10) for name in "ABABABAB"], ("end", "B"), ("end", "A")]
+    assert log == [*both, ("begin", "C"), *[("C", 10)] * 4, ("end", "C")]
+
+
+def test_what_is_late_or_breaks_is_left_out_and_told(bench, side):
+    sides = {"slow": 61.0, "fast": 5.0, "last": 44.0}
+
+    def start(name):
+        side.now = 50.0 if name == "last" else 0.0
+        return side([], name, sides[name], breaks=2 if name == "fast" else 99)
+
+    *_, found = bench["bursts"].measure(start, list(sides), 2, 60.0, 3, 10)
+    assert list(found.times) == ["last"]  # 45 s are left to whoever begins late
+    assert found.times["last"] == bench["measuring"].spread([2.0, 3.0, 4.0])
+    assert found.failed == {
+        "slow": "slow: its first call was not done in time",
+        "fast": "fast: its process ended with code 1",
+    }
+
+
+def test_a_process_is_waited_for_so_long_and_ended(bench, tmp_path, monkeypatch):
+    ended = []
+    process = object.__new__(bench["processes"].Process)
+    process._name = "gpt2"
+    process._connection = SimpleNamespace(poll=lambda timeout: (ended.append(timeout), False)[1])
+    process._process = SimpleNamespace(terminate=lambda: ended.append("ended"), join=lambda: None)
+    with pytest.raises(SystemExit, match="gpt2: its first call was not done in time"):
+        process.wait(until=0.0)
+    assert ended == [0.0, "ended"]
+
+
+@pytest.mark.parametrize("room, count", [(141e9, 2), (80e9, 1), (24e9, 1)])
+def test_as_many_lie_on_the_gpu_as_find_room(bench, monkeypatch, room, count):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=room))
+    assert bench["bursts"].fit_together() == count
+
+
+def test_sizes_on_a_gpu(bench):
+    cases = bench["cases"]
+    assert set(cases.names("cuda")) == set(bench["models"].CUDA_SIZES) and cases.names("cpu") == cases.NAMES
+    assert cases.items("gpt2", "gemm", "cuda") == 16 * 1024 and cases.items("gpt2", "update", "cuda") == 128
+    assert cases.items("resnet50", "gemm", "cuda") == 256 and cases.items("resnet50", "update", "cuda") == 1
+    assert cases.size_of(cases.TINY, "gemm", "cuda") == cases.SHAPES[cases.TINY].size("gemm")
+
+
+def test_products_of_a_gpus_size_are_counted_without_numbers(bench):
+    cases = bench["cases"]
+    size = bench["models"].CUDA_SIZES["mlp"]
+    hidden, head = (2 * size.batch * size.hidden * width for width in (size.hidden, size.classes))
+    forward = size.layers * hidden + head
+    assert cases.matmul_flops("mlp", "gemm", backward=False, device="cuda") == forward
+    assert cases.matmul_flops("mlp", "gemm", backward=True, device="cuda") == 3 * forward - hidden
+
+
+def test_masks_of_transformers_are_not_read_for_it(bench):
+    cases, size = bench["cases"], bench["models"].CUDA_SIZES["bert"]
+    rows = size.batch * size.tokens
+    blocks = size.layers * (2 * rows * (4 + 2 * size.widening) * size.hidden**2 + 4 * rows * size.tokens * size.hidden)
+    head = 2 * rows * size.hidden * (size.hidden + size.vocab)
+    assert cases.matmul_flops("bert", "gemm", backward=False, device="cuda") == blocks + head
+
+
+@pytest.fixture
+def on_cuda(bench, side, monkeypatch):
+    """The benchmark of training steps above a machine with a stand-in for a GPU."""
+    log = []
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a stand-in")
+
+    class Process(side):
+        def __init__(self, make, arguments, device, prepare, cache, settings=None, wait=True):
+            assert device == "cuda" and (wait or (prepare is None) == (arguments[0] == AUTOCAST))
+            super().__init__(log, arguments[0], 999.0 if arguments[0].endswith("max-autotune") else 1.0)
+
+    monkeypatch.setattr(bench["comparison"], "Process", Process)
+    return log
+
+
+def test_training_steps_on_a_gpu(bench, on_cuda, tmp_path, capsys):
+    path = tmp_path / "r.json"
+    options = ["--device", "cuda", "--models", bench["cases"].TINY, "--together", "2", "--json", str(path)]
+    assert bench["train_step"].TRAINING.main(options) == 1  # one was too slow
+    assert [name for what, name in on_cuda if what == "begin"] == ["bf16", OURS, *MODES, AUTOCAST]
+    assert (OURS, 12) in on_cuda
+    found, printed = json.loads(path.read_text(encoding="utf-8")), capsys.readouterr().out
+    assert found["settings"]["together"] == 2 and found["versions"]["triton"] and found["gpu"] == "a stand-in"
+    assert [(row["bound"], row["variant"]) for row in found["rows"]] == [
+        ("gemm", variant) for variant in (OURS, *MODES[:2], AUTOCAST)
+    ]
+    assert all(row["peak_bytes"] == 3 and "warm_call_s" not in row for row in found["rows"])
+    assert f"{MODES[2]}: its first call was not done in time" in " ".join(printed.split())
+    assert max(map(len, printed.splitlines())) <= 130
+
+
+def test_a_run_that_is_interrupted_prints_what_it_has(bench, on_cuda, monkeypatch, capsys):
+    rows = bench["bursts"].measure
+
+    def measure(*arguments):
+        yield next(rows(*arguments))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench["bursts"], "measure", measure)
+    with pytest.raises(KeyboardInterrupt):
+        bench["train_step"].TRAINING.main(["--device", "cuda", "--models", bench["cases"].TINY, "--together", "1"])
+    assert OURS in capsys.readouterr().out
+
+
+def test_what_is_measured_on_a_cpu_stays_what_it_was(bench):
+    options = bench["train_step"].TRAINING.parse([])
+    assert options.models == list(bench["cases"].NAMES) and options.bounds == ["gemm", "update"] and options.all
+    assert options.variants == list(bench["comparison"].VARIANTS) and options.modes == ["default"]
+    assert (options.steps, options.turn, options.least, options.together) == (20, 5, 10.0, None)
+    assert not bench["train_step"].TRAINING.parse(["--models", "gpt2"]).all
+
+
+def test_kernels_have_classes(bench):
+    classify = bench["profile_cuda"].classify
+    for name, kind in {
+        "adam_kernel": "check and update",
+        "check_finish_kernel": "check and update",
+        "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>": "check and update",
+        "nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_TNT": "matrix products",
+        "flash_fwd_kernel<Flash_fwd_kernel_traits<64>>": "attention",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma": "attention",
+        "sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32": "convolutions",
+        "Memcpy DtoD (Device -> Device)": "copies and fills",
+        "triton_per_fused_native_layer_norm_3": "reductions",
+        "triton_poi_fused_gelu_5": "loops",
+        "somebody's kernel": "the rest",
+    }.items():
+        assert classify(name) == kind, name
+
+
+def test_time_and_gaps_of_a_class(bench):
+    profile = bench["profile_cuda"]
+    kernels = [
+        profile.Kernel("nvjet_a", 100.0, 110.0),
+        profile.Kernel("triton_poi_b", 112.0, 116.0),  # after a gap of 2
+        profile.Kernel("triton_poi_c", 114.0, 120.0),  # beside it, and 4 longer
+        profile.Kernel("adam_kernel", 130.0, 140.0),  # after a gap of 10
+    ]
+    found = profile.shares(kernels[::-1], 2)
+    assert found["matrix products"] == profile.Share(0.5, 5.0, 0.0)
+    assert found["loops"] == profile.Share(1.0, 4.0, 1.0)
+    assert found["check and update"] == profile.Share(0.5, 5.0, 5.0)
+    assert sum(share.busy_us + share.gap_us for share in found.values()) == (140.0 - 100.0) / 2
+    assert profile.shares([], 2) == {}
+
+
+def test_a_profile_prints_every_side_and_what_failed(bench, monkeypatch, tmp_path, capsys):
+    profile = bench["profile_cuda"]
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a stand-in")
+    given = []
+
+    def side(name, bound, dtype, variant, setting):
+        given.append((variant, setting))
+        if setting == "unknown=1":
+            raise RuntimeError("no such setting\nat all")
+        row = {"model": name, "bound": bound, "variant": variant, "setting": setting, "step_ms": 2.5}
+        kernels = [profile.Kernel("nvjet_a", 0.0, 40.0)]
+        return row | {"classes": {kind: vars(share) for kind, share in profile.shares(kernels, 20).items()}}
+
+    monkeypatch.setattr(profile, "side", side)
+    path = tmp_path / "p.json"
+    assert profile.main(["gpt2", "combo_kernels=True", "unknown=1", "--json", str(path)]) == 1
+    assert given == [(OURS, ""), (MODES[1], ""), (OURS, "combo_kernels=True"), (OURS, "unknown=1")]
+    printed = capsys.readouterr().out
+    assert "unknown=1: RuntimeError: no such setting\n" in printed and "matrix products" in printed
+    assert len(json.loads(path.read_text(encoding="utf-8"))["rows"]) == 3
+    with pytest.raises(SystemExit):
+        profile.main(["no-model"])
+
+
+def test_settings_are_inductors_or_the_steps(bench):
+    profile = bench["profile_cuda"]
+    assert profile.settings_of("combo_kernels=True") == ("combo_kernels", True)
+    assert profile.settings_of("step.backend=eager") == ("step.backend", "eager")
+    from torch._inductor import config
+
+    with config.patch({"triton.unique_kernel_names": False}):
+        profile._set("triton.unique_kernel_names", True)
+        assert config.triton.unique_kernel_names
+    with pytest.raises(SystemExit, match=r"no setting torch\._inductor\.config\.combo_kernel"):
+        profile._set("combo_kernel", True)
+
+
+def test_the_tensors_of_an_update_are_made_where_they_are_used(bench):
+    runs = bench["update_runs"]
+    made = []
+    real = torch.randn
+
+    def randn(*size, generator=None, device=None, **other):
+        made.append((str(generator.device), device))
+        return real(*size, generator=generator, device=device, **other)
+
+    patch = pytest.MonkeyPatch()
+    with patch.context() as context:
+        context.setattr(torch, "randn", randn)
+        runs.Tensors([(4, 4)], "bf16", "cpu")
+    assert made == [("cpu", "cpu")] * 2
+
+
+def test_the_update_on_a_gpu_runs_in_bursts(bench, monkeypatch):
+    update = bench["update"]
+    assert update.parse(["--device", "cuda"]).steps == 5 * update.BURST and update.parse([]).steps == 20
+    asked = []
+    monkeypatch.setattr(update, "make", lambda variant, *rest: variant)
+    monkeypatch.setattr(
+        bench["measuring"],
+        "interleaved_bursts",
+        lambda variants, bursts, length, seconds: asked.append((bursts, length)) or dict.fromkeys(variants, (2.0,) * 3),
+    )
+    rows = update.measure("wide", "bf16", update.parse(["--device", "cuda", "--parameters", "2000"]))
+    assert asked == [(5, 20)] and [row["variant"] for row in rows] == list(bench["update_runs"].VARIANTS)
+    assert sys.modules["measuring"] is bench["measuring"]

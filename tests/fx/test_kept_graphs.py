@@ -1,0 +1,331 @@
+"""Joint graphs are kept from process to process: the same graph again, or a new trace."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import amp_compiler as amp
+from amp_compiler.fx import kept_graphs
+from amp_compiler.fx.graph_record import Unrecordable, graph_of, marks_of, record_of
+from amp_compiler.fx.text import format_fx, parse_fx
+from amp_compiler.fx.torch_private import trace_settings
+from amp_compiler.passes.step.differentiate import Differentiate
+
+LOSS = """
+in w: fp32[4, 4]
+in x: bf16[3, 4]
+cast: bf16[4, 4] = aten._to_copy.default(w, dtype=torch.bfloat16)  # at=fc:Linear
+mm: bf16[3, 4] = aten.mm.default(x, cast)  # at=fc:Linear
+wide: fp32[3, 4] = aten._to_copy.default(mm, dtype=torch.float32)
+sum_1: fp32[] = aten.sum.default(wide)
+return sum_1
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("AMP_COMPILER_CACHE", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def traces(monkeypatch):
+    """Counts how often a joint graph is traced."""
+    made = []
+    traced = Differentiate._traced
+    monkeypatch.setattr(Differentiate, "_traced", lambda self, graph: made.append(graph) or traced(self, graph))
+    return made
+
+
+def joint(text=LOSS, wrt=("w",)):
+    return Differentiate(wrt=wrt)(parse_fx(text)).subject
+
+
+def kept(folder):
+    return sorted(path.name for path in folder.glob("joint_*"))
+
+
+def test_the_second_one_is_read_and_is_the_same(folder, traces):
+    first, second = joint(), joint()
+    assert len(traces) == 1 and len(kept(folder)) == 1
+    assert format_fx(first) == format_fx(second)
+    for one, other in zip(first.graph.nodes, second.graph.nodes, strict=True):
+        assert marks_of(one) == marks_of(other)
+        assert one.meta.get("nn_module_stack") == other.meta.get("nn_module_stack")
+    weights, inputs = torch.randn(4, 4), torch.randn(3, 4).bfloat16()
+    for one, other in zip(first(weights, inputs), second(weights, inputs), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_new_nodes_get_the_same_names():
+    """The traced graph once held nodes that were erased, whose names it must not remember."""
+    text = LOSS.replace("aten.sum.default(wide)", "aten.var_mean.correction(wide, None)")
+    text = text.replace("sum_1: fp32[] ", "both: (fp32[], fp32[]) ").replace(
+        "return", "var: fp32[] = getitem(both, 0)\nreturn"
+    )
+    names = []
+    for _ in range(2):
+        graph = joint(text.replace("return sum_1", "return var")).graph
+        node = next(node for node in graph.nodes if node.name == "getitem")
+        with graph.inserting_before(graph.output_node()):
+            names.append([graph.node_copy(node).name for _ in range(3)])
+    assert names[0] == names[1]
+
+
+def test_source_lines_are_those_of_the_graph_at_hand(traces):
+    def forward(line):
+        graph = parse_fx(LOSS)
+        for node in graph.graph.nodes:
+            node.meta["stack_trace"] = f'  File "model.py", line {line}, in forward'
+        return Differentiate(wrt=("w",))(graph).subject
+
+    for line in (1, 2):
+        lines = {node.meta.get("stack_trace") for node in forward(line).graph.nodes if node.op == "call_function"}
+        assert f'  File "model.py", line {line}, in forward' in lines and len(lines - {None}) == 1
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("in x: bf16[3, 4]", "in x: bf16[3, 4]{1, 3}"),
+        ("bf16[3, 4]", "bf16[5, 4]"),
+        ("aten.sum.default", "aten.mean.default"),
+        ("  # at=fc:Linear", ""),
+    ],
+    ids=["strides", "shape", "op", "module"],
+)
+def test_another_graph_is_traced(old, new, traces):
+    joint()
+    other = joint(LOSS.replace(old, new).replace("fp32[3, 4]", "fp32[5, 4]" if "5" in new else "fp32[3, 4]"))
+    assert len(traces) == 2
+    traces.clear()
+    assert format_fx(joint()) != format_fx(other) and not traces
+
+
+def test_what_it_is_differentiated_by_counts(traces):
+    joint(wrt=("w",))
+    joint(LOSS.replace("in x: bf16[3, 4]", "in x: fp32[3, 4]").replace("(x, cast)", "(x, w)"), wrt=("w", "x"))
+    joint(LOSS.replace("in x: bf16[3, 4]", "in x: fp32[3, 4]").replace("(x, cast)", "(x, w)"), wrt=("x", "w"))
+    assert len(traces) == 3
+
+
+def switched(name, value):
+    """A setting of torch that is another one for a while."""
+
+    def deterministic(on):
+        torch.use_deterministic_algorithms(on)
+
+    setters = {
+        "deterministic": (deterministic, torch.are_deterministic_algorithms_enabled),
+        "precision": (torch.set_float32_matmul_precision, torch.get_float32_matmul_precision),
+        "flash": (torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.flash_sdp_enabled),
+        "dtype": (torch.set_default_dtype, torch.get_default_dtype),
+    }
+    put, get = setters[name]
+    before = get()
+    put(value)
+    return lambda: put(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("deterministic", True), ("precision", "medium"), ("flash", False), ("dtype", torch.float64)],
+)
+def test_a_setting_of_torch_counts(name, value, traces):
+    joint()
+    back = switched(name, value)
+    try:
+        joint()
+    finally:
+        back()
+    assert len(traces) == 2
+    joint()
+    assert len(traces) == 2
+
+
+def test_the_source_of_the_package_counts(monkeypatch, traces):
+    joint()
+    monkeypatch.setattr(kept_graphs, "_own_source", lambda: "another version")
+    joint()
+    assert len(traces) == 2
+
+
+class Idle(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once")
+def test_nothing_is_kept_under_what_has_no_text(folder):
+    assert trace_settings() is not None
+    with Idle():
+        assert trace_settings() is None
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert trace_settings() is None
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("frac", lambda x: x, "CPU")
+        assert trace_settings() is None
+    assert trace_settings() is not None and not kept(folder)
+
+
+def test_torchs_switch_for_all_caches_holds(folder, traces):
+    with torch.compiler.config.patch(force_disable_caches=True):
+        joint()
+        joint()
+    assert len(traces) == 2 and not kept(folder)
+
+
+@torch.library.custom_op("amp_test_kept::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+twice.register_fake(lambda x: torch.empty_like(x))
+twice.register_autograd(lambda ctx, grad: grad * 2)
+
+
+def test_an_operator_of_the_users_is_traced_each_time(folder, traces):
+    text = LOSS.replace("aten.sum.default(wide)", "aten.sum.default(own)")
+    text = text.replace("sum_1: fp32[] ", "own: fp32[3, 4] = amp_test_kept.twice.default(wide)\nsum_1: fp32[] ", 1)
+    first, second = joint(text), joint(text)
+    assert len(traces) == 2 and not kept(folder)
+    assert format_fx(first) == format_fx(second)
+
+
+@pytest.mark.parametrize("damage", [b"", b"no archive", "truncated", "other"])
+def test_a_damaged_file_is_told_and_written_anew(folder, traces, caplog, damage):
+    whole = format_fx(joint())
+    (file,) = folder.glob("joint_*")
+    data = file.read_bytes()
+    if damage == "other":
+        damage = kept_graphs.gzip.compress(json.dumps([["call_function", "a", "aten.none.default"]]).encode())
+    file.write_bytes(data[: len(data) // 2] if damage == "truncated" else damage)
+    assert format_fx(joint()) == whole and len(traces) == 2
+    assert "made anew" in caplog.text
+    assert format_fx(joint()) == whole and len(traces) == 2
+
+
+def test_the_oldest_go(folder, monkeypatch, traces):
+    monkeypatch.setattr(kept_graphs, "_MOST", 2)
+    for size in (3, 5, 6):
+        joint(LOSS.replace("[3, 4]", f"[{size}, 4]"))
+    assert len(kept(folder)) == 2
+    joint(LOSS.replace("[3, 4]", "[6, 4]"))
+    assert len(traces) == 3
+
+
+def test_a_folder_that_cannot_be_written_changes_nothing(monkeypatch, folder, traces):
+    file = folder / "file"
+    file.write_text("")
+    monkeypatch.setenv("AMP_COMPILER_CACHE", str(file))
+    assert format_fx(joint()) == format_fx(joint()) and len(traces) == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "in x: fp32[2, 3]\nview: fp32[3] = aten.select.int(x, 0, 1)\nreturn view, None",
+        "in x: fp32[4]\nsplit: (fp32[2], fp32[2]) = aten.split.Tensor(x, 2)\n"
+        "getitem: fp32[2] = getitem(split, 1)\nreturn getitem",
+        "in x: fp32[4]\nclamp: fp32[4] = aten.clamp.default(x, -inf, nan)\nreturn clamp",
+        'in x: fp32[4]\nto: fp32[4] = aten._to_copy.default(x, device=device("cpu"), layout=torch.strided,'
+        " memory_format=torch.preserve_format)\nreturn to",
+        "in x: bf16[4]\nin y: bf16[4]\n"
+        "add: fp32[4] = typed_op(aten.add.Tensor, (x, y), {}, torch.float32, torch.bfloat16)\nreturn add",
+    ],
+    ids=["view", "several", "numbers", "kinds", "typed"],
+)
+def test_a_record_gives_the_same_graph(text):
+    graph = parse_fx(text).graph
+    nodes = list(graph.nodes)
+    mode = nodes[0].meta["val"].fake_mode
+    places = {node.name: place for place, node in enumerate(nodes)}
+    record = json.loads(json.dumps(record_of(graph, places, nodes)))
+    back = graph_of(record, nodes, mode)
+    assert json.dumps(record_of(back, places, nodes)) == json.dumps(record)
+    wrapped = torch.fx.GraphModule({}, back)
+    assert format_fx(wrapped) == format_fx(parse_fx(text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'in x: fp32[2]\na: fp32[2] = attribute("weight")\nreturn a',
+        "in x: fp32[2]\nadd: fp32[2] = operator.add(x, x)\nreturn add",
+        "in x: fp32[2]\nadd: fp32[2] = aten.add.Tensor(x, 1j)\nreturn add",
+    ],
+    ids=["attribute", "function", "complex"],
+)
+def test_what_has_no_exact_form_is_refused(text):
+    with pytest.raises(Unrecordable):
+        record_of(parse_fx(text).graph)
+
+
+def test_a_view_keeps_its_offset():
+    graph = parse_fx("in x: fp32[2, 3]\nview: fp32[3] = aten.select.int(x, 0, 1)\nreturn view").graph
+    nodes = list(graph.nodes)
+    with nodes[0].meta["val"].fake_mode:
+        nodes[1].meta["val"] = nodes[0].meta["val"].select(0, 1)
+    places = {node.name: place for place, node in enumerate(nodes)}
+    back = graph_of(record_of(graph, places, nodes), nodes, nodes[0].meta["val"].fake_mode)
+    made = list(back.nodes)[1].meta["val"]
+    assert (made.shape, made.stride(), made.storage_offset()) == ((3,), (1,), 3)
+
+
+class Tied(nn.Module):
+    """Layers of several kinds; the first and last share a weight, in two tables."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm = nn.Embedding(11, 8), nn.LayerNorm(8)
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
+        self.out = nn.Linear(8, 11, bias=False)
+        self.out.weight = self.table.weight
+
+    def forward(self, ids):
+        x = self.norm(self.table(ids))
+        return self.out(x + self.attention(x, x, x, need_weights=False)[0])
+
+
+def trained():
+    torch.manual_seed(0)
+    model = Tied()
+    step = amp.training_step(
+        model,
+        lambda model, ids: nn.functional.cross_entropy(model(ids).flatten(0, 1), ids.flatten()),
+        torch.optim.AdamW(model.parameters(), 1e-2),
+        dtype="bf16",
+        backend="eager",
+    )
+    losses = [step(torch.arange(10).view(2, 5)).item() for _ in range(3)]
+    return losses, str(step.stages), model.state_dict()
+
+
+def test_a_step_from_a_kept_graph_trains_as_the_first(traces):
+    first, second = trained(), trained()
+    assert len(traces) == 1
+    assert first[:2] == second[:2]
+    for name, value in first[2].items():
+        assert torch.equal(value, second[2][name])
+
+
+@pytest.mark.long
+def test_another_process_finds_it_under_another_hash_seed(folder):
+    run = "import runpy, sys; sys.path[:0] = [{0!r}, {1!r}]; import test_kept_graphs as t; print(t.trained()[0])"
+    code = run.format(str(Path(__file__).parent), str(Path(__file__).parents[1]))
+    said = []
+    for seed in ("1", "2"):
+        environment = {"PYTHONHASHSEED": seed, "AMP_COMPILER_CACHE": str(folder), "PATH": "/usr/bin:/bin"}
+        said.append(
+            subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        )
+    assert said[0].stdout == said[1].stdout and len(kept(folder)) == 1

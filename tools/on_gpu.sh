@@ -1,0 +1,91 @@
+#!/usr/bin/env bash
+# Measures on a machine with a GPU that one has for half an hour and that may lack a network. See `usage`.
+#
+# Nothing is installed there but what `prepare` has put into .wheels/, which travels with the tree. What compiles is kept in
+# .cache/on_gpu/, results go to $OUT as JSON. Every word prints short tables, the last ones last, and ends within 9 minutes.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
+
+usage() {
+  cat >&2 <<'TEXT'
+usage: [PYTHON=python3] [OUT=folder] tools/on_gpu.sh WORD
+
+  prepare                    where there is a network: the project and what an image with torch, Triton, transformers and
+                             onnx lacks, as wheels for CPython 3.12 on Linux x86-64, in .wheels/
+  first                      versions, rates of a copy and a product, the tests that need a GPU, kernels first
+  second                     the update of 350M parameters by itself, for gradients in BF16, FP32 and FP16
+  step MODEL... [OPTION...]  training steps beside torch.autocast and torch.compile (see benchmarks/train_step.py)
+  profile [MODEL] [SETTING=VALUE...]
+                             kernels and gaps by class over 20 steps, ours beside torch.compile and ours with a setting
+                             of Inductor (see benchmarks/profile_cuda.py)
+TEXT
+  exit 2
+}
+
+KEEP=$PWD/.cache/on_gpu
+OUT=${OUT:-$KEEP/out}
+LARGEST=16000000 # bytes of all wheels
+LACKING=(pydantic pydantic_core annotated-types typing-inspection ruamel.yaml expecttest)
+export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$KEEP/inductor} TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$KEEP/triton}
+export AMP_COMPILER_CACHE=${AMP_COMPILER_CACHE:-$KEEP/loops}
+
+# Interrupted rather than ended, so that what was measured is printed.
+within() { timeout --signal=INT --kill-after=15 "$@"; }
+
+prepare() {
+  local python=${PYTHON:-.venv/bin/python} bytes
+  rm -rf .wheels && mkdir .wheels || return 1
+  "$python" -m pip --disable-pip-version-check wheel --quiet --no-deps --no-build-isolation --wheel-dir .wheels . &&
+    "$python" -m pip --disable-pip-version-check download --quiet --no-deps --only-binary=:all: --constraint constraints.txt \
+      --python-version 3.12 --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
+      --platform manylinux2014_x86_64 --dest .wheels "${LACKING[@]}" || return 1
+  ls -l .wheels
+  bytes=$(cat .wheels/*.whl | wc -c)
+  echo "$bytes bytes in all"
+  [ "$bytes" -lt "$LARGEST" ] || { echo "that is more than $LARGEST: look what is in them" >&2; return 1; }
+}
+
+# Puts the wheels into a folder of their own. Python itself stays as it is.
+installed() {
+  mkdir -p "$OUT" "$AMP_COMPILER_CACHE" || exit 1
+  python=${PYTHON:-python3}
+  if compgen -G '.wheels/*.whl' > /dev/null; then
+    rm -rf "$KEEP/site"
+    "$python" -m pip --disable-pip-version-check install --quiet --no-index --no-deps --no-compile --no-cache-dir \
+      --target "$KEEP/site" .wheels/*.whl || exit 1
+    export PYTHONPATH=$KEEP/site${PYTHONPATH:+:$PYTHONPATH}
+  fi
+}
+
+first() {
+  within 100 "$python" tools/gpu_facts.py --json "$OUT/facts.json"
+  # -P: ./amp_compiler, which has no passes/ and rules/ in it, would hide the installed package.
+  local pytest=("$python" -P -m pytest -m gpu -p no:cacheprovider) failed=0
+  within 170 "${pytest[@]}" --junitxml "$OUT/kernels.xml" tests/ops > "$OUT/kernels.log" 2>&1 || failed=1
+  within 240 "${pytest[@]}" --junitxml "$OUT/training.xml" -n "${WORKERS:-4}" tests/training > "$OUT/training.log" 2>&1 || failed=1
+  "$python" tools/test_table.py "$OUT/kernels.xml" "$OUT/training.xml" --json "$OUT/tests.json" || tail -n 20 "$OUT"/*.log
+  return "$failed"
+}
+
+second() {
+  within 500 "$python" benchmarks/update.py --device cuda --json "$OUT/update.json" "$@"
+}
+
+step() {
+  [ $# -gt 0 ] || usage
+  within 520 "$python" benchmarks/train_step.py --device cuda --json "$OUT/train_step.json" --models "$@"
+}
+
+profile() {
+  within 520 "$python" benchmarks/profile_cuda.py --json "$OUT/profile.json" "$@"
+}
+
+[ $# -gt 0 ] || usage
+word=$1
+shift
+case $word in
+  prepare) prepare ;;
+  first | second | step | profile) installed; "$word" "$@" ;;
+  *) usage ;;
+esac
