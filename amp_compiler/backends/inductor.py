@@ -18,6 +18,7 @@ from amp_compiler.errors import LoweringError, first_line
 from amp_compiler.fx import torch_private
 from amp_compiler.fx.graph import is_single_number, own_upcasts
 from amp_compiler.ops.cpu.arena import allocator
+from amp_compiler.ops.cuda.cudnn_rnn import MODES
 from amp_compiler.ops.native import JOINT
 from amp_compiler.passes.device.native_ops import NativeOps, sources
 
@@ -34,6 +35,10 @@ _MERGED_LOOPS = {"loop_ordering_after_fusion": False}
 _CALL = "call_function"
 _CONVOLUTION = torch.ops.aten.convolution.default
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
+_BY_CUDNN = {
+    torch.ops.amp_compiler.recurrent_network.default,
+    *(getattr(torch.ops.amp_compiler, kind).default for kind in MODES),
+}
 _LAST_PASS = "post_grad_custom_post_pass"
 
 
@@ -125,7 +130,10 @@ def _options(graph_module: fx.GraphModule, round_exactly: bool) -> dict[str, Any
     if any(node.target is _CONVOLUTION for node in graph_module.graph.nodes):
         work[_keep_once.__name__] = _keep_once
     # Also where there is nothing to do: what another version of ours has put into torch's caches is not for this one.
-    theirs, identity = torch_private.inductor_option(_LAST_PASS), ", ".join((_identity(), *work))
+    parts = [_identity(), *work]
+    if any(node.target in _BY_CUDNN for node in graph_module.graph.nodes):
+        parts.append(f"cuDNN {torch.backends.cudnn.version()}")  # which knows how much it keeps for a backward
+    theirs, identity = torch_private.inductor_option(_LAST_PASS), ", ".join(parts)
     options[_LAST_PASS] = torch_private.inductor_graph_pass(identity, list(work.values()), theirs)
     return options
 

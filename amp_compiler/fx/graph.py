@@ -245,7 +245,7 @@ def splice_before(place: fx.Node, traced: fx.GraphModule, arguments: Sequence[fx
             if node.op == "call_function":
                 environment[node] = graph.node_copy(node, lambda old: environment[old])
                 environment[node].meta[Key.PHASE] = phase
-    return [environment[item] if isinstance(item, fx.Node) else item for item in results_of(traced.graph)]
+    return [fx.node.map_arg(item, environment.__getitem__) for item in results_of(traced.graph)]  # type: ignore[misc]
 
 
 def copy_graph(graph_module: fx.GraphModule) -> fx.GraphModule:

@@ -282,6 +282,18 @@ def parse_fx(text: str) -> fx.GraphModule:
     raise GraphError("there is no graph in this text")
 
 
+def _parts(text: str) -> list[str]:
+    """The types of several results, of which some may be lists of results themselves."""
+    parts: list[str] = []
+    for part in re.split(r", (?=[a-z(])", text) if text else []:
+        inside = bool(parts) and parts[-1].count("(") > parts[-1].count(")")
+        if inside:
+            parts[-1] += f", {part}"
+        else:
+            parts.append(part)
+    return parts
+
+
 class _Reader:
     """Reads the lines of one graph."""
 
@@ -364,9 +376,7 @@ class _Reader:
 
     def _value(self, text: str) -> Any:
         if text.startswith("("):
-            return tuple(
-                None if part == "none" else self._value(part) for part in re.split(r", (?=[a-z(])", text[1:-1])
-            )
+            return tuple(None if part == "none" else self._value(part) for part in _parts(text[1:-1]))
         found = _TENSOR.fullmatch(text)
         if found is None:
             raise ValueError(f"'{text}' is no type")

@@ -14,12 +14,12 @@ from amp_compiler.fx.graph import copy_graph, is_single_number, node_tensor, res
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import new_graph_module, traced_graph
 from amp_compiler.ops.cpu.update import complete_norm
-from amp_compiler.ops.update.operators import ADD_ROWS, CHECK, COMMIT, OPERATORS, decomposition
+from amp_compiler.ops.update.operators import ADD_ROWS, CHECK, COMMIT, GATHER, OPERATORS, decomposition
 from amp_compiler.ops.update.product import Product
 from amp_compiler.passes.base import FunctionalPass, PassResult
 
 BEFORE, BEHIND = "before_check", "behind_check"
-_OPENED = (CHECK, ADD_ROWS, COMMIT, *OPERATORS.values())
+_OPENED = (CHECK, GATHER, ADD_ROWS, COMMIT, *OPERATORS.values())
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,8 @@ class CutStep(FunctionalPass[fx.GraphModule]):
         return double, norm
         graph before_check …; graph behind_check …
 
-    On a GPU every loop is a launch, so there three things are cut otherwise. A single number that nothing needs before
-    the check, such as what the loss scale may become, is computed behind it, together with the others. A sum of
-    gradients over several batches is read where it lies once it is added there. All sums are cleared at once, at the
-    end.
+    On a GPU every loop is a launch: there a single number that nothing needs before the check, such as what the loss
+    scale may become, is computed behind it, together with the others.
 
     Left alone: with `kernels=()` nothing is cut; the operators are opened into the torch calls that they stand for, for
     a compiler to fuse, and so are those in the pieces that no kernel takes.
@@ -72,7 +70,7 @@ class CutStep(FunctionalPass[fx.GraphModule]):
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Make the new graph; the given one stays as it is."""
-        checks = subject.graph.find_nodes(op="call_function", target=CHECK)
+        checks = [node for node in subject.graph.nodes if node.target in (CHECK, GATHER)]
         if not self.kernels or len(checks) != 1:
             opened = open_operators(subject)
             return PassResult(opened, opened is not subject)
@@ -95,22 +93,19 @@ class _Cut:
             if any(source in behind for source in node.all_input_nodes):
                 behind.add(node)
         behind |= _late_numbers(nodes, behind - {self.check})
-        cleared = [node for node in nodes if _clears_a_sum(node)]
         products = [node for node in nodes if _is_product(node)]
         items = [node for node in self.check.users if node.target is operator.getitem]
+        parts = [node for item in items for node in item.users if node.target is operator.getitem]
         last = [node for node in nodes if node.target in self.kernels and node is not self.check]
-        own = {self.check, *products, *items, *last, *cleared}
+        own = {self.check, *products, *items, *parts, *last}
         for node in self.step.graph.find_nodes(op="placeholder"):
             self.made_of[node] = self.graph.node_copy(node)
         self._piece(BEFORE, [node for node in nodes if node not in own and node not in behind])
-        for node in (*products, self.check, *items):
+        for node in (*products, self.check, *items, *parts):
             self._copy(node)
         self._piece(BEHIND, [node for node in nodes if node not in own and node in behind])
         for node in sorted(last, key=lambda node: node.target is COMMIT):
             self._copy(node)
-        if cleared:
-            sums = [self.made_of[node.args[0]] for node in cleared]  # type: ignore[index]
-            self.graph.call_function(torch.ops.aten._foreach_zero_.default, (sums,)).meta["val"] = None
         self._complete_norm(items, [node for node in last if node.target is not COMMIT], bool(products))
         self.graph.output(fx.node.map_arg(tuple(results_of(self.step.graph)), self.made_of.__getitem__))
         return new_graph_module(self.root, self.graph)
@@ -131,9 +126,7 @@ class _Cut:
         """Make nodes a graph of its own: its inputs are the values they read, its outputs those that others read."""
         chosen = set(nodes)
         inputs = list(dict.fromkeys(s for node in nodes for s in node.all_input_nodes if s not in chosen))
-        kept = {value: place for node in nodes for value, place in _kept_in_place(node)}
-        self.made_of.update({value: self.made_of[place] for value, place in kept.items()})
-        outputs = [node for node in nodes if any(user not in chosen for user in node.users) and node not in kept]
+        outputs = [node for node in nodes if any(user not in chosen for user in node.users)]
         graph = fx.Graph()
         copies = {node: _input(graph, node) for node in inputs}
         for node in nodes:
@@ -177,25 +170,6 @@ def _is_own_copy(value: Any) -> bool:
     return isinstance(value, fx.Node) and value.target is torch.ops.aten.clone.default and len(value.users) == 1
 
 
-def _is_sum(node: Any) -> bool:
-    """Whether a node is the placeholder of a sum of gradients on a GPU."""
-    value = node_tensor(node) if isinstance(node, fx.Node) else None
-    return value is not None and value.device.type != "cpu" and node.meta.get(Key.STATE, ("",))[0] == "sum"
-
-
-def _clears_a_sum(node: fx.Node) -> bool:
-    return node.target is torch.ops.aten.zero_.default and not node.users and _is_sum(node.args[0])
-
-
-def _kept_in_place(node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
-    """A new sum of gradients with the placeholder that it is copied to."""
-    if node.target is not torch.ops.aten.copy_.default or not _is_sum(node.args[0]):
-        return []
-    place, value = node.all_input_nodes
-    same = place.meta["val"].dtype == value.meta["val"].dtype and place.meta["val"].shape == value.meta["val"].shape
-    return [(value, place)] if same and value.op == "call_function" else []
-
-
 def _is_product(node: fx.Node) -> bool:
     """Whether a node writes a `Product`, or another form of one."""
     return node.target in (Product, Product.zeros) or node.op == "call_method"
@@ -235,11 +209,18 @@ def _open(node: fx.Node) -> None:
     traced = traced_graph(calls, *(one.meta["val"] for one in read), _allow_non_fake_inputs=True)
     made = splice_before(node, traced, read, node.meta.get(Key.PHASE, "update"))
     if isinstance(traced.graph.output_node().args[0], (list, tuple)):
-        for item in list(node.users):
-            place: Any = item.args[1]
-            if item.users:
-                item.replace_all_uses_with(made[place])
-            node.graph.erase_node(item)
+        _replace_items(node, made)
     elif node.users:
         node.replace_all_uses_with(made[0])
     node.graph.erase_node(node)
+
+
+def _replace_items(node: fx.Node, made: Sequence[Any]) -> None:
+    """Put values in the place of the items of a result, of which one may be a list of results itself."""
+    for item in list(node.users):
+        value = made[item.args[1]]  # type: ignore[index]
+        if isinstance(value, (list, tuple)):
+            _replace_items(item, value)
+        elif item.users:
+            item.replace_all_uses_with(value)
+        node.graph.erase_node(item)

@@ -15,7 +15,7 @@ from amp_compiler.fx.alias import lies_in_input
 from amp_compiler.fx.graph import call_before, node_tensor, results_of, splice_before, trace_before
 from amp_compiler.fx.meta import Key
 from amp_compiler.ops.loss_scale import LossScale, LossScaleState
-from amp_compiler.ops.update.operators import CHECK, COMMIT, OPERATORS, overflow
+from amp_compiler.ops.update.operators import CHECK, COMMIT, GATHER, OPERATORS, overflow
 from amp_compiler.passes.base import InPlacePass, PassResult
 from amp_compiler.passes.step.fold_loss_scale import SCALE
 from amp_compiler.passes.step.trace_update import OWN_STATE, TracedUpdate, trace_update
@@ -95,6 +95,11 @@ class FuseUpdate(InPlacePass):
         return PassResult(subject, True)
 
 
+def _is_on_cpu(node: fx.Node) -> bool:
+    tensor = node_tensor(node)
+    return tensor is None or tensor.device.type == "cpu"
+
+
 class _Builder:
     def __init__(self, options: FuseUpdate, subject: fx.GraphModule) -> None:
         self.options, self.graph = options, subject.graph
@@ -109,12 +114,16 @@ class _Builder:
         state = self._scale_state()
         found = self.outputs[options.results + len(options.buffers) :]
         gradients: dict[str, fx.Node] = dict(zip(options.updated, found, strict=True))
-        if options.gather:
+        at_once = bool(options.gather) and not any(_is_on_cpu(self.placeholders[name]) for name in gradients)
+        if options.gather and not at_once:
             gradients = self._gathered(gradients)
         (inverse,) = self._inline(
             lambda *fields: options.scale.inverse(LossScaleState(*fields)) / options.divisor, state
         )
-        check = self._call(CHECK, [list(gradients.values()), inverse])
+        if at_once:
+            check, gradients = self._gathered_at_once(gradients, inverse)
+        else:
+            check = self._call(CHECK, [list(gradients.values()), inverse])
         norm, nonfinite, flags = (self._item(check, index) for index in range(3))
         if not options.scale.checks_finite:
             (nonfinite,) = self._inline(torch.zeros_like, [nonfinite])
@@ -141,16 +150,29 @@ class _Builder:
     def _gathered(self, gradients: dict[str, fx.Node]) -> dict[str, fx.Node]:
         """The gradients of this batch added, in FP32, to those of the batches before; the sums are kept or cleared."""
         totals: dict[str, fx.Node] = {}
-        for number, (name, gradient) in enumerate(gradients.items()):
-            weight = node_tensor(self.placeholders[name])
-            value = torch.empty_like(weight, dtype=torch.float32)  # type: ignore[arg-type]
-            kept = self._placeholder(("sum", name, number), value)
+        for kept, (name, gradient) in zip(self._sums(gradients), gradients.items(), strict=True):
             (totals[name],) = self._inline(lambda a, b: a + b.float(), [kept, gradient])
             if self.options.gather == "add":
                 self._call(torch.ops.aten.copy_.default, [kept, totals[name]])
             else:
                 self._call(torch.ops.aten.zero_.default, [kept])
         return totals
+
+    def _gathered_at_once(self, gradients: dict[str, fx.Node], inverse: fx.Node) -> tuple[fx.Node, dict[str, fx.Node]]:
+        """The same by the operator that also checks them: where loops are launches, one for all."""
+        sums, last = self._sums(gradients), self.options.gather == "use"
+        check = self._call(GATHER, [sums, list(gradients.values()), inverse, last])
+        made = self._item(check, 3) if last else None
+        totals = sums if made is None else [self._item(made, number) for number in range(len(sums))]
+        return check, dict(zip(gradients, totals, strict=True))
+
+    def _sums(self, gradients: dict[str, fx.Node]) -> list[fx.Node]:
+        """The placeholders of the sums over the batches before."""
+        values = [torch.empty_like(self.placeholders[name].meta["val"], dtype=torch.float32) for name in gradients]
+        return [
+            self._placeholder(("sum", name, number), value)
+            for number, (name, value) in enumerate(zip(gradients, values, strict=True))
+        ]
 
     def _skipped_too(
         self, gradients: dict[str, fx.Node], inverse: fx.Node, norm: fx.Node, nonfinite: fx.Node

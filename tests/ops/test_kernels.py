@@ -113,6 +113,7 @@ FINISH = {
     "norm": "*fp32",
     "nonfinite": "*fp32",
 }
+GATHER_ARGS = {**TABLE, "inv_scale": "*fp32", "partials": "*fp32", "bad_places": "*i32"}
 KERNELS = {
     "adam": ("adam_kernel", ADAM_ARGS, ADAM),
     "adam, all options, unaligned": (
@@ -142,6 +143,12 @@ KERNELS = {
         {**TABLE, "inv_scale": "*fp32", "partials": "*fp32", "bad_places": "*i32"},
         {"GRAD_TYPE": "float16", "ALIGNED": True},
     ),
+    "gather": ("gather_kernel", GATHER_ARGS, {"GRAD_TYPE": "bfloat16", "LAST": False, "TURNED": 0, "ALIGNED": True}),
+    "gather, the last, filters": (
+        "gather_kernel",
+        GATHER_ARGS,
+        {"GRAD_TYPE": "float16", "LAST": True, "TURNED": 1, "ALIGNED": True},
+    ),
     "check, finish": ("check_finish_kernel", FINISH, {"BLOCK": 1024}),
     "check, finish, 350 million elements": ("check_finish_kernel", FINISH, kernels.finish_options(85_000)),
     # Triton turns an argument that is 1 into a constant.
@@ -163,8 +170,10 @@ def compiled_ptx(name, capability):
     from amp_compiler.ops.cuda import triton_kernels
 
     kernel, signature, constants = KERNELS[name]
-    options = kernels._CHECK_OPTIONS if kernel == "check_kernel" else kernels._UPDATE_OPTIONS
-    block = kernels.CHECK_BLOCK if kernel == "check_kernel" else kernels.BLOCK
+    options, block = {
+        "check_kernel": (kernels._CHECK_OPTIONS, kernels.CHECK_BLOCK),
+        "gather_kernel": (kernels._GATHER_OPTIONS, kernels.GATHER_BLOCK),
+    }.get(kernel, (kernels._UPDATE_OPTIONS, kernels.BLOCK))
     function = getattr(triton_kernels, kernel)
     if "BLOCK" in function.arg_names:
         constants = {"BLOCK": block, **constants}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -232,6 +233,39 @@ def test_fake_results_ask_cudnn_nothing(kind, batch_first, cudnn):
     cudnn.calls.clear()
     refresh(graph_module)
     assert out.meta["val"].stride() == (5, 10, 1) and out.meta["val"].device.type == "cuda" and not cudnn.calls
+
+
+def test_autocast_around_a_call_does_not_reach_cudnn(monkeypatch):
+    """Torch's own would cast everything to FP16 there."""
+    found = []
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind=None: True)
+    monkeypatch.setattr(torch, "autocast", lambda kind, enabled: found.append((kind, enabled)) or nullcontext())
+
+    def stop(*arguments):
+        raise StopIteration
+
+    ops = type("Ops", (), {name: type("Op", (), {"default": stop}) for name in ("_cudnn_rnn", "_cudnn_rnn_backward")})
+    monkeypatch.setattr(cudnn_rnn, "_aten", ops)
+    form = cudnn_rnn.Form("gru", 6, 5, 0, 1, False, torch.bfloat16, torch.device("cpu"))
+    layout = StandIn().layout(form)
+    monkeypatch.setattr(cudnn_rnn, "_asked_layout", lambda form: layout)
+    flat, x, h = torch.zeros(layout.numel), torch.zeros(3, 4, 6), torch.zeros(1, 4, 5)
+    with pytest.raises(StopIteration):
+        cudnn_rnn.Cudnn().forward(form, x, flat, h, None, True)
+    with pytest.raises(StopIteration):
+        cudnn_rnn.Cudnn().backward(form, (x, flat, h, None), h, (h, h, h), flat)
+    assert found == [("cuda", False)] * 2
+
+
+def test_the_gradients_of_all_weights_are_one_buffer():
+    """Where torch makes them as parts of one it is taken as it is; else they are put together."""
+    form = cudnn_rnn.Form("gru", 6, 5, 0, 1, True, torch.float32, torch.device("cpu"))
+    layout = StandIn().layout(form)
+    made = torch.randn(layout.numel)
+    apart = layout.views(form, made)
+    assert cudnn_rnn._joined(layout, apart, made).data_ptr() == made.data_ptr()
+    joined = cudnn_rnn._joined(layout, [one.clone() for one in apart], made)
+    assert all(torch.equal(one, other) for one, other in zip(layout.views(form, joined), apart, strict=True))
 
 
 @pytest.mark.compiles

@@ -19,7 +19,7 @@ from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
 from amp_compiler.ops.cpu import update as cpu_update
 from amp_compiler.ops.loss_scale import StaticLossScale
-from amp_compiler.ops.update.operators import CHECK, COMMIT, OPERATORS
+from amp_compiler.ops.update.operators import CHECK, COMMIT, GATHER, OPERATORS
 from amp_compiler.passes import PASSES, find_pass
 from amp_compiler.passes.base import Pass
 from amp_compiler.passes.plan.make_plan import make_plan
@@ -59,7 +59,7 @@ def computing(name: str) -> PrecisionPlan:
 SGD = UpdateGroup("sgd", ("a",), (), (("momentum_buffer", True), ("lows", False)), 5, (False, False), True)
 MEAN = TracedUpdate("Mean", ("a",), ("b",), (StateTensor("mean", 0, (4, 4), (4, 1), torch.float32),), 1, running_mean)
 UPDATE: dict[str, Any] = {"updated": ("a",), "results": 1, "buffers": (), "scale": StaticLossScale(8.0)}
-KERNELS = (CHECK, COMMIT, *OPERATORS.values())
+KERNELS = (CHECK, GATHER, COMMIT, *OPERATORS.values())
 # Options of the passes, by pass or by case; a function gets the text of the case.
 OPTIONS: dict[str, Any] = {
     "name_modules": {"root": "model"},
@@ -93,6 +93,8 @@ OPTIONS: dict[str, Any] = {
     "sum_gradients/one_gradient_a_weight": {"owner": ("a", "b")},
     "fuse_update": {**UPDATE, "groups": (SGD,), "clip_norm": 1.0},
     "fuse_update/an_optimizers_own_code_and_a_16_bit_copy": {**UPDATE, "groups": (MEAN,)},
+    "fuse_update/gradients_on_a_gpu_are_gathered_at_once_add": {**UPDATE, "groups": (SGD,), "gather": "add"},
+    "fuse_update/gradients_on_a_gpu_are_gathered_at_once_use": {**UPDATE, "groups": (SGD,), "gather": "use"},
     "defer_gradients": {"most_inner": 64},
     "cut_step": {"kernels": KERNELS},
     "cut_step/without_kernels_the_operators_are_opened": {"kernels": ()},

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -151,11 +152,12 @@ class Cudnn:
         data, flat, h, c = inputs
         d_out, d_h, d_c = gradients
         layout = _known(form)
-        made = _aten._cudnn_rnn_backward.default(
-            data, layout.views(form, flat), form.each, flat, h, c, out, d_out, d_h, d_c if c is not None else None,
-            MODES[form.kind], form.hidden, form.projected, form.layers, False, 0.0, True, form.bidirectional, [],
-            None, reserve, [True, True, c is not None, True],
-        )  # fmt: skip
+        with _no_autocast():
+            made = _aten._cudnn_rnn_backward.default(
+                data, layout.views(form, flat), form.each, flat, h, c, out, d_out, d_h, d_c if c is not None else None,
+                MODES[form.kind], form.hidden, form.projected, form.layers, False, 0.0, True, form.bidirectional, [],
+                None, reserve, [True, True, c is not None, True],
+            )  # fmt: skip
         of_cell = made[2] if c is not None else flat.new_empty(0)
         return made[0], made[1], of_cell, _joined(layout, made[3], flat)
 
@@ -163,13 +165,19 @@ class Cudnn:
 CUDNN: Library = Cudnn()
 
 
+def _no_autocast() -> AbstractContextManager[Any]:
+    """A model may be called inside of autocast, which would cast what cuDNN is given to FP16; the types are settled."""
+    return torch.autocast("cuda", enabled=False) if torch.is_autocast_enabled("cuda") else nullcontext()
+
+
 def _forward(
     form: Form, data: Tensor, weights: Sequence[Tensor], flat: Tensor, h: Tensor, c: Tensor | None, keeps: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    out, last, cell, reserve, _ = _aten._cudnn_rnn.default(
-        data, weights, form.each, flat, h, c, MODES[form.kind], form.hidden, form.projected, form.layers, False, 0.0,
-        keeps, form.bidirectional, [], None,
-    )  # fmt: skip
+    with _no_autocast():
+        out, last, cell, reserve, _ = _aten._cudnn_rnn.default(
+            data, weights, form.each, flat, h, c, MODES[form.kind], form.hidden, form.projected, form.layers, False,
+            0.0, keeps, form.bidirectional, [], None,
+        )  # fmt: skip
     return out, last, cell, reserve
 
 

@@ -24,6 +24,7 @@ import triton.language as tl
 
 from amp_compiler.ops.cuda.triton_parts import (
     COLUMNS,
+    EXTRA,
     FIRST,
     GRAD,
     LARGEST,
@@ -228,6 +229,47 @@ def check_kernel(
     tl.store(partials + tl.program_id(0), tl.sum(unscaled * unscaled, axis=0))
     # A comparison with NaN is false, so one test finds infinities and NaN.
     bad = tl.max((tl.abs(grad) < float("inf")).to(tl.int32) ^ 1, axis=0)
+    tl.store(bad_places + tl.program_id(0), bad * (tl.load(row + PLACE) + 1).to(tl.int32))
+
+
+@triton.jit
+def _gather_block(
+    row, start, size, GRAD_TYPE: tl.constexpr, LAST: tl.constexpr, TURNED: tl.constexpr,
+    ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    offsets = tl.arange(0, BLOCK)
+    inside = offsets < size - start
+    kept = address(row, WEIGHT, tl.float32, start, ALIGNED)
+    total = read(kept, offsets, inside, FULL)
+    total += read_gradient(row, start, offsets, inside, GRAD_TYPE, TURNED, ALIGNED, FULL)
+    if LAST:
+        write(address(row, EXTRA, tl.float32, start, ALIGNED), offsets, total, inside, FULL)
+        write(kept, offsets, tl.zeros([BLOCK], dtype=tl.float32), inside, FULL)
+    else:
+        write(kept, offsets, total, inside, FULL)
+    return total
+
+
+@triton.jit
+def gather_kernel(
+    rows, blocks, inv_scale, partials, bad_places,
+    GRAD_TYPE: tl.constexpr, LAST: tl.constexpr, TURNED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Add one block of gradients to its sum, in the column of weights, and check the result as `check_kernel` does.
+
+    With `LAST` the result goes into the column of extras, and the sum is cleared.
+    """
+    work = tl.load(blocks + tl.program_id(0))
+    row = rows + (work >> 32) * COLUMNS
+    start = (work & 0xFFFFFFFF) * BLOCK
+    size = tl.load(row + SIZE)
+    if size - start >= BLOCK:
+        total = _gather_block(row, start, size, GRAD_TYPE, LAST, TURNED, ALIGNED, True, BLOCK)
+    else:
+        total = _gather_block(row, start, size, GRAD_TYPE, LAST, TURNED, ALIGNED, False, BLOCK)
+    unscaled = total * tl.load(inv_scale)
+    tl.store(partials + tl.program_id(0), tl.sum(unscaled * unscaled, axis=0))
+    bad = tl.max((tl.abs(total) < float("inf")).to(tl.int32) ^ 1, axis=0)
     tl.store(bad_places + tl.program_id(0), bad * (tl.load(row + PLACE) + 1).to(tl.int32))
 
 

@@ -23,11 +23,12 @@ from amp_compiler.ops.update.fused import FusedOptimizer, Tensors, Update
 from amp_compiler.ops.update.rounding import Storage
 
 BLOCK = 1024
-CHECK_BLOCK = 4096
+CHECK_BLOCK, GATHER_BLOCK = 4096, 2048
 # 64 registers for 128 threads: eight programs fit on a multiprocessor. Without the bound ptxas aims at ten for some
 # combinations of options and spills.
 _UPDATE_OPTIONS = {"num_warps": 4, "maxnreg": 64, "enable_fp_fusion": False}
 _CHECK_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
+_GATHER_OPTIONS = {**_CHECK_OPTIONS, "maxnreg": 64}
 TABLES = TableCache()
 _MAY_BE_TURNED = (0, 2)  # gradients and extras, by their columns: a convolution reads and makes them so
 _WORDS = {1: torch.int8, 2: torch.int16}
@@ -73,29 +74,59 @@ def _group_options(group: Group, mode: int) -> dict[str, Any]:
 
 def grad_check(grads: Tensors, inv_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See `reference.grad_check`. Sums are made per block of 4096 elements, then in a fixed order."""
-    device, code = inv_scale.device, _device_code()
+    device = inv_scale.device
     with _on(device):
-        norm = torch.empty((), dtype=torch.float32, device=device)
-        nonfinite = torch.empty_like(norm)
-        flags = torch.empty(len(grads), dtype=torch.uint8, device=device)
-        grads = [grad if is_dense(grad) else grad.contiguous() for grad in grads]
-        groups = TABLES.groups([grads], device, CHECK_BLOCK) if grads else []
-        count = sum(len(group.blocks) for group in groups)
-        partials = torch.empty(count, dtype=torch.float32, device=device)
-        bad_places = torch.empty(count, dtype=torch.int32, device=device)
-        start = 0
-        for group in groups:
-            programs = len(group.blocks)
-            if programs:
-                code.check_kernel[(programs,)](
-                    group.rows, group.blocks, inv_scale, partials[start:], bad_places[start:],
-                    GRAD_TYPE=_triton_type(group.types[0]), ALIGNED=group.aligned, BLOCK=CHECK_BLOCK, **_CHECK_OPTIONS,
-                )  # fmt: skip
-            start += programs
-        code.check_finish_kernel[(1,)](
-            partials, bad_places, count, flags, len(grads), norm, nonfinite, **finish_options(count)
-        )
+        dense = [grad if is_dense(grad) else grad.contiguous() for grad in grads]
+        groups = TABLES.groups([dense], device, CHECK_BLOCK) if dense else []
+        return _checked("check_kernel", groups, len(grads), inv_scale, BLOCK=CHECK_BLOCK, **_CHECK_OPTIONS)
+
+
+def gather_check(
+    sums: Tensors, grads: Tensors, inv_scale: Tensor, last: bool
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """See `reference.gather_check`: in one launch for all gradients of one type."""
+    device = inv_scale.device
+    with _on(device):
+        totals = [torch.empty_like(one) for one in sums] if last else []
+        columns = [_readable(grads, sums), sums, totals]
+        groups = TABLES.groups(columns, device, GATHER_BLOCK, _MAY_BE_TURNED[:1]) if grads else []
+        options = {"LAST": last, "BLOCK": GATHER_BLOCK, **_GATHER_OPTIONS}
+        return *_checked("gather_kernel", groups, len(grads), inv_scale, **options), totals
+
+
+def _checked(
+    kernel: str, groups: Sequence[Group], count: int, inv_scale: Tensor, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run a kernel that checks what it reads over all groups, and add up what its programs found."""
+    device, code = inv_scale.device, _device_code()
+    norm = torch.empty((), dtype=torch.float32, device=device)
+    nonfinite = torch.empty_like(norm)
+    flags = torch.empty(count, dtype=torch.uint8, device=device)
+    blocks = sum(len(group.blocks) for group in groups)
+    partials = torch.empty(blocks, dtype=torch.float32, device=device)
+    bad_places = torch.empty(blocks, dtype=torch.int32, device=device)
+    start = 0
+    for group in groups:
+        programs = len(group.blocks)
+        sides = {"TURNED": group.turned} if "LAST" in options else {}
+        if programs:
+            getattr(code, kernel)[(programs,)](
+                group.rows, group.blocks, inv_scale, partials[start:], bad_places[start:],
+                GRAD_TYPE=_triton_type(group.types[0]), ALIGNED=group.aligned, **sides, **options,
+            )  # fmt: skip
+        start += programs
+    code.check_finish_kernel[(1,)](
+        partials, bad_places, blocks, flags, count, norm, nonfinite, **finish_options(blocks)
+    )
     return norm, nonfinite, flags
+
+
+def _readable(grads: Tensors, weights: Tensors) -> list[Tensor]:
+    """Gradients that lie as their weights, or turned as a kernel can read them; others are copied."""
+    return [
+        grad if is_turned(grad, weight) else laid_out_like([grad], [weight])[0]
+        for grad, weight in zip(grads, weights, strict=True)
+    ]
 
 
 def finish_options(count: int) -> dict[str, Any]:
@@ -147,11 +178,7 @@ def update(optimizer: FusedOptimizer, given: Update) -> None:
             kernel = getattr(code, f"{optimizer.name}_kernel")
             numbers = _prepared(optimizer, given, device)
             options = {flag.upper(): value for flag, value in given.flags.items()}
-            grads = [
-                grad if is_turned(grad, weight) else laid_out_like([grad], [weight])[0]
-                for grad, weight in zip(given.grads, given.weights, strict=True)
-            ]
-            columns = [grads, given.weights, _extras(given), *given.states]
+            columns = [_readable(given.grads, given.weights), given.weights, _extras(given), *given.states]
             for group in TABLES.groups(columns, device, BLOCK, _MAY_BE_TURNED):
                 if len(group.blocks):
                     kernel[(len(group.blocks),)](
