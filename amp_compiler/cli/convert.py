@@ -46,6 +46,7 @@ class ConvertOptions:
         check: refuse what ONNX's full checker refuses, and load the result once.
         providers: execution providers of ONNX Runtime.
         custom_ops: libraries of custom ops for ONNX Runtime.
+        as_fp32: types that are made FP32 first.
     """
 
     source: Path
@@ -62,6 +63,7 @@ class ConvertOptions:
     check: bool = True
     providers: tuple[str, ...] = ()
     custom_ops: tuple[Path, ...] = ()
+    as_fp32: tuple[str, ...] = ()
 
     @property
     def engine(self) -> Engine:
@@ -197,6 +199,7 @@ def run_convert(options: ConvertOptions) -> Summary:
             check=options.check,
             providers=options.providers or None,
             custom_ops=options.custom_ops or None,
+            as_fp32=options.as_fp32,
         )
         progress.advance(task)
         made, found = open_to_run(options.output), None

@@ -208,6 +208,14 @@ def convert(
         list[Path] | None,
         typer.Option("--custom-ops", metavar="LIBRARY", help="A library of custom ops. Give it once for each."),
     ] = None,
+    as_fp32: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--as-fp32",
+            metavar="TYPE",
+            help="fp64, fp16 or bf16: such parts are made FP32 first. Give it once for each.",
+        ),
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Convert an ONNX model to mixed precision. Exit codes: 1 no conversion, 2 wrong usage, 3 failed verification."""
@@ -234,6 +242,7 @@ def convert(
         check=check,
         providers=tuple(provider or ()),
         custom_ops=tuple(custom_ops or ()),
+        as_fp32=tuple(as_fp32 or ()),
     )
     summary = run_convert(options)
     if json_:

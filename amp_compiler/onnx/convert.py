@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from amp_compiler.ir.dtypes import low_type
 from amp_compiler.ir.files import output_file
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.check.batches import Sizes
-from amp_compiler.onnx.check.loads import Refusal, refusal_of
+from amp_compiler.onnx.check.loads import MOST_NODES, Refusal, is_installed, is_long, refusal_of
 from amp_compiler.onnx.check.run import Engine, make_engine
 from amp_compiler.onnx.lowering.apply import apply_plan
 from amp_compiler.onnx.lowering.lower import Lowered
@@ -47,7 +47,8 @@ class Conversion:
         report: what `verify=` found; `None` without it.
         refusal: why the installed ONNX Runtime does not load the model; `None` where it does, or there is none, or
             `check=False`.
-        notes: what else there is to know, in a sentence each: nodes that stay FP32 for their opset alone.
+        notes: what else there is to know, in a sentence each: nodes that stay FP32 for their opset alone, and that the
+            model is too long to be loaded.
     """
 
     plan: PrecisionPlan
@@ -73,6 +74,7 @@ def convert_onnx(
     check: bool = True,
     providers: Sequence[str] | None = None,
     custom_ops: Sequence[str | Path] | None = None,
+    as_fp32: Iterable[str] | str = (),
 ) -> Conversion:
     """Convert an ONNX model to mixed precision.
 
@@ -101,6 +103,8 @@ def convert_onnx(
         providers: execution providers of ONNX Runtime that calibration and verification run on and the result is loaded
             with, the first choice first; the CPU's by default.
         custom_ops: libraries of custom ops for ONNX Runtime, as paths.
+        as_fp32: types whose parts of the model are made FP32 first, and then decided on by the rules: `fp64`, `fp16`,
+            `bf16`. `dtype="bf16", as_fp32="fp16"` makes an FP16 model a BF16 one.
 
     Returns:
         The plan, with the model or its path.
@@ -139,6 +143,7 @@ def convert_onnx(
             check=check,
             opset=opset,
             sizes=sizes.known,
+            as_fp32=as_fp32,
         )
         late = told_late(lowered, rule_set, raising=raise_opset, opset=opset)
         warn_of_unused(plan.unused_rules, lowered.model.ir.graph.name or "the ONNX model")
@@ -165,7 +170,8 @@ def convert_onnx(
         logger.warning("%s: %s", target or opened.name, refusal)
     if late and not raise_opset:
         logger.warning("%s", late)
-    return Conversion(plan, converted, target, changed, report, refusal, (late,) if late else ())
+    notes = (*([late] if late else []), *(loading.notes if loading is not None else ()))
+    return Conversion(plan, converted, target, changed, report, refusal, notes)
 
 
 class _Loading:
@@ -179,9 +185,12 @@ class _Loading:
     def __init__(self, opened: OnnxFile, engine: Engine) -> None:
         self.opened, self.engine = opened, engine
         self.refusal: Refusal | None = None
+        self.notes: tuple[str, ...] = ()
 
     def __call__(self, proto: onnx.ModelProto, folder: Path | None) -> None:
         """Load it once."""
+        if is_installed() and is_long(proto):
+            self.notes = (f"it was not loaded in ONNX Runtime, which takes long with more than {MOST_NODES} nodes",)
         found = refusal_of(proto, folder, engine=self.engine)
         if found is not None:
             before = refusal_of(self.opened.proto, self.opened.folder, engine=self.engine)

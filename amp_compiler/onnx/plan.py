@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import onnx
@@ -21,8 +21,9 @@ from amp_compiler.onnx.lowering.parameters import pin_batch_norms, pin_scales
 from amp_compiler.onnx.lowering.ranges import Ranges, pin_ranges
 from amp_compiler.onnx.lowering.running_sums import pin_running_sums
 from amp_compiler.onnx.model.infer import Sizes
-from amp_compiler.onnx.model.model import OnnxFile, Source, open_model, read_model
+from amp_compiler.onnx.model.model import OnnxFile, OnnxModel, Source, open_model, read_model
 from amp_compiler.onnx.model.opset import opset_of, raise_opset
+from amp_compiler.onnx.model.retype import make_fp32, types_of
 from amp_compiler.onnx.model.validate import told_as_onnx
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.plan.make_plan import make_plan
@@ -43,6 +44,7 @@ def explain_onnx(
     stages: Stages | None = None,
     check: bool = True,
     sizes: Sizes | None = None,
+    as_fp32: Iterable[str] | str = (),
 ) -> PrecisionPlan:
     """The plan that `convert_onnx` would carry out.
 
@@ -54,11 +56,16 @@ def explain_onnx(
         stages: takes the graph that is planned, as text, and what each pass decides on it.
         check: refuse what ONNX's full checker refuses.
         sizes: sizes of the dimensions that the model leaves open, by name, and by (input, axis) for those without one.
+        as_fp32: types whose parts of the model are made FP32 first: `fp64`, `fp16`, `bf16`.
 
     Raises:
         OnnxError: the model cannot be read.
     """
-    return plan_onnx(source, load_rules(rules), low_type(dtype), ranges, stages=stages, check=check, sizes=sizes)[0]
+    low = low_type(dtype)
+    plan, _, _ = plan_onnx(
+        source, load_rules(rules), low, ranges, stages=stages, check=check, sizes=sizes, as_fp32=as_fp32
+    )
+    return plan
 
 
 def plan_onnx(
@@ -73,6 +80,7 @@ def plan_onnx(
     check: bool = True,
     opset: int | None = None,
     sizes: Sizes | None = None,
+    as_fp32: Iterable[str] | str = (),
 ) -> tuple[PrecisionPlan, Lowered, Ranges]:
     """The plan of a model, the lowered model that `lowering.apply` carries it out on, and what ranges demand.
 
@@ -89,6 +97,7 @@ def plan_onnx(
         check: as for `explain_onnx`.
         opset: raise the model to this opset, and no further.
         sizes: as for `explain_onnx`.
+        as_fp32: as for `explain_onnx`.
 
     Raises:
         OnnxError: the model cannot be read, or its opset not be raised.
@@ -97,15 +106,23 @@ def plan_onnx(
     named = names_ops(rules)
     if opset is not None:
         opened = _at_opset(opened, opset, raising)
+    wide = types_of(as_fp32)
+
+    def read(file: OnnxFile, checked: bool) -> OnnxModel:
+        model = read_model(file, check=checked, sizes=sizes)
+        if wide:
+            make_fp32(model, wide, keep_io_types=keep_io_types)
+        return model
+
     with told_as_onnx(opened.name, "it cannot be planned"):
         options: dict[str, Any] = {
             "named": named, "keep_io_types": keep_io_types, "keep_quantized": rules.keeps("quantized"),
         }  # fmt: skip
-        lowered = lower(read_model(opened, check=check, sizes=sizes), low, **options)
+        lowered = lower(read(opened, check), low, **options)
         if raising and opset is None and lowered.late:
             raised = _raised(opened, lowered, rules)
             if raised is not None:
-                lowered = lower(read_model(raised, check=False, sizes=sizes), low, **options)
+                lowered = lower(read(raised, False), low, **options)
         found = pin_ranges(lowered, ranges)
         pin_batch_norms(lowered)
         pin_scales(lowered)

@@ -210,6 +210,13 @@ def test_a_model_with_much_data_is_loaded_without_them(monkeypatch):
     assert convert_onnx(big).refusal is None and loaded == [0]
 
 
+def test_a_long_model_is_not_loaded_and_that_is_told(monkeypatch):
+    monkeypatch.setattr(loads, "MOST_NODES", 2)
+    monkeypatch.setattr(loads, "_load", lambda *given: pytest.fail("it was loaded"))
+    done = convert_onnx(mlp())
+    assert done.refusal is None and done.notes[0].startswith("it was not loaded in ONNX Runtime")
+
+
 def test_without_onnx_runtime_nothing_is_loaded(monkeypatch):
     monkeypatch.setattr(loads, "is_installed", lambda: False)
     loads.latest_opset.cache_clear()

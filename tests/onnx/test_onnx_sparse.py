@@ -9,6 +9,7 @@ import torch
 from onnx import TensorProto as T
 from onnx import helper as h
 from onnx import numpy_helper as nh
+from onnx.reference import ReferenceEvaluator
 from onnx_models import LOW, X, check, info, model, node, same_numbers, weight
 
 import amp_compiler as amp
@@ -79,7 +80,7 @@ def test_a_file_is_written_and_read(tmp_path):
 def test_torch_reads_them():
     original = source()
     module = amp.onnx_to_fx(original)
-    want = onnx.reference.ReferenceEvaluator(dense_twin(original)).run(None, {"x": X})[0]
+    want = ReferenceEvaluator(dense_twin(original)).run(None, {"x": X})[0]
     assert torch.allclose(module(torch.from_numpy(X)), torch.from_numpy(want), atol=1e-5)
 
 

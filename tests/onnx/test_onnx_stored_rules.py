@@ -47,7 +47,7 @@ def rules(**match):
         ({"weight_size": ">= 512"}, {"small", "large"}),
         ({"weight_size": "> 500", "weight_absmax": "< 10"}, {"small"}),
     ],
-    ids=str,
+    ids=lambda value: str(sorted(value)) if isinstance(value, set) else str(value),
 )
 def test_a_rule_speaks_of_the_stored_numbers(match, wide, folded):
     done = check(chain(folded), "fp16", rules(**match))

@@ -19,6 +19,8 @@ from amp_compiler.onnx.model.walk import all_tensors, proto_graphs
 
 WHOLE = 256_000_000
 """Bytes of data up to which a model is loaded with them. Of a larger one the large initializers become inputs."""
+MOST_NODES = 4000
+"""Nodes up to which a model is loaded: the time that ONNX Runtime's optimizations take grows with their square."""
 _NODE = (
     re.compile(r"implementation for (?P<op>[\w.]+)\(\d+\) node with name '(?P<name>[^']*)'"),
     re.compile(r"Node[: ]*\((?P<name>[^)]*)\) Op ?\((?P<op>\w*)\)"),
@@ -71,9 +73,9 @@ def refusal_of(
         light: load it without its large data, which become inputs.
 
     Returns:
-        `None` where it loads, and where no ONNX Runtime is installed.
+        `None` where it loads, where no ONNX Runtime is installed, and for a model of more than `MOST_NODES` nodes.
     """
-    if not is_installed():
+    if not is_installed() or is_long(proto):
         return None
     if light or _data_bytes(proto) > WHOLE:
         proto = _without_data(proto, folder)
@@ -88,6 +90,11 @@ def refusal_of(
     return _read(problem)
 
 
+def is_long(proto: onnx.ModelProto) -> bool:
+    """True for a model that is not loaded, because that would take long."""
+    return sum(len(graph.node) for graph in proto_graphs(proto.graph)) > MOST_NODES
+
+
 def _load(proto: onnx.ModelProto, folder: Path | None, engine: Engine | None) -> str | None:
     """What ONNX Runtime says against a model; `None` where it loads."""
     import onnxruntime as ort
@@ -96,6 +103,7 @@ def _load(proto: onnx.ModelProto, folder: Path | None, engine: Engine | None) ->
     try:
         options = session_options(used, folder)
         options.log_severity_level = 4
+        options.intra_op_num_threads = 1
         session = ort.InferenceSession(proto.SerializeToString(), options, providers=list(used.providers))
     except OnnxError:
         raise

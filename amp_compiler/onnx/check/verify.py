@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from onnx import TensorProto
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.check.batches import Batches, iterate_batches
@@ -79,9 +80,9 @@ def verify(
         if on_batch is not None:
             on_batch(found.count)
     outputs = tuple(total.result(name) for name, total in found.sums.items())
-    ran_on = first.engine if first.engine == second.engine else f"{first.engine}, {second.engine}"
+    engines = first.engine if first.engine == second.engine else f"{first.engine}, {second.engine}"
     untried = tuple(probes.untried()) if probes is not None else ()
-    return VerifyReport(outputs, found.count, *traced.result(), ran_on, found.worst, untried)
+    return VerifyReport(outputs, found.count, *traced.result(), engines, found.worst, untried)
 
 
 class _Findings:
@@ -154,12 +155,19 @@ class _Side:
             names = {name for node in model.proto.graph.node for name in node.output}
             names.update(value.name for value in model.proto.graph.input)
             proto, self.taps = add_taps(proto, {name for name in names if types.get(name) in FLOAT_TYPES}, types)
+        self._floats = {value.name: value.type.tensor_type.elem_type for value in model.proto.graph.input}
         self._runner = Runner(proto, model.folder, model.name, engine)
         self.engine = self._runner.engine
 
     def run(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Outputs by name, those of the taps among them."""
-        return self._runner.run(batch if self._twin is None else self._twin.feeds(batch))
+        given = {name: self._fitted(name, value) for name, value in batch.items()}
+        return self._runner.run(given if self._twin is None else self._twin.feeds(given))
+
+    def _fitted(self, name: str, value: Any) -> Any:
+        """An FP64 input of the original, where the conversion takes FP32."""
+        narrow = self._floats.get(name) == TensorProto.FLOAT and getattr(value, "dtype", None) == np.float64
+        return value.astype(np.float32) if narrow else value
 
     def ranges(self, outputs: dict[str, Any]) -> dict[str, float]:
         """Largest magnitude by value of one run."""
