@@ -190,7 +190,32 @@ def profile_table() -> str:
     return "\n".join(lines)
 
 
+def cuda_model_table() -> str:
+    """What a cost model says of training steps on a GPU, ours beside torch.compile's; nothing of it is measured."""
+    pairs: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for row in _load("cuda_model")["rows"]:
+        pairs.setdefault((row["model"], row["dtype"]), {})[row["variant"]] = row
+    lines = [
+        "| model | type | TFLOP | kernels, torch.compile | ours | GB, torch.compile | ours | ms, torch.compile | ours"
+        " | ours / theirs |",
+        "|---" * 10 + "|",
+    ]
+    ratios: dict[str, list[float]] = {}
+    for (model, dtype), found in pairs.items():
+        theirs, ours = found["torch.compile"], found["amp_compiler"]
+        ratios.setdefault(dtype, []).append(ours["ratio"])
+        lines.append(
+            f"| {model} | {dtype} | {ours['flops'] / 1e12:.1f} | {theirs['launches']:,.0f} | {ours['launches']:,.0f}"
+            f" | {theirs['bytes'] / 1e9:.1f} | {ours['bytes'] / 1e9:.1f} | {theirs['milliseconds']:.1f}"
+            f" | {ours['milliseconds']:.1f} | {ours['ratio']:.2f} |"
+        )
+    for dtype, values in ratios.items():
+        lines.append(f"| geometric mean | {dtype} |" + " |" * 7 + f" {_mean(values):.2f} |")
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "cuda_model": cuda_model_table,
     "headline": headline_table,
     "machines": machines_table,
     "onnx": onnx_table,

@@ -27,6 +27,10 @@ _CONTRACTION = "cpp.enable_floating_point_contract_flag"
 _NO_SLP = "-fno-tree-slp-vectorize"
 # Kernels that share no memory become one all the same. The threshold is the bytes that a fusion must save.
 _ONE_KERNEL = {"combo_kernels": True, "score_fusion_memory_threshold": 1}
+# On a GPU Inductor (torch 2.11 to 2.13) leaves loops as they were written, to order them anew when it fuses. A cast
+# behind a change of shape, as that of every gradient which enters a matrix product, then has other loops than the
+# norm's backward before it, and becomes a kernel of its own. Merged loops fuse.
+_MERGED_LOOPS = {"loop_ordering_after_fusion": False}
 _CALL = "call_function"
 _CONVOLUTION = torch.ops.aten.convolution.default
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
@@ -109,6 +113,8 @@ def _options(graph_module: fx.GraphModule, round_exactly: bool) -> dict[str, Any
     contraction = torch_private.inductor_option(_CONTRACTION)
     if contraction is not None and _narrow_on_cpu(graph_module):
         options[_CONTRACTION] = f"{contraction} {_NO_SLP}"
+    if any(value.device.type == "cuda" for value in _values(graph_module)):
+        options.update(_MERGED_LOOPS)
     if _is_numbers_on_gpu(graph_module):
         known = {name: value for name, value in _ONE_KERNEL.items() if torch_private.inductor_option(name) is not None}
         options.update(known)

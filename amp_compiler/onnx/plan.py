@@ -226,6 +226,8 @@ def late_nodes(lowered: Lowered, rules: RuleSet) -> list[tuple[Node, bool]]:
         lowered: the lowered model.
         rules: the rules, which let these nodes be low.
     """
+    if not lowered.late:
+        return []
     matcher = RuleMatcher(rules, lowered.graph, Context(lowered.low, lowered.graph.device))
     kept = find_numbers(lowered.graph, rules).kept
     found = []

@@ -32,10 +32,18 @@ def test_reads_stay_behind_what_makes_them():
         assert _options(graph_module, exactly)["reorder_for_peak_memory"] is False
 
 
-def test_every_option_is_one_of_this_torch():
+@pytest.mark.parametrize("place", ["", "@cuda"])
+def test_every_option_is_one_of_this_torch(place):
     """One that is not known would be left out without a word."""
-    graph_module = parse_fx("in x: bf16[2]\nneg: bf16[2] = aten.neg.default(x)\nreturn neg")
+    graph_module = parse_fx(f"in x: bf16[2]{place}\nneg: bf16[2]{place} = aten.neg.default(x)\nreturn neg")
     assert all(hasattr(torch._inductor.config, name) for name in _options(graph_module, round_exactly=True))
+
+
+def test_loops_on_a_gpu_are_merged_before_they_fuse():
+    """`benchmarks/cuda_model.py` counts what it saves; on a CPU Inductor merges them anyway."""
+    for place, merged in (("", False), ("@cuda", True)):
+        graph_module = parse_fx(f"in x: bf16[2]{place}\nneg: bf16[2]{place} = aten.neg.default(x)\nreturn neg")
+        assert (_options(graph_module, False).get("loop_ordering_after_fusion") is False) == merged
 
 
 POOLS = {

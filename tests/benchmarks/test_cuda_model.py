@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch
 from benchmark_modules import BENCHMARKS
-from torch import nn
 
 
 @pytest.fixture(scope="module")
@@ -118,16 +117,14 @@ def test_a_product_counts_its_operands_and_operations(costs):
     assert (product.read, product.written) == (a.nbytes + b.nbytes, 2 * 32 * 16)
 
 
-@pytest.mark.compiles
-def test_a_causal_attention_does_half_of_the_operations(costs):
-    def attend(q, causal):
-        return nn.functional.scaled_dot_product_attention(q, q, q, is_causal=causal)
-
-    q = torch.ones(1, 2, 64, 32, requires_grad=True)
-    for causal in (False, True):
-        kernels, _ = compiled(costs, lambda q, causal=causal: attend(q, causal), q)
-        (attention,) = [one for one in kernels if one.kind == costs["kernel"].ATTENTION]
-        assert attention.flops == 2 * (2 * 64 * 64 * 32) * 2 // (2 if causal else 1)
+@pytest.mark.parametrize("operator", ["flash", "cudnn", "efficient"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_causal_attention_is_known_by_its_argument(costs, operator, causal):
+    graph = torch.fx.Graph()
+    q, k, v = (graph.placeholder(name) for name in "qkv")
+    target = getattr(torch.ops.aten, f"_scaled_dot_product_{operator}_attention").default
+    middle = {"flash": (0.0,), "cudnn": (None, True, 0.0), "efficient": (None, True, 0.0)}[operator]
+    assert costs["inductor"]._is_causal(graph.call_function(target, (q, k, v, *middle, causal))) == causal
 
 
 def test_our_kernels_are_counted_from_their_arguments(costs):

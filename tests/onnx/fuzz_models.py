@@ -291,7 +291,7 @@ def case(number: int, known: list[onnx.ModelProto]) -> tuple[str, bytes | onnx.M
 
 
 def outcome(way: Callable[[Any], Any], source: Any) -> str:
-    """`made`, or `refused`; anything else is a fault, and told."""
+    """`made`, or `refused`; anything else is a fault, and told: a result that the checker refuses, too."""
     from amp_compiler.errors import OnnxError
 
     try:
@@ -313,7 +313,7 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     known = bases()
     ways: list[Callable[[Any], Any]] = [
-        amp.convert_onnx,
+        lambda source: onnx.checker.check_model(amp.convert_onnx(source).model, full_check=True),
         lambda source: amp.explain(source, dtype="bf16"),
         amp.onnx_to_fx,
         lambda source: amp.convert_onnx(source, check=False),

@@ -51,6 +51,17 @@ def function(name: str, calls: list[str], domain: str = "f") -> onnx.FunctionPro
     )
 
 
+def binary() -> onnx.FunctionProto:
+    """A function of two arguments, which is called with one."""
+    steps = [h.make_node("Add", ["a", "b"], ["o"])]
+    return h.make_function("f", "A", ["a", "b"], ["o"], steps, [h.make_opsetid("", 18)])
+
+
+def barren() -> onnx.FunctionProto:
+    """A function whose output no node of it makes."""
+    return h.make_function("f", "A", ["a"], ["o"], [h.make_node("Relu", ["a"], ["t"])], [h.make_opsetid("", 18)])
+
+
 def with_functions(*functions: onnx.FunctionProto, call: str = "A") -> onnx.ModelProto:
     nodes = [h.make_node(call, ["x"], ["y"], domain="f", name="call")]
     return made(nodes, functions=functions, extra=[h.make_opsetid("f", 1)])
@@ -134,6 +145,8 @@ CASES: dict[str, tuple[Callable[[], onnx.ModelProto], str]] = {
     "two functions of one name": (
         lambda: with_functions(function("A", ["Relu"]), function("A", ["Relu", "Relu"])), "two functions of that name",
     ),
+    "a call with too few arguments": (lambda: with_functions(binary()), "Add|empty string"),
+    "a function that does not make its output": (lambda: with_functions(barren()), "output|producer"),
     "functions that fill the memory": (doubling, "nodes once they are written out"),
     "a node's name is no text": (
         lambda: damaged_bytes(made([node("Relu", ["x"], ["y"], "nnnn")]), b"nnnn", b"\xff\xfe\xfdn"), "no UTF-8 text",
@@ -417,3 +430,19 @@ def test_the_mend_of_a_damaged_file_stands_in_the_shell(tmp_path, capsys, monkey
 def test_an_open_model_is_not_looked_at_again():
     opened = open_model(mlp())
     assert convert_onnx(opened).plan == convert_onnx(mlp()).plan
+
+
+def test_the_callers_own_error_is_no_fault_of_the_model():
+    def trainable(name, tensor):
+        raise LookupError(name)
+
+    with pytest.raises(LookupError, match="w1"):
+        amp.onnx_to_fx(mlp(), trainable=trainable)
+
+
+def test_a_pipe_among_the_batches_is_left_out(tmp_path):
+    os.mkfifo(tmp_path / "a.npz")
+    with pytest.raises(OnnxError, match="there is no batch in it"):
+        convert_onnx(mlp(), calibration=tmp_path)
+    np.savez(tmp_path / "b.npz", x=np.ones((4, 8), np.float32))
+    assert convert_onnx(mlp(), calibration=tmp_path).plan.low_nodes == 3

@@ -121,6 +121,33 @@ def test_a_mask_in_a_buffer_stays():
     assert "is_causal" not in text_of(Kept())
 
 
+class Biased(Attention):
+    """With a bias that is learnt and the same for all of a batch, spread over it by a mask, as T5 writes it."""
+
+    def __init__(self, seen):
+        super().__init__(lambda x: torch.where(seen(x), self.bias, LOWEST).contiguous())
+        self.bias = nn.Parameter(torch.randn(1, 2, ROWS, ROWS))
+
+
+@pytest.mark.parametrize(
+    ("seen", "sliced"),
+    [
+        (lambda x: (torch.arange(ROWS) >= 0).expand(2, 1, ROWS, -1), False),
+        (lambda x: below().expand(2, 1, -1, -1), True),
+    ],
+)
+def test_a_bias_for_all_of_a_batch_is_stored_once(seen, sliced):
+    lines = {line.partition(":")[0]: line for line in text_of(Biased(seen)).splitlines()}
+    made = [name for name, line in lines.items() if "fp32[2, 2, 12, 12]" in line]
+    assert len(made) == 1 and "aten.expand.default(" in lines[made[0]], "of the batch's size there is a view alone"
+    assert any("aten.where" in line for line in lines.values()) == sliced
+
+
+def test_a_bias_that_is_masked_for_each_of_a_batch_stays():
+    text = text_of(Biased(lambda x: below()[None, None] | (torch.arange(2) > 0)[:, None, None, None]))
+    assert "where: fp32[2, 2, 12, 12]" in text
+
+
 def test_a_training_step_learns_the_same():
     def trained(passes):
         torch.manual_seed(1)

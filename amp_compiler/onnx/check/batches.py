@@ -101,7 +101,7 @@ def _place(batches: Batches) -> str:
 
 def _npz_files(path: Path) -> list[Path]:
     if path.is_dir():
-        return sorted(path.glob("*.npz"))
+        return sorted(file for file in path.glob("*.npz") if file.is_file())  # a pipe would be waited for
     if path.is_file():
         return [path]
     raise OnnxError("no such file or folder", where=str(path), mend="name an npz file or a folder of npz files")

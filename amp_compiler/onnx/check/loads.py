@@ -104,7 +104,9 @@ def _load(proto: onnx.ModelProto, folder: Path | None, engine: Engine | None) ->
         options = session_options(used, folder)
         options.log_severity_level = 4
         options.intra_op_num_threads = 1
-        session = ort.InferenceSession(proto.SerializeToString(), options, providers=list(used.providers))
+        session = ort.InferenceSession(
+            proto.SerializeToString(), options, providers=list(used.providers), enable_fallback=0
+        )
     except OnnxError:
         raise
     except Exception as cause:  # noqa: BLE001  its errors share no base class but Exception

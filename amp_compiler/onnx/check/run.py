@@ -190,7 +190,9 @@ class Runner:
         proto = _without_duplicate_names(proto)
         self._session: Any
         try:
-            self._session = ort.InferenceSession(_bytes(proto, name), options, providers=list(used.providers))
+            self._session = ort.InferenceSession(
+                _bytes(proto, name), options, providers=list(used.providers), enable_fallback=0
+            )
         except OnnxError:
             raise
         except Exception as cause:  # noqa: BLE001  ORT's errors share no base class but Exception

@@ -9,7 +9,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-from amp_compiler.errors import AmpError, OnnxError
+from amp_compiler.errors import AmpError, OnnxCaptureError, OnnxError
 
 
 def onnx_to_fx(
@@ -65,11 +65,35 @@ def onnx_to_fx(
             check_model(opened)
         except OnnxError as wrong:
             refused = wrong  # what cannot be converted is told in terms of the conversion
-    with told_as_onnx(opened.name, "it cannot be read"):
-        made = build_module(to_ir(opened), trainable)
+    asked = None if trainable is None else _Asked(trainable)
+    try:
+        with told_as_onnx(opened.name, "it cannot be read"):
+            made = build_module(to_ir(opened), asked)
+    except OnnxError as wrong:
+        if asked is not None and asked.raised is not None:
+            raise asked.raised from None  # the caller's own error, and no fault of the model
+        if refused is not None and not isinstance(wrong, OnnxCaptureError):
+            raise refused from wrong  # the checker knows the node
+        raise
     if refused is not None:
         raise refused
     return made
+
+
+class _Asked:
+    """The caller's `trainable`, with what it raised."""
+
+    def __init__(self, function: Callable[[str, torch.Tensor], bool]) -> None:
+        self.function = function
+        self.raised: Exception | None = None
+
+    def __call__(self, name: str, tensor: torch.Tensor) -> bool:
+        """Ask it."""
+        try:
+            return self.function(name, tensor)
+        except Exception as error:
+            self.raised = error
+            raise
 
 
 def module_of(model: Any) -> Any:

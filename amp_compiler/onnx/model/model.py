@@ -192,8 +192,12 @@ def check_model(opened: OnnxFile) -> None:
         OnnxError: with the node.
     """
     with told_as_onnx(opened.name, "its graph is malformed"):
-        light = stripped(in_order(opened.proto), opened.folder)
+        proto = in_order(opened.proto)
+        light = stripped(proto, opened.folder)
         check_fully(light, opened.name)
+        if proto.functions:  # whether a call fits its function shows only where it is written out
+            light = stripped(onnx.inliner.inline_local_functions(proto), opened.folder)
+            check_fully(light, opened.name)
         infer_checked(light)
 
 
@@ -219,6 +223,8 @@ def read_model(opened: OnnxFile, *, check: bool = True, sizes: Sizes | None = No
         if proto.functions:
             proto = onnx.inliner.inline_local_functions(proto)
             light = stripped(proto, folder)
+            if check:  # whether a call fits its function shows only now
+                check_fully(light, opened.name)
         model = to_ir(replace(opened, proto=proto))
         found = OnnxModel(proto, model, folder=folder, sparse=sparse)
         inferred = infer_checked(light) if check else infer(light)

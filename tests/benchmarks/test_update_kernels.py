@@ -1,0 +1,47 @@
+"""What is read of the machine code of the update's kernels, and the choices that a sweep makes; needs no GPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+PTX = """
+ld.global.v4.b32 {%r1}
+ld.global.v4.b32 {%r2}
+ld.global.v2.b32 {%r3}
+st.global.v4.b32 [%rd1]
+ld.global.b64 %rd2
+"""
+REPORT = "0 bytes stack frame, 4 bytes spill stores, 8 bytes spill loads\nUsed 61 registers, 528 bytes smem"
+
+
+def test_a_report_is_read(bench):
+    row = bench["update_kernels"].read_code(PTX, REPORT, warps=4)
+    # 64 registers each for 128 threads: 8 programs of a multiprocessor's 65536.
+    assert (row["registers"], row["spilled"], row["shared"], row["programs"], row["threads"]) == (61, 12, 528, 8, 1024)
+    assert (row["loads of 16 bytes"], row["loads of 8 bytes"], row["stores of 16 bytes"]) == (2, 1, 1)
+
+
+def test_no_kernel_spills_and_half_of_a_multiprocessors_threads_run(bench):
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("the interpreter has taken the compiler's place")
+    check, adam = bench["update_kernels"].code_rows(["bf16"])
+    assert check["spilled"] == adam["spilled"] == 0
+    assert check["threads"] == 2048 and adam["threads"] >= 1024
+    assert (check["bytes"], adam["bytes"]) == (2, 28)  # one pass for check and norm
+    assert check["loads of 16 bytes"] == 2 and check["loads of 8 bytes"] == 0
+    assert adam["loads of 16 bytes"] == 3 * 2 and adam["shared"] == 0
+
+
+@pytest.mark.parametrize("name", ["check", "adam"])
+def test_a_sweep_begins_with_what_is_used_and_tries_no_choice_twice(bench, name):
+    module = bench["update_kernels"]
+    found = module.choices(name)
+    assert found[0] == module.used(name)
+    assert len(found) > 8
+    assert all(one not in found[:place] for place, one in enumerate(found))
+    with module.sizes(name, 512, {"num_warps": 2}):
+        assert module.used(name) == (512, {"num_warps": 2})
+    assert module.used(name) == found[0]
