@@ -1,0 +1,89 @@
+"""What computes in FP32 inside takes and gives 16 bits: no casts around norms and softmax, and no more error."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from onnx import TensorProto as T
+from onnx_models import DTYPES, RNG, casts, check, info, model, node, weight
+
+from amp_compiler.onnx.check.emulate import emulate
+from amp_compiler.onnx.check.run import Runner
+from amp_compiler.onnx.convert import convert_onnx
+
+BOTH = pytest.mark.parametrize("dtype", DTYPES)
+NORMS = {
+    "LayerNormalization": (["h", "scale", "bias"], {}),
+    "InstanceNormalization": (["h", "scale", "bias"], {}),
+    "GroupNormalization": (["h", "scale", "bias"], {"num_groups": 2}),
+    "RMSNormalization": (["h", "scale"], {}),
+    "Softmax": (["h"], {}),
+    "LogSoftmax": (["h"], {}),
+    "ReduceMean": (["h"], {"keepdims": 1}),
+}
+
+
+def between_products(op):
+    """Two products, and the op between them."""
+    operands, attributes = NORMS[op]
+    nodes = [
+        node("MatMul", ["x", "w"], ["h"], "first"),
+        node(op, operands, ["n"], "inside", **attributes),
+        node("Mul", ["n", "h"], ["p"], "both"),
+        node("MatMul", ["p", "v"], ["y"], "last"),
+    ]
+    data = [weight("w", 8, 8), weight("v", 8, 8), weight("scale", 8), weight("bias", 8)]
+    used = [one for one in data if one.name in {name for each in nodes for name in each.input}]
+    return model(nodes, [info("x", 3, 8, 8)], [info("y", 3, 8, 8)], used, opset=23, ir_version=10)
+
+
+def error(source, made, feeds):
+    want, got = (
+        next(iter(Runner(twin.proto, None).run(twin.feeds(feeds)).values()))
+        for twin in (emulate(source), emulate(made))
+    )
+    return np.linalg.norm(want - got) / np.linalg.norm(want)
+
+
+@BOTH
+@pytest.mark.parametrize("op", NORMS)
+def test_no_cast_stands_around_it(op, dtype):
+    source = between_products(op)
+    done = check(source, dtype)
+    (inside,) = [entry for entry in done.plan.nodes if entry.name == "inside"]
+    assert inside.precision == "low" and "FP32" in inside.reason
+    assert len(casts(done.model)) == 2  # of the input and of the output of the graph
+
+
+@BOTH
+@pytest.mark.parametrize("op", NORMS)
+def test_it_costs_no_accuracy(op, dtype):
+    source, feeds = between_products(op), {"x": RNG.standard_normal((3, 8, 8)).astype(np.float32)}
+    wide = {"version": 1, "extends": "default", "rules": [{"match": {"node": "inside"}, "precision": "fp32"}]}
+    before = error(source, convert_onnx(source, dtype=dtype, rules=wide).model, feeds)
+    assert error(source, convert_onnx(source, dtype=dtype).model, feeds) <= 2 * before + 2.0**-9
+
+
+@pytest.mark.parametrize("op", ["LayerNormalization", "RMSNormalization"])
+def test_outliers_whose_squares_overflow(op):
+    """Numbers of thousands: their squares are no FP16 numbers, and the op makes none of them."""
+    source, feeds = between_products(op), {"x": RNG.standard_normal((3, 8, 8)).astype(np.float32) * 3000}
+    assert error(source, convert_onnx(source, dtype="fp16").model, feeds) < 3e-3
+
+
+@pytest.mark.parametrize("op", NORMS)
+def test_safe_keeps_it_in_fp32(op):
+    plan = convert_onnx(between_products(op), dtype="fp16", rules="safe").plan
+    assert next(entry for entry in plan.nodes if entry.name == "inside").precision == "fp32"
+
+
+@BOTH
+def test_a_sum_stays_in_fp32(dtype):
+    nodes = [
+        node("MatMul", ["x", "w"], ["h"], "first"),
+        node("ReduceSum", ["h"], ["y"], "sum", keepdims=1),
+    ]
+    source = model(nodes, [info("x", 3, 8)], [info("y", 1, 1)], [weight("w", 8, 8)])
+    plan = convert_onnx(source, dtype=dtype).plan
+    assert next(entry for entry in plan.nodes if entry.name == "sum").precision == "fp32"
+    assert source.graph.output[0].type.tensor_type.elem_type == T.FLOAT
