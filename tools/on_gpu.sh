@@ -30,12 +30,12 @@ export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1 TOKENIZERS_
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$KEEP/inductor} TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$KEEP/triton}
 export AMP_COMPILER_CACHE=${AMP_COMPILER_CACHE:-$KEEP/loops}
 
-# Interrupted rather than ended, so that what was measured is printed.
-within() { timeout --signal=INT --kill-after=15 "$@"; }
+# Interrupted rather than ended, so that what was measured is printed. A rehearsal on a slow machine has PATIENCE=5 or so.
+within() { timeout --signal=INT --kill-after=15 $(($1 * ${PATIENCE:-1})) "${@:2}"; }
 
 prepare() {
   local python=${PYTHON:-.venv/bin/python} bytes
-  rm -rf .wheels && mkdir .wheels || return 1
+  rm -rf .wheels build && mkdir .wheels || return 1
   "$python" -m pip --disable-pip-version-check wheel --quiet --no-deps --no-build-isolation --wheel-dir .wheels . &&
     "$python" -m pip --disable-pip-version-check download --quiet --no-deps --only-binary=:all: --constraint constraints.txt \
       --python-version 3.12 --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
