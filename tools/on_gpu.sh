@@ -61,9 +61,11 @@ installed() {
 first() {
   within 100 "$python" tools/gpu_facts.py --json "$OUT/facts.json"
   # -P: ./amp_compiler, which has no passes/ and rules/ in it, would hide the installed package.
-  local pytest=("$python" -P -m pytest -m gpu -p no:cacheprovider) failed=0
+  local pytest=("$python" -P -m pytest -m gpu -p no:cacheprovider) several=() failed=0
+  "$python" -P -c 'import pytest_timeout' 2> /dev/null && pytest+=(--timeout 120)
+  "$python" -P -c 'import xdist' 2> /dev/null && several=(-n "${WORKERS:-4}")
   within 170 "${pytest[@]}" --junitxml "$OUT/kernels.xml" tests/ops > "$OUT/kernels.log" 2>&1 || failed=1
-  within 240 "${pytest[@]}" --junitxml "$OUT/training.xml" -n "${WORKERS:-4}" tests/training > "$OUT/training.log" 2>&1 || failed=1
+  within 240 "${pytest[@]}" "${several[@]}" --junitxml "$OUT/training.xml" tests/training > "$OUT/training.log" 2>&1 || failed=1
   "$python" tools/test_table.py "$OUT/kernels.xml" "$OUT/training.xml" --json "$OUT/tests.json" || tail -n 20 "$OUT"/*.log
   return "$failed"
 }
