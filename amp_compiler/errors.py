@@ -101,6 +101,10 @@ class OnnxError(AmpError):
     """An ONNX model cannot be read, converted or written."""
 
 
+class OnnxCaptureError(CaptureError, OnnxError):
+    """An ONNX model holds what no torch function is known for, or what is no model."""
+
+
 class LossScaleError(AmpError):
     """Gradients stay non-finite although the loss scale can go no lower.
 

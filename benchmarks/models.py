@@ -137,7 +137,9 @@ def _gpt2(size: Size) -> Built:
         eos_token_id=2,
         use_cache=False,
     )
-    return transformers.GPT2LMHeadModel(config), _text(size)
+    model = transformers.GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # what it takes otherwise, with a warning at which torch.compile breaks its graph
+    return model, _text(size)
 
 
 def _llama(size: Size) -> Built:

@@ -268,6 +268,7 @@ CAPTURE = Pipeline(
         "functionalize",
         "isolate_mutations",
         "open_cells",
+        "fold_masks",
     ),
     "From a captured graph to its normal form. Run by every call.",
 )
@@ -313,6 +314,7 @@ STEP = Pipeline(
         "restore_upcasts",
         "fold_loss_scale",
         "simplify_casts",
+        "channels_last",
         "sum_gradients",
         "fuse_update",
     ),

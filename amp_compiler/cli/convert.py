@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from amp_compiler.cli.usage import check_place
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.check.batches import count_batches, iterate_batches
+from amp_compiler.onnx.check.loads import Refusal
 from amp_compiler.onnx.check.probes import Probes
-from amp_compiler.onnx.check.run import open_to_run, stored_bytes
+from amp_compiler.onnx.check.run import Engine, make_engine, open_to_run, stored_bytes
 from amp_compiler.onnx.check.verify import TOLERANCES, VerifyReport, verify
 from amp_compiler.onnx.convert import convert_onnx
+from amp_compiler.onnx.model.external import external_files
 from amp_compiler.onnx.model.model import OnnxFile
 from amp_compiler.report.table import human_bytes
 
@@ -38,6 +41,12 @@ class ConvertOptions:
         tolerance: largest relative L2 error of an output that passes; `None` for `TOLERANCES` of the type.
         report: write the plan there as a page for the browser.
         keep_io_types: inputs and outputs keep their types.
+        raise_opset: raise the opset where only a later one admits the low type.
+        opset: the opset to raise the model to.
+        check: refuse what ONNX's full checker refuses, and load the result once.
+        providers: execution providers of ONNX Runtime.
+        custom_ops: libraries of custom ops for ONNX Runtime.
+        as_fp32: types that are made FP32 first.
     """
 
     source: Path
@@ -49,6 +58,21 @@ class ConvertOptions:
     tolerance: float | None = None
     report: Path | None = None
     keep_io_types: bool = True
+    raise_opset: bool = True
+    opset: int | None = None
+    check: bool = True
+    providers: tuple[str, ...] = ()
+    custom_ops: tuple[Path, ...] = ()
+    as_fp32: tuple[str, ...] = ()
+
+    @property
+    def engine(self) -> Engine:
+        """What models run in.
+
+        Raises:
+            OnnxError: there is no such provider or library.
+        """
+        return make_engine(self.providers or None, self.custom_ops or None)
 
 
 @dataclass(frozen=True)
@@ -64,6 +88,8 @@ class Summary:
         output_bytes: size of the output with its external data.
         verification: the comparison, where it was asked for.
         random: whether the comparison's inputs were random.
+        refusal: why the installed ONNX Runtime does not load the output.
+        notes: what else there is to know.
     """
 
     options: ConvertOptions
@@ -74,6 +100,8 @@ class Summary:
     output_bytes: int
     verification: VerifyReport | None
     random: bool
+    refusal: Refusal | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def tolerance(self) -> float:
@@ -104,6 +132,8 @@ class Summary:
             "output_bytes": self.output_bytes,
             "size_ratio": self.output_bytes / self.input_bytes,
             "verification": None,
+            "refusal": None if self.refusal is None else asdict(self.refusal),
+            "notes": list(self.notes),
         }
         if self.verification is not None:
             data["verification"] = {
@@ -132,6 +162,8 @@ class Summary:
             table.add_row("largest error", error)
         table.add_row("written", str(self.options.output))
         console.print(table, markup=False)
+        for note in (*self.notes, *([str(self.refusal)] if self.refusal is not None else [])):
+            console.print(f"note: {note}", markup=False, highlight=False)
         found = self.verification
         if found is not None and not (self.failed or found.first_bad is not None) and found.untried:
             console.print(f"not tried: {'; '.join(found.untried)}", markup=False, highlight=False)
@@ -148,6 +180,8 @@ def run_convert(options: ConvertOptions) -> Summary:
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description:<10}"), BarColumn(), MofNCompleteColumn())
     opened = open_to_run(options.source)
+    for file in external_files(opened.proto, options.source.parent):
+        check_place("--report", options.report, {"a data file of the input": file})
     with Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as progress:
         calibration = None
         if options.calibrate is not None:
@@ -160,6 +194,12 @@ def run_convert(options: ConvertOptions) -> Summary:
             dtype=options.dtype,
             calibration=calibration,
             keep_io_types=options.keep_io_types,
+            raise_opset=options.raise_opset,
+            opset=options.opset,
+            check=options.check,
+            providers=options.providers or None,
+            custom_ops=options.custom_ops or None,
+            as_fp32=options.as_fp32,
         )
         progress.advance(task)
         made, found = open_to_run(options.output), None
@@ -171,16 +211,16 @@ def run_convert(options: ConvertOptions) -> Summary:
     casts = [cast for cast in done.plan.casts if cast.src != cast.dst and cast.value not in weights]
     return Summary(
         options, done.plan, len(casts), sum(cast.bytes for cast in casts), stored_bytes(opened),
-        stored_bytes(made), found, random=options.calibrate is None,
+        stored_bytes(made), found, random=options.calibrate is None, refusal=done.refusal, notes=done.notes,
     )  # fmt: skip
 
 
 def _verify(progress: Progress, options: ConvertOptions, opened: OnnxFile, made: OnnxFile) -> VerifyReport:
     """The comparison on the calibration data, else on inputs that are drawn."""
     if options.calibrate is not None:
-        return verify(opened, made, _ticking(progress, "verify", options.calibrate, opened))
+        return verify(opened, made, _ticking(progress, "verify", options.calibrate, opened), engine=options.engine)
     task = progress.add_task("verify", total=None)
-    return verify(opened, made, Probes(opened), on_batch=lambda _: progress.advance(task))
+    return verify(opened, made, Probes(opened), on_batch=lambda _: progress.advance(task), engine=options.engine)
 
 
 def _ticking(progress: Progress, name: str, batches: Any, model: OnnxFile) -> Iterator[dict[str, Any]]:

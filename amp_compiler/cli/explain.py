@@ -54,8 +54,9 @@ class ExplainOptions:
         Raises:
             UsageError: a name that no pass has, an option that goes with another one, a place that is no file.
         """
-        check_place("--output", self.output)
-        check_place("--html", self.html)
+        read = {"the model": Path(self.model), "the rules": Path(self.rules)}
+        check_place("--output", self.output, read)
+        check_place("--html", self.html, {**read, "--output": self.output})
         for option, name in (("--print-after", self.print_after), ("--stop-after", self.stop_after)):
             if name not in ("", CAPTURED, *([ALL] if option == "--print-after" else [])):
                 check_pass(name, option)

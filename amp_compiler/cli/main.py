@@ -178,6 +178,44 @@ def convert(
     keep_io_types: Annotated[
         bool, typer.Option("--keep-io-types/--no-keep-io-types", help="Inputs and outputs keep their types.")
     ] = True,
+    raise_opset: Annotated[
+        bool,
+        typer.Option(
+            "--raise-opset/--no-raise-opset",
+            help="Raise the opset where only a later one admits the 16-bit type; else such nodes stay FP32.",
+        ),
+    ] = True,
+    opset: Annotated[
+        int | None, typer.Option("--opset", min=1, metavar="N", help="Raise the model to this opset, and no further.")
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check/--no-check",
+            help="Refuse what ONNX's full checker refuses, and load the result once in ONNX Runtime.",
+        ),
+    ] = True,
+    provider: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--provider",
+            metavar="NAME",
+            help="Execution provider of ONNX Runtime to calibrate and verify on, such as CUDAExecutionProvider. Give "
+            "it once for each, the first choice first.",
+        ),
+    ] = None,
+    custom_ops: Annotated[
+        list[Path] | None,
+        typer.Option("--custom-ops", metavar="LIBRARY", help="A library of custom ops. Give it once for each."),
+    ] = None,
+    as_fp32: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--as-fp32",
+            metavar="TYPE",
+            help="fp64, fp16 or bf16: such parts are made FP32 first. Give it once for each.",
+        ),
+    ] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Convert an ONNX model to mixed precision. Exit codes: 1 no conversion, 2 wrong usage, 3 failed verification."""
@@ -185,11 +223,26 @@ def convert(
 
     from amp_compiler.cli.convert import ConvertOptions, run_convert
 
-    check_place("--report", report)
+    named = {"the input": source, "the output": output, "the data of the output": Path(f"{output}.data")}
+    check_place("--report", report, named | {"the rules": Path(rules), "the calibration data": calibrate})
     if tolerance is not None and not verify:
         raise UsageError("it says which --verify passes", where="--tolerance", mend="give --verify as well")
     options = ConvertOptions(
-        source, output, rules, dtype.value, calibrate, verify, tolerance, report, keep_io_types=keep_io_types
+        source,
+        output,
+        rules,
+        dtype.value,
+        calibrate,
+        verify,
+        tolerance,
+        report,
+        keep_io_types=keep_io_types,
+        raise_opset=raise_opset,
+        opset=opset,
+        check=check,
+        providers=tuple(provider or ()),
+        custom_ops=tuple(custom_ops or ()),
+        as_fp32=tuple(as_fp32 or ()),
     )
     summary = run_convert(options)
     if json_:
@@ -249,6 +302,31 @@ def rules_schema() -> None:
     from amp_compiler.policy.loader import schema
 
     typer.echo(json.dumps(schema(), indent=1, ensure_ascii=False))
+
+
+@rules_app.command("import")
+def rules_import(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="LIST",
+            help="Names of nodes, one on each line, alone or as `name:precision` (Polygraphy); or JSON or YAML with "
+            "the options of ModelOpt's AutoCast (nodes_to_exclude, op_types_to_exclude, data_max, init_max, …) or of "
+            "the float16 converters (op_block_list, node_block_list).",
+        ),
+    ],
+    output: Annotated[Path | None, typer.Option("--output", help="Write there instead of to the terminal.")] = None,
+    extends: Annotated[str, typer.Option("--extends", help="What the rules stand on.")] = "default",
+) -> None:
+    """Make a rule file of another converter's list of what stays FP32."""
+    from amp_compiler.cli.usage import emit
+    from amp_compiler.policy.exclusions import import_rules
+
+    check_place("--output", output, {"the list": source})
+    made = import_rules(source, extends=extends)
+    emit(made.to_text(), output)
+    for note in made.notes:
+        typer.echo(f"note: {note}", err=True)
 
 
 @app.command()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import typer
 
@@ -35,15 +37,38 @@ def check_pass(name: str, option: str) -> None:
         raise UsageError(f"there is no pass '{name}'", where=option, mend=mend)
 
 
-def check_place(option: str, path: Path | None) -> None:
+def check_place(option: str, path: Path | None, others: Mapping[str, Path | None] = MappingProxyType({})) -> None:
     """Refuse a place that nothing can be written to, before the work is done.
 
+    Args:
+        option: the option that names the place.
+        path: the place; `None` where the option was not given.
+        others: what else the command line names, by what it is called: files that must not be overwritten.
+
     Raises:
-        UsageError: it is a folder, or in none.
+        UsageError: it is a folder or another thing that is no file, or in no folder; or it is one of the others.
     """
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        what = "it is a folder" if path.is_dir() else f"there is no folder '{path.parent}'"
-        raise UsageError(what, where=f"{option} {path}", mend="name a file in a folder that exists")
+    if path is None:
+        return
+    where, mend = f"{option} {path}", "name a file in a folder that exists"
+    if not path.parent.is_dir():
+        raise UsageError(f"there is no folder '{path.parent}'", where=where, mend=mend)
+    from amp_compiler.ir.files import output_file  # here, so that help does not wait
+
+    try:
+        target = output_file(path)
+    except AmpError as wrong:
+        raise UsageError(wrong.what, where=where, mend=mend) from wrong
+    for name, other in others.items():
+        if other is not None and _same(target, other):
+            raise UsageError(f"it is {name}, which it would overwrite", where=where, mend="name another file")
+
+
+def _same(target: Path, other: Path) -> bool:
+    try:
+        return target.samefile(other)
+    except OSError:  # one of them is not there yet
+        return target == other.resolve()
 
 
 def emit(text: str, output: Path | None) -> None:

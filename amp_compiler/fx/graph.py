@@ -20,7 +20,10 @@ from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import new_graph_module, own_decompositions, traced_graph
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Attr
+from amp_compiler.ops.cuda.cudnn_rnn import MODES
 from amp_compiler.ops.recurrent import KINDS
+from amp_compiler.ops.recurrent_network import empty_results
+from amp_compiler.ops.typed_op import typed_op
 
 CAST = torch.ops.aten.to.dtype
 LOW_TYPES = (torch.float16, torch.bfloat16)
@@ -360,6 +363,9 @@ _READS_VALUES = ("DataDependentOutputException", "DynamicOutputShapeException", 
 _QUICKER = {getattr(torch.ops.aten, kind).input: getattr(torch.ops.amp_compiler, kind).default for kind in KINDS}
 
 
+_RECURRENT = {getattr(torch.ops.aten, kind).input: kind for kind in MODES}
+
+
 class _Propagator(FakeTensorProp):
     """Runs a graph on fake tensors.
 
@@ -371,7 +377,14 @@ class _Propagator(FakeTensorProp):
     copies = False
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator; one that ATen runs in thousands is run as ours, which gives the same types and shapes."""
+        """Run an operator; one that ATen runs in thousands is run as ours, which gives the same types and shapes.
+
+        On a GPU a recurrent network asks cuDNN how its weights lie, which those of a fake tensor do nowhere.
+        """
+        if target in _RECURRENT and args[0].device.type != "cpu":
+            return empty_results(_RECURRENT[target], *args, **kwargs)
+        if target is typed_op and args[0] in _RECURRENT and args[1][0].device.type != "cpu":
+            args = (getattr(torch.ops.amp_compiler, _RECURRENT[args[0]]).default, *args[1:])
         run = _QUICKER.get(target, target)
         try:
             return super().call_function(run, args, kwargs)

@@ -74,8 +74,8 @@ class _Seen:
     """What a node's line was written from, and the line. What is immutable is compared by its identity."""
 
     name: str
-    call: tuple[Any, ...]  # target, arguments, keywords, example, modules
-    marks: list[Any]
+    call: tuple[Any, ...]  # target, arguments, keywords
+    meta: list[Any]  # keys, and what stands under them
     sources: list[str]
     line: str
 
@@ -99,20 +99,20 @@ class Lines:
         self._seen.clear()
 
     def _line(self, node: fx.Node) -> str:
-        meta = node.meta
-        call = (node.target, node.args, node.kwargs, meta.get("val"), meta.get("nn_module_stack"))
-        marks, sources = [meta.get(key) for key in _KEYS], [source.name for source in node.all_input_nodes]
+        call = (node.target, node.args, node.kwargs)
+        meta, sources = [*node.meta, *node.meta.values()], [source.name for source in node.all_input_nodes]
         seen = self._seen.get(node)
         if (
             seen is not None
             and seen.name == node.name
-            and all(map(operator.is_, seen.call, call))
             and seen.sources == sources
-            and seen.marks == marks
+            and all(map(operator.is_, seen.call, call))
+            and len(seen.meta) == len(meta)
+            and all(map(operator.is_, seen.meta, meta))
         ):
             return seen.line
         line = _line(node)
-        self._seen[node] = _Seen(node.name, call, marks, sources, line)
+        self._seen[node] = _Seen(node.name, call, meta, sources, line)
         return line
 
 
@@ -245,9 +245,6 @@ _MARKS: tuple[tuple[str, Callable[[Any], str], Callable[[str], Any]], ...] = (
         lambda text: tuple(int(part) if part.isdigit() else part for part in text.split("/")),
     ),
 )
-
-
-_KEYS = tuple(key for key, _, _ in _MARKS)
 
 
 def _marks(node: fx.Node) -> str:

@@ -529,6 +529,13 @@ def own_decompositions() -> contextlib.AbstractContextManager[None]:
     return enable_python_dispatcher()  # type: ignore[no-any-return]
 
 
+def without_fake_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Within it, torch makes real tensors also where a trace that is going on makes fake ones."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()  # type: ignore[no-any-return]
+
+
 def puts_channels_last(graph: fx.Graph) -> bool:
     """Whether Inductor lets the convolutions of a graph that it hands to a pass read images channels-last."""
     try:
@@ -799,12 +806,14 @@ def trace_settings() -> list[str] | None:
     from torch.fx.experimental import _config as tracing
 
     backends, cuda = torch.backends, torch.backends.cuda
+    configs: tuple[Any, ...] = (tracing, functorch)
+    deterministic: Any = torch.utils.deterministic
     settings = [
         *(torch.__version__, torch.__config__.show(), torch.backends.cpu.get_cpu_capability()),
         guard.GlobalStateGuard().__getstate__(),
-        *(tracing.get_hash().hex(), functorch.get_hash().hex()),
+        *(config.get_hash().hex() for config in configs),
         *(torch.get_float32_matmul_precision(), torch.get_default_device(), torch.is_inference_mode_enabled()),
-        *(torch.utils.deterministic.fill_uninitialized_memory, torch.is_anomaly_enabled()),
+        *(deterministic.fill_uninitialized_memory, torch.is_anomaly_enabled()),
         *(cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()),
         *(cuda.cudnn_sdp_enabled(), cuda.fp16_bf16_reduction_math_sdp_allowed(), cuda.preferred_linalg_library()),
         *(cuda.preferred_blas_library(), cuda.matmul.allow_fp16_accumulation),

@@ -1,40 +1,194 @@
-"""Writing files so that a reader never sees half of one."""
+"""Writing files so that a reader never sees half of one: in a folder beside them first, then by one rename.
+
+An output keeps its mode, and one that is a symbolic link stays a link: what it leads to is written. A folder that a
+killed run has left behind is removed by the next run beside it, which sees that nobody holds its lock any more.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
+import stat
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from amp_compiler.errors import AmpError
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+PREFIX = ".amp_compiler-"
+"""What the name of every folder that files are made in begins with."""
+_OLD = 24 * 3600.0  # seconds from which a folder counts as left behind where locks are not known
+_PATIENCE = 10.0  # seconds to wait for another run that is putting its files in place
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:
-    """Write `content` to a temporary file beside `path`, then rename it over `path`.
+    """Write `content` to a file in a folder beside `path`, then rename it over `path`.
+
+    Args:
+        path: the file. One that exists keeps its mode; a symbolic link stays, and the file it leads to is written.
+        content: a text, written as UTF-8, or bytes.
 
     Raises:
-        AmpError: where the folder does not exist or cannot be written.
+        AmpError: where the folder does not exist or cannot be written, or `path` is there and no regular file.
     """
-    target = Path(path)
+    target = output_file(path)
     data = content.encode("utf-8") if isinstance(content, str) else content
     try:
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        with workspace(target.parent) as folder:
+            made = folder / "made"
+            made.write_bytes(data)
+            publish(made, target)
     except OSError as cause:
         raise AmpError(
             f"cannot write there: {cause.strerror}",
-            where=str(target),
+            where=str(path),
             mend="name a file in a folder that can be written",
         ) from cause
+
+
+def output_file(path: str | Path, error: type[AmpError] = AmpError) -> Path:
+    """The regular file that `path` names, there or not yet, symbolic links followed.
+
+    Args:
+        path: a path that the user gave.
+        error: what to raise.
+
+    Raises:
+        AmpError: it names a folder, a pipe, a device or a socket, or no file that could be; or its folder is missing.
+    """
+    text = os.fspath(path)
+    shown = str(path) or "''"
+    if not text or "\0" in text:
+        raise error("it is no name of a file", where=repr(text), mend="name a file in a folder that exists")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(temporary).chmod(0o666 & ~umask)
-        Path(temporary).replace(target)
+        found = Path(os.path.realpath(text))
+        mode = found.stat().st_mode
+    except FileNotFoundError:
+        if not found.parent.is_dir():
+            raise error("there is no such folder", where=shown, mend=f"create {found.parent} first") from None
+        return found
     except OSError as cause:
-        Path(temporary).unlink(missing_ok=True)
-        raise AmpError(f"cannot write there: {cause.strerror}", where=str(target), mend="name a file") from cause
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        raise error(f"cannot write there: {cause.strerror}", where=shown, mend="name another file") from cause
+    kind = next((name for test, name in _KINDS if test(mode)), None)
+    if kind is not None:
+        raise error(f"it is {kind}, and not a file", where=shown, mend="name a file in a folder that exists")
+    return found
+
+
+@contextlib.contextmanager
+def workspace(folder: Path) -> Iterator[Path]:
+    """A new folder within `folder`, to make files in that are then renamed; it is gone afterwards.
+
+    Args:
+        folder: where the files will stand, so that a rename is all that it takes.
+
+    Raises:
+        OSError: nothing can be written there.
+    """
+    sweep(folder)
+    made, handle = _locked(folder)
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+        if handle is not None:
+            os.close(handle)
+
+
+def _locked(folder: Path) -> tuple[Path, int | None]:
+    """A new folder and the handle that locks it; another run may have swept it away before it was locked."""
+    while True:
+        made = Path(tempfile.mkdtemp(dir=folder, prefix=PREFIX))
+        if fcntl is None:
+            return made, None
+        handle = os.open(made, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if made.stat().st_ino == os.fstat(handle).st_ino:
+                return made, handle
+        except BlockingIOError:
+            pass  # a run beside this one takes it for one left behind
+        except OSError:
+            if made.exists():  # a file system without locks
+                os.close(handle)
+                return made, None
+        os.close(handle)
+
+
+def sweep(folder: Path) -> None:
+    """Remove the folders that killed runs have left within a folder. What cannot be removed stays."""
+    try:
+        found = [Path(entry.path) for entry in os.scandir(folder) if entry.name.startswith(PREFIX)]
+    except OSError:
+        return
+    for left in found:
+        if left.is_symlink() or not left.is_dir():
+            continue
+        with contextlib.suppress(OSError):
+            if fcntl is None:
+                if time.time() - left.stat().st_mtime > _OLD:
+                    shutil.rmtree(left, ignore_errors=True)
+                continue
+            handle = os.open(left, os.O_RDONLY)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # whoever works in it holds this lock
+                shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(handle)
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[bool]:
+    """Whether no other run is putting files in place in a folder, until the end of the block.
+
+    False where the file system knows no locks, or another run takes longer than ten seconds.
+    """
+    if fcntl is None:
+        yield False
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        yield _wait_for(handle)
+    finally:
+        os.close(handle)
+
+
+def _wait_for(handle: int) -> bool:
+    until = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.02)
+        except OSError:
+            return False
+        else:
+            return True
+
+
+def publish(made: Path, target: Path) -> None:
+    """Rename a file over another one, whose mode it takes on.
+
+    Args:
+        made: a file of the same file system.
+        target: no symbolic link.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        made.chmod(stat.S_IMODE(target.stat().st_mode))
+    made.replace(target)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -29,6 +29,10 @@ class ValueKind(enum.Enum):
     BUFFER = "buffer"
     CONSTANT = "const"
     RESULT = "result"
+
+
+STORED_KINDS = frozenset({ValueKind.PARAMETER, ValueKind.BUFFER, ValueKind.CONSTANT})
+"""Kinds of values whose numbers are stored with the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +132,21 @@ class Node:
     pin: Pin | None = None
 
 
+def _unknown(value: str) -> float | None:
+    """What is known of the numbers of a graph without data: nothing."""
+    return None
+
+
 class PrecisionGraph:
     """Nodes in execution order, the values between them, and the graph's outputs.
 
     Args:
         device: type of the device that it runs on: `cpu`, `cuda`, …
         folds: a cast of a parameter or constant is done once on the stored data and costs nothing at run time.
+
+    Attributes:
+        magnitude_of: the largest finite magnitude of the numbers stored under a value's name; `None` where there are
+            none, or they are not known. What lowers a model sets it.
 
     Example:
         >>> graph = PrecisionGraph()
@@ -146,6 +159,7 @@ class PrecisionGraph:
 
     def __init__(self, device: str = "cpu", *, folds: bool = False) -> None:
         self.device, self.folds = device, folds
+        self.magnitude_of: Callable[[str], float | None] = _unknown
         self.values: dict[str, Value] = {}
         self.nodes: dict[str, Node] = {}
         self.outputs: list[str] = []

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,25 @@ import onnx
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import low_type
+from amp_compiler.ir.files import output_file
 from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.onnx.check.batches import Sizes
+from amp_compiler.onnx.check.loads import MOST_NODES, Refusal, is_installed, is_long, refusal_of
+from amp_compiler.onnx.check.run import Engine, make_engine
 from amp_compiler.onnx.lowering.apply import apply_plan
 from amp_compiler.onnx.lowering.lower import Lowered
 from amp_compiler.onnx.lowering.norms import guard_norms
+from amp_compiler.onnx.lowering.parameters import unify_batch_norms
 from amp_compiler.onnx.model.edit import unique
 from amp_compiler.onnx.model.infer import infer, stripped
 from amp_compiler.onnx.model.model import OnnxFile, Source, all_graphs, open_model
 from amp_compiler.onnx.model.save import save, to_proto
-from amp_compiler.onnx.plan import plan_onnx
+from amp_compiler.onnx.model.validate import told_as_onnx
+from amp_compiler.onnx.plan import plan_onnx, told_late
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.unused import warn_of_unused
+
+logger = logging.getLogger("amp_compiler")
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,10 @@ class Conversion:
         path: the file that was written; `None` where there is none.
         changed: whether the plan changed anything.
         report: what `verify=` found; `None` without it.
+        refusal: why the installed ONNX Runtime does not load the model; `None` where it does, or there is none, or
+            `check=False`.
+        notes: what else there is to know, in a sentence each: nodes that stay FP32 for their opset alone, and that the
+            model is too long to be loaded.
     """
 
     plan: PrecisionPlan
@@ -43,6 +56,8 @@ class Conversion:
     path: Path | None = None
     changed: bool = False
     report: Any = None
+    refusal: Refusal | None = None
+    notes: tuple[str, ...] = ()
 
 
 def convert_onnx(
@@ -55,6 +70,11 @@ def convert_onnx(
     keep_io_types: bool = True,
     verify: Any = None,
     raise_opset: bool = True,
+    opset: int | None = None,
+    check: bool = True,
+    providers: Sequence[str] | None = None,
+    custom_ops: Sequence[str | Path] | None = None,
+    as_fp32: Iterable[str] | str = (),
 ) -> Conversion:
     """Convert an ONNX model to mixed precision.
 
@@ -65,15 +85,26 @@ def convert_onnx(
     Args:
         source: path of a model, a `ModelProto`, or what `open_model` gave. It is never changed, and its file read once.
         output: file to write, atomically; without it the model is returned. Where the input keeps its data in a file
-            of their own, so does the output (`<output>.data`).
+            of their own, so does the output: `<output>.data`, or where there is an older output
+            `<output>.<digest>.data`, so that nobody ever reads a model with another one's data.
         rules: a preset name, a path, a dict or a `RuleSet`.
         dtype: `"fp16"` or `"bf16"`.
         calibration: batches (dicts from input name to array), an npz file or a folder of npz files: the FP32 model runs
-            over them, and the magnitudes that its values reach decide too.
+            over them, and the magnitudes that its values reach decide too. Dimensions that the model leaves open count
+            as large as the data have them, in `reduction_size` and in the bytes of casts.
         keep_io_types: inputs and outputs of the graph keep their types. With `False`, floating-point outputs have the
             type in which they are made, and FP32 inputs that are read in the low type alone have the low type.
         verify: batches as for `calibration`, over which both models run with true rounding after every op.
-        raise_opset: raise the opset where only a later one admits the low type; with `False` such ops stay FP32.
+        raise_opset: raise the opset where only a later one admits the low type, as far as the installed ONNX Runtime
+            loads the model; with `False` such ops stay FP32.
+        opset: raise the model to this opset, and no further.
+        check: refuse what ONNX's full checker refuses, and load the result once in ONNX Runtime where that is
+            installed; what it says against the result is a warning, and `Conversion.refusal`.
+        providers: execution providers of ONNX Runtime that calibration and verification run on and the result is loaded
+            with, the first choice first; the CPU's by default.
+        custom_ops: libraries of custom ops for ONNX Runtime, as paths.
+        as_fp32: types whose parts of the model are made FP32 first, and then decided on by the rules: `fp64`, `fp16`,
+            `bf16`. `dtype="bf16", as_fp32="fp16"` makes an FP16 model a BF16 one.
 
     Returns:
         The plan, with the model or its path.
@@ -92,34 +123,78 @@ def convert_onnx(
     rule_set = load_rules(rules)
     opened = open_model(source)
     target = None if output is None else _target(opened, output)
+    engine = make_engine(providers, custom_ops)
+    loading = _Loading(opened, engine) if check else None
     ranges: Mapping[str, float] = {}
+    sizes = Sizes(opened)
     if calibration is not None:
         from amp_compiler.onnx.check.calibrate import calibrate
 
-        ranges = calibrate(opened, calibration)
+        ranges = calibrate(opened, sizes.watch(calibration), engine=engine)
     converted = None
     with _paused_collector():
         plan, lowered, found = plan_onnx(
-            opened, rule_set, low, ranges, keep_io_types=keep_io_types, raising=raise_opset
+            opened,
+            rule_set,
+            low,
+            ranges,
+            keep_io_types=keep_io_types,
+            raising=raise_opset,
+            check=check,
+            opset=opset,
+            sizes=sizes.known,
+            as_fp32=as_fp32,
         )
+        late = told_late(lowered, rule_set, raising=raise_opset, opset=opset)
         warn_of_unused(plan.unused_rules, lowered.model.ir.graph.name or "the ONNX model")
-        _rename_duplicates(lowered)
-        labels = {node.name: node.precision for node in plan.nodes}
-        changed = apply_plan(lowered, plan, floors=found.floors(labels, low), keep_io_types=keep_io_types)
-        if changed:
-            guard_norms(lowered)
-        if target is None:
-            converted = to_proto(lowered.model)
-            _check(lowered, converted, lowered.model.folder)
-        else:
-            save(lowered.model, target, lambda proto, folder: _check(lowered, proto, folder))
+        with told_as_onnx(opened.name, "it cannot be converted"):
+            _rename_duplicates(lowered)
+            labels = {node.name: node.precision for node in plan.nodes}
+            changed = apply_plan(lowered, plan, floors=found.floors(labels, low), keep_io_types=keep_io_types)
+            if changed:
+                guard_norms(lowered)
+                unify_batch_norms(lowered, plan)
+            if target is None:
+                converted = to_proto(lowered.model)
+                _check(lowered, converted, lowered.model.folder, loading)
+            else:
+                save(lowered.model, target, lambda proto, folder: _check(lowered, proto, folder, loading))
     report = None
     made: Path | onnx.ModelProto | None = target or converted
     if verify is not None and made is not None:
         from amp_compiler.onnx.check.verify import verify as compare
 
-        report = compare(opened, made, verify)
-    return Conversion(plan, converted, target, changed, report)
+        report = compare(opened, made, verify, engine=engine)
+    refusal = loading.refusal if loading is not None else None
+    if refusal is not None and not refusal.kernel:
+        logger.warning("%s: %s", target or opened.name, refusal)
+    if late and not raise_opset:
+        logger.warning("%s", late)
+    notes = (*([late] if late else []), *(loading.notes if loading is not None else ()))
+    return Conversion(plan, converted, target, changed, report, refusal, notes)
+
+
+class _Loading:
+    """Loads a result in ONNX Runtime before it is put in place, and keeps what that says.
+
+    Args:
+        opened: the original, which is loaded too where the result does not load.
+        engine: what it is loaded with.
+    """
+
+    def __init__(self, opened: OnnxFile, engine: Engine) -> None:
+        self.opened, self.engine = opened, engine
+        self.refusal: Refusal | None = None
+        self.notes: tuple[str, ...] = ()
+
+    def __call__(self, proto: onnx.ModelProto, folder: Path | None) -> None:
+        """Load it once."""
+        if is_installed() and is_long(proto):
+            self.notes = (f"it was not loaded in ONNX Runtime, which takes long with more than {MOST_NODES} nodes",)
+        found = refusal_of(proto, folder, engine=self.engine)
+        if found is not None:
+            before = refusal_of(self.opened.proto, self.opened.folder, engine=self.engine)
+            self.refusal = replace(found, before=before is not None)
 
 
 @contextlib.contextmanager
@@ -135,14 +210,12 @@ def _paused_collector() -> Iterator[None]:
 
 
 def _target(opened: OnnxFile, output: str | Path) -> Path:
-    target, path = Path(output), opened.path
+    target, path = output_file(output, OnnxError), opened.path
     if path is not None:
-        same = path.samefile(target) if path.exists() and target.exists() else path.absolute() == target.absolute()
+        same = path.samefile(target) if path.exists() and target.exists() else path.resolve() == target
         if same:
-            raise OnnxError("the output is the input", where=str(target), mend="name another output file")
-    if not target.parent.is_dir():
-        raise OnnxError("there is no such folder", where=str(target.parent), mend="create it first")
-    return target
+            raise OnnxError("the output is the input", where=str(output), mend="name another output file")
+    return Path(output)
 
 
 def _rename_duplicates(lowered: Lowered) -> None:
@@ -160,16 +233,20 @@ def _rename_duplicates(lowered: Lowered) -> None:
             seen.add(node.name)
 
 
-def _check(lowered: Lowered, converted: onnx.ModelProto, folder: Path | None) -> None:
-    """Let ONNX's own inference find any disagreement of types, unless the input has one already."""
+def _check(lowered: Lowered, converted: onnx.ModelProto, folder: Path | None, loading: _Loading | None) -> None:
+    """Let ONNX's own inference find any disagreement of types, unless the input has one already; then load it."""
     try:
         infer(stripped(converted, folder), strict=True)
     except OnnxError as wrong:
         try:
             infer(stripped(lowered.model.proto, lowered.model.folder), strict=True)
-        except OnnxError:
-            return  # the input is at fault
+        except OnnxError:  # the input is at fault
+            if loading is not None:
+                loading(converted, folder)
+            return
         raise OnnxError(
             f"the converted model is not valid: {wrong.what}",
             mend="report this as a bug, with the model; rules that keep the node in FP32 avoid it",
         ) from wrong
+    if loading is not None:
+        loading(converted, folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,19 @@ from amp_compiler.errors import CaptureError, OnnxError
 from amp_compiler.fx.capture import StandIn, export_module, split_example
 from amp_compiler.fx.lower import lower_graph
 from amp_compiler.ir.dtypes import DType, low_type
+from amp_compiler.ir.files import output_file
 from amp_compiler.ir.graph import Pin
 from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.onnx.exporting.calibrate import measure, pin_calibrated
 from amp_compiler.onnx.exporting.exporter import run_exporter
-from amp_compiler.onnx.exporting.from_fx import mark_stored, onnx_typing, pin_misfits, settle, value_kinds
+from amp_compiler.onnx.exporting.from_fx import (
+    mark_stored,
+    onnx_typing,
+    pin_misfits,
+    settle,
+    stored_magnitudes,
+    value_kinds,
+)
 from amp_compiler.onnx.exporting.misfits import unfit_nodes
 from amp_compiler.onnx.model.model import OnnxModel
 from amp_compiler.onnx.model.save import save
@@ -63,6 +72,7 @@ def export_onnx(
     opset: int | None = None,
     input_names: Sequence[str] | None = None,
     output_names: Sequence[str] | None = None,
+    calibration: Iterable[Any] | None = None,
 ) -> Export:
     """Export a torch model to ONNX in mixed precision.
 
@@ -86,6 +96,8 @@ def export_onnx(
         input_names: names of the inputs; those of `forward`'s arguments by default.
         output_names: names of the outputs; the keys of a dict that `forward` returns, else `output`, or `output_0` and
             so on.
+        calibration: batches, each as `example_args`: the FP32 model runs over them, and the magnitudes that its values
+            reach decide too, as with `convert_onnx`.
 
     Returns:
         The plan, with the model or its path.
@@ -110,8 +122,8 @@ def export_onnx(
             mend="for an ONNX file there is amp.convert_onnx",
         )
     target = None if output is None else Path(output)
-    if target is not None and not target.parent.is_dir():
-        raise OnnxError("there is no such folder", where=str(target.parent), mend="create it first")
+    if output is not None:
+        output_file(output, OnnxError)
     args, kwargs = split_example(example_args)
     version = DEFAULT_OPSET[low] if opset is None else opset
     if not isinstance(version, int) or not 1 <= version <= onnx.defs.onnx_opset_version():
@@ -119,9 +131,13 @@ def export_onnx(
             f"{version!r} is no opset", mend=f"give a number up to {onnx.defs.onnx_opset_version()}, or leave it out"
         )
     pins: dict[str, str] = {}
+    ranges: dict[str, float] | None = None
     for _ in range(_ROUNDS):
         program = export_module(model, args, {**kwargs, **(example_kwargs or {})}, dynamic_shapes)
-        plan = _rewrite(program, rule_set, low, version, keep_io_types, pins)
+        _prepare(program, low, version)
+        if calibration is not None and ranges is None:
+            ranges = measure(program, calibration, example_kwargs or {})
+        plan = _rewrite(program, rule_set, low, keep_io_types, pins, ranges or {})
         made = run_exporter(program, version, input_names, output_names or _output_names(program))
         unfit = {name: why for name, why in unfit_nodes(made, low, plan).items() if name not in pins}
         if not unfit:
@@ -131,26 +147,33 @@ def export_onnx(
     return _deliver(plan, made, target)
 
 
+def _prepare(program: torch.export.ExportedProgram, low: DType, opset: int) -> None:
+    """Bring a program into the form that is planned, in place."""
+    CAPTURE.run(program.graph_module, {})
+    ONNX_CAPTURE.run(program.graph_module, {"low": low, "opset": opset})
+
+
 def _rewrite(
     program: torch.export.ExportedProgram,
     rules: RuleSet,
     low: DType,
-    opset: int,
     keep_io_types: bool,
     pins: dict[str, str],
+    ranges: Mapping[str, float],
 ) -> PrecisionPlan:
     """Plan a program and carry the plan out on it, in place."""
     kinds = value_kinds(program)
     graph_module = program.graph_module
-    CAPTURE.run(graph_module, {})
-    ONNX_CAPTURE.run(graph_module, {"low": low, "opset": opset})
     rules = replace(rules, ops=onnx_typing(rules.ops))
     graph = lower_graph(graph_module, kinds)
     graph.device, graph.folds = "onnx", True
+    graph.magnitude_of = stored_magnitudes(program, low)
     pin_misfits(graph, program, low, rules.ops)
+    pin_calibrated(graph, ranges, low)
     for name, why in pins.items():
         graph.nodes[name] = replace(graph.nodes[name], pin=Pin("fp32", why))
-    plan = make_plan(graph, rules, low)
+    known = {name: largest for name, largest in ranges.items() if name in graph.values}
+    plan = make_plan(graph, rules, low, ranges=known)
     mark_stored(program)
     pipeline = ONNX_EXPORT.skip("open_ends") if keep_io_types else ONNX_EXPORT
     pipeline.run(graph_module, {"plan": plan, "low": low, "ops": rules.ops, "differentiable": False, "device": "onnx"})

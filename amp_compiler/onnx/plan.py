@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+import onnx
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import DType, low_type
+from amp_compiler.ir.graph import Node
 from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.onnx.check.loads import latest_opset, refusal_of
 from amp_compiler.onnx.lowering.lower import Lowered, lower
 from amp_compiler.onnx.lowering.norms import find_norms, pin_norm
 from amp_compiler.onnx.lowering.overflow import Overflows
+from amp_compiler.onnx.lowering.parameters import pin_batch_norms, pin_scales
 from amp_compiler.onnx.lowering.ranges import Ranges, pin_ranges
 from amp_compiler.onnx.lowering.running_sums import pin_running_sums
-from amp_compiler.onnx.model.model import Source, open_model, read_model
-from amp_compiler.onnx.model.opset import raise_opset
+from amp_compiler.onnx.model.infer import Sizes
+from amp_compiler.onnx.model.model import OnnxFile, OnnxModel, Source, open_model, read_model
+from amp_compiler.onnx.model.opset import opset_of, raise_opset
+from amp_compiler.onnx.model.retype import make_fp32, types_of
+from amp_compiler.onnx.model.validate import told_as_onnx
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.plan.make_plan import make_plan
 from amp_compiler.planner.numbers import find_numbers
@@ -33,6 +42,9 @@ def explain_onnx(
     dtype: str = "fp16",
     ranges: Mapping[str, float] | None = None,
     stages: Stages | None = None,
+    check: bool = True,
+    sizes: Sizes | None = None,
+    as_fp32: Iterable[str] | str = (),
 ) -> PrecisionPlan:
     """The plan that `convert_onnx` would carry out.
 
@@ -42,11 +54,18 @@ def explain_onnx(
         dtype: as for `convert_onnx`.
         ranges: calibrated largest magnitude by value name.
         stages: takes the graph that is planned, as text, and what each pass decides on it.
+        check: refuse what ONNX's full checker refuses.
+        sizes: sizes of the dimensions that the model leaves open, by name, and by (input, axis) for those without one.
+        as_fp32: types whose parts of the model are made FP32 first: `fp64`, `fp16`, `bf16`.
 
     Raises:
         OnnxError: the model cannot be read.
     """
-    return plan_onnx(source, load_rules(rules), low_type(dtype), ranges, stages=stages)[0]
+    low = low_type(dtype)
+    plan, _, _ = plan_onnx(
+        source, load_rules(rules), low, ranges, stages=stages, check=check, sizes=sizes, as_fp32=as_fp32
+    )
+    return plan
 
 
 def plan_onnx(
@@ -58,6 +77,10 @@ def plan_onnx(
     keep_io_types: bool = True,
     raising: bool = True,
     stages: Stages | None = None,
+    check: bool = True,
+    opset: int | None = None,
+    sizes: Sizes | None = None,
+    as_fp32: Iterable[str] | str = (),
 ) -> tuple[PrecisionPlan, Lowered, Ranges]:
     """The plan of a model, the lowered model that `lowering.apply` carries it out on, and what ranges demand.
 
@@ -67,34 +90,50 @@ def plan_onnx(
         low: the 16-bit type.
         ranges: calibrated largest magnitude by value name.
         keep_io_types: as for `convert_onnx`.
-        raising: raise the opset where only a later one admits the low type. Where ONNX's converter cannot do it, the
-            ops that a rule merely lets be low stay FP32, and one that a rule asks to be low is an error.
+        raising: raise the opset where only a later one admits the low type, as far as the installed ONNX Runtime loads
+            the model. Where ONNX's converter cannot do it, the ops that a rule merely lets be low stay FP32, and one
+            that a rule asks to be low is an error.
         stages: as for `explain_onnx`.
+        check: as for `explain_onnx`.
+        opset: raise the model to this opset, and no further.
+        sizes: as for `explain_onnx`.
+        as_fp32: as for `explain_onnx`.
 
     Raises:
         OnnxError: the model cannot be read, or its opset not be raised.
     """
     opened = open_model(source)
     named = names_ops(rules)
-    lowered = lower(read_model(opened), low, named=named, keep_io_types=keep_io_types)
-    if raising and lowered.late:
-        later = _later_opset(lowered, rules, low)
-        if later is not None:
-            version, why, needed = later
-            try:
-                raised = raise_opset(opened, version, why)
-                lowered = lower(read_model(raised), low, named=named, keep_io_types=keep_io_types)
-            except OnnxError:
-                if needed:
-                    raise
-    found = pin_ranges(lowered, ranges)
-    if rules.keeps("running_sums"):
-        pin_running_sums(lowered)
-    known = {name: largest for name, largest in (ranges or {}).items() if name in lowered.graph.values}
-    _unify_norms(lowered, rules, low, known)
-    if stages is not None:
-        stages.note("capture", lowered.graph.to_text())
-    return make_plan(lowered.graph, rules, low, ranges=known, stages=stages), lowered, found
+    if opset is not None:
+        opened = _at_opset(opened, opset, raising)
+    wide = types_of(as_fp32)
+
+    def read(file: OnnxFile, checked: bool) -> OnnxModel:
+        model = read_model(file, check=checked, sizes=sizes)
+        if wide:
+            make_fp32(model, wide, keep_io_types=keep_io_types)
+        return model
+
+    with told_as_onnx(opened.name, "it cannot be planned"):
+        options: dict[str, Any] = {
+            "named": named, "keep_io_types": keep_io_types, "keep_quantized": rules.keeps("quantized"),
+        }  # fmt: skip
+        lowered = lower(read(opened, check), low, **options)
+        if raising and opset is None and lowered.late:
+            raised = _raised(opened, lowered, rules)
+            if raised is not None:
+                lowered = lower(read(raised, False), low, **options)
+        found = pin_ranges(lowered, ranges)
+        pin_batch_norms(lowered)
+        pin_scales(lowered)
+        if rules.keeps("running_sums"):
+            pin_running_sums(lowered)
+        known = {name: largest for name, largest in (ranges or {}).items() if name in lowered.graph.values}
+        _unify_norms(lowered, rules, low, known)
+        if stages is not None:
+            stages.note("capture", lowered.graph.to_text())
+        plan = make_plan(lowered.graph, rules, low, ranges=known, stages=stages)
+        return plan, lowered, found
 
 
 def names_ops(rules: RuleSet) -> Callable[[str, str], bool]:
@@ -130,20 +169,99 @@ def _unify_norms(lowered: Lowered, rules: RuleSet, low: DType, ranges: Mapping[s
                 break
 
 
-def _later_opset(lowered: Lowered, rules: RuleSet, low: DType) -> tuple[int, str, bool] | None:
-    """The opset that the nodes need whose rules ask for the low type, why, and whether a rule asks for it outright."""
-    matcher = RuleMatcher(rules, lowered.graph, Context(low, lowered.graph.device))
-    wanted: tuple[int, str] | None = None
-    needed = False
+def _at_opset(opened: OnnxFile, opset: int, raising: bool) -> OnnxFile:
+    """The model in the opset that the user names."""
+    present = opset_of(opened.proto)
+    latest = onnx.defs.onnx_opset_version()
+    if not isinstance(opset, int) or isinstance(opset, bool) or not 1 <= opset <= latest:
+        raise OnnxError(f"{opset!r} is no opset", where="opset", mend=f"give a number up to {latest}, or leave it out")
+    if opset < present:
+        raise OnnxError(
+            f"the model's opset is {present}, and opset {opset} would lower it",
+            where="opset",
+            mend=f"give {present} or more, or export the model with opset {opset}",
+        )
+    if opset > present and not raising:
+        raise OnnxError(
+            f"opset {opset} raises the model's, which is {present}, and raise_opset=False forbids it",
+            where="opset",
+            mend="leave one of the two out",
+        )
+    return raise_opset(opened, opset, f"opset {opset} is asked for") if opset > present else opened
+
+
+def _raised(opened: OnnxFile, lowered: Lowered, rules: RuleSet) -> OnnxFile | None:
+    """The model in the latest opset that its nodes ask for, its converter reaches and ONNX Runtime loads; `None`: none.
+
+    Raises:
+        OnnxError: the converter cannot do it, and a rule asks for the low type outright.
+    """
+    wanted = late_nodes(lowered, rules)
+    limit = latest_opset()
+    versions = sorted({lowered.late[node.name] for node, _ in wanted}, reverse=True)
+    failed: OnnxError | None = None
+    for version in versions:
+        if limit is not None and version > limit:
+            continue
+        node = next(node for node, _ in wanted if lowered.late[node.name] == version)
+        why = f"{node.op} takes {lowered.low.short} from opset {version} on (node '{node.name}')"
+        try:
+            raised = raise_opset(opened, version, why)
+        except OnnxError as wrong:
+            failed = failed or wrong
+            continue
+        if refusal_of(raised.proto, raised.folder, light=True) is None or (
+            refusal_of(opened.proto, opened.folder, light=True) is not None
+        ):
+            return raised
+    if failed is not None and any(needed for _, needed in wanted):
+        raise failed
+    return None
+
+
+def late_nodes(lowered: Lowered, rules: RuleSet) -> list[tuple[Node, bool]]:
+    """The nodes that stay FP32 for their opset alone, and whether a rule asks for the low type outright.
+
+    Args:
+        lowered: the lowered model.
+        rules: the rules, which let these nodes be low.
+    """
+    matcher = RuleMatcher(rules, lowered.graph, Context(lowered.low, lowered.graph.device))
     kept = find_numbers(lowered.graph, rules).kept
-    for name, version in lowered.late.items():
-        if name in kept:
-            continue
+    found = []
+    for name in lowered.late:
         node = lowered.graph.nodes[name]
-        decision = matcher.decide(node)
-        if decision is None or decision.precision not in _ASKED:
-            continue
-        needed = needed or decision.precision is Precision.LOW
-        if wanted is None or version > wanted[0]:
-            wanted = version, f"{node.op} takes {low.short} from opset {version} on (node '{name}')"
-    return None if wanted is None else (*wanted, needed)
+        decision = None if name in kept else matcher.decide(node)
+        if decision is not None and decision.precision in _ASKED:
+            found.append((node, decision.precision is Precision.LOW))
+    return found
+
+
+def told_late(lowered: Lowered, rules: RuleSet, *, raising: bool, opset: int | None) -> str:
+    """What a later opset would change, in a sentence; empty where it would change nothing.
+
+    Args:
+        lowered: the lowered model, after its opset was raised.
+        rules: the rules.
+        raising: whether the opset might be raised.
+        opset: the one that the user named.
+    """
+    late = [node for node, _ in late_nodes(lowered, rules)]
+    if not late:
+        return ""
+    by_op = Counter((node.op, lowered.late[node.name]) for node in late)
+    listed = ", ".join(
+        f"{count} {op.removeprefix('onnx.')} (opset {version})" for (op, version), count in sorted(by_op.items())
+    )
+    nodes = "1 node stays" if len(late) == 1 else f"{len(late)} nodes stay"
+    latest = latest_opset()
+    if not raising:
+        mend = "allow the opset to be raised"
+    elif opset is not None:
+        mend = "name a later opset, or none"
+    elif latest is not None:
+        mend = f"the onnxruntime loads opsets up to {latest}, and not every op in all of them; opset= names another"
+    else:
+        mend = "export the model with a later opset"
+    present, short = lowered.model.opset(""), lowered.low.short
+    return f"{nodes} FP32 because the opset is {present}: {short} comes later for {listed}; {mend}"

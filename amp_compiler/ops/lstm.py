@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from amp_compiler.ops import recurrent_network
 from amp_compiler.ops.cpu import lstm as cpu_lstm
 from amp_compiler.ops.recurrent import stacked
 
@@ -66,6 +67,8 @@ _LIBRARY.define(
 
 def _lstm_or_atens(data: Tensor, hidden: list[Tensor], *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     """`amp_compiler.lstm`: traced and differentiated as what it is made of."""
+    if recurrent_network.takes("lstm", data, hidden, *rest):
+        return recurrent_network.network("lstm", data, hidden, *rest)  # type: ignore[return-value]
     if can_run(data, hidden):
         return lstm(data, hidden, *rest)
     if not _rounds_its_states(data):

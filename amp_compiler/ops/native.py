@@ -7,6 +7,7 @@ they stand.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_compiler.ops import attention, lstm, recurrent
+from amp_compiler.ops import attention, lstm, recurrent, recurrent_network
 from amp_compiler.ops.cpu import update as cpu_update
+from amp_compiler.ops.cuda import cudnn_rnn
 from amp_compiler.ops.layout import is_dense
 from amp_compiler.ops.update.operators import CHECK, COMMIT, FUSED, OPERATORS, commit_on_cpu
 
@@ -94,6 +96,18 @@ NATIVE_OPS: tuple[NativeOp, ...] = (
             gain="an FP32 state, one node for all steps; native loops in BF16, torch's slower ones in other types",
         )
         for kind in recurrent.KINDS
+    ),
+    *(
+        NativeOp(
+            op=getattr(torch.ops.aten, kind).input,
+            device="cuda",
+            stage=FORWARD,
+            ready=lambda: cudnn_rnn.CUDNN.available(),
+            fits=functools.partial(recurrent_network.takes, kind),
+            implementation=getattr(torch.ops.amp_compiler, kind).default,
+            gain="cuDNN, two nodes where torch's compiler makes some hundred a layer; not measured on a device yet",
+        )
+        for kind in cudnn_rnn.MODES
     ),
     NativeOp(
         op=attention.ATEN_BACKWARD,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_compiler.ops import recurrent_steps
+from amp_compiler.ops import recurrent_network, recurrent_steps
 from amp_compiler.ops.cpu import recurrent as cpu_recurrent
 
 KINDS = ("gru", "rnn_tanh", "rnn_relu")
@@ -100,6 +100,8 @@ def recurrent(
     Returns:
         The output and the last hidden state.
     """
+    if recurrent_network.takes(kind, data, hidden, parameters, *options):
+        return recurrent_network.network(kind, data, [hidden], parameters, *options)  # type: ignore[return-value]
     if not can_run(data, hidden, parameters):
         return getattr(torch.ops.aten, kind).input(data, hidden, parameters, *options)  # type: ignore[no-any-return]
     low = data.dtype if data.dtype in (torch.bfloat16, torch.float16) else None

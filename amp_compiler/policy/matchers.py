@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
 from amp_compiler.ir.dtypes import LOW_TYPES, DType, dtype_from_short
-from amp_compiler.ir.graph import LOSS_FUNCTION, Attr, Node
+from amp_compiler.ir.graph import LOSS_FUNCTION, STORED_KINDS, Attr, Node, Value
 from amp_compiler.policy import forms
 from amp_compiler.policy.marks import Mark, nearest
 from amp_compiler.policy.op_table import NAMESPACES
@@ -297,6 +297,39 @@ class AbsMax(_Bound):
 
 
 @dataclass(frozen=True)
+class WeightAbsMax(_Bound):
+    """Bound on the largest finite magnitude of the stored numbers that the node reads; no match where unknown."""
+
+    key: ClassVar[str] = "weight_absmax"
+    about: ClassVar[str] = 'largest magnitude of the stored numbers that the node reads: "> 1000"'
+    form: ClassVar[Any] = forms.Bound
+
+    def holds(self, node: Node, view: View) -> bool:
+        """By the data in the file."""
+        known = [size for value in _stored(node, view) if (size := view.graph.magnitude_of(value.name)) is not None]
+        return bool(known) and self.bound.holds(max(known))
+
+
+@dataclass(frozen=True)
+class WeightSize(_Bound):
+    """Bound on the elements of the largest stored tensor of floats that the node reads; no match without one."""
+
+    key: ClassVar[str] = "weight_size"
+    about: ClassVar[str] = 'elements of the largest stored tensor that the node reads: "< 2048"'
+    form: ClassVar[Any] = forms.Bound
+
+    def holds(self, node: Node, view: View) -> bool:
+        """By the shapes of the data."""
+        sizes = [value.numel for value in _stored(node, view)]
+        return bool(sizes) and self.bound.holds(max(sizes))
+
+
+def _stored(node: Node, view: View) -> list[Value]:
+    """The floating-point values that a node reads and that are stored with the model."""
+    return [value for _, value in view.graph.operands(node) if value.kind in STORED_KINDS and value.dtype.is_float]
+
+
+@dataclass(frozen=True)
 class Phase(_Names):
     """The forward, of which every node that is planned is a part: rules are asked before there is a backward."""
 
@@ -364,8 +397,8 @@ class LowType(Match):
 MATCHERS: dict[str, type[Match]] = {
     kind.key: kind
     for kind in (
-        Family, Op, Module, ModuleType, NodeName, Attribute, Feeds, Inputs, ReductionSize, AbsMax, Phase, DeviceType,
-        LowType,
+        Family, Op, Module, ModuleType, NodeName, Attribute, Feeds, Inputs, ReductionSize, WeightSize, AbsMax,
+        WeightAbsMax, Phase, DeviceType, LowType,
     )
 }  # fmt: skip
 

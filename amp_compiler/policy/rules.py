@@ -280,6 +280,6 @@ class RuleSet:
         """Whether some numbers stay as captured whatever the rules say; they do unless the rules say otherwise.
 
         Args:
-            what: a key of the section `keep`: `sizes`, `angles` or `running_sums`.
+            what: a key of the section `keep`: `sizes`, `angles`, `running_sums` or `quantized`.
         """
         return self.keep.get(what, True)

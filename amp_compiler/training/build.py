@@ -174,7 +174,7 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
         inputs.store_low(captured.graph_module.graph, low, settings.rules.ops)
     weights = TrainedWeights(inputs, storage.rounding if storage.low else None)
     step = settings.pipelines["STEP" if begun.gradients is None else "UPDATE"].run(
-        captured.graph_module, _step_options(weights, begun, options, storage.skips), stages
+        captured.graph_module, _step_options(weights, begun, options, state.kept), stages
     )
     resolve = weights.resolvers(step, state.kept)
     static = settings.dynamic_shapes is None or begun.gradients is not None
@@ -232,7 +232,7 @@ def _forward(
     return plan, rewrite(captured.graph_module, plan, settings, stages, past_weights=False)
 
 
-def _step_options(weights: TrainedWeights, begun: Begun, options: StepOptions, skips_overflow: bool) -> dict[str, Any]:
+def _step_options(weights: TrainedWeights, begun: Begun, options: StepOptions, kept: KeptTensors) -> dict[str, Any]:
     """The options of the passes of the pipelines STEP and UPDATE, by name."""
     return {
         "buffers": begun.written,
@@ -245,7 +245,8 @@ def _step_options(weights: TrainedWeights, begun: Begun, options: StepOptions, s
         "in_fp32": begun.in_fp32,
         "groups": Late(weights.specs),
         "updated": Late(lambda _: weights.updated),
-        "skips_overflow": skips_overflow,
+        "skips_overflow": kept.weights.storage.skips,
+        "laid_out": Late(lambda _: weights.laid_out(kept.lows)),
         "results": begun.results,
         "scale": options.scale,
         "clip_norm": options.clip_norm,

@@ -225,18 +225,20 @@ def open_operators(graph_module: fx.GraphModule) -> fx.GraphModule:
 def _open(node: fx.Node) -> None:
     """Put the torch calls that an operator stands for in its place."""
     read = node.all_input_nodes
+    target: Any = node.target
 
     def calls(*inputs: Any) -> Any:
         given = dict(zip(read, inputs, strict=True))
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), given.__getitem__)
-        return decomposition(node.target)(*args, **kwargs)
+        return decomposition(target)(*args, **kwargs)
 
     traced = traced_graph(calls, *(one.meta["val"] for one in read), _allow_non_fake_inputs=True)
     made = splice_before(node, traced, read, node.meta.get(Key.PHASE, "update"))
     if isinstance(traced.graph.output_node().args[0], (list, tuple)):
         for item in list(node.users):
+            place: Any = item.args[1]
             if item.users:
-                item.replace_all_uses_with(made[item.args[1]])
+                item.replace_all_uses_with(made[place])
             node.graph.erase_node(item)
     elif node.users:
         node.replace_all_uses_with(made[0])

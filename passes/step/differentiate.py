@@ -210,7 +210,7 @@ class _Trace(fx.Interpreter):
         """
         seeded = False
         sources: dict[str, fx.Node] = {}
-        before = {phase: _Before(noted) for phase, noted in (("forward", self._forward), ("backward", self._backward))}
+        before = {"forward": _Before(self._forward), "backward": _Before(self._backward)}
         for node in graph.nodes:
             if node.op != "call_function":
                 continue
@@ -233,7 +233,7 @@ class _Trace(fx.Interpreter):
 class _Before:
     """Says, for places that are asked in order, which of what was noted in order began last."""
 
-    def __init__(self, noted: list[tuple[int, fx.Node | None]]) -> None:
+    def __init__(self, noted: Sequence[tuple[int, fx.Node | None]]) -> None:
         self._noted, self._begun = noted, 0
 
     def at(self, place: int) -> fx.Node | None:

@@ -58,6 +58,7 @@ RANDOM = {  # other random numbers than the reference's: only type and shape can
     "test_bernoulli_seed", "test_bernoulli_seed_expanded", "test_training_dropout", "test_training_dropout_default",
     "test_training_dropout_default_mask", "test_training_dropout_mask",
 }  # fmt: skip
+UNSOUND = {"test_mvn"}  # ONNX's own full checker refuses it, in onnx 1.23
 LEAST = 1240  # of 1296 with onnx 1.23
 
 
@@ -82,7 +83,7 @@ def array(value: Any) -> np.ndarray:
 
 def check(case: Any) -> None:
     """Raises what goes wrong, `AmpError` for a refusal."""
-    module = onnx_to_fx(case.model)
+    module = onnx_to_fx(case.model, check=case.name not in UNSOUND)
     for inputs, outputs in case.data_sets:
         made = module(*[torch.from_numpy(array(one).copy()) for one in inputs])
         made = made if isinstance(made, tuple) else (made,)

@@ -155,6 +155,34 @@ def test_adam_with_other_numbers(beta1, decay, decoupled):
     assert_both_agree("adam_update", adam_arguments((5, 0, BLOCK + 3), beta1=beta1, decay=decay, decoupled=decoupled))
 
 
+FILTERS = ((5, 3, 3, 3), (64, 16, 3, 3), (7, 130, 1, 1), (3, 40, 5, 2), (0, 4, 3, 3), (2, 1, 7, 7), (BLOCK + 1,))
+
+
+@pytest.mark.parametrize(("grads_turned", "lows_turned"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("name", ["adam_update", "sgd_update"])
+def test_gradients_and_copies_of_filters_with_the_channels_last(name, grads_turned, lows_turned, monkeypatch):
+    """Where cuDNN reads and makes them so; nothing is copied to make it fit."""
+    arguments = (adam_arguments if name == "adam_update" else sgd_arguments)(FILTERS, lows=torch.bfloat16)
+    for place, turned in ((1, grads_turned), (5 if name == "adam_update" else 3, lows_turned)):
+        for number, one in enumerate(arguments[place] if turned else []):
+            if one.dim() == 4:
+                arguments[place][number] = one.contiguous(memory_format=torch.channels_last)
+    known = kernels.laid_out_like
+    monkeypatch.setattr(
+        kernels,
+        "laid_out_like",
+        lambda ours, theirs: [assert_is(a, b) for a, b in zip(ours, known(ours, theirs), strict=True)],
+    )
+    changed = assert_both_agree(name, arguments)
+    lows = changed[5 if name == "adam_update" else 3]
+    assert all(torch.equal(low, weight.bfloat16()) for low, weight in zip(lows, changed[0], strict=True))
+
+
+def assert_is(first, second):
+    assert first is second
+    return first
+
+
 @pytest.mark.parametrize("started", [0.0, 1.0])
 @pytest.mark.parametrize("maximize", FLAGS)
 @pytest.mark.parametrize("decay", [0.0, 0.1])
@@ -359,7 +387,7 @@ def test_buffers_of_four_and_eight_bytes_an_element_are_committed_in_one_launch(
 def test_one_unaligned_tensor_leaves_the_others_aligned():
     cache, device = TableCache(), torch.device("cpu")
     base = torch.randn(20)
-    grads = [torch.randn(8), base[1:9], base[4:12], torch.randn(8).half(), torch.randn(20).half()[4:9]]
+    grads = [torch.randn(8), base[1:9], base[4:12], torch.randn(8).half(), torch.randn(20).half()[8:13]]
     groups = cache.groups([grads], device, 4)
     found = {(group.types[0], group.aligned): group.rows[:, 1].tolist() for group in groups}
     half, single = torch.float16, torch.float32

@@ -96,9 +96,10 @@ ADAM = {
     "AMSGRAD": False,
     "MAXIMIZE": False,
     "DECOUPLED": True,
+    "TURNED": 0,
     "ALIGNED": True,
 }
-SGD = {**TYPES, "rng": None, "MODE": 0, "NESTEROV": True, "MAXIMIZE": False, "ALIGNED": True}
+SGD = {**TYPES, "rng": None, "MODE": 0, "NESTEROV": True, "MAXIMIZE": False, "TURNED": 0, "ALIGNED": True}
 ADAM_ARGS = {**TABLE, "scalars": "*fp32", **NUMBERS}
 SGD_ARGS = {**TABLE, "hyper": "*fp64", **NUMBERS, "started": "*fp32"}
 STOCHASTIC = {"WEIGHT_TYPE": "float16", "EXTRA_TYPE": None, "MODE": 1}
@@ -121,7 +122,9 @@ KERNELS = {
     ),
     "adam, stochastic": ("adam_kernel", {**ADAM_ARGS, "rng": "*i64"}, {**ADAM, **STOCHASTIC}),
     "adam, Kahan": ("adam_kernel", {**ADAM_ARGS, "rng": "*i64"}, {**ADAM, **KAHAN}),
+    "adam, filters": ("adam_kernel", ADAM_ARGS, {**ADAM, "TURNED": 5, "DECOUPLED": False}),
     "sgd": ("sgd_kernel", SGD_ARGS, SGD),
+    "sgd, filters": ("sgd_kernel", SGD_ARGS, {**SGD, "TURNED": 5}),
     "sgd, stochastic": ("sgd_kernel", {**SGD_ARGS, "rng": "*i64"}, {**SGD, **STOCHASTIC}),
     "sgd, no momentum": ("sgd_kernel", SGD_ARGS, {**SGD, "MOMENT_TYPE": None, "EXTRA_TYPE": None, "NESTEROV": False}),
     "prepare": (
@@ -193,11 +196,26 @@ def test_the_machine_code_rounds_as_the_reference_does(name):
         assert "sqrt.rn.f32" in ptx and "div.rn.f32" in ptx
 
 
+@pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("name", ["adam", "sgd"])
-def test_full_blocks_load_four_elements_at_a_time_and_share_no_memory(name):
-    ptx = compiled_ptx(name, 80)
+def test_full_blocks_load_four_elements_at_a_time_and_share_no_memory(name, capability):
+    ptx = compiled_ptx(name, capability)
     per_thread = 1024 // 128 // 4
     fp32_columns = 3 if name == "adam" else 2
     assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == fp32_columns * per_thread
     assert len(re.findall(r"ld\.global\.v2\.b32", ptx)) == per_thread, "the 16-bit gradients"
+    assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == fp32_columns * per_thread
+    assert len(re.findall(r"st\.global\.v2\.b32", ptx)) == per_thread, "the 16-bit copies"
     assert "st.shared" not in ptx and "bar.sync" not in ptx
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_of_one_column_load_16_bytes_at_a_time(capability):
+    check = compiled_ptx("check", capability)
+    per_thread = kernels.CHECK_BLOCK // (32 * kernels._CHECK_OPTIONS["num_warps"])
+    assert len(re.findall(r"ld\.global\.v4\.b32", check)) == 2 * per_thread // 16, "the fp16 gradients"
+    assert "ld.global.v2" not in check
+    commit = compiled_ptx("commit", capability)
+    per_thread = kernels.BLOCK // (32 * kernels._UPDATE_OPTIONS["num_warps"])
+    for word in ("ld", "st"):
+        assert len(re.findall(word + r"\.global\.v4\.b32", commit)) == per_thread // 4

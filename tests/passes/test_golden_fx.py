@@ -84,6 +84,11 @@ OPTIONS: dict[str, Any] = {
     "differentiate/a_typed_op_brings_its_own_types": {"wrt": ("a", "b")},
     "take_gradients": {"owners": {"w_master": "w"}},
     "take_gradients/no_gradient_is_announced": {"owners": {}},
+    "channels_last": {"results": 2},
+    "channels_last/a_copy_that_other_programs_turned": {"results": 1, "laid_out": {"w_low0": True}},
+    "channels_last/a_copy_that_other_programs_have_not_turned_is_left_alone": {
+        "results": 1, "laid_out": {"w_low0": False}
+    },
     "sum_gradients": {"owner": ("w", "w")},
     "sum_gradients/one_gradient_a_weight": {"owner": ("a", "b")},
     "fuse_update": {**UPDATE, "groups": (SGD,), "clip_norm": 1.0},

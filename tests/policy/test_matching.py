@@ -12,16 +12,17 @@ from amp_compiler.policy.rules import Context, Precision
 F32, BF16 = DType.FLOAT32, DType.BFLOAT16
 
 
-def graph_of(op, inputs, output=(2, 3), attrs=None, **facts):
-    """A graph of one node. `inputs`: slot to shape, or to (shape, type)."""
+def graph_of(op, inputs, output=(2, 3), attrs=None, stored=None, **facts):
+    """A graph of one node. `inputs`: slot to shape, or to (shape, type). `stored`: magnitudes of what is stored."""
     graph = PrecisionGraph()
     operands = []
     for slot, spec in inputs.items():
         shape, dtype = spec if spec and isinstance(spec[-1], DType) else (spec, F32)
-        graph.add_value(value(slot, shape, dtype, ValueKind.INPUT))
+        graph.add_value(value(slot, shape, dtype, ValueKind.PARAMETER if slot in (stored or {}) else ValueKind.INPUT))
         operands.append(Operand(slot, slot))
     node = Node("y", op, tuple(operands), ("y",), attrs or {}, **facts)
     graph.add_node(node, [value("y", output, F32)])
+    graph.magnitude_of = (stored or {}).get
     return graph, node
 
 
@@ -62,6 +63,8 @@ MATCHES = [
     ({"inputs": "fp32"}, {"inputs": {"input": (2, 8), "index": ((2,), DType.INT64)}}),
     ({"reduction_size": "> 4"}, {}),
     ({"reduction_size": 8}, {}),
+    ({"weight_size": "== 24"}, {"stored": {"weight": 7.0}}),
+    ({"weight_absmax": "> 5"}, {"stored": {"weight": 7.0}}),
     ({"absmax": "> 100"}, {"ranges": {"input": 5.0, "y": 1000.0}}),
     ({"absmax": "<= 5"}, {"ranges": {"input": 5.0}}),
     ({"phase": "forward"}, {}),
@@ -88,6 +91,11 @@ MISSES = [
     ({"reduction_size": "> 8"}, {}),
     ({"reduction_size": "> 0"}, {"op": "aten.relu"}),
     ({"absmax": "> 0"}, {}),
+    ({"weight_size": "> 0"}, {}),
+    ({"weight_size": "< 24"}, {"stored": {"weight": 7.0}}),
+    ({"weight_absmax": "> 7"}, {"stored": {"weight": 7.0}}),
+    ({"weight_absmax": ">= 0"}, {}),
+    ({"weight_absmax": ">= 0"}, {"stored": {"weight": None}}),
     ({"device": "cuda"}, {}),
     ({"dtype": "bf16"}, {}),
     ({"family": "matmul", "node": "z"}, {}),

@@ -46,6 +46,48 @@ def iterate_batches(batches: Batches, model: OnnxFile) -> Iterator[dict[str, Any
         raise OnnxError("there is no batch in it", where=_place(batches), mend="give at least one batch of inputs")
 
 
+class Sizes:
+    """The sizes of the dimensions that a model leaves open, as batches have them: the largest of each.
+
+    Args:
+        model: the model.
+
+    Attributes:
+        known: size by name of the dimension, and by (input, axis) for one without a name.
+
+    Example:
+        ```python
+        sizes = Sizes(opened)
+        ranges = calibrate(opened, sizes.watch(batches))
+        sizes.known
+        ```
+    """
+
+    def __init__(self, model: OnnxFile) -> None:
+        self._model = model
+        self._types = required_inputs(model.proto)
+        self.known: dict[str | tuple[str, int], int] = {}
+
+    def watch(self, batches: Batches) -> Iterator[dict[str, Any]]:
+        """The batches, noting the sizes of each.
+
+        Raises:
+            OnnxError: as for `iterate_batches`.
+        """
+        for batch in iterate_batches(batches, self._model):
+            self._note(batch)
+            yield batch
+
+    def _note(self, batch: Batch) -> None:
+        for name, kind in self._types.items():
+            if not kind.HasField("tensor_type") or not kind.tensor_type.HasField("shape"):
+                continue
+            for axis, (dim, size) in enumerate(zip(kind.tensor_type.shape.dim, np.shape(batch[name]), strict=True)):
+                if not dim.HasField("dim_value"):
+                    key = dim.dim_param or (name, axis)
+                    self.known[key] = max(self.known.get(key, 0), size)
+
+
 def count_batches(batches: Batches) -> int | None:
     """How many batches there are, where that is known without reading them."""
     if isinstance(batches, str | Path):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.check.batches import Batches, iterate_batches, suggestion
-from amp_compiler.onnx.check.run import FLOAT_TYPES, Runner, open_to_run
+from amp_compiler.onnx.check.run import FLOAT_TYPES, Engine, Runner, open_to_run
 from amp_compiler.onnx.check.taps import add_taps
 from amp_compiler.onnx.check.types import graph_types, infer_types, opset_versions
 from amp_compiler.onnx.model.model import Source
@@ -18,6 +18,7 @@ def calibrate(
     *,
     names: Iterable[str] | None = None,
     on_batch: Callable[[int], object] | None = None,
+    engine: Engine | None = None,
 ) -> dict[str, float]:
     """Run the FP32 model over all batches and measure its float values.
 
@@ -31,6 +32,7 @@ def calibrate(
         names: measure these values only; by default all float inputs and all float results of nodes. Initializers
             are measured only when they are named.
         on_batch: called with the number of batches done, after each.
+        engine: execution providers and libraries of ops; the CPU alone by default.
 
     Returns:
         Value name to largest magnitude, in the order of the graph; infinite where an element was not finite in any
@@ -62,7 +64,7 @@ def calibrate(
                 )
     tapped, taps = add_taps(loaded.proto, chosen, types)
     del tapped.graph.output[: len(graph.output)]  # only the numbers are wanted
-    runner = Runner(tapped, loaded.folder, loaded.name) if taps else None
+    runner = Runner(tapped, loaded.folder, loaded.name, engine) if taps else None
     ranges = {tap.value: 0.0 for tap in taps}
     for done, batch in enumerate(iterate_batches(batches, loaded), start=1):
         outputs = runner.run(batch) if runner is not None else {}

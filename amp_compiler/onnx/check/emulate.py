@@ -20,6 +20,7 @@ from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.check.run import FREE_INITIALIZERS, LOW_TYPES
 from amp_compiler.onnx.check.types import Types, graph_types, infer_types, opset_versions
 from amp_compiler.onnx.model.model import proto_bodies
+from amp_compiler.onnx.model.sparse import dense
 
 FLOAT = TensorProto.FLOAT
 # Attributes that hold an element type. Elsewhere an integer of 10 or 16 is only a number.
@@ -81,12 +82,13 @@ def emulate(model: onnx.ModelProto) -> Twin:
         The twin. Model-local functions are inlined in it.
 
     Raises:
-        OnnxError: a 16-bit value reaches a node whose result's type cannot be known, or a sparse 16-bit initializer.
+        OnnxError: a 16-bit value reaches a node whose result's type cannot be known.
 
     Example:
         >>> twin = emulate(onnx.load("m.fp16.onnx"))
         >>> session = onnxruntime.InferenceSession(twin.proto.SerializeToString())
     """
+    model = dense(model)
     made = onnx.ModelProto()
     if model.functions:
         made.CopyFrom(inliner.inline_local_functions(model))
@@ -143,9 +145,6 @@ class _Writer:
         """Make 16-bit initializers FP32: by a cast at run time, which works for external data too."""
         inputs = {value.name for value in graph.input}
         casts = []
-        for sparse in graph.sparse_initializer:
-            if sparse.values.data_type in LOW_TYPES:
-                raise OnnxError("it is a sparse 16-bit initializer", where=sparse.values.name, mend="make it dense")
         for tensor in graph.initializer:
             if tensor.data_type not in LOW_TYPES:
                 continue

@@ -7,7 +7,8 @@ external files stay there: ONNX Runtime maps them itself.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,96 @@ FREE_INITIALIZERS = 4  # IR version from which an initializer need not be an inp
 LIMIT = 2**31 - 1  # bytes that one protobuf message can hold
 LOW_TYPES = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 FLOAT_TYPES = (TensorProto.FLOAT, TensorProto.DOUBLE, *LOW_TYPES)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What a model runs in.
+
+    Args:
+        providers: execution providers of ONNX Runtime, the first choice first: `CUDAExecutionProvider`, say.
+        custom_ops: libraries with kernels of custom ops, as ONNX Runtime's `register_custom_ops_library` takes them.
+    """
+
+    providers: tuple[str, ...] = ("CPUExecutionProvider",)
+    custom_ops: tuple[str, ...] = ()
+
+
+def make_engine(providers: Sequence[str] | None = None, custom_ops: Sequence[str | Path] | None = None) -> Engine:
+    """The engine that a user asks for.
+
+    Args:
+        providers: names of execution providers; the CPU's by default.
+        custom_ops: paths of libraries.
+
+    Raises:
+        OnnxError: the installed ONNX Runtime has no such provider, or a library is not there.
+    """
+    if providers is None and custom_ops is None:
+        return Engine()
+    import onnxruntime as ort
+
+    chosen = Engine().providers if providers is None else tuple(_listed(providers))
+    known = tuple(ort.get_available_providers())
+    for name in chosen:
+        if name not in known:
+            raise OnnxError(
+                f"the installed onnxruntime has no execution provider '{name}'",
+                where="providers",
+                mend=f"use one of {', '.join(known)}, or install the onnxruntime that has it",
+            )
+    libraries = tuple(str(path) for path in _listed(custom_ops or ()))
+    for path in libraries:
+        if not Path(path).is_file():
+            raise OnnxError("there is no such library", where=path, mend="give the path of a shared library")
+    return Engine(chosen or Engine().providers, libraries)
+
+
+def _listed(given: Sequence[Any] | str | Path) -> Sequence[Any]:
+    return [given] if isinstance(given, str | Path) else given
+
+
+def session_options(engine: Engine, folder: Path | None) -> Any:
+    """Options of a session of ONNX Runtime.
+
+    Args:
+        engine: the libraries of ops.
+        folder: where the external data of the model lie.
+
+    Raises:
+        OnnxError: a library cannot be loaded.
+    """
+    import onnxruntime as ort
+
+    options = ort.SessionOptions()
+    if folder is not None:
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder.absolute()))
+    for path in engine.custom_ops:
+        try:
+            options.register_custom_ops_library(path)
+        except Exception as cause:
+            raise OnnxError(
+                f"onnxruntime cannot load the ops in it: {_one_line(cause)}",
+                where=path,
+                mend="give a library that was built for this onnxruntime",
+            ) from cause
+    return options
+
+
+def check_providers(session: Any, engine: Engine) -> None:
+    """Refuse a session that runs elsewhere than the user asked: ONNX Runtime takes the CPU without an error.
+
+    Raises:
+        OnnxError: the first provider that was asked for did not start.
+    """
+    running = session.get_providers()
+    if engine.providers and engine.providers[0] not in running:
+        raise OnnxError(
+            f"the execution provider '{engine.providers[0]}' does not start on this machine; onnxruntime would run on"
+            f" {', '.join(running)}",
+            where="providers",
+            mend="install what it needs (drivers and libraries of the device), or leave it out",
+        )
 
 
 def open_to_run(source: Source) -> OnnxFile:
@@ -77,33 +168,35 @@ class Runner:
         proto: the model.
         folder: where its external weights are.
         name: what error messages call it.
+        engine: execution providers and libraries of ops.
 
     Raises:
         OnnxError: neither can run the model, or it is over 2 GB and given as one proto.
     """
 
-    def __init__(self, proto: onnx.ModelProto, folder: Path | None, name: str = "<model>") -> None:
+    def __init__(
+        self, proto: onnx.ModelProto, folder: Path | None, name: str = "<model>", engine: Engine | None = None
+    ) -> None:
         import onnxruntime as ort
 
         self.name, self.engine = name, ORT
-        options = ort.SessionOptions()
+        used = engine or Engine()
+        options = session_options(used, folder)
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         # Nodes run in the file's order: a tap then reads its value at once, and the value is freed (see `taps`).
         options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
         options.log_severity_level = 4
         options.enable_mem_pattern = False
-        if folder is not None:
-            options.add_session_config_entry(
-                "session.model_external_initializers_file_folder_path", str(folder.absolute())
-            )
         proto = _without_duplicate_names(proto)
         self._session: Any
         try:
-            self._session = ort.InferenceSession(_bytes(proto, name), options, providers=["CPUExecutionProvider"])
+            self._session = ort.InferenceSession(_bytes(proto, name), options, providers=list(used.providers))
         except OnnxError:
             raise
         except Exception as cause:  # noqa: BLE001  ORT's errors share no base class but Exception
             self._session = self._reference(proto, folder, cause)
+        else:
+            check_providers(self._session, used)
 
     def _reference(self, proto: onnx.ModelProto, folder: Path | None, why: Exception) -> Any:
         from onnx.reference import ReferenceEvaluator

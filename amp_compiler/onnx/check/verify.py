@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from onnx import TensorProto
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.check.batches import Batches, iterate_batches
@@ -14,7 +15,7 @@ from amp_compiler.onnx.check.emulate import emulate, has_low_types
 from amp_compiler.onnx.check.probes import Probes
 from amp_compiler.onnx.check.report import OutputError, WorstBatch
 from amp_compiler.onnx.check.report import VerifyReport as VerifyReport
-from amp_compiler.onnx.check.run import FLOAT_TYPES, Runner, open_to_run
+from amp_compiler.onnx.check.run import FLOAT_TYPES, Engine, Runner, open_to_run
 from amp_compiler.onnx.check.taps import Tap, add_taps
 from amp_compiler.onnx.check.trace import Trace
 from amp_compiler.onnx.check.types import graph_types, infer_types, opset_versions
@@ -31,6 +32,7 @@ def verify(
     *,
     trace: bool = True,
     on_batch: Callable[[int], object] | None = None,
+    engine: Engine | None = None,
 ) -> VerifyReport:
     """Run both models on all batches and compare.
 
@@ -45,6 +47,7 @@ def verify(
             them.
         trace: also look for the first node that is not finite; values within control-flow bodies are not looked at.
         on_batch: called with the number of batches done, after each.
+        engine: execution providers and libraries of ops; the CPU alone by default.
 
     Raises:
         OnnxError: a model or a batch cannot be read, the original not be run, or the two models' inputs or outputs have
@@ -52,7 +55,8 @@ def verify(
     """
     before, after = open_to_run(original), open_to_run(converted)
     _same_interface(before, after)
-    first, second = _Side(before, trace, as_twin=has_low_types(before.proto)), _Side(after, trace, as_twin=True)
+    first = _Side(before, trace, engine, as_twin=has_low_types(before.proto))
+    second = _Side(after, trace, engine, as_twin=True)
     names = [output.name for output in after.proto.graph.output]
     found = _Findings(names)
     traced = Trace(after.proto, (tap.value for tap in first.taps))
@@ -76,9 +80,9 @@ def verify(
         if on_batch is not None:
             on_batch(found.count)
     outputs = tuple(total.result(name) for name, total in found.sums.items())
-    engine = first.engine if first.engine == second.engine else f"{first.engine}, {second.engine}"
+    engines = first.engine if first.engine == second.engine else f"{first.engine}, {second.engine}"
     untried = tuple(probes.untried()) if probes is not None else ()
-    return VerifyReport(outputs, found.count, *traced.result(), engine, found.worst, untried)
+    return VerifyReport(outputs, found.count, *traced.result(), engines, found.worst, untried)
 
 
 class _Findings:
@@ -137,10 +141,11 @@ class _Side:
     Args:
         model: the model.
         trace: measure the values between, too.
+        engine: execution providers and libraries of ops.
         as_twin: run its twin with true rounding.
     """
 
-    def __init__(self, model: OnnxFile, trace: bool, as_twin: bool) -> None:
+    def __init__(self, model: OnnxFile, trace: bool, engine: Engine | None, *, as_twin: bool) -> None:
         self._twin = emulate(model.proto) if as_twin else None
         proto = model.proto if self._twin is None else self._twin.proto
         self.taps: list[Tap] = []
@@ -150,12 +155,19 @@ class _Side:
             names = {name for node in model.proto.graph.node for name in node.output}
             names.update(value.name for value in model.proto.graph.input)
             proto, self.taps = add_taps(proto, {name for name in names if types.get(name) in FLOAT_TYPES}, types)
-        self._runner = Runner(proto, model.folder, model.name)
+        self._floats = {value.name: value.type.tensor_type.elem_type for value in model.proto.graph.input}
+        self._runner = Runner(proto, model.folder, model.name, engine)
         self.engine = self._runner.engine
 
     def run(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Outputs by name, those of the taps among them."""
-        return self._runner.run(batch if self._twin is None else self._twin.feeds(batch))
+        given = {name: self._fitted(name, value) for name, value in batch.items()}
+        return self._runner.run(given if self._twin is None else self._twin.feeds(given))
+
+    def _fitted(self, name: str, value: Any) -> Any:
+        """An FP64 input of the original, where the conversion takes FP32."""
+        narrow = self._floats.get(name) == TensorProto.FLOAT and getattr(value, "dtype", None) == np.float64
+        return value.astype(np.float32) if narrow else value
 
     def ranges(self, outputs: dict[str, Any]) -> dict[str, float]:
         """Largest magnitude by value of one run."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -108,6 +110,29 @@ def pin_misfits(graph: PrecisionGraph, program: torch.export.ExportedProgram, lo
         for name in readers:
             if graph.nodes[name].pin is None:
                 graph.nodes[name] = replace(graph.nodes[name], pin=Pin("fp32", what))
+
+
+def stored_magnitudes(program: torch.export.ExportedProgram, low: DType) -> Callable[[str], float | None]:
+    """What gives the largest finite magnitude of the data behind a placeholder; `None` where there are no floats.
+
+    Args:
+        program: where the data are.
+        low: the 16-bit type.
+    """
+    import onnx_ir as ir
+
+    from amp_compiler.onnx.model.data import examine
+
+    specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
+
+    @functools.cache
+    def magnitude_of(name: str) -> float | None:
+        tensor = stored_tensor(program, specs[name]) if name in specs else None
+        if tensor is None or not tensor.numel() or not tensor.is_floating_point():
+            return None
+        return examine(ir.tensor(tensor.detach().cpu().float().contiguous().numpy()), low).largest
+
+    return magnitude_of
 
 
 def _readers(graph: PrecisionGraph, name: str, ops: OpTable) -> list[str]:

@@ -9,10 +9,12 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-from amp_compiler.errors import AmpError
+from amp_compiler.errors import AmpError, OnnxError
 
 
-def onnx_to_fx(model: Any, *, trainable: Callable[[str, torch.Tensor], bool] | None = None) -> fx.GraphModule:
+def onnx_to_fx(
+    model: Any, *, trainable: Callable[[str, torch.Tensor], bool] | None = None, check: bool = True
+) -> fx.GraphModule:
     """Make a trainable module of an ONNX model.
 
     The module takes the model's inputs in their order (or by name) and returns its output, or a tuple of them. Its
@@ -26,13 +28,14 @@ def onnx_to_fx(model: Any, *, trainable: Callable[[str, torch.Tensor], bool] | N
         trainable: `trainable(name, tensor)` says which floating-point initializers are parameters. Without it all are,
             except for buffers by the metadata of torch's exporter, single numbers, masks with values beyond 1e30, and
             what is used only as statistics, bounds, scales or shapes.
+        check: refuse what ONNX's full checker refuses.
 
     Returns:
         The module. `meta["onnx_names"]` maps each parameter and buffer to its ONNX name.
 
     Raises:
         CaptureError: for operators that have no conversion: all of them, with their nodes and how to add them.
-        OnnxError: where the file cannot be read.
+        OnnxError: where the file cannot be read, or is no model. (An error for operators is one of these too.)
 
     Example:
         >>> import amp_compiler as amp, torch                                       # doctest: +SKIP
@@ -44,14 +47,29 @@ def onnx_to_fx(model: Any, *, trainable: Callable[[str, torch.Tensor], bool] | N
     import onnx_ir as ir
 
     from amp_compiler.onnx.importing.build import build_module
-    from amp_compiler.onnx.model.model import open_model, to_ir
+    from amp_compiler.onnx.model.model import check_model, open_model, to_ir
+    from amp_compiler.onnx.model.validate import told_as_onnx
 
     if trainable is not None and not callable(trainable):
         raise AmpError(
             f"trainable= is a {type(trainable).__name__}, not a function",
             mend="give one of (name, tensor), or leave it out",
         )
-    return build_module(model if isinstance(model, ir.Model) else to_ir(open_model(model)), trainable)
+    if isinstance(model, ir.Model):
+        with told_as_onnx(model.graph.name or "the model", "it cannot be read"):
+            return build_module(model, trainable)
+    opened = open_model(model)
+    refused: OnnxError | None = None
+    if check:
+        try:
+            check_model(opened)
+        except OnnxError as wrong:
+            refused = wrong  # what cannot be converted is told in terms of the conversion
+    with told_as_onnx(opened.name, "it cannot be read"):
+        made = build_module(to_ir(opened), trainable)
+    if refused is not None:
+        raise refused
+    return made
 
 
 def module_of(model: Any) -> Any:

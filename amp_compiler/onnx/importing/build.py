@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import torch
+from onnx import TensorProto
 from torch import fx
 
-from amp_compiler.errors import AmpError, CaptureError
+from amp_compiler.errors import AmpError, CaptureError, OnnxCaptureError, OnnxError
 from amp_compiler.onnx.importing.bodies import CONTROL, ControlFlow, schema_function
 from amp_compiler.onnx.importing.check import MEND, check_operators, node_label, opset_versions, schema_has_body
 from amp_compiler.onnx.importing.load import attribute_value, constant_of
 from amp_compiler.onnx.importing.ops.registry import Op, find_host_op, find_op
+from amp_compiler.onnx.importing.ops.values import DTYPES
 from amp_compiler.onnx.importing.scope import Entry, Scope, Trainable
 from amp_compiler.onnx.model.types import canonical_domain
 
@@ -70,9 +72,10 @@ class Builder:
             except AmpError as error:
                 if error.where:
                     raise
-                raise type(error)(error.what, where=where, mend=error.mend) from error
+                kind = OnnxCaptureError if isinstance(error, CaptureError) else OnnxError
+                raise kind(error.what, where=where, mend=error.mend) from error
             except Exception as cause:  # torch and NumPy refuse constants that do not fit together
-                raise CaptureError(
+                raise OnnxCaptureError(
                     f"it cannot be converted: {type(cause).__name__}: {cause}",
                     where=where,
                     mend=_CHECK,
@@ -121,7 +124,9 @@ class Builder:
         given = [one is not None for one in inputs]
         if op is None or (op.when is not None and not op.when(literal, given, used)):
             if not schema_has_body(domain, node.op_type, self.opsets):
-                raise CaptureError("there is no conversion for this form of the operator", mend=MEND)
+                raise OnnxCaptureError(
+                    f"there is no conversion for this form of the operator{_foreign_type(literal)}", mend=MEND
+                )
             self._inline(schema_function(node, domain, self.opsets, attributes), node, attributes)
             return
         while inputs and inputs[-1] is None:
@@ -131,6 +136,15 @@ class Builder:
         host = _host_op(node, domain, inputs)
         call = _Call(node, host or op, tuple(inputs), literal, self.opsets.get(domain, 1), host is not None)
         call.add(self.scope)
+
+
+def _foreign_type(literal: Mapping[str, Any]) -> str:
+    """That the element type which a node names is none of torch's; empty where it names none, or one of them."""
+    for name in ("to", "dtype"):
+        number = literal.get(name)
+        if isinstance(number, int) and number not in DTYPES and number in TensorProto.DataType.values():
+            return f": torch has no tensors of type {TensorProto.DataType.Name(number)}"
+    return ""
 
 
 def _host_op(node: ir.Node, domain: str, inputs: list[Entry | None]) -> Op | None:
@@ -170,16 +184,16 @@ class _Call:
         """Put the results into a scope.
 
         Raises:
-            CaptureError: the call does not take one of the attributes.
+            OnnxCaptureError: the call does not take one of the attributes.
         """
         unknown = sorted(set(self.literal) - self.op.attributes)
         if unknown:
-            raise CaptureError(f"attribute '{unknown[0]}' is not supported here", mend=MEND)
+            raise OnnxCaptureError(f"attribute '{unknown[0]}' is not supported here", mend=MEND)
         for name, allowed in self.op.choices.items():
             held = self.literal.get(name, allowed[0])
             if held not in allowed:
                 known = ", ".join(f"'{one}'" for one in allowed if one)
-                raise CaptureError(f"attribute {name}='{held}' is none of {known}", mend=_CHECK)
+                raise OnnxCaptureError(f"attribute {name}='{held}' is none of {known}", mend=_CHECK)
         asked = {"kind": self.node.op_type, "opset": self.opset, "outputs": len(self.node.outputs)}
         options = {**self.literal, **{name: asked[name] for name in self.op.asked if name in asked}}
         folded = self._fold(options)
@@ -236,6 +250,8 @@ class _Call:
             else:
                 args.append(held)
         with torch.no_grad():
+            if _is_too_large(self.op, args, options):
+                return None
             made = self.op.function(*args, **options)
         results = list(made) if self.op.many else [made]
         tensors = [torch.from_numpy(np.array(one)) if isinstance(one, np.ndarray) else one for one in results]
@@ -243,3 +259,17 @@ class _Call:
         if not plain or any(one is not None and one.numel() > LARGEST_FOLD for one in tensors):
             return None
         return tensors
+
+
+def _is_too_large(op: Op, args: list[Any], options: dict[str, Any]) -> bool:
+    """Whether a call would make more elements than are folded, by a call on tensors without data.
+
+    A few numbers may ask for a tensor that no memory holds (`ConstantOfShape`, `Expand`, `Range`).
+    """
+    try:
+        with torch.device("meta"):
+            made = op.function(*(one.to("meta") if isinstance(one, torch.Tensor) else one for one in args), **options)
+    except Exception:  # noqa: BLE001  a function that reads its numbers: the call itself tells what is wrong
+        return False
+    results = made if op.many else [made]
+    return any(isinstance(one, torch.Tensor) and one.numel() > LARGEST_FOLD for one in results)

@@ -8,7 +8,7 @@ from typing import Any
 import onnx
 import onnx_ir as ir
 
-from amp_compiler.errors import CaptureError
+from amp_compiler.errors import OnnxCaptureError
 from amp_compiler.onnx.importing.ops.registry import find_op
 from amp_compiler.onnx.model.types import canonical_domain
 
@@ -25,7 +25,7 @@ def check_operators(model: ir.Model) -> None:
     """Raise for operators without a conversion.
 
     Raises:
-        CaptureError: names every such operator with its first nodes.
+        OnnxCaptureError: names every such operator with its first nodes.
     """
     functions = {(key[0], key[1]) for key in model.functions}
     missing: dict[str, list[str]] = {}
@@ -41,7 +41,7 @@ def check_operators(model: ir.Model) -> None:
             missing.setdefault(label, []).append(node_label(node))
     if missing:
         listed = "; ".join(f"{name} (node {', '.join(nodes[:3])})" for name, nodes in sorted(missing.items())[:_SHOWN])
-        raise CaptureError(f"there is no conversion for {len(missing)} operator(s): {listed}", mend=MEND)
+        raise OnnxCaptureError(f"there is no conversion for {len(missing)} operator(s): {listed}", mend=MEND)
 
 
 def every_node(graph: Any) -> Iterator[ir.Node]:

@@ -7,7 +7,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 
-from amp_compiler.errors import CaptureError, OnnxError
+from amp_compiler.errors import OnnxCaptureError, OnnxError
 from amp_compiler.onnx.importing.ops.registry import find_op
 
 _KIND = "pkg.torch.export.graph_signature.InputSpec.kind"  # torch's exporter writes what an initializer was
@@ -62,7 +62,7 @@ def constant_of(attributes: dict[str, ir.Attr]) -> torch.Tensor:
         attributes: of the node: one, which names the form of its data.
 
     Raises:
-        CaptureError: for strings and sparse tensors, and where there is no data.
+        OnnxCaptureError: for strings and sparse tensors, and where there is no data.
     """
     name, attribute = next(iter(attributes.items()), ("", None))
     if attribute is not None and name == "value":
@@ -71,7 +71,7 @@ def constant_of(attributes: dict[str, ir.Attr]) -> torch.Tensor:
         return torch.tensor(attribute.value, dtype=torch.int64)
     if attribute is not None and name in ("value_float", "value_floats"):
         return torch.tensor(attribute.value, dtype=torch.float32)
-    raise CaptureError(f"a Constant with '{name}'", mend="only numbers in dense tensors are supported")
+    raise OnnxCaptureError(f"a Constant with '{name}'", mend="only numbers in dense tensors are supported")
 
 
 def is_weight(value: ir.Value, tensor: torch.Tensor) -> bool:

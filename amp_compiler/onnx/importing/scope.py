@@ -13,7 +13,7 @@ import onnx_ir as ir
 import torch
 from torch import fx, nn
 
-from amp_compiler.errors import CaptureError
+from amp_compiler.errors import OnnxCaptureError
 from amp_compiler.onnx.importing.load import is_weight, tensor_of
 from amp_compiler.onnx.importing.ops import values
 
@@ -86,11 +86,11 @@ class Scope:
         """Parameters for weights, constants for the rest.
 
         Raises:
-            CaptureError: an initializer has no data.
+            OnnxCaptureError: an initializer has no data.
         """
         for name, value in graph.initializers.items():
             if value.const_value is None:
-                raise CaptureError(
+                raise OnnxCaptureError(
                     "an initializer has no value", where=name, mend="load the model with its external data"
                 )
             tensor = tensor_of(value.const_value)
@@ -140,7 +140,7 @@ class Scope:
         """What an operand is; `None` for an optional one that was left out, here or where a function was called.
 
         Raises:
-            CaptureError: nothing makes the value.
+            OnnxCaptureError: nothing makes the value.
         """
         if value is None or self._is_absent(value):
             return None
@@ -150,13 +150,13 @@ class Scope:
         """The entry of a value that must be there; one of an outer graph becomes an input of this one.
 
         Raises:
-            CaptureError: nothing makes the value.
+            OnnxCaptureError: nothing makes the value.
         """
         entry = self._entries.get(value)
         if entry is not None:
             return entry
         if self.parent is None:
-            raise CaptureError(
+            raise OnnxCaptureError(
                 "a value has no producer", where=str(value.name), mend="check the model with onnx.checker"
             )
         return self._from_outside(self.parent.entry(value))

@@ -13,6 +13,7 @@ data are rounded. An initializer that is also an input of the graph keeps its ty
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -23,11 +24,14 @@ from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Attr, Node, Operand, PrecisionGraph, Value, ValueKind
 from amp_compiler.ir.plan import RETURN
 from amp_compiler.onnx.lowering.pins import Constraints, pin_of
+from amp_compiler.onnx.model.data import examine, tensor_of
 from amp_compiler.onnx.model.model import OnnxModel, bodies
-from amp_compiler.onnx.model.types import canonical_op
+from amp_compiler.onnx.model.types import canonical_op, neutral_type
+from amp_compiler.policy.op_table import op_table
 
 FOLDED = ("Constant", "ConstantOfShape")
 LOOPS = ("Loop", "Scan")
+_EXAMINED = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT64)
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,12 @@ class Lowered:
 
 
 def lower(
-    model: OnnxModel, low: DType, *, named: Callable[[str, str], bool] | None = None, keep_io_types: bool = True
+    model: OnnxModel,
+    low: DType,
+    *,
+    named: Callable[[str, str], bool] | None = None,
+    keep_io_types: bool = True,
+    keep_quantized: bool = True,
 ) -> Lowered:
     """Lower a model.
 
@@ -76,6 +85,7 @@ def lower(
         low: the 16-bit type; which operands may have it is read from `onnx.defs` for the model's own opset.
         named: whether a rule names an op of a custom domain, by op and node name; none does without it.
         keep_io_types: outputs keep their types; else floating-point ones take the type in which they are made.
+        keep_quantized: what quantises stays as it is, with what stands beside it; else the rules decide.
 
     Returns:
         The neutral graph and the way back. Values have their ONNX names, nodes too as far as they are unique.
@@ -87,7 +97,7 @@ def lower(
         ```
     """
     lowered = Lowered(model, PrecisionGraph("onnx", folds=True), low)
-    builder = _Builder(lowered, named or (lambda op, name: False))
+    builder = _Builder(lowered, named or (lambda op, name: False), keep_quantized)
     main = model.ir.graph
     builder.reserve(main)
     builder.add_graph(main, "")
@@ -99,15 +109,25 @@ def lower(
             lowered.graph.outputs.append(name)
             lowered.returned.append(index)
     lowered.graph.verify()
+    lowered.graph.magnitude_of = functools.cache(lambda name: _magnitude(lowered, name))
     return lowered
+
+
+def _magnitude(lowered: Lowered, name: str) -> float | None:
+    """The largest finite magnitude of what is stored under a name; `None` where that is no FP32 or 16-bit data."""
+    value = lowered.values.get(name)
+    tensor = tensor_of(value) if value is not None else None
+    if tensor is None or tensor.size == 0 or neutral_type(tensor.dtype.value) not in _EXAMINED:
+        return None
+    return examine(tensor, lowered.low).largest
 
 
 class _Builder:
     """Adds graph after graph, each value and node under a name of its own."""
 
-    def __init__(self, lowered: Lowered, named: Callable[[str, str], bool]) -> None:
+    def __init__(self, lowered: Lowered, named: Callable[[str, str], bool], keep_quantized: bool) -> None:
         self.lowered, self.model, self.graph = lowered, lowered.model, lowered.graph
-        self.named = named
+        self.named, self.keep_quantized = named, keep_quantized
         self.names: dict[ir.Value, str] = {}
         self.quantized: set[ir.Value] = set()
         self._reserved: dict[str, ir.Value] = {}
@@ -144,7 +164,7 @@ class _Builder:
             self.add_graph(body, region if looped else f"{name}.{attribute}")
         op = canonical_op(node.domain, node.op_type)
         constraints = Constraints(self.model, node, self.lowered.low)
-        pin = pin_of(constraints, op, named=self.named(op, name), quantized=self._quantized(node))
+        pin = pin_of(constraints, op, named=self.named(op, name), quantized=self._quantized(node, op))
         if constraints.first_opset is not None and pin is not None and pin.reason == constraints.late_reason:
             self.lowered.late[name] = constraints.first_opset
         operands, sites = self._operands(node, constraints, inner)
@@ -190,8 +210,17 @@ class _Builder:
                     sites.append(Site(node, index, body))
         return operands, sites
 
-    def _quantized(self, node: ir.Node) -> bool:
-        """True for a node beside a quantising one: its types are part of the quantised pattern."""
+    def _quantized(self, node: ir.Node, op: str) -> str:
+        """Why a node stays as it is that quantises, or stands beside one that does: its types belong to that."""
+        if not self.keep_quantized:
+            return ""
+        if op_table().info(op).quantized:
+            return "quantised models are left intact"
+        beside = "it stands beside a quantising op, and quantised patterns are left intact"
+        return beside if self._is_beside(node) else ""
+
+    def _is_beside(self, node: ir.Node) -> bool:
+        """True for a node beside a quantising one."""
         makers = (value.producer() for value in node.inputs if value is not None)
         if any(maker is not None and is_quantizing(maker) for maker in makers):
             return True

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import onnx_ir as ir
 
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Pin
 from amp_compiler.onnx.model.model import OnnxModel, bodies
-from amp_compiler.onnx.model.types import Formal, canonical_domain, first_version, signature_of
-from amp_compiler.policy.op_table import op_table
+from amp_compiler.onnx.model.types import Formal, Signature, canonical_domain, first_version, signature_of
 
 _CASTS = ("onnx.Cast", "onnx.CastLike")
 _BITS = ("onnx.BitCast",)
+_FP32_WITHIN = ("onnx.MeanVarianceNormalization",)
 
 
 class Constraints:
@@ -28,7 +30,7 @@ class Constraints:
         self.flexible = frozenset({DType.FLOAT32, low})
         domain = canonical_domain(node.domain)
         version = node.version or model.opset(domain)
-        self.signature = signature_of(domain, node.op_type, version)
+        self.signature = _tied_to_scale(signature_of(domain, node.op_type, version), domain, node.op_type)
         self.first_opset: int | None = None
         self.late_reason = ""
         self._made: set[str] = set()
@@ -87,14 +89,22 @@ class Constraints:
         return self.late_reason
 
 
-def pin_of(constraints: Constraints, op: str, *, named: bool, quantized: bool) -> Pin | None:
+def _tied_to_scale(signature: Signature | None, domain: str, op_type: str) -> Signature | None:
+    """The result of a `DequantizeLinear` has the type of its scale, though its schema (opset 23) names them apart."""
+    if signature is None or domain or op_type != "DequantizeLinear":
+        return signature
+    (name, _, variadic), scale = signature.outputs[0], signature.inputs[1][1]
+    return replace(signature, outputs=((name, scale, variadic),))
+
+
+def pin_of(constraints: Constraints, op: str, *, named: bool, quantized: str) -> Pin | None:
     """What the model demands of a node; `None` where the rules decide.
 
     Args:
         constraints: the node with its constraints.
         op: its canonical name.
         named: a rule names it.
-        quantized: it stands beside a quantising node.
+        quantized: why it stays as it is that is part of a quantised pattern; empty where the rules decide.
     """
     model, node = constraints.model, constraints.node
     values = [value for value in (*node.inputs, *node.outputs) if value is not None and value.name]
@@ -111,10 +121,10 @@ def pin_of(constraints: Constraints, op: str, *, named: bool, quantized: bool) -
         return Pin("keep", "it reads the bits of its input as another type of the same width")
     if any(not model.type_of(value).tensor for value in values):
         return Pin("keep", "it handles a sequence, an optional or a sparse tensor")
-    if op_table().info(op).quantized:
-        return Pin("keep", "quantised models are left intact")
     if quantized:
-        return Pin("keep", "it stands beside a quantising op, and quantised patterns are left intact")
+        return Pin("keep", quantized)
+    if op == "onnx.DequantizeLinear" and "output_dtype" in node.attributes:
+        return Pin("keep", "it names the type of its result")
     if not op.startswith("onnx.") and not named:
         return Pin("keep", "an op of a custom domain that no rule names")
     if constraints.signature is None and op.startswith("onnx."):
@@ -122,4 +132,6 @@ def pin_of(constraints: Constraints, op: str, *, named: bool, quantized: bool) -
     if not any(constraints.is_flexible(value) for value in values):
         return None
     wrong = constraints.unmovable()
+    if wrong is None and op in _FP32_WITHIN:
+        return Pin("fp32", "ONNX defines it by arithmetic with FP32 numbers, which other types do not fit")
     return Pin("keep", wrong) if wrong is not None else None

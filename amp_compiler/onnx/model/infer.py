@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import onnx
 import onnx.shape_inference
 
 from amp_compiler.errors import OnnxError
+from amp_compiler.onnx.model.external import is_external, with_data
+from amp_compiler.onnx.model.sparse import dense
+from amp_compiler.onnx.model.validate import refused
+from amp_compiler.onnx.model.walk import all_inner_tensors
 
 _SMALL = 1024  # elements up to which inference is given the data of an initializer
 
@@ -19,11 +24,12 @@ def stripped(proto: onnx.ModelProto, folder: Path | None = None, *, external: bo
     Args:
         proto: the model; it is not changed.
         folder: where external data lie.
-        external: read small external data, such as shapes.
+        external: read small external data, such as shapes, and those of bodies and attributes.
 
     Raises:
         OnnxError: small external data cannot be read.
     """
+    proto = dense(proto)  # inference takes a sparse initializer for a tensor of another kind, and refuses what reads it
     light = onnx.ModelProto(ir_version=proto.ir_version)
     light.opset_import.extend(proto.opset_import)
     light.functions.extend(proto.functions)
@@ -33,27 +39,20 @@ def stripped(proto: onnx.ModelProto, folder: Path | None = None, *, external: bo
         getattr(light.graph, kind).extend(getattr(graph, kind))
     for tensor in graph.initializer:
         light.graph.initializer.append(_stub(tensor, folder, external))
+    if external:
+        for inner in all_inner_tensors(light):
+            if is_external(inner):
+                inner.CopyFrom(with_data(inner, folder))
     return light
 
 
 def _stub(tensor: onnx.TensorProto, folder: Path | None, external: bool) -> onnx.TensorProto:
-    outside = tensor.data_location == onnx.TensorProto.EXTERNAL
+    outside = is_external(tensor)
     if math.prod(tensor.dims) > _SMALL or (outside and not external):
         return onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
     if not outside:
         return tensor
-    small = onnx.TensorProto()
-    small.CopyFrom(tensor)
-    try:
-        onnx.external_data_helper.load_external_data_for_tensor(small, str(folder or ""))
-    except (OSError, ValueError, onnx.checker.ValidationError) as cause:
-        raise OnnxError(
-            f"the external data of '{tensor.name}' cannot be read: {cause}",
-            mend="keep the data files beside the model, and give the path of the model",
-        ) from cause
-    small.data_location = onnx.TensorProto.DEFAULT
-    del small.external_data[:]
-    return small
+    return with_data(tensor, folder)
 
 
 def infer(light: onnx.ModelProto, *, strict: bool = False) -> onnx.ModelProto:
@@ -66,9 +65,55 @@ def infer(light: onnx.ModelProto, *, strict: bool = False) -> onnx.ModelProto:
     Raises:
         OnnxError: inference found the model inconsistent.
     """
+    return _infer(light, strict=strict, data_prop=True)
+
+
+Sizes = Mapping[str | tuple[str, int], int]
+"""Sizes of the dimensions that a model leaves open: by name, and by (input, axis) for one without a name."""
+
+
+def infer_sized(light: onnx.ModelProto, inferred: onnx.ModelProto, sizes: Sizes) -> onnx.ModelProto:
+    """What is inferred of a model where its inputs have certain sizes.
+
+    Args:
+        light: a model made by `stripped`.
+        inferred: what is inferred without the sizes.
+        sizes: sizes of open dimensions.
+
+    Returns:
+        The model with the shapes that follow from the sizes; `inferred` where they do not fit.
+    """
+    sized = onnx.ModelProto()
+    sized.CopyFrom(light)
+    for info in sized.graph.input:
+        for axis, dim in enumerate(info.type.tensor_type.shape.dim):
+            size = sizes.get(dim.dim_param or (info.name, axis))
+            if size is not None and not dim.HasField("dim_value"):
+                dim.dim_value = size
     try:
-        return onnx.shape_inference.infer_shapes(light, check_type=strict, strict_mode=strict, data_prop=True)
-    except (onnx.shape_inference.InferenceError, ValueError, RuntimeError) as cause:
-        raise OnnxError(
-            f"ONNX's own inference finds it inconsistent: {cause}", mend="run onnx.checker.check_model on it"
-        ) from cause
+        return _infer(sized, strict=True, data_prop=True)
+    except OnnxError:
+        return inferred
+
+
+def infer_checked(light: onnx.ModelProto) -> onnx.ModelProto:
+    """ONNX's own shape and type inference of a model that its full checker takes.
+
+    Args:
+        light: a model made by `stripped`.
+
+    Raises:
+        OnnxError: the full checker refuses the model.
+    """
+    try:
+        return _infer(light, strict=True, data_prop=True)
+    except OnnxError:  # the checker does not propagate data
+        _infer(light, strict=True, data_prop=False)
+    return _infer(light, strict=False, data_prop=True)
+
+
+def _infer(light: onnx.ModelProto, *, strict: bool, data_prop: bool) -> onnx.ModelProto:
+    try:
+        return onnx.shape_inference.infer_shapes(light, check_type=strict, strict_mode=strict, data_prop=data_prop)
+    except Exception as cause:
+        raise refused(cause, light.graph.name, "ONNX's own inference finds it inconsistent") from cause

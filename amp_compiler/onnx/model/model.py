@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,8 +14,13 @@ import onnx_ir
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import DType
-from amp_compiler.onnx.model.infer import infer, stripped
+from amp_compiler.onnx.model.infer import Sizes, infer, infer_checked, infer_sized, stripped
+from amp_compiler.onnx.model.order import in_order
+from amp_compiler.onnx.model.sparse import dense, sparse_names
 from amp_compiler.onnx.model.types import neutral_type
+from amp_compiler.onnx.model.validate import check_fully, check_structure, told_as_onnx
+from amp_compiler.onnx.model.walk import proto_bodies as proto_bodies
+from amp_compiler.onnx.model.walk import proto_graphs as proto_graphs
 
 SIZE_HINT = 64  # elements that a dimension of unknown size counts for
 
@@ -82,6 +88,7 @@ class OnnxModel:
         unnamed: nodes that had no name; `onnx_ir` gives them one, and `restore_text` takes it away again.
         described: initializers with an entry of their own in `value_info`.
         external: the data that lie in files of their own.
+        sparse: names of the initializers that were sparse, which are dense here.
     """
 
     proto: onnx.ModelProto
@@ -91,6 +98,7 @@ class OnnxModel:
     unnamed: set[onnx_ir.Node] = field(default_factory=set)
     described: set[onnx_ir.Value] = field(default_factory=set)
     external: list[onnx_ir.ExternalTensor] = field(default_factory=list)
+    sparse: frozenset[str] = frozenset()
 
     def type_of(self, value: onnx_ir.Value) -> ValueType:
         """What is known of a value."""
@@ -121,7 +129,7 @@ def open_model(source: Source) -> OnnxFile:
         source: a path; or a message, which is not changed; or a model that is open already.
 
     Raises:
-        OnnxError: there is no such file, or it holds no ONNX model.
+        OnnxError: there is no such file, or it holds no ONNX model, or a damaged one.
 
     Example:
         ```python
@@ -133,7 +141,7 @@ def open_model(source: Source) -> OnnxFile:
     if isinstance(source, OnnxFile):
         return source
     if isinstance(source, onnx.ModelProto):
-        return OnnxFile(source)
+        return _checked(OnnxFile(source))
     if not isinstance(source, str | Path):
         raise OnnxError(
             f"amp_compiler cannot read a {type(source).__name__} as an ONNX model",
@@ -141,15 +149,27 @@ def open_model(source: Source) -> OnnxFile:
         )
     path = Path(source)
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
+            raise OnnxError("it is no regular file", where=str(path), mend="name an ONNX file")
         proto = onnx.load(path, load_external_data=False)
+    except OnnxError:
+        raise
     except OSError as cause:
         why = (cause.strerror or str(cause)).lower()
         raise OnnxError(f"cannot be read: {why}", where=str(path), mend="name an ONNX file") from cause
     except Exception as cause:  # protobuf and ONNX's readers of its text forms raise errors of their own
         raise OnnxError("this is no ONNX model, or a damaged one", where=str(path), mend="export it again") from cause
+    return _checked(OnnxFile(proto, path))
+
+
+def _checked(opened: OnnxFile) -> OnnxFile:
+    """The model, if it is one."""
+    proto = opened.proto
     if not proto.HasField("graph") or not proto.opset_import:
-        raise OnnxError("this is no ONNX model: it has no graph or no opset", where=str(path), mend="export it again")
-    return OnnxFile(proto, path)
+        raise OnnxError("this is no ONNX model: it has no graph or no opset", where=opened.name, mend="export it again")
+    with told_as_onnx(opened.name, "it is damaged"):
+        check_structure(proto, opened.folder)
+    return opened
 
 
 def to_ir(model: OnnxFile) -> onnx_ir.Model:
@@ -158,69 +178,64 @@ def to_ir(model: OnnxFile) -> onnx_ir.Model:
     Raises:
         OnnxError: its graph is malformed.
     """
-    try:
-        made = onnx_ir.serde.deserialize_model(model.proto)
-    except (ValueError, TypeError, onnx_ir.serde.SerdeError) as cause:
-        raise OnnxError(
-            f"its graph is malformed: {cause}", where=model.name, mend="run onnx.checker.check_model on it"
-        ) from cause
+    with told_as_onnx(model.name, "its graph is malformed"):
+        made = onnx_ir.serde.deserialize_model(dense(model.proto))
     if model.folder is not None:
         onnx_ir.external_data.set_base_dir(made.graph, model.folder)
     return made
 
 
-def read_model(opened: OnnxFile) -> OnnxModel:
+def check_model(opened: OnnxFile) -> None:
+    """Refuse what ONNX's full checker refuses.
+
+    Raises:
+        OnnxError: with the node.
+    """
+    with told_as_onnx(opened.name, "its graph is malformed"):
+        light = stripped(in_order(opened.proto), opened.folder)
+        check_fully(light, opened.name)
+        infer_checked(light)
+
+
+def read_model(opened: OnnxFile, *, check: bool = True, sizes: Sizes | None = None) -> OnnxModel:
     """Read a model into `onnx_ir` and infer types. Model-local functions are written out where they are called.
+
+    Args:
+        opened: the model.
+        check: refuse what ONNX's full checker refuses.
+        sizes: sizes of the dimensions that the model leaves open: shapes are told for these. The file stays as open.
 
     Raises:
         OnnxError: the model holds what `onnx_ir` would lose, or its graph is malformed.
     """
     proto, folder = opened.proto, opened.folder
     _refuse(proto)
-    if proto.functions:
-        proto = onnx.inliner.inline_local_functions(proto)
-    model = to_ir(replace(opened, proto=proto))
-    found = OnnxModel(proto, model, folder=folder)
-    inferred = infer(stripped(proto, folder))
-    _Binder(found).bind(model.graph, proto.graph, inferred.graph)
-    if not _is_sorted(model.graph, set()):
-        try:
-            model.graph.sort()
-        except ValueError as cause:
-            raise OnnxError("its graph has a cycle", mend="run onnx.checker.check_model on it") from cause
+    with told_as_onnx(opened.name, "its graph is malformed"):
+        sparse, proto = sparse_names(proto), dense(in_order(proto))
+    light = stripped(proto, folder)
+    if check:
+        check_fully(light, opened.name)
+    with told_as_onnx(opened.name, "its graph is malformed"):
+        if proto.functions:
+            proto = onnx.inliner.inline_local_functions(proto)
+            light = stripped(proto, folder)
+        model = to_ir(replace(opened, proto=proto))
+        found = OnnxModel(proto, model, folder=folder, sparse=sparse)
+        inferred = infer_checked(light) if check else infer(light)
+        if sizes:
+            inferred = infer_sized(light, inferred, sizes)
+        _Binder(found).bind(model.graph, proto.graph, inferred.graph)
+        if not _is_sorted(model.graph, set()):
+            try:
+                model.graph.sort()
+            except ValueError as cause:
+                raise OnnxError("its graph has a cycle", mend="run onnx.checker.check_model on it") from cause
     return found
 
 
 def _refuse(proto: onnx.ModelProto) -> None:
     if proto.training_info:
         raise OnnxError("the model carries training_info, which a conversion would lose", mend="remove it first")
-    for graph in proto_graphs(proto.graph):
-        if graph.sparse_initializer:
-            raise OnnxError(
-                f"graph '{graph.name}' has sparse initializers, which a conversion would lose",
-                mend="make them dense: onnx.helper.make_tensor",
-            )
-
-
-def proto_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """A graph and all bodies in it."""
-    pending = [graph]
-    while pending:
-        current = pending.pop()
-        yield current
-        for node in current.node:
-            pending.extend(proto_bodies(node).values())
-
-
-def proto_bodies(node: onnx.NodeProto) -> dict[str, onnx.GraphProto]:
-    """The bodies of a control-flow node by attribute name, as `bodies` names them."""
-    found = {}
-    for attribute in node.attribute:
-        if attribute.type == onnx.AttributeProto.GRAPH:
-            found[attribute.name] = attribute.g
-        elif attribute.type == onnx.AttributeProto.GRAPHS:
-            found.update({f"{attribute.name}.{index}": body for index, body in enumerate(attribute.graphs)})
-    return found
 
 
 def all_graphs(graph: onnx_ir.Graph) -> Iterator[onnx_ir.Graph]:

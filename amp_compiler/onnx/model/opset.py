@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import onnx
+import onnx.inliner
 import onnx.version_converter
 
 from amp_compiler.errors import OnnxError
@@ -31,14 +32,17 @@ def raise_opset(opened: OnnxFile, version: int, why: str) -> OnnxFile:
         OnnxError: the converter cannot do it.
     """
     proto, folder = opened.proto, opened.folder
-    present = next((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), 1)
-    mend = f"export the model with opset {version} or later, or use dtype='fp16'"
-    if proto.functions:
-        raise OnnxError(f"{why}, and a model with local functions cannot be raised to it", mend=mend)
+    present = opset_of(proto)
+    mend = (
+        f"export the model with opset {version} or later, use dtype='fp16', or give raise_opset=False"
+        " (--no-raise-opset), which keeps such nodes in FP32"
+    )
+    if proto.functions:  # they are written out where they are called anyway
+        proto = onnx.inliner.inline_local_functions(proto)
     light = stripped(proto, folder)
     try:
         raised = onnx.version_converter.convert_version(light, version)
-    except (RuntimeError, ValueError, onnx.checker.ValidationError) as cause:
+    except Exception as cause:
         raise OnnxError(
             f"{why}, and onnx's version converter cannot raise the model from {present}: {str(cause)[:300]}", mend=mend
         ) from cause
@@ -49,6 +53,11 @@ def raise_opset(opened: OnnxFile, version: int, why: str) -> OnnxFile:
         if [info.name for info in left] != [info.name for info in right]:
             raise OnnxError(f"{why}, and onnx's version converter changes its inputs or outputs", mend=mend)
     return replace(opened, proto=raised)
+
+
+def opset_of(proto: onnx.ModelProto) -> int:
+    """The version of ONNX's own domain that a model imports."""
+    return next((entry.version for entry in proto.opset_import if entry.domain in ("", "ai.onnx")), 1)
 
 
 def _is_sound(proto: onnx.ModelProto, folder: Path | None) -> bool:

@@ -1,9 +1,10 @@
-"""Writing an ONNX model: to a message, or to a file that nobody sees half of."""
+"""Writing an ONNX model: to a message, or to a file that nobody sees half of, with the data that belong to it."""
 
 from __future__ import annotations
 
-import os
-import tempfile
+import contextlib
+import hashlib
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,53 +12,86 @@ import onnx
 import onnx_ir as ir
 
 from amp_compiler.errors import OnnxError
-from amp_compiler.onnx.model.model import OnnxModel, all_graphs
+from amp_compiler.ir.files import alone, output_file, publish, workspace
+from amp_compiler.onnx.model.model import OnnxModel, all_graphs, proto_graphs
+from amp_compiler.onnx.model.sparse import make_sparse
 
 _INLINE_LIMIT = 1_900_000_000  # bytes; a protobuf message ends at 2 GiB
 _EXTERNAL_FROM = 1024  # bytes from which a tensor goes to the data file
+_DIGITS = 12  # of the digest that names the data of a model which takes the place of another one
+
+Check = Callable[[onnx.ModelProto, Path], None]
 
 
 def to_proto(model: OnnxModel) -> onnx.ModelProto:
-    """The model as a message, all data in it."""
+    """The model as a message, all data in it.
+
+    Raises:
+        OnnxError: that would be more than a message can hold.
+    """
+    if _size(model) > _INLINE_LIMIT:
+        raise OnnxError(
+            f"it holds {_size(model)} bytes of data, more than one message can", mend="name a file to write: output="
+        )
     model.restore_text()
-    return ir.serde.serialize_model(model.ir)
+    _load_attributes(model)
+    for graph in all_graphs(model.ir.graph):
+        for value in graph.initializers.values():
+            if isinstance(value.const_value, ir.ExternalTensor):
+                value.const_value = _loaded(value.const_value)
+    return _serialized(model)
 
 
-def save(model: OnnxModel, path: Path, check: Callable[[onnx.ModelProto, Path], None]) -> None:
-    """Write a model so that a reader sees the old file or the new one, tensor by tensor.
+def _serialized(model: OnnxModel) -> onnx.ModelProto:
+    """The model as a message, with what was sparse sparse again."""
+    proto = ir.serde.serialize_model(model.ir)
+    make_sparse(proto, model.sparse)
+    return proto
 
-    Data go to a file of their own, `<name>.data`, where the model that was read keeps its data so, or where a message
-    would be too large. Of the two files the data are put in place first.
+
+def save(model: OnnxModel, path: Path, check: Check) -> None:
+    """Write a model so that a reader sees the old one or the new one, whole, whenever the run is killed.
+
+    Data go to a file of their own where the model that was read keeps its data so, or where a message would be too
+    large. They are put in place first, under a name that the old model does not use: `<name>.data` for a new model,
+    `<name>.<digest>.data` where there is a model or such a file already. Then one rename puts the model in place, which
+    names its data. Then the data of the old model go, and what a killed run has left.
 
     Args:
         model: the model.
-        path: the file to write.
+        path: the file to write; a symbolic link stays, and what it leads to is written.
         check: is given what is about to be put in place, with the folder that its data lie in; it may raise.
 
     Raises:
-        OnnxError: the file is the input, or one of its data files; or it cannot be written.
+        OnnxError: the file is a data file of the input, or no regular file; or it cannot be written.
     """
-    path = Path(path)
-    data = path.with_name(path.name + ".data")
+    target = output_file(path, OnnxError)
     external = bool(model.external) or _size(model) > _INLINE_LIMIT
-    for kept in sorted({str(tensor.path) for tensor in model.external}):
-        if _same(Path(kept), path) or (external and _same(Path(kept), data)):
+    for kept in model.external:
+        if _same(Path(kept.path), target):
             raise OnnxError(
-                "a data file of the input would be overwritten", where=kept, mend="name another output file"
+                "a data file of the input would be overwritten", where=str(kept.path), mend="name another output file"
             )
+    if external and target.parent != Path(path).parent.resolve():
+        raise OnnxError(
+            f"it is a symbolic link to another folder ({target}), and data beside the model would be found by one of"
+            " the two names alone",
+            where=str(path),
+            mend="name the file itself",
+        )
     model.restore_text()
+    _load_attributes(model)
     try:
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
-            made = Path(folder) / path.name
+        with workspace(target.parent) as folder:
+            made = folder / target.name
             if external:
-                ir.save(model.ir, made, external_data=data.name, size_threshold_bytes=_EXTERNAL_FROM)
-                check(onnx.load(made, load_external_data=False), made.parent)
-                _publish(Path(folder) / data.name, data)
+                _write_with_data(model, made, target, check)
             else:
-                proto = ir.serde.serialize_model(model.ir)
-                check(proto, path.parent)
-                made.write_bytes(proto.SerializeToString(deterministic=True))
-            _publish(made, path)
+                proto = _serialized(model)
+                check(proto, target.parent)
+                _write(proto, made)
+                with alone(target.parent) as locked:
+                    _replace(made, target, None, model, locked)
     except OSError as cause:
         raise OnnxError(
             f"cannot write there: {cause.strerror or cause}",
@@ -66,13 +100,107 @@ def save(model: OnnxModel, path: Path, check: Callable[[onnx.ModelProto, Path], 
         ) from cause
 
 
-def _publish(made: Path, target: Path) -> None:
-    if not made.exists():  # no tensor was large enough for the data file
+def _load_attributes(model: OnnxModel) -> None:
+    """Let attributes hold their data, which only initializers may have in a file of their own."""
+    for graph in all_graphs(model.ir.graph):
+        for node in graph:
+            for name, attribute in node.attributes.items():
+                if attribute.type == ir.AttributeType.TENSOR and isinstance(attribute.value, ir.ExternalTensor):
+                    node.attributes[name] = ir.AttrTensor(name, _loaded(attribute.value))
+
+
+def _loaded(tensor: ir.ExternalTensor) -> ir.TensorProtocol:
+    (made,) = ir.external_data.convert_tensors_from_external([tensor])
+    return made
+
+
+def _write_with_data(model: OnnxModel, made: Path, target: Path, check: Check) -> None:
+    data = made.with_name(f"{target.name}.data")
+    ir.save(model.ir, made, external_data=data.name, size_threshold_bytes=_EXTERNAL_FROM)
+    proto = onnx.load(made, load_external_data=False)
+    check(proto, made.parent)
+    if not data.exists():  # no tensor was large enough for it
+        with alone(target.parent) as locked:
+            _replace(made, target, None, model, locked)
         return
-    umask = os.umask(0)
-    os.umask(umask)
-    made.chmod(0o666 & ~umask)
-    made.replace(target)
+    data.chmod(made.stat().st_mode)
+    with alone(target.parent) as locked:
+        if not locked or target.exists() or target.with_name(data.name).exists():
+            name = f"{target.name}.{_digest(data)}.data"
+            _rename_data(proto, data.name, name)
+            _write(proto, made)
+            data = data.replace(data.with_name(name))
+        _replace(made, target, data, model, locked)
+
+
+def _write(proto: onnx.ModelProto, path: Path) -> None:
+    """Write a message in the form that the file's name asks for: protobuf, or one of ONNX's texts."""
+    form = onnx.serialization.registry.get_format_from_file_extension(path.suffix)
+    if form in (None, "protobuf"):
+        path.write_bytes(proto.SerializeToString(deterministic=True))
+    else:
+        onnx.save(proto, path, format=form)
+
+
+def _replace(made: Path, target: Path, data: Path | None, model: OnnxModel, locked: bool) -> None:
+    """Put data and model in place, and remove the data that nobody reads any more."""
+    old = _old_data(target)
+    if data is not None:
+        if target.exists():
+            data.chmod(target.stat().st_mode)
+        data.replace(target.with_name(data.name))
+    publish(made, target)
+    kept = [Path(tensor.path) for tensor in model.external]
+    if data is not None:
+        kept.append(target.with_name(data.name))
+    for path in old if locked else ():
+        if not any(_same(path, one) for one in kept):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _old_data(target: Path) -> list[Path]:
+    """The data files that belong to a model about to be replaced: those it reads, and what killed runs have left.
+
+    A file belongs to the model by its name, which `save` gave it. Others that the model reads are left alone: other
+    models may read them too.
+    """
+    plain = target.with_name(f"{target.name}.data")
+    pattern = re.compile(rf"{re.escape(target.name)}\.[0-9a-f]{{{_DIGITS}}}\.data")
+    named = sorted(path for path in target.parent.iterdir() if pattern.fullmatch(path.name))
+    if not named and not plain.exists():
+        return []
+    read = _locations(target)
+    by_us = not read.isdisjoint({plain.name, *(path.name for path in named)})
+    return [*named, *([plain] if by_us and plain.exists() else [])]
+
+
+def _locations(path: Path) -> set[str]:
+    """Names of the data files that a model reads; none where it cannot be read."""
+    try:
+        proto = onnx.load(path, load_external_data=False)
+    except Exception:  # noqa: BLE001  whatever stands there is about to be replaced
+        return set()
+    return {
+        entry.value
+        for graph in proto_graphs(proto.graph)
+        for tensor in graph.initializer
+        for entry in tensor.external_data
+        if entry.key == "location"
+    }
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:_DIGITS]
+
+
+def _rename_data(proto: onnx.ModelProto, before: str, after: str) -> None:
+    for graph in proto_graphs(proto.graph):
+        for tensor in graph.initializer:
+            for entry in tensor.external_data:
+                if entry.key == "location" and entry.value == before:
+                    entry.value = after
 
 
 def _tensors(model: OnnxModel) -> Iterator[ir.TensorProtocol]:

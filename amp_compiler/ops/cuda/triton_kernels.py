@@ -2,8 +2,9 @@
 
 Every kernel walks over many tensors in one launch. `rows` is an int64 table with one row per tensor: number of
 elements, place in the group, then the addresses of its gradient, weight, extra (low copy or compensation), first moment
-or momentum, second moment and its maximum. `blocks` says for every program which row (upper 32 bits) and which block of
-it (lower 32 bits) it works on.
+or momentum, second moment and its maximum, and the channels and pixels of a convolution's filter. `blocks` says for
+every program which row (upper 32 bits) and which block of it (lower 32 bits) it works on. Gradients and low copies of
+convolutions may have their channels last, see `turned_places`.
 
 The arithmetic is that of `ops/update/`, operation for operation: `tl.fma` where that rounds once,
 `div_rn` and `sqrt_rn` for division and square root. The compiler must not contract other products and sums, so every
@@ -33,7 +34,9 @@ from amp_compiler.ops.cuda.triton_parts import (
     add_l1,
     address,
     load_weight,
+    lone_address,
     read,
+    read_gradient,
     saturated,
     store_weight,
     write,
@@ -47,13 +50,13 @@ def _adam_block(
     row, start, size, scalars, coef, rng,
     GRAD_TYPE: tl.constexpr, WEIGHT_TYPE: tl.constexpr, MOMENT_TYPE: tl.constexpr, EXTRA_TYPE: tl.constexpr,
     MODE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, DECOUPLED: tl.constexpr,
-    ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
+    TURNED: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     offsets = tl.arange(0, BLOCK)
     inside = offsets < size - start
     first = address(row, FIRST, MOMENT_TYPE, start, ALIGNED)
     second = address(row, SECOND, MOMENT_TYPE, start, ALIGNED)
-    grad = read(address(row, GRAD, GRAD_TYPE, start, ALIGNED), offsets, inside, FULL) * coef
+    grad = read_gradient(row, start, offsets, inside, GRAD_TYPE, TURNED, ALIGNED, FULL) * coef
     weight = load_weight(row, start, offsets, inside, WEIGHT_TYPE, MODE, ALIGNED, FULL)
     m = read(first, offsets, inside, FULL)
     v = read(second, offsets, inside, FULL)
@@ -79,7 +82,7 @@ def _adam_block(
         write(largest, offsets, saturated(v, MOMENT_TYPE), inside, FULL)
     denominator = tl.div_rn(tl.sqrt_rn(v), root) + eps
     new = weight + tl.div_rn(m * neg_step, denominator)
-    store_weight(row, start, offsets, inside, new, rng, WEIGHT_TYPE, EXTRA_TYPE, MODE, ALIGNED, FULL, BLOCK)
+    store_weight(row, start, offsets, inside, new, rng, WEIGHT_TYPE, EXTRA_TYPE, MODE, TURNED, ALIGNED, FULL, BLOCK)
 
 
 @triton.jit
@@ -87,7 +90,7 @@ def adam_kernel(
     rows, blocks, scalars, coef, skip, started, rng,
     GRAD_TYPE: tl.constexpr, WEIGHT_TYPE: tl.constexpr, MOMENT_TYPE: tl.constexpr, EXTRA_TYPE: tl.constexpr,
     MODE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, DECOUPLED: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    TURNED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One Adam step over all tensors of the table."""
     if tl.load(skip) == 0.0:
@@ -98,12 +101,12 @@ def adam_kernel(
         if size - start >= BLOCK:
             _adam_block(
                 row, start, size, scalars, tl.load(coef), rng, GRAD_TYPE, WEIGHT_TYPE, MOMENT_TYPE, EXTRA_TYPE,
-                MODE, AMSGRAD, MAXIMIZE, DECOUPLED, ALIGNED, True, BLOCK,
+                MODE, AMSGRAD, MAXIMIZE, DECOUPLED, TURNED, ALIGNED, True, BLOCK,
             )  # fmt: skip
         else:
             _adam_block(
                 row, start, size, scalars, tl.load(coef), rng, GRAD_TYPE, WEIGHT_TYPE, MOMENT_TYPE, EXTRA_TYPE,
-                MODE, AMSGRAD, MAXIMIZE, DECOUPLED, ALIGNED, False, BLOCK,
+                MODE, AMSGRAD, MAXIMIZE, DECOUPLED, TURNED, ALIGNED, False, BLOCK,
             )  # fmt: skip
 
 
@@ -142,11 +145,11 @@ def _sgd_block(
     row, start, size, hyper, coef, started, rng,
     GRAD_TYPE: tl.constexpr, WEIGHT_TYPE: tl.constexpr, MOMENT_TYPE: tl.constexpr, EXTRA_TYPE: tl.constexpr,
     MODE: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr,
-    ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
+    TURNED: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     offsets = tl.arange(0, BLOCK)
     inside = offsets < size - start
-    grad = read(address(row, GRAD, GRAD_TYPE, start, ALIGNED), offsets, inside, FULL) * coef
+    grad = read_gradient(row, start, offsets, inside, GRAD_TYPE, TURNED, ALIGNED, FULL) * coef
     weight = load_weight(row, start, offsets, inside, WEIGHT_TYPE, MODE, ALIGNED, FULL)
     neg_lr = (-tl.load(hyper)).to(tl.float32)
     momentum = tl.load(hyper + 1).to(tl.float32)
@@ -166,14 +169,15 @@ def _sgd_block(
         else:
             grad = buffer.to(tl.float32)
     new = tl.fma(grad, neg_lr, weight)
-    store_weight(row, start, offsets, inside, new, rng, WEIGHT_TYPE, EXTRA_TYPE, MODE, ALIGNED, FULL, BLOCK)
+    store_weight(row, start, offsets, inside, new, rng, WEIGHT_TYPE, EXTRA_TYPE, MODE, TURNED, ALIGNED, FULL, BLOCK)
 
 
 @triton.jit
 def sgd_kernel(
     rows, blocks, hyper, coef, skip, started, rng,
     GRAD_TYPE: tl.constexpr, WEIGHT_TYPE: tl.constexpr, MOMENT_TYPE: tl.constexpr, EXTRA_TYPE: tl.constexpr,
-    MODE: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    MODE: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr,
+    TURNED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One SGD step over all tensors of the table."""
     if tl.load(skip) == 0.0:
@@ -184,12 +188,12 @@ def sgd_kernel(
         if size - start >= BLOCK:
             _sgd_block(
                 row, start, size, hyper, tl.load(coef), started, rng, GRAD_TYPE, WEIGHT_TYPE, MOMENT_TYPE, EXTRA_TYPE,
-                MODE, NESTEROV, MAXIMIZE, ALIGNED, True, BLOCK,
+                MODE, NESTEROV, MAXIMIZE, TURNED, ALIGNED, True, BLOCK,
             )  # fmt: skip
         else:
             _sgd_block(
                 row, start, size, hyper, tl.load(coef), started, rng, GRAD_TYPE, WEIGHT_TYPE, MOMENT_TYPE, EXTRA_TYPE,
-                MODE, NESTEROV, MAXIMIZE, ALIGNED, False, BLOCK,
+                MODE, NESTEROV, MAXIMIZE, TURNED, ALIGNED, False, BLOCK,
             )  # fmt: skip
 
 
@@ -215,7 +219,7 @@ def check_kernel(
     size = tl.load(row + SIZE)
     offsets = tl.arange(0, BLOCK)
     inside = offsets < size - start
-    pointer = address(row, GRAD, GRAD_TYPE, start, ALIGNED)
+    pointer = lone_address(row, GRAD, GRAD_TYPE, start, ALIGNED)
     if size - start >= BLOCK:
         grad = read(pointer, offsets, inside, True)
     else:
@@ -255,7 +259,12 @@ def commit_kernel(rows, blocks, skip, TYPE: tl.constexpr, ALIGNED: tl.constexpr,
         work = tl.load(blocks + tl.program_id(0))
         row = rows + (work >> 32) * COLUMNS
         start = (work & 0xFFFFFFFF) * BLOCK
+        size = tl.load(row + SIZE)
         offsets = tl.arange(0, BLOCK)
-        inside = offsets < tl.load(row + SIZE) - start
-        value = tl.load(address(row, GRAD, TYPE, start, ALIGNED) + offsets, mask=inside)
-        tl.store(address(row, WEIGHT, TYPE, start, ALIGNED) + offsets, value, mask=inside)
+        given = lone_address(row, GRAD, TYPE, start, ALIGNED) + offsets
+        target = lone_address(row, WEIGHT, TYPE, start, ALIGNED) + offsets
+        if size - start >= BLOCK:
+            tl.store(target, tl.load(given))
+        else:
+            inside = offsets < size - start
+            tl.store(target, tl.load(given, mask=inside), mask=inside)

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 # Each device function sees these as compile-time constants.
-COLUMNS = tl.constexpr(8)
-SIZE, PLACE, GRAD, WEIGHT, EXTRA, FIRST, SECOND, LARGEST = (tl.constexpr(i) for i in range(8))
+COLUMNS = tl.constexpr(10)
+SIZE, PLACE, GRAD, WEIGHT, EXTRA, FIRST, SECOND, LARGEST, CHANNELS, PIXELS = (tl.constexpr(i) for i in range(10))
 STOCHASTIC = tl.constexpr(1)
 KAHAN = tl.constexpr(2)
 
@@ -23,12 +23,36 @@ def address(row, COLUMN: tl.constexpr, TYPE: tl.constexpr, start, ALIGNED: tl.co
     """Pointer to the first element of this block; with `ALIGNED` a thread may load 4 elements at a time.
 
     Four of every type, not 16 bytes: with 8 elements of a 16-bit type and 4 of fp32 per thread the compiler would move
-    values between threads through shared memory.
+    values between threads through shared memory. A warp then reads 512 bytes of an fp32 column at once, and 256 of a
+    16-bit one: whole lines of the cache, both.
     """
     pointer = tl.load(row + COLUMN).to(tl.pointer_type(TYPE)) + start
     if ALIGNED:
         pointer = tl.multiple_of(pointer, TYPE.primitive_bitwidth // 2)
     return pointer
+
+
+@triton.jit
+def lone_address(row, COLUMN: tl.constexpr, TYPE: tl.constexpr, start, ALIGNED: tl.constexpr):
+    """The same where no column of another type is read beside it: with `ALIGNED` a thread may load 16 bytes."""
+    pointer = tl.load(row + COLUMN).to(tl.pointer_type(TYPE)) + start
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def turned_places(row, start, offsets):
+    """Where the elements of a block of a weight [n, channels, pixels] stand in a tensor [n, pixels, channels]."""
+    channels = tl.load(row + CHANNELS)
+    size = channels * tl.load(row + PIXELS)
+    first = start % size
+    count = channels.to(tl.int32)
+    pixels = tl.load(row + PIXELS).to(tl.int32)
+    place = first.to(tl.int32) + offsets
+    inner = place % size.to(tl.int32)
+    channel = inner // pixels
+    return (start - first) + (place - inner + (inner - channel * pixels) * count + channel)
 
 
 @triton.jit
@@ -103,9 +127,23 @@ def round_stochastically(value, words, TYPE: tl.constexpr):
 
 
 @triton.jit
+def read_gradient(
+    row, start, offsets, inside,
+    GRAD_TYPE: tl.constexpr, TURNED: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """The gradient in fp32, in the order of the weight."""
+    if TURNED & 1:  # the column of gradients in `Group.turned`
+        places = turned_places(row, start, offsets)
+        grad = read(address(row, GRAD, GRAD_TYPE, 0, False), places, inside, FULL)
+    else:
+        grad = read(address(row, GRAD, GRAD_TYPE, start, ALIGNED), offsets, inside, FULL)
+    return grad
+
+
+@triton.jit
 def store_weight(
     row, start, offsets, inside, new, rng,
-    WEIGHT_TYPE: tl.constexpr, EXTRA_TYPE: tl.constexpr, MODE: tl.constexpr,
+    WEIGHT_TYPE: tl.constexpr, EXTRA_TYPE: tl.constexpr, MODE: tl.constexpr, TURNED: tl.constexpr,
     ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the new weight as `MODE` says; the extra tensor is given the rounding error, or a low copy."""
@@ -118,11 +156,14 @@ def store_weight(
         stored = new.to(WEIGHT_TYPE)
         write(weight, offsets, stored, inside, FULL)
         if EXTRA_TYPE is not None:
-            extra = address(row, EXTRA, EXTRA_TYPE, start, ALIGNED)
             if MODE == KAHAN:
+                extra = address(row, EXTRA, EXTRA_TYPE, start, ALIGNED)
                 write(extra, offsets, new - stored.to(tl.float32), inside, FULL)
+            elif TURNED & 4:  # the column of extras
+                extra = address(row, EXTRA, EXTRA_TYPE, 0, False)
+                write(extra, turned_places(row, start, offsets), new, inside, FULL)
             else:
-                write(extra, offsets, new, inside, FULL)
+                write(address(row, EXTRA, EXTRA_TYPE, start, ALIGNED), offsets, new, inside, FULL)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from amp_compiler.errors import LoweringError
 from amp_compiler.ops.cuda.pointer_tables import Group, TableCache
-from amp_compiler.ops.layout import is_dense, laid_out_like
+from amp_compiler.ops.layout import is_dense, is_turned, laid_out_like
 from amp_compiler.ops.update.fused import FusedOptimizer, Tensors, Update
 from amp_compiler.ops.update.rounding import Storage
 
@@ -29,6 +29,7 @@ CHECK_BLOCK = 4096
 _UPDATE_OPTIONS = {"num_warps": 4, "maxnreg": 64, "enable_fp_fusion": False}
 _CHECK_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 TABLES = TableCache()
+_MAY_BE_TURNED = (0, 2)  # gradients and extras, by their columns: a convolution reads and makes them so
 _WORDS = {1: torch.int8, 2: torch.int16}
 
 
@@ -66,7 +67,8 @@ def _group_options(group: Group, mode: int) -> dict[str, Any]:
     if len({*group.types[3:]} - {None}) > 1:
         raise LoweringError("the moments of one tensor are of several types", mend="keep all of them in one type")
     types = {"GRAD_TYPE": grad, "WEIGHT_TYPE": weight, "EXTRA_TYPE": extra, "MOMENT_TYPE": first}
-    return {**types, "MODE": int(mode), "ALIGNED": group.aligned, "BLOCK": BLOCK, **_UPDATE_OPTIONS}
+    how = {"MODE": int(mode), "TURNED": group.turned, "ALIGNED": group.aligned, "BLOCK": BLOCK}
+    return {**types, **how, **_UPDATE_OPTIONS}
 
 
 def grad_check(grads: Tensors, inv_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -145,8 +147,12 @@ def update(optimizer: FusedOptimizer, given: Update) -> None:
             kernel = getattr(code, f"{optimizer.name}_kernel")
             numbers = _prepared(optimizer, given, device)
             options = {flag.upper(): value for flag, value in given.flags.items()}
-            columns = [laid_out_like(given.grads, given.weights), given.weights, _extras(given), *given.states]
-            for group in TABLES.groups(columns, device, BLOCK):
+            grads = [
+                grad if is_turned(grad, weight) else laid_out_like([grad], [weight])[0]
+                for grad, weight in zip(given.grads, given.weights, strict=True)
+            ]
+            columns = [grads, given.weights, _extras(given), *given.states]
+            for group in TABLES.groups(columns, device, BLOCK, _MAY_BE_TURNED):
                 if len(group.blocks):
                     kernel[(len(group.blocks),)](
                         group.rows, group.blocks, numbers, given.coef, given.skip, given.started, given.rng,

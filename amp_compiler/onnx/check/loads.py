@@ -1,0 +1,168 @@
+"""Whether the installed ONNX Runtime loads a model, with its default optimizations, and what it says of the node."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+from onnx import TensorProto, helper
+
+from amp_compiler.errors import OnnxError
+from amp_compiler.onnx.check.run import Engine, check_providers, session_options
+from amp_compiler.onnx.model.infer import stripped
+from amp_compiler.onnx.model.validate import make_inputs_of_stubs
+from amp_compiler.onnx.model.walk import all_tensors, proto_graphs
+
+WHOLE = 256_000_000
+"""Bytes of data up to which a model is loaded with them. Of a larger one the large initializers become inputs."""
+MOST_NODES = 4000
+"""Nodes up to which a model is loaded: the time that ONNX Runtime's optimizations take grows with their square."""
+_NODE = (
+    re.compile(r"implementation for (?P<op>[\w.]+)\(\d+\) node with name '(?P<name>[^']*)'"),
+    re.compile(r"Node[: ]*\((?P<name>[^)]*)\) Op ?\((?P<op>\w*)\)"),
+    re.compile(r"Op(?:type)? \((?P<op>[\w:.]*)\).* (?:in )?node \((?P<name>[^)]*)\)"),
+    re.compile(r"[Nn]ode[: ]+(?:with name )?['(](?P<name>[^')]*)[')](?P<op>)"),
+)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why ONNX Runtime does not load a model.
+
+    Args:
+        engine: `onnxruntime` with its version.
+        node: name of the node that it speaks of; empty where it names none.
+        op: its op, where that is told.
+        problem: what it says.
+        kernel: all that is missing is a kernel of the execution provider; another one may have it.
+        before: it does not load the original either.
+    """
+
+    engine: str
+    node: str
+    op: str
+    problem: str
+    kernel: bool = False
+    before: bool = False
+
+    def __str__(self) -> str:
+        what = f"at node '{self.node}'" if self.node else "at a node that it does not name"
+        op = f" ({self.op})" if self.op else ""
+        also = ", as it does not load the original" if self.before else ""
+        return f"{self.engine} does not load it{also}: {what}{op}: {self.problem}"
+
+
+def is_installed() -> bool:
+    """Whether there is an ONNX Runtime."""
+    return importlib.util.find_spec("onnxruntime") is not None
+
+
+def refusal_of(
+    proto: onnx.ModelProto, folder: Path | None, *, engine: Engine | None = None, light: bool = False
+) -> Refusal | None:
+    """Load a model once, and say why it does not load.
+
+    Args:
+        proto: the model.
+        folder: where its external data lie.
+        engine: execution providers and libraries of ops; the CPU alone by default.
+        light: load it without its large data, which become inputs.
+
+    Returns:
+        `None` where it loads, where no ONNX Runtime is installed, and for a model of more than `MOST_NODES` nodes.
+    """
+    if not is_installed() or is_long(proto):
+        return None
+    if light or _data_bytes(proto) > WHOLE:
+        proto = _without_data(proto, folder)
+    problem = _load(proto, folder, engine)
+    if problem is None:
+        return None
+    if any(not node.name for graph in proto_graphs(proto.graph) for node in graph.node):
+        named = onnx.ModelProto()
+        named.CopyFrom(proto)
+        _name_nodes(named.graph)
+        problem = _load(named, folder, engine) or problem
+    return _read(problem)
+
+
+def is_long(proto: onnx.ModelProto) -> bool:
+    """True for a model that is not loaded, because that would take long."""
+    return sum(len(graph.node) for graph in proto_graphs(proto.graph)) > MOST_NODES
+
+
+def _load(proto: onnx.ModelProto, folder: Path | None, engine: Engine | None) -> str | None:
+    """What ONNX Runtime says against a model; `None` where it loads."""
+    import onnxruntime as ort
+
+    used = engine or Engine()
+    try:
+        options = session_options(used, folder)
+        options.log_severity_level = 4
+        options.intra_op_num_threads = 1
+        session = ort.InferenceSession(proto.SerializeToString(), options, providers=list(used.providers))
+    except OnnxError:
+        raise
+    except Exception as cause:  # noqa: BLE001  its errors share no base class but Exception
+        return str(cause)
+    check_providers(session, used)
+    return None
+
+
+def _read(problem: str) -> Refusal:
+    import onnxruntime as ort
+
+    found = next((match for pattern in _NODE if (match := pattern.search(problem)) is not None), None)
+    said = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", " ".join(problem.split()))
+    return Refusal(
+        f"onnxruntime {ort.__version__}",
+        found["name"] if found is not None else "",
+        found["op"] if found is not None else "",
+        said if len(said) <= 300 else f"{said[:300]}…",
+        "NOT_IMPLEMENTED" in problem,
+    )
+
+
+def _name_nodes(graph: onnx.GraphProto) -> None:
+    """Let ONNX Runtime name a node without a name by what it makes."""
+    for inner in proto_graphs(graph):
+        for node in inner.node:
+            if not node.name:
+                node.name = f"of '{next(iter(node.output), '')}'".replace("'", "")
+
+
+def _data_bytes(proto: onnx.ModelProto) -> int:
+    total = 0
+    for _, tensor in all_tensors(proto):
+        size = 1
+        for dim in tensor.dims:
+            size *= dim
+        total += 4 * size  # at most, of what matters
+    return total
+
+
+def _without_data(proto: onnx.ModelProto, folder: Path | None) -> onnx.ModelProto:
+    light = stripped(proto, folder, external=False)
+    make_inputs_of_stubs(light.graph)
+    return light
+
+
+@functools.cache
+def latest_opset() -> int | None:
+    """The latest opset of ONNX's own domain that the installed ONNX Runtime loads; `None` without one."""
+    if not is_installed():
+        return None
+    for version in range(onnx.defs.onnx_opset_version(), 6, -1):
+        if _load(_smallest(version), None, None) is None:
+            return version
+    return None
+
+
+def _smallest(opset: int) -> onnx.ModelProto:
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy"]
+    graph = helper.make_graph([helper.make_node("Identity", ["x"], ["y"])], "g", ends[:1], ends[1:])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)

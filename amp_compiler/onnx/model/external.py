@@ -1,0 +1,171 @@
+"""Data of an ONNX model that lie in files of their own: where they are, and whether they can be read."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+import onnx_ir
+
+from amp_compiler.errors import OnnxError
+from amp_compiler.onnx.model.walk import all_tensors
+
+_BESIDE = "keep the data files beside the model, and give the path of the model"
+_DIGITS = 18  # of a number of bytes; more are no size of a file
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the data of a tensor lie.
+
+    Args:
+        location: the file, relative to the folder of the model.
+        offset: the first byte.
+        length: number of bytes; `None` where the model does not say.
+    """
+
+    location: str
+    offset: int = 0
+    length: int | None = None
+
+
+def is_external(tensor: onnx.TensorProto) -> bool:
+    """True for a tensor whose data lie in a file of their own."""
+    return bool(tensor.data_location == onnx.TensorProto.EXTERNAL)
+
+
+def place_of(tensor: onnx.TensorProto) -> Place:
+    """Where the data of an external tensor lie.
+
+    Raises:
+        OnnxError: it does not say, or what it says is no place.
+    """
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    location = entries.get("location", "")
+    if not location or "\0" in location:
+        raise _wrong(tensor, "it does not say which file its data lie in")
+    numbers = []
+    for key in ("offset", "length"):
+        told = entries.get(key, "")
+        if told and not (told.isascii() and told.isdigit() and len(told) <= _DIGITS):
+            raise _wrong(tensor, f"the {key} of its data is '{told[:40]}', which is no number of bytes")
+        numbers.append(int(told) if told else None)
+    return Place(location, numbers[0] or 0, numbers[1])
+
+
+def check_external(tensor: onnx.TensorProto, needed: int, folder: Path | None) -> None:
+    """Check that the data of an external tensor are there, and as many as its type and shape ask for.
+
+    Args:
+        tensor: the tensor.
+        needed: the bytes that it holds.
+        folder: where the model is; the working folder for one in memory, whose files may be elsewhere.
+
+    Raises:
+        OnnxError: the place is outside the folder, no regular file, or too short.
+    """
+    place = place_of(tensor)
+    if place.length is not None and place.length != needed and needed:
+        raise _wrong(tensor, f"it has {place.length} bytes of data, and its type and shape ask for {needed}")
+    base = Path(folder or ".")
+    path = _inside(tensor, place.location, base)
+    try:
+        found = path.stat()
+    except OSError as cause:
+        if folder is None:
+            return
+        reason = cause.strerror or cause
+        raise _wrong(tensor, f"its data cannot be read from '{place.location}': {reason}", _BESIDE) from cause
+    if not stat.S_ISREG(found.st_mode):
+        raise _wrong(tensor, f"its data are said to lie in '{place.location}', which is no regular file", _BESIDE)
+    if found.st_nlink > 1 and folder is not None:
+        raise _wrong(
+            tensor,
+            f"its data lie in '{place.location}', a file with {found.st_nlink} names (hard links), which onnx refuses"
+            " to read",
+            "put a copy of the file beside the model",
+        )
+    if place.offset + needed > found.st_size:
+        end = place.offset + needed
+        raise _wrong(
+            tensor, f"its data end at byte {end} of '{place.location}', which has {found.st_size} bytes", _BESIDE
+        )
+
+
+def _inside(tensor: onnx.TensorProto, location: str, base: Path) -> Path:
+    """The file, which must lie within the folder of the model, symbolic links followed."""
+    outside = _wrong(
+        tensor,
+        f"its data are said to lie in '{location}', outside the folder of the model",
+        "put the data file itself beside the model, and no symbolic link",
+    )
+    plain = os.path.normpath(location)
+    if Path(location).is_absolute() or Path(plain).parts[:1] == (os.pardir,):
+        raise outside
+    path = base / plain
+    try:
+        if not path.resolve().is_relative_to(base.resolve()):
+            raise outside
+    except (OSError, RuntimeError) as cause:  # a circle of links, a name too long
+        raise _wrong(tensor, f"its data cannot be read from '{location}': {cause}", _BESIDE) from cause
+    return path
+
+
+def with_data(tensor: onnx.TensorProto, folder: Path | None) -> onnx.TensorProto:
+    """A copy of an external tensor that holds its data.
+
+    Args:
+        tensor: the tensor, which `check_external` has looked at.
+        folder: where the model is; the working folder for one in memory.
+
+    Raises:
+        OnnxError: the data cannot be read.
+    """
+    place = place_of(tensor)
+    made = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+    made.doc_string = tensor.doc_string
+    try:
+        path = _inside(tensor, place.location, Path(folder or "."))
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise _wrong(tensor, f"its data are said to lie in '{place.location}', which is no regular file", _BESIDE)
+        with path.open("rb") as file:
+            file.seek(place.offset)
+            made.raw_data = file.read(bytes_of(tensor))
+    except OSError as cause:
+        raise _wrong(
+            tensor, f"its external data cannot be read from '{place.location}': {cause.strerror}", _BESIDE
+        ) from cause
+    return made
+
+
+def bytes_of(tensor: onnx.TensorProto) -> int:
+    """The bytes that a tensor of this type and shape takes up, as raw data."""
+    size = 1
+    for dim in tensor.dims:
+        size *= dim
+    bits = onnx_ir.DataType(tensor.data_type).bitwidth if tensor.data_type != onnx.TensorProto.STRING else 0
+    return -(-size * bits // 8)
+
+
+def external_files(proto: onnx.ModelProto, folder: Path) -> list[Path]:
+    """The data files that a model reads, each once.
+
+    Args:
+        proto: the model.
+        folder: where it is.
+    """
+    return [folder / name for name in dict.fromkeys(_locations(proto))]
+
+
+def _locations(proto: onnx.ModelProto) -> Iterator[str]:
+    for _, tensor in all_tensors(proto):
+        if is_external(tensor):
+            yield place_of(tensor).location
+
+
+def _wrong(tensor: onnx.TensorProto, what: str, mend: str = "export the model again") -> OnnxError:
+    return OnnxError(what, where=f"tensor '{tensor.name}'", mend=mend)

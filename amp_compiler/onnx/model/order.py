@@ -1,0 +1,66 @@
+"""The order of the nodes of a message: each stands behind what it reads, which not every exporter sees to."""
+
+from __future__ import annotations
+
+import heapq
+
+import onnx
+
+from amp_compiler.onnx.model.walk import proto_bodies, read_names
+
+
+def in_order(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with its nodes in order: itself where they are, else a copy.
+
+    Nodes that read one another in a circle stay as they are, for the checker to refuse.
+    """
+    if _is_ordered(proto.graph, set()):
+        return proto
+    made = onnx.ModelProto()
+    made.CopyFrom(proto)
+    _sort(made.graph)
+    return made
+
+
+def _is_ordered(graph: onnx.GraphProto, around: set[str]) -> bool:
+    """Whether each node reads what stands before it. What nothing makes at all is no question of order."""
+    known = around | {info.name for info in graph.input} | {tensor.name for tensor in graph.initializer}
+    known |= {sparse.values.name for sparse in graph.sparse_initializer}
+    makes = {name for node in graph.node for name in node.output}
+    for node in graph.node:
+        if not all(not name or name in known or name not in makes for name in node.input):
+            return False
+        inner = proto_bodies(node)
+        if inner:
+            if any(name in makes and name not in known for name in read_names(node)):
+                return False
+            if not all(_is_ordered(body, known) for body in inner.values()):
+                return False
+        known.update(node.output)
+    return True
+
+
+def _sort(graph: onnx.GraphProto) -> None:
+    for node in graph.node:
+        for body in proto_bodies(node).values():
+            _sort(body)
+    makers = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
+    needs = [{makers[name] for name in read_names(node) if name in makers} for node in graph.node]
+    readers: dict[int, list[int]] = {}
+    for index, before in enumerate(needs):
+        for maker in before:
+            readers.setdefault(maker, []).append(index)
+    ready = [index for index, before in enumerate(needs) if not before]
+    order: list[int] = []
+    while ready:
+        index = heapq.heappop(ready)
+        order.append(index)
+        for reader in readers.get(index, ()):
+            needs[reader].discard(index)
+            if not needs[reader]:
+                heapq.heappush(ready, reader)
+    if len(order) < len(graph.node):
+        return
+    nodes = [onnx.NodeProto.FromString(graph.node[index].SerializeToString()) for index in order]
+    del graph.node[:]
+    graph.node.extend(nodes)

@@ -1,0 +1,242 @@
+"""FP64, FP16 or BF16 parts of a model made FP32, so that rules decide on them as on the rest."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+import numpy as np
+import onnx_ir as ir
+
+from amp_compiler.errors import OnnxError
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.onnx.model.data import array_of, convert, release
+from amp_compiler.onnx.model.edit import set_data, unique
+from amp_compiler.onnx.model.model import OnnxModel, ValueType, all_graphs, bodies
+from amp_compiler.onnx.model.types import canonical_domain
+
+KNOWN = {"fp64": DType.FLOAT64, "fp16": DType.FLOAT16, "bf16": DType.BFLOAT16}
+TYPE_ATTRIBUTES = frozenset(
+    {"dtype", "to", "output_dtype", "output_datatype", "precision", "softmax_precision", "stash_type"}
+)
+"""Attributes that hold an element type. Elsewhere an integer of 10, 11 or 16 is only a number."""
+_SOURCES = {DType.FLOAT64: ir.DataType.DOUBLE, DType.FLOAT16: ir.DataType.FLOAT16, DType.BFLOAT16: ir.DataType.BFLOAT16}
+
+
+def types_of(names: Iterable[str] | str) -> frozenset[DType]:
+    """The types that a user names: `fp64`, `fp16`, `bf16`.
+
+    Raises:
+        OnnxError: another name.
+    """
+    found = set()
+    for name in [names] if isinstance(names, str) else names:
+        if name not in KNOWN:
+            near = difflib.get_close_matches(str(name), KNOWN, 1)
+            mend = f"did you mean '{near[0]}'?" if near else f"use {', '.join(KNOWN)}"
+            raise OnnxError(f"'{name}' is no type that can be made FP32", where="as_fp32", mend=mend)
+        found.add(KNOWN[name])
+    return frozenset(found)
+
+
+def make_fp32(model: OnnxModel, types: frozenset[DType], *, keep_io_types: bool = True) -> bool:
+    """Let everything of certain types in a model be FP32, in place.
+
+    Stored data are converted (16-bit ones exactly), and so are the types that nodes name. With `keep_io_types` a cast
+    stands behind each such input of the graph and before each such output.
+
+    Args:
+        model: as `read_model` gives it.
+        types: of FP64, FP16 and BF16.
+        keep_io_types: inputs and outputs of the graph keep their types.
+
+    Returns:
+        Whether there was anything of these types.
+
+    Raises:
+        OnnxError: a number of FP64 data is none of FP32; or a node of a custom domain has such an operand.
+    """
+    writer = _Writer(model, frozenset(_SOURCES[one] for one in types), types)
+    return writer.run(keep_io_types)
+
+
+class _Writer:
+    def __init__(self, model: OnnxModel, elements: frozenset[ir.DataType], types: frozenset[DType]) -> None:
+        self.model, self.elements, self.types = model, elements, types
+        self.main = model.ir.graph
+        self.changed = False
+        self.names: set[str] = set()
+        self.nodes: set[str] = set()
+        for graph in all_graphs(self.main):
+            self.names |= {value.name or "" for value in (*graph.inputs, *graph.initializers.values())}
+            for node in graph:
+                self.nodes.add(node.name or "")
+                self.names |= {value.name or "" for value in node.outputs}
+
+    def run(self, keep_io_types: bool) -> bool:
+        """Change data, attributes and types, then the ends."""
+        ends = [*self.main.inputs, *self.main.outputs]
+        own = {value: self.model.type_of(value).dtype for value in ends}
+        for graph in all_graphs(self.main):
+            for value in graph.initializers.values():
+                self._initializer(value)
+            for node in graph:
+                self._node(node)
+            for value in (
+                *graph.inputs,
+                *graph.initializers.values(),
+                *(out for node in graph for out in node.outputs),
+            ):
+                self._value(value)
+        if keep_io_types:
+            for value in list(self.main.inputs):
+                if own[value] in self.types and not value.is_initializer():
+                    self._open_input(value, own[value])
+            for index, value in enumerate(list(self.main.outputs)):
+                if own.get(value) in self.types and value not in self.main.inputs:
+                    self._close_output(index, value, own[value])
+        return self.changed
+
+    # ---- data and types
+
+    def _initializer(self, value: ir.Value) -> None:
+        tensor = value.const_value
+        if tensor is not None and tensor.dtype in self.elements:
+            value.const_value = self._converted(tensor)
+            self.changed = True
+
+    def _converted(self, tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+        if tensor.dtype is ir.DataType.DOUBLE and tensor.size:
+            array = array_of(tensor)
+            with np.errstate(over="ignore", under="ignore"):
+                made = array.astype(np.float32)
+            lost = int(np.count_nonzero((np.isfinite(array) & ~np.isfinite(made)) | ((array != 0) & (made == 0))))
+            del array, made
+            release(tensor)
+            if lost:
+                raise OnnxError(
+                    f"{lost} of its numbers are none of FP32: they would become infinite or zero",
+                    where=f"tensor '{tensor.name}'",
+                    mend="leave 'fp64' out of as_fp32 (--as-fp32)",
+                )
+        return convert(tensor, DType.FLOAT32, name=tensor.name or "")
+
+    def _node(self, node: ir.Node) -> None:
+        touched = [value for value in (*node.inputs, *node.outputs) if value is not None and self._is_one(value)]
+        if touched and canonical_domain(node.domain) not in ("", "ai.onnx.ml", "com.microsoft") and not bodies(node):
+            kind = self.model.type_of(touched[0]).dtype
+            raise OnnxError(
+                f"'{touched[0].name}' is {kind.short if kind else '?'}, and what a custom op takes is not known",
+                where=f"node '{node.name}' ({node.domain}.{node.op_type})",
+                mend="leave that type out of as_fp32 (--as-fp32)",
+            )
+        for name, attribute in list(node.attributes.items()):
+            if attribute.type == ir.AttributeType.INT and name in TYPE_ATTRIBUTES:
+                if attribute.value in {one.value for one in self.elements}:
+                    node.attributes[name] = ir.AttrInt64(name, ir.DataType.FLOAT.value)
+                    self.changed = True
+            elif attribute.type == ir.AttributeType.TENSOR and attribute.value.dtype in self.elements:
+                made = self._converted(attribute.value)
+                if name == "value" and node.op_type in ("Constant", "ConstantOfShape"):
+                    set_data(node, made)
+                else:
+                    node.attributes[name] = ir.AttrTensor(name, made)
+                self.changed = True
+            elif attribute.type == ir.AttributeType.TYPE_PROTO:
+                widened = self._type(attribute.value.type)
+                if widened is not None:
+                    shape = attribute.value.shape
+                    node.attributes[name] = ir.AttrTypeProto(name, ir.TypeAndShape(widened, shape))
+                    self.changed = True
+
+    def _is_one(self, value: ir.Value) -> bool:
+        return self.model.type_of(value).dtype in self.types
+
+    def _value(self, value: ir.Value) -> None:
+        known = self.model.type_of(value)
+        if known.dtype in self.types:
+            self.model.types[value] = ValueType(DType.FLOAT32, known.shape, known.tensor)
+            self.changed = True
+        made = self._type(value.type)
+        if made is not None:
+            value.type = made
+            self.changed = True
+
+    def _type(self, kind: ir.TypeProtocol | None) -> ir.TypeProtocol | None:
+        """The type with FP32 in place of those that go; `None` where it holds none of them."""
+        if isinstance(kind, ir.TensorType | ir.SparseTensorType):
+            return type(kind)(ir.DataType.FLOAT, denotation=kind.denotation) if kind.dtype in self.elements else None
+        if isinstance(kind, ir.SequenceType | ir.OptionalType):
+            inner = self._type(kind.elem_type)
+            return None if inner is None else type(kind)(inner, denotation=kind.denotation)
+        return None
+
+    # ---- inputs and outputs of the graph
+
+    def _open_input(self, value: ir.Value, own: DType | None) -> None:
+        """A cast behind an input, which keeps its type."""
+        if own is None:
+            return
+        readers = list(value.uses())
+        outputs = [index for index, out in enumerate(self.main.outputs) if out is value]
+        self._set(value, own)
+        if not readers:
+            return
+        cast = self._cast(value, DType.FLOAT32)
+        made = cast.outputs[0]
+        for node, index in readers:
+            node.replace_input_with(index, made)
+        for graph in all_graphs(self.main):
+            if graph is not self.main:
+                for index, out in enumerate(graph.outputs):
+                    if out is value:
+                        graph.outputs[index] = made
+        for index in outputs:
+            self.main.outputs[index] = value
+        first = next(iter(self.main), None)
+        if first is None:
+            self.main.append(cast)
+        else:
+            self.main.insert_before(first, cast)
+
+    def _close_output(self, index: int, value: ir.Value, own: DType | None) -> None:
+        """A cast before an output, which keeps its name and type."""
+        if own is None:
+            return
+        if value.is_initializer():
+            raise OnnxError(
+                f"the output '{value.name}' is stored data of {own.short}",
+                mend="leave that type out of as_fp32 (--as-fp32)",
+            )
+        name = value.name or "output"
+        cast = self._cast(value, own)
+        made = cast.outputs[0]
+        made.type, made.shape, made.doc_string = value.type, value.shape, value.doc_string
+        self._set(made, own)
+        self.model.types[made] = ValueType(own, self.model.type_of(value).shape)
+        self.main.append(cast)
+        for place, out in enumerate(self.main.outputs):
+            if out is value:
+                self.main.outputs[place] = made
+        value.name = unique(f"{name}_fp32", self.names)
+        made.name = name
+
+    def _set(self, value: ir.Value, own: DType) -> None:
+        if value.type is not None:
+            value.type = ir.TensorType(_SOURCES[own], denotation=value.type.denotation)
+        self.model.types[value] = ValueType(own, self.model.type_of(value).shape)
+
+    def _cast(self, source: ir.Value, dtype: DType) -> ir.Node:
+        element = ir.DataType.FLOAT if dtype is DType.FLOAT32 else _SOURCES[dtype]
+        base = f"{source.name}_{dtype.short}"
+        made = ir.Value(name=unique(base, self.names), shape=source.shape)
+        cast = ir.Node(
+            "",
+            "Cast",
+            [source],
+            [ir.AttrInt64("to", element.value)],
+            outputs=[made],
+            name=unique(f"{base}_end", self.nodes),
+        )
+        self.model.types[made] = ValueType(dtype, self.model.type_of(source).shape)
+        return cast

@@ -1,0 +1,190 @@
+"""What a kernel costs by a model: its bytes, its floating-point operations and its launch; and a chip's figures.
+
+The model is a roofline. A kernel takes the longer of the time in which the chip moves its bytes and the time in which
+it does its arithmetic, and a launch more. It knows nothing of how well a kernel is written, of caches, of tails or of
+kernels that overlap. So its figures are floors, for both sides of a comparison alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+FUSED, MATMUL, CONVOLUTION, ATTENTION, RECURRENCE, UPDATE, OTHER = CLASSES = (
+    "fused loops", "matrix products", "convolutions", "attention", "recurrence", "update", "other",
+)  # fmt: skip
+PRECISION = {torch.bfloat16: "16 bits", torch.float16: "16 bits", torch.float32: "fp32", torch.float64: "fp64"}
+TF32 = "tf32"
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What a GPU can do.
+
+    Args:
+        name: of the GPU.
+        bytes_per_second: of its memory.
+        flops_per_second: of dense matrices, by the precision of their elements.
+        graph_seconds: for each kernel of a CUDA graph.
+        eager_seconds: for each kernel outside of one.
+    """
+
+    name: str
+    bytes_per_second: float
+    flops_per_second: Mapping[str, float]
+    graph_seconds: float
+    eager_seconds: float
+
+
+H200 = Chip(
+    name="NVIDIA H200",
+    bytes_per_second=4.8e12,
+    flops_per_second={"16 bits": 989e12, TF32: 494e12, "fp32": 67e12, "fp64": 67e12},
+    graph_seconds=2.5e-6,
+    eager_seconds=5e-6,
+)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel of a step, or some that belong together.
+
+    Args:
+        name: for people.
+        kind: one of `CLASSES`.
+        read: bytes that it reads.
+        written: bytes that it writes.
+        flops: floating-point operations of its matrix products; 0 for all else, which memory bounds.
+        precision: of their elements, a key of `Chip.flops_per_second`.
+        launches: number of kernels.
+        in_graph: whether they are part of a CUDA graph.
+    """
+
+    name: str
+    kind: str
+    read: int
+    written: int
+    flops: int = 0
+    precision: str = "16 bits"
+    launches: int = 1
+    in_graph: bool = True
+
+    @property
+    def bytes(self) -> int:
+        """Read and written."""
+        return self.read + self.written
+
+    def seconds(self, chip: Chip) -> float:
+        """Floor of its time, see the head of this file."""
+        launch = chip.graph_seconds if self.in_graph else chip.eager_seconds
+        return self.busy(chip) + self.launches * launch
+
+    def busy(self, chip: Chip) -> float:
+        """The same without the launches."""
+        return max(self.bytes / chip.bytes_per_second, self.flops / chip.flops_per_second[self.precision])
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the kernels of a step cost together. Costs are added, and multiplied by numbers.
+
+    Args:
+        launches: number of kernels.
+        eager_launches: those of them outside of a CUDA graph.
+        bytes: read and written.
+        flops: of matrix products.
+        seconds: by class of kernel, with their launches.
+        bytes_of: bytes by class of kernel.
+    """
+
+    launches: float = 0.0
+    eager_launches: float = 0.0
+    bytes: float = 0.0
+    flops: float = 0.0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    bytes_of: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, kernels: Iterable[Kernel], chip: Chip) -> Cost:
+        """The sum over kernels, which run one after another."""
+        total = cls()
+        for one in kernels:
+            outside = 0 if one.in_graph else one.launches
+            time, moved = {one.kind: one.seconds(chip)}, {one.kind: one.bytes}
+            total = total + cls(one.launches, outside, one.bytes, one.flops, time, moved)
+        return total
+
+    @property
+    def total_seconds(self) -> float:
+        """Of all classes."""
+        return sum(self.seconds.values())
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.launches + other.launches,
+            self.eager_launches + other.eager_launches,
+            self.bytes + other.bytes,
+            self.flops + other.flops,
+            _added(self.seconds, other.seconds),
+            _added(self.bytes_of, other.bytes_of),
+        )
+
+    def __mul__(self, factor: float) -> Cost:
+        return Cost(
+            self.launches * factor,
+            self.eager_launches * factor,
+            self.bytes * factor,
+            self.flops * factor,
+            {kind: value * factor for kind, value in self.seconds.items()},
+            {kind: value * factor for kind, value in self.bytes_of.items()},
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """Ready for JSON."""
+        return {**asdict(self), "milliseconds": 1000 * self.total_seconds}
+
+
+def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, float]:
+    kinds = [kind for kind in CLASSES if kind in one or kind in other]
+    return {kind: one.get(kind, 0.0) + other.get(kind, 0.0) for kind in kinds}
+
+
+def at_depth(costs: Mapping[int, Cost], depth: int) -> Cost:
+    """The cost at a depth: as it was counted, or from those of two depths, each layer costing what the ones between do.
+
+    Args:
+        costs: by number of layers.
+        depth: number of layers.
+    """
+    if depth in costs:
+        return costs[depth]
+    (low, first), (high, second) = sorted(costs.items())
+    return first + (second + first * -1.0) * ((depth - low) / (high - low))
+
+
+def outside(kernels: Iterable[Kernel]) -> list[Kernel]:
+    """The same kernels, outside of a CUDA graph."""
+    return [replace(one, in_graph=False) for one in kernels]
+
+
+def foreach_launches(sizes: Sequence[int], columns: int) -> int:
+    """Kernels of one call of torch's `multi_tensor_apply`, which takes a list of tensors in pieces of 65536 elements.
+
+    Args:
+        sizes: number of elements of each tensor.
+        columns: lists that are walked over together.
+    """
+    most_tensors, most_blocks, chunk = (110, 64, 48, 36, 30)[min(columns, 5) - 1], 320, 65536
+    launches = tensors = blocks = 0
+    for size in sizes:
+        tensors += 1
+        for piece in range(pieces := -(-size // chunk)):
+            blocks += 1
+            last = piece == pieces - 1
+            if (tensors == most_tensors and last) or blocks == most_blocks:
+                launches += 1
+                tensors, blocks = (0 if last else 1), 0
+    return launches + (blocks > 0)

@@ -1,0 +1,256 @@
+"""What the installed ONNX Runtime loads: opsets raised no further, one type where it wants one, and the report."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto as T
+from onnx import helper as h
+from onnx import numpy_helper as nh
+from onnx_models import X, check, info, mlp, model, node, same_numbers, weight
+
+from amp_compiler.cli import main as cli
+from amp_compiler.errors import OnnxError
+from amp_compiler.onnx.check import loads
+from amp_compiler.onnx.check.loads import latest_opset, refusal_of
+from amp_compiler.onnx.convert import convert_onnx
+
+LOW = {"version": 1, "rules": [{"match": {}, "precision": "low"}]}
+
+
+def opset(proto: onnx.ModelProto) -> int:
+    return next(entry.version for entry in proto.opset_import if entry.domain == "")
+
+
+# ---- raising the opset
+
+
+def one_op(op: str, **attributes) -> onnx.ModelProto:
+    """A model of opset 17 with a product, behind which stands an op that takes bfloat16 from a later opset on."""
+    ints = {"lengths": nh.from_array(np.full(8, 4, np.int64), "lengths")}
+    extra = {
+        "Compress": ["condition"], "ReverseSequence": ["lengths"], "Einsum": ["w"],
+    }.get(op, [])  # fmt: skip
+    data = [weight("w", 8, 8), ints["lengths"], nh.from_array(np.array([True] * 4), "condition")]
+    nodes = [node("MatMul", ["x", "w"], ["a"], "mm"), node(op, ["a", *extra], ["y"], "late", **attributes)]
+    return model(nodes, [info("x", 4, 8)], [info("y", None, None)], data, opset=17)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        one_op("Celu", alpha=0.5),
+        one_op("Einsum", equation="ij,jk->ik"),
+        one_op("Compress", axis=0),
+        one_op("ReverseSequence", time_axis=0, batch_axis=1),
+        one_op("Unique", axis=0),
+    ],
+    ids=["Celu", "Einsum", "Compress", "ReverseSequence", "Unique"],
+)
+@pytest.mark.parametrize("rules", ["default", LOW], ids=["default", "low"])
+def test_the_opset_is_raised_no_further_than_onnx_runtime_loads(source, rules):
+    """In FP32 the raised model loads; an op whose later form has no kernel stays as it is."""
+    done = convert_onnx(source, dtype="bf16", rules=rules)
+    assert opset(done.model) <= latest_opset()
+    plain = convert_onnx(source, rules={"version": 1}, opset=opset(done.model))
+    assert refusal_of(plain.model, None) is None
+    assert next(entry for entry in done.plan.nodes if entry.name == "mm").precision == "low"
+
+
+def test_what_stays_fp32_for_its_opset_is_told(monkeypatch, caplog):
+    source = model([node("Conv", ["x", "w"], ["y"], "conv")], [info("x", 1, 2, 5, 5)], [info("y", 1, 3, 3, 3)],
+                   [weight("w", 3, 2, 3, 3)], opset=17)  # fmt: skip
+    assert opset(convert_onnx(source, dtype="bf16").model) == 22 and not convert_onnx(source, dtype="bf16").notes
+    with caplog.at_level(logging.WARNING, "amp_compiler"):
+        kept = convert_onnx(source, dtype="bf16", raise_opset=False)
+    told = "1 node stays FP32 because the opset is 17: bf16 comes later for 1 Conv (opset 22); allow the opset to be "
+    told += "raised"
+    assert kept.notes == (told,) and told in caplog.text and opset(kept.model) == 17
+    monkeypatch.setattr("amp_compiler.onnx.plan.latest_opset", lambda: 21)
+    older = convert_onnx(source, dtype="bf16")
+    assert opset(older.model) == 17 and "onnxruntime loads opsets up to 21" in older.notes[0]
+    assert opset(convert_onnx(source, dtype="bf16", opset=22).model) == 22
+
+
+def test_where_the_raised_model_does_not_load_a_lower_opset_is_tried(monkeypatch):
+    asked = []
+
+    def refuse(proto, folder, **options):
+        asked.append(opset(proto))
+        return object() if opset(proto) > 13 else None
+
+    nodes = [node("Relu", ["x"], ["a"], "relu"), node("Conv", ["a", "w"], ["y"], "conv")]
+    source = model(nodes, [info("x", 1, 2, 5, 5)], [info("y", 1, 3, 3, 3)], [weight("w", 3, 2, 3, 3)], opset=12)
+    monkeypatch.setattr("amp_compiler.onnx.plan.refusal_of", refuse)
+    plan = convert_onnx(source, dtype="bf16", rules=LOW, check=False)
+    assert asked == [22, 12, 13] and opset(plan.model) == 13
+    assert {entry.name: entry.precision for entry in plan.plan.nodes} == {"relu": "low", "conv": "keep"}
+
+
+@pytest.mark.parametrize(("wanted", "told"), [(12, "would lower it"), (99, "is no opset"), (True, "is no opset")])
+def test_an_opset_that_cannot_be_is_refused(wanted, told):
+    with pytest.raises(OnnxError, match=told):
+        convert_onnx(mlp(), opset=wanted)
+    with pytest.raises(OnnxError, match="raise_opset=False forbids it"):
+        convert_onnx(mlp(), opset=20, raise_opset=False)
+
+
+def test_an_opset_is_named():
+    done = check(mlp(), "fp16", opset=20)
+    assert opset(done.model) == 20 and done.plan.low_nodes == 3
+    assert opset(convert_onnx(mlp(), opset=18, raise_opset=False).model) == 18
+
+
+def test_a_model_with_functions_is_raised():
+    steps = [node("Conv", ["a", "b"], ["t"]), node("Relu", ["t"], ["o"])]
+    inner = h.make_function("f", "Block", ["a", "b"], ["o"], steps, [h.make_opsetid("", 18)])
+    graph = h.make_graph([h.make_node("Block", ["x", "w"], ["y"], domain="f")], "g", [info("x", 1, 2, 5, 5)],
+                         [info("y", 1, 3, 3, 3)], [weight("w", 3, 2, 3, 3)])  # fmt: skip
+    source = h.make_model(
+        graph, functions=[inner], opset_imports=[h.make_opsetid("", 18), h.make_opsetid("f", 1)], ir_version=9
+    )
+    assert convert_onnx(source, dtype="bf16").plan.low_nodes == 2
+
+
+# ---- one type where ONNX Runtime wants one
+
+
+def product_and_norm(version: int, variance: float, between: str = "") -> onnx.ModelProto:
+    values = {"s": 1.5, "b": 0.1, "m": 0.2, "v": variance}
+    data = [weight("w", 8, 8), nh.from_array(np.array([0, 1], np.int64), "perm")]
+    data += [nh.from_array(np.full(8, number, np.float32), name) for name, number in values.items()]
+    nodes = [node("MatMul", ["x", "w"], ["a"], "mm")]
+    if between:
+        nodes.append(node("Reshape", ["a", "sizes"], ["a2"]))
+        data.append(nh.from_array(np.array([4, 8], np.int64), "sizes"))
+    nodes.append(node("BatchNormalization", ["a2" if between else "a", "s", "b", "m", "v"], ["y"], "norm"))
+    return model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], data, opset=version)
+
+
+@pytest.mark.parametrize("between", ["", "Reshape"])
+@pytest.mark.parametrize("version", [13, 14, 15, 21])
+@pytest.mark.parametrize(("variance", "precision"), [(0.7, "low"), (1e-6, "fp32")])
+def test_a_batch_norm_behind_a_product_has_one_type(version, variance, precision, between):
+    source = product_and_norm(version, variance, between)
+    done = check(source, "fp16")
+    assert done.refusal is None
+    (norm,) = [entry for entry in done.plan.nodes if entry.name == "norm"]
+    kinds = {tensor.name: tensor.data_type for tensor in done.model.graph.initializer}
+    assert {kinds[name] for name in norm_inputs(done.model)} == {T.FLOAT16 if precision == "low" else T.FLOAT}
+    assert norm.precision == precision or version == 13
+    same_numbers(source, done.model, {"x": X}, 6e-3)
+
+
+def norm_inputs(made: onnx.ModelProto) -> list[str]:
+    return list(next(entry for entry in made.graph.node if entry.op_type == "BatchNormalization").input[1:])
+
+
+def test_a_parameter_that_another_node_reads_stays_as_it_is():
+    source = product_and_norm(15, 0.7)
+    source.graph.node.append(node("Exp", ["s"], ["e"]))
+    source.graph.output.append(info("e", 8))
+    kinds = {tensor.data_type for tensor in check(source, "fp16").model.graph.initializer if tensor.name[0] == "s"}
+    assert kinds == {T.FLOAT, T.FLOAT16}
+
+
+@pytest.mark.parametrize("rules", ["default", "fast", "apex-o3", LOW], ids=str)
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_mean_variance_normalization_stays_fp32(rules, dtype):
+    """ONNX defines it by a function with FP32 constants: no 16-bit input is valid."""
+    nodes = [node("MatMul", ["x", "w"], ["a"], "mm"), node("MeanVarianceNormalization", ["a"], ["y"], "mvn", axes=[1])]
+    source = model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], [weight("w", 8, 8)])
+    done = check(source, dtype, rules)
+    assert {entry.name: entry.precision for entry in done.plan.nodes} == {"mm": "low", "mvn": "fp32"}
+
+
+# ---- the report
+
+
+def test_a_model_that_loads_has_no_refusal():
+    assert convert_onnx(mlp()).refusal is None
+
+
+def test_a_kernel_that_the_cpu_lacks_is_told_and_is_no_warning(caplog):
+    with caplog.at_level(logging.WARNING, "amp_compiler"):
+        refusal = convert_onnx(mlp(), dtype="bf16").refusal
+    assert (refusal.node, refusal.op, refusal.kernel, refusal.before) == ("first", "MatMul", True, False)
+    assert "does not load it: at node 'first' (MatMul)" in str(refusal) and not caplog.text
+    assert convert_onnx(mlp(), dtype="bf16", check=False).refusal is None
+
+
+def test_a_model_that_did_not_load_before_is_told_as_such():
+    source = model(
+        [node("MatMul", ["x", "w"], ["a"]), h.make_node("Odd", ["a"], ["y"], domain="my.ops", name="odd")],
+        [info("x", 4, 8)], [info("y", 4, 8)], [weight("w", 8, 8)], extra=[h.make_opsetid("my.ops", 1)],
+    )  # fmt: skip
+    refusal = convert_onnx(source).refusal
+    assert refusal.before and "as it does not load the original" in str(refusal) and "Odd" in refusal.problem
+
+
+def test_an_unnamed_node_is_named_by_what_it_makes():
+    source = model(
+        [node("MatMul", ["x", "w"], ["a"]), h.make_node("MatMul", ["a", "w"], ["y"])],
+        [info("x", 4, 8)], [info("y", 4, 8)], [weight("w", 8, 8)],
+    )  # fmt: skip
+    assert convert_onnx(source, dtype="bf16").refusal.node == "of a"
+
+
+def test_a_model_with_much_data_is_loaded_without_them(monkeypatch):
+    loaded = []
+    load = loads._load
+    monkeypatch.setattr(loads, "WHOLE", 1000)
+    monkeypatch.setattr(
+        loads, "_load", lambda proto, *rest: loaded.append(len(proto.graph.initializer)) or load(proto, *rest)
+    )
+    big = model([node("MatMul", ["x", "w"], ["y"])], [info("x", 4, 64)], [info("y", 4, 64)], [weight("w", 64, 64)])
+    assert convert_onnx(big).refusal is None and loaded == [0]
+
+
+def test_a_long_model_is_not_loaded_and_that_is_told(monkeypatch):
+    monkeypatch.setattr(loads, "MOST_NODES", 2)
+    monkeypatch.setattr(loads, "_load", lambda *given: pytest.fail("it was loaded"))
+    done = convert_onnx(mlp())
+    assert done.refusal is None and done.notes[0].startswith("it was not loaded in ONNX Runtime")
+
+
+def test_without_onnx_runtime_nothing_is_loaded(monkeypatch):
+    monkeypatch.setattr(loads, "is_installed", lambda: False)
+    loads.latest_opset.cache_clear()
+    try:
+        assert loads.latest_opset() is None and convert_onnx(mlp(), dtype="bf16").refusal is None
+        source = model([node("Conv", ["x", "w"], ["y"], "conv")], [info("x", 1, 2, 5, 5)], [info("y", 1, 3, 3, 3)],
+                       [weight("w", 3, 2, 3, 3)], opset=17)  # fmt: skip
+        assert opset(convert_onnx(source, dtype="bf16").model) == 22
+    finally:
+        loads.latest_opset.cache_clear()
+
+
+# ---- the shell
+
+
+def test_the_shell_has_all_of_it(tmp_path, monkeypatch, capsys):
+    source = model([node("Conv", ["x", "w"], ["y"], "conv")], [info("x", 1, 2, 5, 5)], [info("y", 1, 3, 3, 3)],
+                   [weight("w", 3, 2, 3, 3)], opset=17)  # fmt: skip
+    onnx.save(source, tmp_path / "m.onnx")
+
+    def shell(*options: str) -> str:
+        arguments = ["amp-compiler", "convert", str(tmp_path / "m.onnx"), str(tmp_path / "o.onnx"), *options]
+        monkeypatch.setattr(sys, "argv", arguments)
+        monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        assert not stop.value.code
+        return capsys.readouterr().out
+
+    out = shell("--dtype", "bf16")
+    assert opset(onnx.load(tmp_path / "o.onnx")) == 22
+    assert "note: onnxruntime" in out and "at node 'conv' (Conv)" in out
+    out = shell("--dtype", "bf16", "--no-raise-opset", "--no-check")
+    assert "note: 1 node stays FP32 because the opset is 17" in out and "does not load" not in out
+    assert opset(onnx.load(tmp_path / "o.onnx")) == 17
+    out = shell("--opset", "20", "--json")
+    assert opset(onnx.load(tmp_path / "o.onnx")) == 20 and '"refusal": null' in out

@@ -1,0 +1,419 @@
+"""Every damaged model is refused with an `OnnxError` that names the place and the mend: three ways in, one answer."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto as T
+from onnx import helper as h
+from onnx import numpy_helper as nh
+from onnx_models import info, mlp, node, weight
+
+import amp_compiler as amp
+from amp_compiler.errors import OnnxError
+from amp_compiler.onnx.convert import convert_onnx
+from amp_compiler.onnx.model.model import open_model
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "convert": convert_onnx,
+    "explain": lambda source: amp.explain(source, dtype="fp16"),
+    "to_fx": amp.onnx_to_fx,
+}
+
+
+def made(
+    nodes: list[onnx.NodeProto], *, inputs: Any = None, outputs: Any = None, data: Any = (), functions: Any = (),
+    opset: int = 18, extra: Any = (), **facts: Any,
+) -> onnx.ModelProto:  # fmt: skip
+    """A model that nobody has checked."""
+    graph = h.make_graph(
+        nodes, "g", inputs or [info("x", 4, 8)], outputs or [info("y", 4, 8)], initializer=list(data), **facts
+    )
+    imports = [h.make_opsetid("", opset), *extra]
+    return h.make_model(graph, opset_imports=imports, functions=list(functions), ir_version=9)
+
+
+def function(name: str, calls: list[str], domain: str = "f") -> onnx.FunctionProto:
+    values = ["a", *(f"v{index}" for index in range(len(calls)))]
+    nodes = [
+        h.make_node(call, [one], [two], domain=domain if call != "Relu" else "")
+        for call, one, two in zip(calls, values, values[1:], strict=False)
+    ]
+    return h.make_function(
+        domain, name, ["a"], [values[-1]], nodes, [h.make_opsetid("", 18), h.make_opsetid(domain, 1)]
+    )
+
+
+def with_functions(*functions: onnx.FunctionProto, call: str = "A") -> onnx.ModelProto:
+    nodes = [h.make_node(call, ["x"], ["y"], domain="f", name="call")]
+    return made(nodes, functions=functions, extra=[h.make_opsetid("f", 1)])
+
+
+def damaged_bytes(source: onnx.ModelProto, before: bytes, after: bytes) -> onnx.ModelProto:
+    data = source.SerializeToString()
+    assert before in data and len(before) == len(after)
+    return onnx.ModelProto.FromString(data.replace(before, after))
+
+
+def tensor(name: str = "w", kind: int = T.FLOAT, dims: tuple[int, ...] = (8, 8), raw: bytes | None = None) -> T:
+    one = T(name=name, data_type=kind, dims=dims)
+    if raw is not None:
+        one.raw_data = raw
+    return one
+
+
+def product(data: T) -> onnx.ModelProto:
+    return made([node("MatMul", ["x", "w"], ["y"], "bad")], data=[data])
+
+
+def nested(depth: int) -> onnx.ModelProto:
+    """If in If in If, made in place: a message that deep can be neither copied nor written."""
+    small = h.make_graph([node("Identity", ["x"], ["s"])], "s", [], [info("s", 4, 8)])
+    whole = made([], inputs=[info("c", kind=T.BOOL), info("x", 4, 8)])
+    graph = whole.graph
+    for level in range(depth):
+        outer = graph.node.add(op_type="If", name=f"level{level}", input=["c"])
+        outer.output.append(graph.output[0].name)
+        outer.attribute.append(h.make_attribute("else_branch", small))
+        branch = outer.attribute.add(name="then_branch", type=onnx.AttributeProto.GRAPH)
+        graph = branch.g
+        graph.name = f"b{level}"
+        graph.output.append(info(f"o{level}", 4, 8))
+    graph.node.append(node("Identity", ["x"], [graph.output[0].name]))
+    return whole
+
+
+def branchless() -> onnx.ModelProto:
+    body = h.make_graph([node("Identity", ["x"], ["o"])], "b", [], [info("o", 4, 8)])
+    return made(
+        [h.make_node("If", ["c"], ["y"], then_branch=body, name="bad")],
+        inputs=[info("c", kind=T.BOOL), info("x", 4, 8)],
+    )
+
+
+def doubling() -> onnx.ModelProto:
+    """Forty functions, each of which calls the next twice: a million million nodes."""
+    names = [f"F{index}" for index in range(40)]
+    functions = [function(one, [two, two]) for one, two in pairwise(names)]
+    return with_functions(*functions, function(names[-1], ["Relu"]), call="F0")
+
+
+def with_opset(version: int) -> onnx.ModelProto:
+    one = made([node("Relu", ["x"], ["y"])])
+    one.opset_import[0].version = version
+    return one
+
+
+def typed(**fields: Any) -> onnx.ModelProto:
+    one = made([node("Relu", ["x"], ["a"], "first"), node("Relu", ["a"], ["y"], "bad")])
+    for name, value in fields.items():
+        setattr(one.graph.input[0].type.tensor_type, name, value)
+    return one
+
+
+def declared(kind: int, *shape: int) -> onnx.ModelProto:
+    nodes = [node("Relu", ["x"], ["a"], "bad"), node("Relu", ["a"], ["y"])]
+    return made(nodes, value_info=[info("a", *shape, kind=kind)])
+
+
+CASES: dict[str, tuple[Callable[[], onnx.ModelProto], str]] = {
+    "no graph": (onnx.ModelProto, "no graph or no opset"),
+    "a function that calls itself": (
+        lambda: with_functions(function("A", ["A"])), r"function 'f\.A': it calls itself",
+    ),
+    "functions that call one another": (
+        lambda: with_functions(function("A", ["B"]), function("B", ["Relu", "A"])), "calls itself",
+    ),
+    "two functions of one name": (
+        lambda: with_functions(function("A", ["Relu"]), function("A", ["Relu", "Relu"])), "two functions of that name",
+    ),
+    "functions that fill the memory": (doubling, "nodes once they are written out"),
+    "a node's name is no text": (
+        lambda: damaged_bytes(made([node("Relu", ["x"], ["y"], "nnnn")]), b"nnnn", b"\xff\xfe\xfdn"), "no UTF-8 text",
+    ),
+    "a value's name is no text": (
+        lambda: damaged_bytes(made([node("Relu", ["x"], ["vv"]), node("Relu", ["vv"], ["y"])]), b"vv", b"\xc3\x28"),
+        "no UTF-8 text",
+    ),
+    "a function's name is no text": (
+        lambda: damaged_bytes(with_functions(function("AAAA", ["Relu"]), call="AAAA"), b"AAAA", b"\xff\xff\xffA"),
+        "no UTF-8 text",
+    ),
+    "an unknown element type of data": (lambda: product(tensor(kind=99, raw=b"")), "'w'.*number 99, which nobody"),
+    "no element type of data": (lambda: product(tensor(kind=0, raw=b"")), "'w'.*number 0, which nobody knows"),
+    "an unknown element type of an input": (lambda: typed(elem_type=77), "'x'.*number 77, which nobody knows"),
+    "a cast to no type": (
+        lambda: made([h.make_node("Cast", ["x"], ["y"], to=1234, name="bad")]), r"'bad' \(Cast\).*1234, which is no",
+    ),
+    "too little data": (lambda: product(tensor(raw=b"\0" * 12)), "'w'.*12 bytes of data, and .* ask for 256"),
+    "too much data": (lambda: product(tensor(raw=b"\0" * 300)), "'w'.*300 bytes of data, and .* ask for 256"),
+    "no data": (lambda: product(tensor()), "'w'.*0 entries of data"),
+    "a negative size": (lambda: product(tensor(dims=(-8, -8), raw=b"\0" * 256)), r"'w'.*\[-8, -8\], which no tensor"),
+    "an absurd size": (lambda: product(tensor(dims=(2**40, 2**40), raw=b"\0" * 8)), "'w'.*which no tensor has"),
+    "two initializers of one name": (
+        lambda: made([node("MatMul", ["x", "w"], ["y"])], data=[weight("w", 8, 8)] * 2), "two of that name",
+    ),
+    "bodies deep in one another": (lambda: nested(40), "deep in one another|nested"),
+    "an If without else": (branchless, r"'bad' \(If\).*else_branch"),
+    "a Constant without value": (
+        lambda: made([node("Constant", [], ["w"], "bad"), node("MatMul", ["x", "w"], ["y"])]), "Constant|value",
+    ),
+    "too many inputs": (lambda: made([node("Relu", ["x", "x"], ["y"], "bad")]), r"'bad' \(Relu\)"),
+    "too few inputs": (lambda: made([node("MatMul", ["x"], ["y"], "bad")]), r"'bad' \(MatMul\)"),
+    "too many outputs": (lambda: made([node("Relu", ["x"], ["y", "z"], "bad")]), r"'bad' \(Relu\)"),
+    "no outputs": (lambda: made([node("Relu", ["x"], ["y"]), node("Relu", ["x"], [], "bad")]), r"'bad' \(Relu\)"),
+    "an output that nobody makes": (lambda: made([node("Relu", ["x"], ["z"])]), "'y'|no producer"),
+    "an input that nobody makes": (lambda: made([node("Relu", ["q"], ["y"], "bad")]), "q|no producer"),
+    "a circle": (
+        lambda: made([node("Add", ["x", "b"], ["a"], "bad"), node("Relu", ["a"], ["b"]), node("Relu", ["b"], ["y"])]),
+        "topologic|no producer|cycle",
+    ),
+    "a value made twice": (
+        lambda: made([node("Relu", ["x"], ["y"], "one"), node("Relu", ["x"], ["y"], "bad")]), "y|SSA",
+    ),
+    "an output without a name": (lambda: made([node("Relu", ["x"], ["y"])], outputs=[info("", 4, 8)]), "name"),
+    "an op that there is not": (lambda: made([node("Rleu", ["x"], ["y"], "bad")]), "Rleu"),
+    "an op without a name": (lambda: made([node("", ["x"], ["y"], "bad")]), "'bad'.*names no op"),
+    "an attribute of another type": (
+        lambda: made([h.make_node("Softmax", ["x"], ["y"], axis="last", name="bad")]), r"'bad' \(Softmax\)",
+    ),
+    "an opset from the future": (lambda: with_opset(9999), "9999|opset|version"),
+    "a negative opset": (lambda: with_opset(-3), "version -3"),
+    "a declared type that is another": (lambda: declared(T.INT64, 4, 8), "'bad'|Relu"),
+    "a declared shape that is another": (lambda: declared(T.FLOAT, 5, 5), "'bad'|Relu|inconsistent"),
+    "a rank that does not fit": (
+        lambda: made([node("Transpose", ["x"], ["y"], "bad", perm=[0, 1, 2])]), "'bad'|Transpose",
+    ),
+}  # fmt: skip
+
+
+def refused(source: Any, told: str, way: str) -> OnnxError:
+    with pytest.raises(OnnxError, match=told) as raised:
+        WAYS[way](source)
+    error = raised.value
+    assert error.mend and error.what, str(error)
+    return error
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CASES)
+def test_a_damaged_model_is_refused_by_name(name, way, tmp_path):
+    build, told = CASES[name]
+    source = build()
+    error = refused(source, told, way)
+    if "'bad'" in told:
+        assert "bad" in error.where
+    try:
+        data = source.SerializeToString()
+        onnx.ModelProto.FromString(data)
+    except Exception:  # noqa: BLE001  nested too deep for a file
+        return
+    path = tmp_path / "m.onnx"
+    path.write_bytes(data)
+    refused(path, ".", way)
+
+
+# ---- element types that torch and the rules do not know
+
+
+@pytest.mark.parametrize("kind", ["INT4", "UINT4", "FLOAT4E2M1", "INT2", "UINT2", "FLOAT8E8M0"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_cast_to_a_narrow_type_is_converted_and_not_run_by_torch(kind, way):
+    number = getattr(T, kind)
+    opset = {"FLOAT8E8M0": 24, "INT2": 25, "UINT2": 25}.get(kind, 23)
+    source = made(
+        [
+            node("MatMul", ["x", "w"], ["a"], "mm"),
+            h.make_node("Cast", ["a"], ["q"], to=number, name="bad"),
+            h.make_node("Cast", ["q"], ["y"], to=T.FLOAT, name="back"),
+        ],
+        data=[weight("w", 8, 8)],
+        opset=opset,
+    )
+    source.ir_version = 12
+    onnx.checker.check_model(source, full_check=True)
+    if way == "to_fx":
+        error = refused(source, kind, way)
+        assert "'bad'" in error.where and error.mend
+    else:
+        WAYS[way](source)
+
+
+@pytest.mark.parametrize("kind", ["INT4", "UINT4", "FLOAT4E2M1"])
+def test_data_of_a_narrow_type_are_refused_by_torch_alone(kind):
+    number = getattr(T, kind)
+    data = tensor("w", number, (8, 8), b"\0" * 32)
+    nodes = [h.make_node("Cast", ["w"], ["f"], to=T.FLOAT), node("MatMul", ["x", "f"], ["y"])]
+    source = made(nodes, data=[data], opset=23)
+    source.ir_version = 11
+    onnx.checker.check_model(source, full_check=True)
+    assert convert_onnx(source).plan.low_nodes
+    assert refused(source, f"torch has no tensors of type {kind}", "to_fx").where == "w"
+
+
+# ---- data in files of their own
+
+
+def beside(folder: Path, **entries: str) -> Path:
+    source = mlp(64)
+    onnx.save(source, folder / "m.onnx", save_as_external_data=True, location="m.bin", size_threshold=0)
+    light = onnx.load(folder / "m.onnx", load_external_data=False)
+    known = {entry.key: entry for entry in light.graph.initializer[1].external_data}
+    for key, value in entries.items():
+        if key in known:
+            known[key].value = value
+        else:
+            light.graph.initializer[1].external_data.add(key=key, value=value)
+    (folder / "m.onnx").write_bytes(light.SerializeToString())
+    return folder / "m.onnx"
+
+
+def short(folder: Path) -> Path:
+    path = beside(folder)
+    with (folder / "m.bin").open("r+b") as file:
+        file.truncate(20_000)
+    return path
+
+
+def pipe(folder: Path) -> Path:
+    os.mkfifo(folder / "pipe")
+    return beside(folder, location="pipe")
+
+
+def missing(folder: Path) -> Path:
+    path = beside(folder)
+    (folder / "m.bin").unlink()
+    return path
+
+
+def linked(folder: Path) -> Path:
+    (folder / "outside").mkdir()
+    path = beside(folder, location="link")
+    (folder / "m.bin").rename(folder / "outside" / "m.bin")
+    inner = folder / "in"
+    inner.mkdir()
+    path.rename(inner / "m.onnx")
+    (inner / "link").symlink_to("../outside/m.bin")
+    (inner / "m.bin").symlink_to("../outside/m.bin")
+    return inner / "m.onnx"
+
+
+EXTERNAL: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "missing": (missing, "cannot be read from 'm.bin'.*keep the data files beside the model"),
+    "short": (short, "end at byte 32768 of 'm.bin', which has 20000 bytes"),
+    "a pipe": (pipe, "lie in 'pipe', which is no regular file"),
+    "a folder": (lambda folder: beside(folder, location="."), "no regular file"),
+    "a device": (lambda folder: beside(folder, location="/dev/zero"), "outside the folder"),
+    "above": (lambda folder: beside(folder, location="../../../../../etc/passwd"), "outside the folder"),
+    "round about": (lambda folder: beside(folder, location="a/../../b"), "outside the folder"),
+    "a link to elsewhere": (linked, "outside the folder of the model; put the data file itself"),
+    "no place": (lambda folder: beside(folder, location=""), "does not say which file"),
+    "a NUL": (lambda folder: beside(folder, location="a\0b"), "does not say which file"),
+    "a name too long": (lambda folder: beside(folder, location="x" * 3000), "cannot be read from"),
+    "an absurd length": (lambda folder: beside(folder, length="9" * 40), "length .* no number of bytes"),
+    "another length": (
+        lambda folder: beside(folder, length="123"),
+        "123 bytes of data, and its type and shape ask for",
+    ),
+    "a huge length": (
+        lambda folder: beside(folder, length=str(2**50)),
+        "bytes of data, and its type and shape ask for",
+    ),
+    "a negative offset": (lambda folder: beside(folder, offset="-5"), "'-5', which is no number of bytes"),
+    "a huge offset": (lambda folder: beside(folder, offset=str(2**50)), "end at byte"),
+    "no number": (lambda folder: beside(folder, offset="one"), "'one', which is no number of bytes"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", EXTERNAL)
+def test_data_that_cannot_be_read_are_refused_by_their_tensor(name, way, tmp_path):
+    build, told = EXTERNAL[name]
+    error = refused(build(tmp_path), told, way)
+    assert error.where.startswith("tensor 'w")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_link_within_the_folder_is_followed(way, tmp_path):
+    path = beside(tmp_path, location="link")
+    (tmp_path / "link").symlink_to("m.bin")
+    WAYS[way](path)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_pipe_is_no_model(way, tmp_path):
+    os.mkfifo(tmp_path / "m.onnx")
+    refused(tmp_path / "m.onnx", "it is no regular file; name an ONNX file", way)
+
+
+def test_a_name_with_a_nul_is_no_file():
+    for way in WAYS:
+        refused(Path("a\0.onnx"), "no ONNX model|cannot be read", way)
+
+
+# ---- what the checker refuses
+
+
+def odd() -> onnx.ModelProto:
+    """What the full checker refuses, and ONNX Runtime takes: a wrong shape among the descriptions of values."""
+    nodes = [node("MatMul", ["x", "w"], ["a"], "bad"), node("MatMul", ["a", "w"], ["y"])]
+    return made(nodes, value_info=[info("a", 5, 5)], data=[weight("w", 8, 8)])
+
+
+def test_what_the_full_checker_refuses_is_refused_unless_it_is_not_asked():
+    with pytest.raises(onnx.shape_inference.InferenceError):
+        onnx.checker.check_model(odd(), full_check=True)
+    with pytest.raises(OnnxError, match="inconsistent"):
+        convert_onnx(odd())
+    assert convert_onnx(odd(), check=False).plan.low_nodes == 2
+    with pytest.raises(OnnxError):
+        amp.onnx_to_fx(odd())
+    assert amp.onnx_to_fx(odd(), check=False) is not None
+
+
+def test_large_data_are_no_reason_to_refuse():
+    """The checker is asked about a model without its large data."""
+    source = made([node("MatMul", ["x", "w"], ["y"])], inputs=[info("x", 4, 256)], data=[weight("w", 256, 8)])
+    assert convert_onnx(source).plan.low_nodes == 1
+
+
+def test_a_few_numbers_do_not_fill_the_memory():
+    """Folding them would: a constant of 10^13 numbers."""
+    sizes = nh.from_array(np.array([10**7, 10**6], np.int64), "s")
+    nodes = [
+        h.make_node("ConstantOfShape", ["s"], ["big"], name="big"),
+        h.make_node("ReduceMax", ["big"], ["m"], keepdims=0),
+        node("Add", ["x", "m"], ["y"]),
+    ]
+    source = made(nodes, data=[sizes])
+    module = amp.onnx_to_fx(source)
+    assert any("constant_of_shape" in str(one.target) or "big" in one.name for one in module.graph.nodes)
+    amp.explain(source, dtype="fp16")
+
+
+def test_the_mend_of_a_damaged_file_stands_in_the_shell(tmp_path, capsys, monkeypatch):
+    import sys
+
+    from amp_compiler.cli import main as cli
+
+    onnx.save(CASES["too many inputs"][0](), tmp_path / "m.onnx")
+    for arguments in (["convert", "m.onnx", "o.onnx"], ["explain", "m.onnx"]):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["amp-compiler", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        err = capsys.readouterr().err
+        assert stop.value.code == 1 and "node 'bad' (Relu)" in err and "mend: " in err
+        assert not (tmp_path / "o.onnx").exists()
+
+
+def test_an_open_model_is_not_looked_at_again():
+    opened = open_model(mlp())
+    assert convert_onnx(opened).plan == convert_onnx(mlp()).plan

@@ -1,0 +1,136 @@
+"""Lists of other converters as rule files: what they say is what the plan does."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from amp_compiler.cli import main as cli
+from amp_compiler.errors import RuleError
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.graph import Node, Operand, PrecisionGraph, Value, ValueKind
+from amp_compiler.policy.exclusions import import_rules
+from amp_compiler.policy.loader import load_rules
+from amp_compiler.policy.matching import RuleMatcher
+from amp_compiler.policy.rules import Context
+
+NAMES = ("/lm_head/MatMul", "/blocks.0/attn/MatMul", "/blocks.1/attn/MatMul", "/blocks.1/mlp/Gemm", "head")
+
+
+def asked(path, ranges=None, magnitude=None):
+    """What an imported file asks of each of a few products."""
+    made = import_rules(path)
+    rules = path.with_suffix(".rules.yaml")
+    rules.write_text(made.to_text(), encoding="utf-8")
+    loaded = load_rules(str(rules))
+    assert loaded.rules == load_rules(str(rules)).rules
+    found = {}
+    for name in NAMES:
+        graph = PrecisionGraph("onnx")
+        graph.add_value(Value("x", DType.FLOAT32, (2, 8), 16, ValueKind.INPUT))
+        graph.add_value(Value("w", DType.FLOAT32, (8, 3), 24, ValueKind.PARAMETER))
+        op = f"onnx.{name.rpartition('/')[2]}" if "/" in name else "onnx.Conv"
+        node = Node(name, op, (Operand("x", "A"), Operand("w", "B")), ("y",))
+        graph.add_node(node, [Value("y", DType.FLOAT32, (2, 3), 6)])
+        graph.magnitude_of = lambda value: magnitude
+        decision = RuleMatcher(loaded, graph, Context(DType.FLOAT16, "onnx"), ranges or {}).decide(node)
+        found[name] = decision.precision.value
+    return {name for name, precision in found.items() if precision == "fp32"}
+
+
+def written(tmp_path, name, content):
+    path = tmp_path / name
+    path.write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "wide"),
+    [
+        ("a.txt", "/lm_head/MatMul\n\n# a comment\nhead  # another\n", {"/lm_head/MatMul", "head"}),
+        ("a.txt", "/blocks.?/attn/*:float32\n/blocks.1/attn/MatMul:float16\n", {"/blocks.0/attn/MatMul"}),
+        ("a.txt", "/blocks*:fp32\n", {name for name in NAMES if "blocks" in name}),
+        ("a.json", ["head"], {"head"}),
+        ("a.json", {"nodes_to_exclude": [r"/blocks\.\d/attn.*"]}, {name for name in NAMES if "attn" in name}),
+        ("a.json", {"nodes_to_exclude": "head"}, {"head"}),
+        ("a.json", {"nodes_to_exclude": ["MatMul"]}, set()),
+        ("a.json", {"op_types_to_exclude": ["MatMul"]}, {name for name in NAMES if name.endswith("MatMul")}),
+        (
+            "a.json",
+            {"op_types_to_include": ["Gemm"], "nodes_to_exclude": [".*blocks.1.*"]},
+            {"/blocks.1/attn/MatMul"},
+        ),
+        ("a.yaml", "op_block_list: [Gemm, Conv]\nnode_block_list: [/lm_head/MatMul]\n",
+         {"/lm_head/MatMul", "/blocks.1/mlp/Gemm", "head"}),
+        ("a.yaml", "layer_precisions: {head: float32, /lm_head/MatMul: half}\n", {"head"}),
+        ("a.json", {"node_block_list": ["/blocks.?/attn/MatMul"], "op_block_list": ["Conv"]}, {"head"}),
+    ],
+    ids=lambda value: str(sorted(value)) if isinstance(value, set) else str(value),
+)  # fmt: skip
+def test_what_a_list_keeps_is_kept(name, content, wide, tmp_path):
+    assert asked(written(tmp_path, name, content)) == wide
+
+
+def test_numbers_become_matchers(tmp_path):
+    path = written(tmp_path, "a.json", {"data_max": 512, "init_max": 100.5, "max_depth_of_reduction": 4096})
+    assert not asked(path)
+    assert asked(path, ranges={"y": 513.0}) == set(NAMES) == asked(path, magnitude=101.0)
+    assert "reduction_size: '> 4096'" in import_rules(path).to_text()
+
+
+def test_options_that_are_no_rules_are_told(tmp_path):
+    made = import_rules(
+        written(tmp_path, "a.json", {"nodes_to_exclude": ["a"], "low_precision_type": "bf16", "opset": None})
+    )
+    assert made.notes == ["low_precision_type is no rule: see the option --dtype of amp-compiler convert"]
+    assert "\n# low_precision_type is no rule" in made.to_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("a.json", {"nodes_to_exlude": ["a"]}, "'nodes_to_exlude' is no option.*did you mean 'nodes_to_exclude'"),
+        ("a.json", {"op_types_to_exclude": ["Sofmax"]}, "no ONNX op 'Sofmax'.*Softmax"),
+        ("a.json", {"nodes_to_exclude": ["(["]}, "no regular expression"),
+        ("a.json", {"nodes_to_exclude": [3]}, "an entry is 3, which is no name"),
+        ("a.json", {"nodes_to_exclude": 3}, "no list of names"),
+        ("a.json", {"data_max": "many"}, "no number"),
+        ("a.json", {"data_max": True}, "no number"),
+        ("a.json", "{no json", "it is no JSON"),
+        ("a.yaml", "a: [", "it is no YAML"),
+        ("a.txt", "layer:int8\n", "'int8' is no precision"),
+        ("a.txt", "# nothing\n", "it names no node"),
+        ("a.json", {}, "it names no node"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_read_is_refused(name, content, told, tmp_path):
+    with pytest.raises(RuleError, match=told) as raised:
+        import_rules(written(tmp_path, name, content))
+    assert "a." in raised.value.where and raised.value.mend
+
+
+def test_no_file_and_no_text(tmp_path):
+    with pytest.raises(RuleError, match="cannot be read: no such file"):
+        import_rules(tmp_path / "none.txt")
+    (tmp_path / "a.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(RuleError, match="no UTF-8 text"):
+        import_rules(tmp_path / "a.txt")
+
+
+def test_the_shell_writes_a_file_that_is_good(tmp_path, monkeypatch, capsys):
+    path, out = written(tmp_path, "a.txt", "head:float32\n"), tmp_path / "rules.yaml"
+
+    def shell(*arguments):
+        monkeypatch.setattr(sys, "argv", ["amp-compiler", "rules", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return stop.value.code or 0, capsys.readouterr()
+
+    assert shell("import", path, "--extends", "fast", "--output", out)[0] == 0
+    assert shell("check", out)[0] == 0 and "extends: fast" in out.read_text(encoding="utf-8")
+    assert shell("import", path, "--output", path)[0] == 2
+    assert "'head:float32' in a.txt" in shell("import", path)[1].out
+    assert shell("import", tmp_path / "none")[0] == 1
