@@ -98,7 +98,8 @@ class Comparison:
                     left_out += [f"{name}, {bound}, {variant}: {reason}" for variant, reason in failed.items()]
         finally:  # also where it is interrupted
             title = f"{self.title} in {options.dtype} on {options.device}, ratios to torch.compile"
-            console.print((short_table if options.device == "cuda" else table)(done + rows, title))
+            if done + rows:
+                console.print((short_table if options.device == "cuda" else table)(done + rows, title))
             console.print(*left_out, sep="\n", end="\n" if left_out else "", markup=False)
         return 1 if left_out else 0
 

@@ -126,15 +126,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = options.json or (measuring.RESULTS / f"update_{options.device}.json" if default else None)
     rows: list[dict[str, Any]] = []
     console = Console(width=150)
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ[CACHE] = cache
-        for mix in options.models:
-            for dtype in options.dtype:
-                with console.status(f"{mix}, {dtype}"):
-                    rows += measure(mix, dtype, options)
-                measuring.write_results(path, "update", options, rows)
-    title = f"the update of {rows[0]['parameters']:,} parameters on {options.device}, ratios to fused AdamW"
-    console.print(table(rows, title))
+    try:
+        with tempfile.TemporaryDirectory() as cache:
+            os.environ[CACHE] = cache
+            for mix in options.models:
+                for dtype in options.dtype:
+                    with console.status(f"{mix}, {dtype}"):
+                        rows += measure(mix, dtype, options)
+                    measuring.write_results(path, "update", options, rows)
+    finally:  # also where it is interrupted
+        if rows:
+            title = f"the update of {rows[0]['parameters']:,} parameters on {options.device}, ratios to fused AdamW"
+            console.print(table(rows, title))
     return 0
 
 

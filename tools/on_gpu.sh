@@ -30,12 +30,12 @@ export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HF_HUB_OFFLINE=1 TOKENIZERS_
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$KEEP/inductor} TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$KEEP/triton}
 export AMP_COMPILER_CACHE=${AMP_COMPILER_CACHE:-$KEEP/loops}
 
-# Interrupted rather than ended, so that what was measured is printed.
-within() { timeout --signal=INT --kill-after=15 "$@"; }
+# Interrupted rather than ended, so that what was measured is printed. A rehearsal on a slow machine has PATIENCE=5 or so.
+within() { timeout --signal=INT --kill-after=15 $(($1 * ${PATIENCE:-1})) "${@:2}"; }
 
 prepare() {
   local python=${PYTHON:-.venv/bin/python} bytes
-  rm -rf .wheels && mkdir .wheels || return 1
+  rm -rf .wheels build && mkdir .wheels || return 1
   "$python" -m pip --disable-pip-version-check wheel --quiet --no-deps --no-build-isolation --wheel-dir .wheels . &&
     "$python" -m pip --disable-pip-version-check download --quiet --no-deps --only-binary=:all: --constraint constraints.txt \
       --python-version 3.12 --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
@@ -61,9 +61,11 @@ installed() {
 first() {
   within 100 "$python" tools/gpu_facts.py --json "$OUT/facts.json"
   # -P: ./amp_compiler, which has no passes/ and rules/ in it, would hide the installed package.
-  local pytest=("$python" -P -m pytest -m gpu -p no:cacheprovider) failed=0
+  local pytest=("$python" -P -m pytest -m gpu -p no:cacheprovider) several=() failed=0
+  "$python" -P -c 'import pytest_timeout' 2> /dev/null && pytest+=(--timeout 120)
+  "$python" -P -c 'import xdist' 2> /dev/null && several=(-n "${WORKERS:-4}")
   within 170 "${pytest[@]}" --junitxml "$OUT/kernels.xml" tests/ops > "$OUT/kernels.log" 2>&1 || failed=1
-  within 240 "${pytest[@]}" --junitxml "$OUT/training.xml" -n "${WORKERS:-4}" tests/training > "$OUT/training.log" 2>&1 || failed=1
+  within 240 "${pytest[@]}" "${several[@]}" --junitxml "$OUT/training.xml" tests/training > "$OUT/training.log" 2>&1 || failed=1
   "$python" tools/test_table.py "$OUT/kernels.xml" "$OUT/training.xml" --json "$OUT/tests.json" || tail -n 20 "$OUT"/*.log
   return "$failed"
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import sysconfig
@@ -16,7 +17,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from amp_compiler.errors import CaptureError, LoweringError
 from amp_compiler.fx.meta import Key
-from amp_compiler.fx.torch_private import new_graph_module, traced_graph
+from amp_compiler.fx.torch_private import new_graph_module, own_decompositions, traced_graph
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Attr
 from amp_compiler.ops.cuda.cudnn_rnn import MODES
@@ -352,6 +353,8 @@ def refresh(graph_module: fx.GraphModule) -> None:
     prop = _Propagator(graph_module, modes[0] if modes else None)
     with torch.no_grad():
         prop.propagate_dont_convert_inputs(*examples)
+    if prop.copies:
+        graph_module.recompile()
 
 
 _READS_VALUES = ("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode")
@@ -364,6 +367,15 @@ _RECURRENT = {getattr(torch.ops.aten, kind).input: kind for kind in MODES}
 
 
 class _Propagator(FakeTensorProp):
+    """Runs a graph on fake tensors.
+
+    Attributes:
+        copies: whether a view has become a copy: of the types that are planned, its operand lies otherwise in memory,
+            as the result of attention does whose FP16 runs by other kernels than FP32.
+    """
+
+    copies = False
+
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator; one that ATen runs in thousands is run as ours, which gives the same types and shapes.
 
@@ -373,11 +385,22 @@ class _Propagator(FakeTensorProp):
             return empty_results(_RECURRENT[target], *args, **kwargs)
         if target is typed_op and args[0] in _RECURRENT and args[1][0].device.type != "cpu":
             args = (getattr(torch.ops.amp_compiler, _RECURRENT[args[0]]).default, *args[1:])
-        return super().call_function(_QUICKER.get(target, target), args, kwargs)
+        run = _QUICKER.get(target, target)
+        try:
+            return super().call_function(run, args, kwargs)
+        except RuntimeError as cause:
+            if "symbolic sizes" not in str(cause):
+                raise
+            with own_decompositions():  # what ATen opens in C++ may not know sizes that vary: matmul in torch 2.11
+                return super().call_function(run, args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node on fake tensors; an error says where."""
         try:
+            if n.target is torch.ops.aten.view.default:
+                with contextlib.suppress(RuntimeError, ValueError):
+                    return super().run_node(n)
+                n.target, self.copies = torch.ops.aten.reshape.default, True
             return super().run_node(n)
         except Exception as cause:  # any op may raise anything on types that it does not take
             if type(cause).__name__ in _READS_VALUES or "data is not allocated" in str(cause):

@@ -101,6 +101,7 @@ def _roundings_kept(exactly: bool) -> Iterator[None]:
     from torch._inductor import lowering
     from torch._inductor.virtualized import ops
 
+    kernel: Any = cpp.CppKernel
     cast = torch.ops.prims.convert_element_type.default
     entries = [
         entry
@@ -110,7 +111,7 @@ def _roundings_kept(exactly: bool) -> Iterator[None]:
     theirs, lower, kept = (
         [entry.extra_check for entry in entries],
         lowering.lowerings[cast],
-        cpp.CppKernel.cache_dtype_convert,
+        kernel.cache_dtype_convert,
     )
 
     def lowered(x: Any, dtype: torch.dtype) -> Any:
@@ -127,13 +128,13 @@ def _roundings_kept(exactly: bool) -> Iterator[None]:
         for entry in entries:
             entry.extra_check = _widens
         lowering.lowerings[cast] = lowered
-        cpp.CppKernel.cache_dtype_convert = lambda *_: None  # type: ignore[method-assign]
+        kernel.cache_dtype_convert = lambda *_: None
         yield
     finally:
         for entry, check in zip(entries, theirs, strict=True):
             entry.extra_check = check
         lowering.lowerings[cast] = lower
-        cpp.CppKernel.cache_dtype_convert = kept  # type: ignore[method-assign]
+        kernel.cache_dtype_convert = kept
 
 
 def _widens(match: Any) -> bool:
