@@ -18,7 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-FILES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", RESULTS / "notes_cpu.md")
+FILES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "onnx.md", RESULTS / "notes_cpu.md")
 
 
 def _load(name: str) -> dict[str, Any]:
@@ -147,6 +147,37 @@ def onnx_table() -> str:
     return "\n".join(lines)
 
 
+def casts_table() -> str:
+    """Casts that conversions put into exports of transformers, beside other converters."""
+    rows = _load("onnx_casts")["rows"]
+    variants = [key for key, value in rows[0].items() if isinstance(value, dict)]
+    lines = [f"| model | {' | '.join(variants)} |", "|" + "---|" * (len(variants) + 1)]
+    for row in rows:
+        cells = [
+            f"{facts['casts']}, {facts['cast_bytes'] / 1e6:.2f} MB, {facts['error']:.5f}, {facts['low']:.0%}"
+            if "casts" in facts
+            else facts["error"]
+            for facts in (row[variant] for variant in variants)
+        ]
+        lines.append(f"| {row['model']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def first_step_table() -> str:
+    """CPU seconds of the first training step beside torch.compile's, cold and warm."""
+    rows = _load("first_step_cpu")["rows"]
+    seconds = {(row["model"], row["start"], row["variant"]): row["cpu_s"] for row in rows}
+    lines = ["| model | cold, torch.compile | ours | warm, torch.compile | ours |", "|---|---|---|---|---|"]
+    for model in dict.fromkeys(row["model"] for row in rows):
+        cells = [
+            f"{seconds[model, start, variant]:.1f}"
+            for start in ("cold", "warm")
+            for variant in ("torch.compile", "amp_compiler")
+        ]
+        lines.append(f"| {model} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def train_table() -> str:
     """Whole training steps on a CPU beside torch.compile."""
     return _against_compile(_load("train_step_cpu")["rows"], "first step")
@@ -215,7 +246,9 @@ def cuda_model_table() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "casts": casts_table,
     "cuda_model": cuda_model_table,
+    "first_step": first_step_table,
     "headline": headline_table,
     "machines": machines_table,
     "onnx": onnx_table,

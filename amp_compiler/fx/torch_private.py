@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, ModuleType
@@ -799,7 +800,8 @@ def trace_settings() -> list[str] | None:
     active = [getattr(torch._C, f"_len_torch_{kind}_stack", None) for kind in ("dispatch", "function")]
     if kernels is None or guard is None or None in active:
         return None
-    own = [key for key in kernels if key.startswith("aten/") and key.rpartition("/")[2] not in ("Meta", "MPS", "CUDA")]
+    torchs = re.compile(r"(?!aten/).*|.*/(Meta|MPS|CUDA|FuncTorch\w+)")  # the last are vmap's, in no trace of ours
+    own = [key for key in kernels if not torchs.fullmatch(key)]
     if own or any(count() for count in active if count is not None) or transforms_functions() or saved_tensor_hooks():
         return None
     from torch._functorch import config as functorch

@@ -53,6 +53,13 @@ def kept(folder):
     return sorted(path.name for path in folder.glob("joint_*"))
 
 
+def test_what_vmap_registers_is_in_no_trace(traces):
+    torch.vmap(lambda x: x.sin())(torch.ones(3))
+    joint()
+    joint()
+    assert len(traces) == 1
+
+
 def test_the_second_one_is_read_and_is_the_same(folder, traces):
     first, second = joint(), joint()
     assert len(traces) == 1 and len(kept(folder)) == 1

@@ -46,7 +46,7 @@ def test_under_the_interpreter(tmp_path):
     arguments = ["-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "kernels_interpreted.py"]
     done = run_python(arguments, TRITON_INTERPRET="1", HYPOTHESIS_STORAGE_DIRECTORY=str(tmp_path))
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert re.search(r"\b1\d\d passed", done.stdout)
+    assert re.search(r"\b[1-9]\d\d passed", done.stdout)
 
 
 @pytest.mark.long
