@@ -102,9 +102,14 @@ def _marks(node: fx.Node, source: fx.Node | None) -> dict[str, Any]:
     same = [key for key in marks_of(node) if key not in own]
     theirs = {} if source is None else source.meta
     for key in same:
-        if key not in theirs or theirs[key] != node.meta[key]:
+        if key not in theirs or not _is_same(theirs[key], node.meta[key]):
             raise Unrecordable(f"'{key}' of node '{node.name}' comes from nowhere")
     return {"own": own, "same": same}
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two values of metadata are the same; tensors only where they are one, for `==` would compute."""
+    return one is other or (not isinstance(one, torch.Tensor) and not isinstance(other, torch.Tensor) and one == other)
 
 
 def _target(target: Any) -> str:

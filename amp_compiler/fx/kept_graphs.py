@@ -12,10 +12,12 @@ import contextlib
 import functools
 import gzip
 import hashlib
+import inspect
 import json
 import logging
 import os
-import tempfile
+import sys
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -25,8 +27,10 @@ from typing import Any
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from amp_compiler.errors import AmpError
 from amp_compiler.fx.graph_record import Unrecordable, graph_of, record_of
 from amp_compiler.fx.torch_private import keeps_compiled, trace_settings
+from amp_compiler.ir.files import write_atomically
 from amp_compiler.ops.cache_folder import cache_folder
 
 _LOG = logging.getLogger(__name__)
@@ -58,15 +62,16 @@ class KeptGraph:
         Args:
             graph: what is traced.
             asked: what else the trace depends on, as data for JSON.
-            identity: the source of what traces.
+            identity: name of the module that traces.
         """
         settings = trace_settings() if keeps_compiled() else None
+        source = _own_source(identity)
         examples = [node.meta.get("val") for node in graph.find_nodes(op="placeholder")]
         mode = next((value.fake_mode for value in examples if isinstance(value, FakeTensor)), None)
-        if settings is None or mode is None:
+        if settings is None or mode is None or not source:
             return None
         try:
-            told = json.dumps([record_of(graph), asked, settings, identity, _own_source()])
+            told = json.dumps([record_of(graph), asked, settings, source])
             folder = cache_folder()
         except (Unrecordable, OSError, ValueError) as cause:
             _LOG.debug("the joint graph is not kept: %s", cause)
@@ -83,7 +88,7 @@ class KeptGraph:
                 os.utime(self.file)
         except FileNotFoundError:
             return None
-        except (OSError, EOFError, ValueError, Unrecordable) as cause:
+        except (OSError, EOFError, ValueError, zlib.error, Unrecordable) as cause:
             _LOG.warning("%s cannot be read, and is made anew: %s", self.file, cause)
             return None
         return graph
@@ -97,21 +102,20 @@ class KeptGraph:
         """
         try:
             record = record_of(graph, origins, self.sources)
-            if record_of(graph_of(record, self.sources, self.mode), origins, self.sources) != record:
+            text = json.dumps(record)  # compared as text, for NaN is no number that equals itself
+            back = graph_of(json.loads(text), self.sources, self.mode)
+            if json.dumps(record_of(back, origins, self.sources)) != text:
                 raise Unrecordable("what is read back is another graph")
-            _write(self.file, gzip.compress(json.dumps(record).encode(), 1))
-        except (Unrecordable, OSError, ValueError) as cause:
+            write_atomically(self.file, gzip.compress(text.encode(), 1))
+            _drop_oldest(self.file.parent)
+        except (AmpError, OSError, ValueError) as cause:
             _LOG.debug("the joint graph is not kept: %s", cause)
 
 
-def _write(file: Path, data: bytes) -> None:
-    """Write a whole file or none, and let the oldest go where there are too many."""
-    number, name = tempfile.mkstemp(dir=file.parent, prefix=file.name, suffix=".part")
-    with os.fdopen(number, "wb") as opened:
-        opened.write(data)
-    Path(name).replace(file)
+def _drop_oldest(folder: Path) -> None:
+    """Let the oldest go where there are too many."""
     ages: list[tuple[float, Path]] = []
-    for other in file.parent.glob("joint_*"):
+    for other in folder.glob("joint_*"):
         with contextlib.suppress(OSError):  # another process may have removed it
             ages.append((other.stat().st_mtime, other))
     for _, oldest in sorted(ages)[:-_MOST]:
@@ -119,14 +123,24 @@ def _write(file: Path, data: bytes) -> None:
 
 
 @functools.cache
-def _own_source() -> str:
-    """Stands for all that this package says about operators and how they are traced."""
+def _own_source(tracer: str) -> str:
+    """Stands for all that this package says about operators and how they are traced; empty where it has no source.
+
+    Args:
+        tracer: name of the module that traces.
+    """
     digest = hashlib.sha256()
     pending: list[Any] = [resources.files("amp_compiler") / room for room in _ROOMS]
+    found_any = False
     while pending:
         found = pending.pop()
         if found.is_dir():
             pending += sorted(found.iterdir(), key=lambda one: one.name)
         elif found.name.endswith(".py"):
+            found_any = True
             digest.update(found.name.encode() + b"\0" + found.read_bytes())
-    return digest.hexdigest()
+    try:
+        digest.update(inspect.getsource(sys.modules[tracer]).encode())
+    except OSError:  # as in a program that was frozen into one file
+        return ""
+    return digest.hexdigest() if found_any else ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -100,7 +99,7 @@ class Differentiate(FunctionalPass[fx.GraphModule]):
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Trace, or take what an earlier process traced from the same graph; the given graph stays as it is."""
         types = {name: str(gradient_type(node)) for name, node in _asked(subject, self.wrt).items()}
-        kept = KeptGraph.of(subject.graph, [self.wrt, types], Path(__file__).read_text(encoding="utf-8"))
+        kept = KeptGraph.of(subject.graph, [self.wrt, types], __name__)
         found = kept.load() if kept is not None else None
         if found is not None:
             return PassResult(new_graph_module(torch.nn.Module(), found), True)

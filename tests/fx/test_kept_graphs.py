@@ -161,7 +161,7 @@ def test_a_setting_of_torch_counts(name, value, traces):
 
 def test_the_source_of_the_package_counts(monkeypatch, traces):
     joint()
-    monkeypatch.setattr(kept_graphs, "_own_source", lambda: "another version")
+    monkeypatch.setattr(kept_graphs, "_own_source", lambda tracer: "another version")
     joint()
     assert len(traces) == 2
 
@@ -208,13 +208,35 @@ def test_an_operator_of_the_users_is_traced_each_time(folder, traces):
     assert format_fx(first) == format_fx(second)
 
 
-@pytest.mark.parametrize("damage", [b"", b"no archive", "truncated", "other"])
+def test_nothing_is_kept_without_the_source(folder, monkeypatch, traces):
+    """As in a program that was frozen into one file: a later version could not be told from this one."""
+
+    def missing(module):
+        raise OSError("could not get source code")
+
+    kept_graphs._own_source.cache_clear()
+    monkeypatch.setattr(kept_graphs.inspect, "getsource", missing)
+    assert format_fx(joint()) == format_fx(joint())
+    kept_graphs._own_source.cache_clear()
+    assert len(traces) == 2 and not kept(folder)
+
+
+def test_a_number_that_is_none_is_kept(folder, traces):
+    text = LOSS.replace("aten.sum.default(wide)", "aten.sum.default(own)")
+    text = text.replace("sum_1: fp32[] ", "own: fp32[3, 4] = aten.clamp.default(wide, nan, inf)\nsum_1: fp32[] ", 1)
+    assert format_fx(joint(text)) == format_fx(joint(text)) and len(traces) == 1
+
+
+@pytest.mark.parametrize("damage", [b"", b"no archive", "truncated", "flipped", "other"])
 def test_a_damaged_file_is_told_and_written_anew(folder, traces, caplog, damage):
     whole = format_fx(joint())
     (file,) = folder.glob("joint_*")
     data = file.read_bytes()
     if damage == "other":
         damage = kept_graphs.gzip.compress(json.dumps([["call_function", "a", "aten.none.default"]]).encode())
+    if damage == "flipped":
+        damage = bytearray(data)
+        damage[12:40] = bytes(255 - one for one in data[12:40])
     file.write_bytes(data[: len(data) // 2] if damage == "truncated" else damage)
     assert format_fx(joint()) == whole and len(traces) == 2
     assert "made anew" in caplog.text
