@@ -269,14 +269,20 @@ def _time_facts(time: Spread, base: Spread, items: int) -> dict[str, float]:
     }
 
 
-def table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
-    """One line per model, batch and variant."""
+def _empty(title: str, columns: Sequence[str]) -> Table:
+    """A table of cases, with columns of numbers behind them."""
     made = Table(title=title, title_justify="left")
     for column in ("model", "bound by", "variant"):
         made.add_column(column, no_wrap=True)
-    columns = ("step\nms", "10 to 90 %", "ratio", "tokens or\nimages / s", "GEMM\nfloor", "peak\nmemory", "ratio")
-    for column in (*columns, "of it\nstate", "first\ncall s", "ratio", "with full\ncaches s", "ratio"):
+    for column in columns:
         made.add_column(column, justify="right")
+    return made
+
+
+def table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
+    """One line per model, batch and variant."""
+    columns = ("step\nms", "10 to 90 %", "ratio", "tokens or\nimages / s", "GEMM\nfloor", "peak\nmemory", "ratio")
+    made = _empty(title, (*columns, "of it\nstate", "first\ncall s", "ratio", "with full\ncaches s", "ratio"))
     for row, following in zip(rows, [*rows[1:], None], strict=True):
         made.add_row(
             row["model"],
@@ -301,11 +307,8 @@ def table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
 
 def short_table(rows: Sequence[Mapping[str, Any]], title: str) -> Table:
     """The same in 110 columns: one line per model, batch and variant."""
-    made = Table(title=title, title_justify="left")
-    for column in ("model", "bound by", "variant"):
-        made.add_column(column, no_wrap=True)
-    for column in ("step\nms", "10 to 90 %", "ratio", "TFLOP/s", "of a\nGEMM's", "peak\nGB", "ratio", "first\ncall s"):
-        made.add_column(column, justify="right")
+    columns = ("step\nms", "10 to 90 %", "ratio", "TFLOP/s", "of a\nGEMM's", "peak\nGB", "ratio", "first\ncall s")
+    made = _empty(title, columns)
     for row, following in zip(rows, [*rows[1:], None], strict=True):
         made.add_row(
             row["model"],

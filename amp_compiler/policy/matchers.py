@@ -244,6 +244,7 @@ class Inputs(Match):
 class _Bound(Match):
     """A matcher that compares a number."""
 
+    form: ClassVar[Any] = forms.Bound
     bound: Comparison
 
     @property
@@ -273,7 +274,6 @@ class ReductionSize(_Bound):
 
     key: ClassVar[str] = "reduction_size"
     about: ClassVar[str] = 'elements that one output element sums over: "> 8192" or a number'
-    form: ClassVar[Any] = forms.Bound
 
     def holds(self, node: Node, view: View) -> bool:
         """By the shapes of the node."""
@@ -287,7 +287,6 @@ class AbsMax(_Bound):
 
     key: ClassVar[str] = "absmax"
     about: ClassVar[str] = 'calibrated largest magnitude at the node: "> 1000"'
-    form: ClassVar[Any] = forms.Bound
 
     def holds(self, node: Node, view: View) -> bool:
         """By the ranges that were measured."""
@@ -302,7 +301,6 @@ class WeightAbsMax(_Bound):
 
     key: ClassVar[str] = "weight_absmax"
     about: ClassVar[str] = 'largest magnitude of the stored numbers that the node reads: "> 1000"'
-    form: ClassVar[Any] = forms.Bound
 
     def holds(self, node: Node, view: View) -> bool:
         """By the data in the file."""
@@ -316,7 +314,6 @@ class WeightSize(_Bound):
 
     key: ClassVar[str] = "weight_size"
     about: ClassVar[str] = 'elements of the largest stored tensor that the node reads: "< 2048"'
-    form: ClassVar[Any] = forms.Bound
 
     def holds(self, node: Node, view: View) -> bool:
         """By the shapes of the data."""
