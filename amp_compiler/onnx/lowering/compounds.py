@@ -20,7 +20,7 @@ import onnx_ir as ir
 
 from amp_compiler.onnx.lowering.lower import Lowered
 from amp_compiler.onnx.model.model import all_graphs
-from amp_compiler.onnx.model.terms import Either, Found, Made, Number, Stored, Term, Whatever, is_op
+from amp_compiler.onnx.model.terms import Either, Found, Made, Number, Stored, Term, Whatever, is_op, scalar_of
 
 RMS_NORM, LAYER_NORM, GELU = "rms_norm", "layer_norm", "gelu"
 
@@ -170,12 +170,15 @@ def mark_compounds(lowered: Lowered) -> list[list[str]]:
 
 
 def _is_likely(node: ir.Node) -> bool:
-    """Whether what stands beside an anchor may be part of a compound: squares before a mean, a sum behind the others."""
+    """Whether what stands beside an anchor may be part of a compound: squares before a mean, `1 +` behind the rest."""
     if node.op_type == "ReduceMean":
         read = node.inputs[0] if node.inputs else None
         maker = read.producer() if read is not None else None
         return maker is not None and maker.op_type in ("Mul", "Pow")
-    return any(user.op_type == "Add" for user, _ in node.outputs[0].uses())
+    for user, _ in node.outputs[0].uses():
+        if user.op_type == "Add" and any(scalar_of(value) == 1 for value in user.inputs):
+            return True
+    return False
 
 
 def _ways(anchor: ir.Node) -> list[Compound]:

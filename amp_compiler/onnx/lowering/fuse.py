@@ -14,9 +14,10 @@ from amp_compiler.onnx.lowering.compounds import GELU, LAYER_NORM, RMS_NORM, Com
 from amp_compiler.onnx.model.data import array_of, release, tensor_of
 from amp_compiler.onnx.model.edit import unique
 from amp_compiler.onnx.model.model import OnnxModel, ValueType, all_graphs
-from amp_compiler.onnx.model.terms import is_op, scalar_of
+from amp_compiler.onnx.model.terms import is_op, numbers_of, scalar_of
 
 _OPS = {LAYER_NORM: ("LayerNormalization", 17), RMS_NORM: ("RMSNormalization", 23), GELU: ("Gelu", 20)}
+_STORING = ("Constant", "Cast", "Identity", "Reshape", "Unsqueeze", "Squeeze")  # goes where nothing reads it
 _LISTED = 3  # nodes that a reason names
 
 
@@ -254,17 +255,19 @@ class _Fuser:
         if maker is None:
             if value.graph is not None and value.is_initializer():
                 value.graph.initializers.pop(value.name or "")
-        elif is_op(maker, "Constant") and isinstance(maker.graph, ir.Graph):
+        elif maker.op_type in _STORING and is_op(maker, maker.op_type) and isinstance(maker.graph, ir.Graph):
+            before = [one for one in maker.inputs if one is not None]
             maker.graph.remove(maker, safe=True)
+            for one in before:
+                self._drop(one)
 
 
 def _axes_of(node: ir.Node) -> tuple[int, ...]:
     given = node.attributes.get("axes")
     if given is not None:
         return tuple(given.value)
-    value = node.inputs[1] if len(node.inputs) > 1 else None
-    tensor = tensor_of(value) if value is not None and not value.is_graph_input() else None
-    return () if tensor is None else tuple(int(axis) for axis in np.asarray(array_of(tensor)).reshape(-1))
+    held = numbers_of(node.inputs[1]) if len(node.inputs) > 1 else None
+    return () if held is None else tuple(int(axis) for axis in held)
 
 
 def _told(dtype: DType | None) -> str:

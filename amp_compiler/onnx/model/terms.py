@@ -17,6 +17,10 @@ import onnx_ir as ir
 
 from amp_compiler.onnx.model.data import array_of, tensor_of
 
+MOST = 16
+"""Elements up to which stored data are looked at: axes, and single numbers."""
+_COPIES = ("Cast", "Identity")
+_SHAPES = ("Reshape", "Unsqueeze", "Squeeze")
 _CLOSE = 1e-6  # relative: a constant that was written with seven digits
 
 
@@ -67,25 +71,22 @@ class Whatever(Term):
 
 @dataclass(frozen=True)
 class Stored(Term):
-    """Data that are stored with the model, or a cast of such."""
+    """Data that are stored with the model, or a copy or cast of such."""
 
     name: str
 
     def match(self, value: ir.Value, found: Found) -> Iterator[Found]:
         """Bind it."""
-        maker = value.producer()
-        behind = maker.inputs[0] if maker is not None and is_op(maker, "Cast") else value
+        behind: ir.Value | None = value
+        while behind is not None and (maker := behind.producer()) is not None and maker.op_type in _COPIES:
+            behind = maker.inputs[0] if is_op(maker, maker.op_type) else None
         if behind is not None and is_stored(behind):
             yield from Whatever(self.name).match(value, found)
 
 
 @dataclass(frozen=True)
 class Number(Term):
-    """One stored number, as it is or rounded to the type that it is stored in.
-
-    Args:
-        number: the number.
-    """
+    """One stored number, as it is or rounded to the type that it is stored in."""
 
     number: float
 
@@ -165,12 +166,31 @@ def is_stored(value: ir.Value) -> bool:
     return is_op(maker, "Constant") and tensor_of(value) is not None
 
 
+def numbers_of(value: ir.Value | None) -> np.ndarray | None:
+    """A few stored numbers in a row, casts and other shapes of them looked through; `None` where they are not stored.
+
+    Args:
+        value: a value, of at most `MOST` elements.
+    """
+    if value is None:
+        return None
+    maker = value.producer()
+    if maker is not None and maker.op_type in (*_COPIES, *_SHAPES) and is_op(maker, maker.op_type):
+        held = numbers_of(maker.inputs[0])
+        to = maker.attributes.get("to")
+        return held if held is None or to is None else held.astype(ir.DataType(to.value).numpy())
+    if maker is not None and is_op(maker, "Constant"):
+        for name in ("value_int", "value_ints"):
+            if name in maker.attributes:
+                return np.asarray(maker.attributes[name].value, np.int64).reshape(-1)
+    tensor = tensor_of(value) if is_stored(value) else None
+    if tensor is None or not 0 < tensor.size <= MOST:
+        return None
+    held = np.asarray(array_of(tensor)).reshape(-1)
+    return held if held.dtype.kind in "fiuV" else None
+
+
 def scalar_of(value: ir.Value | None) -> np.ndarray | None:
     """The one number that a value holds, without dimensions; `None` where it is not stored, or more than one."""
-    if value is None or not is_stored(value):
-        return None
-    tensor = tensor_of(value)
-    if tensor is None or tensor.size != 1:
-        return None
-    held = np.asarray(array_of(tensor)).reshape(())
-    return held if held.dtype.kind in "fiuV" else None
+    held = numbers_of(value)
+    return held.reshape(()) if held is not None and held.size == 1 else None
