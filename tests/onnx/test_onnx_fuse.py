@@ -10,11 +10,14 @@ from hypothesis import strategies as st
 from onnx import TensorProto as T
 from onnx import helper as h
 from onnx.reference import ReferenceEvaluator
+from onnx_corpus import built
 from onnx_models import DTYPES, check, copy, info, model, node, run, scalar, weight
 
+from amp_compiler.onnx.check.verify import verify
 from amp_compiler.onnx.convert import convert_onnx
 from amp_compiler.onnx.lowering.fuse import fuse
 from amp_compiler.onnx.model.model import open_model, read_model
+from amp_compiler.onnx.model.opset import raise_opset
 from amp_compiler.onnx.model.save import to_proto
 
 ROOTS = ("sqrt_div", "reciprocal", "one_over", "pow_half", "pow_minus_half")
@@ -124,6 +127,26 @@ def test_a_cast_before_wide_weights_stays():
     assert ops(got) == ["MatMul", "Cast", "LayerNormalization", "Cast", "MatMul"]
 
 
+def test_stored_numbers_behind_casts_and_other_shapes():
+    """As `torch.onnx.export(optimize=False)` writes them; what nothing reads any more goes."""
+    source = norm(opset=23)
+    for index, name in enumerate(("exponent", "epsilon")):
+        source.graph.node.insert(0, node("Cast", [name], [f"{name}_cast"], f"cast_{index}", to=T.FLOAT))
+    axes = next(one.name for one in source.graph.initializer if one.name.startswith("axes"))
+    source.graph.initializer.append(scalar("row", [-1], np.int64))
+    source.graph.node.insert(0, node("Reshape", [axes, "row"], ["axes_row"], "reshaped"))
+    source.graph.node.insert(0, node("Identity", ["scale"], ["scale_copy"], "copied"))
+    renamed = {"exponent": "exponent_cast", "epsilon": "epsilon_cast", axes: "axes_row", "scale": "scale_copy"}
+    for entry in source.graph.node:
+        if entry.op_type in ("Pow", "Add", "ReduceMean", "Mul"):
+            for index, name in enumerate(entry.input):
+                entry.input[index] = renamed.get(name, name)
+    made, _ = fused(source)
+    assert ops(made) == ["Identity", "MatMul", "RMSNormalization", "MatMul"]
+    assert {one.name for one in made.graph.initializer} == {"w_in", "w_out", "scale"}
+    same(source, made)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     sizes=st.lists(st.integers(1, 6), min_size=2, max_size=4),
@@ -164,6 +187,13 @@ NOT = {
     "in fp64": (lambda: norm(kind=T.DOUBLE, opset=23), "fp64"),
     "in fp16": (lambda: gelu("pow", kind=T.FLOAT16, opset=20), "fp16"),
 }
+
+
+def test_a_number_of_higher_rank_than_the_data():
+    """The result has its dimensions, which that of a GELU has not."""
+    source = gelu("half_x", half=np.full((1, 1, 1, 1), 0.5), opset=20)
+    made, done = fused(source)
+    assert ops(made) == ops(source) and "more dimensions" in next(iter(done.left.values()))
 
 
 @pytest.mark.parametrize("case", NOT)
@@ -273,3 +303,24 @@ def test_in_bodies():
     assert done.fused == {"LayerNormalization": 1}
     feeds = {"x": RNG.standard_normal((2, 5, 8)).astype(np.float32), "go": np.asarray(True)}
     np.testing.assert_allclose(run(source, feeds)[0], run(made, feeds)[0], rtol=1e-5, atol=1e-6)
+
+
+EXPORTED = {"llama": {"RMSNormalization": 5}, "t5": {"RMSNormalization": 12}, "gpt2": {"Gelu": 2}}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", EXPORTED)
+def test_exports_of_transformers(name):
+    """No cast is left within, and the error is that of a 16-bit model."""
+    source, batches = built(name)
+    raised = raise_opset(open_model(source), 23, "the norm is asked for")
+    made, done = fused(raised)
+    assert done.fused == EXPORTED[name] and not done.left
+    for want, got in zip(run(source, batches[1]), run(made, batches[1]), strict=True):
+        assert np.linalg.norm(want - got) <= 1e-6 * np.linalg.norm(want)
+    converted = convert_onnx(source, dtype="fp16", fuse=True, opset=23)
+    assert converted.refusal is None
+    assert [entry.output[0] for entry in converted.model.graph.node if entry.op_type == "Cast"] == ["logits"]
+    parts, whole = (verify(source, convert_onnx(source, dtype="fp16", fuse=one, opset=23).model, batches)
+                    for one in (False, True))  # fmt: skip
+    assert whole.largest_error <= 1.2 * parts.largest_error

@@ -130,8 +130,17 @@ class _Fuser:
             made = self.model.type_of(node.outputs[0]).dtype
             if node.op_type in ("ReduceMean", "Erf", "Tanh") and made is not DType.FLOAT32:
                 raise _Unfit(f"it computes in {_told(made)}")
-        if data.shape is None or result.shape is None or len(data.shape) != len(result.shape):
-            raise _Unfit("the shapes of its input and its result are not known to be the same")
+            self._widens(node, own, way.found.values["x"])
+
+    def _widens(self, node: ir.Node, own: set[ir.Node], data: ir.Value) -> None:
+        """Whether what a node reads beside the data has more dimensions than these, so that its result has too."""
+        shape = self.model.type_of(data).shape
+        for index, value in enumerate(node.inputs):
+            if value is None or value is data or value.producer() in own or (node.op_type == "ReduceMean" and index):
+                continue
+            read = self.model.type_of(value).shape
+            if read is None or len(read) > len(shape or ()):
+                raise _Unfit(f"'{value.name}' may have more dimensions than its input")
 
     def norm(self, way: Compound) -> _Norm:
         """What the op is given that stands for a norm.
