@@ -19,6 +19,10 @@ from amp_compiler.onnx.model.data import array_of, tensor_of
 
 MOST = 16
 """Elements up to which stored data are looked at: axes, and single numbers."""
+_NUMPY = {int(kind): kind.numpy() for kind in (
+    ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16, ir.DataType.DOUBLE, ir.DataType.INT32,
+    ir.DataType.INT64,
+)}  # fmt: skip
 _COPIES = ("Cast", "Identity")
 _SHAPES = ("Reshape", "Unsqueeze", "Squeeze")
 _CLOSE = 1e-6  # relative: a constant that was written with seven digits
@@ -166,19 +170,22 @@ def is_stored(value: ir.Value) -> bool:
     return is_op(maker, "Constant") and tensor_of(value) is not None
 
 
-def numbers_of(value: ir.Value | None) -> np.ndarray | None:
+def numbers_of(value: ir.Value | None, steps: int = 4) -> np.ndarray | None:
     """A few stored numbers in a row, casts and other shapes of them looked through; `None` where they are not stored.
 
     Args:
         value: a value, of at most `MOST` elements.
+        steps: casts and changes of shape that are looked through.
     """
-    if value is None:
+    if value is None or steps < 0:
         return None
     maker = value.producer()
     if maker is not None and maker.op_type in (*_COPIES, *_SHAPES) and is_op(maker, maker.op_type):
-        held = numbers_of(maker.inputs[0])
+        held = numbers_of(maker.inputs[0], steps - 1) if maker.inputs else None
         to = maker.attributes.get("to")
-        return held if held is None or to is None else held.astype(ir.DataType(to.value).numpy())
+        if held is None or to is None:
+            return held
+        return held.astype(_NUMPY[to.value]) if to.value in _NUMPY else None
     if maker is not None and is_op(maker, "Constant"):
         for name in ("value_int", "value_ints"):
             if name in maker.attributes:
