@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -161,3 +166,43 @@ def test_nothing_of_all_rows_and_all_classes_is_made(dtype):
     with _Largest() as largest:
         classifier_loss.classifier_loss_gradients._init_fn(*given)
     assert largest.elements == at_once * classes > classes * features
+
+
+@pytest.mark.long
+def test_the_kernel_under_the_interpreter():
+    """In a process of its own: the interpreter replaces Triton's language when Triton is imported."""
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [*command, "cross_entropy_interpreted.py"],
+        cwd=Path(__file__).parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert re.search(r"\b[1-9]\d passed", done.stdout)
+
+
+@pytest.mark.parametrize("low", ["bfloat16", "float16"])
+def test_the_kernel_loads_16_bytes_at_a_time_and_spills_nothing(low, tmp_path):
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("the interpreter has taken the compiler's place")
+    import triton.language as tl
+    from test_kernels import compile_kernel, ptxas_report
+
+    from amp_compiler.ops.cuda import cross_entropy
+    from amp_compiler.ops.cuda.cross_entropy_kernel import cross_entropy_kernel
+
+    short = {"bfloat16": "bf16", "float16": "fp16"}[low]
+    signature = {
+        "logits": f"*{short}", "target": "*i64", "factor": "*fp32", "losses": "*fp32", "classes": "i32",
+        "stride": "i32", "share": "fp32", "smoothing": "fp32",
+    }  # fmt: skip
+    constants = {"LOW": getattr(tl, low), "GRADIENT": True, "SMOOTH": False, "BLOCK": cross_entropy.BLOCK}
+    ptx = compile_kernel(cross_entropy_kernel, signature, constants, 90, aligned=("stride",), **cross_entropy._OPTIONS)
+    assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in ptxas_report(ptx, tmp_path)
+    assert re.search(r"ld\.global\.v4\.b32", ptx) and re.search(r"st\.global\.v4\.b32", ptx)
+    assert not re.search(r"ld\.global\.(b16|v2)", ptx.replace("ld.global.b16", "", 1)), "one logit is read alone"
