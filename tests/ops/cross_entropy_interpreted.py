@@ -1,4 +1,4 @@
-"""The Triton kernel of cross-entropy against torch, under Triton's interpreter; `test_classifier_loss.py` runs this file.
+"""The Triton kernel of cross-entropy against torch under Triton's interpreter: `test_classifier_loss.py` runs this.
 
 It needs TRITON_INTERPRET=1 before Triton is imported. What the interpreter does otherwise than a device, and is put
 right here: its conversion from FP32 to BF16 drops bits, and Triton 3.6's takes an array of one element for a number.
