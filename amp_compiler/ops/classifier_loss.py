@@ -98,9 +98,8 @@ def classifier_loss_gradients(
     Returns:
         The loss, and the gradients of `x`, `weight` and `bias`, in their types.
     """
-    counts = target != ignore_index
-    factor = torch.where(counts, grad / counts.sum().float() if reduction == MEAN else grad, 0.0)
     chunks = _Chunks(x, weight, bias, target, low, ignore_index, label_smoothing, at_once)
+    factor = torch.where(chunks.counts, grad / chunks.number if reduction == MEAN else grad, 0.0)
     of_x = torch.empty_like(x, memory_format=torch.contiguous_format) if wanted[0] else None
     of_weight, of_bias = (
         _total(one) if one is not None and asked else None
@@ -166,7 +165,9 @@ class _Chunks:
         x, classes = self.x, self.weight.shape[0]
         width = -(-classes // _ALIGNED) * _ALIGNED if x.device.type == "cuda" else classes
         self._room = _lent(x, (min(self.at_once, x.shape[0]), width), x.dtype)[:, :classes]
-        self._safe = torch.where(self.target != self.ignore_index, self.target, 0)
+        self.counts = self.target != self.ignore_index
+        self.number = self.counts.sum()
+        self._safe = torch.where(self.counts, self.target, 0)
         # What comes of it is not read: a class that there is not is an error, as in ATen's loss.
         self.losses = x.new_zeros((), dtype=torch.float32).expand(classes).gather(0, self._safe)
 
@@ -209,9 +210,8 @@ class _Chunks:
 
     def reduced(self, reduction: int) -> Tensor:
         """The loss of all rows."""
-        counts = self.target != self.ignore_index
-        total = torch.where(counts, self.losses, 0.0).sum()
-        return total / counts.sum().float() if reduction == MEAN else total
+        total = torch.where(self.counts, self.losses, 0.0).sum()
+        return total / self.number if reduction == MEAN else total
 
 
 def _total(like: Tensor) -> Tensor:

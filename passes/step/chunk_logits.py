@@ -249,13 +249,13 @@ def _on_rows(link: fx.Node, place: int, features: Any) -> _Moved | None:
     if link.target in _SHAPES:
         if place != before.dim() - 1 or not after.dim() or after.shape[-1] != before.shape[-1]:
             return None
-        sizes = link.args[1]
-        return aten.reshape.default, ([*sizes[:-1], features],), len(sizes) - 1  # type: ignore[index, arg-type]
+        sizes: Any = link.args[1]
+        return aten.reshape.default, ([*sizes[:-1], features],), len(sizes) - 1
     if link.target is aten.transpose.int:
-        pair = [int(one) % before.dim() for one in link.args[1:3]]  # type: ignore[call-overload, misc]
+        pair = [schema_argument(link, name) % before.dim() for name in ("dim0", "dim1")]
         order = [pair[1 - pair.index(one)] if one in pair else one for one in range(before.dim())]
         return link.target, tuple(pair), order.index(place)
     if link.target is aten.permute.default:
-        order = [one % before.dim() for one in link.args[1]]  # type: ignore[union-attr, operator]
+        order = [one % before.dim() for one in schema_argument(link, "dims")]
         return link.target, (order,), order.index(place)
     return None, (), place
