@@ -63,6 +63,7 @@ def training_step(
     backend: str = "inductor",
     enabled: bool = True,
     passes: Any = None,
+    mode: str = "default",
 ) -> TrainingStep:
     """Make a training step: one compiled graph that runs forward, backward and update.
 
@@ -100,6 +101,9 @@ def training_step(
             that came in as FP16 or BF16 are refused then.
         passes: pipelines with passes of your own put in, such as
             `amp.pipelines.STEP.insert_after("simplify_casts", MyPass())`; one or several.
+        mode: `"default"`, or `"max-autotune"`: Inductor times several kernels for a product and several sizes of blocks
+            for a loop, as under torch.compile's mode of that name, and the first call takes longer by that. On a
+            GPU the step is replayed as one CUDA graph in both.
 
     Returns:
         A callable: `loss = step(*batch)`, detached, without a device sync.
@@ -129,6 +133,7 @@ def training_step(
         backend=backend,
         enabled=enabled,
         passes=passes,
+        mode=mode,
     )
 
 
@@ -150,6 +155,7 @@ class TrainingStep(StepReadings):
         backend: str,
         enabled: bool,
         passes: Any,
+        mode: str,
     ) -> None:
         model, optimizer = trained_module(unwrapped_model(model, PARALLEL), optimizer)
         self.model = model
@@ -160,7 +166,7 @@ class TrainingStep(StepReadings):
         self._accumulate, self._gathered = accumulate, 0
         if isinstance(dynamic_shapes, (tuple, list)):  # what is captured takes the batch as `*batch`, one tuple
             dynamic_shapes = (tuple(dynamic_shapes),)
-        self._settings = make_settings(rules, dtype, backend, dynamic_shapes, passes, RUN)
+        self._settings = make_settings(rules, dtype, backend, dynamic_shapes, passes, RUN, mode)
         self._module = LossModule(model, loss_fn)
         self._optimizers = check_optimizers(optimizer)
         self._clip_norm, self._enabled = clip_norm, enabled

@@ -55,7 +55,7 @@ def test_the_module_imports_without_triton():
     assert done.returncode == 0, done.stderr
 
 
-def compile_kernel(kernel, signature, constants, capability, **options):
+def compile_kernel(kernel, signature, constants, capability, aligned=(), **options):
     """Compile one kernel for a device that need not be there.
 
     Returns:
@@ -68,8 +68,8 @@ def compile_kernel(kernel, signature, constants, capability, **options):
     types = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     pointers = [name for name, kind in signature.items() if kind.startswith("*")]
-    aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers}
-    source = ASTSource(kernel, types, values, aligned)
+    known = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, *aligned)}
+    source = ASTSource(kernel, types, values, known)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return compiled.asm["ptx"]
 
