@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from amp_compiler.diagnose.profile import Profile, profile
     from amp_compiler.errors import (
         AmpError,
         CaptureError,
@@ -59,6 +60,7 @@ __all__ = [
     "OnnxError",
     "PassError",
     "PrecisionPlan",
+    "Profile",
     "RuleError",
     "RuleSet",
     "StaticLossScale",
@@ -70,6 +72,7 @@ __all__ = [
     "load_rules",
     "onnx_to_fx",
     "pipelines",
+    "profile",
     "training_step",
 ]
 
@@ -92,6 +95,7 @@ _HOMES = {
     "OnnxError": "errors",
     "PassError": "errors",
     "PrecisionPlan": "ir.plan",
+    "Profile": "diagnose.profile",
     "RuleError": "errors",
     "RuleSet": "policy.rules",
     "StaticLossScale": "ops.loss_scale",
@@ -103,6 +107,7 @@ _HOMES = {
     "load_rules": "policy.loader",
     "onnx_to_fx": "onnx.importing.api",
     "pipelines": "passes.pipeline:",
+    "profile": "diagnose.profile",
     "training_step": "training.step",
 }
 

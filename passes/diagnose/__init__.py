@@ -1,0 +1,1 @@
+"""What is put into a graph to see what goes through it; no value is changed."""
