@@ -1,16 +1,17 @@
-"""`amp.profile`: training with the exponents of everything counted."""
+"""`amp.profile`: batches run with the exponents of everything counted."""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from amp_compiler.diagnose.exponents import Counts, Histogram
 from amp_compiler.diagnose.profile import (
@@ -24,11 +25,18 @@ from amp_compiler.diagnose.profile import (
     UpdateRow,
 )
 from amp_compiler.errors import AmpError
+from amp_compiler.forward.api import is_onnx
+from amp_compiler.forward.compiled_module import CompiledModule
+from amp_compiler.forward.counting import CountingProgram, build_counting
+from amp_compiler.forward.program import EAGER
+from amp_compiler.forward.settings import Settings, device_of, make_settings
 from amp_compiler.forward.signature import leaves_key
 from amp_compiler.fx.graph import canonical_op, module_of, neutral_dtype, user_source
 from amp_compiler.fx.meta import Key
+from amp_compiler.fx.torch_private import building
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.onnx.importing.api import module_of as imported
 from amp_compiler.ops.exponents import BINS, count_exponents, count_update
-from amp_compiler.training.counting import CountingProgram
 from amp_compiler.training.program import StepProgram
 from amp_compiler.training.step import TrainingStep
 
@@ -36,19 +44,24 @@ _LOST_IN = ("fp16", "bf16")  # as `count_update` counts them
 _Place = tuple[str, str, str, str, str, str, str]  # the fields of a `Row` that are text
 
 
-def profile(step: TrainingStep, batches: Iterable[Any]) -> Profile:
-    """Train on some batches, and count the binary exponents of all that the step computes.
+def profile(subject: Any, batches: Iterable[Any], *, rules: Any = "default", dtype: str = "auto") -> Profile:
+    """Run some batches, and count the binary exponents of all that is computed.
 
-    Every step is `step(*batch)`: weights, states and the loss scale move on, and to the bit as they would otherwise. In
-    front of it its forward and backward run once more, compiled with counters in them (pipeline COUNT), so that a step
-    takes two to three times as long. The counts are as large for a thousand batches as for one.
+    A training step trains: every step is `step(*batch)`; weights, states and the loss scale move on, and to the bit as
+    they would otherwise. In front of each its forward and backward run once more, compiled with counters in them
+    (pipeline COUNT), so that a step takes two to three times as long. Of a model, the forward of which is run node by
+    node as `amp.compile` rewrites it, activations and weights are counted, and nothing is changed. The counts are as
+    large for a thousand batches as for one.
 
     Args:
-        step: a training step.
-        batches: each a tuple of arguments, as for `step(*batch)`, or a single one.
+        subject: a training step; a module, of `amp.compile` or plain; or an ONNX model, a path or a `ModelProto`.
+        batches: for a step or a module each a tuple of arguments, or a single one; for a module and for an ONNX model
+            also a dict of arguments by name.
+        rules: of a module that is not compiled yet, and of an ONNX model.
+        dtype: `fp16`, `bf16` or `auto`, for the same.
 
     Raises:
-        AmpError: `step` is none, there is no batch, or the step runs in pieces.
+        AmpError: `subject` is none of these, there is no batch, or it is no one graph.
 
     Source: the histograms of Micikevicius et al., Mixed Precision Training, 2018, section 3.2.
 
@@ -61,31 +74,91 @@ def profile(step: TrainingStep, batches: Iterable[Any]) -> Profile:
         >>> [row.name for row in found.of("weight gradient")]
         ['weight', 'bias']
     """
-    if not isinstance(step, TrainingStep):
-        raise AmpError(f"there is no profile of {type(step).__name__}", mend="pass what amp.training_step gave")
-    found = _Found(step)
+    run: _Run
+    if isinstance(subject, TrainingStep):
+        run = _StepRun(subject)
+    elif isinstance(subject, CompiledModule):
+        run = _ModelRun(subject.original, subject.settings)
+    elif isinstance(subject, nn.Module) or is_onnx(subject):
+        run = _ModelRun(imported(subject), make_settings(rules, dtype, EAGER))
+    else:
+        raise AmpError(
+            f"there is no profile of {type(subject).__name__}",
+            mend="pass what amp.training_step gave, a module or an ONNX model",
+        )
     for batch in batches:
-        found.run(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,))
-    return found.profile()
+        run.take(batch)
+    return run.profile()
 
 
-class _Found:
-    """Gathers what the steps find."""
+class _Run(ABC):
+    """Gathers what the batches show."""
 
-    def __init__(self, step: TrainingStep) -> None:
-        self.step = step
+    def __init__(self, model: nn.Module, low: DType) -> None:
+        self.model, self.low = model, low
         self.rows: dict[_Place, tuple[Counts, Counts]] = {}
         self.updates: dict[str, UpdateRow] = {}
         self.batches = 0
         self.programs: dict[Any, CountingProgram] = {}
-        self.skipped = int(step.skipped_steps)
 
-    def run(self, batch: tuple[Any, ...]) -> None:
-        """Take one step."""
+    @abstractmethod
+    def take(self, batch: Any) -> None:
+        """Run one batch."""
+
+    def skipped(self) -> int:
+        """How many steps were skipped."""
+        return 0
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, one) for name, one in self.model.named_parameters() if one.is_floating_point())
+
+    def count(self, tree: Any, build: Callable[[], CountingProgram], shift: int) -> None:
+        """Count what the nodes make of a batch, by a program for batches like it."""
+        leaves, spec = pytree.tree_flatten(tree)
+        form = (spec, leaves_key(leaves), tuple(module.training for module in self.model.modules()))
+        if form not in self.programs:
+            self.programs[form] = build()
+        program = self.programs[form]
+        counts = program(leaves)
+        for node, row in zip(program.nodes, () if counts is None else counts.cpu().numpy(), strict=True):
+            key = _key(node, ACTIVATION_GRADIENT if node in program.scaled else ACTIVATION)
+            self.add(key, row, shift if key[1] in GRADIENTS else 0)
+
+    def add(self, key: _Place, counts: Counts, shift: int) -> None:
+        kept = self.rows.setdefault(key, (np.zeros(BINS, np.int64), np.zeros(BINS, np.int64)))
+        kept[0][:] += Histogram(counts).shifted(shift).counts if shift else counts
+        kept[1][:] += counts
+
+    def profile(self) -> Profile:
+        """All of it."""
+        if not self.batches:
+            raise AmpError("there is no batch to profile", mend="pass at least one")
+        rows = [
+            Row(*key, histogram=Histogram(true), stored=Histogram(stored)) for key, (true, stored) in self.rows.items()
+        ]
+        named = list(self.parameters())
+        for (name, parameter), counts in zip(named, _count([one for _, one in named]), strict=True):
+            held = Histogram(counts)
+            rows.append(Row(*_place_of(name, WEIGHT, parameter.dtype), held, held))
+        return Profile(tuple(rows), tuple(self.updates.values()), self.batches, self.skipped(), self.low.short)
+
+
+class _StepRun(_Run):
+    """Of a training step."""
+
+    def __init__(self, step: TrainingStep) -> None:
+        super().__init__(step.model, step._low)
+        self.step, self.skipped_before = step, int(step.skipped_steps)
+
+    def skipped(self) -> int:
+        return int(self.step.skipped_steps) - self.skipped_before
+
+    def take(self, batch: Any) -> None:
+        arguments = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
         shift = -math.floor(math.log2(float(self.step.loss_scale)))
-        before = {name: parameter.detach().clone() for name, parameter in self._parameters()}
-        self._count_nodes(batch, shift)
-        self.step(*batch)
+        before = {name: parameter.detach().clone() for name, parameter in self.parameters()}
+        self.count((arguments, {}), lambda: self.step._counting(arguments), shift)
+        self.step(*arguments)
         program, output, _ = self.step._seen()
         if not isinstance(program, StepProgram):
             raise AmpError(
@@ -95,51 +168,33 @@ class _Found:
         self.batches += 1
         gradients = [one if isinstance(one, Tensor) else one.float() for one in output.gradients]
         for name, value, counts in zip(program.updated, gradients, _count(gradients), strict=True):
-            self._add(_place_of(name, WEIGHT_GRADIENT, value.dtype), counts, shift)
-        for name, parameter in self._parameters():
-            self._update(name, before[name], parameter.detach())
+            self.add(_place_of(name, WEIGHT_GRADIENT, value.dtype), counts, shift)
+        for name, parameter in self.parameters():
+            self.update(name, before[name], parameter.detach())
 
-    def _count_nodes(self, batch: tuple[Any, ...], shift: int) -> None:
-        leaves, spec = pytree.tree_flatten((batch, {}))
-        form = (spec, leaves_key(leaves), tuple(module.training for module in self.step.model.modules()))
-        if form not in self.programs:
-            self.programs[form] = self.step._counting(batch)
-        program = self.programs[form]
-        counts = program(leaves)
-        for node, row in zip(program.nodes, () if counts is None else counts.cpu().numpy(), strict=True):
-            key = _key(node, ACTIVATION_GRADIENT if node in program.scaled else ACTIVATION)
-            self._add(key, row, shift if key[1] in GRADIENTS else 0)
-
-    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, one) for name, one in self.step.model.named_parameters() if one.is_floating_point())
-
-    def _add(self, key: _Place, counts: Counts, shift: int) -> None:
-        kept = self.rows.setdefault(key, (np.zeros(BINS, np.int64), np.zeros(BINS, np.int64)))
-        kept[0][:] += Histogram(counts).shifted(shift).counts if shift else counts
-        kept[1][:] += counts
-
-    def _update(self, name: str, before: Tensor, after: Tensor) -> None:
+    def update(self, name: str, before: Tensor, after: Tensor) -> None:
         counts, found = (one.cpu().numpy() for one in count_update(before, after))
         made, *lost = map(int, found)
         known = self.updates.get(name, UpdateRow(name, Histogram.empty(), 0, dict.fromkeys(_LOST_IN, 0)))
         sums = {dtype: known.lost[dtype] + more for dtype, more in zip(_LOST_IN, lost, strict=True)}
         self.updates[name] = UpdateRow(name, known.ratios + Histogram(counts), known.made + made, sums)
 
-    def profile(self) -> Profile:
-        """All of it."""
-        if not self.batches:
-            raise AmpError("there is no batch to profile", mend="pass at least one")
-        rows = [
-            Row(*key, histogram=Histogram(true), stored=Histogram(stored)) for key, (true, stored) in self.rows.items()
-        ]
-        named = list(self._parameters())
-        for (name, parameter), counts in zip(named, _count([one for _, one in named]), strict=True):
-            held = Histogram(counts)
-            rows.append(Row(*_place_of(name, WEIGHT, parameter.dtype), held, held))
-        low = self.step._low.short
-        return Profile(
-            tuple(rows), tuple(self.updates.values()), self.batches, int(self.step.skipped_steps) - self.skipped, low
-        )
+
+class _ModelRun(_Run):
+    """Of a model's forward."""
+
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        self.device = device_of(model.parameters())
+        super().__init__(model, settings.low(self.device))
+        self.settings = settings
+
+    def take(self, batch: Any) -> None:
+        named = dict(batch) if isinstance(batch, Mapping) else {}
+        args = () if named else tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+        tree = pytree.tree_map(lambda one: torch.from_numpy(one) if isinstance(one, np.ndarray) else one, (args, named))
+        with building():
+            self.count(tree, lambda: build_counting(self.model, tree[0], tree[1], self.settings, self.device), 0)
+        self.batches += 1
 
 
 def _count(values: Sequence[Tensor]) -> Counts:

@@ -142,7 +142,7 @@ def explain(
         captured = captured_from_graph_module(copy.deepcopy(model))
         tensors = [node.meta.get("val") for node in captured.graph_module.graph.nodes]
         return plan_captured(captured, settings, settings.low(device_of(tensors)))
-    if _is_onnx(model):
+    if is_onnx(model):
         from amp_compiler.onnx.plan import explain_onnx  # here, so that nobody else waits for ONNX
 
         return explain_onnx(model, rules=settings.rules, dtype="fp16" if dtype == AUTO else dtype)
@@ -157,6 +157,6 @@ def explain(
     return plan_captured(captured, settings, low)
 
 
-def _is_onnx(model: object) -> bool:
-    """A path or a `ModelProto`, told without importing ONNX."""
+def is_onnx(model: object) -> bool:
+    """Whether it is an ONNX model, a path or a `ModelProto`; told without importing ONNX."""
     return isinstance(model, (str, Path)) or type(model).__module__.partition(".")[0] == "onnx"

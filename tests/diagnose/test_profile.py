@@ -151,8 +151,8 @@ def test_a_profile_is_written_and_read_back(tmp_path: Any) -> None:
 
 def test_wrong_arguments() -> None:
     step = step_of(Net())
-    with pytest.raises(amp.AmpError, match="there is no profile of Net"):
-        amp.profile(Net(), batches(1))  # type: ignore[arg-type]
+    with pytest.raises(amp.AmpError, match="there is no profile of int"):
+        amp.profile(3, batches(1))
     with pytest.raises(amp.AmpError, match="no batch"):
         amp.profile(step, [])
     with pytest.raises(amp.AmpError, match=r"fp17.*fp16, bf16"):
@@ -168,3 +168,34 @@ def test_a_loss_that_is_no_one_graph_is_refused_by_its_reason() -> None:
     step = amp.training_step(model, branching, torch.optim.SGD(model.parameters(), 0.1), dtype="bf16", backend="eager")
     with pytest.raises(amp.AmpError, match="branches on the values"):
         amp.profile(step, batches(1))
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_model_is_profiled_and_left_as_it_was(compiled: bool) -> None:
+    model = Net()
+    model.down.weight.data *= 2.0**17
+    state = copy.deepcopy(model.state_dict())
+    given = amp.compile(model, dtype="fp16", backend="eager") if compiled else model
+    found = amp.profile(given, [(x,) for x, _ in batches(2)], dtype="fp16")
+    assert {row.kind for row in found.rows} == {"activation", "weight"} and found.batches == 2 and not found.updates
+    overflowing = [row for row in found.rows if row.histogram.fractions("fp16").infinite or row.histogram.nonfinite]
+    assert {row.module for row in overflowing} == {"down"}
+    assert set(found.loss_scale().hopeless) & {row.name for row in overflowing}
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name])
+
+
+def test_an_onnx_file_is_profiled(tmp_path: Any) -> None:
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+
+    weight = numpy_helper.from_array(np.full((4, 4), 2.0**15, np.float32), "w")
+    nodes = [helper.make_node("MatMul", ["x", "w"], ["product"], "first"), helper.make_node("Relu", ["product"], ["y"])]
+    graph = helper.make_graph(
+        nodes, "g", [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 4])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, 4])], [weight],
+    )  # fmt: skip
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]), tmp_path / "m.onnx")
+    found = amp.profile(tmp_path / "m.onnx", [{"x": np.ones((2, 4), np.float32)}], dtype="fp16")
+    rows = {row.op: row for row in found.of("activation")}
+    assert rows["aten.matmul"].histogram.highest == 17

@@ -1,0 +1,90 @@
+"""A rewritten forward with the exponents of what its nodes make counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from amp_compiler.forward.program import EAGER, build_program, build_run
+from amp_compiler.forward.settings import Settings
+from amp_compiler.fx.graph import copy_graph, results_of
+from amp_compiler.fx.meta import Key
+from amp_compiler.passes.diagnose.count_exponents import counted
+from amp_compiler.passes.pipeline import COUNT, Stages
+
+
+@dataclass(eq=False)
+class CountingProgram:
+    """What counts.
+
+    Args:
+        nodes: what is counted, one for each row.
+        scaled: those of them that are gradients, and so carry the loss scale.
+        run: the graph, which gives the counts alone; `None` where there is nothing to count.
+        inputs: gives its inputs for a flat batch.
+        device: whose random numbers it draws, beside the CPU's.
+    """
+
+    nodes: list[fx.Node]
+    run: Callable[..., Sequence[Any]] | None
+    inputs: Callable[[Sequence[Any]], list[Any]]
+    device: torch.device
+    scaled: set[fx.Node] = field(default_factory=set)
+
+    def __call__(self, leaves: Sequence[Any]) -> Tensor | None:
+        """The counts for one batch, int64 [number of nodes, `BINS`]. Nothing is changed, random numbers neither.
+
+        Args:
+            leaves: the batch, flat.
+        """
+        if self.run is None:
+            return None
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            (counts,) = self.run(*self.inputs(leaves))
+        return counts  # type: ignore[no-any-return]
+
+
+def add_counters(graph_module: fx.GraphModule) -> list[fx.Node]:
+    """Make a graph count, in place: it gives the counts alone.
+
+    Returns:
+        What is counted, one node for each row; none where there is nothing to count, and then the graph stays.
+    """
+    COUNT.run(graph_module, {})
+    nodes = counted(graph_module.graph)
+    if nodes:
+        graph_module.graph.output_node().args = ((results_of(graph_module.graph)[-1],),)
+        graph_module.graph.eliminate_dead_code()
+        graph_module.recompile()
+    return nodes
+
+
+def build_counting(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], settings: Settings, device: torch.device
+) -> CountingProgram:
+    """Build what counts in a model's forward; it runs node by node.
+
+    Args:
+        model: the module, in the mode in which it is to run.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        settings: the options.
+        device: where it runs.
+
+    Raises:
+        CaptureError: the module cannot be taken as one graph.
+    """
+    settings = replace(settings, dynamic_shapes=None, backend=EAGER)
+    program = build_program(model, args, kwargs, settings, keep_weights=False)
+    graph_module = copy_graph(program.graph_module)
+    for node in graph_module.graph.nodes:
+        if node.op != "output":
+            node.meta[Key.PHASE] = "forward"
+    nodes = add_counters(graph_module)
+    run = build_run(graph_module, [], settings, True, Stages()) if nodes else None
+    return CountingProgram(nodes, run, program.inputs, device)
