@@ -27,6 +27,7 @@ class ExplainOptions:
         skip: passes to leave out.
         loss: names the loss of a training step.
         backend: what the stages are made for.
+        device: the device that is planned for: `cpu`, `cuda`, or `auto` for that of the model.
     """
 
     model: str
@@ -42,6 +43,7 @@ class ExplainOptions:
     skip: tuple[str, ...] = ()
     loss: str = ""
     backend: str = NODE_BY_NODE
+    device: str = "auto"
 
     @property
     def stages(self) -> bool:
@@ -64,6 +66,8 @@ class ExplainOptions:
             check_pass(name, "--skip")
         if self.stages and self.html is not None:
             raise UsageError("stages are not written as a page", where="--html", mend="use --output")
+        if self.stages and self.device != "auto":
+            raise UsageError("stages are of where the model is", where="--device", mend="leave it out")
         for option, given in (
             ("--skip", self.skip),
             ("--loss", self.loss),
@@ -95,7 +99,8 @@ def _explain_plan(model: Any, example: Any, options: ExplainOptions) -> None:
     from amp_compiler.forward.api import explain
     from amp_compiler.report.table import plan_text, print_plan
 
-    plan = explain(model, example, rules=options.rules, dtype=options.dtype)
+    device = None if options.device == "auto" else options.device
+    plan = explain(model, example, rules=options.rules, dtype=options.dtype, device=device)
     if options.html is not None:
         plan.to_html(options.html)
     if options.format == "json":
@@ -129,3 +134,31 @@ def _explain_stages(model: Any, example: Any, loss: Any, options: ExplainOptions
         emit(stages_text(stages, wanted), options.output)
     else:
         print_stages(stages, wanted, Console())
+
+
+def run_diff(before: Path, after: Path, output: Path | None) -> bool:
+    """Print or write what differs between two plans; says whether anything does.
+
+    Raises:
+        UsageError: a file is not there, or is no plan; the output is one of them.
+        AmpError: a plan is of another version.
+    """
+    check_place("--output", output, {"the first plan": before, "the second plan": after})
+    found = _read_plan(before).diff(_read_plan(after), str(before), str(after))
+    emit(found, output)
+    return bool(found)
+
+
+def _read_plan(path: Path) -> Any:
+    import json
+
+    from amp_compiler.ir.plan import PrecisionPlan
+
+    mend = "name a file that `amp-compiler explain --format json --output` wrote"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as cause:
+        raise UsageError(f"it cannot be read: {cause}", where=str(path), mend=mend) from cause
+    if not isinstance(data, dict):
+        raise UsageError("it is no plan", where=str(path), mend=mend)
+    return PrecisionPlan.from_dict(data)

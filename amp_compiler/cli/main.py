@@ -128,6 +128,9 @@ def explain(
     backend: Annotated[
         str, typer.Option("--backend", help="For --print-after: `inductor` runs more passes, and compiles.")
     ] = NODE_BY_NODE,
+    device: Annotated[
+        Device, typer.Option("--device", help="Plan for this device, which need not be there.")
+    ] = Device.AUTO,
 ) -> None:
     """Show the precision of every node, the rule that decided it, and every cast with its bytes.
 
@@ -150,8 +153,21 @@ def explain(
             skip=tuple(skip or ()),
             loss=loss,
             backend=backend,
+            device=device.value,
         )
     )
+
+
+@app.command()
+def diff(
+    before: Annotated[Path, typer.Argument(metavar="A.json", help="A plan, as `explain --format json` writes it.")],
+    after: Annotated[Path, typer.Argument(metavar="B.json", help="Another one.")],
+    output: Annotated[Path | None, typer.Option("--output", help="Write there instead of to the terminal.")] = None,
+) -> None:
+    """Show what differs between two plans. Ends with 1 where anything does, and with 0 where nothing does."""
+    from amp_compiler.cli.explain import run_diff
+
+    raise typer.Exit(int(run_diff(before, after, output)))
 
 
 @app.command()

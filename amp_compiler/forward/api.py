@@ -22,6 +22,7 @@ from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.importing.api import module_of
 from amp_compiler.passes.pipeline import CAPTURE, FORWARD, INFERENCE, PIECE, PLAN
 
+DEVICES = ("cpu", "cuda")  # that can be planned for without being there
 PARALLEL = (
     "compile the model inside and put it around the result, as in DistributedDataParallel(amp.compile(model.module))"
 )
@@ -112,6 +113,7 @@ def explain(
     rules: Any = "default",
     dtype: str = "auto",
     dynamic_shapes: Any = None,
+    device: str | None = None,
 ) -> PrecisionPlan:
     """Plan the precision of a model without compiling or running it.
 
@@ -121,11 +123,14 @@ def explain(
         rules: as for `compile`.
         dtype: as for `compile`; `"auto"` is FP16 for an ONNX model, whose device is not known.
         dynamic_shapes: as for `torch.export.export`.
+        device: `"cuda"` or `"cpu"`: plan for this one, whether it is there or not, wherever the tensors are (on the
+            meta device, for one). `"auto"` is BF16 then, which GPUs have since compute capability 8.0.
 
     Returns:
         The plan; `print(plan)` shows every node and cast.
 
     Raises:
+        AmpError: there is no such device, or the model is of ONNX, which runs on any.
         CaptureError: the model cannot be captured.
         OnnxError: the ONNX model cannot be read.
         RuleError: the rules cannot be loaded.
@@ -136,15 +141,21 @@ def explain(
         >>> [(node.op, node.precision) for node in plan.nodes]
         [('aten.linear', 'low')]
     """
+    if device is not None:
+        if device not in DEVICES:
+            raise AmpError(f"device={device!r}", mend=f"pass one of {', '.join(DEVICES)}, or None for where it is")
+        dtype = "bf16" if dtype == AUTO else dtype
     settings = make_settings(rules, dtype, "eager", dynamic_shapes)
     model = unwrapped_model(model, PARALLEL)
     if isinstance(model, fx.GraphModule) and example_args is None:
         captured = captured_from_graph_module(copy.deepcopy(model))
         tensors = [node.meta.get("val") for node in captured.graph_module.graph.nodes]
-        return plan_captured(captured, settings, settings.low(device_of(tensors)))
+        return plan_captured(captured, settings, settings.low(device_of(tensors)), device=device or "")
     if is_onnx(model):
         from amp_compiler.onnx.plan import explain_onnx  # here, so that nobody else waits for ONNX
 
+        if device is not None:
+            raise AmpError(f"device={device!r} for an ONNX model", mend="leave it out: a file is not of one device")
         return explain_onnx(model, rules=settings.rules, dtype="fp16" if dtype == AUTO else dtype)
     if not isinstance(model, nn.Module):
         raise AmpError(
@@ -154,7 +165,7 @@ def explain(
     args, kwargs = split_example(example_args)
     captured = capture_module(model, args, kwargs, dynamic_shapes)
     low = settings.low(device_of([*pytree.tree_leaves((args, kwargs)), *model.parameters()]))
-    return plan_captured(captured, settings, low)
+    return plan_captured(captured, settings, low, device=device or "")
 
 
 def is_onnx(model: object) -> bool:

@@ -38,7 +38,12 @@ EAGER = "eager"  # the backend that runs any graph
 
 
 def plan_captured(
-    captured: Captured, settings: Settings, low: DType, stages: Stages | None = None, root: str = ""
+    captured: Captured,
+    settings: Settings,
+    low: DType,
+    stages: Stages | None = None,
+    root: str = "",
+    device: str = "",
 ) -> PrecisionPlan:
     """Bring a captured graph into normal form, in place, and plan it.
 
@@ -48,9 +53,12 @@ def plan_captured(
         low: the 16-bit type.
         stages: takes the text behind each pass.
         root: name of the model in what was captured.
+        device: type of the device that is planned for, where that is not the one that the tensors are on.
     """
     normalize(captured.graph_module, settings, stages, root, low)
-    return make_plan(lower(captured), settings.rules, low, stages=stages, pipeline=settings.pipelines["PLAN"])
+    graph = lower(captured)
+    graph.device = device or graph.device
+    return make_plan(graph, settings.rules, low, stages=stages, pipeline=settings.pipelines["PLAN"])
 
 
 def captures_whole(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

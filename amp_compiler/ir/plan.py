@@ -228,14 +228,7 @@ class PrecisionPlan:
     def __str__(self) -> str:
         return self.to_text()
 
-    def diff(self, other: PrecisionPlan) -> str:
-        """A unified diff of the two plans' text; empty where they are equal."""
-        return "".join(
-            difflib.unified_diff(
-                self.to_text().splitlines(keepends=True),
-                other.to_text().splitlines(keepends=True),
-                "this",
-                "other",
-                n=0,
-            )
-        )
+    def diff(self, other: PrecisionPlan, name: str = "this", other_name: str = "other") -> str:
+        """A unified diff of the two plans' text, under these names; empty where they are equal."""
+        lines = self.to_text().splitlines(keepends=True), other.to_text().splitlines(keepends=True)
+        return "".join(difflib.unified_diff(*lines, name, other_name, n=0))

@@ -1,0 +1,78 @@
+"""`amp-compiler diff`, and plans for a device that is not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import amp_compiler as amp
+from amp_compiler.cli import main as cli
+
+
+def run(monkeypatch: pytest.MonkeyPatch, capsys: Any, *arguments: str) -> tuple[int, str, str]:
+    monkeypatch.setattr("sys.argv", ["amp-compiler", *arguments])
+    try:
+        code = cli.main()
+    except SystemExit as end:
+        code = int(end.code or 0)
+    out, err = capsys.readouterr()
+    return int(code or 0), out, err
+
+
+@pytest.fixture
+def plans(tmp_path: Path) -> tuple[Path, Path]:
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), (torch.ones(2, 8),)
+    for name, rules in (("a", "default"), ("b", "fast")):
+        amp.explain(model, x, rules=rules, dtype="bf16").to_json(tmp_path / f"{name}.json")
+    return tmp_path / "a.json", tmp_path / "b.json"
+
+
+def test_what_differs_is_shown_and_told_by_the_exit_code(plans: Any, monkeypatch: Any, capsys: Any) -> None:
+    code, out, _ = run(monkeypatch, capsys, "diff", *map(str, plans))
+    assert code == 1 and out.startswith(f"--- {plans[0]}\n+++ {plans[1]}\n")
+    assert "\n-fp32 layer_norm = " in out and "\n+low  layer_norm = " in out
+    assert run(monkeypatch, capsys, "diff", str(plans[0]), str(plans[0])) == (0, "", "")
+
+
+def test_it_is_written_to_a_file(plans: Any, monkeypatch: Any, capsys: Any) -> None:
+    place = plans[0].with_name("out.diff")
+    assert run(monkeypatch, capsys, "diff", *map(str, plans), "--output", str(place))[0] == 1
+    assert "layer_norm" in place.read_text(encoding="utf-8")
+    code, _, err = run(monkeypatch, capsys, "diff", *map(str, plans), "--output", str(plans[0]))
+    assert code == 2 and "first plan" in err
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"version": 77}', None])
+def test_what_is_no_plan_is_refused(plans: Any, content: str | None, monkeypatch: Any, capsys: Any) -> None:
+    wrong = plans[0].with_name("wrong.json")
+    if content is not None:
+        wrong.write_text(content, encoding="utf-8")
+    code, _, err = run(monkeypatch, capsys, "diff", str(wrong), str(plans[1]))
+    assert code in (1, 2) and "mend" not in json.dumps(code) and err.strip() and "Traceback" not in err
+
+
+def test_a_laptop_shows_the_plan_of_a_gpu() -> None:
+    rules = {
+        "version": 1,
+        "extends": "default",
+        "rules": [{"match": {"op": "aten.linear", "device": "cuda"}, "precision": "fp32"}],
+    }
+    model, x = nn.Linear(8, 8), (torch.ones(2, 8),)
+    here, there = amp.explain(model, x, rules=rules, dtype="bf16"), amp.explain(model, x, rules=rules, device="cuda")
+    assert (here.device, here.nodes[0].precision) == ("cpu", "low")
+    assert (there.device, there.dtype, there.nodes[0].precision) == ("cuda", "bf16", "fp32")
+    with torch.device("meta"):
+        meta = amp.explain(nn.Linear(8, 8), (torch.ones(2, 8),), rules=rules, device="cuda")
+    assert meta == there
+
+
+def test_a_device_that_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(amp.AmpError, match="tpu"):
+        amp.explain(nn.Linear(8, 8), (torch.ones(2, 8),), device="tpu")
+    with pytest.raises(amp.AmpError, match="ONNX"):
+        amp.explain(tmp_path / "m.onnx", device="cuda")
