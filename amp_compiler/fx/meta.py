@@ -37,6 +37,7 @@ class Key(enum.StrEnum):
     MATH = "amp_math", str  # it is to compute in FP32: the rule that asks for it
     BACKWARD_MATH = "amp_backward_math", str  # the same for its gradients
     PHASE = "amp_phase", str  # forward, backward or update
+    PLANNED = "amp_planned", str  # name of the node of the forward that it was made for
     SEED = "amp_seed", bool  # the node that starts the backward
     LOW = "amp_low", tuple  # placeholder of a 16-bit weight: (its master's placeholder, torch type)
     MASTER = "amp_master", str  # placeholder of the FP32 master of a 16-bit parameter, which is named

@@ -29,6 +29,7 @@ from amp_compiler.ops.update.rounding import WeightStorage
 from amp_compiler.passes.pipeline import CAPTURE, DEVICE, FORWARD, PIECE, PLAN, STEP, UPDATE
 from amp_compiler.policy.unused import warn_of_unused
 from amp_compiler.training.build import StepOptions, StepState, build_step, check_parameters, is_one_graph
+from amp_compiler.training.counting import CountingProgram, build_counting
 from amp_compiler.training.fused_optimizers import check_optimizers, check_storage
 from amp_compiler.training.held_scale import HeldScale
 from amp_compiler.training.inputs import KeptTensors
@@ -180,7 +181,8 @@ class TrainingStep(StepReadings):
         kept = KeptTensors(lambda: self._scale, self._lows, GradientSums(), self._weights, lambda: len(graphs.live) > 0)
         self._state = StepState(kept, graphs)
         self._standing = Standing(self._module, self._optimizers, kept)
-        low = torch_dtype(self._settings.low(self._device))
+        self._low = self._settings.low(self._device)
+        low = torch_dtype(self._low)
         check_parameters(self._module, self._optimizers, low, enabled)
         self._watch, self._form = StuckWatch(self._device), BatchForm()
         self._captures = Captures("the training step", self._settings, "batch")
@@ -322,6 +324,13 @@ class TrainingStep(StepReadings):
             self._accumulate,
             gather,
         )
+
+    def _counting(self, batch: tuple[Any, ...]) -> CountingProgram:
+        """What counts exponents for batches like this one, see `diagnose.profile`."""
+        for optimizer in self._optimizers:
+            check_hooks(optimizer)
+        with autocast_off(), building():
+            return build_counting(self._module, batch, self._options(""), self._state)
 
     def _forget(self) -> None:
         """Drop the programs, none of which will fit again."""

@@ -228,3 +228,17 @@ def test_kernels_of_one_column_load_16_bytes_at_a_time(capability):
     per_thread = kernels.BLOCK // (32 * kernels._UPDATE_OPTIONS["num_warps"])
     for word in ("ld", "st"):
         assert len(re.findall(word + r"\.global\.v4\.b32", commit)) == per_thread // 4
+
+
+@pytest.mark.parametrize("element", ["fp32", "fp16", "i16"])
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_kernel_that_counts_exponents_compiles(element, capability):
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("the interpreter has taken the compiler's place")
+    from amp_compiler.ops.cuda.exponent_kernel import count_kernel
+
+    signature = {"values": f"*{element}", "counts": "*i64", "size": "i64"}
+    constants = {"WORDS": element == "i16", "BINS": 280, "BLOCK": 4096, "ROUNDS": 8}
+    ptx = compile_kernel(count_kernel, signature, constants, capability)
+    assert "atom" in ptx and "st.local" not in ptx
