@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from amp_compiler.errors import PassError
 from amp_compiler.fx.graph import hint, schema_argument
 from amp_compiler.fx.meta import Key, source_of
 from amp_compiler.ops import classifier_loss
@@ -71,6 +72,13 @@ class ChunkLogits(InPlacePass):
     exact: ClassVar[bool] = False
     skippable: ClassVar[bool] = True
     idempotent: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.devices, str):
+            raise PassError(f"chunk_logits: devices={self.devices!r}", mend=f"write devices=({self.devices!r},)")
+        for name in ("least", "rows"):
+            if type(getattr(self, name)) is not int or getattr(self, name) < 0:
+                raise PassError(f"chunk_logits: {name}={getattr(self, name)!r}", mend="give a whole number from 0 on")
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""
@@ -143,7 +151,8 @@ class _Classifier:
             other = next((user for user in node.users if user is not follower), None)
             if other is not None:
                 return f"read-by-{other.name}"
-        return self._unfit_loss() or self._unfit_product() or _unfit_shapes(self.chain, _tensor(self.product))
+        shapes = _unfit_shapes(self.chain, _tensor(self.product))
+        return self._unfit_loss() or self._unfit_product() or shapes or self._unfit_place()
 
     def _unfit_loss(self) -> str:
         target, whole = schema_argument(self.loss, "target"), _tensor(self.loss.args[0])
@@ -166,6 +175,15 @@ class _Classifier:
             return "more-than-a-bias"
         if self.product.kwargs:
             return "scaled"
+        return ""
+
+    def _unfit_place(self) -> str:
+        """The product is made where the loss stands: nothing may be written in between."""
+        node = self.product.next
+        while node is not self.loss:
+            if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+                return f"written-by-{node.name}"
+            node = node.next
         return ""
 
     def _operands(self) -> tuple[fx.Node, fx.Node, fx.Node | None]:

@@ -237,3 +237,16 @@ def test_small_logits_and_cpus_are_left_alone_unasked():
     assert not step.stages.changed("chunk_logits"), "64 MiB is the least"
     step, *_ = trained(flat, WHOLE.insert_before("differentiate", ChunkLogits(least=0)), steps=1)
     assert not step.stages.changed("chunk_logits"), "on a GPU alone, unless it is asked for"
+
+
+@pytest.mark.parametrize(
+    ("options", "mend"),
+    [
+        ({"devices": "cpu"}, r"write devices=\('cpu',\)"),
+        ({"rows": -1}, "a whole number"),
+        ({"least": 0.5}, "a whole number"),
+    ],
+)
+def test_wrong_options_are_errors(options, mend):
+    with pytest.raises(amp.AmpError, match=mend):
+        ChunkLogits(**options)
