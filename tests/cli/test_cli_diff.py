@@ -35,7 +35,7 @@ def plans(tmp_path: Path) -> tuple[Path, Path]:
 def test_what_differs_is_shown_and_told_by_the_exit_code(plans: Any, monkeypatch: Any, capsys: Any) -> None:
     code, out, _ = run(monkeypatch, capsys, "diff", *map(str, plans))
     assert code == 1 and out.startswith(f"--- {plans[0]}\n+++ {plans[1]}\n")
-    assert "\n-fp32 layer_norm = " in out and "\n+low  layer_norm = " in out
+    assert "\n-low  layer_norm = " in out and "\n+low  layer_norm = " in out and "rule=fast.yaml" in out
     assert run(monkeypatch, capsys, "diff", str(plans[0]), str(plans[0])) == (0, "", "")
 
 
