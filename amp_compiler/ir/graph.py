@@ -205,6 +205,11 @@ class PrecisionGraph:
         """True where a cast of `value` costs nothing at run time."""
         return self.folds and self.values[value].kind in (ValueKind.PARAMETER, ValueKind.CONSTANT)
 
+    @property
+    def is_file(self) -> bool:
+        """True where what is planned is a file, which runtimes run node by node: each cast is a node of its own."""
+        return self.device == "onnx"
+
     def producer(self, value: str) -> Node | None:
         """The node that makes `value`; `None` for inputs, parameters, buffers and constants."""
         name = self._producer.get(value)

@@ -12,7 +12,7 @@ from amp_compiler.ir.plan import RETURN, PlannedCast
 from amp_compiler.passes.base import FunctionalPass, PassResult
 from amp_compiler.planner.draft import Draft
 from amp_compiler.planner.fixed_labels import resolve
-from amp_compiler.planner.free_nodes import FollowProblem, upcast_source
+from amp_compiler.planner.free_nodes import FollowProblem, cast_origin, upcast_source
 from amp_compiler.planner.typing import LABELS, LOW
 
 Key = tuple[
@@ -28,8 +28,9 @@ class PlaceCasts(FunctionalPass[Draft]):
     for each reader. What the graph returns is cast back to its captured type. Where the low type is needed of a value
     that the model itself upcast from a low value, readers read that low value; where the model itself has cast a value
     to the type in which it is returned, that cast is returned. Both are entries with `src == dst` and 0 bytes, which
-    mean "these users read `value` itself" and insert nothing. The model's own casts that still change a type are listed
-    with `explicit=True` and no users.
+    mean "these users read `value` itself" and insert nothing. What low readers read that the model has cast to FP32
+    from a third type (a mask, whole numbers) is cast for them from that type. The model's own casts that still change a
+    type are listed with `explicit=True` and no users.
 
     Before: x (fp32) with linear: low reading it twice, then layer_norm: fp32.
 
@@ -116,6 +117,9 @@ class _Placer:
             source = upcast_source(self.typing, value)
             if source is not None and self.types[source] is needed:
                 value = source
+            origin = cast_origin(self.typing, value)
+            if origin is not None:
+                value = origin.name
         if user == RETURN:
             value = self.made.get((value, needed), value)
         alone = len(self.users) + 1 if self.graph.values[value].volatile else 0

@@ -9,6 +9,7 @@ import onnx_ir as ir
 from amp_compiler.errors import LoweringError
 from amp_compiler.ir.dtypes import DType, dtype_from_short
 from amp_compiler.ir.plan import RETURN, PlannedCast, PrecisionPlan
+from amp_compiler.onnx.lowering.idle_casts import drop_idle_casts
 from amp_compiler.onnx.lowering.lower import Lowered, Site
 from amp_compiler.onnx.lowering.scopes import Scopes
 from amp_compiler.onnx.lowering.widen import widen_math
@@ -44,6 +45,8 @@ def apply_plan(
     """
     writer = _Writer(lowered, plan, dict(floors or {}))
     changed = writer.run()
+    if changed:
+        drop_idle_casts(lowered, plan)
     if not keep_io_types:
         changed |= writer.convert_inputs()
     return widen_math(lowered, plan) or changed
