@@ -45,6 +45,8 @@ class DType(enum.Enum):
     COMPLEX128 = "complex128"
     OTHER = "other"  # strings, quantized, sub-byte types, symbolic scalars: never touched
 
+    __hash__ = object.__hash__  # that of `Enum` is written in Python, and types are looked up for every value
+
     @property
     def itemsize(self) -> int:
         """Bytes per element (0 where an element has no fixed size)."""

@@ -67,7 +67,7 @@ def plan_of(draft: Draft) -> PrecisionPlan:
     if draft.casts is None:
         raise PassError("casts were not placed yet", mend="run 'place_casts' first")
     typing = draft.typing
-    nodes = tuple(_planned(draft, typing, node) for node in draft.graph.nodes.values())
+    nodes = tuple([_planned(draft, typing, node) for node in draft.graph.nodes.values()])
     return PrecisionPlan(
         draft.context.low.short,
         draft.rules.name,
@@ -93,7 +93,7 @@ def _planned(draft: Draft, typing: TypingRules, node: Node) -> PlannedNode:
         reason=_reason(decision, draft.notes.get(node.name, "")),
         asked=decision.precision.value,
         source=node.source,
-        outputs=tuple((name, typing.result(name, draft.labels).short) for name in node.outputs),
+        outputs=tuple([(name, typing.result(name, draft.labels).short) for name in node.outputs]),
         math=decision.math.short if computes and decision.math else "",
         backward=_backward(decision, draft.labels[node.name]),
         backward_math=decision.backward_math.short if decision.backward_math else "",

@@ -195,6 +195,8 @@ def _lossy_pair(draft: Draft) -> str | None:
     if not draft.decisions:
         return None  # labels written by hand
     typing = draft.typing
+    if not any(label == LOW and typing[name].info.exact for name, label in draft.labels.items()):
+        return None
     semantics = resolve(draft, typing)
     problem = FollowProblem(typing, semantics)
     problem.labels = dict(draft.labels)

@@ -73,7 +73,8 @@ class _Writer:
                 self.node_names.add(node.name or "")
                 for value in node.outputs:
                     self._note(value, graph)
-                self.scopes.depth.update(dict.fromkeys(bodies(node).values(), self.scopes.depth[graph] + 1))
+                for body in bodies(node).values():
+                    self.scopes.depth[body] = self.scopes.depth[graph] + 1
 
     def _note(self, value: ir.Value, graph: ir.Graph) -> None:
         self.home[value] = graph
@@ -103,9 +104,10 @@ class _Writer:
 
     def _retype(self) -> bool:
         changed = False
+        values = self.lowered.graph.values
         for planned in self.plan.nodes:
             for name, short in planned.outputs:
-                if self.lowered.graph.values[name].dtype.short != short:
+                if values[name].dtype.short != short:
                     set_type(self._value(name), dtype_from_short(short))
                     changed = True
         return changed
