@@ -142,11 +142,11 @@ def onnx_table() -> str:
     ]
     for row in rows:
         theirs = [row["peers"].get(peer, {}) for peer in peers]
-        cells = [f"{one['seconds']:.2f}" if "seconds" in one else one.get("error", "") for one in theirs]
+        cells = [f"{one['seconds']:.2f}" if "seconds" in one else one.get("failed", "") for one in theirs]
         made = [row, *theirs]
         told = (
             " / ".join(f"{one['casts']}, {one['cast_bytes'] / 1e6:.2f}" if "casts" in one else "–" for one in made),
-            " / ".join(f"{one['error']:.5f}" if isinstance(one.get("error"), float) else "–" for one in made),
+            " / ".join(f"{one['error']:.5f}" if "error" in one else "–" for one in made),
             " / ".join(f"{one['low']:.0%}" if "low" in one else "–" for one in made),
         )
         lines.append(

@@ -132,7 +132,7 @@ class Node:
     pin: Pin | None = None
 
 
-def _unknown(value: str) -> float | None:
+def unknown_magnitude(value: str) -> float | None:
     """What is known of the numbers of a graph without data: nothing."""
     return None
 
@@ -159,7 +159,7 @@ class PrecisionGraph:
 
     def __init__(self, device: str = "cpu", *, folds: bool = False) -> None:
         self.device, self.folds = device, folds
-        self.magnitude_of: Callable[[str], float | None] = _unknown
+        self.magnitude_of: Callable[[str], float | None] = unknown_magnitude
         self.values: dict[str, Value] = {}
         self.nodes: dict[str, Node] = {}
         self.outputs: list[str] = []

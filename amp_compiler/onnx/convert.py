@@ -15,6 +15,7 @@ import onnx
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import low_type
 from amp_compiler.ir.files import output_file
+from amp_compiler.ir.graph import unknown_magnitude
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.check.batches import Sizes
 from amp_compiler.onnx.check.loads import MOST_NODES, Refusal, is_installed, is_long, refusal_of
@@ -159,6 +160,7 @@ def convert_onnx(
                 _check(lowered, converted, lowered.model.folder, loading)
             else:
                 save(lowered.model, target, lambda proto, folder: _check(lowered, proto, folder, loading))
+        _release(lowered)
     report = None
     made: Path | onnx.ModelProto | None = target or converted
     if verify is not None and made is not None:
@@ -210,6 +212,22 @@ def _paused_collector() -> Iterator[None]:
                 gc.freeze()  # what was made counts as old, so that the collector does not walk it at its next turn
                 gc.unfreeze()
             gc.enable()
+
+
+def _release(lowered: Lowered) -> None:
+    """Let go of the data of a model that is written: the graph around them is freed by the collector alone, later.
+
+    Every tensor of it holds the whole message that it was read from.
+    """
+    lowered.graph.magnitude_of = unknown_magnitude
+    for graph in list(all_graphs(lowered.model.ir.graph)):
+        for value in graph.initializers.values():
+            value.const_value = None
+        for node in graph:
+            if node.attributes.data:
+                node.attributes.data.clear()
+                for value in node.outputs:
+                    value.const_value = None
 
 
 def _target(opened: OnnxFile, output: str | Path) -> Path:
