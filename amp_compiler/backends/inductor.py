@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from amp_compiler.backends import vector_probes
 from amp_compiler.backends.backend import Backend
 from amp_compiler.backends.decompositions import IDENTITY, own_decompositions
 from amp_compiler.errors import LoweringError, first_line
@@ -78,7 +79,7 @@ def compile_graph(
         )
     options = _options(graph_module, round_exactly)
     try:
-        with torch_private.cpu_allocation(allocator):
+        with torch_private.cpu_allocation(allocator), torch_private.vector_probes(vector_probes.remembered):
             return torch_private.compile_with_inductor(
                 graph_module, inputs, options, own_decompositions, IDENTITY, _not_compiled
             )

@@ -7,7 +7,7 @@ import enum
 import functools
 import sys
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 from amp_compiler.fx.graph import shorten_path
 
@@ -16,6 +16,9 @@ _STORES = tuple(dis.opmap[name] for name in ("STORE_ATTR", "STORE_GLOBAL", "DELE
 _LOADS = frozenset(
     {"LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL", "LOAD_NAME", "LOAD_SUPER_ATTR", "IMPORT_NAME", "IMPORT_FROM"}
 )
+_LOADS_OF_GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
+_STORES_TO_GLOBALS = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
+_GLOBALS_BY_NAME = frozenset({"globals", "eval", "exec"})
 _BY_NAME = frozenset({"getattr", "hasattr", "__dict__", "vars", "setattr", "delattr"})
 
 
@@ -49,24 +52,52 @@ def functions_of(member: Any) -> list[types.FunctionType]:
     return [one for one in found if isinstance(one, types.FunctionType)]
 
 
-@functools.lru_cache(maxsize=4096)
-def names_of(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    """The names of globals and attributes that code loads, and those that it stores, in the functions within it too.
+class Names(NamedTuple):
+    """The names in some code, and in the functions within it.
 
-    What it may ask for by a text (`getattr(self, "scale", None)`) counts as loaded, and is the third result.
+    Args:
+        loaded: of globals and of attributes that it loads, `asked` among them.
+        stored: of globals and of attributes that it assigns to or deletes.
+        asked: what it may ask for by a text, as in `getattr(self, "scale", None)` and `globals()["scale"]`.
+        of_globals: of globals alone, that it loads.
+        to_globals: of globals alone, that it assigns to or deletes.
+        asks_globals: whether `asked` may name globals.
     """
-    loaded, stored, asked = set(code.co_names), set(), set()
-    if any(store in code.co_code[::2] for store in _STORES):
-        found = list(dis.get_instructions(code))
-        loaded = {str(one.argval) for one in found if one.opname in _LOADS}
-        stored = {str(one.argval) for one in found if one.opcode in _STORES}
-    if loaded & _BY_NAME:
+
+    loaded: frozenset[str]
+    stored: frozenset[str]
+    asked: frozenset[str]
+    of_globals: frozenset[str]
+    to_globals: frozenset[str]
+    asks_globals: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def names_of(code: types.CodeType) -> Names:
+    """The names of globals and attributes that code loads and stores, in the functions within it too."""
+    found = list(dis.get_instructions(code))
+    loaded = {str(one.argval) for one in found if one.opname in _LOADS}
+    stored = {str(one.argval) for one in found if one.opcode in _STORES}
+    of_globals = {str(one.argval) for one in found if one.opname in _LOADS_OF_GLOBALS}
+    to_globals = {str(one.argval) for one in found if one.opname in _STORES_TO_GLOBALS}
+    asks_globals = not of_globals.isdisjoint(_GLOBALS_BY_NAME)
+    asked: set[str] = set()
+    if asks_globals or loaded & _BY_NAME:
         asked = {text for text in code.co_consts if isinstance(text, str) and text.isidentifier()}
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
             more = names_of(inner)
-            loaded, stored, asked = loaded | more[0], stored | more[1], asked | more[2]
-    return frozenset(loaded | asked), frozenset(stored), frozenset(asked)
+            loaded, stored, asked = loaded | more.loaded, stored | more.stored, asked | more.asked
+            of_globals, to_globals = of_globals | more.of_globals, to_globals | more.to_globals
+            asks_globals = asks_globals or more.asks_globals
+    return Names(
+        frozenset(loaded | asked),
+        frozenset(stored),
+        frozenset(asked),
+        frozenset(of_globals),
+        frozenset(to_globals),
+        asks_globals,
+    )
 
 
 def line_that_stores(code: types.CodeType, name: Any) -> str:

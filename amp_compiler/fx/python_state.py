@@ -132,6 +132,7 @@ class PythonState:
         beside: these alone.
         functions: the functions whose code was read.
         asked: names among those that the code asks for by a text, as `getattr` does.
+        absent_globals: names that code asks for by a text among globals where there are none such, by `id` of these.
         stored: names that the user's code assigns to.
         classes: the user's classes.
         overwritten: attributes that a capture wrote before it read them, as `fx.first_uses` gives them.
@@ -144,6 +145,7 @@ class PythonState:
     beside: list[nn.Module] = field(default_factory=list)
     functions: set[types.FunctionType] = field(default_factory=set)
     asked: set[str] = field(default_factory=set)
+    absent_globals: dict[int, set[str]] = field(default_factory=dict)
     stored: set[str] = field(default_factory=set)
     classes: set[type] = field(default_factory=set)
     overwritten: set[tuple[int, str]] = field(default_factory=set)
@@ -169,10 +171,11 @@ class PythonState:
         )
 
     def absent(self) -> Iterator[tuple[Holder, str]]:
-        """Attributes that would change what the code reads if a module or an object came to have them."""
+        """Names that would change what the code reads if a module, an object or the globals came to have them."""
         on_class = {id(h.value): h.keys or set() for h in self.holders.values() if h.kind is Kind.CLASS}
         for holder in self.holders.values():
             if holder.owner is None:
+                yield from ((holder, name) for name in sorted(self.absent_globals.get(id(holder.value), ())))
                 continue
             names = {"forward"} if issubclass(holder.owner, nn.Module) else set()
             names.update(*(on_class.get(id(base), ()) for base in holder.owner.__mro__))

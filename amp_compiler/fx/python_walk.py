@@ -179,19 +179,22 @@ class _Walk:
                         for held in items_of(Kind.CELL, cell).values()
                         if isinstance(held, types.FunctionType)
                     ]
-                names |= names_of(function.__code__)[0]
+                names |= names_of(function.__code__).loaded
 
     def _function(self, function: types.FunctionType) -> None:
         self.state.functions.add(function)
         if origin_of(str(function.__globals__.get("__name__", ""))) is Origin.USER:
-            loaded, stored, asked = names_of(function.__code__)
-            self.state.names |= loaded
-            self.state.asked |= asked
-            self.state.stored |= stored
-            self._named(function.__globals__, set(loaded), "globals")
-            if kept := stored & function.__globals__.keys():
-                table = function.__globals__
+            found, table = names_of(function.__code__), function.__globals__
+            self.state.names |= found.loaded
+            self.state.asked |= found.asked
+            self.state.stored |= found.stored
+            asked = found.asked if found.asks_globals else frozenset()
+            self._named(table, set(found.of_globals | asked), "globals")
+            if kept := found.to_globals & table.keys():
                 self._hold(Kind.TABLE, table, lambda: table, "", set(kept))
+            if absent := asked - table.keys():
+                self._hold(Kind.TABLE, table, lambda: table, "", set())
+                self.state.absent_globals.setdefault(id(table), set()).update(absent)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._hold(Kind.CELL, cell, lambda cell=cell: cell, name)  # type: ignore[misc]
             for content in items_of(Kind.CELL, cell).values():

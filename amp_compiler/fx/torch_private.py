@@ -21,6 +21,7 @@ from amp_compiler.fx.generators import generators_kept
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_PROBE = "_probe_load"
 _ALLOCATE = "_empty_strided_cpu"  # read by the head of every module that Inductor writes
 Decomposition = Callable[..., Any]
 BUILDING = threading.RLock()  # torch traces and exports with state of the whole process: one graph at a time
@@ -647,6 +648,29 @@ def cpu_allocation(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> 
         yield
     finally:
         setattr(guards, _ALLOCATE, allocate)
+
+
+@contextlib.contextmanager
+def vector_probes(wrap: Callable[[Callable[[str], bool]], Callable[[str], bool]]) -> Iterator[None]:
+    """Let torch ask elsewhere whether a library loads that it built to try the processor's vector instructions.
+
+    Torch 2.11 loads it where it builds it, and is let be.
+
+    Args:
+        wrap: gives what is to be asked of the library's path, from what is asked now.
+    """
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    probe = getattr(VecISA, _PROBE, None)
+    if probe is None:
+        yield
+        return
+    asked = functools.partialmethod(lambda isa, library: wrap(functools.partial(probe, isa))(library))
+    setattr(VecISA, _PROBE, asked)
+    try:
+        yield
+    finally:
+        setattr(VecISA, _PROBE, probe)
 
 
 def end_failed_capture(device: torch.device, pool: Any) -> None:

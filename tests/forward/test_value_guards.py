@@ -122,6 +122,42 @@ def test_equal_values_of_other_types_are_other_values(before: Any, after: Any) -
     assert guards.hold()
 
 
+result = 0.0  # a global that is called as what the forward below reads of an object
+
+
+class Result:
+    def __init__(self, result: torch.Tensor) -> None:
+        self.result = result
+
+
+class GivesResult(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = Result(x * 2)
+        return found.result
+
+
+class AsksForGlobal(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (globals()["FACTOR"] + globals().get("ADDED", 0.0))
+
+
+def test_a_global_that_is_called_as_an_attribute_is_no_part_of_the_model() -> None:
+    compiled = amp.compile(GivesResult(), dtype="bf16", backend="eager")
+    for value in range(3):
+        set_global("result", float(value))
+        compiled(X)
+    assert len(compiled._programs) == 1 and not compiled.in_pieces
+
+
+def test_a_global_that_is_asked_for_by_its_name_is_one() -> None:
+    model = AsksForGlobal()
+    compiled = amp.compile(model, dtype="bf16", backend="eager")
+    for name, value in (("FACTOR", 2.0), ("FACTOR", 5.0), ("ADDED", 3.0)):
+        set_global(name, value)
+        torch.testing.assert_close(compiled(X), model(X), rtol=0.05, atol=0.05)
+    globals().pop("ADDED")
+
+
 def test_the_values_of_two_captures_alternate() -> None:
     model = Reader()
     compiled = amp.compile(model, dtype="bf16", backend="eager")
