@@ -60,7 +60,7 @@ class DType(enum.Enum):
     @property
     def short(self) -> str:
         """The short name that tables and graph text use: `fp16`, `bf16`, `fp32`, `i64`, …"""
-        return _SHORT.get(self, self.value)
+        return _SHORT[self]
 
     @property
     def format(self) -> FloatFormat:
@@ -95,7 +95,7 @@ _ITEMSIZE = {
     DType.UINT8: 1, DType.UINT16: 2, DType.UINT32: 4, DType.UINT64: 8,
     DType.BOOL: 1, DType.COMPLEX32: 4, DType.COMPLEX64: 8, DType.COMPLEX128: 16,
 }  # fmt: skip
-_SHORT = {
+_SHORT = {dtype: dtype.value for dtype in DType} | {
     DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "fp32", DType.FLOAT64: "fp64",
     DType.FLOAT8: "fp8", DType.INT8: "i8", DType.INT16: "i16", DType.INT32: "i32", DType.INT64: "i64",
     DType.UINT8: "u8", DType.UINT16: "u16", DType.UINT32: "u32", DType.UINT64: "u64",

@@ -123,6 +123,14 @@ class TypingRules:
             return captured
         return self.label_type(labels[producer.name], captured)
 
+    def results(self, labels: Mapping[str, str]) -> dict[str, DType]:
+        """The types of all values after the rewrite, see `result`."""
+        found = {name: value.dtype for name, value in self.graph.values.items()}
+        for name, label in labels.items():
+            if label != KEEP:
+                found.update(dict.fromkeys(self._nodes[name].made, self.low if label == LOW else DType.FLOAT32))
+        return found
+
     def need(self, node: Node, index: int, label: str) -> DType | None:
         """The type that operand `index` must be read in under `label`; `None` where it is read as it is.
 

@@ -84,7 +84,7 @@ class _Placer:
     def __post_init__(self) -> None:
         self.graph, self.labels = self.draft.graph, self.draft.labels
         self.typing = self.draft.typing
-        self.types = {name: self.typing.result(name, self.labels) for name in self.graph.values}
+        self.types = self.typing.results(self.labels)
         self.orders = {name: order for order, name in enumerate((*self.graph.nodes, RETURN))}
 
     def place(self) -> tuple[PlannedCast, ...]:
@@ -175,10 +175,13 @@ def _reads(draft: Draft) -> dict[tuple[str, int], tuple[str, DType]]:
 
 def _wrong_types(draft: Draft) -> str | None:
     typing, reads = draft.typing, _reads(draft)
-    types = {name: typing.result(name, draft.labels) for name in draft.graph.values}
+    types = typing.results(draft.labels)
     for node in draft.graph.nodes.values():
-        plain = ((node.name, index, operand.value) for index, operand in enumerate(node.inputs))
-        read = [reads[name, index][1] if (name, index) in reads else types[value] for name, index, value in plain]
+        name = node.name
+        read = [
+            reads[name, index][1] if (name, index) in reads else types[operand.value]
+            for index, operand in enumerate(node.inputs)
+        ]
         wrong = typing.complaint(node, draft.labels[node.name], read)
         if wrong is not None:
             return wrong
