@@ -172,6 +172,7 @@ class TypingRules:
         for index, read in enumerate(reads):
             role = typing.roles[index]
             captured = self.graph.values[node.inputs[index].value].dtype
+            wanted: DType | None
             if role is Role.OTHER or role is Role.FIXED:
                 wanted = captured
             elif role is Role.ANY or mixes:

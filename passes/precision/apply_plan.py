@@ -107,7 +107,7 @@ def _replace(node: fx.Node, name: str, index: int, new: fx.Node) -> fx.Node:
             place for place, item in enumerate(results) if isinstance(item, fx.Node) and node_tensor(item) is not None
         ]
         changed = list(results)
-        old = changed[returned[index]]
+        old: fx.Node = changed[returned[index]]
         changed[returned[index]] = new
         node.args = (tuple(changed),)
         new.meta.setdefault("val", old.meta["val"])

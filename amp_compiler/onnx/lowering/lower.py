@@ -35,7 +35,8 @@ LOOPS = ("Loop", "Scan")
 _EXAMINED = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT64)
 
 
-class Site(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Site:
     """Where an operand of a neutral node stands in the model: input `index` of `node`, or output `index` of a body."""
 
     node: ir.Node
