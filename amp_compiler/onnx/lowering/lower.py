@@ -16,17 +16,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import onnx_ir as ir
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import DType
-from amp_compiler.ir.graph import Attr, Node, Operand, Pin, PrecisionGraph, Value, ValueKind
+from amp_compiler.ir.graph import Attr, Node, Operand, PrecisionGraph, Value, ValueKind
 from amp_compiler.ir.plan import RETURN
-from amp_compiler.onnx.lowering.pins import Constraints, pin_of
+from amp_compiler.onnx.lowering.pins import Demanded, Demands
 from amp_compiler.onnx.model.data import examine, tensor_of
-from amp_compiler.onnx.model.model import UNKNOWN, OnnxModel, all_graphs, bodies
+from amp_compiler.onnx.model.model import OnnxModel, all_graphs, bodies
 from amp_compiler.onnx.model.types import canonical_op, neutral_type
 from amp_compiler.policy.op_table import op_table
 
@@ -122,20 +121,6 @@ def _magnitude(lowered: Lowered, name: str) -> float | None:
     return examine(tensor, lowered.low).largest
 
 
-class _Demands(NamedTuple):
-    """What the model demands of a node.
-
-    Args:
-        pin: see `pin_of`.
-        late: the first opset that admits the low type, where that alone keeps the node.
-        slots: by operand, its slot, the types that it may have, and whether its type is tied to that of an output.
-    """
-
-    pin: Pin | None
-    late: int | None
-    slots: tuple[tuple[str, frozenset[DType] | None, bool], ...]
-
-
 class _Builder:
     """Adds graph after graph, each value and node under a name of its own."""
 
@@ -145,7 +130,7 @@ class _Builder:
         self.names: dict[ir.Value, str] = {}
         graphs = all_graphs(lowered.model.ir.graph) if keep_quantized else ()
         self.quantizes = any(is_quantizing(node) for graph in graphs for node in graph)
-        self._demands: dict[tuple[object, ...], _Demands] = {}
+        self.demands = Demanded(lowered.model, lowered.low)
         self._reserved: dict[str, ir.Value] = {}
         self._next: dict[str, int] = {}
         self._unnamed: dict[str, int] = {}
@@ -179,7 +164,7 @@ class _Builder:
             self.lowered.owners[body] = node
             self.add_graph(body, region if looped else f"{name}.{attribute}")
         op = canonical_op(node.domain, node.op_type)
-        demands = self._demanded(node, op, name, inner)
+        demands = self.demands.of(node, op, named=self.named(op, name), quantized=self._quantized(node, op))
         if demands.late is not None:
             self.lowered.late[name] = demands.late
         operands, sites = self._operands(node, demands, inner)
@@ -202,40 +187,8 @@ class _Builder:
         self.lowered.nodes[name] = node
         self.lowered.sites[name] = sites
 
-    def _demanded(self, node: ir.Node, op: str, name: str, inner: dict[str, ir.Graph]) -> _Demands:
-        """What the model demands of a node. Nodes of one op and alike types share the answer, if it names none of them.
-
-        By that a graph of many small nodes is lowered in half of the time.
-        """
-        named, quantized = self.named(op, name), self._quantized(node, op)
-        types = self.model.types
-        key: tuple[object, ...] = (
-            op,
-            node.version,
-            named,
-            quantized,
-            "output_dtype" in node.attributes.data,
-            *[None if value is None else types.get(value, UNKNOWN).kind for value in node.inputs],
-            len(node.inputs),
-            *[types.get(value, UNKNOWN).kind if value.name else None for value in node.outputs],
-        )
-        found = self._demands.get(key) if not inner else None
-        if found is None:
-            constraints = Constraints(self.model, node, self.lowered.low)
-            pin = pin_of(constraints, op, named=named, quantized=quantized)
-            late = pin is not None and pin.reason == constraints.late_reason
-            slots = tuple(constraints.operand(index) for index in range(len(node.inputs)))
-            found = _Demands(pin, constraints.first_opset if late else None, slots)
-            if (
-                not inner
-                and (pin is None or "'" not in pin.reason)
-                and node.op_identifier() not in self.model.ir.functions
-            ):
-                self._demands[key] = found
-        return found
-
     def _operands(
-        self, node: ir.Node, demands: _Demands, inner: dict[str, ir.Graph]
+        self, node: ir.Node, demands: Demands, inner: dict[str, ir.Graph]
     ) -> tuple[list[Operand], list[Site]]:
         operands, sites = [], []
         for index, value in enumerate(node.inputs):
