@@ -13,6 +13,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from amp_compiler.diagnose.profile import Profile
+    from amp_compiler.diagnose.run import profile
     from amp_compiler.errors import (
         AmpError,
         CaptureError,
@@ -59,6 +61,7 @@ __all__ = [
     "OnnxError",
     "PassError",
     "PrecisionPlan",
+    "Profile",
     "RuleError",
     "RuleSet",
     "StaticLossScale",
@@ -70,6 +73,7 @@ __all__ = [
     "load_rules",
     "onnx_to_fx",
     "pipelines",
+    "profile",
     "training_step",
 ]
 
@@ -92,6 +96,7 @@ _HOMES = {
     "OnnxError": "errors",
     "PassError": "errors",
     "PrecisionPlan": "ir.plan",
+    "Profile": "diagnose.profile",
     "RuleError": "errors",
     "RuleSet": "policy.rules",
     "StaticLossScale": "ops.loss_scale",
@@ -103,6 +108,7 @@ _HOMES = {
     "load_rules": "policy.loader",
     "onnx_to_fx": "onnx.importing.api",
     "pipelines": "passes.pipeline:",
+    "profile": "diagnose.run",
     "training_step": "training.step",
 }
 

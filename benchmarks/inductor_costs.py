@@ -17,7 +17,18 @@ from unittest import mock
 
 import sympy
 import torch
-from kernel_costs import ATTENTION, CONVOLUTION, FUSED, MATMUL, OTHER, PRECISION, RECURRENCE, TF32, Kernel
+from kernel_costs import (
+    ATTENTION,
+    CONVOLUTION,
+    FUSED,
+    MATMUL,
+    OTHER,
+    PRECISION,
+    RECURRENCE,
+    TF32,
+    Kernel,
+    classifier_loss_kernels,
+)
 from torch import fx
 from torch._inductor import codecache, config, ir, scheduler
 from torch._inductor.dependencies import Dep, MemoryDep, WeakDep
@@ -96,8 +107,22 @@ def kernels_of(node: Any) -> list[Kernel]:
         return [one for inner in node.snodes for one in kernels_of(inner)]
     read, written = _bytes(node)
     if isinstance(node, scheduler.ExternKernelSchedulerNode):
-        return [] if isinstance(node.node, (ir.MultiOutput, ir.MultiOutputLayout)) else [_library(node, read, written)]
+        if isinstance(node.node, (ir.MultiOutput, ir.MultiOutputLayout)):
+            return []
+        return _chunks(node.node) or [_library(node, read, written)]
     return [Kernel(node.get_name(), FUSED, read, written)]
+
+
+def _chunks(buffer: Any) -> list[Kernel]:
+    """The kernels of our operators that go over a classifier's rows in chunks; none for all others."""
+    name = _operator(buffer, None)
+    source = next((one for one in buffer.origins if getattr(one.target, "__name__", "") == f"{name}.default"), None)
+    if name not in ("classifier_loss", "classifier_loss_gradients") or source is None:
+        return []
+    arguments = [one.meta["val"] if isinstance(one, fx.Node) else one for one in source.args]
+    x, weight, *rest = arguments[name == "classifier_loss_gradients" :]
+    sizes = (*x.shape, weight.shape[0], x.dtype.itemsize, rest[6])
+    return classifier_loss_kernels(*sizes, name == "classifier_loss_gradients", _precision(source, MATMUL))
 
 
 def _library(node: Any, read: int, written: int) -> Kernel:

@@ -18,6 +18,7 @@ FUSED, MATMUL, CONVOLUTION, ATTENTION, RECURRENCE, UPDATE, OTHER = CLASSES = (
 )  # fmt: skip
 PRECISION = {torch.bfloat16: "16 bits", torch.float16: "16 bits", torch.float32: "fp32", torch.float64: "fp64"}
 TF32 = "tf32"
+_SMALL = (10, 13)  # launches that a loss in chunks makes beside the chunks, without gradients and with them
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,39 @@ def at_depth(costs: Mapping[int, Cost], depth: int) -> Cost:
 def outside(kernels: Iterable[Kernel]) -> list[Kernel]:
     """The same kernels, outside of a CUDA graph."""
     return [replace(one, in_graph=False) for one in kernels]
+
+
+def classifier_loss_kernels(
+    rows: int, features: int, classes: int, itemsize: int, at_once: int, gradients: bool, precision: str = "16 bits"
+) -> list[Kernel]:
+    """The kernels of a classifier's loss in chunks of rows, as `ops/classifier_loss.py` launches them on a GPU.
+
+    Args:
+        rows: of the classifier's input.
+        features: of each.
+        classes: that it tells apart.
+        itemsize: bytes of an element.
+        at_once: rows of a chunk.
+        gradients: whether those of input and weight are made as well.
+        precision: of the products.
+    """
+    weight, total = classes * features * itemsize, 4 * classes * features
+    kernels = [Kernel("which rows count, and the mean", FUSED, 8 * rows, 4 * rows, launches=_SMALL[gradients])]
+    for first in range(0, rows, at_once):
+        count = min(at_once, rows - first)
+        part, logits = count * features * itemsize, count * classes * itemsize
+        product = {"kind": MATMUL, "flops": 2 * count * classes * features, "precision": precision}
+        kernels.append(Kernel("logits", read=part + weight, written=logits, **product))  # type: ignore[arg-type]
+        kernels.append(Kernel("cross_entropy", FUSED, logits, logits if gradients else 4 * count))
+        if gradients:
+            before = total if first else 0
+            kernels.append(Kernel("of_x", read=logits + weight, written=part, **product))  # type: ignore[arg-type]
+            kernels.append(
+                Kernel("of_weight", read=logits + part + before, written=total, **product)  # type: ignore[arg-type]
+            )
+    if gradients and itemsize < 4:
+        kernels.append(Kernel("rounded", FUSED, total, weight))
+    return kernels
 
 
 def foreach_launches(sizes: Sequence[int], columns: int) -> int:

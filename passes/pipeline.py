@@ -310,9 +310,11 @@ STEP = Pipeline(
         "separate_buffers",
         "place_weights",
         "native_ops",
+        "chunk_logits",
         "differentiate",
         "restore_upcasts",
         "fold_loss_scale",
+        "join_chunks",
         "simplify_casts",
         "channels_last",
         "sum_gradients",
@@ -335,6 +337,11 @@ PIECE = Pipeline(
     ("two_matrices", "native_ops"),
     "On each piece of a graph that a compiler is given.",
 )
+COUNT = Pipeline(
+    "COUNT",
+    ("count_exponents",),
+    "Behind a step without its update, for reading what goes through it: `amp.profile`.",
+)
 ONNX_CAPTURE = Pipeline(
     "ONNX_CAPTURE",
     ("drop_idle_dropout", "write_out_attention"),
@@ -345,7 +352,7 @@ ONNX_EXPORT = Pipeline(
     ("apply_plan", "mark_math", "widen_math", "fold_stored_casts", "open_ends"),
     "The plan carried out, and the graph fitted to ONNX: `amp.export_onnx`.",
 )
-PIPELINES = (CAPTURE, PLAN, FORWARD, INFERENCE, STEP, UPDATE, DEVICE, PIECE, ONNX_CAPTURE, ONNX_EXPORT)
+PIPELINES = (CAPTURE, PLAN, FORWARD, INFERENCE, STEP, UPDATE, DEVICE, PIECE, COUNT, ONNX_CAPTURE, ONNX_EXPORT)
 
 
 def pipelines_with(given: Any, allowed: Sequence[Pipeline]) -> dict[str, Pipeline]:

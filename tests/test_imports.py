@@ -35,8 +35,9 @@ ROOMS = {
     "onnx": "errors ir policy planner ops fx passes",
     "forward": "errors ir policy planner ops fx passes backends onnx",
     "training": "errors ir policy planner ops fx passes backends onnx forward",
-    "": "errors ir policy planner ops fx passes backends onnx forward training",
-    "cli": "errors ir report policy planner ops fx passes backends onnx forward training",
+    "diagnose": "errors ir policy planner ops fx passes backends onnx forward training",
+    "": "errors ir policy planner ops fx passes backends onnx forward training diagnose",
+    "cli": "errors ir report policy planner ops fx passes backends onnx forward training diagnose",
     "__main__": "cli",
 }
 LAZY = {

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
 
+from amp_compiler.errors import AmpError
+
+DEFAULT, TUNED = "default", "max-autotune"
+_CUDA_GRAPHS = "reduce-overhead"  # one of torch.compile's modes
 Builder = Callable[[fx.GraphModule, Sequence[Any], bool], Callable[..., Any]]
 
 
@@ -23,6 +28,7 @@ class Backend:
             only the pieces between the update kernels; any other runs a step whole, as its graph says.
         no_cuda_graph: why a training step of it is not replayed as a CUDA graph; empty where it may be.
         asks_arena: whether its code asks `ops.cpu.arena` for the memory of intermediate values on a CPU.
+        modes: what a user may write as `mode=` beside `"default"`, each with what builds in the place of `build`.
 
     Example:
         >>> Backend("plain", lambda graph_module, inputs, round_exactly: graph_module.forward).compiled
@@ -34,3 +40,24 @@ class Backend:
     compiled: bool = False
     no_cuda_graph: str = ""
     asks_arena: bool = False
+    modes: Mapping[str, Builder] = field(default_factory=dict)
+
+    def builder(self, mode: str) -> Builder:
+        """What builds in a mode.
+
+        Args:
+            mode: `"default"`, or a key of `modes`.
+
+        Raises:
+            AmpError: the backend has no such mode.
+        """
+        known = {DEFAULT: self.build, **self.modes}
+        if mode in known:
+            return known[mode]
+        near = difflib.get_close_matches(str(mode), known, 1)
+        mend = f"did you mean '{near[0]}'?" if near else f"use one of {', '.join(map(repr, known))}"
+        if mode == _CUDA_GRAPHS:
+            mend = f"a training step is one CUDA graph in every mode, and amp.compile makes none; {mend}"
+        elif mode == TUNED:
+            mend = "leave it out, or use backend='inductor'"
+        raise AmpError(f"mode={mode!r} is not known to backend '{self.name}'", mend=mend)

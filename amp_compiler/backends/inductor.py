@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from amp_compiler.backends import vector_probes
-from amp_compiler.backends.backend import Backend
+from amp_compiler.backends.backend import TUNED, Backend
 from amp_compiler.backends.decompositions import IDENTITY, own_decompositions
 from amp_compiler.errors import LoweringError, first_line
 from amp_compiler.fx import torch_private
@@ -33,6 +33,8 @@ _ONE_KERNEL = {"combo_kernels": True, "score_fusion_memory_threshold": 1}
 # behind a change of shape, as that of every gradient which enters a matrix product, then has other loops than the
 # norm's backward before it, and becomes a kernel of its own. Merged loops fuse.
 _MERGED_LOOPS = {"loop_ordering_after_fusion": False}
+# As torch.compile's mode of that name, whose CUDA graphs a training step has in every mode.
+_TUNING = {"max_autotune": True, "coordinate_descent_tuning": True}
 _CALL = "call_function"
 _CONVOLUTION = torch.ops.aten.convolution.default
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
@@ -43,8 +45,16 @@ _BY_CUDNN = {
 _LAST_PASS = "post_grad_custom_post_pass"
 
 
-def build(graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bool = False) -> Callable[..., Any]:
+def build(
+    graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bool = False, tuned: bool = False
+) -> Callable[..., Any]:
     """Compile the graph, as the pipeline PIECE made it, for inputs like these; it stays as it is, for reading.
+
+    Args:
+        graph_module: the graph.
+        inputs: example inputs, real or fake.
+        round_exactly: as for `compile_graph`.
+        tuned: as for `compile_graph`.
 
     Raises:
         LoweringError: where Inductor cannot compile it.
@@ -53,11 +63,11 @@ def build(graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bo
     _widen_anew(given.graph)
     for view in given.graph.find_nodes(op=_CALL, target=torch.ops.aten.view.default):
         view.target = torch.ops.aten.reshape.default  # strides may come out otherwise where dropout is traced again
-    return compile_graph(given, inputs, round_exactly)
+    return compile_graph(given, inputs, round_exactly, tuned)
 
 
 def compile_graph(
-    graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bool = False
+    graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bool = False, tuned: bool = False
 ) -> Callable[..., Any]:
     """Compile an ATen graph with Inductor, and the backward that autograd makes of it.
 
@@ -66,6 +76,7 @@ def compile_graph(
         inputs: example inputs, real or fake.
         round_exactly: round wherever the graph casts down. Otherwise Inductor may keep a value in FP32 inside a fused
             loop where the graph rounds it to 16 bits and widens it again.
+        tuned: let Inductor time several kernels for a product, and several sizes of blocks for a loop.
 
     Returns:
         A function of the same inputs that autograd can go through.
@@ -77,7 +88,7 @@ def compile_graph(
         raise LoweringError(
             f"torch {torch.__version__} has no Inductor that this version knows", mend="use backend='eager'"
         )
-    options = _options(graph_module, round_exactly)
+    options = _options(graph_module, round_exactly) | (_TUNING if tuned else {})
     try:
         with torch_private.cpu_allocation(allocator), torch_private.vector_probes(vector_probes.remembered):
             return torch_private.compile_with_inductor(
@@ -176,4 +187,6 @@ def _values(graph_module: fx.GraphModule) -> list[torch.Tensor]:
     return [value for node in graph_module.graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor)]
 
 
-BACKEND = Backend("inductor", build, compiled=True, asks_arena=True)
+BACKEND = Backend(
+    "inductor", build, compiled=True, asks_arena=True, modes={TUNED: functools.partial(build, tuned=True)}
+)

@@ -47,6 +47,7 @@ class ConvertOptions:
         providers: execution providers of ONNX Runtime.
         custom_ops: libraries of custom ops for ONNX Runtime.
         as_fp32: types that are made FP32 first.
+        fuse: write norms and GELUs that stand in parts as one op each.
     """
 
     source: Path
@@ -64,6 +65,7 @@ class ConvertOptions:
     providers: tuple[str, ...] = ()
     custom_ops: tuple[Path, ...] = ()
     as_fp32: tuple[str, ...] = ()
+    fuse: bool = False
 
     @property
     def engine(self) -> Engine:
@@ -200,6 +202,7 @@ def run_convert(options: ConvertOptions) -> Summary:
             providers=options.providers or None,
             custom_ops=options.custom_ops or None,
             as_fp32=options.as_fp32,
+            fuse=options.fuse,
         )
         progress.advance(task)
         made, found = open_to_run(options.output), None

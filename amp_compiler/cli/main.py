@@ -216,6 +216,12 @@ def convert(
             help="fp64, fp16 or bf16: such parts are made FP32 first. Give it once for each.",
         ),
     ] = None,
+    fuse: Annotated[
+        bool,
+        typer.Option(
+            "--fuse", help="Write norms and GELUs that stand in parts as the one op that the opset has for each."
+        ),
+    ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Convert an ONNX model to mixed precision. Exit codes: 1 no conversion, 2 wrong usage, 3 failed verification."""
@@ -243,6 +249,7 @@ def convert(
         providers=tuple(provider or ()),
         custom_ops=tuple(custom_ops or ()),
         as_fp32=tuple(as_fp32 or ()),
+        fuse=fuse,
     )
     summary = run_convert(options)
     if json_:

@@ -37,6 +37,7 @@ def compile(
     dynamic_shapes: Any = "auto",
     backend: str = "inductor",
     passes: Any = None,
+    mode: str = "default",
 ) -> CompiledModule:
     """Compile a module for mixed precision.
 
@@ -50,6 +51,8 @@ def compile(
         backend: `"inductor"`, or `"eager"` (node by node: the oracle, and it allows double backward).
         passes: pipelines with passes of your own put in, such as
             `amp.pipelines.FORWARD.insert_after("legalize", MyPass())`; one or several.
+        mode: `"default"`, or `"max-autotune"`: Inductor times several kernels for a product and several sizes of blocks
+            for a loop, as under torch.compile's mode of that name, and the first call takes longer by that.
 
     Returns:
         A module with the same parameters (the same objects), the same `state_dict` keys and the same call signature.
@@ -69,7 +72,7 @@ def compile(
             f"amp.compile takes an nn.Module, not a {type(model).__name__}",
             mend="wrap a function in a module whose forward calls it",
         )
-    return CompiledModule(model, make_settings(rules, dtype, backend, dynamic_shapes, passes, RUN))
+    return CompiledModule(model, make_settings(rules, dtype, backend, dynamic_shapes, passes, RUN, mode))
 
 
 def dynamo_backend(
@@ -80,20 +83,20 @@ def dynamo_backend(
     Args:
         piece: Dynamo's graph.
         inputs: its example inputs.
-        options: `rules`, `dtype` and `backend`, as for `amp.compile`.
-        mode: not used by this backend.
+        options: `rules`, `dtype`, `backend` and `mode`, as for `amp.compile`.
+        mode: torch.compile's own, which stands in the options here.
 
     Raises:
         AmpError: an unknown option, or an autocast context around the call.
     """
     given = dict(options or {})
-    unknown = sorted(set(given) - {"rules", "dtype", "backend"})
+    unknown = sorted(set(given) - {"rules", "dtype", "backend", "mode"})
     if unknown:
         raise AmpError(
-            f"unknown option {unknown[0]!r} of backend 'amp_compiler'", mend="use 'rules', 'dtype', 'backend'"
+            f"unknown option {unknown[0]!r} of backend 'amp_compiler'", mend="use 'rules', 'dtype', 'backend', 'mode'"
         )
     if mode is not None:
-        raise AmpError(f"backend 'amp_compiler' has no mode {mode!r}", mend="pass options={...} instead")
+        raise AmpError(f"backend 'amp_compiler' has no mode {mode!r}", mend="write options={'mode': ...} instead")
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise AmpError(
             "backend 'amp_compiler' was called inside torch.autocast",

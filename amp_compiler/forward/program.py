@@ -159,7 +159,7 @@ def build_run(
         graph_module = copy_graph(graph_module)
         stages.begin_piece(stages.texts.of(graph_module))
         settings.pipelines["PIECE"].run(graph_module, {}, stages)
-    return backend.build(graph_module, examples, round_exactly)
+    return settings.builder(graph_module, examples, round_exactly)
 
 
 def _emulates(graph_module: fx.GraphModule, plan: PrecisionPlan, stages: Stages) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from amp_compiler.backends import find_backend
-from amp_compiler.backends.backend import Backend
+from amp_compiler.backends.backend import DEFAULT, Backend, Builder
 from amp_compiler.errors import AmpError
 from amp_compiler.fx.torch_private import has_native_bf16
 from amp_compiler.ir.dtypes import LOW_TYPES, DType, low_type
@@ -31,6 +31,7 @@ class Settings:
         dynamic_shapes: as for `torch.export.export`; `None` captures every input signature anew, `auto` makes sizes
             dynamic that turn out to change.
         pipelines: the passes, by name of their list.
+        mode: one of the backend's.
     """
 
     rules: RuleSet
@@ -38,11 +39,17 @@ class Settings:
     backend: str = "inductor"
     dynamic_shapes: Any = None
     pipelines: Mapping[str, Pipeline] = field(default_factory=lambda: pipelines_with(None, PIPELINES))
+    mode: str = DEFAULT
 
     @property
     def runs_on(self) -> Backend:
         """The backend of that name."""
         return find_backend(self.backend)
+
+    @property
+    def builder(self) -> Builder:
+        """What builds a graph on that backend in that mode."""
+        return self.runs_on.builder(self.mode)
 
     def low(self, device: torch.device) -> DType:
         """The 16-bit type for a device: `auto` is BF16 where the device computes it natively, else FP16."""
@@ -58,11 +65,12 @@ def make_settings(
     dynamic_shapes: Any = None,
     passes: Any = None,
     allowed: Sequence[Pipeline] = PIPELINES,
+    mode: str = DEFAULT,
 ) -> Settings:
     """Check the options of a public call.
 
     Raises:
-        AmpError: an unknown dtype, backend or word for `dynamic_shapes`.
+        AmpError: an unknown dtype, backend, mode or word for `dynamic_shapes`.
         RuleError: the rules cannot be loaded.
         PassError: a pipeline is given that the call does not run, or that lacks a pass.
     """
@@ -70,8 +78,9 @@ def make_settings(
         raise AmpError(f"dtype={dtype!r} is not known", mend="use 'fp16', 'bf16' or 'auto'")
     if isinstance(dynamic_shapes, str) and dynamic_shapes != AUTO:
         raise AmpError(f"dynamic_shapes={dynamic_shapes!r} is not known", mend=f"use {AUTO!r}, None or a specification")
-    known = find_backend(backend).name
-    return Settings(load_rules(rules), dtype, known, dynamic_shapes, pipelines_with(passes, allowed))
+    known = find_backend(backend)
+    known.builder(mode)
+    return Settings(load_rules(rules), dtype, known.name, dynamic_shapes, pipelines_with(passes, allowed), mode)
 
 
 def device_of(tensors: Any) -> torch.device:

@@ -37,11 +37,13 @@ class Key(enum.StrEnum):
     MATH = "amp_math", str  # it is to compute in FP32: the rule that asks for it
     BACKWARD_MATH = "amp_backward_math", str  # the same for its gradients
     PHASE = "amp_phase", str  # forward, backward or update
+    PLANNED = "amp_planned", str  # name of the node of the forward that it was made for
     SEED = "amp_seed", bool  # the node that starts the backward
     LOW = "amp_low", tuple  # placeholder of a 16-bit weight: (its master's placeholder, torch type)
     MASTER = "amp_master", str  # placeholder of the FP32 master of a 16-bit parameter, which is named
     WIDE = "amp_wide", str  # placeholder that stands for the FP32 value of a 16-bit parameter, which is named
     STORED = "amp_stored", str  # placeholder of data that a model file will hold, which are named
+    LOGITS = "amp_logits", str  # a loss that is not computed in chunks of its logits, large as they are: why
     STATE = "amp_state", tuple  # placeholder of what a step keeps: (column, group, number)
 
 

@@ -117,6 +117,7 @@ class Node:
         region: name of the control-flow body that it stands in, empty at top level.
         phase: `"forward"` or `"backward"`.
         pin: what the model's text demands of it.
+        part: what it is a part of that an exporter has written out (`layer_norm`, `rms_norm`, `gelu`), else empty.
     """
 
     name: str
@@ -130,6 +131,7 @@ class Node:
     region: str = ""
     phase: str = "forward"
     pin: Pin | None = None
+    part: str = ""
 
 
 def unknown_magnitude(value: str) -> float | None:

@@ -13,7 +13,7 @@ from amp_compiler.ir.graph import Attr, Node, Operand, Pin, Value, ValueKind
 KEYWORDS = frozenset({"graph", "return", "volatile", *(kind.value for kind in ValueKind)})
 _NUMBER = r"-?(?:[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?|inf|nan)(?![A-Za-z0-9_./])"
 _TOKEN = re.compile(rf'\s*(?:("(?:[^"\\]|\\.)*")|({_NUMBER})|([A-Za-z0-9_./]+)|(->|[(){{}}\[\]=,:|~?]))')
-_FACTS = ("name", "module", "type", "source", "region", "phase", "pin")
+_FACTS = ("name", "module", "type", "source", "region", "phase", "part", "pin")
 _CONSTANTS: dict[str, Attr] = {"true": True, "false": False, "none": None}
 
 
@@ -201,6 +201,7 @@ def _with_facts(
         region=facts.get("region", ""),
         phase=facts.get("phase", "forward"),
         pin=pin,
+        part=facts.get("part", ""),
     )
 
 

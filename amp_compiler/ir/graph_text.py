@@ -11,8 +11,8 @@ Blank lines and lines that begin with `#` say nothing. A dimension may be a name
 the hint), the rank unknown (`fp32[?]~64`). An operand may list the types that its op takes (`X=x:fp16|fp32`). A node is
 named after its first output unless `name=` says otherwise, and one without outputs is written `() = op(…)`. After the
 allowed types may stand `tied` (`X=x:fp16|fp32|tied`), and after the device `folds`. After the result
-types may stand `module`, `type`, `source`, `region`, `phase` and `pin`. Names with characters other than letters,
-digits, `_`, `.` and `/` are written as JSON strings, and so are values with the name of a keyword.
+types may stand `module`, `type`, `source`, `region`, `phase`, `part` and `pin`. Names with characters other than
+letters, digits, `_`, `.` and `/` are written as JSON strings, and so are values with the name of a keyword.
 """
 
 from __future__ import annotations
@@ -131,6 +131,8 @@ def _node(graph: PrecisionGraph, node: Node) -> str:
         facts.append(f"region={_word(node.region)}")
     if node.phase != "forward":
         facts.append(f"phase={_word(node.phase)}")
+    if node.part:
+        facts.append(f"part={_word(node.part)}")
     if node.pin is not None:
         facts.append(f"pin={_word(node.pin.precision)} {_string(node.pin.reason)}")
     return text + ("  " + " ".join(facts) if facts else "")

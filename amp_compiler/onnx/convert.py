@@ -44,12 +44,12 @@ class Conversion:
         plan: every node's verdict and every cast.
         model: the converted model; `None` where it was written to a file.
         path: the file that was written; `None` where there is none.
-        changed: whether the plan changed anything.
+        changed: whether the plan, or a fusion, changed anything.
         report: what `verify=` found; `None` without it.
         refusal: why the installed ONNX Runtime does not load the model; `None` where it does, or there is none, or
             `check=False`.
-        notes: what else there is to know, in a sentence each: nodes that stay FP32 for their opset alone, and that the
-            model is too long to be loaded.
+        notes: what else there is to know, in a sentence each: nodes that stay FP32 for their opset alone, what was
+            fused and what a later opset would let be, and that the model is too long to be loaded.
     """
 
     plan: PrecisionPlan
@@ -76,6 +76,7 @@ def convert_onnx(
     providers: Sequence[str] | None = None,
     custom_ops: Sequence[str | Path] | None = None,
     as_fp32: Iterable[str] | str = (),
+    fuse: bool = False,
 ) -> Conversion:
     """Convert an ONNX model to mixed precision.
 
@@ -106,6 +107,9 @@ def convert_onnx(
         custom_ops: libraries of custom ops for ONNX Runtime, as paths.
         as_fp32: types whose parts of the model are made FP32 first, and then decided on by the rules: `fp64`, `fp16`,
             `bf16`. `dtype="bf16", as_fp32="fp16"` makes an FP16 model a BF16 one.
+        fuse: write norms and GELUs that an exporter has left in parts as `LayerNormalization` (from opset 17 on),
+            `RMSNormalization` (23) or `Gelu` (20), where that computes the same. No opset is raised for it: name one
+            with `opset`. The plan says of each what was done, or why it stays in parts.
 
     Returns:
         The plan, with the model or its path.
@@ -145,6 +149,7 @@ def convert_onnx(
             opset=opset,
             sizes=sizes.known,
             as_fp32=as_fp32,
+            fused=fuse,
         )
         late = told_late(lowered, rule_set, raising=raise_opset, opset=opset)
         warn_of_unused(plan.unused_rules, lowered.model.ir.graph.name or "the ONNX model")
@@ -172,8 +177,8 @@ def convert_onnx(
         logger.warning("%s: %s", target or opened.name, refusal)
     if late and not raise_opset:
         logger.warning("%s", late)
-    notes = (*([late] if late else []), *(loading.notes if loading is not None else ()))
-    return Conversion(plan, converted, target, changed, report, refusal, notes)
+    notes = (*([late] if late else []), *lowered.notes, *(loading.notes if loading is not None else ()))
+    return Conversion(plan, converted, target, changed or lowered.fused > 0, report, refusal, notes)
 
 
 class _Loading:

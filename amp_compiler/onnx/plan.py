@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import onnx
@@ -14,6 +15,8 @@ from amp_compiler.ir.dtypes import DType, low_type
 from amp_compiler.ir.graph import Node
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.check.loads import latest_opset, refusal_of
+from amp_compiler.onnx.lowering.compounds import mark_compounds
+from amp_compiler.onnx.lowering.fuse import Fusion, fuse, told_fusion
 from amp_compiler.onnx.lowering.lower import Lowered, lower
 from amp_compiler.onnx.lowering.norms import find_norms, pin_norm
 from amp_compiler.onnx.lowering.overflow import Overflows
@@ -21,7 +24,7 @@ from amp_compiler.onnx.lowering.parameters import pin_batch_norms, pin_scales
 from amp_compiler.onnx.lowering.ranges import Ranges, pin_ranges
 from amp_compiler.onnx.lowering.running_sums import pin_running_sums
 from amp_compiler.onnx.model.infer import Sizes
-from amp_compiler.onnx.model.model import OnnxFile, OnnxModel, Source, open_model, read_model
+from amp_compiler.onnx.model.model import OnnxFile, Source, open_model, read_model
 from amp_compiler.onnx.model.opset import opset_of, raise_opset
 from amp_compiler.onnx.model.retype import make_fp32, types_of
 from amp_compiler.onnx.model.validate import told_as_onnx
@@ -81,6 +84,7 @@ def plan_onnx(
     opset: int | None = None,
     sizes: Sizes | None = None,
     as_fp32: Iterable[str] | str = (),
+    fused: bool = False,
 ) -> tuple[PrecisionPlan, Lowered, Ranges]:
     """The plan of a model, the lowered model that `lowering.apply` carries it out on, and what ranges demand.
 
@@ -98,6 +102,7 @@ def plan_onnx(
         opset: raise the model to this opset, and no further.
         sizes: as for `explain_onnx`.
         as_fp32: as for `explain_onnx`.
+        fused: write norms and GELUs that stand in parts as one op each first, as `convert_onnx(fuse=True)` does.
 
     Raises:
         OnnxError: the model cannot be read, or its opset not be raised.
@@ -108,32 +113,45 @@ def plan_onnx(
         opened = _at_opset(opened, opset, raising)
     wide = types_of(as_fp32)
 
-    def read(file: OnnxFile, checked: bool) -> OnnxModel:
+    def lowered_from(file: OnnxFile, checked: bool) -> tuple[Lowered, Fusion | None]:
         model = read_model(file, check=checked, sizes=sizes)
         if wide:
             make_fp32(model, wide, keep_io_types=keep_io_types)
-        return model
+        fusion = fuse(model) if fused else None
+        return lower(model, low, **options), fusion
 
+    options: dict[str, Any] = {
+        "named": named, "keep_io_types": keep_io_types, "keep_quantized": rules.keeps("quantized"),
+    }  # fmt: skip
     with told_as_onnx(opened.name, "it cannot be planned"):
-        options: dict[str, Any] = {
-            "named": named, "keep_io_types": keep_io_types, "keep_quantized": rules.keeps("quantized"),
-        }  # fmt: skip
-        lowered = lower(read(opened, check), low, **options)
+        lowered, fusion = lowered_from(opened, check)
         if raising and opset is None and lowered.late:
             raised = _raised(opened, lowered, rules)
             if raised is not None:
-                lowered = lower(read(raised, False), low, **options)
+                lowered, fusion = lowered_from(raised, False)
+        compounds = mark_compounds(lowered)
         found = pin_ranges(lowered, ranges)
         pin_batch_norms(lowered)
         pin_scales(lowered)
         if rules.keeps("running_sums"):
             pin_running_sums(lowered)
         known = {name: largest for name, largest in (ranges or {}).items() if name in lowered.graph.values}
-        _unify_norms(lowered, rules, low, known)
+        _unify_norms(lowered, compounds, rules, low, known)
         if stages is not None:
             stages.note("capture", lowered.graph.to_text())
         plan = make_plan(lowered.graph, rules, low, ranges=known, stages=stages)
-        return plan, lowered, found
+        return plan if fusion is None else _with_fusion(plan, lowered, fusion), lowered, found
+
+
+def _with_fusion(plan: PrecisionPlan, lowered: Lowered, fusion: Fusion) -> PrecisionPlan:
+    """The plan with what was fused, and what was not, in the reasons of its nodes. Fills `lowered`."""
+    lowered.fused = fusion.fused.total()
+    lowered.notes.extend(told_fusion(fusion, lowered.model.opset("")))
+    told = {**fusion.made, **fusion.left}
+    by_name = {name: told[node] for name, node in lowered.nodes.items() if node in told}
+    nodes = (replace(node, reason=f"{node.reason}; {by_name[node.name]}") if node.name in by_name else node
+             for node in plan.nodes)  # fmt: skip
+    return replace(plan, nodes=tuple(nodes))
 
 
 def names_ops(rules: RuleSet) -> Callable[[str, str], bool]:
@@ -149,13 +167,15 @@ def names_ops(rules: RuleSet) -> Callable[[str, str], bool]:
     return named
 
 
-def _unify_norms(lowered: Lowered, rules: RuleSet, low: DType, ranges: Mapping[str, float]) -> None:
-    """Keep a normalisation that is written out FP32 as a whole where a part of it is.
+def _unify_norms(
+    lowered: Lowered, compounds: list[list[str]], rules: RuleSet, low: DType, ranges: Mapping[str, float]
+) -> None:
+    """Keep a normalisation or GELU that is written out FP32 as a whole where a part of it is.
 
     ONNX Runtime fuses such parts to one op of one type, and refuses the model where their types differ. What stands
     between a sum of squares and its root would undo what the FP32 sum is for.
     """
-    norms = [*find_norms(lowered), *Overflows(lowered, {}).sums_of_squares()]
+    norms = [*compounds, *find_norms(lowered), *Overflows(lowered, {}).sums_of_squares()]
     if not norms:
         return
     matcher = RuleMatcher(rules, lowered.graph, Context(low, lowered.graph.device), ranges)

@@ -14,6 +14,8 @@ Low = Literal["fp16", "bf16"]
 Float = Literal["fp16", "bf16", "fp32", "fp64"]
 Device = Literal["cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "maia", "ipu", "meta", "privateuseone", "onnx"]
 
+PartName = Literal["layer_norm", "rms_norm", "gelu"]
+
 
 def _as_list(value: Any) -> Any:
     """One item where a list may stand: the two mean the same."""
@@ -27,6 +29,9 @@ Floats = Annotated[
 Lows = Annotated[list[Low], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=Low | list[Low])]
 Devices = Annotated[
     list[Device], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=Device | list[Device])
+]
+Parts = Annotated[
+    list[PartName], Field(min_length=1), BeforeValidator(_as_list, json_schema_input_type=PartName | list[PartName])
 ]
 Attributes = Annotated[dict[Text, Scalar | list[Scalar]], Field(min_length=1)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]

@@ -216,6 +216,23 @@ class Attribute(Match):
 
 
 @dataclass(frozen=True)
+class Part(_Names):
+    """The node is part of a norm or GELU that an exporter has written out."""
+
+    key: ClassVar[str] = "part"
+    about: ClassVar[str] = "ONNX: what the node is a part of that an exporter has written out"
+    form: ClassVar[Any] = forms.Parts
+
+    def holds(self, node: Node, view: View) -> bool:
+        """By what was found in the graph."""
+        return node.part in self.names
+
+    def compared(self, node: Node, view: View) -> str:
+        """What it is part of."""
+        return node.part
+
+
+@dataclass(frozen=True)
 class Inputs(Match):
     """Every floating-point operand was captured in one of these types."""
 
@@ -394,7 +411,7 @@ class LowType(Match):
 MATCHERS: dict[str, type[Match]] = {
     kind.key: kind
     for kind in (
-        Family, Op, Module, ModuleType, NodeName, Attribute, Feeds, Inputs, ReductionSize, WeightSize, AbsMax,
+        Family, Op, Module, ModuleType, NodeName, Attribute, Part, Feeds, Inputs, ReductionSize, WeightSize, AbsMax,
         WeightAbsMax, Phase, DeviceType, LowType,
     )
 }  # fmt: skip

@@ -27,7 +27,7 @@ from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops import native
 from amp_compiler.ops.cpu.arena import ArenaMemory, ArenaRun
 from amp_compiler.ops.loss_scale import LossScale
-from amp_compiler.passes.pipeline import Late, Stages
+from amp_compiler.passes.pipeline import Late, Pipeline, Stages
 from amp_compiler.passes.step.separate_buffers import written_placeholders
 from amp_compiler.training.inputs import KeptTensors, StepInputs, TrainedWeights
 from amp_compiler.training.program import ROOT, LossModule, StepProgram
@@ -91,12 +91,14 @@ def build_step(
         PassError: a pass of the user's broke the contract.
     """
     with generators_kept(model.__dict__["loss_fn"], model, batch):
-        return _build_step(model, batch, options, state, Stages() if stages is None else stages)
+        begun, options = begin_step(model, batch, options, Stages() if stages is None else stages)
+        return finish(model, begun, options, state)
 
 
-def _build_step(
-    model: LossModule, batch: tuple[Any, ...], options: StepOptions, state: StepState, stages: Stages
-) -> StepProgram:
+def begin_step(
+    model: LossModule, batch: tuple[Any, ...], options: StepOptions, stages: Stages
+) -> tuple[Begun, StepOptions]:
+    """The first half of a build, as `build_step` does it: what was captured and rewritten, and what else it is for."""
     settings = options.settings
     model.adopt(options.optimizers)
     leaves, _ = pytree.tree_flatten((batch, {}))
@@ -114,7 +116,7 @@ def _build_step(
     buffers = [entry.name for entry in captured.inputs if entry.source is Source.BUFFER]
     begun = Begun(captured, leaves, len(results_of(graph)), written_placeholders(graph, buffers))
     begun = replace(begun, plan=plan, emulated=emulated, form=form, stages=stages)
-    return finish(model, begun, replace(options, settings=settings), state)
+    return begun, replace(options, settings=settings)
 
 
 def is_one_graph(model: LossModule, batch: tuple[Any, ...]) -> bool:
@@ -168,14 +170,8 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
         PassError: a pass of the user's broke the contract.
     """
     settings, captured, stages, results = options.settings, begun.captured, begun.stages, begun.results
-    inputs, storage = StepInputs(model, captured, options.optimizers), state.kept.weights.storage
-    if storage.low:
-        low = torch_dtype(settings.low(device_of([*begun.leaves, *model.parameters()])))
-        inputs.store_low(captured.graph_module.graph, low, settings.rules.ops)
-    weights = TrainedWeights(inputs, storage.rounding if storage.low else None)
-    step = settings.pipelines["STEP" if begun.gradients is None else "UPDATE"].run(
-        captured.graph_module, _step_options(weights, begun, options, state.kept), stages
-    )
+    pipeline = settings.pipelines["STEP" if begun.gradients is None else "UPDATE"]
+    step, weights = run_step_passes(model, begun, options, state, pipeline)
     resolve = weights.resolvers(step, state.kept)
     static = settings.dynamic_shapes is None or begun.gradients is not None
     examples = [one.get(begun.leaves) for one in resolve] if static else _values(step)
@@ -190,7 +186,7 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
     if gives_scale:
         compiled = _with_first(compiled, scales[0])
     run = GraphedRun(compiled, names, places, results, state.graphs, _no_cuda_graph(step, settings))
-    buffers = tuple(inputs.getters[name] for name in begun.written)
+    buffers = tuple(weights.inputs.getters[name] for name in begun.written)
     return StepProgram(
         step,
         begun.plan,
@@ -207,6 +203,24 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
         captured.writes,
         ValueGuards(captured.state, captured.constants.values()),
     )
+
+
+def run_step_passes(
+    model: LossModule, begun: Begun, options: StepOptions, state: StepState, pipeline: Pipeline
+) -> tuple[fx.GraphModule, TrainedWeights]:
+    """Run the passes of a step, or the first of them, on a rewritten forward.
+
+    Returns:
+        The graph, and what says where its inputs come from.
+    """
+    settings, captured, storage = options.settings, begun.captured, state.kept.weights.storage
+    inputs = StepInputs(model, captured, options.optimizers)
+    if storage.low:
+        low = torch_dtype(settings.low(device_of([*begun.leaves, *model.parameters()])))
+        inputs.store_low(captured.graph_module.graph, low, settings.rules.ops)
+    weights = TrainedWeights(inputs, storage.rounding if storage.low else None)
+    given = _step_options(weights, begun, options, state.kept)
+    return pipeline.run(captured.graph_module, given, begun.stages), weights
 
 
 def _with_first(run: Callable[..., Sequence[Any]], place: int) -> Callable[..., Sequence[Any]]:

@@ -29,6 +29,7 @@ from amp_compiler.ops.update.rounding import WeightStorage
 from amp_compiler.passes.pipeline import CAPTURE, DEVICE, FORWARD, PIECE, PLAN, STEP, UPDATE
 from amp_compiler.policy.unused import warn_of_unused
 from amp_compiler.training.build import StepOptions, StepState, build_step, check_parameters, is_one_graph
+from amp_compiler.training.counting import CountingProgram, build_counting
 from amp_compiler.training.fused_optimizers import check_optimizers, check_storage
 from amp_compiler.training.held_scale import HeldScale
 from amp_compiler.training.inputs import KeptTensors
@@ -63,6 +64,7 @@ def training_step(
     backend: str = "inductor",
     enabled: bool = True,
     passes: Any = None,
+    mode: str = "default",
 ) -> TrainingStep:
     """Make a training step: one compiled graph that runs forward, backward and update.
 
@@ -100,6 +102,9 @@ def training_step(
             that came in as FP16 or BF16 are refused then.
         passes: pipelines with passes of your own put in, such as
             `amp.pipelines.STEP.insert_after("simplify_casts", MyPass())`; one or several.
+        mode: `"default"`, or `"max-autotune"`: Inductor times several kernels for a product and several sizes of blocks
+            for a loop, as under torch.compile's mode of that name, and the first call takes longer by that. On a
+            GPU the step is replayed as one CUDA graph in both.
 
     Returns:
         A callable: `loss = step(*batch)`, detached, without a device sync.
@@ -129,6 +134,7 @@ def training_step(
         backend=backend,
         enabled=enabled,
         passes=passes,
+        mode=mode,
     )
 
 
@@ -150,6 +156,7 @@ class TrainingStep(StepReadings):
         backend: str,
         enabled: bool,
         passes: Any,
+        mode: str,
     ) -> None:
         model, optimizer = trained_module(unwrapped_model(model, PARALLEL), optimizer)
         self.model = model
@@ -160,7 +167,7 @@ class TrainingStep(StepReadings):
         self._accumulate, self._gathered = accumulate, 0
         if isinstance(dynamic_shapes, (tuple, list)):  # what is captured takes the batch as `*batch`, one tuple
             dynamic_shapes = (tuple(dynamic_shapes),)
-        self._settings = make_settings(rules, dtype, backend, dynamic_shapes, passes, RUN)
+        self._settings = make_settings(rules, dtype, backend, dynamic_shapes, passes, RUN, mode)
         self._module = LossModule(model, loss_fn)
         self._optimizers = check_optimizers(optimizer)
         self._clip_norm, self._enabled = clip_norm, enabled
@@ -174,7 +181,8 @@ class TrainingStep(StepReadings):
         kept = KeptTensors(lambda: self._scale, self._lows, GradientSums(), self._weights, lambda: len(graphs.live) > 0)
         self._state = StepState(kept, graphs)
         self._standing = Standing(self._module, self._optimizers, kept)
-        low = torch_dtype(self._settings.low(self._device))
+        self._low = self._settings.low(self._device)
+        low = torch_dtype(self._low)
         check_parameters(self._module, self._optimizers, low, enabled)
         self._watch, self._form = StuckWatch(self._device), BatchForm()
         self._captures = Captures("the training step", self._settings, "batch")
@@ -316,6 +324,13 @@ class TrainingStep(StepReadings):
             self._accumulate,
             gather,
         )
+
+    def _counting(self, batch: tuple[Any, ...]) -> CountingProgram:
+        """What counts exponents for batches like this one, see `diagnose.profile`."""
+        for optimizer in self._optimizers:
+            check_hooks(optimizer)
+        with autocast_off(), building():
+            return build_counting(self._module, batch, self._options(""), self._state)
 
     def _forget(self) -> None:
         """Drop the programs, none of which will fit again."""

@@ -33,24 +33,25 @@ LEFT, MIDDLE, RIGHT = 150, 560, 960
 PLACES = {
     "": (0, LEFT, MIDDLE - 15),
     "cli": (0, MIDDLE + 15, RIGHT),
-    "training": (1, LEFT, MIDDLE - 15),
-    "forward": (1, MIDDLE + 15, RIGHT),
-    "backends": (2, LEFT, MIDDLE - 15),
-    "onnx": (2, MIDDLE + 15, RIGHT),
-    "passes": (3, LEFT, RIGHT),
-    "planner": (4, LEFT, MIDDLE - 15),
-    "fx": (4, MIDDLE + 15, RIGHT),
-    "policy": (5, LEFT, MIDDLE - 15),
-    "ops": (5, MIDDLE + 15, RIGHT),
-    "ir": (6, LEFT, MIDDLE - 15),
-    "report": (6, MIDDLE + 15, RIGHT),
-    "errors": (7, LEFT, RIGHT),
+    "diagnose": (1, LEFT, MIDDLE - 15),
+    "training": (2, LEFT, MIDDLE - 15),
+    "forward": (2, MIDDLE + 15, RIGHT),
+    "backends": (3, LEFT, MIDDLE - 15),
+    "onnx": (3, MIDDLE + 15, RIGHT),
+    "passes": (4, LEFT, RIGHT),
+    "planner": (5, LEFT, MIDDLE - 15),
+    "fx": (5, MIDDLE + 15, RIGHT),
+    "policy": (6, LEFT, MIDDLE - 15),
+    "ops": (6, MIDDLE + 15, RIGHT),
+    "ir": (7, LEFT, MIDDLE - 15),
+    "report": (7, MIDDLE + 15, RIGHT),
+    "errors": (8, LEFT, RIGHT),
 }
-BANDS = ("what you call", "what you call", "what runs, and ONNX in and out", "what rewrites", "what decides, and what"
-         " graphs are made of", "", "what all speak of", "")  # fmt: skip
+BANDS = ("what you call", "what you call", "what you call", "what runs, and ONNX in and out", "what rewrites",
+         "what decides, and what graphs are made of", "", "what all speak of", "")  # fmt: skip
 TOP, GAP = 78, 26
-HEIGHTS = (62, 62, 62, 146, 62, 62, 62, 46)
-ORDER = ("capture", "plan", "precision", "step", "device", "onnx_export")  # the way of a graph
+HEIGHTS = (62, 62, 62, 62, 146, 62, 62, 62, 46)
+ORDER = ("capture", "plan", "precision", "step", "device", "onnx_export", "diagnose")  # the way of a graph
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""What a graph needs before and behind its plan to become an ONNX file."""
+"""What a graph needs to become an ONNX file."""

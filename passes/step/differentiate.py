@@ -218,6 +218,7 @@ class _Trace(fx.Interpreter):
             source = before[phase].at(position)
             if source is not None:
                 sources[node.name] = source
+                node.meta[Key.PLANNED] = source.name
             if phase == "forward":
                 continue
             if not seeded and node_tensor(node) is not None:  # autograd makes its seed before any other tensor

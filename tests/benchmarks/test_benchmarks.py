@@ -236,3 +236,11 @@ def test_the_host_work_of_a_replay_from_the_command_line(tmp_path):
         ("mlp-2", 4, variant) for variant in variants
     ]
     assert all(0 < row["least_us"] <= row["median_us"] and row["variant"] in printed for row in found["rows"])
+
+
+def test_fused_exports_cast_no_more_than_the_leanest_careful_peer():
+    """Casts, their bytes and the error of each measured export, beside AutoCast's."""
+    for row in json.loads((BENCHMARKS / "results" / "onnx_casts.json").read_text(encoding="utf-8"))["rows"]:
+        ours, theirs = row["amp_compiler, fused"], row["ModelOpt AutoCast"]
+        for fact in ("casts", "cast_bytes", "error"):
+            assert ours[fact] <= theirs[fact], (row["model"], fact)

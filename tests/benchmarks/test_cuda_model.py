@@ -117,6 +117,28 @@ def test_a_product_counts_its_operands_and_operations(costs):
     assert (product.read, product.written) == (a.nbytes + b.nbytes, 2 * 32 * 16)
 
 
+@pytest.mark.compiles
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_loss_in_chunks_counts_each_chunk(costs, gradients):
+    from amp_compiler.ops import classifier_loss  # noqa: F401  # registers the operators
+
+    x, weight = torch.ones(40, 8), torch.ones(100, 8)
+    target, options = torch.zeros(40, dtype=torch.int64), (torch.float32, 1, -100, 0.0, 16)
+    operators = torch.ops.amp_compiler
+
+    def run(x, weight, target):
+        if gradients:
+            return operators.classifier_loss_gradients(x.sum(), x, weight, None, target, *options, [True, True, False])
+        return operators.classifier_loss(x, weight, None, target, *options)
+
+    kernels, _ = compiled(costs, run, x, weight, target)
+    products = [one for one in kernels if one.kind == costs["kernel"].MATMUL]
+    logits = [one.written for one in products if one.name == "logits"]
+    assert logits == [4 * 100 * 16, 4 * 100 * 16, 4 * 100 * 8], "three chunks, of 16, 16 and 8 rows"
+    assert sum(one.flops for one in products) == (3 if gradients else 1) * 2 * 40 * 8 * 100
+    assert len(products) == (9 if gradients else 3)
+
+
 @pytest.mark.parametrize("operator", ["flash", "cudnn", "efficient"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_causal_attention_is_known_by_its_argument(costs, operator, causal):

@@ -192,3 +192,21 @@ def test_the_installed_command(benign, tmp_path):
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stderr == ""
     assert json.loads(done.stdout)["size_ratio"] < 0.52
+
+
+def test_fuse_and_what_a_later_opset_would_give(run, tmp_path):
+    nodes = [
+        node("Mul", ["x", "x"], ["s"], "square"),
+        node("ReduceMean", ["s", "axes"], ["m"], "mean"),
+        node("Sqrt", ["m"], ["r"], "root"),
+        node("Div", ["x", "r"], ["q"], "quotient"),
+        node("Mul", ["q", "scale"], ["y"], "scaled"),
+    ]
+    data = [scalar("axes", [-1], np.int64), scalar("scale", np.ones(8))]
+    onnx.save(model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], data), tmp_path / "in.onnx")
+    code, text, _ = run(tmp_path / "in.onnx", tmp_path / "out.onnx", "--fuse", "--json")
+    (note,) = json.loads(text)["notes"]
+    assert code == 0 and "1 RMSNormalization (opset 23)" in note
+    code, text, _ = run(tmp_path / "in.onnx", tmp_path / "out.onnx", "--fuse", "--opset", "23")
+    assert code == 0 and "note: fused what was written out in parts: 1 RMSNormalization" in text
+    assert "RMSNormalization" in {entry.op_type for entry in onnx.load(tmp_path / "out.onnx").graph.node}

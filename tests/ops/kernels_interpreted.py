@@ -17,6 +17,8 @@ from triton.runtime import interpreter
 from update_arguments import EVERY, NAMES, update_arguments
 
 from amp_compiler.errors import LoweringError
+from amp_compiler.ops import exponents
+from amp_compiler.ops.cuda import exponents as cuda_exponents
 from amp_compiler.ops.cuda import triton_kernels
 from amp_compiler.ops.cuda import update as kernels
 from amp_compiler.ops.cuda.pointer_tables import TableCache
@@ -461,3 +463,16 @@ def test_every_fused_optimizer(one, chosen, mode):
     weight = torch.float32 if mode is None else torch.bfloat16
     given_ = update_arguments(one, chosen, (0, 1, 7, BLOCK - 1, BLOCK + 1), mode=mode, weight=weight, more=0.1)
     assert_both_agree(one.operator(low=mode is not None), given_)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.float64], ids=str)
+@pytest.mark.parametrize("size", [1, 4097, 40_000])
+def test_exponents_are_counted_as_torch_counts_them(dtype, size):
+    generator = torch.Generator().manual_seed(size)
+    values = torch.randn(size, generator=generator, dtype=torch.float64)
+    values *= 2.0 ** torch.randint(-150, 130, (size,), generator=generator)
+    edges = [0.0, -0.0, float("inf"), float("nan"), 2.0**-149, 2.0**-133, 2.0**-24, 65504.0]
+    values = torch.cat([values, torch.tensor(edges, dtype=torch.float64)]).to(dtype)
+    assert torch.equal(cuda_exponents.count(values), exponents.reference(values))
+    strided = values.repeat(6).reshape(3, 2, -1)[:, :, ::2]
+    assert torch.equal(cuda_exponents.count(strided), exponents.reference(strided))

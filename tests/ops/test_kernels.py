@@ -55,7 +55,7 @@ def test_the_module_imports_without_triton():
     assert done.returncode == 0, done.stderr
 
 
-def compile_kernel(kernel, signature, constants, capability, **options):
+def compile_kernel(kernel, signature, constants, capability, aligned=(), **options):
     """Compile one kernel for a device that need not be there.
 
     Returns:
@@ -68,8 +68,8 @@ def compile_kernel(kernel, signature, constants, capability, **options):
     types = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     pointers = [name for name, kind in signature.items() if kind.startswith("*")]
-    aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers}
-    source = ASTSource(kernel, types, values, aligned)
+    known = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in (*pointers, *aligned)}
+    source = ASTSource(kernel, types, values, known)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return compiled.asm["ptx"]
 
@@ -228,3 +228,17 @@ def test_kernels_of_one_column_load_16_bytes_at_a_time(capability):
     per_thread = kernels.BLOCK // (32 * kernels._UPDATE_OPTIONS["num_warps"])
     for word in ("ld", "st"):
         assert len(re.findall(word + r"\.global\.v4\.b32", commit)) == per_thread // 4
+
+
+@pytest.mark.parametrize("element", ["fp32", "fp16", "i16"])
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_kernel_that_counts_exponents_compiles(element, capability):
+    pytest.importorskip("triton")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        pytest.skip("the interpreter has taken the compiler's place")
+    from amp_compiler.ops.cuda.exponent_kernel import count_kernel
+
+    signature = {"values": f"*{element}", "counts": "*i64", "size": "i64"}
+    constants = {"WORDS": element == "i16", "BINS": 280, "BLOCK": 4096, "ROUNDS": 8}
+    ptx = compile_kernel(count_kernel, signature, constants, capability)
+    assert "atom" in ptx and "st.local" not in ptx

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from amp_compiler.ops import exponents
 from amp_compiler.ops.update import operators as fused_update
 from amp_compiler.ops.update.rounding import Storage
 
-assert fused_update
+assert fused_update and exponents
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 OPS = torch.ops.amp_compiler
 SIZES = (0, 1, 2, 1023, 1024, 1025, 3079, 70001)
@@ -204,3 +205,11 @@ def test_bandwidth(capsys):
     with capsys.disabled():
         print("\n" + "\n".join(f"{name:>6}: {rate / 1e9:8.0f} GB/s" for name, rate in rates.items()))
     assert rates["AdamW"] > 0.5 * rates["copy"]
+
+
+@pytest.mark.parametrize("dtype", [*GRADS, torch.float64], ids=str)
+def test_exponents_are_counted_as_on_a_cpu(dtype):
+    values = (torch.randn(70001, dtype=torch.float64) * 2.0 ** torch.randint(-150, 130, (70001,))).to(dtype)
+    values[:3] = torch.tensor([0.0, float("inf"), float("nan")])
+    found = OPS.count_exponents([values.cuda(), values.cuda()[::2]])
+    assert torch.equal(found.cpu(), OPS.count_exponents([values, values[::2]]))

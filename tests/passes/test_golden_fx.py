@@ -72,6 +72,7 @@ OPTIONS: dict[str, Any] = {
     "mark_math": {"plan": computing("gelu")},
     "widen_math": {"ops": RULES.ops},
     "legalize": {"ops": RULES.ops},
+    "chunk_logits": {"devices": ("cpu",), "least": 0, "rows": 4},
     "hoist_weight_casts": {"weights": ("w",)},
     "separate_buffers": {"buffers": ("mean",)},
     "place_weights": {"stored": {"w": torch.float32}, "trained": ("w",)},

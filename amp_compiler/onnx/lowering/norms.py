@@ -8,6 +8,7 @@ from dataclasses import replace
 import onnx_ir as ir
 
 from amp_compiler.ir.graph import Node, Pin
+from amp_compiler.onnx.lowering.compounds import GELU
 from amp_compiler.onnx.lowering.lower import Lowered
 from amp_compiler.onnx.lowering.walk import Walker, is_square
 from amp_compiler.onnx.model.edit import unique
@@ -36,7 +37,7 @@ def find_norms(lowered: Lowered) -> list[list[str]]:
 
 
 def pin_norm(lowered: Lowered, norm: list[str], cause: str) -> None:
-    """Pin what is not pinned yet of a norm to FP32. Changes `lowered.graph`.
+    """Pin what is not pinned yet of a norm or GELU to FP32. Changes `lowered.graph`.
 
     Args:
         lowered: the lowered model.
@@ -46,7 +47,8 @@ def pin_norm(lowered: Lowered, norm: list[str], cause: str) -> None:
     nodes = lowered.graph.nodes
     for name in norm:
         if nodes[name].pin is None and name != cause:
-            reason = f"part of one normalisation with '{cause}', which is FP32"
+            what = "GELU" if nodes[name].part == GELU else "normalisation"
+            reason = f"part of one {what} with '{cause}', which is FP32"
             nodes[name] = replace(nodes[name], pin=Pin("fp32", reason))
 
 

@@ -1,0 +1,162 @@
+"""Histograms of binary exponents, and what a type would make of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from amp_compiler.ops.exponents import BINS, HIGHEST, INFINITE, LOWEST, NAN, ZERO
+
+Counts = npt.NDArray[np.int64]
+_PLACES = ZERO  # of numbers; behind them stand zeros, infinities and NaN
+
+
+@dataclass(frozen=True)
+class Range:
+    """The binary exponents that a floating-point type has.
+
+    Args:
+        name: of the type.
+        normal: the least exponent of its normal numbers.
+        least: that of its least subnormal number.
+        greatest: the greatest.
+        bits: of the mantissa, without the leading one.
+    """
+
+    name: str
+    normal: int
+    least: int
+    greatest: int
+    bits: int
+
+
+# IEEE 754 for FP16; BF16 is the upper half of FP32; FP8: Micikevicius et al., FP8 Formats for Deep Learning, 2022.
+RANGES = {
+    one.name: one
+    for one in (
+        Range("fp16", -14, -24, 15, 10),
+        Range("bf16", -126, -133, 127, 7),
+        Range("fp8_e4m3", -6, -9, 8, 3),
+        Range("fp8_e5m2", -14, -16, 15, 2),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Fractions:
+    """What becomes of numbers in a type, as fractions of those that are finite and not zero.
+
+    Args:
+        zero: too small even for a subnormal number.
+        subnormal: kept with fewer bits than the type has.
+        infinite: too large.
+    """
+
+    zero: float
+    subnormal: float
+    infinite: float
+
+    @property
+    def lost(self) -> float:
+        """Zero or infinite."""
+        return self.zero + self.infinite
+
+
+@dataclass(frozen=True, eq=False)
+class Histogram:
+    """How often each binary exponent, `floor(log2|x|)`, occurs.
+
+    Args:
+        counts: int64 [280]: exponents from -149 to 127, zeros, infinities, NaN.
+
+    Example:
+        >>> import torch
+        >>> from amp_compiler.ops.exponents import reference
+        >>> found = Histogram(reference(torch.tensor([0.0, 1.0, 3.0, 2.0**-20])).numpy())
+        >>> found.lowest, found.highest, found.zeros
+        (-20, 1, 1)
+        >>> found.fractions("fp16").subnormal
+        0.3333333333333333
+    """
+
+    counts: Counts
+
+    @classmethod
+    def empty(cls) -> Histogram:
+        """Of nothing."""
+        return cls(np.zeros(BINS, dtype=np.int64))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Histogram) and bool((self.counts == other.counts).all())
+
+    @property
+    def numbers(self) -> Counts:
+        """int64 [277]: the counts of finite numbers but zero, from the exponent -149 on."""
+        return self.counts[:_PLACES]
+
+    @property
+    def total(self) -> int:
+        """All elements."""
+        return int(self.counts.sum())
+
+    @property
+    def zeros(self) -> int:
+        """Elements that are zero."""
+        return int(self.counts[ZERO])
+
+    @property
+    def nonfinite(self) -> int:
+        """Elements that are infinite or NaN."""
+        return int(self.counts[INFINITE] + self.counts[NAN])
+
+    @property
+    def lowest(self) -> int | None:
+        """The least exponent; `None` where every element is zero or not finite."""
+        found = np.flatnonzero(self.numbers)
+        return int(found[0]) + LOWEST if len(found) else None
+
+    @property
+    def highest(self) -> int | None:
+        """The greatest exponent of a finite number."""
+        found = np.flatnonzero(self.numbers)
+        return int(found[-1]) + LOWEST if len(found) else None
+
+    def shifted(self, by: int) -> Histogram:
+        """That of the same numbers times 2^`by`, as if no exponent were too small or too large to stand here."""
+        counts = self.counts.copy()
+        places = np.clip(np.arange(_PLACES) + by, 0, _PLACES - 1)
+        counts[:_PLACES] = 0
+        np.add.at(counts, places, self.numbers)
+        return Histogram(counts)
+
+    def fractions(self, dtype: str, scale: float = 1.0) -> Fractions:
+        """What becomes of the numbers in a type, by their exponents.
+
+        Rounding at the very ends is told by the exponent alone: a number just below the least subnormal one counts as
+        kept where it is rounded up to that.
+
+        Args:
+            dtype: a key of `RANGES`.
+            scale: what they are multiplied by first.
+        """
+        limits, exponents = RANGES[dtype], np.arange(LOWEST, HIGHEST + 1) + math.floor(math.log2(scale))
+        numbers, all_of_them = self.numbers, int(self.numbers.sum())
+        if not all_of_them:
+            return Fractions(0.0, 0.0, 0.0)
+        zero = numbers[exponents < limits.least - 1].sum()  # half of the least number and more is rounded up to it
+        infinite = numbers[exponents > limits.greatest].sum()
+        subnormal = numbers[(exponents >= limits.least - 1) & (exponents < limits.normal)].sum()
+        return Fractions(*(float(part) / all_of_them for part in (zero, subnormal, infinite)))
+
+    def unused(self, dtype: str) -> tuple[int, int]:
+        """How many exponents of a type's normal numbers lie unused below and above the numbers."""
+        limits, low, high = RANGES[dtype], self.lowest, self.highest
+        if low is None or high is None:
+            return (limits.greatest - limits.normal + 1, 0)
+        return max(low - limits.normal, 0), max(limits.greatest - high, 0)
+
+    def __add__(self, other: Histogram) -> Histogram:
+        return Histogram(self.counts + other.counts)

@@ -1,0 +1,241 @@
+"""What a profile says: the ranges of what a training step computes, and the loss scale that fits them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from amp_compiler.diagnose.exponents import RANGES, Histogram, Range
+from amp_compiler.errors import AmpError
+from amp_compiler.ir.files import write_atomically
+from amp_compiler.ops.exponents import BINS, LOWEST
+
+ACTIVATION, ACTIVATION_GRADIENT, WEIGHT_GRADIENT, WEIGHT = (
+    "activation",
+    "activation gradient",
+    "weight gradient",
+    "weight",
+)
+GRADIENTS = (ACTIVATION_GRADIENT, WEIGHT_GRADIENT)
+_HEADROOM = 2  # exponents above the greatest gradient that was seen
+_MOST_SCALE = 24  # exponent of the greatest scale, as the dynamic one has it
+_TOLERATED = 1e-3  # of the numbers of a node: more is a loss
+_SHOWN = 12
+_FIELDS = ("name", "kind", "op", "module", "where", "planned", "dtype")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One tensor of a step, over all batches.
+
+    Args:
+        name: of the node in the graph of the step, or of the parameter.
+        kind: `activation`, `activation gradient`, `weight gradient` or `weight`.
+        op: canonical op; empty for a parameter.
+        module: qualified name of the module; empty where it is unknown.
+        where: `file:line` of the user's code; empty where it is unknown.
+        planned: the node of the plan that it was made for; empty where there is none.
+        dtype: short name of its type in the step.
+        histogram: of its exponents; of a gradient without the loss scale.
+        stored: of a gradient, as it stood in the step, with the loss scale; else the same.
+    """
+
+    name: str
+    kind: str
+    op: str
+    module: str
+    where: str
+    planned: str
+    dtype: str
+    histogram: Histogram
+    stored: Histogram
+
+    def __str__(self) -> str:
+        parts = [part for part in (self.op, f"in {self.module}" if self.module else "", self.where) if part]
+        return f"{self.kind} {self.name}" + (f" ({', '.join(parts)})" if parts else "")
+
+
+@dataclass(frozen=True)
+class UpdateRow:
+    """The updates of one parameter, over all steps that were not skipped.
+
+    Args:
+        name: of the parameter.
+        ratios: of `|update| / |weight|`, where the weight is not zero.
+        made: number of elements whose update was not zero.
+        lost: of these, by type, how many would have left a weight of that type as it was.
+    """
+
+    name: str
+    ratios: Histogram
+    made: int
+    lost: dict[str, int]
+
+    def fraction_lost(self, dtype: str) -> float:
+        """The fraction of updates that a weight of this type would not have noticed."""
+        return self.lost[dtype] / self.made if self.made else 0.0
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A static loss scale.
+
+    Args:
+        scale: the power of two by which gradients are best kept.
+        lost: the fraction of the nonzero gradients of weights that become zero or infinite with it.
+        lost_without: the same without a scale.
+        hopeless: names of the rows of which no scale keeps all but a thousandth.
+    """
+
+    scale: float
+    lost: float
+    lost_without: float
+    hopeless: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What `amp.profile` found.
+
+    Args:
+        rows: one for each tensor, in the order of execution; parameters behind them.
+        updates: one for each parameter.
+        batches: how many were run.
+        skipped: how many of the steps were skipped.
+        dtype: the low type of the step.
+    """
+
+    rows: tuple[Row, ...]
+    updates: tuple[UpdateRow, ...]
+    batches: int
+    skipped: int
+    dtype: str
+
+    def of(self, kind: str) -> list[Row]:
+        """The rows of a kind."""
+        return [row for row in self.rows if row.kind == kind]
+
+    def loss_scale(self, dtype: str = "fp16") -> Advice:
+        """The static loss scale that keeps most gradients in a type.
+
+        It is the greatest power of two, 2^24 at most, with which the greatest gradient that was seen stays a quarter of
+        the type's largest number. Gradients were seen as the step made them: what had become zero there is not known
+        of, so profile in BF16, or in FP16 with a scale.
+
+        Args:
+            dtype: `fp16`, `bf16`, `fp8_e4m3` or `fp8_e5m2`.
+        """
+        limits = _range(dtype)
+        gradients = [row for row in self.rows if row.kind in GRADIENTS]
+        highest = max((row.histogram.highest for row in gradients if row.histogram.highest is not None), default=0)
+        lowest = min((row.histogram.lowest for row in gradients if row.histogram.lowest is not None), default=0)
+        needed = max(limits.normal - lowest, 0)  # more helps nobody
+        exponent = min(limits.greatest - _HEADROOM - highest, _MOST_SCALE, needed)
+        scale = 2.0**exponent
+        hopeless = [row.name for row in gradients if row.histogram.fractions(dtype, scale).lost > _TOLERATED]
+        hopeless += [row.name for row in self.of(ACTIVATION) if row.histogram.fractions(dtype).infinite > 0]
+        weights = sum((row.histogram for row in self.of(WEIGHT_GRADIENT)), Histogram.empty())
+        lost, without = weights.fractions(dtype, scale).lost, weights.fractions(dtype).lost
+        return Advice(scale, lost, without, tuple(dict.fromkeys(hopeless)))
+
+    def worst(self, dtype: str = "fp16", most: int = _SHOWN) -> list[Row]:
+        """The rows that lose most in a type, the worst first, as they stood in the step."""
+        limits = _range(dtype).name
+
+        def lost(row: Row) -> float:
+            found = row.stored.fractions(limits)
+            return found.lost + found.subnormal / 2
+
+        return sorted((row for row in self.rows if lost(row) > 0), key=lost, reverse=True)[:most]
+
+    def __str__(self) -> str:
+        dtype = self.dtype if self.dtype in RANGES else "fp16"
+        advice = self.loss_scale(dtype)
+        lines = [
+            f"{len(self.rows)} tensors over {self.batches} batches, {self.skipped} of them skipped; as {dtype}:",
+            f"  a static loss scale of {advice.scale:g} loses {advice.lost:.2%} of the gradients of weights, "
+            f"none {advice.lost_without:.2%}",
+        ]
+        if advice.hopeless:
+            lines.append(f"  no scale keeps {', '.join(advice.hopeless[:_SHOWN])}")
+        for row in self.worst(dtype):
+            found = row.stored.fractions(dtype)
+            lines.append(
+                f"  {found.zero:6.2%} zero {found.subnormal:6.2%} subnormal {found.infinite:6.2%} infinite  {row}"
+            )
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "dtype": self.dtype,
+            "batches": self.batches,
+            "skipped": self.skipped,
+            "rows": [
+                {
+                    **{name: getattr(row, name) for name in _FIELDS},
+                    "exponents": _sparse(row.histogram),
+                    "stored": _sparse(row.stored),
+                }
+                for row in self.rows
+            ],
+            "updates": [
+                {"name": row.name, "ratios": _sparse(row.ratios), "made": row.made, "lost": row.lost}
+                for row in self.updates
+            ],
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Profile:
+        """What `to_dict` gave.
+
+        Raises:
+            AmpError: the data is none.
+        """
+        try:
+            rows = [
+                Row(
+                    **{name: str(one[name]) for name in _FIELDS},
+                    histogram=_dense(one["exponents"]),
+                    stored=_dense(one["stored"]),
+                )
+                for one in data["rows"]
+            ]
+            updates = [
+                UpdateRow(one["name"], _dense(one["ratios"]), one["made"], dict(one["lost"])) for one in data["updates"]
+            ]
+            return cls(tuple(rows), tuple(updates), data["batches"], data["skipped"], data["dtype"])
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as cause:
+            raise AmpError(f"this is no profile: {cause!r}", mend="pass what Profile.to_dict() gave") from cause
+
+    def to_json(self, path: str | Path) -> None:
+        """Write it to a file, atomically.
+
+        Raises:
+            AmpError: the file cannot be written.
+        """
+        write_atomically(path, json.dumps(self.to_dict(), indent=1))
+
+
+def _range(dtype: str) -> Range:
+    if dtype not in RANGES:
+        raise AmpError(f"dtype={dtype!r}", mend=f"pass one of {', '.join(RANGES)}")
+    return RANGES[dtype]
+
+
+def _sparse(histogram: Histogram) -> dict[str, int]:
+    """Exponents, or what stands in the place of one, that occur."""
+    names = [str(LOWEST + place) for place in range(BINS - 3)] + ["zero", "infinite", "nan"]
+    return {name: int(count) for name, count in zip(names, histogram.counts, strict=True) if count}
+
+
+def _dense(data: dict[str, int]) -> Histogram:
+    places = {"zero": BINS - 3, "infinite": BINS - 2, "nan": BINS - 1}
+    counts = np.zeros(BINS, np.int64)
+    for name, count in data.items():
+        counts[places[name] if name in places else int(name) - LOWEST] = count
+    return Histogram(counts)

@@ -1,0 +1,207 @@
+"""Compounds: norms and GELUs that an exporter has written out in parts. What each may look like stands here.
+
+| kind | what it is |
+|---|---|
+| `rms_norm` | `x / sqrt(mean(x²) + eps)`, times stored data |
+| `layer_norm` | the same of `x - mean(x)`, plus stored data |
+| `gelu` | `x/2 (1 + erf(x / √2))`, or by a tanh of `√(2/π) (x + 0.044715 x³)` |
+
+A new form is one more term here, a new kind one more entry of `_KINDS`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import onnx_ir as ir
+
+from amp_compiler.onnx.lowering.lower import Lowered
+from amp_compiler.onnx.model.model import all_graphs
+from amp_compiler.onnx.model.terms import Either, Found, Made, Number, Stored, Term, Whatever, is_op, scalar_of
+
+RMS_NORM, LAYER_NORM, GELU = "rms_norm", "layer_norm", "gelu"
+
+_ANCHORS = {"ReduceMean": (LAYER_NORM, RMS_NORM), "Erf": (GELU,), "Tanh": (GELU,)}
+_BETWEEN = frozenset({"Add", "Mul", "Div", "Sqrt", "Reciprocal", "Pow", "Cast"})  # from an anchor to the last node
+_LAST = ("Add", "Mul", "Div")
+_REACH = 9  # nodes from an anchor to the last one: eps, root, reciprocal, cast, product, cast, scale, bias
+_MOST = 64  # nodes that are looked at behind one anchor
+_WAYS = 32  # ways of one term that are looked at
+
+
+def _square(term: Term) -> Term:
+    return Either(Made("Mul", term, term), Made("Pow", term, Number(2)))
+
+
+def _normalized(data: Term) -> Term:
+    """A quotient by the root of the mean of squares, cast or not."""
+    mean = Made("ReduceMean", _square(data))
+    plus = Either(Made("Add", mean, Stored("epsilon")), mean)
+    root = Either(Made("Sqrt", plus), Made("Pow", plus, Number(0.5)))
+    inverse = Either(
+        Made("Reciprocal", root),
+        Made("Div", Number(1), root),
+        Made("Pow", plus, Number(-0.5)),
+        Made("Pow", root, Number(-1)),
+    )
+    quotient = Either(Made("Mul", data, inverse), Made("Div", data, root))
+    return Either(Made("Cast", quotient), quotient)
+
+
+def _scaled(data: Term) -> Term:
+    return Made("Mul", _normalized(data), Stored("scale"))
+
+
+_X = Whatever("x")
+_READ = Either(Made("Cast", _X), _X)
+_CENTRED = Made("Sub", _READ, Made("ReduceMean", _READ))
+_HALF, _ONE, _TWO = Number(0.5), Number(1), Number(2)
+
+
+def _gelu(bell: Term) -> Term:
+    """`x/2 (1 + bell)` in the orders in which it is written."""
+    plus = Made("Add", bell, _ONE)
+    return Either(
+        Made("Mul", Made("Mul", _X, _HALF), plus),
+        Made("Mul", Made("Div", _X, _TWO), plus),
+        Made("Mul", _HALF, Made("Mul", _X, plus)),
+        Made("Mul", _X, Made("Mul", _HALF, plus)),
+        Made("Mul", _X, Made("Div", plus, _TWO)),
+        Made("Div", Made("Mul", _X, plus), _TWO),
+    )
+
+
+def _tanh_argument() -> Term:
+    """`√(2/π) (x + 0.044715 x³)`, or `√(2/π) x (1 + 0.044715 x²)`."""
+    outer, inner, square = Number(math.sqrt(2 / math.pi)), Number(0.044715), _square(_X)
+    cube = Either(Made("Pow", _X, Number(3)), Made("Mul", _X, square))
+    cubed = Either(
+        Made("Mul", inner, cube),
+        Made("Mul", Made("Mul", inner, _X), square),
+        Made("Mul", _X, Made("Mul", inner, square)),
+    )
+    squared = Either(Made("Mul", inner, square), Made("Mul", _X, Made("Mul", inner, _X)))
+    near_one = Made("Add", squared, _ONE)
+    return Either(
+        Made("Mul", outer, Made("Add", _X, cubed)),
+        Made("Mul", Made("Mul", outer, _X), near_one),
+        Made("Mul", outer, Made("Mul", _X, near_one)),
+        Made("Mul", _X, Made("Mul", outer, near_one)),
+    )
+
+
+_ROOT = math.sqrt(2)
+_KINDS: dict[str, tuple[Term, ...]] = {
+    RMS_NORM: (_scaled(_READ), _normalized(_READ)),
+    LAYER_NORM: (
+        Made("Add", _scaled(_CENTRED), Stored("bias")),
+        _scaled(_CENTRED),
+        Made("Add", _normalized(_CENTRED), Stored("bias")),
+        _normalized(_CENTRED),
+    ),
+    GELU: (
+        _gelu(Made("Erf", Either(Made("Div", _X, Number(_ROOT)), Made("Mul", _X, Number(1 / _ROOT))))),
+        _gelu(Made("Tanh", _tanh_argument())),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Compound:
+    """Nodes that make up one norm or GELU.
+
+    Args:
+        kind: `rms_norm`, `layer_norm` or `gelu`.
+        last: the node that makes its result.
+        found: its nodes, with the values `x`, and as far as it has them `epsilon`, `scale` and `bias`.
+    """
+
+    kind: str
+    last: ir.Node
+    found: Found
+
+    @property
+    def nodes(self) -> tuple[ir.Node, ...]:
+        """Its nodes, the last one first."""
+        return self.found.nodes
+
+
+def find_compounds(graph: ir.Graph) -> Iterator[list[Compound]]:
+    """What is written out in a graph and its bodies: the ways in which each may be read, that of most nodes first.
+
+    The ways differ in how far it reaches: with the product with stored data or without, with the cast of its input or
+    behind it. Inner values may be read by others.
+
+    Example:
+        >>> [[way.kind for way in ways] for ways in find_compounds(read_model(open_model(proto)).ir.graph)]
+        [['rms_norm', 'rms_norm']]
+    """
+    for inner in all_graphs(graph):
+        for node in inner:
+            if node.op_type in _ANCHORS and is_op(node, node.op_type) and _is_likely(node):
+                ways = _ways(node)
+                if ways:
+                    yield ways
+
+
+def mark_compounds(lowered: Lowered) -> list[list[str]]:
+    """Say of each node which kind of compound it is part of (`Node.part`). Changes `lowered.graph`.
+
+    Returns:
+        The names of the nodes of each, in the order of the graph.
+    """
+    names: dict[ir.Node, str] = {}
+    order: dict[str, int] = {}
+    marked = []
+    for ways in find_compounds(lowered.model.ir.graph):
+        if not names:
+            names = {node: name for name, node in lowered.nodes.items()}
+            order = {name: index for index, name in enumerate(lowered.graph.nodes)}
+        nodes = lowered.graph.nodes
+        own = sorted((names[node] for node in ways[0].nodes if node in names), key=order.__getitem__)
+        for name in own:
+            if not nodes[name].part and nodes[name].op != "onnx.Cast":
+                nodes[name] = replace(nodes[name], part=ways[0].kind)
+        marked.append(own)
+    return marked
+
+
+def _is_likely(node: ir.Node) -> bool:
+    """Whether what stands beside an anchor may be part of a compound: squares before a mean, `1 +` behind the rest."""
+    if node.op_type == "ReduceMean":
+        read = node.inputs[0] if node.inputs else None
+        maker = read.producer() if read is not None else None
+        return maker is not None and maker.op_type in ("Mul", "Pow")
+    for user, _ in node.outputs[0].uses():
+        if user.op_type == "Add" and any(scalar_of(value) == 1 for value in user.inputs):
+            return True
+    return False
+
+
+def _ways(anchor: ir.Node) -> list[Compound]:
+    found: dict[tuple[frozenset[ir.Node], frozenset[tuple[str, ir.Value]]], Compound] = {}
+    for last in _behind(anchor):
+        for kind in _ANCHORS[anchor.op_type]:
+            for term in _KINDS[kind]:
+                for way in itertools.islice(term.match(last.outputs[0], Found()), _WAYS):
+                    whole = anchor in way.nodes and all(node.graph is anchor.graph for node in way.nodes)
+                    if whole and last.op_type != "Cast":
+                        key = frozenset(way.nodes), frozenset(way.values.items())
+                        found.setdefault(key, Compound(kind, last, way))
+    return sorted(found.values(), key=lambda way: -len(way.nodes))  # stable: among equals the first found stays first
+
+
+def _behind(anchor: ir.Node) -> list[ir.Node]:
+    """The nodes that may be the last one of a compound."""
+    seen: dict[ir.Node, None] = {}
+    frontier = [anchor]
+    for _ in range(_REACH):
+        users = [user for node in frontier for user, _ in node.outputs[0].uses()]
+        frontier = [user for user in dict.fromkeys(users) if user.op_type in _BETWEEN and user not in seen]
+        seen.update(dict.fromkeys(frontier))
+        if len(seen) > _MOST:
+            break
+    return [node for node in seen if node.op_type in _LAST and len(node.outputs) == 1]

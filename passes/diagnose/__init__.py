@@ -1,0 +1,1 @@
+"""What is counted in a graph, which changes no value."""

@@ -1,0 +1,170 @@
+"""`amp.profile`: what a step computes, counted in its graph, and the loss scale that follows."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import amp_compiler as amp
+from amp_compiler.cli.demo import SmallCnn, load_digits
+from amp_compiler.diagnose.exponents import Histogram
+from amp_compiler.ops.exponents import BINS, LOWEST, ZERO
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.norm, self.down = nn.Linear(8, 32), nn.LayerNorm(32), nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.gelu(self.norm(self.up(x))))
+
+
+def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    return [
+        (torch.randn(16, 8, generator=generator), torch.randint(0, 4, (16,), generator=generator)) for _ in range(count)
+    ]
+
+
+def step_of(model: nn.Module, **options: Any) -> Any:
+    options = {"dtype": "fp16", "backend": "eager", "clip_norm": 1.0, **options}
+    return amp.training_step(model, loss_fn, torch.optim.AdamW(model.parameters(), 1e-2), **options)
+
+
+def counted_by_numpy(values: torch.Tensor) -> np.ndarray:
+    numbers = values.double().numpy().reshape(-1)
+    counts = np.zeros(BINS, np.int64)
+    counts[ZERO] = (numbers == 0).sum()
+    exponents = np.floor(np.log2(np.abs(numbers[numbers != 0]))).astype(int)
+    np.add.at(counts, exponents - LOWEST, 1)
+    return counts
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"dtype": "bf16"}, {"loss_scale": 1024.0}], ids=str)
+def test_profiling_changes_no_number(options: dict[str, Any]) -> None:
+    plain, profiled = Net(), Net()
+    step, other = step_of(plain, **options), step_of(profiled, **options)
+    losses = [float(step(*batch)) for batch in batches(4)]
+    other(*batches(4)[0])
+    amp.profile(other, batches(4)[1:3])
+    assert float(other(*batches(4)[3])) == losses[3]
+    for (name, one), two in zip(plain.state_dict().items(), profiled.state_dict().values(), strict=True):
+        assert torch.equal(one, two), name
+    assert len(other._programs) == len(step._programs)  # what was captured before is used again
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_profiling_a_compiled_step_changes_no_number(dtype: str) -> None:
+    plain, profiled = Net(), Net()
+    step, other = (step_of(model, dtype=dtype, backend="inductor") for model in (plain, profiled))
+    for batch in batches(3):
+        step(*batch)
+    amp.profile(other, batches(3))
+    for (name, one), two in zip(plain.state_dict().items(), profiled.state_dict().values(), strict=True):
+        assert torch.equal(one, two), name
+
+
+def test_weight_gradients_are_counted_as_numpy_counts_them() -> None:
+    digits = load_digits(train_images=128)
+    torch.manual_seed(0)
+    model = SmallCnn(batch_norm=False)
+    step = amp.training_step(
+        model, lambda m, x, y: F.cross_entropy(m(x), y), torch.optim.SGD(model.parameters(), 0.1),
+        dtype="fp16", loss_scale=1024.0, backend="eager",
+    )  # fmt: skip
+    expected: dict[str, np.ndarray] = {}
+    dumped = copy.deepcopy(model)
+    reference = amp.training_step(
+        dumped, lambda m, x, y: F.cross_entropy(m(x), y), torch.optim.SGD(dumped.parameters(), 0.1),
+        dtype="fp16", loss_scale=1024.0, backend="eager",
+    )  # fmt: skip
+    given = [(digits.train_images[at : at + 32], digits.train_labels[at : at + 32]) for at in range(0, 128, 32)]
+    for batch in given:
+        reference(*batch)
+        for name, gradient in reference.gradients().items():
+            expected[name] = expected.get(name, 0) + counted_by_numpy(gradient)
+    found = amp.profile(step, given)
+    rows = {row.name: row for row in found.of("weight gradient")}
+    assert rows.keys() == expected.keys()
+    for name, counts in expected.items():
+        np.testing.assert_array_equal(rows[name].histogram.counts, counts, err_msg=name)
+        assert rows[name].stored == rows[name].histogram.shifted(10)  # with the scale of 1024
+    advice = found.loss_scale("fp16")
+    every = sum((row.histogram for row in rows.values()), Histogram.empty())
+    assert advice.lost == every.fractions("fp16", advice.scale).lost <= 1e-3
+
+
+def test_activations_are_counted_where_they_are_made() -> None:
+    model = Net()
+    found = amp.profile(step_of(model, loss_scale=256.0), batches(2))
+    (norm,) = [row for row in found.of("activation") if row.planned == "layer_norm" and row.histogram.total == 1024]
+    assert norm.module == "norm" and "test_profile.py:" in norm.where and norm.op == "aten.native_layer_norm"
+    assert {row.name for row in found.of("weight")} == dict(model.named_parameters()).keys()
+    assert any(row.kind == "activation gradient" and row.module == "norm" for row in found.rows)
+    assert found.batches == 2 and found.skipped == 0
+
+
+def test_a_dynamic_scale_that_falls_is_taken_out_step_by_step() -> None:
+    scaled, unscaled = (amp.profile(step_of(Net(), loss_scale=scale), batches(6)) for scale in ("dynamic", 2.0**12))
+    assert scaled.batches == 6
+    highest = {row.name: row.histogram.highest for row in unscaled.of("weight gradient")}
+    kept = [row for row in scaled.of("weight gradient") if not row.histogram.nonfinite]
+    assert kept and all(abs(row.histogram.highest - highest[row.name]) <= 1 for row in kept)
+
+
+def test_lost_updates() -> None:
+    model = nn.Linear(64, 64, bias=False)
+    rates = []
+    for rate in (1e-1, 1e-7):
+        step = amp.training_step(
+            model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), rate), dtype="bf16",
+            backend="eager",
+        )  # fmt: skip
+        (row,) = amp.profile(step, [torch.ones(4, 64)]).updates
+        rates.append(row.fraction_lost("bf16"))
+        assert row.ratios.total == 64 * 64
+    assert rates[0] < 0.5 < 0.99 < rates[1]
+
+
+def test_a_profile_is_written_and_read_back(tmp_path: Any) -> None:
+    import json
+
+    found = amp.profile(step_of(Net()), batches(1))
+    found.to_json(tmp_path / "profile.json")
+    assert amp.Profile.from_dict(json.loads((tmp_path / "profile.json").read_text())) == found
+    with pytest.raises(amp.AmpError, match="no profile"):
+        amp.Profile.from_dict({"rows": 3})
+
+
+def test_wrong_arguments() -> None:
+    step = step_of(Net())
+    with pytest.raises(amp.AmpError, match="there is no profile of Net"):
+        amp.profile(Net(), batches(1))  # type: ignore[arg-type]
+    with pytest.raises(amp.AmpError, match="no batch"):
+        amp.profile(step, [])
+    with pytest.raises(amp.AmpError, match=r"fp17.*fp16, bf16"):
+        amp.profile(step, batches(1)).loss_scale("fp17")
+
+
+def test_a_loss_that_is_no_one_graph_is_refused_by_its_reason() -> None:
+    def branching(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = loss_fn(model, x, y)
+        return loss * 2 if loss > 0 else loss
+
+    model = Net()
+    step = amp.training_step(model, branching, torch.optim.SGD(model.parameters(), 0.1), dtype="bf16", backend="eager")
+    with pytest.raises(amp.AmpError, match="branches on the values"):
+        amp.profile(step, batches(1))
