@@ -1,6 +1,6 @@
 """The peers' converters, as programs for the interpreter of an environment of their own.
 
-Each program is given the input's and the output's path, and prints the seconds from file to file, without imports.
+Each program is given the input's and the output's path, and prints the CPU seconds from file to file, without imports.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ warnings.simplefilter("ignore")
 source, target = sys.argv[1:3]
 import onnx
 {imports}
-begun = time.perf_counter()
+begun = time.process_time()
 model = {convert}
 onnx.save(model, target)
-seconds = time.perf_counter() - begun
+seconds = time.process_time() - begun
 from importlib.metadata import version
 print("RESULT" + json.dumps({{"seconds": seconds, "version": version("{package}")}}))
 """

@@ -133,16 +133,25 @@ def machines_table() -> str:
 
 
 def onnx_table() -> str:
-    """Seconds to convert an ONNX file to fp16, beside other converters."""
+    """CPU seconds to convert an ONNX file to fp16 and what comes of it, beside other converters."""
     rows = _load("onnx_convert")["rows"]
     peers = list(dict.fromkeys(peer for row in rows for peer in row["peers"]))
-    lines = [f"| model | nodes | MB | ours, s | {', s | '.join(peers)}, s |", "|---" * (len(peers) + 4) + "|"]
+    lines = [
+        f"| model | nodes | MB | ours, s | without checks, s | {', s | '.join(peers)}, s | casts, MB | error | low |",
+        "|---" * (len(peers) + 8) + "|",
+    ]
     for row in rows:
-        theirs = (row["peers"].get(peer, {}) for peer in peers)
-        cells = (f"{one['seconds']:.2f}" if "seconds" in one else one.get("error", "") for one in theirs)
+        theirs = [row["peers"].get(peer, {}) for peer in peers]
+        cells = [f"{one['seconds']:.2f}" if "seconds" in one else one.get("failed", "") for one in theirs]
+        made = [row, *theirs]
+        told = (
+            " / ".join(f"{one['casts']}, {one['cast_bytes'] / 1e6:.2f}" if "casts" in one else "–" for one in made),
+            " / ".join(f"{one['error']:.5f}" if "error" in one else "–" for one in made),
+            " / ".join(f"{one['low']:.0%}" if "low" in one else "–" for one in made),
+        )
         lines.append(
             f"| {row['model']} | {row['nodes']:,} | {row['bytes'] / 1e6:.1f} | {row['convert']:.2f}"
-            f" | {' | '.join(cells)} |"
+            f" | {row['unchecked']:.2f} | {' | '.join((*cells, *told))} |"
         )
     return "\n".join(lines)
 

@@ -45,6 +45,8 @@ class DType(enum.Enum):
     COMPLEX128 = "complex128"
     OTHER = "other"  # strings, quantized, sub-byte types, symbolic scalars: never touched
 
+    __hash__ = object.__hash__  # that of `Enum` is written in Python, and types are looked up for every value
+
     @property
     def itemsize(self) -> int:
         """Bytes per element (0 where an element has no fixed size)."""
@@ -58,7 +60,7 @@ class DType(enum.Enum):
     @property
     def short(self) -> str:
         """The short name that tables and graph text use: `fp16`, `bf16`, `fp32`, `i64`, …"""
-        return _SHORT.get(self, self.value)
+        return _SHORT[self]
 
     @property
     def format(self) -> FloatFormat:
@@ -93,7 +95,7 @@ _ITEMSIZE = {
     DType.UINT8: 1, DType.UINT16: 2, DType.UINT32: 4, DType.UINT64: 8,
     DType.BOOL: 1, DType.COMPLEX32: 4, DType.COMPLEX64: 8, DType.COMPLEX128: 16,
 }  # fmt: skip
-_SHORT = {
+_SHORT = {dtype: dtype.value for dtype in DType} | {
     DType.FLOAT16: "fp16", DType.BFLOAT16: "bf16", DType.FLOAT32: "fp32", DType.FLOAT64: "fp64",
     DType.FLOAT8: "fp8", DType.INT8: "i8", DType.INT16: "i16", DType.INT32: "i32", DType.INT64: "i64",
     DType.UINT8: "u8", DType.UINT16: "u16", DType.UINT32: "u32", DType.UINT64: "u64",

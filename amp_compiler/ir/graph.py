@@ -134,7 +134,7 @@ class Node:
     part: str = ""
 
 
-def _unknown(value: str) -> float | None:
+def unknown_magnitude(value: str) -> float | None:
     """What is known of the numbers of a graph without data: nothing."""
     return None
 
@@ -161,7 +161,7 @@ class PrecisionGraph:
 
     def __init__(self, device: str = "cpu", *, folds: bool = False) -> None:
         self.device, self.folds = device, folds
-        self.magnitude_of: Callable[[str], float | None] = _unknown
+        self.magnitude_of: Callable[[str], float | None] = unknown_magnitude
         self.values: dict[str, Value] = {}
         self.nodes: dict[str, Node] = {}
         self.outputs: list[str] = []
@@ -206,6 +206,11 @@ class PrecisionGraph:
     def is_folded(self, value: str) -> bool:
         """True where a cast of `value` costs nothing at run time."""
         return self.folds and self.values[value].kind in (ValueKind.PARAMETER, ValueKind.CONSTANT)
+
+    @property
+    def is_file(self) -> bool:
+        """True where what is planned is a file, which runtimes run node by node: each cast is a node of its own."""
+        return self.device == "onnx"
 
     def producer(self, value: str) -> Node | None:
         """The node that makes `value`; `None` for inputs, parameters, buffers and constants."""

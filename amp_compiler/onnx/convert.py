@@ -15,6 +15,7 @@ import onnx
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import low_type
 from amp_compiler.ir.files import output_file
+from amp_compiler.ir.graph import unknown_magnitude
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.check.batches import Sizes
 from amp_compiler.onnx.check.loads import MOST_NODES, Refusal, is_installed, is_long, refusal_of
@@ -24,7 +25,7 @@ from amp_compiler.onnx.lowering.lower import Lowered
 from amp_compiler.onnx.lowering.norms import guard_norms
 from amp_compiler.onnx.lowering.parameters import unify_batch_norms
 from amp_compiler.onnx.model.edit import unique
-from amp_compiler.onnx.model.infer import infer, stripped
+from amp_compiler.onnx.model.infer import infer, light_of, stripped
 from amp_compiler.onnx.model.model import OnnxFile, Source, all_graphs, open_model
 from amp_compiler.onnx.model.save import save, to_proto
 from amp_compiler.onnx.model.validate import told_as_onnx
@@ -99,8 +100,8 @@ def convert_onnx(
         raise_opset: raise the opset where only a later one admits the low type, as far as the installed ONNX Runtime
             loads the model; with `False` such ops stay FP32.
         opset: raise the model to this opset, and no further.
-        check: refuse what ONNX's full checker refuses, and load the result once in ONNX Runtime where that is
-            installed; what it says against the result is a warning, and `Conversion.refusal`.
+        check: refuse what ONNX's full checker refuses, have its inference look at the result, and load the result once
+            in ONNX Runtime where that is installed; what that says against it is a warning, and `Conversion.refusal`.
         providers: execution providers of ONNX Runtime that calibration and verification run on and the result is loaded
             with, the first choice first; the CPU's by default.
         custom_ops: libraries of custom ops for ONNX Runtime, as paths.
@@ -164,6 +165,7 @@ def convert_onnx(
                 _check(lowered, converted, lowered.model.folder, loading)
             else:
                 save(lowered.model, target, lambda proto, folder: _check(lowered, proto, folder, loading))
+        _release(lowered)
     report = None
     made: Path | onnx.ModelProto | None = target or converted
     if verify is not None and made is not None:
@@ -211,7 +213,26 @@ def _paused_collector() -> Iterator[None]:
         yield
     finally:
         if was:
+            if not gc.get_freeze_count():
+                gc.freeze()  # what was made counts as old, so that the collector does not walk it at its next turn
+                gc.unfreeze()
             gc.enable()
+
+
+def _release(lowered: Lowered) -> None:
+    """Let go of the data of a model that is written: the graph around them is freed by the collector alone, later.
+
+    Every tensor of it holds the whole message that it was read from.
+    """
+    lowered.graph.magnitude_of = unknown_magnitude
+    for graph in list(all_graphs(lowered.model.ir.graph)):
+        for value in graph.initializers.values():
+            value.const_value = None
+        for node in graph:
+            if node.attributes.data:
+                node.attributes.data.clear()
+                for value in node.outputs:
+                    value.const_value = None
 
 
 def _target(opened: OnnxFile, output: str | Path) -> Path:
@@ -226,7 +247,10 @@ def _target(opened: OnnxFile, output: str | Path) -> Path:
 def _rename_duplicates(lowered: Lowered) -> None:
     """Give each node with the name of an earlier one in its graph the name that the neutral graph has for it."""
     graphs = list(all_graphs(lowered.model.ir.graph))
-    taken = {node.name or "" for graph in graphs for node in graph}
+    names = [[node.name for node in graph] for graph in graphs]
+    if all(len(set(one)) == len(one) for one in names):
+        return
+    taken = {name or "" for one in names for name in one}
     neutral = {node: name for name, node in lowered.nodes.items()}
     for graph in graphs:
         seen: set[str] = set()
@@ -240,18 +264,18 @@ def _rename_duplicates(lowered: Lowered) -> None:
 
 def _check(lowered: Lowered, converted: onnx.ModelProto, folder: Path | None, loading: _Loading | None) -> None:
     """Let ONNX's own inference find any disagreement of types, unless the input has one already; then load it."""
+    if loading is None:  # nothing is to be checked
+        return
     try:
-        infer(stripped(converted, folder), strict=True)
+        infer(light_of(converted, folder, lowered.model.contents), strict=True)
     except OnnxError as wrong:
         try:
             infer(stripped(lowered.model.proto, lowered.model.folder), strict=True)
         except OnnxError:  # the input is at fault
-            if loading is not None:
-                loading(converted, folder)
+            loading(converted, folder)
             return
         raise OnnxError(
             f"the converted model is not valid: {wrong.what}",
             mend="report this as a bug, with the model; rules that keep the node in FP32 avoid it",
         ) from wrong
-    if loading is not None:
-        loading(converted, folder)
+    loading(converted, folder)

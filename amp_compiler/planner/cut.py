@@ -3,13 +3,13 @@
 Variable 1 is `fp32`, 0 is `low`. A value is cast at most once to each type in each region, however many nodes read the
 cast. For a value v made by p and read by u1, u2, … that costs c where p is low and any u is fp32. With one more
 variable a this is a sum of pairs: a=1 beside p=0 costs c, and u=1 beside a=0 is forbidden; the other direction
-mirrors it.
+mirrors it. In a file each cast costs a constant more (`CAST_OVERHEAD`).
 """
 
 from __future__ import annotations
 
 from amp_compiler.ir.dtypes import DType
-from amp_compiler.planner.free_nodes import Demand, FollowProblem, own_elements, upcast_source
+from amp_compiler.planner.free_nodes import Demand, FollowProblem, cast_origin, own_elements, upcast_source
 from amp_compiler.planner.mincut import TwoLabelProblem
 from amp_compiler.planner.typing import FP32, LOW
 
@@ -74,7 +74,11 @@ class _CutBuilder:
     def add_value(self, value: str) -> None:
         """The casts of one value, and that nobody sees it rounded who must not."""
         numel = self.values[value].numel
-        cost = 0 if self.owner.graph.is_folded(value) else numel * (self.low + self.fp32)
+        origin = cast_origin(self.typing, value)
+        if origin is not None:
+            self._add_origin(value, origin.dtype)
+            return
+        cost = self.owner.cast_cost(value, self.typing.low, DType.FLOAT32)
         maker = self._maker(value)
         source = self.owner.source(value)
         for demand in self.owner.demands(value).values():
@@ -90,6 +94,16 @@ class _CutBuilder:
                     self.problem.pair(self.variables[user], variable, None)
             else:
                 self._up(cost, demand, variable)
+
+    def _add_origin(self, value: str, origin: DType) -> None:
+        """A value that the model made FP32 from a third type: both types are cast from that one, each if needed."""
+        down = self.owner.cast_cost(value, origin, self.typing.low)
+        demands = self.owner.demands(value).values()
+        for demand in demands:
+            self._down(down, demand, value)
+        if not any(demand.fp32 or demand.bits or demand.casts for demand in demands):
+            takers = [user for demand in demands for user in (*demand.takers, *demand.mixers)]
+            self._up_from_low(self.owner.cast_cost(value, origin, DType.FLOAT32), Demand(takers=takers))
 
     def _maker(self, value: str) -> str | None:
         producer = self.owner.graph.producer(value)
@@ -142,6 +156,6 @@ class _CutBuilder:
         for dtype in demand.casts:
             self.problem.single(
                 variable,
-                if_zero=0 if dtype is self.typing.low else numel * (self.low + dtype.itemsize),
-                if_one=0 if dtype is DType.FLOAT32 else numel * (self.fp32 + dtype.itemsize),
+                if_zero=0 if dtype is self.typing.low else numel * (self.low + dtype.itemsize) + self.owner.overhead,
+                if_one=0 if dtype is DType.FLOAT32 else numel * (self.fp32 + dtype.itemsize) + self.owner.overhead,
             )

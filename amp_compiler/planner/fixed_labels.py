@@ -85,6 +85,7 @@ class _Walk:
                 self.found.wide[value.name] = value.dtype is DType.FLOAT32
                 if draft.graph.folds and value.kind is not ValueKind.INPUT:
                     self.found.stored.add(value.name)
+        self.free: set[str] = set()
         self.memory_wide: dict[str, bool] = {}
         self.disagreeing: set[str] = set()
 
@@ -108,6 +109,7 @@ class _Walk:
             label = precision.value
         if label is None:
             found.free.append(node.name)
+            self.free.add(node.name)
             wide = self._widest(node) is not None
         else:
             found.fixed[node.name] = label
@@ -141,7 +143,10 @@ class _Walk:
             self.found.notes[node.name] = f"has the type of '{shared}', with which it {_SHARED}"
         else:
             wide = widest is not None
-            if precision is Precision.FOLLOW and writes is None and not any(name in self.memory for name in data):
+            alone = writes is None and not any(name in self.memory for name in data)
+            if precision is Precision.FOLLOW and alone:
+                return None
+            if not wide and alone and self._is_behind_free(data):
                 return None
             if precision is Precision.FOLLOW:
                 self.found.notes[node.name] = f"follows its input: it {_SHARED}"
@@ -150,6 +155,15 @@ class _Walk:
         if not wide:
             return LOW
         return KEEP if precision is Precision.FOLLOW else FP32
+
+    def _is_behind_free(self, data: list[str]) -> bool:
+        """True in a file for what reads a free node: in the widest type of its inputs, which may come to be FP32.
+
+        Torch graphs keep what autocast would do there, whose tensors have no type to choose.
+        """
+        graph = self.draft.graph
+        makers = (graph.producer(name) for name in data) if graph.is_file else ()
+        return any(maker is not None and maker.name in self.free for maker in makers)
 
     def _agree(self, made: tuple[str, ...], writes: str | None) -> None:
         """Note memory that is written in two types, or left in neither the low nor the captured type."""

@@ -71,11 +71,19 @@ def find_numbers(graph: PrecisionGraph, rules: RuleSet) -> Numbers:
     """
     analysis = _Analysis(graph, rules.ops)
     sizes, angles = rules.keeps("sizes"), rules.keeps("angles")
+    asking = {op for op, info in analysis.infos.items() if _may_ask(info)}
+    nodes = [node for node in graph.nodes.values() if node.op in asking]
     # In this order, so that the reason is the weightiest one.
     for wanted, look in ((sizes, analysis.sizes), (sizes, analysis.steps), (angles, analysis.angles)):
-        for node in graph.nodes.values() if wanted else ():
+        for node in nodes if wanted else ():
             look(node, analysis.infos[node.op])
     return analysis.found
+
+
+def _may_ask(info: OpInfo) -> bool:
+    """Whether one of the three looks may find something at an op."""
+    curved = info.periodic or info.squashes or info.family == "transcendental"
+    return bool(info.casts or info.indices or info.steps or curved)
 
 
 class _Analysis:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from amp_compiler.ir.dtypes import DType
-from amp_compiler.planner.free_nodes import Demand, FollowProblem, own_elements, upcast_source
+from amp_compiler.planner.free_nodes import Demand, FollowProblem, cast_origin, own_elements, upcast_source
 from amp_compiler.planner.typing import FP32, LOW
 
 
@@ -29,11 +30,17 @@ def follow_notes(problem: FollowProblem, labels: Mapping[str, str]) -> dict[str,
                 "reads low values that an fp32 result would show to be rounded" if label == LOW else "is read in fp32"
             )
             notes[name] = f"follows: it {inputs}"
-        elif saved == 0:
-            notes[name] = f"follows: {label} moves as few bytes as {FP32 if label == LOW else LOW}"
         else:
-            notes[name] = f"follows: {label} moves {saved} fewer bytes"
+            notes[name] = f"follows: {_told(label, *saved)}"
     return notes
+
+
+def _told(label: str, saved: int, casts: int) -> str:
+    if saved > 0:
+        return f"{label} moves {saved} fewer bytes"
+    if saved < 0:
+        return f"{label} saves {'a cast' if casts == 1 else f'{casts} casts'} for {-saved} more bytes"
+    return f"{label} moves as few bytes as {FP32 if label == LOW else LOW}"
 
 
 class _Counts:
@@ -42,20 +49,20 @@ class _Counts:
     def __init__(self, problem: FollowProblem, labels: Mapping[str, str]) -> None:
         self.problem, self.labels, self.typing = problem, labels, problem.typing
         self.low, self.fp32 = problem.typing.low.itemsize, DType.FLOAT32.itemsize
-        self._needs: dict[tuple[str, str], list[int]] = {}
+        self._needs: dict[tuple[str, str], tuple[int, int]] = {}
 
-    def saved(self, name: str) -> int | None:
-        """Bytes that the label of a free node saves over the other one; `None` where the other one is forbidden."""
+    def saved(self, name: str) -> tuple[int, int] | None:
+        """Bytes and casts that the label of a free node saves over the other one; `None` where that is forbidden."""
         node, typing = self.problem.graph.nodes[name], self.typing[name]
         to_fp32 = self.labels[name] == LOW
         if self._forbidden(name, to_fp32):
             return None
-        change = own_elements(self.typing, name) * (self.fp32 - self.low) * (1 if to_fp32 else -1)
+        change = _Change(own_elements(self.typing, name) * (self.fp32 - self.low) * (1 if to_fp32 else -1))
         for value in dict.fromkeys(node.inputs[index].value for index in typing.data):
-            change += self._as_user(name, value, node.region, to_fp32)
+            self._as_user(change, name, value, node.region, to_fp32)
         for value in typing.made:
-            change += self._as_maker(value, to_fp32)
-        return change
+            self._as_maker(change, value, to_fp32)
+        return change.moved, change.casts
 
     def _forbidden(self, name: str, to_fp32: bool) -> bool:
         problem, node, typing = self.problem, self.problem.graph.nodes[name], self.typing[name]
@@ -75,46 +82,74 @@ class _Counts:
             for user in (*demand.takers, *demand.mixers)
         )
 
-    def _needs_of(self, value: str, region: str, demand: Demand) -> list[int]:
-        """[users that need it low, users that need it fp32]."""
+    def _needs_of(self, value: str, region: str, demand: Demand) -> tuple[int, int]:
+        """(users that need it low, users that need it fp32)."""
         found = self._needs.get((value, region))
         if found is None:
             low = sum(self.labels[user] == LOW for user in {*demand.takers, *demand.mixers})
             fp32 = sum(self.labels[user] == FP32 for user in demand.takers)
-            found = self._needs[value, region] = [low + demand.low, fp32 + demand.fp32]
+            found = self._needs[value, region] = (low + demand.low, fp32 + demand.fp32)
         return found
 
-    def _casts(self, value: str, low_users: int, fp32_users: int, dtype: DType, source: DType) -> int:
-        if self.problem.graph.is_folded(value):
-            return 0
-        count = (low_users > 0 and source is DType.FLOAT32) + (fp32_users > 0 and dtype is self.typing.low)
-        return count * self.problem.graph.values[value].numel * (self.low + self.fp32)
+    def _casts(
+        self, change: _Change, value: str, users: tuple[int, int], types: tuple[DType, DType], sign: int = 1
+    ) -> None:
+        """Add the casts of a value in one region.
 
-    def _as_user(self, name: str, value: str, region: str, to_fp32: bool) -> int:
+        Args:
+            change: what they are added to.
+            value: the value.
+            users: how many need it low, and in FP32.
+            types: its own type, and that of what a low user reads.
+            sign: -1 takes them away.
+        """
+        if self.problem.graph.is_folded(value):
+            return
+        dtype, source = types
+        numel = self.problem.graph.values[value].numel
+        if users[0] > 0 and source is DType.FLOAT32:
+            origin = cast_origin(self.typing, value)
+            change.add(sign, numel * (self.low + (self.fp32 if origin is None else origin.dtype.itemsize)))
+        if users[1] > 0 and dtype is self.typing.low:
+            change.add(sign, numel * (self.low + self.fp32))
+
+    def _as_user(self, change: _Change, name: str, value: str, region: str, to_fp32: bool) -> None:
         demand = self.problem.demands(value)[region]
         low, fp32 = self._needs_of(value, region, demand)
         step = 1 if to_fp32 else -1
         takes = step if name in demand.takers else 0
-        dtype = self.typing.result(value, self.labels)
         source = self.typing.result(self.problem.source(value), self.labels)
-        after = self._casts(value, low - step, fp32 + takes, dtype, source)
-        return after - self._casts(value, low, fp32, dtype, source)
+        types = (self.typing.result(value, self.labels), source)
+        self._casts(change, value, (low - step, fp32 + takes), types)
+        self._casts(change, value, (low, fp32), types, -1)
 
-    def _as_maker(self, value: str, to_fp32: bool) -> int:
+    def _as_maker(self, change: _Change, value: str, to_fp32: bool) -> None:
         problem, numel = self.problem, self.problem.graph.values[value].numel
         now, then = (self.typing.low, DType.FLOAT32) if to_fp32 else (DType.FLOAT32, self.typing.low)
-        change = 0
         for region, demand in problem.demands(value).items():
-            low, fp32 = self._needs_of(value, region, demand)
-            change += self._casts(value, low, fp32, then, then) - self._casts(value, low, fp32, now, now)
-            for dtype in demand.casts:
-                before = 0 if dtype is now else now.itemsize + dtype.itemsize
-                change += numel * ((0 if dtype is then else then.itemsize + dtype.itemsize) - before)
+            users = self._needs_of(value, region, demand)
+            for made, sign in ((then, 1), (now, -1)):
+                self._casts(change, value, users, (made, made), sign)
+                for dtype in demand.casts:
+                    if dtype is not made:
+                        change.add(sign, numel * (made.itemsize + dtype.itemsize))
         for user, _ in problem.graph.users(value):
             for out in user.outputs:
                 if upcast_source(self.typing, out) == value:
                     for region, demand in problem.demands(out).items():
                         low, _fp32 = self._needs_of(out, region, demand)
-                        change += self._casts(out, low, 0, DType.FLOAT32, then)
-                        change -= self._casts(out, low, 0, DType.FLOAT32, now)
-        return change
+                        self._casts(change, out, (low, 0), (DType.FLOAT32, then))
+                        self._casts(change, out, (low, 0), (DType.FLOAT32, now), -1)
+
+
+@dataclass
+class _Change:
+    """What another label would move and cast more."""
+
+    moved: int = 0
+    casts: int = 0
+
+    def add(self, sign: int, moved: int) -> None:
+        """One cast more, or less."""
+        self.moved += sign * moved
+        self.casts += sign

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Node, Operand, PrecisionGraph, Value
@@ -31,6 +32,8 @@ class Role(enum.Enum):
     FIXED = "fixed"  # stays in its captured type whatever the label: a `keep` slot, or a type constraint of the op
     ANY = "any"  # every floating-point type will do, no cast is ever placed: shape-only arguments, explicit casts
     DATA = "data"  # takes the type of the node's label
+
+    __hash__ = object.__hash__  # that of `Enum` is written in Python
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,14 @@ class NodeTyping:
         return self.info.promotes and label == FP32
 
 
+class _Operands(NamedTuple):
+    """What `NodeTyping` says of operands alone."""
+
+    roles: tuple[Role, ...]
+    data: tuple[int, ...]
+    movable: bool
+
+
 class TypingRules:
     """The typing rules of one graph, op table and low type.
 
@@ -81,6 +92,7 @@ class TypingRules:
         self.graph, self.ops, self.low = graph, ops, low
         self.flexible = frozenset({DType.FLOAT32, low})
         infos: dict[str, OpInfo] = {}
+        self._known: dict[tuple[object, ...], _Operands] = {}
         self._nodes: dict[str, NodeTyping] = {}
         for node in graph.nodes.values():
             info = infos.get(node.op)
@@ -110,6 +122,14 @@ class TypingRules:
         if producer is None or captured not in self.flexible:
             return captured
         return self.label_type(labels[producer.name], captured)
+
+    def results(self, labels: Mapping[str, str]) -> dict[str, DType]:
+        """The types of all values after the rewrite, see `result`."""
+        found = {name: value.dtype for name, value in self.graph.values.items()}
+        for name, label in labels.items():
+            if label != KEEP:
+                found.update(dict.fromkeys(self._nodes[name].made, self.low if label == LOW else DType.FLOAT32))
+        return found
 
     def need(self, node: Node, index: int, label: str) -> DType | None:
         """The type that operand `index` must be read in under `label`; `None` where it is read as it is.
@@ -148,20 +168,21 @@ class TypingRules:
     def complaint(self, node: Node, label: str, reads: Sequence[DType]) -> str | None:
         """What is wrong with the types in which a node reads its operands; `None` where all is well."""
         typing = self._nodes[node.name]
+        mixes = typing.mixes(label)
         for index, read in enumerate(reads):
             role = typing.roles[index]
             captured = self.graph.values[node.inputs[index].value].dtype
-            wanted: frozenset[DType] | set[DType]
+            wanted: DType | None
             if role is Role.OTHER or role is Role.FIXED:
-                wanted = {captured}
-            elif role is Role.ANY or typing.mixes(label):
-                wanted = self.flexible
+                wanted = captured
+            elif role is Role.ANY or mixes:
+                wanted = read if read in self.flexible else None
             else:
-                wanted = {self.label_type(label, captured)}
-            if read not in wanted:
-                expected = " or ".join(sorted(dtype.short for dtype in wanted))
+                wanted = self.label_type(label, captured)
+            if read is not wanted:
+                expected = " or ".join(sorted(dtype.short for dtype in ((wanted,) if wanted else self.flexible)))
                 return f"node '{node.name}' ({label}) reads operand {index} in {read.short}, not in {expected}"
-        if typing.mixes(label) and all(reads[index] is not DType.FLOAT32 for index in typing.data):
+        if mixes and all(reads[index] is not DType.FLOAT32 for index in typing.data):
             return f"node '{node.name}' is to run in fp32 and reads no operand in fp32"
         return None
 
@@ -169,6 +190,19 @@ class TypingRules:
         values = self.graph.values
         is_cast = node.pin is not None and node.pin.precision == "cast"
         read = [(operand, values[operand.value]) for operand in node.inputs]
+        # Nodes of one op that read alike operands share what is found of these.
+        key: tuple[object, ...] = (
+            node.op,
+            is_cast,
+            *[(op.slot, op.allowed, op.tied, value.dtype, value.rank == 0, value.volatile) for op, value in read],
+        )
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._look_at(read, info, is_cast)
+        made = tuple([name for name in node.outputs if values[name].dtype in self.flexible])
+        return NodeTyping(info, known.roles, known.data, made, is_cast, known.movable)
+
+    def _look_at(self, read: list[tuple[Operand, Value]], info: OpInfo, is_cast: bool) -> _Operands:
         ranked = info.promotes and any(value.dtype.is_float and value.rank != 0 for _, value in read)
         roles = [self._role(operand, value, info, is_cast, scalars_yield=ranked) for operand, value in read]
         data = tuple([index for index, role in enumerate(roles) if role is Role.DATA])
@@ -176,8 +210,7 @@ class TypingRules:
             role is Role.OTHER and self._is_foreign(operand, value, info, ranked)
             for (operand, value), role in zip(read, roles, strict=True)
         )
-        made = tuple([name for name in node.outputs if values[name].dtype in self.flexible])
-        return NodeTyping(info, tuple(roles), data, made, is_cast, bool(data) and not is_cast and not foreign)
+        return _Operands(tuple(roles), data, bool(data) and not is_cast and not foreign)
 
     def _role(self, operand: Operand, value: Value, info: OpInfo, is_cast: bool, *, scalars_yield: bool) -> Role:
         if value.dtype not in self.flexible:

@@ -22,8 +22,9 @@ class AssignPrecision(FunctionalPass[Draft]):
     and write. The labels of all free nodes together are the optimum, found by a minimum cut for each connected group of
     them. Where costs tie, `low` wins, which puts a downcast early and an upcast late. An op that rounding commutes with
     (`exact`) runs low on FP32 data only where everything that reads it is low, so that no FP32 reader sees a rounded
-    value. `widest` comes to `low` where all data operands are semantically low: only rules and the model decide that,
-    never the costs.
+    value. `widest` comes to `low` where all data operands are semantically low: in a torch graph only rules and the
+    model decide that, never the costs. In a file it is free behind a free node, whose result may be FP32 by then; a
+    cast costs the start of a node there, beside its bytes.
 
     One thing is settled ahead: an op that takes mixed types, and gets only low operands while labelled `fp32`, needs
     one of them cast. Which one counts is chosen before the cut (the cheapest), and costs are optimal under that choice.

@@ -67,7 +67,8 @@ def plan_of(draft: Draft) -> PrecisionPlan:
     if draft.casts is None:
         raise PassError("casts were not placed yet", mend="run 'place_casts' first")
     typing = draft.typing
-    nodes = tuple(_planned(draft, typing, node) for node in draft.graph.nodes.values())
+    shorts = {name: dtype.short for name, dtype in typing.results(draft.labels).items()}
+    nodes = tuple([_planned(draft, typing, shorts, node) for node in draft.graph.nodes.values()])
     return PrecisionPlan(
         draft.context.low.short,
         draft.rules.name,
@@ -80,7 +81,7 @@ def plan_of(draft: Draft) -> PrecisionPlan:
     )
 
 
-def _planned(draft: Draft, typing: TypingRules, node: Node) -> PlannedNode:
+def _planned(draft: Draft, typing: TypingRules, shorts: Mapping[str, str], node: Node) -> PlannedNode:
     decision = draft.decisions[node.name]
     computes = decision.precision is not Precision.KEEP  # what is kept as captured keeps its arithmetic too
     return PlannedNode(
@@ -93,7 +94,7 @@ def _planned(draft: Draft, typing: TypingRules, node: Node) -> PlannedNode:
         reason=_reason(decision, draft.notes.get(node.name, "")),
         asked=decision.precision.value,
         source=node.source,
-        outputs=tuple((name, typing.result(name, draft.labels).short) for name in node.outputs),
+        outputs=tuple([(name, shorts[name]) for name in node.outputs]),
         math=decision.math.short if computes and decision.math else "",
         backward=_backward(decision, draft.labels[node.name]),
         backward_math=decision.backward_math.short if decision.backward_math else "",

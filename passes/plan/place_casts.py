@@ -12,7 +12,7 @@ from amp_compiler.ir.plan import RETURN, PlannedCast
 from amp_compiler.passes.base import FunctionalPass, PassResult
 from amp_compiler.planner.draft import Draft
 from amp_compiler.planner.fixed_labels import resolve
-from amp_compiler.planner.free_nodes import FollowProblem, upcast_source
+from amp_compiler.planner.free_nodes import FollowProblem, cast_origin, upcast_source
 from amp_compiler.planner.typing import LABELS, LOW
 
 Key = tuple[
@@ -28,8 +28,9 @@ class PlaceCasts(FunctionalPass[Draft]):
     for each reader. What the graph returns is cast back to its captured type. Where the low type is needed of a value
     that the model itself upcast from a low value, readers read that low value; where the model itself has cast a value
     to the type in which it is returned, that cast is returned. Both are entries with `src == dst` and 0 bytes, which
-    mean "these users read `value` itself" and insert nothing. The model's own casts that still change a type are listed
-    with `explicit=True` and no users.
+    mean "these users read `value` itself" and insert nothing. What low readers read that the model has cast to FP32
+    from a third type (a mask, whole numbers) is cast for them from that type. The model's own casts that still change a
+    type are listed with `explicit=True` and no users.
 
     Before: x (fp32) with linear: low reading it twice, then layer_norm: fp32.
 
@@ -83,7 +84,7 @@ class _Placer:
     def __post_init__(self) -> None:
         self.graph, self.labels = self.draft.graph, self.draft.labels
         self.typing = self.draft.typing
-        self.types = {name: self.typing.result(name, self.labels) for name in self.graph.values}
+        self.types = self.typing.results(self.labels)
         self.orders = {name: order for order, name in enumerate((*self.graph.nodes, RETURN))}
 
     def place(self) -> tuple[PlannedCast, ...]:
@@ -116,6 +117,9 @@ class _Placer:
             source = upcast_source(self.typing, value)
             if source is not None and self.types[source] is needed:
                 value = source
+            origin = cast_origin(self.typing, value)
+            if origin is not None:
+                value = origin.name
         if user == RETURN:
             value = self.made.get((value, needed), value)
         alone = len(self.users) + 1 if self.graph.values[value].volatile else 0
@@ -171,10 +175,13 @@ def _reads(draft: Draft) -> dict[tuple[str, int], tuple[str, DType]]:
 
 def _wrong_types(draft: Draft) -> str | None:
     typing, reads = draft.typing, _reads(draft)
-    types = {name: typing.result(name, draft.labels) for name in draft.graph.values}
+    types = typing.results(draft.labels)
     for node in draft.graph.nodes.values():
-        plain = ((node.name, index, operand.value) for index, operand in enumerate(node.inputs))
-        read = [reads[name, index][1] if (name, index) in reads else types[value] for name, index, value in plain]
+        name = node.name
+        read = [
+            reads[name, index][1] if (name, index) in reads else types[operand.value]
+            for index, operand in enumerate(node.inputs)
+        ]
         wrong = typing.complaint(node, draft.labels[node.name], read)
         if wrong is not None:
             return wrong
@@ -191,6 +198,8 @@ def _lossy_pair(draft: Draft) -> str | None:
     if not draft.decisions:
         return None  # labels written by hand
     typing = draft.typing
+    if not any(label == LOW and typing[name].info.exact for name, label in draft.labels.items()):
+        return None
     semantics = resolve(draft, typing)
     problem = FollowProblem(typing, semantics)
     problem.labels = dict(draft.labels)

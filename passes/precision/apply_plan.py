@@ -63,6 +63,7 @@ class ApplyPlan(InPlacePass):
         by_name = {node.name: node for node in graph.nodes}
         order = {node: position for position, node in enumerate(graph.nodes)}
         inserted = False
+        read: dict[fx.Node, None] = {}
         for cast in self.plan.casts:
             if cast.explicit:
                 continue
@@ -77,8 +78,11 @@ class ApplyPlan(InPlacePass):
                 new.meta = source_of(source)
                 new.meta[Key.PLACED] = f"{cast.value}: {cast.src} -> {cast.dst}"
             for node, name, index in users:
-                _replace(node, name, index, new)
+                read[_replace(node, name, index, new)] = None
             inserted = True
+        for node in read:
+            if node.target is CAST and not node.users:  # a cast of the model's whose readers all read its source
+                graph.erase_node(node)
         if inserted:
             refresh(subject)
         check_types(subject, self.plan)
@@ -95,23 +99,26 @@ def _user(graph: fx.Graph, by_name: dict[str, fx.Node], name: str) -> fx.Node:
     return graph.output_node() if name == RETURN else _find(by_name, name)
 
 
-def _replace(node: fx.Node, name: str, index: int, new: fx.Node) -> None:
+def _replace(node: fx.Node, name: str, index: int, new: fx.Node) -> fx.Node:
+    """Let an operand be `new`; returns what it was."""
     if name == RETURN:
         results: Any = node.args[0]
         returned = [
             place for place, item in enumerate(results) if isinstance(item, fx.Node) and node_tensor(item) is not None
         ]
         changed = list(results)
+        old: fx.Node = changed[returned[index]]
         changed[returned[index]] = new
         node.args = (tuple(changed),)
-        new.meta.setdefault("val", results[returned[index]].meta["val"])
-        return
+        new.meta.setdefault("val", old.meta["val"])
+        return old
     operands = tensor_operands(node)
     if index >= len(operands):
         raise LoweringError(f"the plan casts operand {index} of '{name}', which has {len(operands)}")
     old = operands[index][2]
     new.meta.setdefault("val", old.meta["val"])  # keeps later operand indices valid until types are refreshed
     replace_operand(node, operands[index][1], new)
+    return old
 
 
 def check_types(graph_module: fx.GraphModule, plan: PrecisionPlan) -> None:

@@ -9,6 +9,7 @@ import onnx_ir as ir
 from amp_compiler.errors import LoweringError
 from amp_compiler.ir.dtypes import DType, dtype_from_short
 from amp_compiler.ir.plan import RETURN, PlannedCast, PrecisionPlan
+from amp_compiler.onnx.lowering.idle_casts import drop_idle_casts
 from amp_compiler.onnx.lowering.lower import Lowered, Site
 from amp_compiler.onnx.lowering.scopes import Scopes
 from amp_compiler.onnx.lowering.widen import widen_math
@@ -44,6 +45,8 @@ def apply_plan(
     """
     writer = _Writer(lowered, plan, dict(floors or {}))
     changed = writer.run()
+    if changed:
+        drop_idle_casts(lowered, plan)
     if not keep_io_types:
         changed |= writer.convert_inputs()
     return widen_math(lowered, plan) or changed
@@ -70,7 +73,8 @@ class _Writer:
                 self.node_names.add(node.name or "")
                 for value in node.outputs:
                     self._note(value, graph)
-                self.scopes.depth.update(dict.fromkeys(bodies(node).values(), self.scopes.depth[graph] + 1))
+                for body in bodies(node).values():
+                    self.scopes.depth[body] = self.scopes.depth[graph] + 1
 
     def _note(self, value: ir.Value, graph: ir.Graph) -> None:
         self.home[value] = graph
@@ -100,9 +104,10 @@ class _Writer:
 
     def _retype(self) -> bool:
         changed = False
+        values = self.lowered.graph.values
         for planned in self.plan.nodes:
             for name, short in planned.outputs:
-                if self.lowered.graph.values[name].dtype.short != short:
+                if values[name].dtype.short != short:
                     set_type(self._value(name), dtype_from_short(short))
                     changed = True
         return changed

@@ -23,9 +23,9 @@ from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Attr, Node, Operand, PrecisionGraph, Value, ValueKind
 from amp_compiler.ir.plan import RETURN
-from amp_compiler.onnx.lowering.pins import Constraints, pin_of
+from amp_compiler.onnx.lowering.pins import Demanded, Demands
 from amp_compiler.onnx.model.data import examine, tensor_of
-from amp_compiler.onnx.model.model import OnnxModel, bodies
+from amp_compiler.onnx.model.model import OnnxModel, all_graphs, bodies
 from amp_compiler.onnx.model.types import canonical_op, neutral_type
 from amp_compiler.policy.op_table import op_table
 
@@ -34,7 +34,7 @@ LOOPS = ("Loop", "Scan")
 _EXAMINED = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT64)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Site:
     """Where an operand of a neutral node stands in the model: input `index` of `node`, or output `index` of a body."""
 
@@ -112,7 +112,6 @@ def lower(
         if keep_io_types or lowered.graph.values[name].dtype not in (DType.FLOAT32, low):
             lowered.graph.outputs.append(name)
             lowered.returned.append(index)
-    lowered.graph.verify()
     lowered.graph.magnitude_of = functools.cache(lambda name: _magnitude(lowered, name))
     return lowered
 
@@ -133,7 +132,9 @@ class _Builder:
         self.lowered, self.model, self.graph = lowered, lowered.model, lowered.graph
         self.named, self.keep_quantized = named, keep_quantized
         self.names: dict[ir.Value, str] = {}
-        self.quantized: set[ir.Value] = set()
+        graphs = all_graphs(lowered.model.ir.graph) if keep_quantized else ()
+        self.quantizes = any(is_quantizing(node) for graph in graphs for node in graph)
+        self.demands = Demanded(lowered.model, lowered.low)
         self._reserved: dict[str, ir.Value] = {}
         self._next: dict[str, int] = {}
         self._unnamed: dict[str, int] = {}
@@ -167,12 +168,12 @@ class _Builder:
             self.lowered.owners[body] = node
             self.add_graph(body, region if looped else f"{name}.{attribute}")
         op = canonical_op(node.domain, node.op_type)
-        constraints = Constraints(self.model, node, self.lowered.low)
-        pin = pin_of(constraints, op, named=self.named(op, name), quantized=self._quantized(node, op))
-        if constraints.first_opset is not None and pin is not None and pin.reason == constraints.late_reason:
-            self.lowered.late[name] = constraints.first_opset
-        operands, sites = self._operands(node, constraints, inner)
+        demands = self.demands.of(node, op, named=self.named(op, name), quantized=self._quantized(node, op))
+        if demands.late is not None:
+            self.lowered.late[name] = demands.late
+        operands, sites = self._operands(node, demands, inner)
         outputs = [self._value(out, ValueKind.RESULT) for out in node.outputs if out.name]
+        props = node.metadata_props
         self.graph.add_node(
             Node(
                 name,
@@ -181,9 +182,9 @@ class _Builder:
                 tuple(value.name for value in outputs),
                 _attributes(node),
                 _module(node),
-                source=node.metadata_props.get("pkg.torch.onnx.stack_trace", "").rpartition("\n")[2][:200],
+                source=props.get("pkg.torch.onnx.stack_trace", "").rpartition("\n")[2][:200] if props else "",
                 region=region,
-                pin=pin,
+                pin=demands.pin,
             ),
             outputs,
         )
@@ -191,20 +192,20 @@ class _Builder:
         self.lowered.sites[name] = sites
 
     def _operands(
-        self, node: ir.Node, constraints: Constraints, inner: dict[str, ir.Graph]
+        self, node: ir.Node, demands: Demands, inner: dict[str, ir.Graph]
     ) -> tuple[list[Operand], list[Site]]:
         operands, sites = [], []
         for index, value in enumerate(node.inputs):
             if value is None:
                 continue
-            if value not in self.names:
+            read = self.names.get(value)
+            if read is None:
                 raise OnnxError(
                     f"it reads '{value.name}', which nothing makes",
                     where=f"node '{node.name}' ({node.op_type})",
                     mend="run onnx.checker.check_model on the model",
                 )
-            slot, allowed, tied = constraints.operand(index)
-            operands.append(Operand(self.names[value], slot, allowed, tied))
+            operands.append(Operand(read, *demands.slots[index]))
             sites.append(Site(node, index))
         for attribute, body in inner.items():
             for index, value in enumerate(body.outputs):
@@ -220,6 +221,8 @@ class _Builder:
             return ""
         if op_table().info(op).quantized:
             return "quantised models are left intact"
+        if not self.quantizes:
+            return ""
         beside = "it stands beside a quantising op, and quantised patterns are left intact"
         return beside if self._is_beside(node) else ""
 
@@ -280,7 +283,7 @@ def is_quantizing(node: ir.Node) -> bool:
 
 def _module(node: ir.Node) -> str:
     """The module path that exporters leave: torch's metadata, or a path as node name (`/encoder/layer.0/MatMul`)."""
-    scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes")
+    scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes") if node.metadata_props else None
     if scopes:
         names = [part.strip(" '\"") for part in scopes.strip("[]").split(",")]
         return names[-2] if len(names) > 1 else ""
@@ -291,7 +294,7 @@ def _module(node: ir.Node) -> str:
 def _attributes(node: ir.Node) -> dict[str, Attr]:
     found: dict[str, Attr] = {}
     kinds = ir.AttributeType
-    for name, attribute in node.attributes.items():
+    for name, attribute in node.attributes.data.items():
         if attribute.type in (kinds.INT, kinds.FLOAT, kinds.STRING):
             found[name] = attribute.value
         elif attribute.type in (kinds.INTS, kinds.FLOATS, kinds.STRINGS):

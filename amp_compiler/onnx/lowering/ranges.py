@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from amp_compiler.ir.dtypes import DType
-from amp_compiler.ir.graph import Node, Pin
+from amp_compiler.ir.graph import Node, Pin, ValueKind
 from amp_compiler.onnx.lowering.lower import Lowered
 from amp_compiler.onnx.lowering.overflow import Overflows
 from amp_compiler.onnx.lowering.walk import Walker
@@ -79,7 +79,9 @@ class _Analysis(Walker):
     def stored(self) -> None:
         """Data that do not fit."""
         for value in list(self.graph.values.values()):
-            if value.dtype is not DType.FLOAT32 or not self.graph.users(value.name):
+            if value.kind is ValueKind.RESULT or value.dtype is not DType.FLOAT32:
+                continue
+            if not self.graph.users(value.name):
                 continue
             tensor = tensor_of(self.lowered.values[value.name]) if self.holds_data(value.name) else None
             if tensor is None or tensor.size == 0:

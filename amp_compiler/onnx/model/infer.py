@@ -13,13 +13,16 @@ from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.model.external import is_external, with_data
 from amp_compiler.onnx.model.sparse import dense
 from amp_compiler.onnx.model.validate import refused
-from amp_compiler.onnx.model.walk import all_inner_tensors
+from amp_compiler.onnx.model.walk import Contents, all_inner_tensors
 
 _SMALL = 1024  # elements up to which inference is given the data of an initializer
+_LITTLE = 1 << 20  # bytes of all initializers up to which a model is no heavier than a copy without them
 
 
 def stripped(proto: onnx.ModelProto, folder: Path | None = None, *, external: bool = True) -> onnx.ModelProto:
     """A copy for inference, in which large initializers have a type and a shape and no data.
+
+    Sparse initializers are dense in it: inference takes one for a tensor of another kind, and refuses what reads it.
 
     Args:
         proto: the model; it is not changed.
@@ -29,7 +32,28 @@ def stripped(proto: onnx.ModelProto, folder: Path | None = None, *, external: bo
     Raises:
         OnnxError: small external data cannot be read.
     """
-    proto = dense(proto)  # inference takes a sparse initializer for a tensor of another kind, and refuses what reads it
+    return _stripped(dense(proto), folder, external)
+
+
+def light_of(proto: onnx.ModelProto, folder: Path | None, contents: Contents) -> onnx.ModelProto:
+    """What `stripped` gives, or the model itself where it holds little data; to be read only.
+
+    Args:
+        proto: the model.
+        folder: where external data lie.
+        contents: what the model holds.
+
+    Raises:
+        OnnxError: small external data cannot be read.
+    """
+    if contents.outside or contents.sparse:
+        return stripped(proto, folder)
+    if sum(tensor.ByteSize() for tensor in proto.graph.initializer) <= _LITTLE:
+        return proto
+    return _stripped(proto, folder, external=False)
+
+
+def _stripped(proto: onnx.ModelProto, folder: Path | None, external: bool) -> onnx.ModelProto:
     light = onnx.ModelProto(ir_version=proto.ir_version)
     light.opset_import.extend(proto.opset_import)
     light.functions.extend(proto.functions)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import stat
 from collections.abc import Iterator
@@ -14,11 +15,12 @@ import onnx_ir
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import DType
-from amp_compiler.onnx.model.infer import Sizes, infer, infer_checked, infer_sized, stripped
+from amp_compiler.onnx.model.infer import Sizes, infer, infer_checked, infer_sized, light_of, stripped
 from amp_compiler.onnx.model.order import in_order
-from amp_compiler.onnx.model.sparse import dense, sparse_names
+from amp_compiler.onnx.model.sparse import dense
 from amp_compiler.onnx.model.types import neutral_type
 from amp_compiler.onnx.model.validate import check_fully, check_structure, told_as_onnx
+from amp_compiler.onnx.model.walk import Contents, contents_of
 from amp_compiler.onnx.model.walk import proto_bodies as proto_bodies
 from amp_compiler.onnx.model.walk import proto_graphs as proto_graphs
 
@@ -40,6 +42,11 @@ class ValueType:
     tensor: bool = True
 
     @property
+    def kind(self) -> DType | bool | None:
+        """The element type of a tensor; `False` for what is none."""
+        return self.dtype if self.tensor else False
+
+    @functools.cached_property
     def numel(self) -> int:
         """Elements; a dimension without a number counts as `SIZE_HINT`."""
         if self.shape is None:
@@ -88,7 +95,7 @@ class OnnxModel:
         unnamed: nodes that had no name; `onnx_ir` gives them one, and `restore_text` takes it away again.
         described: initializers with an entry of their own in `value_info`.
         external: the data that lie in files of their own.
-        sparse: names of the initializers that were sparse, which are dense here.
+        contents: what the message held before sparse initializers were made dense.
     """
 
     proto: onnx.ModelProto
@@ -98,7 +105,12 @@ class OnnxModel:
     unnamed: set[onnx_ir.Node] = field(default_factory=set)
     described: set[onnx_ir.Value] = field(default_factory=set)
     external: list[onnx_ir.ExternalTensor] = field(default_factory=list)
-    sparse: frozenset[str] = frozenset()
+    contents: Contents = field(default_factory=Contents)
+
+    @property
+    def sparse(self) -> frozenset[str]:
+        """Names of the initializers that were sparse, which are dense here."""
+        return self.contents.sparse
 
     def type_of(self, value: onnx_ir.Value) -> ValueType:
         """What is known of a value."""
@@ -172,14 +184,18 @@ def _checked(opened: OnnxFile) -> OnnxFile:
     return opened
 
 
-def to_ir(model: OnnxFile) -> onnx_ir.Model:
+def to_ir(model: OnnxFile, contents: Contents | None = None) -> onnx_ir.Model:
     """The model on `onnx_ir`, its external data not loaded.
+
+    Args:
+        model: the model.
+        contents: what it holds, for those who know.
 
     Raises:
         OnnxError: its graph is malformed.
     """
     with told_as_onnx(model.name, "its graph is malformed"):
-        made = onnx_ir.serde.deserialize_model(dense(model.proto))
+        made = onnx_ir.serde.deserialize_model(dense(model.proto, contents))
     if model.folder is not None:
         onnx_ir.external_data.set_base_dir(made.graph, model.folder)
     return made
@@ -215,23 +231,28 @@ def read_model(opened: OnnxFile, *, check: bool = True, sizes: Sizes | None = No
     proto, folder = opened.proto, opened.folder
     _refuse(proto)
     with told_as_onnx(opened.name, "its graph is malformed"):
-        sparse, proto = sparse_names(proto), dense(in_order(proto))
-    light = stripped(proto, folder)
+        contents = contents_of(proto)
+        ordered = in_order(proto)
+        sorted_ = ordered is proto and not proto.functions
+        proto = dense(ordered, contents)
+        known = replace(contents, sparse=frozenset())
+    light = light_of(proto, folder, known)
     if check:
         check_fully(light, opened.name)
     with told_as_onnx(opened.name, "its graph is malformed"):
         if proto.functions:
             proto = onnx.inliner.inline_local_functions(proto)
+            known = replace(contents_of(proto), sparse=frozenset())
             light = stripped(proto, folder)
             if check:  # whether a call fits its function shows only now
                 check_fully(light, opened.name)
-        model = to_ir(replace(opened, proto=proto))
-        found = OnnxModel(proto, model, folder=folder, sparse=sparse)
+        model = to_ir(replace(opened, proto=proto), known)
+        found = OnnxModel(proto, model, folder=folder, contents=replace(known, sparse=contents.sparse))
         inferred = infer_checked(light) if check else infer(light)
         if sizes:
             inferred = infer_sized(light, inferred, sizes)
         _Binder(found).bind(model.graph, proto.graph, inferred.graph)
-        if not _is_sorted(model.graph, set()):
+        if not sorted_ and not _is_sorted(model.graph, set()):
             try:
                 model.graph.sort()
             except ValueError as cause:
@@ -248,14 +269,18 @@ def all_graphs(graph: onnx_ir.Graph) -> Iterator[onnx_ir.Graph]:
     """A graph and all bodies in it, in the order of the nodes."""
     yield graph
     for node in graph:
-        for body in bodies(node).values():
-            yield from all_graphs(body)
+        if node.attributes.data:
+            for body in bodies(node).values():
+                yield from all_graphs(body)
 
 
 def bodies(node: onnx_ir.Node) -> dict[str, onnx_ir.Graph]:
     """The bodies of a control-flow node by attribute name."""
     found: dict[str, onnx_ir.Graph] = {}
-    for name, attribute in node.attributes.items():
+    held = node.attributes.data  # a dict, where the mapping around it is written in Python
+    if not held:
+        return found
+    for name, attribute in held.items():
         if attribute.type == onnx_ir.AttributeType.GRAPH:
             found[name] = attribute.as_graph()
         elif attribute.type == onnx_ir.AttributeType.GRAPHS:
@@ -282,10 +307,11 @@ class _Binder:
     """Walks the `onnx_ir` graph, the message and the inferred message side by side."""
 
     model: OnnxModel
+    seen: dict[bytes, ValueType] = field(default_factory=dict)
 
     def bind(self, graph: onnx_ir.Graph, proto: onnx.GraphProto, inferred: onnx.GraphProto) -> None:
         """Fill `types`, `unnamed` and `described` for one graph and its bodies."""
-        known = {info.name: info.type for kind in ("value_info", "input", "output") for info in getattr(inferred, kind)}
+        known = self._known(inferred)
         described = {info.name for info in proto.value_info}
         for value in graph.inputs:
             self._note(value, known)
@@ -308,10 +334,22 @@ class _Binder:
                 for name, body in inner.items():
                     self.bind(body, first[name], second[name])
 
-    def _note(self, value: onnx_ir.Value, known: dict[str, onnx.TypeProto]) -> None:
+    def _known(self, inferred: onnx.GraphProto) -> dict[str, ValueType]:
+        """By name, what inference says. Few types are common to many values, so each is looked into once."""
+        known = {}
+        for kind in ("value_info", "input", "output"):
+            for info in getattr(inferred, kind):
+                text = info.type.SerializeToString()
+                found = self.seen.get(text)
+                if found is None:
+                    found = self.seen[text] = _value_type(info.type)
+                known[info.name] = found
+        return known
+
+    def _note(self, value: onnx_ir.Value, known: dict[str, ValueType]) -> None:
         found = known.get(value.name or "")
         if found is not None:
-            self.model.types[value] = _value_type(found)
+            self.model.types[value] = found
 
 
 def _value_type(proto: onnx.TypeProto) -> ValueType:

@@ -26,18 +26,26 @@ def _is_ordered(graph: onnx.GraphProto, around: set[str]) -> bool:
     """Whether each node reads what stands before it. What nothing makes at all is no question of order."""
     known = around | {info.name for info in graph.input} | {tensor.name for tensor in graph.initializer}
     known |= {sparse.values.name for sparse in graph.sparse_initializer}
-    makes = {name for node in graph.node for name in node.output}
+    makes: set[str] = set()  # filled where something is read that nothing before it makes
     for node in graph.node:
-        if not all(not name or name in known or name not in makes for name in node.input):
-            return False
-        inner = proto_bodies(node)
+        for name in node.input:
+            if name not in known and name:
+                makes = makes or _made(graph)
+                if name in makes:
+                    return False
+        inner = proto_bodies(node) if node.attribute else None
         if inner:
+            makes = makes or _made(graph)
             if any(name in makes and name not in known for name in read_names(node)):
                 return False
             if not all(_is_ordered(body, known) for body in inner.values()):
                 return False
         known.update(node.output)
     return True
+
+
+def _made(graph: onnx.GraphProto) -> set[str]:
+    return {name for node in graph.node for name in node.output}
 
 
 def _sort(graph: onnx.GraphProto) -> None:

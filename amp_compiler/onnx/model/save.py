@@ -102,7 +102,7 @@ def save(model: OnnxModel, path: Path, check: Check) -> None:
 
 def _load_attributes(model: OnnxModel) -> None:
     """Let attributes hold their data, which only initializers may have in a file of their own."""
-    for graph in all_graphs(model.ir.graph):
+    for graph in all_graphs(model.ir.graph) if model.contents.outside else ():
         for node in graph:
             for name, attribute in node.attributes.items():
                 if attribute.type == ir.AttributeType.TENSOR and isinstance(attribute.value, ir.ExternalTensor):
@@ -209,7 +209,7 @@ def _tensors(model: OnnxModel) -> Iterator[ir.TensorProtocol]:
             if value.const_value is not None:
                 yield value.const_value
         for node in graph:
-            for attribute in node.attributes.values():
+            for attribute in node.attributes.data.values():
                 if attribute.type == ir.AttributeType.TENSOR:
                     yield attribute.value
 

@@ -10,23 +10,22 @@ from onnx import TensorProto, numpy_helper
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.model.external import bytes_of, is_external
-from amp_compiler.onnx.model.walk import proto_graphs
+from amp_compiler.onnx.model.walk import Contents, contents_of, proto_graphs
 
 _MOST = 1_900_000_000  # bytes of a dense tensor that one message can hold
 
 
-def sparse_names(proto: onnx.ModelProto) -> frozenset[str]:
-    """The names of all sparse initializers of a model, bodies included."""
-    return frozenset(sparse.values.name for graph in proto_graphs(proto.graph) for sparse in graph.sparse_initializer)
-
-
-def dense(proto: onnx.ModelProto) -> onnx.ModelProto:
+def dense(proto: onnx.ModelProto, contents: Contents | None = None) -> onnx.ModelProto:
     """A model without sparse initializers: itself where it has none, else a copy in which they are dense.
+
+    Args:
+        proto: the model.
+        contents: what it holds, for those who know.
 
     Raises:
         OnnxError: one is malformed, or too large to be dense.
     """
-    if not sparse_names(proto):
+    if not (contents or contents_of(proto)).sparse:
         return proto
     made = onnx.ModelProto()
     made.CopyFrom(proto)

@@ -106,8 +106,10 @@ class _Checker:
         if depth > DEEPEST:
             raise OnnxError(f"its bodies stand more than {DEEPEST} deep in one another", where=place, mend=_EXPORT)
         for node in nodes:
-            names = (node.name, node.op_type, node.domain, node.overload, *node.input, *node.output)
-            if not all(type(name) is str for name in names):
+            try:
+                "".join((node.name, node.op_type, node.domain, node.overload, *node.input, *node.output))
+            except TypeError:
+                names = (node.name, node.op_type, node.domain, node.overload, *node.input, *node.output)
                 _check_names(node_place(node), iter(names))
             if not node.op_type:
                 raise OnnxError("it names no op", where=node_place(node), mend=_EXPORT)

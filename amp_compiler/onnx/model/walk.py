@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import onnx
 from onnx import AttributeProto
+
+_EXTERNAL = onnx.TensorProto.EXTERNAL
 
 
 def proto_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
@@ -15,7 +18,8 @@ def proto_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
         current = pending.pop()
         yield current
         for node in current.node:
-            pending.extend(proto_bodies(node).values())
+            if node.attribute:
+                pending.extend(proto_bodies(node).values())
 
 
 def proto_bodies(node: onnx.NodeProto) -> dict[str, onnx.GraphProto]:
@@ -55,6 +59,41 @@ def function_nodes(function: onnx.FunctionProto) -> Iterator[onnx.NodeProto]:
         for body in proto_bodies(node).values():
             for graph in proto_graphs(body):
                 yield from graph.node
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What few models hold, and those that do not are read faster for: found in one walk.
+
+    Args:
+        sparse: the names of all sparse initializers, bodies included.
+        outside: whether a tensor of an attribute, or an initializer, has its data in a file of its own.
+    """
+
+    sparse: frozenset[str] = frozenset()
+    outside: bool = False
+
+
+def contents_of(proto: onnx.ModelProto) -> Contents:
+    """What a model holds, in its graph, in all bodies and in its functions."""
+    sparse: set[str] = set()
+    outside = False
+    graphs, lists = [proto.graph], [function.node for function in proto.functions]
+    while graphs or lists:
+        if graphs:
+            graph = graphs.pop()
+            sparse.update(entry.values.name for entry in graph.sparse_initializer)
+            outside = outside or any(tensor.data_location == _EXTERNAL for tensor in graph.initializer)
+            lists.append(graph.node)
+        for node in lists.pop():
+            for attribute in node.attribute:
+                if attribute.type == AttributeProto.GRAPH:
+                    graphs.append(attribute.g)
+                elif attribute.type == AttributeProto.GRAPHS:
+                    graphs.extend(attribute.graphs)
+                elif not outside:
+                    outside = any(tensor.data_location == _EXTERNAL for tensor in attribute_tensors(attribute))
+    return Contents(frozenset(sparse), outside)
 
 
 def all_tensors(proto: onnx.ModelProto) -> Iterator[tuple[str, onnx.TensorProto]]:

@@ -1,0 +1,203 @@
+"""Casts that a conversion leaves behind: as few as TensorFlow's, none in a row, none that changes nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto as T
+from onnx_models import DTYPES, LOW, check, info, model, node, run, types, weight
+from random_models import models
+from tensorflow_graphs import GRAPHS, TensorFlowGraph
+
+import amp_compiler as amp
+from amp_compiler.onnx.convert import convert_onnx
+
+# Lists of tensors are sequences in ONNX, which hold what they held; in torch they are gone when a graph is captured.
+SEQUENCES = ("TensorListSetGet", "TensorListFromTensor")
+
+
+def all_casts(graph):
+    """The casts of a graph and of its bodies."""
+    found = [entry for entry in graph.node if entry.op_type == "Cast"]
+    return found + [
+        cast for entry in graph.node for one in entry.attribute if one.HasField("g") for cast in all_casts(one.g)
+    ]
+
+
+def rules_of(graph: TensorFlowGraph, preset: str):
+    return {"version": 1, "extends": preset, "rules": list(graph.rules)}
+
+
+def model_of(graph: TensorFlowGraph, dtype: str):
+    """The model, with casts of its own to the low type that is asked for."""
+    made = graph.model()
+    for cast in all_casts(made.graph):
+        if cast.attribute[0].i == T.FLOAT16:
+            cast.attribute[0].i = LOW[dtype]
+    return made
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", [name for name in GRAPHS if name not in SEQUENCES])
+def test_no_more_casts_than_tensorflow_puts_into_its_own_graphs(name, dtype):
+    graph = GRAPHS[name]
+    source = model_of(graph, dtype)
+    done = check(source, dtype, rules_of(graph, "tensorflow"))
+    assert len(all_casts(done.model.graph)) - len(all_casts(source.graph)) <= graph.casts
+    precisions = {planned.name: planned.precision for planned in done.plan.nodes}
+    assert [one for one in graph.low if precisions[one] != "low"] == []
+
+
+# The lists of `default` are autocast's, which have these ops in FP32, and a root in 16 bits.
+OTHER_LISTS = ("NoOp", "PreserveFetches", "InvOp", "LogOp", "SoftplusOp")
+
+
+@pytest.mark.parametrize("name", [name for name in GRAPHS if name not in (*SEQUENCES, *OTHER_LISTS)])
+def test_no_more_casts_by_default_either(name):
+    graph = GRAPHS[name]
+    source = graph.model()
+    done = check(source, "fp16", rules_of(graph, "default"))
+    assert len(all_casts(done.model.graph)) - len(all_casts(source.graph)) <= graph.casts
+
+
+def test_widest_behind_follow_takes_part_in_the_cut():
+    """What is cast up for an output anyway is read in FP32 by a follower and by the root behind it."""
+    graph = GRAPHS["PreserveFetches"]
+    plan = convert_onnx(graph.model(), rules="tensorflow").plan
+    nodes = {planned.name: planned for planned in plan.nodes}
+    assert (nodes["clr1"].precision, nodes["infer1"].precision) == ("fp32", "fp32")
+    assert len([cast for cast in plan.casts if cast.src != cast.dst]) == 4
+
+
+def mask(kind, readers):
+    """A mask that the model makes FP32, and what reads it."""
+    return model(
+        [node("Cast", ["b"], ["m"], "own", to=T.FLOAT), *readers],
+        [info("x", 4, 4), info("b", 4, 4, kind=kind)],
+        [info("y", 4, 4)],
+        [weight("w", 4, 4)],
+    )
+
+
+WHOLE = [T.BOOL, T.INT64, T.INT32, T.UINT8]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", WHOLE, ids=T.DataType.Name)
+def test_a_mask_that_is_read_low_is_cast_once(kind, dtype):
+    source = mask(kind, [node("MatMul", ["x", "m"], ["y"])])
+    made = check(source, dtype).model
+    (cast,) = [entry for entry in made.graph.node if entry.input[0] == "b"]
+    assert (cast.op_type, cast.attribute[0].i) == ("Cast", LOW[dtype])
+    assert "m" not in types(made), "the model's own cast is read by nobody"
+
+
+def test_a_mask_that_is_read_in_both_types_is_cast_to_each_from_the_start():
+    readers = [node("MatMul", ["x", "m"], ["a"]), node("Exp", ["m"], ["e"]), node("Add", ["a", "e"], ["y"])]
+    source = mask(T.BOOL, readers)
+    done = check(source, "fp16")
+    assert sorted(entry.attribute[0].i for entry in done.model.graph.node if entry.input[0] == "b") == [1, 10]
+    feeds = {"x": np.full((4, 4), 0.5, np.float32), "b": np.eye(4, dtype=bool)}
+    assert np.allclose(run(source, feeds)[0], run(done.model, feeds)[0], atol=1e-2)
+
+
+def test_an_output_that_the_model_cast_keeps_its_cast():
+    source = mask(T.BOOL, [node("MatMul", ["x", "m"], ["y"])])
+    source.graph.output.append(info("m", 4, 4))
+    made = check(source, "fp16").model
+    assert types(made)["m"] == T.FLOAT
+
+
+def test_a_cast_that_has_become_idle_goes():
+    """The model casts a product to FP16 by itself, which it is now."""
+    nodes = [
+        node("MatMul", ["x", "w"], ["a"]),
+        node("Cast", ["a"], ["c"], "own", to=T.FLOAT16),
+        node("Relu", ["c"], ["d"]),
+        node("Cast", ["d"], ["y"], to=T.FLOAT),
+    ]
+    made = check(model(nodes, [info("x", 4, 4)], [info("y", 4, 4)], [weight("w", 4, 4)]), "fp16").model
+    assert [entry.op_type for entry in made.graph.node] == ["Cast", "MatMul", "Relu", "Cast"]
+
+
+def test_an_idle_cast_that_makes_an_output_passes_it_on():
+    nodes = [node("MatMul", ["x", "w"], ["a"]), node("Cast", ["a"], ["y"], "own", to=T.FLOAT16)]
+    source = model(nodes, [info("x", 4, 4)], [info("y", 4, 4, kind=T.FLOAT16)], [weight("w", 4, 4)])
+    made = check(source, "fp16").model
+    assert [entry.op_type for entry in made.graph.node] == ["Cast", "MatMul", "Identity"]
+
+
+def test_casts_that_were_idle_before_stay():
+    nodes = [node("Cast", ["x"], ["a"], to=T.FLOAT), node("MatMul", ["a", "w"], ["y"])]
+    made = check(model(nodes, [info("x", 4, 4)], [info("y", 4, 4)], [weight("w", 4, 4)]), "fp16").model
+    assert next(entry for entry in made.graph.node if entry.output[0] == "a").attribute[0].i == T.FLOAT
+
+
+def wrongs(source: onnx.ModelProto, made: onnx.ModelProto) -> list[str]:
+    """Casts of ours that read a cast where the model had no two in a row, and new ones between equal types."""
+    own = {entry.output[0] for entry in source.graph.node if entry.op_type == "Cast"}
+    rows = {entry.input[0] for entry in source.graph.node if entry.op_type == "Cast" and entry.input[0] in own}
+    before, after = types(source), types(made)
+    casts = {entry.output[0]: entry for entry in made.graph.node if entry.op_type == "Cast"}
+    chained = [out for out, entry in casts.items() if out not in own and entry.input[0] in set(casts) - rows]
+    idle = [
+        out
+        for out, entry in casts.items()
+        if after[entry.input[0]] == after[out] and not (out in own and before.get(entry.input[0]) == before[out])
+    ]
+    return chained + idle
+
+
+@pytest.mark.parametrize("rules", ["default", "tensorflow", "safe"])
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(source=models(), dtype=st.sampled_from(DTYPES), keep=st.booleans())
+def test_no_cast_of_ours_reads_a_cast_and_none_is_idle(rules, source, dtype, keep):
+    made = convert_onnx(source, rules=rules, dtype=dtype, keep_io_types=keep).model
+    onnx.checker.check_model(made, full_check=True)
+    assert wrongs(source, made) == []
+
+
+class Lists(torch.nn.Module):
+    """TensorListSetGet in torch: lists of Python, which are gone when a graph is captured."""
+
+    def forward(self, x):
+        first = [x, x @ x]
+        bounded = torch.tanh(first[1])
+        first.append(bounded @ bounded)
+        return first[2], [x][0].clone()
+
+
+def inputs_of(source):
+    """Tensors for the inputs of a model."""
+    kinds = {T.FLOAT: torch.float32, T.BOOL: torch.bool, T.INT64: torch.int64}
+    tensors = ((entry.type.tensor_type.elem_type, entry.type.tensor_type.shape.dim) for entry in source.graph.input)
+    return tuple(torch.ones([dim.dim_value for dim in dims], dtype=kinds[kind]) for kind, dims in tensors)
+
+
+# By bytes, which is what counts where casts are fused into their neighbours, five casts move less than four.
+IN_TORCH = {"PreserveFetches": 5}
+NOT_IN_TORCH = ("RecurrentEdgeColorMismatch", "TensorListSetGet", "PreserveCPUNodes")  # loops, lists, names of nodes
+
+
+@pytest.mark.parametrize("name", [*(name for name in GRAPHS if name not in NOT_IN_TORCH), "Lists"])
+def test_no_more_casts_than_tensorflow_in_a_torch_graph(name):
+    graph = GRAPHS["TensorListSetGet" if name == "Lists" else name]
+    source = model_of(graph, "bf16")
+    module = Lists() if name == "Lists" else amp.onnx_to_fx(source)
+    own = sum(entry.op_type == "Cast" for entry in source.graph.node)
+    compiled = amp.compile(module.eval(), rules="tensorflow", dtype="bf16", backend="eager")
+    with torch.no_grad():
+        compiled(*inputs_of(source)[: 1 if name == "Lists" else None])
+    made = [entry for entry in compiled.graph_module.graph.nodes if entry.target is torch.ops.aten.to.dtype]
+    assert len(made) - own <= IN_TORCH.get(name, graph.casts)
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_sequences_hold_what_they_held(name):
+    """No cast takes a sequence, so it keeps its type, and each product is cast on its way in and out."""
+    done = check(GRAPHS[name].model(), "fp16", "tensorflow")
+    assert len(all_casts(done.model.graph)) == 4

@@ -1,0 +1,298 @@
+"""The graphs by which TensorFlow tests its automatic mixed precision, as ONNX models of ours.
+
+What they hold was read from tensorflow/core/grappler/optimizers/auto_mixed_precision_test.cc: ops, edges, what is
+fetched, and how many casts TensorFlow puts in. Names of nodes are TensorFlow's. Where an op has no twin in ONNX, the
+nearest one of the same of its four lists stands in: a sparse product, which TensorFlow runs in FP32, is `Exp`; the
+gradient of a batch normalisation is a second batch normalisation. TensorFlow casts its constants at run time; they are
+inputs here, so that each such cast counts as it does there. In one graph a product is fetched: TensorFlow rewrites no
+node that is fetched, and leaves that product in FP32, where a rule here asks for it in 16 bits. That graph is held to
+the casts that two products and three results in FP32 need at least, which are four.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx
+from onnx import parser
+
+_HEAD = '<ir_version: 9, opset_import: ["" : 18]>\n'
+
+
+@dataclass(frozen=True)
+class TensorFlowGraph:
+    """One graph.
+
+    Args:
+        text: the graph in ONNX's text form.
+        casts: how many casts TensorFlow adds.
+        low: nodes that TensorFlow runs in 16 bits.
+        fp32: nodes that it runs in FP32.
+        rules: what is asked beside the preset.
+    """
+
+    text: str
+    casts: int
+    low: tuple[str, ...] = ()
+    fp32: tuple[str, ...] = ()
+    rules: tuple[dict[str, object], ...] = ()
+
+    def model(self) -> onnx.ModelProto:
+        """The model, checked."""
+        made = parser.parse_model(_HEAD + self.text)
+        onnx.checker.check_model(made, full_check=True)
+        return made
+
+
+def _main(inputs: str, outputs: str, nodes: str) -> str:
+    return f"g ({inputs}) => ({outputs}) {{\n{nodes}\n}}"
+
+
+_SQUARE = "float[32, 32]"
+_IN = f"{_SQUARE} input"
+
+
+def _unary(op: str) -> TensorFlowGraph:
+    nodes = f"""
+        [allow1] a = MatMul(input, eye)
+        {op}
+        [allow2] c = MatMul(b, eye)
+        [fetch1] fetch = Identity(c)"""
+    return TensorFlowGraph(_main(f"{_IN}, {_SQUARE} eye", f"{_SQUARE} fetch", nodes), 3, ("allow1", "infer1", "allow2"))
+
+
+_RECURRENT = """
+    [deny1] d = Exp(input)
+    [loop] fetch = Loop(trips, go, d) <body = body
+        (int64 i, bool c, float[32, 32] carried) => (bool again, float[32, 32] next) {
+            [again] again = Identity(c)
+            [infer1] s = Sqrt(carried)
+            [allow1] next = MatMul(s, s)
+        }>"""
+
+GRAPHS: dict[str, TensorFlowGraph] = {
+    "NoOp": TensorFlowGraph(
+        _main(
+            "float[32] input",
+            "float[32] fetch",
+            """
+            [deny1] a = Exp(input)
+            [clr1] b = Relu(a)
+            [infer1] c = Sqrt(b)
+            [clr2] d = Relu(c)
+            [fetch1] fetch = Identity(d)""",
+        ),
+        0,
+        (),
+        ("deny1", "clr1", "infer1", "clr2"),
+    ),
+    "AlreadyFp16": TensorFlowGraph(
+        _main(
+            _IN,
+            f"{_SQUARE} fetch",
+            """
+            [cst1] a = Cast<to = 10>(input)
+            [allow1] b = MatMul(a, a)
+            [clr1] c = Relu(b)
+            [cst2] d = Cast<to = 1>(c)
+            [clr2] e = Relu(d)
+            [fetch1] fetch = Identity(e)""",
+        ),
+        0,
+        ("allow1", "clr1"),
+        ("clr2",),
+    ),
+    "Simple": TensorFlowGraph(
+        _main(
+            _IN,
+            f"{_SQUARE} fetch",
+            """
+            [deny1] a = Exp(input)
+            [clr1] b = Relu(a)
+            [infer1] c = Sqrt(b)
+            [clr2] d = Relu(c)
+            [allow1] e = MatMul(d, d)
+            [clr3] f = Relu(e)
+            [infer2] g = Log(f)
+            [clr4] h = Relu(g)
+            [deny2] i = Exp(h)
+            [clr5] j = Relu(i)
+            [fetch1] fetch = Identity(j)""",
+        ),
+        2,
+        ("allow1",),
+        ("deny1", "clr1", "infer1", "deny2", "clr5"),
+    ),
+    "BidirectionalClearChain": TensorFlowGraph(
+        _main(
+            _IN,
+            f"{_SQUARE} fetch1, {_SQUARE} fetch2, int64[2] n1, int64[2] n2",
+            """
+            [clr1] a = Relu(input)
+            [clr2] b = Relu(input)
+            [allow1] c = MatMul(a, a)
+            [clr3a] n1 = Shape(a)
+            [clr3b] n2 = Shape(b)
+            [clr4] d = Relu(b)
+            [fetch1_] fetch1 = Identity(c)
+            [fetch2_] fetch2 = Identity(d)""",
+        ),
+        3,
+        ("allow1",),
+    ),
+    "PreserveFetches": TensorFlowGraph(
+        _main(
+            _IN,
+            f"{_SQUARE} a, {_SQUARE} e, {_SQUARE} g",
+            """
+            [allow1] a = MatMul(input, input)
+            [clr1] b = Relu(a)
+            [infer1] c = Sqrt(b)
+            [deny1] d = Exp(c)
+            [clr2] e = Relu(d)
+            [allow2] f = MatMul(e, e)
+            [clr3] g = Relu(f)
+            [deny2] h = Exp(g)
+            [clr4] i = Relu(h)""",
+        ),
+        4,
+        ("allow1", "allow2"),
+        ("clr1", "infer1", "deny1", "clr2", "clr3", "deny2", "clr4"),
+    ),
+    "PreserveCPUNodes": TensorFlowGraph(
+        _main(
+            _IN,
+            f"{_SQUARE} fetch",
+            """
+            [clr1] a = Relu(input)
+            [allow1] b = MatMul(a, a)
+            [infer1] c = Tanh(b)
+            [allow2] d = MatMul(c, c)
+            [clr2] e = Relu(d)
+            [fetch1] fetch = Identity(e)""",
+        ),
+        2,
+        ("allow1",),
+        ("allow2", "clr2"),
+        ({"match": {"node": "^allow2$"}, "precision": "fp32", "why": "it runs on a CPU"},),
+    ),
+    "PreserveIdentityAfterVariable": TensorFlowGraph(
+        _main(
+            f"{_IN}, {_SQUARE} var1, {_SQUARE} input2",
+            f"{_SQUARE} fetch1, {_SQUARE} fetch2",
+            """
+            [clr1] a = Identity(var1)
+            [allow1] b = MatMul(input, a)
+            [clr2] c = Identity(input2)
+            [allow2] d = MatMul(input, c)
+            [fetch1_] fetch1 = Identity(b)
+            [fetch2_] fetch2 = Identity(d)""",
+        ),
+        5,
+        ("allow1", "allow2"),
+    ),
+    "FusedBatchNorm": TensorFlowGraph(
+        _main(
+            "float[8, 16, 56, 56] input, float[16, 16, 3, 3] weight, float[16] scale, float[16] offset, "
+            "float[16] mean, float[16] variance",
+            "float[8, 16, 56, 56] fetch",
+            """
+            [allow1] a = Conv<pads = [1, 1, 1, 1]>(input, weight)
+            [fbn1] b = BatchNormalization(a, scale, offset, mean, variance)
+            [bng1] c = BatchNormalization(b, scale, offset, mean, variance)
+            [infer1] d = Add(b, c)
+            [allow2] e = Conv<pads = [1, 1, 1, 1]>(d, weight)
+            [fetch1] fetch = Identity(e)""",
+        ),
+        3,
+        ("allow1", "fbn1", "bng1", "infer1", "allow2"),
+    ),
+    "RepeatedAndListTypeAttrs": TensorFlowGraph(
+        _main(
+            _IN,
+            f"{_SQUARE} fetch",
+            """
+            [allow1] a = MatMul(input, input)
+            [clr1a] b = Identity(a)
+            [clr1b] c = Identity(a)
+            [clr1c] d = Identity(a)
+            [infer1] e = Sum(b, c, d)
+            [allow2] f = MatMul(e, e)
+            [fetch1] fetch = Identity(f)""",
+        ),
+        2,
+        ("allow1", "clr1a", "infer1", "allow2"),
+    ),
+    "ExistingCast": TensorFlowGraph(
+        _main(
+            "bool[32, 32] input",
+            f"{_SQUARE} fetch",
+            """
+            [cst1] a = Cast<to = 1>(input)
+            [allow1] b = MatMul(a, a)
+            [fetch1] fetch = Identity(b)""",
+        ),
+        1,
+        ("allow1",),
+    ),
+    "RecurrentEdgeColorMismatch": TensorFlowGraph(
+        _main(f"{_IN}, int64 trips, bool go", f"{_SQUARE} fetch", _RECURRENT), 2, ("allow1",), ("deny1", "infer1")
+    ),
+    "BatchMatMul": TensorFlowGraph(
+        _main(
+            "float[64, 32, 32] input",
+            "float[64, 32, 32] fetch",
+            "[allow1] a = MatMul(input, input) [fetch1] fetch = Identity(a)",
+        ),
+        2,
+        ("allow1",),
+    ),
+    "EluOp": _unary("[infer1] b = Elu(a)"),
+    "ErfOp": _unary("[infer1] b = Erf(a)"),
+    "InvOp": _unary("[infer1] b = Reciprocal(a)"),
+    "LogOp": _unary("[infer1] b = Log(a)"),
+    "LogSoftmaxOp": _unary("[infer1] b = LogSoftmax(a)"),
+    "SigmoidOp": _unary("[infer1] b = Sigmoid(a)"),
+    "SoftmaxOp": _unary("[infer1] b = Softmax(a)"),
+    "SoftplusOp": _unary("[infer1] b = Softplus(a)"),
+    "SqrtOp": _unary("[infer1] b = Sqrt(a)"),
+    "TanhOp": _unary("[infer1] b = Tanh(a)"),
+    "TensorListSetGet": TensorFlowGraph(
+        _main(
+            f"{_IN}, int64 idx1, int64 idx2, int64 idx3",
+            f"{_SQUARE} fetch1, {_SQUARE} fetch2",
+            """
+            [tl1] empty = SequenceEmpty<dtype = 1>()
+            [tl1w1] l1 = SequenceInsert(empty, input)
+            [allow1] a = MatMul(input, input)
+            [tl1w2] l2 = SequenceInsert(l1, a)
+            [tl1r1] b = SequenceAt(l2, idx1)
+            [infer1] c = Tanh(b)
+            [allow2] d = MatMul(c, c)
+            [tl1w3] l3 = SequenceInsert(l1, d)
+            [tl1r2] e = SequenceAt(l3, idx1)
+            [tl2] empty2 = SequenceEmpty<dtype = 1>()
+            [tl2w1] m1 = SequenceInsert(empty2, input)
+            [tl2r1] f = SequenceAt(m1, idx2)
+            [fetch1_] fetch1 = Identity(e)
+            [fetch2_] fetch2 = Identity(f)""",
+        ),
+        2,
+        ("allow1", "allow2"),
+    ),
+    "TensorListFromTensor": TensorFlowGraph(
+        _main(
+            _IN,
+            f"{_SQUARE} fetch",
+            """
+            [allow1] a = MatMul(input, input)
+            [tl1] l = SplitToSequence<axis = 0, keepdims = 0>(a)
+            [tl1r1] b = ConcatFromSequence<axis = 0, new_axis = 1>(l)
+            [infer1] c = Tanh(b)
+            [allow2] d = MatMul(c, c)
+            [fetch1] fetch = Identity(d)""",
+        ),
+        2,
+        ("allow1", "allow2"),
+    ),
+}
