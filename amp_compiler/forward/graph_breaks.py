@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -88,10 +89,27 @@ class Pieces:
 
         def with_layers(*args: Any, **kwargs: Any) -> Any:
             # Here, because what is checkpointed runs again in the backward: in no thread while another one traces.
-            with BUILDING, layers_taken():
+            with BUILDING, layers_taken(), self._dynamo():
                 return run(*args, **kwargs)
 
         return with_layers
+
+    @contextlib.contextmanager
+    def _dynamo(self) -> Iterator[None]:
+        """Dynamo's settings while it may compile: in a call, and in a backward that computes anew."""
+        with (
+            unrolled_recurrence(),
+            unspecialised_integers(),
+            broken_at_tensor_hooks(),
+            restored_transforms(),
+            recompile_limit(self._forms) as limit,
+        ):
+            try:
+                yield
+            except dynamo_errors() as error:
+                if is_recompile_limit(error):
+                    raise self._too_many_forms(limit) from error
+                raise
 
     def _backend(self, piece: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         run, plan, rewritten, stages = compile_piece(piece, inputs, self._settings)
@@ -114,16 +132,10 @@ class Pieces:
                 BUILDING,  # what is set for Dynamo here is set for the process
                 self._opaque.active(),
                 compiled_checkpoints(self._compile),
-                unrolled_recurrence(),
-                unspecialised_integers(),
-                broken_at_tensor_hooks(),
-                restored_transforms(),
-                recompile_limit(self._forms) as limit,
+                self._dynamo(),
             ):
                 result = self._run(*args, **kwargs)
         except dynamo_errors() as error:
-            if is_recompile_limit(error):
-                raise self._too_many_forms(limit) from error
             raise self._error(error) from error
         if not self.plans:
             raise CaptureError(
