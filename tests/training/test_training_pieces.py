@@ -412,11 +412,12 @@ def test_what_is_checkpointed_is_not_kept(reentrant):
         torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
 
 
-def test_what_is_computed_anew_is_planned_past_dynamos_own_limit(monkeypatch):
+def test_what_is_computed_anew_is_planned_past_dynamos_own_limit():
     """A backward compiles what is checkpointed once more; past the limit Dynamo would run it in FP32, and only warn."""
     expected = saved_bytes(None)[1]
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
-    for mine, theirs in zip(saved_bytes(True)[1], expected, strict=True):
+    with torch._dynamo.config.patch(recompile_limit=1):
+        made = saved_bytes(True)[1]
+    for mine, theirs in zip(made, expected, strict=True):
         assert torch.equal(mine, theirs)
 
 
