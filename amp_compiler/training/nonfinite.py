@@ -4,19 +4,57 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from amp_compiler.fx.graph import canonical_op, module_of, user_source
+from amp_compiler.fx.graph import canonical_op, module_of, neutral_dtype, user_source
 from amp_compiler.fx.meta import Key
+from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.training.program import StepProgram
 
 _MASKS = frozenset({"aten.full", "aten.full_like", "aten.masked_fill", "aten.scalar_tensor", "aten.where"})
 _SHOWN = 5
+
+
+@dataclass(frozen=True)
+class ValueRange:
+    """What a value holds.
+
+    Args:
+        least: the least magnitude that is finite and not zero; 0 where there is none.
+        greatest: the greatest that is finite.
+        infinite: number of infinite elements.
+        nan: number of elements that are NaN.
+        dtype: short name of its type.
+    """
+
+    least: float
+    greatest: float
+    infinite: int
+    nan: int
+    dtype: str
+
+    @classmethod
+    def of(cls, value: Tensor) -> ValueRange:
+        """Of a floating-point tensor."""
+        wide = value.detach() if value.dtype is torch.float64 else value.detach().float()
+        sizes = wide.abs().reshape(-1)
+        finite = sizes[torch.isfinite(sizes)]
+        numbers = finite[finite != 0]
+        least, greatest = (float(numbers.min()), float(numbers.max())) if numbers.numel() else (0.0, 0.0)
+        bad = int(torch.isinf(sizes).sum()), int(torch.isnan(sizes).sum())
+        return cls(least, greatest, *bad, neutral_dtype(value.dtype).short)
+
+    def __str__(self) -> str:
+        parts = [f"{self.least:.3g} to {self.greatest:.3g}" if self.greatest else "zeros"]
+        parts += [f"{self.infinite} infinite"] if self.infinite else []
+        parts += [f"{self.nan} NaN"] if self.nan else []
+        return f"{self.dtype} {', '.join(parts)}"
 
 
 @dataclass(frozen=True)
@@ -29,6 +67,10 @@ class NonfiniteNode:
         module: qualified name of the module that it belongs to, empty where unknown.
         phase: `forward` or `backward`.
         where: `file:line` of the user's code, empty where unknown.
+        planned: name of the node in the plan that it was made for, empty where unknown.
+        decision: what the plan says of that node: its precision, the rule (`file:line`) and the reason.
+        inputs: what it was given, by name; of tensors in floating point alone.
+        output: what it made; of the first such result.
     """
 
     name: str
@@ -36,11 +78,21 @@ class NonfiniteNode:
     module: str
     phase: str
     where: str = ""
+    planned: str = ""
+    decision: str = ""
+    inputs: tuple[tuple[str, ValueRange], ...] = ()
+    output: ValueRange | None = None
 
     def __str__(self) -> str:
         place = f" in {self.module}" if self.module else ""
         line = f", {self.where}" if self.where else ""
-        return f"{self.name} ({self.op}, {self.phase}{place}{line})"
+        told = [f"{self.name} ({self.op}, {self.phase}{place}{line})"]
+        if self.decision:
+            told.append(f"in the plan: {self.planned}, {self.decision}")
+        if self.output is not None:
+            told += [f"given {name}: {found}" for name, found in self.inputs]
+            told.append(f"made {self.output}")
+        return "\n    ".join(told)
 
 
 @dataclass(frozen=True)
@@ -91,29 +143,56 @@ def report_nonfinite(
     parameters = tuple(program.updated[number] for number in bad)
     order = {node: place for place, node in enumerate(program.graph_module.graph.nodes)}
     made = sorted({program.gradient_node(number) for number in bad}, key=order.__getitem__)
-    origins = [] if leaves is None else _origins(program, leaves, scale, made)
+    origins, ranges = ([], {}) if leaves is None else _origins(program, leaves, scale, made)
     nodes = sorted(origins, key=order.__getitem__) or made
-    shown = tuple(described(node, is_forward=node.meta.get(Key.PHASE) == "forward") for node in nodes[:most])
+    shown = tuple(
+        described(node, is_forward=node.meta.get(Key.PHASE) == "forward", ranges=ranges, plan=program.plan)
+        for node in nodes[:most]
+    )
     return NonfiniteReport(parameters, shown, bool(origins))
 
 
-def described(node: fx.Node, *, is_forward: bool, piece: str = "") -> NonfiniteNode:
+def described(
+    node: fx.Node,
+    *,
+    is_forward: bool,
+    piece: str = "",
+    ranges: Mapping[fx.Node, ValueRange] = MappingProxyType({}),
+    plan: PrecisionPlan | None = None,
+) -> NonfiniteNode:
     """A node as a report names it.
 
     Args:
         node: of a graph.
         is_forward: whether it is meant itself; else its backward.
         piece: the name of the piece that it stands in.
+        ranges: of values that were seen.
+        plan: of the forward.
     """
     name = f"{piece}/{node.name}" if piece else node.name
     if node.op != "call_function":
-        return NonfiniteNode(name, "input", "", "forward")
+        return NonfiniteNode(name, "input", "", "forward", output=ranges.get(node))
     phase, where = "forward" if is_forward else "backward", user_source(node.meta.get("stack_trace"))
-    return NonfiniteNode(name, canonical_op(node.target), module_of(node)[0], phase, where)
+    planned = str(node.meta.get(Key.PLANNED, ""))
+    inputs = tuple((source.name, ranges[source]) for source in node.all_input_nodes if source in ranges)
+    decided = None if plan is None else next((one for one in plan.nodes if one.name == planned), None)
+    return NonfiniteNode(
+        name,
+        canonical_op(node.target),
+        module_of(node)[0],
+        phase,
+        where,
+        planned,
+        "" if decided is None else f"{decided.precision} by {decided.rule or 'no rule'} ({decided.reason})",
+        inputs,
+        ranges.get(node),
+    )
 
 
-def _origins(program: StepProgram, leaves: Sequence[Any], scale: Tensor, wanted: list[fx.Node]) -> list[fx.Node]:
-    """The nodes that the non-finite gradients go back to."""
+def _origins(
+    program: StepProgram, leaves: Sequence[Any], scale: Tensor, wanted: list[fx.Node]
+) -> tuple[list[fx.Node], dict[fx.Node, ValueRange]]:
+    """The nodes that the non-finite gradients go back to, and the ranges of all values."""
     replay = _Replay(program, leaves, scale)
     devices = [scale.device] if scale.device.type == "cuda" else []
     with torch.no_grad(), torch.random.fork_rng(devices=devices):  # training's random numbers stay as they are
@@ -135,7 +214,7 @@ def _origins(program: StepProgram, leaves: Sequence[Any], scale: Tensor, wanted:
         open_nodes += causes
         if not causes:
             found.add(node)
-    return list(found)
+    return list(found), replay.seen.ranges
 
 
 class _State(enum.Enum):
@@ -149,15 +228,22 @@ class Finiteness:
 
     Args:
         is_forward: whether a node belongs to the forward: only there masks are put in.
+
+    Attributes:
+        ranges: of the values that were looked at.
     """
 
     def __init__(self, is_forward: Callable[[fx.Node], bool]) -> None:
         self._is_forward = is_forward
         self._states: dict[fx.Node, _State] = {}
+        self.ranges: dict[fx.Node, ValueRange] = {}
 
     def note(self, node: fx.Node, value: Any) -> None:
         """Look at the value of a node; those of its inputs come before it."""
         items = value if isinstance(value, (list, tuple)) else [value]
+        first = next((one for one in items if isinstance(one, Tensor) and one.is_floating_point()), None)
+        if first is not None:
+            self.ranges[node] = ValueRange.of(first)
         bad = [item for item in items if isinstance(item, Tensor) and not bool(torch.isfinite(item).all())]
         if not bad:
             self._states[node] = _State.FINITE

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from amp_compiler.training.nonfinite import Finiteness, NonfiniteNode, described
+from amp_compiler.training.nonfinite import Finiteness, NonfiniteNode, ValueRange, described
 
 _MOST = 5  # so many nodes are named
 
@@ -21,6 +21,7 @@ class _Place:
     run: int
     piece: str
     node: fx.Node
+    ranges: dict[fx.Node, ValueRange] = field(default_factory=dict, compare=False)
 
 
 class PieceReplay:
@@ -59,7 +60,7 @@ class PieceReplay:
         """
         causes = [source for source in place.node.all_input_nodes if seen.is_bad(source)]
         if not causes and not (place.node.op == "placeholder" and self._spoilt):
-            self._made.append(place)
+            self._made.append(replace(place, ranges=seen.ranges))
 
     def note_gradient(self, place: _Place, gradient: Tensor) -> None:
         """Look at the gradient of a node's value."""
@@ -70,7 +71,9 @@ class PieceReplay:
     def origins(self) -> tuple[NonfiniteNode, ...]:
         """The first nodes of the forward that made something bad; where there are none, those of the backward."""
         if self._made:
-            return tuple(described(one.node, is_forward=True, piece=one.piece) for one in self._made[:_MOST])
+            return tuple(
+                described(one.node, is_forward=True, piece=one.piece, ranges=one.ranges) for one in self._made[:_MOST]
+            )
         bad = {(one.run, one.node) for one in self._gradients}
         found: dict[tuple[str, fx.Node], NonfiniteNode] = {}
         for place, one in enumerate(self._gradients):

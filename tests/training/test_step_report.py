@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_compiler as amp
+from amp_compiler.training.nonfinite import ValueRange
 from amp_compiler.errors import LossScaleError
 from amp_compiler.ops.loss_scale import DynamicLossScale
 
@@ -68,10 +69,39 @@ def test_an_overflow_in_the_forward_is_found_at_its_node_and_not_at_the_mask(bac
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+def test_a_node_is_told_with_its_plan_and_its_ranges():
+    _, step = make()
+    step(X, 1e3 * ONE, TARGET)
+    (node, *_) = step.nonfinite_report().nodes
+    planned = next(one for one in step.plan.nodes if one.name == node.planned)
+    assert planned.op == "aten.exp" and node.decision.startswith(f"{planned.precision} by {planned.rule}")
+    ((_, given),) = node.inputs
+    assert node.output.infinite > 0 and node.output.nan == 0 and node.output.dtype == planned.precision == "fp32"
+    assert given.infinite == given.nan == 0 and given.greatest > 88.8  # beyond which FP32 has no exponential
+    text = str(step.nonfinite_report())
+    assert f"in the plan: {node.planned}, {node.decision}" in text and f"made {node.output}" in text
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1.0, -4.0, 0.0], (1.0, 4.0, 0, 0)),
+        ([0.0, 0.0], (0.0, 0.0, 0, 0)),
+        ([float("inf"), -float("inf"), float("nan"), 2.0], (2.0, 2.0, 2, 1)),
+        ([], (0.0, 0.0, 0, 0)),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.float8_e5m2], ids=str)
+def test_ranges(values, expected, dtype):
+    found = ValueRange.of(torch.tensor(values).to(dtype))
+    assert (found.least, found.greatest, found.infinite, found.nan) == expected
+
+
 def test_an_overflow_of_the_scaled_gradient_is_found_in_the_backward_and_its_module():
     _, step = make(loss_scale=2.0**30)
     step(X, ONE, TARGET)
     report = step.nonfinite_report()
+    assert all(node.planned and node.output.infinite + node.output.nan for node in report.nodes)
     assert report.repeated and report.parameters
     assert {node.phase for node in report.nodes} == {"backward"}
 
