@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import amp_compiler as amp
-from amp_compiler.training.nonfinite import ValueRange
 from amp_compiler.errors import LossScaleError
 from amp_compiler.ops.loss_scale import DynamicLossScale
+from amp_compiler.training.nonfinite import ValueRange
 
 
 class Attention(nn.Module):
