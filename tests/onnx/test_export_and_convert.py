@@ -34,8 +34,6 @@ MOVES = {  # ops that compute nothing, and those on masks
 }  # fmt: skip
 LAYERS = {"gpt2": 2, "bert": 2, "vit": 2}  # layers of masked attention
 CUBES = {"gpt2": 2}  # of GELUs in parts: 16-bit in a file, which has them whole; FP32 in torch, as under autocast
-    "gpt2": 2
-}  # GELUs that are written out: in a file 16-bit as a whole, in torch a power is FP32 as under autocast
 LARGE = ("encoder", "gpt2", "bert", "vit")  # seconds each
 
 
