@@ -87,3 +87,10 @@ def test_a_sum_stays_in_fp32(dtype):
     plan = convert_onnx(source, dtype=dtype).plan
     assert next(entry for entry in plan.nodes if entry.name == "sum").precision == "fp32"
     assert source.graph.output[0].type.tensor_type.elem_type == T.FLOAT
+
+
+@BOTH
+def test_a_softmax_between_fp32_values_stays_as_it_is(dtype):
+    """No cast is saved, and 16 bits would make one number of 10,000 to 10,003."""
+    alone = model([node("Softmax", ["x"], ["y"])], [info("x", 2, 4)], [info("y", 2, 4)])
+    assert not convert_onnx(alone, dtype=dtype).plan.casts
