@@ -12,7 +12,7 @@ import numpy as np
 from amp_compiler.diagnose.exponents import RANGES, Histogram, Range
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.files import write_atomically
-from amp_compiler.ops.exponents import BINS, LOWEST
+from amp_compiler.ops.exponents import BINS, HIGHEST, LOWEST
 
 ACTIVATION, ACTIVATION_GRADIENT, WEIGHT_GRADIENT, WEIGHT = (
     "activation",
@@ -40,8 +40,10 @@ class Row:
         where: `file:line` of the user's code; empty where it is unknown.
         planned: the node of the plan that it was made for; empty where there is none.
         dtype: short name of its type in the step.
-        histogram: of its exponents; of a gradient without the loss scale.
-        stored: of a gradient, as it stood in the step, with the loss scale; else the same.
+        histogram: of its exponents; of a gradient without the loss scale, to the whole exponent where that is no power
+            of two.
+        stored: of a gradient, as it stood in the step, with the loss scale; else the same. Where batches are gathered
+            (`accumulate`), a weight's gradient is the FP32 sum so far.
     """
 
     name: str
@@ -208,7 +210,9 @@ class Profile:
             updates = [
                 UpdateRow(one["name"], _dense(one["ratios"]), one["made"], dict(one["lost"])) for one in data["updates"]
             ]
-            return cls(tuple(rows), tuple(updates), data["batches"], data["skipped"], data["dtype"])
+            if not isinstance(data["dtype"], str):
+                raise TypeError(f"dtype is {data['dtype']!r}")
+            return cls(tuple(rows), tuple(updates), int(data["batches"]), int(data["skipped"]), data["dtype"])
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as cause:
             raise AmpError(f"this is no profile: {cause!r}", mend="pass what Profile.to_dict() gave") from cause
 
@@ -237,5 +241,7 @@ def _dense(data: dict[str, int]) -> Histogram:
     places = {"zero": BINS - 3, "infinite": BINS - 2, "nan": BINS - 1}
     counts = np.zeros(BINS, np.int64)
     for name, count in data.items():
+        if name not in places and not LOWEST <= int(name) <= HIGHEST:
+            raise ValueError(f"there is no exponent {name}")
         counts[places[name] if name in places else int(name) - LOWEST] = count
     return Histogram(counts)

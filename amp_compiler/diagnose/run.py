@@ -24,7 +24,7 @@ from amp_compiler.diagnose.profile import (
     Row,
     UpdateRow,
 )
-from amp_compiler.errors import AmpError
+from amp_compiler.errors import AmpError, CaptureError, LoweringError
 from amp_compiler.forward.api import is_onnx
 from amp_compiler.forward.compiled_module import CompiledModule
 from amp_compiler.forward.counting import CountingProgram, build_counting
@@ -49,9 +49,8 @@ def profile(subject: Any, batches: Iterable[Any], *, rules: Any = "default", dty
 
     A training step trains: every step is `step(*batch)`; weights, states and the loss scale move on, and to the bit as
     they would otherwise. In front of each its forward and backward run once more, compiled with counters in them
-    (pipeline COUNT), so that a step takes two to three times as long. Of a model, the forward of which is run node by
-    node as `amp.compile` rewrites it, activations and weights are counted, and nothing is changed. The counts are as
-    large for a thousand batches as for one.
+    (pipeline COUNT). Of a model, the forward of which is run node by node as `amp.compile` rewrites it, activations and
+    weights are counted, and nothing is changed. The counts are as large for a thousand batches as for one.
 
     Args:
         subject: a training step; a module, of `amp.compile` or plain; or an ONNX model, a path or a `ModelProto`.
@@ -61,7 +60,7 @@ def profile(subject: Any, batches: Iterable[Any], *, rules: Any = "default", dty
         dtype: `fp16`, `bf16` or `auto`, for the same.
 
     Raises:
-        AmpError: `subject` is none of these, there is no batch, or it is no one graph.
+        AmpError: `subject` or `batches` is none of these, there is no batch, or the subject is no one graph.
 
     Source: the histograms of Micikevicius et al., Mixed Precision Training, 2018, section 3.2.
 
@@ -85,6 +84,10 @@ def profile(subject: Any, batches: Iterable[Any], *, rules: Any = "default", dty
         raise AmpError(
             f"there is no profile of {type(subject).__name__}",
             mend="pass what amp.training_step gave, a module or an ONNX model",
+        )
+    if not isinstance(batches, Iterable) or isinstance(batches, (Tensor, np.ndarray, Mapping, str)):
+        raise AmpError(
+            f"there are no batches in a {type(batches).__name__}", mend="pass a list of batches, or what gives them"
         )
     for batch in batches:
         run.take(batch)
@@ -157,7 +160,11 @@ class _StepRun(_Run):
         arguments = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
         shift = -math.floor(math.log2(float(self.step.loss_scale)))
         before = {name: parameter.detach().clone() for name, parameter in self.parameters()}
-        self.count((arguments, {}), lambda: self.step._counting(arguments), shift)
+        try:
+            self.count((arguments, {}), lambda: self.step._counting(arguments), shift)
+        except (CaptureError, LoweringError) as cause:
+            what = f"exponents are counted in one graph, which this step is not: {cause.what}"
+            raise AmpError(what, where=cause.where, mend=cause.mend) from cause
         self.step(*arguments)
         program, output, _ = self.step._seen()
         if not isinstance(program, StepProgram):

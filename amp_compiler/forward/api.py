@@ -18,6 +18,7 @@ from amp_compiler.forward.program import plan_captured
 from amp_compiler.forward.settings import AUTO, device_of, make_settings
 from amp_compiler.forward.unwrap import unwrapped_model
 from amp_compiler.fx.capture import capture_module, captured_from_graph_module, split_example
+from amp_compiler.fx.torch_private import has_native_bf16
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.importing.api import module_of
 from amp_compiler.passes.pipeline import CAPTURE, FORWARD, INFERENCE, PIECE, PLAN
@@ -124,7 +125,7 @@ def explain(
         dtype: as for `compile`; `"auto"` is FP16 for an ONNX model, whose device is not known.
         dynamic_shapes: as for `torch.export.export`.
         device: `"cuda"` or `"cpu"`: plan for this one, whether it is there or not, wherever the tensors are (on the
-            meta device, for one). `"auto"` is BF16 then, which GPUs have since compute capability 8.0.
+            meta device, for one). `"auto"` is BF16 for a GPU that is not there: all have it since capability 8.0.
 
     Returns:
         The plan; `print(plan)` shows every node and cast.
@@ -144,7 +145,9 @@ def explain(
     if device is not None:
         if device not in DEVICES:
             raise AmpError(f"device={device!r}", mend=f"pass one of {', '.join(DEVICES)}, or None for where it is")
-        dtype = "bf16" if dtype == AUTO else dtype
+        if dtype == AUTO:
+            there = device == "cpu" or torch.cuda.is_available()
+            dtype = "bf16" if not there or has_native_bf16(torch.device(device)) else "fp16"
     settings = make_settings(rules, dtype, "eager", dynamic_shapes)
     model = unwrapped_model(model, PARALLEL)
     if isinstance(model, fx.GraphModule) and example_args is None:

@@ -11,8 +11,10 @@ from torch import Tensor, fx, nn
 
 from amp_compiler.forward.program import EAGER, build_program, build_run
 from amp_compiler.forward.settings import Settings
+from amp_compiler.fx.alias import AliasGroups, written_roots
 from amp_compiler.fx.graph import copy_graph, results_of
 from amp_compiler.fx.meta import Key
+from amp_compiler.fx.torch_private import TENSORS
 from amp_compiler.passes.diagnose.count_exponents import counted
 from amp_compiler.passes.pipeline import COUNT, Stages
 
@@ -44,8 +46,10 @@ class CountingProgram:
         if self.run is None:
             return None
         devices = [self.device] if self.device.type == "cuda" else []
+        with TENSORS:
+            inputs = self.inputs(leaves)
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
-            (counts,) = self.run(*self.inputs(leaves))
+            (counts,) = self.run(*inputs)
         return counts  # type: ignore[no-any-return]
 
 
@@ -87,4 +91,11 @@ def build_counting(
             node.meta[Key.PHASE] = "forward"
     nodes = add_counters(graph_module)
     run = build_run(graph_module, [], settings, True, Stages()) if nodes else None
-    return CountingProgram(nodes, run, program.inputs, device)
+    written = written_roots(graph_module.graph, AliasGroups(graph_module.graph))
+    writes = [node in written for node in graph_module.graph.find_nodes(op="placeholder")]
+
+    def inputs(leaves: Sequence[Any]) -> list[Any]:
+        """Statistics that the graph moves on, and what it changes of its arguments, are copies."""
+        return [one.clone() if copied else one for one, copied in zip(program.inputs(leaves), writes, strict=True)]
+
+    return CountingProgram(nodes, run, inputs, device)

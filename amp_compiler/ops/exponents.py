@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from amp_compiler.ops.cpu import exponents as on_cpu
+from amp_compiler.ops.cuda import exponents as on_cuda
 
 LOWEST = -149  # exponent of the first place
 HIGHEST = 127
@@ -63,11 +64,7 @@ def count_exponents(values: Sequence[Tensor]) -> Tensor:
 
 
 def _count(value: Tensor) -> Tensor:
-    if value.device.type == "cuda" and value.numel():
-        from amp_compiler.ops.cuda import exponents as on_cuda  # here: Triton is not everywhere
-
-        return on_cuda.count(value)
-    return reference(value)
+    return on_cuda.count(value) if on_cuda.takes(value) else reference(value)
 
 
 def update_reference(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:

@@ -76,3 +76,13 @@ def test_a_device_that_is_none_is_refused(tmp_path: Path) -> None:
         amp.explain(nn.Linear(8, 8), (torch.ones(2, 8),), device="tpu")
     with pytest.raises(amp.AmpError, match="ONNX"):
         amp.explain(tmp_path / "m.onnx", device="cuda")
+
+
+def test_a_device_that_is_there_has_the_type_of_models_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` is FP16 on a CPU that does not multiply BF16, whether the device is named or not."""
+    for probe in ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_arm_bf16_supported"):
+        if hasattr(torch.cpu, probe):
+            monkeypatch.setattr(torch.cpu, probe, lambda: False)
+    model, x = nn.Linear(8, 8), (torch.ones(2, 8),)
+    assert amp.explain(model, x) == amp.explain(model, x, device="cpu")
+    assert amp.explain(model, x, device="cpu").dtype == "fp16"

@@ -159,17 +159,6 @@ def test_wrong_arguments() -> None:
         amp.profile(step, batches(1)).loss_scale("fp17")
 
 
-def test_a_loss_that_is_no_one_graph_is_refused_by_its_reason() -> None:
-    def branching(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        loss = loss_fn(model, x, y)
-        return loss * 2 if loss > 0 else loss
-
-    model = Net()
-    step = amp.training_step(model, branching, torch.optim.SGD(model.parameters(), 0.1), dtype="bf16", backend="eager")
-    with pytest.raises(amp.AmpError, match="branches on the values"):
-        amp.profile(step, batches(1))
-
-
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_model_is_profiled_and_left_as_it_was(compiled: bool) -> None:
     model = Net()
@@ -199,3 +188,66 @@ def test_an_onnx_file_is_profiled(tmp_path: Any) -> None:
     found = amp.profile(tmp_path / "m.onnx", [{"x": np.ones((2, 4), np.float32)}], dtype="fp16")
     rows = {row.op: row for row in found.of("activation")}
     assert rows["aten.matmul"].histogram.highest == 17
+
+
+class Normed(nn.Module):
+    """Writes to its buffers, an attribute and what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(2.0)
+        self.last = self.norm(self.linear(x))
+        return self.last.relu()
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_profile_of_a_model_in_training_writes_nothing(compiled: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Normed(), torch.randn(6, 4)
+    state, before = copy.deepcopy(model.state_dict()), x.clone()
+    found = amp.profile(amp.compile(model, dtype="bf16", backend="eager") if compiled else model, [(x,)], dtype="bf16")
+    assert found.rows and torch.equal(x, before) and "last" not in vars(model)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name]), name
+
+
+def test_batches_that_are_none_are_refused() -> None:
+    with pytest.raises(amp.AmpError, match="int"):
+        amp.profile(step_of(Net()), 3)  # type: ignore[arg-type]
+
+
+def test_a_step_that_runs_in_pieces_is_told_what_is_not_counted() -> None:
+    def branching(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = loss_fn(model, x, y)
+        return loss * 2 if loss > 0 else loss
+
+    model = Net()
+    step = amp.training_step(model, branching, torch.optim.SGD(model.parameters(), 0.1), dtype="bf16", backend="eager")
+    step(*batches(1)[0])
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(amp.AmpError, match=r"test_profile.py:\d+: exponents are counted in one graph") as told:
+        amp.profile(step, batches(1))
+    assert "branches on the values" in str(told.value)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"batches": "x"}, {"skipped": {}}, {"dtype": 3}, {"rows": [{"name": 1}]}, {"updates": [3]},
+        {"rows": "abc"}, {"exponents": {"-400": 1}}, {"exponents": {"128": 1}}, {"exponents": {"big": 1}},
+        {"exponents": {"0": "many"}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_damaged_profiles_are_refused(change: dict[str, Any]) -> None:
+    data = amp.profile(step_of(Net()), batches(1)).to_dict()
+    if "exponents" in change:
+        data["rows"][0] |= change
+    else:
+        data |= change
+    with pytest.raises(amp.AmpError, match="no profile"):
+        amp.Profile.from_dict(data)
