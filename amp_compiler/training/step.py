@@ -22,7 +22,7 @@ from amp_compiler.forward.signature import BatchForm, leaves_key
 from amp_compiler.forward.unwrap import unwrapped_model
 from amp_compiler.fx.capture import autocast_off
 from amp_compiler.fx.capture_errors import shapes_do_not_fit
-from amp_compiler.fx.graph import torch_dtype
+from amp_compiler.fx.graph import LOW_TYPES, torch_dtype
 from amp_compiler.fx.torch_private import TENSORS, building, saved_tensor_hooks
 from amp_compiler.onnx.importing.api import trained_module
 from amp_compiler.ops.loss_scale import LossScale, NoLossScale, make_loss_scale
@@ -41,6 +41,7 @@ from amp_compiler.training.scale_watch import StuckWatch
 from amp_compiler.training.standing import Standing
 from amp_compiler.training.state import GradientSums, LowWeights
 from amp_compiler.training.traced_optimizers import check_hooks
+from amp_compiler.training.trial import StepTrials
 from amp_compiler.training.weights import OWN_KEY, WeightState, weight_storage
 
 logger = logging.getLogger("amp_compiler")
@@ -192,7 +193,7 @@ class TrainingStep(StepReadings):
         self._pieces: PieceStep | None = None
         self._told = False  # which rules match nothing
         self._specs: dict[int, Any] = {}  # trees of batches of tensors alone, by their number
-        self._last, self._leaves = None, []
+        self._last, self._leaves, self._spec = None, [], None
 
     def _choose_scale(self, loss_scale: Any) -> LossScale:
         section = self._settings.rules.loss_scale
@@ -244,7 +245,8 @@ class TrainingStep(StepReadings):
         if not self._told and program.plan is not None:
             self._told = True
             warn_of_unused(program.plan.unused_rules, "the training step")
-        self._last, self._leaves = (program, output, self._scale_config.constant), leaves
+        self._last = (program, output, self._scale_config.constant)
+        self._leaves, self._spec = leaves, spec
         if self._gathered == 0 and self._watch.note(self._scale_config, self._scale):
             self.check()
         return output.loss if output.aux is None else (output.loss, output.aux)
@@ -332,6 +334,16 @@ class TrainingStep(StepReadings):
             check_hooks(optimizer)
         with autocast_off(), building():
             return build_counting(self._module, batch, self._options(""), self._state)
+
+    @property
+    def _changes_weights_first(self) -> bool:
+        """Whether the first call makes masters of 16-bit parameters, or 16-bit parameters."""
+        return self._weights.storage.low or any(one.dtype in LOW_TYPES for one in self._module.parameters())
+
+    def _trials(self, batch: tuple[Any, ...]) -> StepTrials:
+        for optimizer in self._optimizers:
+            check_hooks(optimizer)
+        return StepTrials(self._module, batch, self._options(""), self._state)
 
     def _forget(self) -> None:
         """Drop the programs, none of which will fit again."""
