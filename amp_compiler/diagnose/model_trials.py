@@ -18,6 +18,7 @@ from amp_compiler.fx.finiteness import Replay
 from amp_compiler.fx.graph import results_of
 from amp_compiler.fx.torch_private import TENSORS, building
 from amp_compiler.ir.nonfinite import SHOWN, NonfiniteNode, NonfiniteReport
+from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.planner.cures import Cure, Trial, find_cure, spoilt_inputs
 from amp_compiler.policy.rules import RuleSet
 from amp_compiler.training.nonfinite import described, in_order
@@ -60,15 +61,17 @@ class _Seen:
     """What a run showed.
 
     Args:
-        trial: for the search.
-        nodes: the first nodes that broke.
+        plan: what ran.
+        nodes: the first nodes that broke, of those that outputs or gradients that are not finite go back to.
+        swallowed: the same of all of the forward that is not finite, whether anything came of it or not.
         results: outputs that are not finite, in words.
         parameters: those whose gradient is not.
         names: what each placeholder is, in words.
     """
 
-    trial: Trial
+    plan: PrecisionPlan
     nodes: tuple[NonfiniteNode, ...]
+    swallowed: tuple[NonfiniteNode, ...]
     results: tuple[str, ...]
     parameters: tuple[str, ...]
     names: dict[str, str]
@@ -107,11 +110,20 @@ class ModelTrials:
         rules = self._settings.rules
         seen = self._run(rules)
         if not seen.results and not seen.parameters:
-            return NonfiniteReport()
-        cure: Cure = spoilt_inputs(seen.nodes, seen.names) or find_cure(
-            rules, seen.trial, lambda others: self._run(others).trial
-        )
-        return NonfiniteReport(seen.parameters, seen.nodes[:SHOWN], True, seen.results, cure.rule, cure.told)
+            if not seen.swallowed:
+                return NonfiniteReport()
+            first = Trial(seen.plan, seen.swallowed)
+            cure = find_cure(rules, first, lambda others: self._trial(others, swallowed=True))
+            return self._report(seen.swallowed, cure) if cure.rule else NonfiniteReport()
+        cure = spoilt_inputs(seen.nodes, seen.names) or find_cure(rules, Trial(seen.plan, seen.nodes), self._trial)
+        return replace(self._report(seen.nodes, cure), parameters=seen.parameters, results=seen.results)
+
+    def _report(self, nodes: tuple[NonfiniteNode, ...], cure: Cure) -> NonfiniteReport:
+        return NonfiniteReport((), nodes[:SHOWN], True, (), cure.rule, cure.told)
+
+    def _trial(self, rules: RuleSet, *, swallowed: bool = False) -> Trial:
+        seen = self._run(rules)
+        return Trial(seen.plan, seen.swallowed if swallowed else seen.nodes)
 
     def _run(self, rules: RuleSet) -> _Seen:
         settings = replace(self._settings, rules=rules)
@@ -136,12 +148,19 @@ class ModelTrials:
             if isinstance(node, torch.fx.Node)
         }
         origins = {name: found.origins([node]) for name, node in named.items()}
-        nodes = tuple(
-            described(node, is_forward=True, ranges=found.ranges, plan=program.plan)
-            for node in in_order(graph, set().union(*origins.values()))
+        broken = {node for bad in origins.values() for node in bad}
+        told = {
+            node: described(node, is_forward=True, ranges=found.ranges, plan=program.plan)
+            for node in broken | found.origins(found.bad)
+        }
+        return _Seen(
+            program.plan,
+            tuple(told[node] for node in in_order(graph, broken)),
+            tuple(told[node] for node in in_order(graph, told)),
+            tuple(name for name, bad in origins.items() if bad),
+            (),
+            self._names(program),
         )
-        results = tuple(name for name, bad in origins.items() if bad)
-        return _Seen(Trial(program.plan, nodes), nodes, results, (), self._names(program))
 
     def _gradients(self, program: Program, inputs: list[Any], seen: _Seen, backward: Backward) -> _Seen:
         replay = PieceReplay()
@@ -158,7 +177,7 @@ class ModelTrials:
             if gradient is not None and not bool(torch.isfinite(gradient).all())
         )
         nodes = replay.origins(program.plan) if bad else ()
-        return replace(seen, trial=Trial(program.plan, nodes), nodes=nodes, parameters=bad)
+        return replace(seen, nodes=nodes, parameters=bad)
 
     def _names(self, program: Program) -> dict[str, str]:
         paths = [path for path, _ in pytree.tree_flatten_with_path((self._args, self._kwargs))[0]]

@@ -26,7 +26,7 @@ def range_of(value: Tensor) -> ValueRange:
     numbers = finite[finite != 0]
     least, greatest = (float(numbers.min()), float(numbers.max())) if numbers.numel() else (0.0, 0.0)
     bad = int(torch.isinf(sizes).sum()), int(torch.isnan(sizes).sum())
-    return ValueRange(least, greatest, *bad, neutral_dtype(value.dtype).short)
+    return ValueRange(least, greatest, *bad, neutral_dtype(value.dtype).short, finite.numel() - numbers.numel())
 
 
 class _State(enum.Enum):
@@ -93,6 +93,11 @@ class Finiteness:
             if not causes:
                 found.add(node)
         return found
+
+    @property
+    def bad(self) -> list[fx.Node]:
+        """All nodes whose value is infinite or NaN, and no mask."""
+        return [node for node, state in self._states.items() if state is _State.BAD]
 
     def _may_mask(self, node: fx.Node) -> bool:
         states = self._states

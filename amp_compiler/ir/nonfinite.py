@@ -18,6 +18,7 @@ class ValueRange:
         infinite: number of infinite elements.
         nan: number of elements that are NaN.
         dtype: short name of its type.
+        zeros: number of elements that are zero.
     """
 
     least: float
@@ -25,6 +26,7 @@ class ValueRange:
     infinite: int
     nan: int
     dtype: str
+    zeros: int = 0
 
     @property
     def spoilt(self) -> str:
@@ -33,8 +35,10 @@ class ValueRange:
         return ", ".join([*counts, f"{self.nan} NaN"] if self.nan else counts)
 
     def __str__(self) -> str:
-        numbers = f"{self.least:.3g} to {self.greatest:.3g}" if self.greatest else "zeros"
-        return f"{self.dtype} {numbers}" + (f", {self.spoilt}" if self.spoilt else "")
+        numbers = [f"{self.least:.3g} to {self.greatest:.3g}"] if self.greatest else []
+        zeros = [f"{self.zeros} zeros"] if self.zeros else []
+        parts = [*numbers, *zeros, *([self.spoilt] if self.spoilt else [])]
+        return f"{self.dtype} {', '.join(parts) or 'nothing'}"
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,8 @@ class NonfiniteReport:
         nodes: the first nodes that made something non-finite, in execution order. Where running the step again shows
             nothing (dropout draws new numbers), the nodes that made the gradients of `parameters`.
         repeated: whether `nodes` come from running the step again.
-        results: what else was not finite: the loss, outputs of a model.
+        results: what else was not finite: the loss, outputs of a model. Where there is neither this nor a parameter, an
+            overflow has left no trace: `1 / inf` is 0.
         rule: rules in YAML, ready for a file, with which the same batch was run again and was finite; empty where none
             was found or none mends it.
         cure: in a sentence, what mends it, or why no rule does; empty where that was not asked for.
@@ -111,13 +116,14 @@ class NonfiniteReport:
     cure: str = ""
 
     def __bool__(self) -> bool:
-        return bool(self.parameters or self.results)
+        return bool(self.parameters or self.results or self.nodes)
 
     def __str__(self) -> str:
         if not self:
             return "all gradients were finite"
         title = "first made by" if self.repeated else "gradients made by"
-        told = f"not finite: {self._what()}\n" + "".join(f"  {title} {node}\n" for node in self.nodes)
+        what = self._what() or "values between, and what is made of them is finite all the same, and may be wrong"
+        told = f"not finite: {what}\n" + "".join(f"  {title} {node}\n" for node in self.nodes)
         return told + "".join(f"{part}\n" for part in (self.cure, self.rule) if part)
 
     def _what(self) -> str:

@@ -127,10 +127,11 @@ class _Search:
         found: dict[str, str] = {}
         near = _Near(trial.plan, self.why)
         for one in trial.nodes:
-            what = "its gradient" if one.phase == "backward" else "it"
+            backward = one.phase == "backward"
+            own = f"{'its gradient is ' if backward else ''}not finite: {one.seen}"
+            beside = f"{'the gradient at ' if backward else ''}{one.planned} beside it is not finite: {one.seen}"
             for name in near.to_blame(one):
-                whose = what if name == one.planned else f"beside {one.planned}, of which {what}"
-                found.setdefault(name, f"{whose} does not stay finite in {trial.plan.dtype}: {one.seen}")
+                found.setdefault(name, own if name == one.planned else beside)
         return found
 
 

@@ -6,18 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.program import EAGER
 from amp_compiler.fx.capture import Captured, Source, autocast_off
-from amp_compiler.fx.finiteness import Replay, is_forward
+from amp_compiler.fx.finiteness import Finiteness, Replay, is_forward
 from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import results_of
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import building
-from amp_compiler.ir.nonfinite import SHOWN, NonfiniteNode, NonfiniteReport
+from amp_compiler.ir.nonfinite import INPUT, SHOWN, NonfiniteNode, NonfiniteReport
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.loss_scale import DynamicLossScale
 from amp_compiler.passes.pipeline import Stages
@@ -62,11 +63,23 @@ class StepTrials:
         graph = self._build(self._options.settings.rules)
         seen = graph.run(self._leaves, scale)
         if not seen.spoilt:
-            return NonfiniteReport()
+            return self._swallowed(graph, seen, scale)
         cure = self._cure(graph, seen, scale)
         parameters = tuple(name for name in graph.updated if name in seen.spoilt)
         loss = tuple(name for name in seen.spoilt if name == _LOSS)
         return NonfiniteReport(parameters, seen.nodes[:SHOWN], True, loss, cure.rule, cure.told)
+
+    def _swallowed(self, graph: _Joint, seen: _Seen, scale: Tensor) -> NonfiniteReport:
+        """Overflows that left no trace in loss and gradients, as far as FP32 has none there."""
+        if not seen.swallowed or graph.plan is None:
+            return NonfiniteReport()
+        rules, first = self._options.settings.rules, Trial(graph.plan, seen.swallowed)
+        cure = find_cure(rules, first, lambda others: self._tried(others, scale, swallowed=True))
+        return (
+            NonfiniteReport((), seen.swallowed[:SHOWN], True, (), cure.rule, cure.told)
+            if cure.rule
+            else NonfiniteReport()
+        )
 
     def cure(self, scale: Tensor) -> Cure:
         """What mends a step that was not finite; see `report`."""
@@ -110,11 +123,12 @@ class StepTrials:
             good, bad = (middle, bad) if is_finite(middle) else (good, middle)
         return float(scale) * 2.0**-good
 
-    def _tried(self, rules: RuleSet, scale: Tensor) -> Trial:
+    def _tried(self, rules: RuleSet, scale: Tensor, *, swallowed: bool = False) -> Trial:
         graph = self._build(rules)
         if graph.plan is None:
             raise AmpError("there is no plan with enabled=False", mend="leave enabled at True")
-        return Trial(graph.plan, graph.run(self._leaves, scale).nodes)
+        seen = graph.run(self._leaves, scale)
+        return Trial(graph.plan, seen.swallowed if swallowed else seen.nodes)
 
     def _build(self, rules: RuleSet) -> _Joint:
         options = replace(self._options, settings=replace(self._options.settings, rules=rules))
@@ -137,10 +151,12 @@ class _Seen:
     Args:
         spoilt: the loss, and the parameters whose gradient is not finite, by name.
         nodes: the first nodes that these go back to, in execution order.
+        swallowed: the same of all that is not finite, whether anything came of it or not.
     """
 
     spoilt: tuple[str, ...]
     nodes: tuple[NonfiniteNode, ...]
+    swallowed: tuple[NonfiniteNode, ...]
 
 
 @dataclass(frozen=True)
@@ -171,11 +187,22 @@ class _Joint:
         named = {_LOSS: results[0]}
         named |= zip(self.updated, results[len(results) - len(self.updated) :], strict=True)
         origins = {name: seen.origins([node]) for name, node in named.items()}
-        nodes = in_order(graph, set().union(*origins.values()))
+        broken = {node for found in origins.values() for node in found}
+        told = {node: self._described(node, seen) for node in broken | seen.origins(seen.bad)}
         return _Seen(
             tuple(name for name, found in origins.items() if found),
-            tuple(described(node, is_forward=is_forward(node), ranges=seen.ranges, plan=self.plan) for node in nodes),
+            tuple(told[node] for node in in_order(graph, broken)),
+            tuple(told[node] for node in in_order(graph, told)),
         )
+
+    def _described(self, node: fx.Node, seen: Finiteness) -> NonfiniteNode:
+        made = described(node, is_forward=is_forward(node), ranges=seen.ranges, plan=self.plan)
+        behind = None
+        if made.op == INPUT and made.rounding:  # it may be that the parameter was not finite before it was rounded
+            places = {one: place for place, one in enumerate(self.graph_module.graph.find_nodes(op="placeholder"))}
+            behind = self.resolve[places[node]].behind
+        is_data = behind is not None and not bool(torch.isfinite(behind()).all())
+        return replace(made, name=made.planned, rounding=False) if is_data else made
 
 
 def _names(captured: Captured, batch: tuple[Any, ...]) -> dict[str, str]:

@@ -42,7 +42,8 @@ class _Seen:
 
     Args:
         plan: what was converted; `None` where the file was run as it is.
-        nodes: the first nodes that broke.
+        nodes: the first nodes that broke, of those that outputs that are not finite go back to; of all where there are
+            none.
         outputs: those that are not finite.
     """
 
@@ -77,11 +78,13 @@ class OnnxTrials:
         Args:
             rules: that the model is converted with.
         """
-        seen = self._seen(self._opened, None) if self._is_low else self._converted(rules)[0]
-        if not seen.outputs:
+        seen = self._seen(self._opened, None) if self._is_low else self._converted(rules)
+        if not seen.nodes:
             return NonfiniteReport()
         results = tuple(f"the output {name}" for name in seen.outputs)
         cure = self._cure(seen, rules)
+        if not results and not cure.rule:
+            return NonfiniteReport()  # FP32 has it too, and nothing comes of it
         return NonfiniteReport((), seen.nodes[:SHOWN], True, results, cure.rule, cure.told)
 
     def _cure(self, seen: _Seen, rules: RuleSet) -> Cure:
@@ -94,17 +97,19 @@ class OnnxTrials:
                 told="the file has 16-bit parts already: convert the FP32 model that it was made of, with this node in"
                 " FP32; given that model, the rule is found here"
             )
-        return find_cure(rules, Trial(seen.plan, seen.nodes), lambda others: Trial(*self._run(others)))
+        first, outputs = Trial(seen.plan, seen.nodes), bool(seen.outputs)
+        return find_cure(rules, first, lambda others: self._trial(others, outputs))
 
-    def _run(self, rules: RuleSet) -> tuple[PrecisionPlan, tuple[NonfiniteNode, ...]]:
-        seen, plan = self._converted(rules)
-        return plan, seen.nodes
+    def _trial(self, rules: RuleSet, outputs: bool) -> Trial:
+        """What a conversion breaks; of a search for outputs that are not finite nothing where these are."""
+        seen = self._converted(rules)
+        return Trial(seen.plan, () if outputs and not seen.outputs else seen.nodes)  # type: ignore[arg-type]
 
-    def _converted(self, rules: RuleSet) -> tuple[_Seen, PrecisionPlan]:
+    def _converted(self, rules: RuleSet) -> _Seen:
         done = convert_onnx(self._opened, rules=rules, dtype=self._low.short, check=False)
         if done.model is None:
             raise OnnxError("the conversion gave no model", where=self._opened.name)
-        return self._seen(replace(self._opened, proto=done.model), done.plan), done.plan
+        return self._seen(replace(self._opened, proto=done.model), done.plan)
 
     def _seen(self, model: OnnxFile, plan: PrecisionPlan | None) -> _Seen:
         side = Side(model, True, None, as_twin=True)
@@ -117,7 +122,8 @@ class OnnxTrials:
             if math.isinf(largest) and (in_fp32 or not math.isinf(self._before.get(name, 0.0)))
         }
         outputs = tuple(one.name for one in model.proto.graph.output if one.name in bad)
-        found = _origins(model.proto, bad, outputs)
+        masks = {name for name, largest in after.items() if math.isinf(largest)} - bad
+        found = _origins(model.proto, bad, masks, outputs or tuple(sorted(bad)))
         values = {name for node in found for name in (*node.input, *node.output) if name in after}
         ranges = self._ranges(model, values)
         return _Seen(plan, tuple(_described(node, model.proto, plan, ranges) for node in found), outputs)
@@ -146,7 +152,7 @@ def _types(proto: onnx.ModelProto) -> Types:
     return graph_types(infer_types(proto).graph, {}, opset_versions(proto))
 
 
-def _origins(proto: onnx.ModelProto, bad: set[str], outputs: tuple[str, ...]) -> list[onnx.NodeProto]:
+def _origins(proto: onnx.ModelProto, bad: set[str], masks: set[str], outputs: tuple[str, ...]) -> list[onnx.NodeProto]:
     """The nodes that made something bad of finite values and that bad outputs go back to, in the file's order."""
     makers = {name: node for node in proto.graph.node for name in node.output}
     found: list[onnx.NodeProto] = []
@@ -157,13 +163,28 @@ def _origins(proto: onnx.ModelProto, bad: set[str], outputs: tuple[str, ...]) ->
         if node is None or node.output[0] in seen:
             continue
         seen.add(node.output[0])
-        causes = [name for name in node.input if name in bad and name in makers]
-        causes = [name for name in causes if makers[name].op_type not in _MADE_UP]
+        causes = _causes(node, bad, masks, makers)
         pending += causes
         if not causes:
             found.append(node)
     order = {node.output[0]: place for place, node in enumerate(proto.graph.node)}
     return sorted(found, key=lambda node: order[node.output[0]])
+
+
+def _causes(node: onnx.NodeProto, bad: set[str], masks: set[str], makers: Mapping[str, onnx.NodeProto]) -> list[str]:
+    """The bad values that a node reads, itself or by way of masks: an infinity beside a mask's is not seen there."""
+    found: list[str] = []
+    pending, seen = list(node.input), set()
+    while pending:
+        name = pending.pop()
+        if name in seen or name not in makers or makers[name].op_type in _MADE_UP:
+            continue
+        seen.add(name)
+        if name in bad:
+            found.append(name)
+        elif name in masks:
+            pending += makers[name].input
+    return found
 
 
 def _described(
@@ -188,15 +209,15 @@ def _described(
 
 def _planned(node: onnx.NodeProto, proto: onnx.ModelProto, plan: PrecisionPlan) -> PlannedNode | None:
     """The node of the plan that a node is; that whose value it casts, for a cast that was put in."""
-    known = {value: one for one in plan.nodes for value, _ in one.outputs}
+    named, known = {one.name: one for one in plan.nodes}, {value: one for one in plan.nodes for value, _ in one.outputs}
     makers = {name: one for one in proto.graph.node for name in one.output}
-    name: str = node.output[0]
-    while name not in known:
-        maker = makers.get(name)
-        if maker is None or not maker.input:
-            return None
-        name = maker.input[0]
-    return known[name]
+    found: onnx.NodeProto | None = node
+    while found is not None:
+        planned = named.get(found.name) or known.get(found.output[0])
+        if planned is not None:
+            return planned
+        found = makers.get(found.input[0]) if found.input else None
+    return None
 
 
 def _rounded_input(node: onnx.NodeProto, proto: onnx.ModelProto) -> str:
