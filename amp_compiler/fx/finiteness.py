@@ -145,7 +145,7 @@ class Replay(fx.Interpreter):
 
 def is_forward(node: fx.Node) -> bool:
     """Whether a node belongs to the forward, as every node does of a graph that has no other phase."""
-    return node.meta.get(Key.PHASE, "forward") == "forward"
+    return bool(node.meta.get(Key.PHASE, "forward") == "forward")
 
 
 def only_update_reads(placeholder: fx.Node) -> bool:

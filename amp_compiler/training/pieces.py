@@ -149,7 +149,7 @@ class PieceStep:
         batch: tuple[Any, ...],
         optimizers: Sequence[torch.optim.Optimizer],
         scale: Tensor,
-        nodes: Sequence[NonfiniteNode],
+        nodes: tuple[NonfiniteNode, ...],
     ) -> Cure:
         """What mends a step that was not finite.
 
@@ -281,7 +281,7 @@ class PieceProgram:
         with autocast_off():
             return self.step.replayed(batch, self._options.optimizers, scale)
 
-    def cure(self, leaves: Sequence[Any], scale: Tensor, nodes: Sequence[NonfiniteNode]) -> Cure:
+    def cure(self, leaves: Sequence[Any], scale: Tensor, nodes: tuple[NonfiniteNode, ...]) -> Cure:
         """What mends the call; see `PieceStep.cure`.
 
         Args:

@@ -31,6 +31,7 @@ from amp_compiler.passes.pipeline import CAPTURE, DEVICE, FORWARD, PIECE, PLAN, 
 from amp_compiler.policy.unused import warn_of_unused
 from amp_compiler.training.build import StepOptions, StepState, build_step, check_parameters, is_one_graph
 from amp_compiler.training.counting import build_counting
+from amp_compiler.training.events import events_on
 from amp_compiler.training.fused_optimizers import check_optimizers, check_storage
 from amp_compiler.training.held_scale import HeldScale
 from amp_compiler.training.inputs import KeptTensors
@@ -187,6 +188,7 @@ class TrainingStep(StepReadings):
         low = torch_dtype(self._low)
         check_parameters(self._module, self._optimizers, low, enabled)
         self._watch, self._form = StuckWatch(self._device), BatchForm()
+        self._events, self._calls = events_on(self._device), 0
         self._captures = Captures("the training step", self._settings, "batch")
         self._programs: ProgramTable[StepProgram] = ProgramTable()
         self._fits: dict[Any, StepProgram] = {}  # programs of dynamic shapes for batches of other shapes
@@ -247,6 +249,11 @@ class TrainingStep(StepReadings):
             warn_of_unused(program.plan.unused_rules, "the training step")
         self._last = (program, output, self._scale_config.constant)
         self._leaves, self._spec = leaves, spec
+        self._calls += 1
+        if self._gathered == 0 and self._scale_config.checks_finite:
+            scale = self._scale_config.constant if output.scale is None else output.scale
+            if scale is not None:
+                self._events.note(self._calls, program.update.updated, output.flags, scale, self._scale.skipped_steps)
         if self._gathered == 0 and self._watch.note(self._scale_config, self._scale):
             self.check()
         return output.loss if output.aux is None else (output.loss, output.aux)

@@ -28,7 +28,7 @@ from amp_compiler.planner.cures import Cure, Trial, find_cure
 from amp_compiler.policy.rules import RuleSet
 
 _MADE_UP = frozenset({"Constant", "ConstantOfShape"})  # infinities in them were put in on purpose
-_SHORT = {
+_SHORT: dict[int, str] = {
     onnx.TensorProto.FLOAT: "fp32",
     onnx.TensorProto.DOUBLE: "fp64",
     onnx.TensorProto.FLOAT16: "fp16",
