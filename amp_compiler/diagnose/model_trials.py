@@ -10,6 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from amp_compiler.backends.backend import DEFAULT
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.program import EAGER, Program, build_program
 from amp_compiler.forward.settings import Settings, device_of
@@ -97,7 +98,7 @@ class ModelTrials:
         backward: Backward | None,
     ) -> None:
         self._model, self._args, self._kwargs = model, args, dict(sorted(kwargs.items()))
-        self._settings, self._backward = replace(settings, dynamic_shapes=None, backend=EAGER), backward
+        self._settings, self._backward = replace(settings, dynamic_shapes=None, backend=EAGER, mode=DEFAULT), backward
         self._leaves, _ = pytree.tree_flatten((self._args, self._kwargs))
         self._device = device_of([*self._leaves, *model.parameters()])
 

@@ -12,6 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from amp_compiler.backends.backend import DEFAULT
 from amp_compiler.errors import AmpError, CaptureError, first_line
 from amp_compiler.forward.graph_breaks import Pieces
 from amp_compiler.forward.program import EAGER
@@ -163,7 +164,7 @@ class PieceStep:
             return Cure(told="it runs in FP32 (enabled=False): no rule mends it, the model or its data have to")
 
         def attempt(rules: RuleSet) -> Trial:
-            settings = replace(self._settings, rules=rules, backend=EAGER)
+            settings = replace(self._settings, rules=rules, backend=EAGER, mode=DEFAULT)
             other = PieceStep(self.model, settings, self.cause, self.state, enabled=True)
             other._drawn = self._drawn
             found = other.replayed(batch, optimizers, scale)
@@ -171,8 +172,8 @@ class PieceStep:
 
         try:
             return spoilt_inputs(nodes, {}) or find_cure(self._settings.rules, Trial(self.pieces.plan, nodes), attempt)
-        except AmpError as error:  # the report itself does not depend on it
-            return Cure(told=f"no rule was tried: {error}")
+        except (AmpError, RuntimeError) as error:  # memory may not do; the report itself does not depend on it
+            return Cure(told=f"no rule was tried: {first_line(error)}")
 
     def plan(self) -> PrecisionPlan:
         """The plans of all pieces together.

@@ -10,7 +10,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from amp_compiler.errors import AmpError
+from amp_compiler.backends.backend import DEFAULT
+from amp_compiler.errors import AmpError, first_line
 from amp_compiler.forward.program import EAGER
 from amp_compiler.fx.capture import Captured, Source, autocast_off
 from amp_compiler.fx.finiteness import Finiteness, Replay, is_forward
@@ -44,7 +45,7 @@ class StepTrials:
     """
 
     def __init__(self, model: LossModule, batch: tuple[Any, ...], options: StepOptions, state: StepState) -> None:
-        settings = replace(options.settings, dynamic_shapes=None, backend=EAGER)
+        settings = replace(options.settings, dynamic_shapes=None, backend=EAGER, mode=DEFAULT)
         self._falls = options.scale.constant is None
         self._model, self._batch, self._state = model, batch, state
         # The scale is an input of every trial, so that one graph serves for many.
@@ -89,8 +90,8 @@ class StepTrials:
             if not seen.spoilt:
                 return Cure(told="run again it is finite: it draws random numbers, or its batch was overwritten")
             return self._cure(graph, seen, scale)
-        except AmpError as error:  # the report itself does not depend on it
-            return Cure(told=f"no rule was tried: {error}")
+        except (AmpError, RuntimeError) as error:  # memory may not do; the report itself does not depend on it
+            return Cure(told=f"no rule was tried: {first_line(error)}")
 
     def _cure(self, graph: _Joint, seen: _Seen, scale: Tensor) -> Cure:
         bad = spoilt_inputs(seen.nodes, graph.names)
