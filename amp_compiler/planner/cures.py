@@ -126,7 +126,8 @@ class _Search:
         """The nodes that FP32 has to spread to, with the reasons."""
         found: dict[str, str] = {}
         near = _Near(trial.plan, self.why)
-        for one in trial.nodes:
+        forward = [one for one in trial.nodes if one.phase == "forward"]
+        for one in forward or trial.nodes:  # what the backward makes of a forward that is finite is seen then
             backward = one.phase == "backward"
             own = f"{'its gradient is ' if backward else ''}not finite: {one.seen}"
             beside = f"{'the gradient at ' if backward else ''}{one.planned} beside it is not finite: {one.seen}"

@@ -51,6 +51,7 @@ class StepTrials:
         # The scale is an input of every trial, so that one graph serves for many.
         self._options = replace(options, settings=settings, scale=DynamicLossScale(), gather="", divisor=1)
         self._leaves, _ = pytree.tree_flatten((batch, {}))
+        self._at: float | None = None  # the loss scale with which the last trial was finite, where it had to fall
 
     def report(self, scale: Tensor) -> NonfiniteReport:
         """What is not finite, and what mends it.
@@ -104,6 +105,8 @@ class StepTrials:
         if lower is not None and self._falls:
             return Cure(told=f"only the loss scale was too high: at {lower:g} all is finite, and it falls by itself")
         found = find_cure(self._options.settings.rules, first, lambda rules: self._tried(rules, scale))
+        if found.rule and self._at is not None:
+            return replace(found, told=f"{found.told} at a loss scale of {self._at:g}, to which it falls by itself")
         also = f"; a loss scale of {lower:g} mends it too" if lower is not None else ""
         return replace(found, told=found.told + also)
 
@@ -129,7 +132,11 @@ class StepTrials:
         if graph.plan is None:
             raise AmpError("there is no plan with enabled=False", mend="leave enabled at True")
         seen = graph.run(self._leaves, scale)
-        return Trial(graph.plan, seen.swallowed if swallowed else seen.nodes)
+        if swallowed:
+            return Trial(graph.plan, seen.swallowed)
+        only_backward = bool(seen.nodes) and all(one.phase == "backward" for one in seen.nodes)
+        self._at = self._finite_scale(graph, scale) if only_backward and self._falls else None
+        return Trial(graph.plan, seen.nodes if self._at is None else ())
 
     def _build(self, rules: RuleSet) -> _Joint:
         options = replace(self._options, settings=replace(self._options.settings, rules=rules))

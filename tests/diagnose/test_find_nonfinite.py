@@ -223,6 +223,13 @@ def test_a_loss_scale_that_is_too_high_is_told_apart():
     assert amp.find_nonfinite(step_of(linear(4, 2), "default", loss_scale=2 * lower), X)
 
 
+def test_a_scale_that_falls_adds_no_node_to_a_rule():
+    high = amp.find_nonfinite(step_of(Logits(), "default", loss_scale=DynamicLossScale(init_scale=2.0**30)), X)
+    low = amp.find_nonfinite(step_of(Logits(), "default", loss_scale=1.0), X)
+    assert high.rule == low.rule != ""
+    assert "at a loss scale of " in high.cure and "falls by itself" in high.cure and "scale" not in low.cure
+
+
 def test_rules_of_a_dict_are_continued():
     rules = {"version": 1, "extends": "default", "allow": ["aten.sum"]}
     report = amp.find_nonfinite(step_of(Total(), rules), ONES)
