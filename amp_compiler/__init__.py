@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from amp_compiler.diagnose.find import find_nonfinite
     from amp_compiler.diagnose.profile import Profile
     from amp_compiler.diagnose.run import profile
     from amp_compiler.errors import (
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     )
     from amp_compiler.forward.api import compile, explain
     from amp_compiler.forward.compiled_module import CompiledModule
+    from amp_compiler.ir.nonfinite import NonfiniteNode, NonfiniteReport
     from amp_compiler.ir.plan import PrecisionPlan
     from amp_compiler.onnx.convert import Conversion, convert_onnx
     from amp_compiler.onnx.export import Export, export_onnx
@@ -57,6 +59,8 @@ __all__ = [
     "LossScaleError",
     "LoweringError",
     "NoLossScale",
+    "NonfiniteNode",
+    "NonfiniteReport",
     "NormAdaptiveLossScale",
     "OnnxError",
     "PassError",
@@ -70,6 +74,7 @@ __all__ = [
     "convert_onnx",
     "explain",
     "export_onnx",
+    "find_nonfinite",
     "load_rules",
     "onnx_to_fx",
     "pipelines",
@@ -92,6 +97,8 @@ _HOMES = {
     "LossScaleError": "errors",
     "LoweringError": "errors",
     "NoLossScale": "ops.loss_scale",
+    "NonfiniteNode": "ir.nonfinite",
+    "NonfiniteReport": "ir.nonfinite",
     "NormAdaptiveLossScale": "ops.loss_scale",
     "OnnxError": "errors",
     "PassError": "errors",
@@ -105,6 +112,7 @@ _HOMES = {
     "convert_onnx": "onnx.convert",
     "explain": "forward.api",
     "export_onnx": "onnx.export",
+    "find_nonfinite": "diagnose.find",
     "load_rules": "policy.loader",
     "onnx_to_fx": "onnx.importing.api",
     "pipelines": "passes.pipeline:",

@@ -114,6 +114,9 @@ class LossScaleError(AmpError):
         nodes: names of the graph nodes that made the first non-finite values.
         mend: what the reader can do about it.
 
+    Attributes:
+        report: what `step.nonfinite_report()` found in the last step; `None` where nobody looked.
+
     Example:
         >>> print(LossScaleError("no finite gradient in 20 steps", parameters=["fc.weight"], nodes=["exp_1"]))
         no finite gradient in 20 steps (first non-finite parameters: fc.weight; nodes: exp_1)
@@ -121,12 +124,18 @@ class LossScaleError(AmpError):
 
     def __init__(self, what: str, *, parameters: Iterable[str] = (), nodes: Iterable[str] = (), mend: str = "") -> None:
         self.parameters, self.nodes = tuple(parameters), tuple(nodes)
+        self.report: Any = None
         listed = [
             f"{kind}: {_first(names)}"
             for kind, names in (("parameters", self.parameters), ("nodes", self.nodes))
             if names
         ]
         super().__init__(f"{what} (first non-finite {'; '.join(listed)})" if listed else what, mend=mend)
+
+    def add_report(self, report: Any) -> None:
+        """Put a report behind the text."""
+        self.report = report
+        self.args = (f"{self}\n{report}",)
 
 
 def _first(names: tuple[str, ...], shown: int = 5) -> str:

@@ -52,6 +52,11 @@ class PlannedNode:
     inputs: tuple[str, ...] = ()
     math_rule: str = ""
 
+    @property
+    def decision(self) -> str:
+        """Its precision, with the rule and the reason."""
+        return f"{self.precision} by {self.rule or 'no rule'} ({self.reason})"
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedCast:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from amp_compiler.training.nonfinite import Finiteness, NonfiniteNode, ValueRange, described
-
-_MOST = 5  # so many nodes are named
+from amp_compiler.fx.finiteness import Finiteness
+from amp_compiler.ir.nonfinite import SHOWN, NonfiniteNode, ValueRange
+from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.training.nonfinite import described
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,16 @@ class PieceReplay:
         if not bool(torch.isfinite(gradient).all()):
             self._gradients.append(place)
 
-    def origins(self) -> tuple[NonfiniteNode, ...]:
-        """The first nodes of the forward that made something bad; where there are none, those of the backward."""
+    def origins(self, plan: PrecisionPlan | None = None) -> tuple[NonfiniteNode, ...]:
+        """The first nodes of the forward that made something bad; where there are none, those of the backward.
+
+        Args:
+            plan: of all pieces.
+        """
         if self._made:
             return tuple(
-                described(one.node, is_forward=True, piece=one.piece, ranges=one.ranges) for one in self._made[:_MOST]
+                described(one.node, is_forward=True, piece=one.piece, ranges=one.ranges, plan=plan)
+                for one in self._made[:SHOWN]
             )
         bad = {(one.run, one.node) for one in self._gradients}
         found: dict[tuple[str, fx.Node], NonfiniteNode] = {}
@@ -82,8 +88,8 @@ class PieceReplay:
             if any((one.run, user) in bad for user in users) or ((returned or not users) and place):
                 continue  # it comes of another one
             for node in users or [one.node]:
-                found.setdefault((one.piece, node), described(node, is_forward=False, piece=one.piece))
-        return tuple(found.values())[:_MOST]
+                found.setdefault((one.piece, node), described(node, is_forward=False, piece=one.piece, plan=plan))
+        return tuple(found.values())[:SHOWN]
 
 
 class _Watched(fx.Interpreter):

@@ -12,8 +12,10 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from amp_compiler.backends.backend import DEFAULT
 from amp_compiler.errors import AmpError, CaptureError, first_line
 from amp_compiler.forward.graph_breaks import Pieces
+from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.fx.capture import Captured, Input, Source, autocast_off
 from amp_compiler.fx.capture_errors import user_frame
@@ -21,12 +23,14 @@ from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private import building, needs_double_backward
+from amp_compiler.ir.nonfinite import NonfiniteNode
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.layout import empty_laid_out_like, is_laid_out_like
 from amp_compiler.passes.pipeline import Stages
+from amp_compiler.planner.cures import Cure, Trial, find_cure, spoilt_inputs
+from amp_compiler.policy.rules import RuleSet
 from amp_compiler.training.build import Begun, StepOptions, StepState, finish
 from amp_compiler.training.inputs import depends_on_nothing
-from amp_compiler.training.nonfinite import NonfiniteNode
 from amp_compiler.training.piece_replay import PieceReplay
 from amp_compiler.training.piece_weights import LowReads
 from amp_compiler.training.program import LossModule, StepOutput, StepProgram
@@ -137,9 +141,49 @@ class PieceStep:
             with generators_kept():
                 _set_random_state(self._device, self._drawn)
                 self._run(batch, optimizers, scale)
-            return self._replay.origins()
+            return self._replay.origins(self.pieces.plan)
         finally:
             self._replay = None
+
+    def cure(
+        self,
+        batch: tuple[Any, ...],
+        optimizers: Sequence[torch.optim.Optimizer],
+        scale: Tensor,
+        nodes: tuple[NonfiniteNode, ...],
+    ) -> Cure:
+        """What mends a step that was not finite.
+
+        Args:
+            batch: of that step, which changed no weight.
+            optimizers: what is trained.
+            scale: the loss scale of that step, FP32 scalar.
+            nodes: what `replayed` gave.
+        """
+        if self.pieces is None:
+            return Cure(told="it runs in FP32 (enabled=False): no rule mends it, the model or its data have to")
+
+        def attempt(rules: RuleSet) -> Trial:
+            settings = replace(self._settings, rules=rules, backend=EAGER, mode=DEFAULT)
+            other = PieceStep(self.model, settings, self.cause, self.state, enabled=True)
+            other._drawn = self._drawn
+            found = other.replayed(batch, optimizers, scale)
+            return Trial(other.plan(), found)
+
+        try:
+            return spoilt_inputs(nodes, {}) or find_cure(self._settings.rules, Trial(self.pieces.plan, nodes), attempt)
+        except (AmpError, RuntimeError) as error:  # memory may not do; the report itself does not depend on it
+            return Cure(told=f"no rule was tried: {first_line(error)}")
+
+    def plan(self) -> PrecisionPlan:
+        """The plans of all pieces together.
+
+        Raises:
+            AmpError: it runs in plain FP32.
+        """
+        if self.pieces is None:
+            raise AmpError("there is no plan with enabled=False", mend="leave enabled at True")
+        return self.pieces.plan
 
     def _run(
         self, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer], scale: Tensor | None = None
@@ -237,6 +281,18 @@ class PieceProgram:
         batch, _ = pytree.tree_unflatten(list(leaves), self._spec)
         with autocast_off():
             return self.step.replayed(batch, self._options.optimizers, scale)
+
+    def cure(self, leaves: Sequence[Any], scale: Tensor, nodes: tuple[NonfiniteNode, ...]) -> Cure:
+        """What mends the call; see `PieceStep.cure`.
+
+        Args:
+            leaves: the flattened batch of the call.
+            scale: its loss scale, FP32 scalar.
+            nodes: what `origins` gave.
+        """
+        batch, _ = pytree.tree_unflatten(list(leaves), self._spec)
+        with autocast_off():
+            return self.step.cure(batch, self._options.optimizers, scale, nodes)
 
     @property
     def update(self) -> StepProgram:

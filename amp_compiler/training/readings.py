@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
-from amp_compiler.errors import AmpError
+from amp_compiler.errors import AmpError, LossScaleError
+from amp_compiler.ir.nonfinite import NonfiniteReport
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.loss_scale import LossScale, LossScaleState
 from amp_compiler.passes.pipeline import Stages
+from amp_compiler.training.events import Events, NonfiniteEvent
 from amp_compiler.training.held_scale import HeldScale
-from amp_compiler.training.nonfinite import NonfiniteReport, report_nonfinite
+from amp_compiler.training.nonfinite import report_nonfinite
 from amp_compiler.training.pieces import PieceProgram
 from amp_compiler.training.program import StepOutput, StepProgram
 from amp_compiler.training.scale_watch import StuckWatch
+from amp_compiler.training.trial import StepTrials
 
 
 class StepReadings:
     """The part of `TrainingStep` that reads: properties are tensors on the device or graphs, and never wait for it."""
 
     _accumulate: int
+    _events: Events
     _held: HeldScale
     _watch: StuckWatch
     _last: tuple[StepProgram | PieceProgram, StepOutput, float | None] | None
     _leaves: list[Any]
+    _spec: Any
+    _trials: Callable[[tuple[Any, ...]], StepTrials]
 
     def _seen(self) -> tuple[StepProgram | PieceProgram, StepOutput, Tensor]:
         if self._last is None:
@@ -113,26 +121,52 @@ class StepReadings:
             for name, gradient in zip(program.update.updated, output.gradients, strict=True)
         }
 
-    def nonfinite_report(self) -> NonfiniteReport:
-        """Which gradients of the last step were not finite, and the first nodes that made such values.
+    def nonfinite_report(self, *, cure: bool = True) -> NonfiniteReport:
+        """Which gradients of the last step were not finite, the first nodes that made such values, and what mends it.
 
         Until it is asked for, only flags are kept, on the device. This reads them, and where the step was skipped it
         runs its forward and backward once more, node by node, on the last batch; of a step in pieces, the code of
-        model and loss runs again between the nodes.
+        model and loss runs again between the nodes. Then they run with those nodes in FP32, with their neighbours where
+        that is not enough, until all is finite. Nothing is changed.
+
+        Args:
+            cure: look for rules that mend it, for which the loss is captured again a few times.
         """
         program, output, scale = self._seen()
         leaves = self._leaves if self._scale_config.checks_finite else None
         if isinstance(program, StepProgram):
-            return report_nonfinite(program, output.flags.tolist(), leaves, scale)
-        report = report_nonfinite(program.update, output.flags.tolist(), None, scale)
-        nodes = program.origins(leaves, scale) if report and leaves is not None else ()
-        return replace(report, nodes=nodes, repeated=True) if nodes else report
+            report = report_nonfinite(program, output.flags.tolist(), leaves, scale)
+        else:
+            report = report_nonfinite(program.update, output.flags.tolist(), None, scale)
+            nodes = program.origins(leaves, scale) if report and leaves is not None else ()
+            report = replace(report, nodes=nodes, repeated=True) if nodes else report
+        if not cure or not report.repeated:
+            return report
+        if isinstance(program, StepProgram):
+            found = self._trials(pytree.tree_unflatten(self._leaves, self._spec)[0]).cure(scale)
+        else:
+            found = program.cure(self._leaves, scale, report.nodes)
+        return replace(report, rule=found.rule, cure=found.told)
+
+    def nonfinite_events(self) -> tuple[NonfiniteEvent, ...]:
+        """The last 16 steps that were skipped, the oldest first: number of the call, loss scale and parameters.
+
+        They are kept on the device; only this reads them.
+        """
+        return self._events.read()
 
     def check(self) -> None:
         """Raise where the scale is at its floor and gradients stay non-finite. This reads from the device.
 
         Raises:
-            LossScaleError: names the first parameters with non-finite gradients and the nodes that made them.
+            LossScaleError: its `report` says what `nonfinite_report()` does, and so does its text.
         """
+        if not bool(self._scale_config.stuck(self._scale)):
+            return
         report = self.nonfinite_report()
-        self._scale_config.check(self._scale, parameters=report.parameters, nodes=map(str, report.nodes))
+        titles = [node.title for node in report.nodes]
+        try:
+            self._scale_config.check(self._scale, parameters=report.parameters, nodes=titles)
+        except LossScaleError as error:
+            error.add_report(report)
+            raise

@@ -22,7 +22,7 @@ from amp_compiler.forward.signature import BatchForm, leaves_key
 from amp_compiler.forward.unwrap import unwrapped_model
 from amp_compiler.fx.capture import autocast_off
 from amp_compiler.fx.capture_errors import shapes_do_not_fit
-from amp_compiler.fx.graph import torch_dtype
+from amp_compiler.fx.graph import LOW_TYPES, torch_dtype
 from amp_compiler.fx.torch_private import TENSORS, building, saved_tensor_hooks
 from amp_compiler.onnx.importing.api import trained_module
 from amp_compiler.ops.loss_scale import LossScale, NoLossScale, make_loss_scale
@@ -31,6 +31,7 @@ from amp_compiler.passes.pipeline import CAPTURE, DEVICE, FORWARD, PIECE, PLAN, 
 from amp_compiler.policy.unused import warn_of_unused
 from amp_compiler.training.build import StepOptions, StepState, build_step, check_parameters, is_one_graph
 from amp_compiler.training.counting import build_counting
+from amp_compiler.training.events import events_on
 from amp_compiler.training.fused_optimizers import check_optimizers, check_storage
 from amp_compiler.training.held_scale import HeldScale
 from amp_compiler.training.inputs import KeptTensors
@@ -41,6 +42,7 @@ from amp_compiler.training.scale_watch import StuckWatch
 from amp_compiler.training.standing import Standing
 from amp_compiler.training.state import GradientSums, LowWeights
 from amp_compiler.training.traced_optimizers import check_hooks
+from amp_compiler.training.trial import StepTrials
 from amp_compiler.training.weights import OWN_KEY, WeightState, weight_storage
 
 logger = logging.getLogger("amp_compiler")
@@ -186,13 +188,14 @@ class TrainingStep(StepReadings):
         low = torch_dtype(self._low)
         check_parameters(self._module, self._optimizers, low, enabled)
         self._watch, self._form = StuckWatch(self._device), BatchForm()
+        self._events, self._calls = events_on(self._device), 0
         self._captures = Captures("the training step", self._settings, "batch")
         self._programs: ProgramTable[StepProgram] = ProgramTable()
         self._fits: dict[Any, StepProgram] = {}  # programs of dynamic shapes for batches of other shapes
         self._pieces: PieceStep | None = None
         self._told = False  # which rules match nothing
         self._specs: dict[int, Any] = {}  # trees of batches of tensors alone, by their number
-        self._last, self._leaves = None, []
+        self._last, self._leaves, self._spec = None, [], None
 
     def _choose_scale(self, loss_scale: Any) -> LossScale:
         section = self._settings.rules.loss_scale
@@ -244,7 +247,13 @@ class TrainingStep(StepReadings):
         if not self._told and program.plan is not None:
             self._told = True
             warn_of_unused(program.plan.unused_rules, "the training step")
-        self._last, self._leaves = (program, output, self._scale_config.constant), leaves
+        self._last = (program, output, self._scale_config.constant)
+        self._leaves, self._spec = leaves, spec
+        self._calls += 1
+        if self._gathered == 0 and self._scale_config.checks_finite:
+            scale = self._scale_config.constant if output.scale is None else output.scale
+            if scale is not None:
+                self._events.note(self._calls, program.update.updated, output.flags, scale, self._scale.skipped_steps)
         if self._gathered == 0 and self._watch.note(self._scale_config, self._scale):
             self.check()
         return output.loss if output.aux is None else (output.loss, output.aux)
@@ -332,6 +341,16 @@ class TrainingStep(StepReadings):
             check_hooks(optimizer)
         with autocast_off(), building():
             return build_counting(self._module, batch, self._options(""), self._state)
+
+    @property
+    def _changes_weights_first(self) -> bool:
+        """Whether the first call makes masters of 16-bit parameters, or 16-bit parameters."""
+        return self._weights.storage.low or any(one.dtype in LOW_TYPES for one in self._module.parameters())
+
+    def _trials(self, batch: tuple[Any, ...]) -> StepTrials:
+        for optimizer in self._optimizers:
+            check_hooks(optimizer)
+        return StepTrials(self._module, batch, self._options(""), self._state)
 
     def _forget(self) -> None:
         """Drop the programs, none of which will fit again."""

@@ -9,8 +9,8 @@ from torch import nn
 
 import amp_compiler as amp
 from amp_compiler.errors import LossScaleError
+from amp_compiler.fx.finiteness import range_of
 from amp_compiler.ops.loss_scale import DynamicLossScale
-from amp_compiler.training.nonfinite import ValueRange
 
 
 class Attention(nn.Module):
@@ -93,7 +93,7 @@ def test_a_node_is_told_with_its_plan_and_its_ranges():
 )
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.float8_e5m2], ids=str)
 def test_ranges(values, expected, dtype):
-    found = ValueRange.of(torch.tensor(values).to(dtype))
+    found = range_of(torch.tensor(values).to(dtype))
     assert (found.least, found.greatest, found.infinite, found.nan) == expected
 
 

@@ -55,8 +55,8 @@ def verify(
     """
     before, after = open_to_run(original), open_to_run(converted)
     _same_interface(before, after)
-    first = _Side(before, trace, engine, as_twin=has_low_types(before.proto))
-    second = _Side(after, trace, engine, as_twin=True)
+    first = Side(before, trace, engine, as_twin=has_low_types(before.proto))
+    second = Side(after, trace, engine, as_twin=True)
     names = [output.name for output in after.proto.graph.output]
     found = _Findings(names)
     traced = Trace(after.proto, (tap.value for tap in first.taps))
@@ -135,7 +135,7 @@ def _same_interface(before: OnnxFile, after: OnnxFile) -> None:
             )
 
 
-class _Side:
+class Side:
     """One of the two models, ready to run.
 
     Args:

@@ -1,0 +1,110 @@
+"""`amp.find_nonfinite`: which node made the first inf or NaN of a batch, and which rule mends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from amp_compiler.diagnose.model_trials import Backward, ModelTrials
+from amp_compiler.errors import AmpError
+from amp_compiler.forward.api import is_onnx
+from amp_compiler.forward.compiled_module import CompiledModule
+from amp_compiler.forward.program import EAGER
+from amp_compiler.forward.settings import AUTO, Settings, make_settings
+from amp_compiler.ir.dtypes import low_type
+from amp_compiler.ir.nonfinite import NonfiniteReport
+from amp_compiler.policy.loader import load_rules
+from amp_compiler.training.step import TrainingStep
+
+
+def find_nonfinite(
+    subject: Any,
+    batch: Any,
+    *,
+    rules: Any = "default",
+    dtype: str = "auto",
+    backward: bool = False,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    loss_scale: float = 1.0,
+) -> NonfiniteReport:
+    """Run a batch node by node, and name the first nodes that made an inf or a NaN, with a rule that mends it.
+
+    The rule is proved: the batch runs again with the node in FP32, with its neighbours where that is not enough, until
+    loss and gradients, or the outputs, are finite. Nothing is changed: no weight, buffer, optimizer or random number.
+
+    Args:
+        subject: a training step; a module, of `amp.compile` or plain; or an ONNX model, a path or a `ModelProto`, which
+            is converted and run as 16-bit hardware would round it.
+        batch: a tuple of arguments, or a single one, as for `step(*batch)` or `model(*batch)`; a dict of arguments by
+            name, for a model.
+        rules: of a module that is not compiled yet, and of an ONNX model.
+        dtype: `fp16`, `bf16` or `auto`, for the same; `auto` is FP16 for an ONNX model.
+        backward: of a module, run the backward too, for a training loop of your own. It starts from what the module
+            returns, or its `loss`.
+        loss_fn: makes the loss of what the module returns; the backward runs then.
+        loss_scale: what that loss is multiplied by: `scaler.get_scale()`. A step has its own.
+
+    Returns:
+        A report that is false where all is finite; print it.
+
+    Raises:
+        AmpError: `subject` is none of these, is no one graph, or its batch does not fit.
+
+    Example:
+        >>> import torch, amp_compiler as amp
+        >>> model = torch.nn.Linear(4, 1)
+        >>> _ = torch.nn.init.constant_(model.weight, 3e4)
+        >>> report = amp.find_nonfinite(model, torch.ones(2, 4), dtype="fp16")
+        >>> report.nodes[0].planned, report.results
+        ('linear', ('the output',))
+        >>> print(report.rule, end="")
+        version: 1
+        extends: default
+        rules:
+          - match: {node: "^linear$"}
+            precision: fp32
+            why: "not finite: given fp32 1.2e+05 to 1.2e+05, made fp16 2 infinite"
+    """
+    if isinstance(subject, TrainingStep):
+        return _of_step(subject, tuple(batch) if isinstance(batch, (tuple, list)) else (batch,))
+    start = Backward(loss_fn, loss_scale) if backward or loss_fn is not None else None
+    if isinstance(subject, CompiledModule):
+        return _of_module(subject.original, batch, subject.settings, start)
+    if isinstance(subject, nn.Module):
+        return _of_module(subject, batch, make_settings(rules, dtype, EAGER), start)
+    if not is_onnx(subject):
+        raise AmpError(
+            f"nothing can be found in a {type(subject).__name__}",
+            mend="pass what amp.training_step gave, a module or an ONNX model",
+        )
+    if start is not None:
+        raise AmpError("an ONNX model has no backward", mend="train it with amp.training_step, and pass the step")
+    if not isinstance(batch, Mapping):
+        raise AmpError(f"the batch of an ONNX model is a {type(batch).__name__}", mend="pass a dict: {input: array}")
+    from amp_compiler.onnx.check.nonfinite import OnnxTrials  # here, so that nobody else waits for ONNX
+
+    low = low_type("fp16" if dtype == AUTO else dtype)
+    return OnnxTrials(subject, batch, low).report(load_rules(rules))
+
+
+def _of_step(step: TrainingStep, batch: tuple[Any, ...]) -> NonfiniteReport:
+    if step._last is None and step._changes_weights_first:
+        raise AmpError(
+            "the first call of this step changes how its weights are stored, which nothing here may do",
+            mend="call the step once first",
+        )
+    return step._trials(batch).report(step.loss_scale)
+
+
+def _of_module(model: nn.Module, batch: Any, settings: Settings, backward: Backward | None) -> NonfiniteReport:
+    named = dict(batch) if isinstance(batch, Mapping) else {}
+    args = () if named else tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+    args, named = pytree.tree_map(
+        lambda one: torch.from_numpy(one) if isinstance(one, np.ndarray) else one, (args, named)
+    )
+    return ModelTrials(model, args, named, settings, backward).report()

@@ -1,0 +1,195 @@
+"""A model's forward, and backward, run node by node under its rules or others; nothing is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from amp_compiler.backends.backend import DEFAULT
+from amp_compiler.errors import AmpError
+from amp_compiler.forward.program import EAGER, Program, build_program
+from amp_compiler.forward.settings import Settings, device_of
+from amp_compiler.fx.capture import Source, autocast_off
+from amp_compiler.fx.finiteness import Replay
+from amp_compiler.fx.graph import results_of
+from amp_compiler.fx.torch_private import TENSORS, building
+from amp_compiler.ir.nonfinite import SHOWN, NonfiniteNode, NonfiniteReport
+from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.planner.cures import Cure, Trial, find_cure, spoilt_inputs
+from amp_compiler.policy.rules import RuleSet
+from amp_compiler.training.nonfinite import described, in_order
+from amp_compiler.training.piece_replay import PieceReplay
+
+_OUTPUT = "the output"
+
+
+@dataclass(frozen=True)
+class Backward:
+    """What a backward starts from.
+
+    Args:
+        loss_fn: makes the loss of what the model returns; `None` where that is the loss, or has it as `loss`.
+        scale: what the loss is multiplied by, as `GradScaler` does.
+    """
+
+    loss_fn: Callable[[Any], Tensor] | None
+    scale: float
+
+    def loss_of(self, output: Any) -> Tensor:
+        """The loss, scaled.
+
+        Raises:
+            AmpError: there is none.
+        """
+        loss = output if self.loss_fn is None else self.loss_fn(output)
+        if not isinstance(loss, Tensor):
+            loss = loss.get("loss") if isinstance(loss, dict) else getattr(loss, "loss", None)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise AmpError(
+                "there is no loss to begin the backward from",
+                mend="pass loss_fn=, which makes one number with a gradient of what the model returns",
+            )
+        return loss.float() * self.scale
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a run showed.
+
+    Args:
+        plan: what ran.
+        nodes: the first nodes that broke, of those that outputs or gradients that are not finite go back to.
+        swallowed: the same of all of the forward that is not finite, whether anything came of it or not.
+        results: outputs that are not finite, in words.
+        parameters: those whose gradient is not.
+        names: what each placeholder is, in words.
+    """
+
+    plan: PrecisionPlan
+    nodes: tuple[NonfiniteNode, ...]
+    swallowed: tuple[NonfiniteNode, ...]
+    results: tuple[str, ...]
+    parameters: tuple[str, ...]
+    names: dict[str, str]
+
+
+class ModelTrials:
+    """Runs one batch again and again, under several rules.
+
+    Args:
+        model: the module, in the mode in which it is to run.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        settings: the options.
+        backward: where the backward starts from; `None` for the forward alone.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        settings: Settings,
+        backward: Backward | None,
+    ) -> None:
+        self._model, self._args, self._kwargs = model, args, dict(sorted(kwargs.items()))
+        self._settings, self._backward = replace(settings, dynamic_shapes=None, backend=EAGER, mode=DEFAULT), backward
+        self._leaves, _ = pytree.tree_flatten((self._args, self._kwargs))
+        self._device = device_of([*self._leaves, *model.parameters()])
+
+    def report(self) -> NonfiniteReport:
+        """What is not finite, and what mends it.
+
+        Raises:
+            CaptureError: the module is no one graph.
+        """
+        rules = self._settings.rules
+        seen = self._run(rules)
+        if not seen.results and not seen.parameters:
+            if not seen.swallowed:
+                return NonfiniteReport()
+            first = Trial(seen.plan, seen.swallowed)
+            cure = find_cure(rules, first, lambda others: self._trial(others, swallowed=True))
+            return self._report(seen.swallowed, cure) if cure.rule else NonfiniteReport()
+        cure = spoilt_inputs(seen.nodes, seen.names) or find_cure(rules, Trial(seen.plan, seen.nodes), self._trial)
+        return replace(self._report(seen.nodes, cure), parameters=seen.parameters, results=seen.results)
+
+    def _report(self, nodes: tuple[NonfiniteNode, ...], cure: Cure) -> NonfiniteReport:
+        return NonfiniteReport((), nodes[:SHOWN], True, (), cure.rule, cure.told)
+
+    def _trial(self, rules: RuleSet, *, swallowed: bool = False) -> Trial:
+        seen = self._run(rules)
+        return Trial(seen.plan, seen.swallowed if swallowed else seen.nodes)
+
+    def _run(self, rules: RuleSet) -> _Seen:
+        settings = replace(self._settings, rules=rules)
+        with autocast_off(), building():
+            program = build_program(self._model, self._args, self._kwargs, settings, keep_weights=False)
+            with TENSORS:
+                inputs = program.inputs(self._leaves)
+            seen = self._forward(program, inputs)
+            if seen.results or self._backward is None:
+                return seen
+            return self._gradients(program, inputs, seen, self._backward)
+
+    def _forward(self, program: Program, inputs: list[Any]) -> _Seen:
+        graph = program.graph_module.graph
+        given = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
+        found = Replay(program.graph_module).run_again(given, self._device)
+        count = program.captured.out_spec.num_leaves
+        paths = pytree.tree_flatten_with_path(pytree.tree_unflatten([0] * count, program.captured.out_spec))[0]
+        named = {
+            f"{_OUTPUT}{pytree.keystr(path)}": node
+            for (path, _), node in zip(paths, results_of(graph)[:count], strict=True)
+            if isinstance(node, torch.fx.Node)
+        }
+        origins = {name: found.origins([node]) for name, node in named.items()}
+        broken = {node for bad in origins.values() for node in bad}
+        told = {
+            node: described(node, is_forward=True, ranges=found.ranges, plan=program.plan)
+            for node in broken | found.origins(found.bad)
+        }
+        return _Seen(
+            program.plan,
+            tuple(told[node] for node in in_order(graph, broken)),
+            tuple(told[node] for node in in_order(graph, told)),
+            tuple(name for name, bad in origins.items() if bad),
+            (),
+            self._names(program),
+        )
+
+    def _gradients(self, program: Program, inputs: list[Any], seen: _Seen, backward: Backward) -> _Seen:
+        replay = PieceReplay()
+        trained = {name: one for name, one in self._model.named_parameters() if one.requires_grad}
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.enable_grad(), torch.random.fork_rng(devices=devices):
+            results = list(replay.run("", program.graph_module, inputs))
+            spec = program.captured.out_spec
+            loss = backward.loss_of(pytree.tree_unflatten(results[: spec.num_leaves], spec))
+            gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+        bad = tuple(
+            name
+            for name, gradient in zip(trained, gradients, strict=True)
+            if gradient is not None and not bool(torch.isfinite(gradient).all())
+        )
+        nodes = replay.origins(program.plan) if bad else ()
+        return replace(seen, nodes=nodes, parameters=bad)
+
+    def _names(self, program: Program) -> dict[str, str]:
+        paths = [path for path, _ in pytree.tree_flatten_with_path((self._args, self._kwargs))[0]]
+        kinds = {Source.PARAMETER: "the parameter", Source.BUFFER: "the buffer"}
+        return {
+            entry.name: f"the batch itself (argument {_argument(paths[entry.index])})"
+            if entry.source is Source.USER
+            else f"{kinds.get(entry.source, 'the constant')} {entry.target or entry.name}"
+            for entry in program.captured.inputs
+        }
+
+
+def _argument(path: tuple[Any, ...]) -> str:
+    return pytree.keystr(path[1:])

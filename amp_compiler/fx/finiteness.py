@@ -1,0 +1,184 @@
+"""Whether the values of a graph are finite, and which of its nodes made the first that are not."""
+
+from __future__ import annotations
+
+import enum
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from amp_compiler.fx.graph import canonical_op, neutral_dtype, node_tensor
+from amp_compiler.fx.meta import Key
+from amp_compiler.ir.nonfinite import ValueRange
+
+_MASKS = frozenset({"aten.full", "aten.full_like", "aten.masked_fill", "aten.scalar_tensor", "aten.where"})
+_CASTS = frozenset({"aten._to_copy", "aten.to"})
+
+
+def range_of(value: Tensor) -> ValueRange:
+    """What a floating-point tensor holds."""
+    wide = value.detach() if value.dtype is torch.float64 else value.detach().float()
+    sizes = wide.abs().reshape(-1)
+    finite = sizes[torch.isfinite(sizes)]
+    numbers = finite[finite != 0]
+    least, greatest = (float(numbers.min()), float(numbers.max())) if numbers.numel() else (0.0, 0.0)
+    bad = int(torch.isinf(sizes).sum()), int(torch.isnan(sizes).sum())
+    return ValueRange(least, greatest, *bad, neutral_dtype(value.dtype).short, finite.numel() - numbers.numel())
+
+
+class _State(enum.Enum):
+    FINITE = "finite"
+    MASKED = "minus infinity, put in on purpose"
+    BAD = "infinite or NaN"
+
+
+class Finiteness:
+    """Whether the values of a graph's nodes are finite.
+
+    Minus infinity that a mask puts in on purpose is told from an overflow by what comes of it.
+
+    Args:
+        is_forward: whether a node belongs to the forward: only there masks are put in.
+
+    Attributes:
+        ranges: of the values that were looked at.
+    """
+
+    def __init__(self, is_forward: Callable[[fx.Node], bool]) -> None:
+        self._is_forward = is_forward
+        self._states: dict[fx.Node, _State] = {}
+        self.ranges: dict[fx.Node, ValueRange] = {}
+
+    def note(self, node: fx.Node, value: Any) -> None:
+        """Look at the value of a node; those of its inputs come before it."""
+        items = value if isinstance(value, (list, tuple)) else [value]
+        first = next((one for one in items if isinstance(one, Tensor) and one.is_floating_point()), None)
+        if first is not None:
+            self.ranges[node] = range_of(first)
+        bad = [item for item in items if isinstance(item, Tensor) and not bool(torch.isfinite(item).all())]
+        if not bad:
+            self._states[node] = _State.FINITE
+        elif all(bool((torch.isfinite(item) | torch.isneginf(item)).all()) for item in bad) and self._may_mask(node):
+            self._states[node] = _State.MASKED
+        else:
+            self._states[node] = _State.BAD
+
+    def is_bad(self, node: fx.Node) -> bool:
+        """Whether its value is infinite or NaN, and no mask."""
+        return self._states.get(node) is _State.BAD
+
+    def origins(self, wanted: Iterable[fx.Node]) -> set[fx.Node]:
+        """The nodes that made something bad of finite values, and that bad ones go back to.
+
+        Args:
+            wanted: the nodes to go back from.
+        """
+        found: set[fx.Node] = set()
+        seen: set[fx.Node] = set()
+        open_nodes = list(wanted)
+        while open_nodes:
+            node = open_nodes.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            if node not in self._states and node.op == "call_function":  # a sum of gradients, which was not run
+                open_nodes += node.all_input_nodes
+            if not self.is_bad(node):
+                continue
+            causes = [source for source in node.all_input_nodes if self.is_bad(source)]
+            open_nodes += causes
+            if not causes:
+                found.add(node)
+        return found
+
+    @property
+    def bad(self) -> list[fx.Node]:
+        """All nodes whose value is infinite or NaN, and no mask."""
+        return [node for node, state in self._states.items() if state is _State.BAD]
+
+    def _may_mask(self, node: fx.Node) -> bool:
+        states = self._states
+        if node.op != "call_function" or node.target is operator.getitem:
+            return node.op != "call_function" or states.get(node.args[0]) is _State.MASKED  # type: ignore[arg-type]
+        if not self._is_forward(node):
+            return False
+        sources = {states.get(source) for source in node.all_input_nodes}
+        return _State.BAD not in sources and (canonical_op(node.target) in _MASKS or _State.MASKED in sources)
+
+
+class Replay(fx.Interpreter):
+    """Runs a graph node by node, but for its update, and notes of each value whether it is finite.
+
+    Args:
+        graph_module: the graph.
+    """
+
+    def __init__(self, graph_module: fx.GraphModule) -> None:
+        super().__init__(graph_module, garbage_collect_values=True)
+        self.source = graph_module.graph
+        self.seen = Finiteness(is_forward)
+
+    def run_again(self, given: Mapping[fx.Node, Any], device: torch.device) -> Finiteness:
+        """Run up to the update; random numbers stay as they are.
+
+        Args:
+            given: the values of the placeholders; of those that only the update reads they may be missing.
+            device: whose random numbers are drawn, beside the CPU's.
+        """
+        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            for node, value in given.items():
+                self._note(node, value)
+            for node in self.source.nodes:
+                if node.op in ("call_function", "get_attr") and node.meta.get(Key.PHASE) != "update":
+                    self._note(node, self.run_node(node))
+                    for done in self.user_to_last_uses.get(node, ()):
+                        self.env.pop(done, None)
+        return self.seen
+
+    def _note(self, node: fx.Node, value: Any) -> None:
+        self.env[node] = value
+        self.seen.note(node, value)
+
+
+def is_forward(node: fx.Node) -> bool:
+    """Whether a node belongs to the forward, as every node does of a graph that has no other phase."""
+    return bool(node.meta.get(Key.PHASE, "forward") == "forward")
+
+
+def only_update_reads(placeholder: fx.Node) -> bool:
+    """Whether nothing but the update of a step reads an input."""
+    return all(user.meta.get(Key.PHASE) == "update" for user in placeholder.users)
+
+
+def rounds(node: fx.Node) -> bool:
+    """Whether a node is a cast to a narrower type, or an input that is the rounded copy of another one."""
+    if node.op == "placeholder":
+        return Key.LOW in node.meta
+    made = node_tensor(node)
+    if node.op != "call_function" or made is None or canonical_op(node.target) not in _CASTS:
+        return False
+    source = node_tensor(node.all_input_nodes[0]) if node.all_input_nodes else None
+    return source is not None and made.dtype.itemsize < source.dtype.itemsize
+
+
+def planned_for(node: fx.Node, planned: Mapping[str, Any]) -> str:
+    """The node of the plan that a node of a graph was made for, or the input of the model whose copy it is.
+
+    A cast that nobody planned belongs to what makes the value that it casts.
+
+    Args:
+        node: of a rewritten forward, or of the joint graph of forward and backward.
+        planned: the nodes of the plan, by name.
+    """
+    while node.op == "call_function":
+        name = str(node.meta.get(Key.PLANNED, node.name))
+        if name in planned:
+            return name
+        if not node.all_input_nodes:
+            return ""
+        node = node.all_input_nodes[0]
+    low = node.meta.get(Key.LOW)
+    return str(low[0]) if low else node.name

@@ -1,0 +1,132 @@
+"""What is not finite in a run, as a value: which nodes made it, of what, and the rule that mends it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+INPUT = "input"  # the op of a node that is none
+SHOWN = 5  # so many nodes are named
+
+
+@dataclass(frozen=True)
+class ValueRange:
+    """What a value holds.
+
+    Args:
+        least: the least magnitude that is finite and not zero; 0 where there is none.
+        greatest: the greatest that is finite.
+        infinite: number of infinite elements.
+        nan: number of elements that are NaN.
+        dtype: short name of its type.
+        zeros: number of elements that are zero.
+    """
+
+    least: float
+    greatest: float
+    infinite: int
+    nan: int
+    dtype: str
+    zeros: int = 0
+
+    @property
+    def spoilt(self) -> str:
+        """What of it is not finite, in words; empty where all is finite."""
+        counts = [f"{self.infinite} infinite"] if self.infinite else []
+        return ", ".join([*counts, f"{self.nan} NaN"] if self.nan else counts)
+
+    def __str__(self) -> str:
+        numbers = [f"{self.least:.3g} to {self.greatest:.3g}"] if self.greatest else []
+        zeros = [f"{self.zeros} zeros"] if self.zeros else []
+        parts = [*numbers, *zeros, *([self.spoilt] if self.spoilt else [])]
+        return f"{self.dtype} {', '.join(parts) or 'nothing'}"
+
+
+@dataclass(frozen=True)
+class NonfiniteNode:
+    """A node of a graph, or an input of it, that made a value that is not finite from finite ones.
+
+    Args:
+        name: of the node, as `step.graph_module.print_readable()` shows it.
+        op: canonical op, or `input`.
+        module: qualified name of the module that it belongs to, empty where unknown.
+        phase: `forward` or `backward`.
+        where: `file:line` of the user's code, empty where unknown.
+        planned: name of the node in the plan that it was made for, empty where unknown.
+        decision: what the plan says of that node: its precision, the rule (`file:line`) and the reason.
+        inputs: what it was given, by name; of tensors in floating point alone.
+        output: what it made; of the first such result.
+        rounding: whether it is where a value is rounded to 16 bits.
+    """
+
+    name: str
+    op: str
+    module: str
+    phase: str
+    where: str = ""
+    planned: str = ""
+    decision: str = ""
+    inputs: tuple[tuple[str, ValueRange], ...] = ()
+    output: ValueRange | None = None
+    rounding: bool = False
+
+    @property
+    def title(self) -> str:
+        """Name and place, in one line."""
+        place = f" in {self.module}" if self.module else ""
+        line = f", {self.where}" if self.where else ""
+        return f"{self.name} ({self.op}, {self.phase}{place}{line})"
+
+    @property
+    def seen(self) -> str:
+        """What it was given and made, in words."""
+        given = ", ".join(str(found) for _, found in self.inputs)
+        return (f"given {given}, " if given else "") + f"made {self.output or 'inf or NaN'}"
+
+    def __str__(self) -> str:
+        told = [self.title]
+        if self.decision:
+            told.append(f"in the plan: {self.planned}, {self.decision}")
+        if self.output is not None:
+            told += [f"given {name}: {found}" for name, found in self.inputs]
+            told.append(f"made {self.output}")
+        return "\n    ".join(told)
+
+
+@dataclass(frozen=True)
+class NonfiniteReport:
+    """What was not finite in a step, or in what a model gives. False where everything was finite.
+
+    Args:
+        parameters: qualified names of the parameters with a non-finite gradient.
+        nodes: the first nodes that made something non-finite, in execution order. Where running the step again shows
+            nothing (dropout draws new numbers), the nodes that made the gradients of `parameters`.
+        repeated: whether `nodes` come from running the step again.
+        results: what else was not finite: the loss, outputs of a model. Where there is neither this nor a parameter, an
+            overflow has left no trace: `1 / inf` is 0.
+        rule: rules in YAML, ready for a file, with which the same batch was run again and was finite; empty where none
+            was found or none mends it.
+        cure: in a sentence, what mends it, or why no rule does; empty where that was not asked for.
+    """
+
+    parameters: tuple[str, ...] = ()
+    nodes: tuple[NonfiniteNode, ...] = ()
+    repeated: bool = field(default=False)
+    results: tuple[str, ...] = ()
+    rule: str = ""
+    cure: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.parameters or self.results or self.nodes)
+
+    def __str__(self) -> str:
+        if not self:
+            return "all gradients were finite"
+        title = "first made by" if self.repeated else "gradients made by"
+        what = self._what() or "values between, and what is made of them is finite all the same, and may be wrong"
+        told = f"not finite: {what}\n" + "".join(f"  {title} {node}\n" for node in self.nodes)
+        return told + "".join(f"{part}\n" for part in (self.cure, self.rule) if part)
+
+    def _what(self) -> str:
+        rest = len(self.parameters) - SHOWN
+        names = ", ".join(self.parameters[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+        return ", ".join([*self.results, *([f"the gradients of {names}"] if names else [])])

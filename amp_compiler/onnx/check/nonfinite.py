@@ -1,0 +1,226 @@
+"""An ONNX model converted under its rules or others, and run with true rounding after every node."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from onnx import helper
+
+from amp_compiler.errors import OnnxError
+from amp_compiler.fx.finiteness import range_of
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.nonfinite import SHOWN, NonfiniteNode, NonfiniteReport, ValueRange
+from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
+from amp_compiler.onnx.check.batches import iterate_batches
+from amp_compiler.onnx.check.emulate import emulate, has_low_types
+from amp_compiler.onnx.check.run import FLOAT_TYPES, Runner, open_to_run
+from amp_compiler.onnx.check.types import Types, graph_types, infer_types, opset_versions
+from amp_compiler.onnx.check.verify import Side
+from amp_compiler.onnx.convert import convert_onnx
+from amp_compiler.onnx.model.model import OnnxFile, Source
+from amp_compiler.planner.cures import Cure, Trial, find_cure
+from amp_compiler.policy.rules import RuleSet
+
+_MADE_UP = frozenset({"Constant", "ConstantOfShape"})  # infinities in them were put in on purpose
+_SHORT: dict[int, str] = {
+    onnx.TensorProto.FLOAT: "fp32",
+    onnx.TensorProto.DOUBLE: "fp64",
+    onnx.TensorProto.FLOAT16: "fp16",
+    onnx.TensorProto.BFLOAT16: "bf16",
+}
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a run showed.
+
+    Args:
+        plan: what was converted; `None` where the file was run as it is.
+        nodes: the first nodes that broke, of those that outputs that are not finite go back to; of all where there are
+            none.
+        outputs: those that are not finite.
+    """
+
+    plan: PrecisionPlan | None
+    nodes: tuple[NonfiniteNode, ...]
+    outputs: tuple[str, ...]
+
+
+class OnnxTrials:
+    """Runs one batch again and again, through several conversions of a model.
+
+    Args:
+        source: the model, FP32 or with 16-bit parts already.
+        batch: arrays by input name.
+        low: the 16-bit type.
+
+    Raises:
+        OnnxError: the model cannot be read, or the batch does not fit it.
+    """
+
+    def __init__(self, source: Source, batch: Mapping[str, Any], low: DType) -> None:
+        self._opened = open_to_run(source)
+        self._is_low = has_low_types(self._opened.proto)
+        self._low = low
+        (self._batch,) = iterate_batches([batch], self._opened)
+        side = Side(self._opened, True, None, as_twin=False) if not self._is_low else None
+        self._before = {} if side is None else side.ranges(side.run(self._batch))
+
+    def report(self, rules: RuleSet) -> NonfiniteReport:
+        """What is not finite, and what mends it.
+
+        Args:
+            rules: that the model is converted with.
+        """
+        seen = self._seen(self._opened, None) if self._is_low else self._converted(rules)
+        if not seen.nodes:
+            return NonfiniteReport()
+        results = tuple(f"the output {name}" for name in seen.outputs)
+        cure = self._cure(seen, rules)
+        if not results and not cure.rule:
+            return NonfiniteReport()  # FP32 has it too, and nothing comes of it
+        return NonfiniteReport((), seen.nodes[:SHOWN], True, results, cure.rule, cure.told)
+
+    def _cure(self, seen: _Seen, rules: RuleSet) -> Cure:
+        held = {name: range_of(torch.from_numpy(one)) for name, one in self._batch.items() if one.dtype.kind == "f"}
+        bad = [f"the batch itself (input {name}) holds {one.spoilt}" for name, one in held.items() if one.spoilt]
+        if bad:
+            return Cure(told=f"{'; '.join(bad)}: no precision mends that")
+        if seen.plan is None:
+            return Cure(
+                told="the file has 16-bit parts already: convert the FP32 model that it was made of, with this node in"
+                " FP32; given that model, the rule is found here"
+            )
+        first, outputs = Trial(seen.plan, seen.nodes), bool(seen.outputs)
+        return find_cure(rules, first, lambda others: self._trial(others, outputs))
+
+    def _trial(self, rules: RuleSet, outputs: bool) -> Trial:
+        """What a conversion breaks; of a search for outputs that are not finite nothing where these are."""
+        seen = self._converted(rules)
+        return Trial(seen.plan, () if outputs and not seen.outputs else seen.nodes)  # type: ignore[arg-type]
+
+    def _converted(self, rules: RuleSet) -> _Seen:
+        done = convert_onnx(self._opened, rules=rules, dtype=self._low.short, check=False)
+        if done.model is None:
+            raise OnnxError("the conversion gave no model", where=self._opened.name)
+        return self._seen(replace(self._opened, proto=done.model), done.plan)
+
+    def _seen(self, model: OnnxFile, plan: PrecisionPlan | None) -> _Seen:
+        side = Side(model, True, None, as_twin=True)
+        after = side.ranges(side.run(self._batch))
+        in_fp32 = any(math.isinf(self._before.get(one.name, 0.0)) for one in model.proto.graph.output)
+        # What the original has too was put there on purpose, as long as it gives something finite.
+        bad = {
+            name
+            for name, largest in after.items()
+            if math.isinf(largest) and (in_fp32 or not math.isinf(self._before.get(name, 0.0)))
+        }
+        outputs = tuple(one.name for one in model.proto.graph.output if one.name in bad)
+        masks = {name for name, largest in after.items() if math.isinf(largest)} - bad
+        found = _origins(model.proto, bad, masks, outputs or tuple(sorted(bad)))
+        values = {name for node in found for name in (*node.input, *node.output) if name in after}
+        ranges = self._ranges(model, values)
+        return _Seen(plan, tuple(_described(node, model.proto, plan, ranges) for node in found), outputs)
+
+    def _ranges(self, model: OnnxFile, names: set[str]) -> dict[str, ValueRange]:
+        """The ranges of some values, for which the model runs once more."""
+        if not names:
+            return {}
+        twin = emulate(model.proto)
+        types = _types(model.proto)
+        shown = {output.name for output in twin.proto.graph.output}
+        inputs = {one.name for one in twin.proto.graph.input}
+        for name in sorted(names - shown - inputs):
+            kind = types[name] if types[name] == onnx.TensorProto.DOUBLE else onnx.TensorProto.FLOAT
+            twin.proto.graph.output.append(helper.make_tensor_value_info(name, kind, None))
+        feeds = twin.feeds(self._batch)
+        made = {**feeds, **Runner(twin.proto, model.folder, model.name).run(feeds)}
+        return {
+            name: replace(range_of(torch.from_numpy(np.asarray(made[name]))), dtype=_SHORT[types[name]])
+            for name in names
+            if name in made and types.get(name) in FLOAT_TYPES
+        }
+
+
+def _types(proto: onnx.ModelProto) -> Types:
+    return graph_types(infer_types(proto).graph, {}, opset_versions(proto))
+
+
+def _origins(proto: onnx.ModelProto, bad: set[str], masks: set[str], outputs: tuple[str, ...]) -> list[onnx.NodeProto]:
+    """The nodes that made something bad of finite values and that bad outputs go back to, in the file's order."""
+    makers = {name: node for node in proto.graph.node for name in node.output}
+    found: list[onnx.NodeProto] = []
+    seen: set[str] = set()
+    pending = list(outputs)
+    while pending:
+        node = makers.get(pending.pop())
+        if node is None or node.output[0] in seen:
+            continue
+        seen.add(node.output[0])
+        causes = _causes(node, bad, masks, makers)
+        pending += causes
+        if not causes:
+            found.append(node)
+    order = {node.output[0]: place for place, node in enumerate(proto.graph.node)}
+    return sorted(found, key=lambda node: order[node.output[0]])
+
+
+def _causes(node: onnx.NodeProto, bad: set[str], masks: set[str], makers: Mapping[str, onnx.NodeProto]) -> list[str]:
+    """The bad values that a node reads, itself or by way of masks: an infinity beside a mask's is not seen there."""
+    found: list[str] = []
+    pending, seen = list(node.input), set()
+    while pending:
+        name = pending.pop()
+        if name in seen or name not in makers or makers[name].op_type in _MADE_UP:
+            continue
+        seen.add(name)
+        if name in bad:
+            found.append(name)
+        elif name in masks:
+            pending += makers[name].input
+    return found
+
+
+def _described(
+    node: onnx.NodeProto, proto: onnx.ModelProto, plan: PrecisionPlan | None, ranges: Mapping[str, ValueRange]
+) -> NonfiniteNode:
+    planned = None if plan is None else _planned(node, proto, plan)
+    output = next((ranges[name] for name in node.output if name in ranges), None)
+    source = next((ranges[name] for name in node.input if name in ranges), None)
+    narrows = node.op_type == "Cast" and output is not None and source is not None and output.dtype != source.dtype
+    return NonfiniteNode(
+        node.name or node.output[0],
+        f"onnx.{node.op_type}" if not node.domain else f"{node.domain}.{node.op_type}",
+        "" if planned is None else planned.module,
+        "forward",
+        planned=_rounded_input(node, proto) if planned is None else planned.name,
+        decision="" if planned is None else planned.decision,
+        inputs=tuple((name, ranges[name]) for name in node.input if name in ranges),
+        output=output,
+        rounding=narrows,
+    )
+
+
+def _planned(node: onnx.NodeProto, proto: onnx.ModelProto, plan: PrecisionPlan) -> PlannedNode | None:
+    """The node of the plan that a node is; that whose value it casts, for a cast that was put in."""
+    named, known = {one.name: one for one in plan.nodes}, {value: one for one in plan.nodes for value, _ in one.outputs}
+    makers = {name: one for one in proto.graph.node for name in one.output}
+    found: onnx.NodeProto | None = node
+    while found is not None:
+        planned = named.get(found.name) or known.get(found.output[0])
+        if planned is not None:
+            return planned
+        found = makers.get(found.input[0]) if found.input else None
+    return None
+
+
+def _rounded_input(node: onnx.NodeProto, proto: onnx.ModelProto) -> str:
+    """The input or stored data that a cast at the top of the graph rounds; empty for another node."""
+    made = {name for one in proto.graph.node for name in one.output}
+    return node.input[0] if node.op_type == "Cast" and node.input[0] not in made else ""

@@ -1,0 +1,232 @@
+"""Which nodes of a plan have to run in FP32 for all to stay finite: a search that tries every answer, and its rules.
+
+Rounding to 16 bits spoils a value in two ways: it is too large for the type where it is rounded, or what made it zero
+or coarse lies further up (the logarithm of a softmax that has underflowed). So FP32 spreads from the node that broke:
+to those that read a value that does not fit, to those that made one that is too small, and in the backward to those
+whose gradient it is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from amp_compiler.ir.nonfinite import INPUT, NonfiniteNode
+from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
+from amp_compiler.policy.loader import load_rules, preset_names
+from amp_compiler.policy.rules import Precision, RuleSet
+from amp_compiler.policy.sources import FROM_DICT
+
+MOST_TRIALS = 8
+MOST_NODES = 16
+_FP32 = Precision.FP32.value
+_UP = 4  # FP32 nodes between a node that broke and the one whose rounding is to blame
+_PIECE = re.compile(r"^piece\d+/")
+_GLOB = re.compile(r"[*?\[\]]")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one run showed.
+
+    Args:
+        plan: what was run.
+        nodes: the first that made something infinite or NaN of finite values, in execution order; empty where loss and
+            gradients, or the outputs, are finite.
+    """
+
+    plan: PrecisionPlan
+    nodes: tuple[NonfiniteNode, ...]
+
+
+@dataclass(frozen=True)
+class Cure:
+    """What mends a run that was not finite.
+
+    Args:
+        rule: rules in YAML that were seen to mend it; empty where no rule does.
+        told: in a sentence, what mends it or why no rule does.
+    """
+
+    rule: str = ""
+    told: str = ""
+
+
+def find_cure(rules: RuleSet, first: Trial, attempt: Callable[[RuleSet], Trial]) -> Cure:
+    """Search the nodes that FP32 mends, a few of them or none.
+
+    Args:
+        rules: those of the run that broke.
+        first: that run.
+        attempt: runs the same with other rules.
+    """
+    return _Search(rules, first, attempt).run()
+
+
+def spoilt_inputs(nodes: Sequence[NonfiniteNode], names: Mapping[str, str]) -> Cure | None:
+    """What to say where inputs are not finite themselves; `None` where they are.
+
+    Args:
+        nodes: the first that are bad.
+        names: what each input is, in words.
+    """
+    bad = [node for node in nodes if node.op == INPUT and not node.rounding]
+    if not bad:
+        return None
+    held = "; ".join(
+        f"{names.get(one.name, one.name)} holds {one.output.spoilt if one.output is not None else 'inf or NaN'}"
+        for one in bad
+    )
+    return Cure(told=f"{held}: no precision mends that")
+
+
+class _Search:
+    def __init__(self, rules: RuleSet, first: Trial, attempt: Callable[[RuleSet], Trial]) -> None:
+        self.rules, self.first, self.attempt = rules, first, attempt
+        self.why: dict[str, str] = {}  # the nodes that are to be FP32, and why
+
+    def run(self) -> Cure:
+        """Let FP32 spread from trial to trial."""
+        trial = self.first
+        for number in range(MOST_TRIALS):
+            more = self._more(trial)
+            if not more or len(self.why) + len(more) > MOST_NODES:
+                break
+            self.why |= more
+            trial = self._tried(self._entries())
+            if not trial.nodes:
+                return self._found()
+            if number == 0 and self._tried([_entry({}, "")]).nodes:
+                return Cure(told="FP32 makes it too: no rule mends it, the model or its data have to")
+        everywhere = "with FP32 everywhere it is finite" if self.why else "the plan rounds nothing there"
+        return Cure(told=f"no rule for {MOST_NODES} nodes or fewer was found that mends it; {everywhere}")
+
+    def _found(self) -> Cure:
+        several = len(self.why) > 1
+        told = f"{len(self.why)} node{'s' * several} in FP32 mend{'s' * (not several)} it"
+        return Cure(rules_text(self.rules, self._entries()), f"{told}: run again with these rules it is finite")
+
+    def _tried(self, entries: Sequence[Mapping[str, Any]]) -> Trial:
+        return self.attempt(extended(self.rules, entries))
+
+    def _entries(self) -> list[dict[str, Any]]:
+        """One for each node, or for several of one op in one module."""
+        made: dict[str, dict[str, Any]] = {}
+        for node in self.first.plan.nodes:
+            if node.name in self.why:
+                match = _match(node, self.first.plan, self.why)
+                made.setdefault(json.dumps(match), _entry(match, self.why[node.name]))
+        return list(made.values())
+
+    def _more(self, trial: Trial) -> dict[str, str]:
+        """The nodes that FP32 has to spread to, with the reasons."""
+        found: dict[str, str] = {}
+        near = _Near(trial.plan, self.why)
+        forward = [one for one in trial.nodes if one.phase == "forward"]
+        for one in forward or trial.nodes:  # what the backward makes of a forward that is finite is seen then
+            backward = one.phase == "backward"
+            own = f"{'its gradient is ' if backward else ''}not finite: {one.seen}"
+            beside = f"{'the gradient at ' if backward else ''}{one.planned} beside it is not finite: {one.seen}"
+            for name in near.to_blame(one):
+                found.setdefault(name, own if name == one.planned else beside)
+        return found
+
+
+class _Near:
+    """The surroundings of a node in a plan.
+
+    Args:
+        plan: the plan of a trial.
+        taken: nodes that a rule keeps in FP32 already.
+    """
+
+    def __init__(self, plan: PrecisionPlan, taken: Iterable[str]) -> None:
+        self._nodes = {node.name: node for node in plan.nodes}
+        self._makers = {value: node for node in plan.nodes for value, _ in node.outputs}
+        self._casts, self._taken = plan.casts, set(taken)
+
+    def to_blame(self, one: NonfiniteNode) -> list[str]:
+        """The nodes to try in FP32 next; empty where there is none."""
+        node = self._nodes.get(one.planned)
+        if node is None:  # an input that was rounded
+            return self._readers({one.planned})
+        if self._is_open(node):
+            return [node.name]
+        made = {value for value, _ in node.outputs}
+        if one.rounding and one.phase == "forward":
+            return self._readers(made) or self._makers_above(node)
+        return self._makers_above(node) or self._readers(made)
+
+    def _is_open(self, node: PlannedNode) -> bool:
+        return node.precision != _FP32 and node.name not in self._taken
+
+    def _readers(self, values: set[str]) -> list[str]:
+        """Those that read these values rounded."""
+        users = [name for cast in self._casts if cast.value in values and cast.dst != _FP32 for name, _ in cast.users]
+        return [name for name in dict.fromkeys(users) if name in self._nodes and self._is_open(self._nodes[name])]
+
+    def _makers_above(self, node: PlannedNode) -> list[str]:
+        """The nearest nodes further up that round."""
+        found: dict[str, None] = {}
+        level = [node]
+        for _ in range(_UP):
+            makers = {m.name: m for one in level for value in one.inputs if (m := self._makers.get(value)) is not None}
+            found |= {name: None for name, maker in makers.items() if self._is_open(maker)}
+            level = [maker for name, maker in makers.items() if name not in found]
+        return list(found)
+
+
+def _match(node: PlannedNode, plan: PrecisionPlan, chosen: Iterable[str]) -> dict[str, str]:
+    """What matches a node: its module and op, where that is no other node than those chosen; else its name."""
+    alike = {one.name for one in plan.nodes if (one.module, one.op) == (node.module, node.op)}
+    if node.module and not _GLOB.search(node.module) and alike <= set(chosen):
+        return {"module": node.module, "op": node.op}
+    return {"node": f"^{re.escape(_PIECE.sub('', node.name))}$"}
+
+
+def _entry(match: Mapping[str, str], why: str) -> dict[str, Any]:
+    return {"match": dict(match), "precision": _FP32, **({"why": why} if why else {})}
+
+
+def extended(rules: RuleSet, entries: Sequence[Mapping[str, Any]]) -> RuleSet:
+    """Rules with more of them behind.
+
+    Args:
+        rules: what is extended.
+        entries: as they stand under `rules:` in a file.
+    """
+    more = load_rules({"version": 1, "rules": list(entries)}).rules
+    return replace(rules, rules=(*rules.rules, *more))
+
+
+def rules_text(rules: RuleSet, entries: Sequence[Mapping[str, Any]]) -> str:
+    """A rule file in YAML that extends other rules.
+
+    Args:
+        rules: what is extended. Rules that came as a dict have no name that a file could extend: the text is what to
+            put behind theirs.
+        entries: as they stand under `rules:`.
+
+    Example:
+        >>> entry = {"match": {"module": "head", "op": "aten.linear"}, "precision": "fp32", "why": "logits overflow"}
+        >>> print(rules_text(load_rules("default"), [entry]), end="")
+        version: 1
+        extends: default
+        rules:
+          - match: {module: "head", op: "aten.linear"}
+            precision: fp32
+            why: "logits overflow"
+    """
+    lines = ["rules:"]
+    for entry in entries:
+        match = ", ".join(f"{key}: {json.dumps(value)}" for key, value in entry["match"].items())
+        lines += [f"  - match: {{{match}}}", f"    precision: {entry['precision']}"]
+        lines += [f"    why: {json.dumps(entry['why'])}"] if "why" in entry else []
+    if rules.name == FROM_DICT:
+        return "\n".join(["# put these behind the rules of the dict", *lines, ""])
+    base = rules.name if rules.name in preset_names() else json.dumps(str(Path(rules.name).resolve()))
+    return "\n".join(["version: 1", f"extends: {base}", *lines, ""])

@@ -1,0 +1,225 @@
+"""A step's forward and backward tried again, node by node, under its rules or others; nothing is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+
+from amp_compiler.backends.backend import DEFAULT
+from amp_compiler.errors import AmpError, first_line
+from amp_compiler.forward.program import EAGER
+from amp_compiler.fx.capture import Captured, Source, autocast_off
+from amp_compiler.fx.finiteness import Finiteness, Replay, is_forward
+from amp_compiler.fx.generators import generators_kept
+from amp_compiler.fx.graph import results_of
+from amp_compiler.fx.meta import Key
+from amp_compiler.fx.torch_private import building
+from amp_compiler.ir.nonfinite import INPUT, SHOWN, NonfiniteNode, NonfiniteReport
+from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.ops.loss_scale import DynamicLossScale
+from amp_compiler.passes.pipeline import Stages
+from amp_compiler.passes.step.fold_loss_scale import SCALE
+from amp_compiler.planner.cures import Cure, Trial, find_cure, spoilt_inputs
+from amp_compiler.policy.rules import RuleSet
+from amp_compiler.training.build import StepOptions, StepState, begin_step, run_step_passes
+from amp_compiler.training.nonfinite import described, in_order
+from amp_compiler.training.program import LossModule, Resolver
+
+_LAST_BEFORE_UPDATE = "sum_gradients"
+_LOSS = "the loss"
+
+
+class StepTrials:
+    """Runs one batch again and again, under several rules and loss scales.
+
+    Args:
+        model: the loss as a module.
+        batch: arguments of the loss function behind the model.
+        options: what the step is built for.
+        state: the tensors that it works on.
+    """
+
+    def __init__(self, model: LossModule, batch: tuple[Any, ...], options: StepOptions, state: StepState) -> None:
+        settings = replace(options.settings, dynamic_shapes=None, backend=EAGER, mode=DEFAULT)
+        self._falls = options.scale.constant is None
+        self._model, self._batch, self._state = model, batch, state
+        # The scale is an input of every trial, so that one graph serves for many.
+        self._options = replace(options, settings=settings, scale=DynamicLossScale(), gather="", divisor=1)
+        self._leaves, _ = pytree.tree_flatten((batch, {}))
+        self._at: float | None = None  # the loss scale with which the last trial was finite, where it had to fall
+
+    def report(self, scale: Tensor) -> NonfiniteReport:
+        """What is not finite, and what mends it.
+
+        Args:
+            scale: the loss scale, FP32 scalar.
+
+        Raises:
+            AmpError: the loss is no one graph.
+        """
+        graph = self._build(self._options.settings.rules)
+        seen = graph.run(self._leaves, scale)
+        if not seen.spoilt:
+            return self._swallowed(graph, seen, scale)
+        cure = self._cure(graph, seen, scale)
+        parameters = tuple(name for name in graph.updated if name in seen.spoilt)
+        loss = tuple(name for name in seen.spoilt if name == _LOSS)
+        return NonfiniteReport(parameters, seen.nodes[:SHOWN], True, loss, cure.rule, cure.told)
+
+    def _swallowed(self, graph: _Joint, seen: _Seen, scale: Tensor) -> NonfiniteReport:
+        """Overflows that left no trace in loss and gradients, as far as FP32 has none there."""
+        if not seen.swallowed or graph.plan is None:
+            return NonfiniteReport()
+        rules, first = self._options.settings.rules, Trial(graph.plan, seen.swallowed)
+        cure = find_cure(rules, first, lambda others: self._tried(others, scale, swallowed=True))
+        return (
+            NonfiniteReport((), seen.swallowed[:SHOWN], True, (), cure.rule, cure.told)
+            if cure.rule
+            else NonfiniteReport()
+        )
+
+    def cure(self, scale: Tensor) -> Cure:
+        """What mends a step that was not finite; see `report`."""
+        try:
+            graph = self._build(self._options.settings.rules)
+            seen = graph.run(self._leaves, scale)
+            if not seen.spoilt:
+                return Cure(told="run again it is finite: it draws random numbers, or its batch was overwritten")
+            return self._cure(graph, seen, scale)
+        except (AmpError, RuntimeError) as error:  # memory may not do; the report itself does not depend on it
+            return Cure(told=f"no rule was tried: {first_line(error)}")
+
+    def _cure(self, graph: _Joint, seen: _Seen, scale: Tensor) -> Cure:
+        bad = spoilt_inputs(seen.nodes, graph.names)
+        if bad is not None:
+            return bad
+        if graph.plan is None:
+            return Cure(told="it runs in FP32 (enabled=False): no rule mends it, the model or its data have to")
+        first = Trial(graph.plan, seen.nodes)
+        lower = self._finite_scale(graph, scale) if all(one.phase == "backward" for one in seen.nodes) else None
+        if lower is not None and self._falls:
+            return Cure(told=f"only the loss scale was too high: at {lower:g} all is finite, and it falls by itself")
+        found = find_cure(self._options.settings.rules, first, lambda rules: self._tried(rules, scale))
+        if found.rule and self._at is not None:
+            return replace(found, told=f"{found.told} at a loss scale of {self._at:g}, to which it falls by itself")
+        also = f"; a loss scale of {lower:g} mends it too" if lower is not None else ""
+        return replace(found, told=found.told + also)
+
+    def _finite_scale(self, graph: _Joint, scale: Tensor) -> float | None:
+        """The greatest scale from 1 on, in steps of two, with which all is finite; `None` where there is none."""
+
+        def is_finite(halvings: int) -> bool:
+            return not graph.run(self._leaves, scale * 2.0**-halvings).spoilt
+
+        most = 0
+        while float(scale) * 2.0 ** -(most + 1) >= 1:
+            most += 1
+        if not most or not is_finite(most):
+            return None
+        good, bad = most, 0
+        while good - bad > 1:
+            middle = (good + bad) // 2
+            good, bad = (middle, bad) if is_finite(middle) else (good, middle)
+        return float(scale) * 2.0**-good
+
+    def _tried(self, rules: RuleSet, scale: Tensor, *, swallowed: bool = False) -> Trial:
+        graph = self._build(rules)
+        if graph.plan is None:
+            raise AmpError("there is no plan with enabled=False", mend="leave enabled at True")
+        seen = graph.run(self._leaves, scale)
+        if swallowed:
+            return Trial(graph.plan, seen.swallowed)
+        only_backward = bool(seen.nodes) and all(one.phase == "backward" for one in seen.nodes)
+        self._at = self._finite_scale(graph, scale) if only_backward and self._falls else None
+        return Trial(graph.plan, seen.nodes if self._at is None else ())
+
+    def _build(self, rules: RuleSet) -> _Joint:
+        options = replace(self._options, settings=replace(self._options.settings, rules=rules))
+        stages = Stages()
+        with autocast_off(), building(), generators_kept(self._model.__dict__["loss_fn"], self._model, self._batch):
+            begun, options = begin_step(self._model, self._batch, options, stages)
+            first = options.settings.pipelines["STEP"].stop_after(_LAST_BEFORE_UPDATE)
+            joint, weights = run_step_passes(self._model, begun, options, self._state, first)
+            for node in joint.graph.find_nodes(op="placeholder"):
+                if node.name == SCALE:
+                    node.meta[Key.STATE] = ("scale", "scale", 0)
+            resolve = weights.resolvers(joint, self._state.kept)
+        return _Joint(joint, resolve, begun.plan, weights.names(), _names(begun.captured, self._batch))
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a run showed.
+
+    Args:
+        spoilt: the loss, and the parameters whose gradient is not finite, by name.
+        nodes: the first nodes that these go back to, in execution order.
+        swallowed: the same of all that is not finite, whether anything came of it or not.
+    """
+
+    spoilt: tuple[str, ...]
+    nodes: tuple[NonfiniteNode, ...]
+    swallowed: tuple[NonfiniteNode, ...]
+
+
+@dataclass(frozen=True)
+class _Joint:
+    """Forward and backward as one graph.
+
+    Args:
+        graph_module: the graph; its first result is the loss, its last ones are the gradients.
+        resolve: one per placeholder.
+        plan: of the forward; `None` in plain FP32.
+        updated: names of the parameters, in the order of the gradients.
+        names: what each placeholder is, in words.
+    """
+
+    graph_module: fx.GraphModule
+    resolve: list[Resolver]
+    plan: PrecisionPlan | None
+    updated: tuple[str, ...]
+    names: dict[str, str]
+
+    def run(self, leaves: Sequence[Any], scale: Tensor) -> _Seen:
+        """Run it node by node."""
+        graph = self.graph_module.graph
+        pairs = zip(graph.find_nodes(op="placeholder"), self.resolve, strict=True)
+        given = {node: scale if Key.STATE in node.meta else resolve.get(leaves) for node, resolve in pairs}
+        seen = Replay(self.graph_module).run_again(given, scale.device)
+        results = results_of(graph)
+        named = {_LOSS: results[0]}
+        named |= zip(self.updated, results[len(results) - len(self.updated) :], strict=True)
+        origins = {name: seen.origins([node]) for name, node in named.items()}
+        broken = {node for found in origins.values() for node in found}
+        told = {node: self._described(node, seen) for node in broken | seen.origins(seen.bad)}
+        return _Seen(
+            tuple(name for name, found in origins.items() if found),
+            tuple(told[node] for node in in_order(graph, broken)),
+            tuple(told[node] for node in in_order(graph, told)),
+        )
+
+    def _described(self, node: fx.Node, seen: Finiteness) -> NonfiniteNode:
+        made = described(node, is_forward=is_forward(node), ranges=seen.ranges, plan=self.plan)
+        behind = None
+        if made.op == INPUT and made.rounding:  # it may be that the parameter was not finite before it was rounded
+            places = {one: place for place, one in enumerate(self.graph_module.graph.find_nodes(op="placeholder"))}
+            behind = self.resolve[places[node]].behind
+        is_data = behind is not None and not bool(torch.isfinite(behind()).all())
+        return replace(made, name=made.planned, rounding=False) if is_data else made
+
+
+def _names(captured: Captured, batch: tuple[Any, ...]) -> dict[str, str]:
+    """What the placeholders of a captured loss are, in words."""
+    paths = [pytree.keystr(path[1:]) for path, _ in pytree.tree_flatten_with_path((batch, {}))[0]]
+    kinds = {Source.PARAMETER: "the parameter", Source.BUFFER: "the buffer"}
+    return {
+        entry.name: f"the batch itself (batch{paths[entry.index]})"
+        if entry.source is Source.USER
+        else f"{kinds.get(entry.source, 'the constant')} {entry.target.partition('.')[2] or entry.name}"
+        for entry in captured.inputs
+    }

@@ -1,0 +1,174 @@
+"""`amp.find_nonfinite` on ONNX models: planted faults are named, and the rule mends the file."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+import yaml
+from onnx import TensorProto, helper, numpy_helper
+
+import amp_compiler as amp
+from amp_compiler.errors import AmpError, OnnxError
+from amp_compiler.onnx.check.verify import verify
+
+X = np.linspace(0.5, 1.0, 24, dtype=np.float32).reshape(2, 3, 4)
+ONES = np.ones((1, 100_000, 1), np.float32)
+
+
+def weights(name: str, rows: int, columns: int, gain: float) -> TensorProto:
+    """Between `gain` and twice that, in order, the sign of each column in turns."""
+    made = np.linspace(gain, 2 * gain, rows * columns, dtype=np.float32).reshape(rows, columns)
+    return numpy_helper.from_array(made * (1 - 2 * (np.arange(columns) % 2)).astype(np.float32), name)
+
+
+def model(nodes, stored, x=X, result="y"):
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, list(x.shape))]
+    outputs = [helper.make_tensor_value_info(result, TensorProto.FLOAT, None)]
+    graph = helper.make_graph(nodes, "planted", inputs, outputs, stored)
+    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    return onnx.shape_inference.infer_shapes(made)
+
+
+def node(op, inputs, output, **attributes):
+    return helper.make_node(op, inputs, [output], f"the_{output}", **attributes)
+
+
+def scalar(name, value):
+    return numpy_helper.from_array(np.array(value, np.float32), name)
+
+
+def logits():
+    mask = np.triu(np.full((3, 3), -np.inf, np.float32), 1)  # infinities that are put in on purpose
+    return model(
+        [
+            node("MatMul", ["x", "wq"], "q"),
+            node("MatMul", ["x", "wk"], "k"),
+            node("Transpose", ["k"], "kt", perm=[0, 2, 1]),
+            node("MatMul", ["q", "kt"], "scores"),
+            node("Add", ["scores", "mask"], "masked"),
+            node("Softmax", ["masked"], "weights", axis=-1),
+            node("MatMul", ["weights", "x"], "y"),
+        ],
+        [weights("wq", 4, 4, 80.0), weights("wk", 4, 4, 80.0), numpy_helper.from_array(mask, "mask")],
+    )
+
+
+def variance():
+    axes = numpy_helper.from_array(np.array([-1]), "axes")
+    return model(
+        [
+            node("MatMul", ["x", "w"], "h"),
+            node("ReduceSum", ["h", "axes"], "total", keepdims=1),
+            node("Mul", ["total", "quarter"], "mean"),
+            node("Sub", ["h", "mean"], "d"),
+            node("Mul", ["d", "d"], "square"),
+            node("Relu", ["square"], "positive"),
+            node("Mul", ["positive", "small"], "y"),
+        ],
+        [weights("w", 4, 4, 200.0), axes, scalar("quarter", 0.25), scalar("small", 1e-4)],
+    )
+
+
+def channel():
+    up = numpy_helper.to_array(weights("w", 4, 8, 1.0)).copy()
+    up[:, 3] = 4e4  # one channel of eight
+    return model(
+        [node("MatMul", ["x", "w"], "h"), node("Mul", ["h", "small"], "y")],
+        [numpy_helper.from_array(up, "w"), scalar("small", 1e-3)],
+    )
+
+
+def log_softmax():
+    return model(
+        [
+            node("MatMul", ["x", "w"], "h"),
+            node("Softmax", ["h"], "p", axis=-1),
+            node("Log", ["p"], "y"),
+        ],
+        [weights("w", 4, 4, 3.0)],
+    )
+
+
+def total():
+    axes = numpy_helper.from_array(np.array([1]), "axes")
+    return model(
+        [node("ReduceSum", ["x", "axes"], "s", keepdims=0), node("Mul", ["s", "small"], "y")],
+        [axes, scalar("small", 1e-5)],
+        ONES,
+    )
+
+
+# Model, batch, what `default` is extended by, and the node that breaks.
+FAULTS = {
+    "attention logits": (logits, X, {}, "the_scores"),
+    "variance of large numbers": (variance, X, {"allow": ["onnx.Mul", "onnx.Sub", "onnx.ReduceSum"]}, "the_square"),
+    "outlier channel": (channel, X, {}, "the_h"),
+    "log of an underflowed softmax": (log_softmax, X, {"allow": ["onnx.Softmax", "onnx.Log"]}, "the_y"),
+    "sum of 100,000 terms": (total, ONES, {"allow": ["onnx.ReduceSum"]}, "the_s"),
+}
+
+
+def rule_file(folder, more):
+    path = folder / "mine.yaml"
+    path.write_text(yaml.safe_dump({"version": 1, "extends": "default", **more}))
+    return str(path)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_named_and_its_rule_mends_the_file(fault, tmp_path):
+    make, x, more, name = FAULTS[fault]
+    rules = rule_file(tmp_path, more) if more else "default"
+    original = make()
+    report = amp.find_nonfinite(original, {"x": x}, rules=rules, dtype="fp16")
+    first = report.nodes[0]
+    assert first.planned == name and first.output.infinite and report.results == ("the output y",)
+    planned = {one.name: one for one in amp.explain(original, rules=rules, dtype="fp16").nodes}
+    assert first.decision == planned[name].decision and planned[name].precision == "low"
+
+    (tmp_path / "cured.yaml").write_text(report.rule)
+    done = amp.convert_onnx(original, rules=str(tmp_path / "cured.yaml"), dtype="fp16", check=False)
+    found = verify(original, done.model, [{"x": x}])
+    assert found.bad == 0 and np.isfinite(found.largest_error)
+    decided = {one.name for one in done.plan.nodes if "cured.yaml" in one.rule}
+    assert name in decided and len(decided) <= 4
+    assert not amp.find_nonfinite(original, {"x": x}, rules=str(tmp_path / "cured.yaml"))
+
+
+def test_a_file_is_read_and_not_changed(tmp_path):
+    path = tmp_path / "m.onnx"
+    onnx.save(logits(), path)
+    before = path.read_bytes()
+    assert amp.find_nonfinite(str(path), {"x": X}).nodes[0].planned == "the_scores"
+    assert path.read_bytes() == before and sorted(one.name for one in tmp_path.iterdir()) == ["m.onnx"]
+
+
+def test_a_batch_that_is_finite_gives_a_report_that_is_false():
+    assert not amp.find_nonfinite(logits(), {"x": X * 0.1})
+
+
+def test_data_that_are_not_finite_are_named():
+    x = X.copy()
+    x[0, 0, 0] = np.nan
+    report = amp.find_nonfinite(channel(), {"x": x})
+    assert report.rule == "" and "the batch itself (input x) holds 1 NaN" in report.cure
+
+
+def test_what_fp32_makes_too_gets_no_rule():
+    report = amp.find_nonfinite(log_softmax(), {"x": X * 100}, dtype="fp16")
+    assert report.nodes[0].op == "onnx.Log" and report.rule == "" and "FP32 makes it too" in report.cure
+
+
+def test_a_file_that_is_in_16_bits_already_is_run_as_it_is():
+    low = amp.convert_onnx(channel(), dtype="fp16").model
+    report = amp.find_nonfinite(low, {"x": X})
+    assert report.nodes[0].name == "the_h" and report.rule == "" and "16-bit parts already" in report.cure
+
+
+def test_wrong_batches_are_refused():
+    with pytest.raises(AmpError, match="the batch of an ONNX model is a ndarray; pass a dict"):
+        amp.find_nonfinite(channel(), X)
+    with pytest.raises(OnnxError, match="the input 'x' is missing"):
+        amp.find_nonfinite(channel(), {})
+    with pytest.raises(AmpError, match="an ONNX model has no backward"):
+        amp.find_nonfinite(channel(), {"x": X}, backward=True)

@@ -1,0 +1,70 @@
+"""`step.nonfinite_events()`: the last steps that were skipped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import amp_compiler as amp
+from amp_compiler.ops.loss_scale import DynamicLossScale
+from amp_compiler.training.events import MOST, DeviceEvents, HostEvents, NonfiniteEvent
+
+
+def make(**options) -> amp.TrainingStep:
+    model = nn.ModuleDict({"one": nn.Linear(4, 2), "two": nn.Linear(4, 2)})
+    return amp.training_step(
+        model,
+        lambda model, x, y: (model["one"](x) + model["two"](y)).square().mean(),
+        torch.optim.SGD(model.parameters(), 1e-3),
+        dtype="fp16",
+        backend="eager",
+        **options,
+    )
+
+
+GOOD = torch.linspace(-1, 1, 12).view(3, 4)
+BAD = GOOD.clone()
+BAD[0, 0] = float("nan")
+
+
+@pytest.mark.parametrize("events", [HostEvents, lambda: DeviceEvents(torch.device("cpu"))])
+def test_skipped_steps_are_kept_with_their_number_their_scale_and_their_parameters(events):
+    step = make(loss_scale=DynamicLossScale(init_scale=8.0))
+    step._events = events()
+    for x in (GOOD, BAD, GOOD, GOOD, BAD):
+        step(x, GOOD)
+    everything = ("one.weight", "one.bias", "two.weight", "two.bias")
+    assert step.nonfinite_events() == (NonfiniteEvent(2, 8.0, everything), NonfiniteEvent(5, 4.0, everything))
+
+
+def test_only_the_last_ones_are_kept():
+    step, alike = make(loss_scale=2.0), make(loss_scale=2.0)
+    alike._events = DeviceEvents(torch.device("cpu"))
+    numbers = [number for number in range(1, 60) if number % 3]
+    for number in range(1, 60):
+        for one in (step, alike):
+            one(BAD if number in numbers else GOOD, GOOD)
+    assert [event.step for event in step.nonfinite_events()] == numbers[-MOST:]
+    assert step.nonfinite_events() == alike.nonfinite_events()
+
+
+def test_only_parameters_with_bad_gradients_are_named():
+    step = make(loss_scale=1.0)
+    kept = DeviceEvents(torch.device("cpu"))
+    for events in (step._events, kept):
+        events.note(7, ("a", "b", "c"), torch.tensor([0, 1, 1], dtype=torch.uint8), 2.0, torch.tensor(1))
+        assert events.read() == (NonfiniteEvent(7, 2.0, ("b", "c")),)
+
+
+def test_without_a_check_there_are_none():
+    step = make(loss_scale="none")
+    step(GOOD, GOOD)
+    assert step.nonfinite_events() == ()
+
+
+def test_of_gathered_batches_the_last_call_is_named():
+    step = make(loss_scale=8.0, accumulate=2)
+    for x in (GOOD, GOOD, BAD, GOOD, GOOD, GOOD):
+        step(x, GOOD)
+    assert [event.step for event in step.nonfinite_events()] == [4]
