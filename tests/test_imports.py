@@ -42,6 +42,7 @@ ROOMS = {
 }
 LAZY = {
     ("ir.plan", "report.html"),
+    ("ir.plan", "report.svg"),
     ("ir.graph", "ir.graph_text"),
     ("policy.schema", "policy.sources"),
 }  # such as `plan.to_html`, which offers what the report makes

@@ -54,8 +54,10 @@ def test_the_wheel_holds_the_rule_files(wheel_files, name):
     assert f"amp_compiler/rules/{name}" in wheel_files
 
 
-def test_the_wheel_holds_the_template_of_the_page(wheel_files):
-    assert "amp_compiler/report/plan.html" in wheel_files
+def test_the_wheel_holds_what_the_page_is_made_of(wheel_files):
+    parts = {f"amp_compiler/report/page/{path.name}" for path in (ROOT / "amp_compiler" / "report" / "page").iterdir()}
+    assert "amp_compiler/report/page/page.html" in parts
+    assert parts <= wheel_files
 
 
 def test_the_wheel_holds_every_module_and_nothing_else(wheel_files):

@@ -10,6 +10,7 @@ from typing import Any
 
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.files import write_atomically
+from amp_compiler.ir.step_graph import StepGraph
 
 FORMAT_VERSION = 1
 
@@ -203,15 +204,42 @@ class PrecisionPlan:
             write_atomically(path, text)
         return text
 
-    def to_html(self, path: str | Path) -> None:
-        """Write the plan as one self-contained HTML page, for a browser.
+    def to_html(
+        self,
+        path: str | Path,
+        *,
+        profile: Any = None,
+        other: PrecisionPlan | None = None,
+        names: tuple[str, str] = ("this", "other"),
+        step: StepGraph | None = None,
+    ) -> None:
+        """Write the plan as one self-contained HTML page, for a browser: the graph, drawn, with all that was decided.
+
+        Args:
+            path: the file.
+            profile: what `amp.profile` found: each node shows its histograms of exponents.
+            other: a plan that is shown beside this one, with all that differs.
+            names: what the two are called.
+            step: the whole training step that this forward is part of; `step.to_html(path)` gives it.
 
         Raises:
-            AmpError: where the file cannot be written.
+            AmpError: where the file cannot be written, or something else was given for one of these.
         """
         from amp_compiler.report.html import write_plan_html
 
-        write_plan_html(self, path)
+        write_plan_html(self, path, profile=profile, other=other, names=names, step=step)
+
+    def to_svg(self, path: str | Path) -> None:
+        """Write the graph as one SVG picture, drawn without a browser: every node with its precision, every cast.
+
+        Of more than 2000 nodes the largest casts are drawn, and the picture says so.
+
+        Raises:
+            AmpError: there is nothing to draw, or the file cannot be written.
+        """
+        from amp_compiler.report.svg import write_plan_svg
+
+        write_plan_svg(self, path)
 
     def to_text(self) -> str:
         """One line for each node, cast and unused rule, for reading and for diffing."""

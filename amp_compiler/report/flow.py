@@ -141,7 +141,8 @@ class _Builder:
         if not users or cast.explicit:
             return
         if source is not None and _is_drawn(cast):
-            vertex = self.flow.add(("cast", str(index)), f"{cast.src} → {cast.dst}", _cast_title(cast))
+            label = f"{cast.src} → {cast.dst}, {human_bytes(cast.bytes)}"
+            vertex = self.flow.add(("cast", str(index)), label, _cast_title(cast))
             self.flow.read(vertex, source)
             source = (vertex, cast.value, cast.dst)
         elif _is_drawn(cast):

@@ -2,70 +2,108 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import jinja2
 
+from amp_compiler.errors import AmpError
 from amp_compiler.ir.files import write_atomically
 from amp_compiler.ir.plan import PrecisionPlan
-from amp_compiler.report.drawing import draw_plan
-from amp_compiler.report.table import human_bytes, short_place
+from amp_compiler.ir.step_graph import StepGraph
+from amp_compiler.report.page_data import PRECISIONS, page_data
+from amp_compiler.report.table import human_bytes
 
-PRECISIONS = ("low", "fp32", "keep")
-TEMPLATE = "plan.html"  # a file beside this one
+PARTS = "page"  # the folder beside this file that the page is put together from
+LIBRARIES = "libraries.min.js"
+SCRIPTS = (
+    "model.js", "text.js", "tree.js", "layout.js", "drawing.js", "histogram.js", "filters.js", "details.js",
+    "tables.js", "page.js",
+)  # fmt: skip
+_UNSAFE = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&\u2028\u2029"}  # JSON may write any letter so
 
 
 @dataclass(frozen=True)
-class FamilyRow:
-    """How many nodes of one op family run in each precision.
+class Totals:
+    """What stands at the head of the page for one plan.
 
     Args:
-        name: the family.
+        name: what it is called; empty for the only one.
+        plan: the plan.
         counts: number of nodes by precision.
-        total: number of nodes.
+        own_casts: casts of the model's own.
     """
 
     name: str
+    plan: PrecisionPlan
     counts: dict[str, int]
-    total: int
+    own_casts: int
+
+    @property
+    def low_share(self) -> int:
+        """Percent of the nodes that run in the low type."""
+        return round(100 * self.counts["low"] / max(1, len(self.plan.nodes)))
 
 
-def plan_html(plan: PrecisionPlan) -> str:
-    """The plan as the text of a self-contained HTML page; everything that comes from the model is escaped."""
+def plan_html(
+    plan: PrecisionPlan,
+    *,
+    other: PrecisionPlan | None = None,
+    names: tuple[str, str] = ("this", "other"),
+    step: StepGraph | None = None,
+    profile: Any = None,
+) -> str:
+    """The plan as the text of a self-contained HTML page; everything that comes from the model is escaped.
+
+    Args:
+        plan: what to show.
+        other: a plan to compare it with.
+        names: what the two are called.
+        step: the whole training step that the plan's forward is part of.
+        profile: what `amp.profile` found, for histograms.
+
+    Raises:
+        AmpError: `other`, `step` or `profile` is none.
+    """
+    for name, given, kind in (("other", other, PrecisionPlan), ("step", step, StepGraph)):
+        if given is not None and not isinstance(given, kind):
+            raise AmpError(f"{name} is a {type(given).__name__}", mend=f"pass a {kind.__name__}")
+    plans = (plan,) if other is None else (plan, other)
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["bytes"] = human_bytes
-    environment.filters["place"] = short_place
-    template = resources.files("amp_compiler.report").joinpath(TEMPLATE).read_text(encoding="utf-8")
-    counts = Counter(node.precision for node in plan.nodes)
-    return environment.from_string(template).render(
-        plan=plan,
-        drawing=draw_plan(plan),
+    data = json.dumps(page_data(plans, names[: len(plans)], step, profile), ensure_ascii=False, separators=(",", ":"))
+    return environment.from_string(_part("page.html")).render(
+        totals=[_totals(one, name) for one, name in zip(plans, names, strict=False)],
+        compared=other is not None,
+        step=step,
+        measured=profile is not None,
         precisions=PRECISIONS,
-        counts={precision: counts[precision] for precision in PRECISIONS},
-        low_share=round(100 * counts["low"] / max(1, len(plan.nodes))),
-        families=_families(plan),
-        own_casts=sum(cast.explicit for cast in plan.casts),
-        largest_cast=max((cast.bytes for cast in plan.casts), default=0) or 1,
+        style=_part("page.css"),
+        libraries=_part(LIBRARIES),
+        script="".join(map(_part, SCRIPTS)),
+        data=data.translate(_UNSAFE),
     )
 
 
-def write_plan_html(plan: PrecisionPlan, path: str | Path) -> None:
+def write_plan_html(plan: PrecisionPlan, path: str | Path, **options: Any) -> None:
     """Write `plan_html` to a file, atomically.
 
     Raises:
         AmpError: where the file cannot be written.
     """
-    write_atomically(path, plan_html(plan))
+    write_atomically(path, plan_html(plan, **options))
 
 
-def _families(plan: PrecisionPlan) -> list[FamilyRow]:
-    counts: dict[str, Counter[str]] = {}
-    for node in plan.nodes:
-        counts.setdefault(node.family or "unknown", Counter())[node.precision] += 1
-    rows = [FamilyRow(name, {p: count[p] for p in PRECISIONS}, count.total()) for name, count in counts.items()]
-    return sorted(rows, key=lambda row: (-row.total, row.name))
+def _part(name: str) -> str:
+    return resources.files("amp_compiler.report").joinpath(PARTS, name).read_text(encoding="utf-8")
+
+
+def _totals(plan: PrecisionPlan, name: str) -> Totals:
+    counts = Counter(node.precision for node in plan.nodes)
+    return Totals(name, plan, {one: counts[one] for one in PRECISIONS}, sum(cast.explicit for cast in plan.casts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from amp_compiler.errors import AmpError, LossScaleError
+from amp_compiler.fx.step_graph import step_graph_of
 from amp_compiler.ir.nonfinite import NonfiniteReport
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.loss_scale import LossScale, LossScaleState
@@ -99,6 +101,22 @@ class StepReadings:
         Of a step in pieces, the graph of its update.
         """
         return self._seen()[0].update.graph_module
+
+    def to_html(self, path: str | Path, *, profile: Any = None, other: PrecisionPlan | None = None) -> None:
+        """Write the last step as one HTML page: its forward as planned, and the whole step as it runs.
+
+        Args:
+            path: the file.
+            profile: what `amp.profile` found of this step.
+            other: a plan that the forward's is compared with.
+
+        Raises:
+            AmpError: before the first call, of a step in pieces, with `enabled=False`, or where the file cannot be
+                written.
+        """
+        if not isinstance(self._seen()[0], StepProgram):
+            raise AmpError("a step in pieces is no one graph to draw", mend="write its plan: step.plan.to_html(path)")
+        self.plan.to_html(path, profile=profile, other=other, step=step_graph_of(self.graph_module))
 
     @property
     def stages(self) -> Stages:

@@ -1,0 +1,153 @@
+// Places. Every open module is laid out by itself, and is one box in the module around it.
+
+const PAD = 14, HEAD = 30, BOX = 44, FOLDED = 56, PILL = 24;
+const MANY_PORTS = 10; // values that come in, or go out: more are drawn as one
+const SHELF = 1100; // width in which parts that are not joined stand side by side
+
+/** The size and the inner places of a module; known ones are kept until it is folded or unfolded. */
+function layOut(group) {
+  if (group.placed) return group.placed;
+  const sizes = new Map(group.children.map((child) => [child, sizeOf(child)]));
+  const lines = [...group.level.values()].filter((line) => line.from !== line.to);
+  const level = { items: [], lines: [], width: 0, height: 0 };
+  for (const port of portsOf(group)) {
+    sizes.set(port, { width: port.width, height: PILL });
+    for (const child of port.children) {
+      lines.push({ from: port.way === "in" ? port : child, to: port.way === "in" ? child : port, edges: port.edges, inner: true });
+    }
+  }
+  shelve(partsOf([...sizes.keys()], lines).map((part) => arrange(part, sizes)), level);
+  const title = group.parent ? widthOf(group.label, TITLE) + 60 : 0;
+  const dx = group.parent ? PAD : 0, dy = group.parent ? HEAD + PAD / 2 : 0;
+  const width = Math.max(level.width + 2 * dx, title);
+  const shift = (width - level.width) / 2;
+  for (const item of level.items) {
+    item.x += shift;
+    item.y += dy;
+  }
+  for (const line of level.lines) {
+    line.points = line.points.map(([x, y]) => [x + shift, y + dy]);
+    if (line.label) line.label = [line.label[0] + shift, line.label[1] + dy];
+  }
+  group.placed = { ...level, width, height: level.height + dy + (group.parent ? PAD : 0) };
+  return group.placed;
+}
+
+function sizeOf(child) {
+  if (child.kind === "group") return child.open ? layOut(child) : { width: foldedWidth(child), height: FOLDED };
+  if (child.kind !== "node") return { width: 28 + widthOf(titleOf(child)), height: PILL };
+  return { width: boxWidth(child), height: BOX };
+}
+
+const foldedWidth = (group) => Math.max(150, 44 + widthOf(group.label, TITLE), 110 + widthOf(many(group.nodes.length, "node")));
+
+function boxWidth(entry) {
+  const widths = entry.sides.filter(Boolean).map((node) => {
+    const stored = Math.max(...entry.stored.map((casts) => (casts.length ? 14 + widthOf(storedWords(casts)) : 0)));
+    return Math.max(widthOf(shortOp(node.op), TITLE) + 12 + widthOf(firstType(node)), widthOf(subtitle(entry)) + stored);
+  });
+  return Math.max(96, 30 + Math.max(...widths));
+}
+
+const storedWords = (casts) => `+ ${bytes(casts.reduce((sum, cast) => sum + cast.bytes, 0))}`;
+const firstType = (node) => node.makes[0]?.type ?? "";
+const subtitle = (entry) => shortened(entry.name, 26);
+const titleOf = (entry) => (entry.kind === "input" ? shortened(entry.name, 24) : entry.into.length > 1 ? `${entry.into.length} returned` : "returned");
+
+/** The values that come into a module and go out of it, with how wide each is drawn. */
+function portsOf(group) {
+  if (!group.parent) return [];
+  const ports = [...group.ports.values()];
+  return ["in", "out"].flatMap((way) => {
+    const found = ports.filter((port) => port.way === way);
+    if (found.length <= MANY_PORTS) return found.map((port) => Object.assign(port, { width: 24 + widthOf(shortened(port.name, 22)) }));
+    const all = { kind: "port", way, name: `${found.length} values`, type: "", width: 100, edges: found.flatMap((port) => port.edges) };
+    all.children = new Set(found.flatMap((port) => [...port.children]));
+    return [all];
+  });
+}
+
+/** Parts that no line joins, the largest first. */
+function partsOf(items, lines) {
+  const part = new Map(items.map((item) => [item, item]));
+  const find = (item) => {
+    while (part.get(item) !== item) {
+      part.set(item, part.get(part.get(item)));
+      item = part.get(item);
+    }
+    return item;
+  };
+  for (const line of lines) part.set(find(line.to), find(line.from));
+  const parts = new Map();
+  for (const item of items) {
+    const key = find(item);
+    if (!parts.has(key)) parts.set(key, { items: [], lines: [] });
+    parts.get(key).items.push(item);
+  }
+  for (const line of lines) parts.get(find(line.from)).lines.push(line);
+  return [...parts.values()].sort((one, other) => other.items.length - one.items.length);
+}
+
+/** One part, by dagre. */
+function arrange({ items, lines }, sizes) {
+  if (items.length === 1) {
+    const [item] = items;
+    const { width, height } = sizes.get(item);
+    return { items: [{ item, x: 0, y: 0, width, height }], lines: [], width, height };
+  }
+  const graph = new Libraries.graphlib.Graph();
+  graph.setGraph({ rankdir: "TB", nodesep: 22, ranksep: 30, edgesep: 14 });
+  const names = new Map(items.map((item, index) => [item, String(index)]));
+  for (const item of items) graph.setNode(names.get(item), { ...sizeOnly(sizes.get(item)) });
+  for (const line of lines) {
+    const wide = line.inner ? 0 : Math.max(...[0, 1].map((side) => widthOf(castWords(castsOf(line.edges, side)))));
+    const label = wide ? { width: wide + 14, height: 18, labelpos: "c" } : { width: 0, height: 0 };
+    graph.setEdge(names.get(line.from), names.get(line.to), { ...label, weight: 1 });
+  }
+  Libraries.layout(graph);
+  const { width, height } = graph.graph();
+  return {
+    width, height,
+    items: items.map((item) => {
+      const { x, y, width: w, height: h } = graph.node(names.get(item));
+      return { item, x: x - w / 2, y: y - h / 2, width: w, height: h };
+    }),
+    lines: lines.map((line) => {
+      const edge = graph.edge(names.get(line.from), names.get(line.to));
+      return { ...line, points: edge.points.map(({ x, y }) => [x, y]), label: edge.x === undefined ? null : [edge.x, edge.y] };
+    }),
+  };
+}
+
+const sizeOnly = ({ width, height }) => ({ width, height });
+
+/** Put parts side by side, and below one another where there is no more room. */
+function shelve(parts, level) {
+  let x = 0, y = 0, tallest = 0;
+  const shelf = Math.max(SHELF, ...parts.map((part) => part.width));
+  for (const part of parts) {
+    if (x && x + part.width > shelf) {
+      y += tallest + 24;
+      [x, tallest] = [0, 0];
+    }
+    for (const item of part.items) level.items.push({ ...item, x: item.x + x, y: item.y + y });
+    for (const line of part.lines) {
+      level.lines.push({ ...line, points: line.points.map(([a, b]) => [a + x, b + y]), label: line.label && [line.label[0] + x, line.label[1] + y] });
+    }
+    x += part.width + 24;
+    tallest = Math.max(tallest, part.height);
+    level.width = Math.max(level.width, x - 24);
+    level.height = Math.max(level.height, y + part.height);
+  }
+}
+
+/** The casts on some edges of one plan, each once. */
+const castsOf = (edges, side) => [...new Set(edges.flatMap((edge) => (edge.side === side ? edge.casts : [])))];
+
+/** What is written on a line with casts. */
+function castWords(casts) {
+  if (!casts.length) return "";
+  const total = bytes(casts.reduce((sum, cast) => sum + cast.bytes, 0));
+  const kinds = new Set(casts.map((cast) => `${cast.src} → ${cast.dst}`));
+  return casts.length === 1 ? `${[...kinds][0]} · ${total}` : `${casts.length} casts · ${total}`;
+}

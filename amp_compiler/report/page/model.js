@@ -1,0 +1,153 @@
+// The data of the page, read back into nodes, values and casts that know one another. `page_data.py` writes it.
+
+const DATA = JSON.parse(document.getElementById("data").textContent);
+const PRECISIONS = ["low", "fp32", "keep"];
+const [NODE, INPUT, STORED, CAST] = [0, 1, 2, 3];
+const FEW_OUTPUTS = 4; // results that are drawn by themselves
+const TEXTS = ["name", "op", "family", "module", "asked", "rule", "reason", "source", "phase", "planned", "math",
+  "math_rule", "backward", "backward_math"];
+
+/** One plan's side of a graph: its nodes, values and casts. */
+function readSide(rows) {
+  const text = (number) => DATA.strings[number];
+  const values = rows.values.map(([name, type, kind, maker], index) => ({ index, name: text(name), type: text(type), kind,
+    maker, readers: [] }));
+  const nodes = rows.nodes.map((row) => {
+    const node = Object.fromEntries(TEXTS.map((name, place) => [name, text(row[place])]));
+    node.precision = PRECISIONS[row[TEXTS.length]];
+    node.makes = row[TEXTS.length + 1].map((number) => values[number]);
+    node.reads = row[TEXTS.length + 2].map((number) => values[number]);
+    node.reads.forEach((value, place) => value.readers.push([node, place]));
+    return node;
+  });
+  const casts = rows.casts.map(([value, made, src, dst, bytes, own]) => ({ value: values[value], src: text(src),
+    dst: text(dst), made: made < 0 ? null : values[made], bytes, own: Boolean(own) }));
+  const outputs = rows.outputs.map((number) => values[number]);
+  for (const value of values) {
+    if (value.kind === NODE) value.maker = nodes[value.maker];
+    if (value.kind === CAST) value.maker = casts[value.maker];
+  }
+  return { nodes, values, casts, outputs };
+}
+
+/** Where a value comes from, and the casts on the way from there. */
+function originOf(value) {
+  const casts = [];
+  let at = value;
+  while (at.kind === CAST) {
+    casts.unshift(at.maker);
+    at = at.maker.value;
+  }
+  return { value: at, casts };
+}
+
+/** A graph with one entry for each node of either plan, so that two plans have one layout. */
+class Graph {
+  constructor(rows) {
+    this.key = rows.key;
+    this.sides = rows.sides.map(readSide);
+    this.entries = [];
+    this.byName = new Map();
+    this.edges = this.sides.map(() => []);
+    this.sides.forEach((side, number) => {
+      for (const value of side.values) {
+        if (value.kind === INPUT && (value.readers.length || this.isCast(side, value))) this.entry("input", value.name, number, value);
+      }
+      for (const node of side.nodes) this.entry("node", node.name, number, node);
+      this.returned = (place) => (rows.sides.some(({ outputs }) => outputs.length > FEW_OUTPUTS) ? "all" : String(place));
+      side.outputs.forEach((value, place) => this.entry("output", this.returned(place), number, value));
+    });
+    this.sides.forEach((side, number) => this.join(side, number));
+    for (const entry of this.entries) entry.change = this.changeOf(entry);
+    this.nodes = this.entries.filter((entry) => entry.kind === "node");
+  }
+
+  isCast(side, value) {
+    return side.casts.some((cast) => cast.value === value);
+  }
+
+  entry(kind, name, side, content) {
+    const key = `${kind} ${name}`;
+    if (!this.byName.has(key)) {
+      const made = { kind, name, sides: this.sides.map(() => null), stored: this.sides.map(() => []), into: [], outOf: [] };
+      made.order = this.entries.push(made);
+      this.byName.set(key, made);
+    }
+    const found = this.byName.get(key);
+    found.sides[side] = content;
+    return found;
+  }
+
+  /** The entry of a node by its name. */
+  node(name) {
+    return this.byName.get(`node ${name}`);
+  }
+
+  join(side, number) {
+    const seen = new Set();
+    const read = (value, to) => {
+      const { value: source, casts } = originOf(value);
+      const key = `${value.index} ${to.kind} ${to.name}`;
+      if (seen.has(key)) return;
+      seen.add(key);
+      if (source.kind === STORED) {
+        to.stored[number].push(...casts);
+        return;
+      }
+      const from = source.kind === NODE ? this.node(source.maker.name) : this.byName.get(`input ${source.name}`);
+      const edge = { from, to, value: source, type: value.type, casts, side: number };
+      from.outOf.push(edge);
+      to.into.push(edge);
+      this.edges[number].push(edge);
+    };
+    for (const node of side.nodes) for (const value of node.reads) read(value, this.node(node.name));
+    side.outputs.forEach((value, place) => read(value, this.byName.get(`output ${this.returned(place)}`)));
+  }
+
+  /** What two plans say otherwise of an entry: "", "precision", "types", "rule", "added" or "removed". */
+  changeOf(entry) {
+    if (this.sides.length < 2 || entry.kind !== "node") return "";
+    const [before, after] = entry.sides;
+    if (!before) return "added";
+    if (!after) return "removed";
+    if (before.precision !== after.precision) return "precision";
+    if (typesOf(before) !== typesOf(after)) return "types";
+    return before.rule !== after.rule || before.reason !== after.reason || before.asked !== after.asked ? "rule" : "";
+  }
+}
+
+const typesOf = (node) => node.makes.map((value) => value.type).join(", ");
+const anySide = (entry) => entry.sides.find(Boolean);
+const precisionOfType = (type) => type === "fp32" ? "fp32" : type === "fp16" || type === "bf16" ? "low" : "keep";
+const GRAPHS = DATA.graphs.map((rows) => new Graph(rows));
+
+/** The rows of the profile, by the node of the plan, the node of the step and the module that they belong to. */
+const PROFILE = (() => {
+  if (!DATA.profile) return null;
+  const text = (number) => DATA.strings[number];
+  const rows = DATA.profile.rows.map(([name, kind, op, module, planned, type, stored, exponents, fractions]) => ({
+    name: text(name), kind: text(kind), op: text(op), module: text(module), planned: text(planned), type: text(type),
+    stored, exponents: exponents ?? stored, scaled: exponents !== null, fractions }));
+  const byNode = new Map(), byModule = new Map();
+  const add = (map, key, row) => key && (map.has(key) ? map.get(key).push(row) : map.set(key, [row]));
+  for (const row of rows) {
+    const weight = row.kind.startsWith("weight");
+    if (weight) add(byModule, row.module, row);
+    else {
+      add(byNode, row.name, row);
+      if (row.planned !== row.name) add(byNode, row.planned, row);
+    }
+  }
+  return { ...DATA.profile, rows, byNode, byModule };
+})();
+
+/** What was measured of an entry: what it makes, and the weights of its module where it alone reads them. */
+function measuredOf(graph, entry) {
+  if (!PROFILE || entry.kind !== "node") return [];
+  const node = anySide(entry);
+  const own = PROFILE.byNode.get(entry.name) ?? (graph.key === "step" ? [] : []);
+  const weights = node.phase && node.phase !== "forward" ? [] : readsStored(node) ? PROFILE.byModule.get(node.module) ?? [] : [];
+  return [...own, ...weights];
+}
+
+const readsStored = (node) => node.reads.some((value) => originOf(value).value.kind === STORED);

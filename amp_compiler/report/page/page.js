@@ -1,0 +1,167 @@
+// The page: what is chosen, shown and filtered, and the address that says so.
+
+class Page {
+  constructor() {
+    this.views = GRAPHS.map((graph) => ({ graph, root: treeOf(graph), drawing: null }));
+    this.details = new Details(document.getElementById("details"), (entry, graph) => this.choose(entry, graph));
+    this.filters = new Filters(() => {
+      this.filter();
+      this.note();
+    });
+    this.tabs = [...document.querySelectorAll("#graphs button")];
+    for (const tab of this.tabs) tab.addEventListener("click", () => {
+      this.open(tab.value);
+      this.note();
+    });
+    this.lists = [...document.querySelectorAll("#lists button")];
+    for (const list of this.lists) list.addEventListener("click", () => this.list(list.value));
+    const act = (id, what) => document.getElementById(id).addEventListener("click", () => what(this.view.drawing));
+    act("larger", (drawing) => drawing.by(1.3));
+    act("smaller", (drawing) => drawing.by(1 / 1.3));
+    act("fit", (drawing) => drawing.fit());
+    act("unfold", (drawing) => drawing.openAll(true));
+    act("fold", (drawing) => drawing.openAll(false));
+    this.filters.search.addEventListener("keydown", (event) => event.key === "Enter" && this.next(event.shiftKey ? -1 : 1));
+    addEventListener("hashchange", () => this.follow());
+    addEventListener("resize", () => this.view.drawing.fitted && this.view.drawing.fit());
+    addEventListener("beforeprint", () => this.print(true));
+    addEventListener("afterprint", () => this.print(false));
+    addEventListener("keydown", (event) => {
+      if (event.key === "/" && !/INPUT|SELECT|TEXTAREA/.test(document.activeElement.tagName)) {
+        event.preventDefault();
+        this.filters.search.focus();
+      }
+    });
+    this.compare();
+    this.follow();
+  }
+
+  /** Of two plans, how much differs. */
+  compare() {
+    const told = document.getElementById("differ");
+    if (!told) return;
+    const found = GRAPHS[0].nodes.filter((entry) => entry.change);
+    const casts = castRows(GRAPHS[0]).filter((row) => row.only);
+    if (!found.length && !casts.length) told.append("Both decide the same.");
+    else told.append(make("b", {}, many(found.length, "node")), " decided otherwise, ", make("b", {}, many(casts.length, "cast")), " in one of them alone. ",
+      make("button", { type: "button", class: "link", onclick: () => this.filters.set({ change: "any" }) }, "Show these nodes"));
+  }
+
+  /** Do what the address says. */
+  follow() {
+    const values = new URLSearchParams(location.hash.slice(1));
+    const view = this.views.find(({ graph }) => graph.key === values.get("graph")) ?? this.views[0];
+    this.filters.read(values);
+    this.open(view.graph.key);
+    const name = values.get("node"), entry = name && view.graph.node(name);
+    document.getElementById("missing").hidden = !name || Boolean(entry);
+    if (name && !entry) document.getElementById("missing").textContent = `There is no node '${name}' in this graph.`;
+    if (entry) this.choose(entry, view.graph, false);
+    else this.details.clear();
+  }
+
+  /** Write down in the address what is to be seen. */
+  note() {
+    const values = new URLSearchParams();
+    if (this.view !== this.views[0]) values.set("graph", this.view.graph.key);
+    if (this.view.drawing.chosen?.kind === "node") values.set("node", this.view.drawing.chosen.name);
+    this.filters.write(values);
+    history.replaceState(null, "", values.size ? `#${values}` : location.pathname + location.search);
+  }
+
+  open(key) {
+    const view = this.views.find(({ graph }) => graph.key === key);
+    const changed = view !== this.view;
+    this.view = view;
+    for (const tab of this.tabs) tab.setAttribute("aria-selected", String(tab.value === key));
+    for (const other of this.views) if (other.holder) other.holder.hidden = other !== view;
+    if (!view.holder) {
+      view.holder = make("div", { class: `panes of${view.graph.sides.length}` });
+      document.getElementById("drawing").append(view.holder);
+      view.drawing = new Drawing(view.graph, view.root, view.holder, (item) => this.choose(item));
+    }
+    if (changed) {
+      this.filters.offer(view.graph);
+      this.fill();
+      this.details.graph = view.graph;
+      if (view.drawing.chosen) this.details.show(view.graph, view.drawing.chosen);
+      else this.details.clear();
+    }
+    this.filters.show();
+    this.filter();
+  }
+
+  /** Show the details of something; from elsewhere than the drawing it is brought into its middle. */
+  choose(item, graph = this.view.graph, note = true) {
+    if (graph !== this.view.graph) this.open(graph.key);
+    const { drawing } = this.view;
+    const inDrawing = document.activeElement?.closest?.("#drawing") || item.kind === "group";
+    if (reveal(item)) drawing.render();
+    drawing.choose(item);
+    if (!inDrawing) drawing.center(item);
+    this.details.show(graph, item);
+    if (note) this.note();
+  }
+
+  /** The next of the nodes that match. */
+  next(by) {
+    const { graph, drawing } = this.view, found = this.found;
+    if (!found.length) return;
+    const at = found.indexOf(drawing.chosen);
+    this.choose(found[at < 0 ? 0 : (at + by + found.length) % found.length], graph);
+  }
+
+  filter() {
+    const { graph, drawing } = this.view;
+    this.found = this.filters.of(graph);
+    drawing.show(this.filters.active ? new Set(this.found) : null);
+    this.nodeTable.show(this.found);
+    const told = this.filters.active ? `${this.found.length.toLocaleString("en")} of ${many(graph.nodes.length, "node")}` : many(graph.nodes.length, "node");
+    document.getElementById("found").textContent = told;
+  }
+
+  /** The tables of a graph. */
+  fill() {
+    const { graph } = this.view;
+    const at = (name) => document.getElementById(`list-${name}`);
+    this.nodeTable = new Table(at("nodes"), nodeColumns(graph), (entry) => {
+      this.choose(entry);
+      document.getElementById("graph").scrollIntoView({ block: "start" });
+    });
+    const casts = castRows(graph);
+    this.castTable = new Table(at("casts"), graph.sides.length > 1 ? [...CAST_COLUMNS, castSide] : CAST_COLUMNS);
+    this.castTable.by(CAST_COLUMNS[3]);
+    this.castTable.show(casts);
+    const rules = ruleRows(graph);
+    this.ruleTable = new Table(at("rules"), ruleColumns(graph), (row) => this.filters.set({ rule: row.rule }));
+    this.ruleTable.show(rules);
+    if (PROFILE) {
+      this.rangeTable = new Table(at("ranges"), RANGE_COLUMNS, (row) => {
+        const entry = graph.node(row.name) ?? graph.node(row.planned) ?? graph.nodes.find((one) => measuredOf(graph, one).includes(row));
+        if (!entry) return;
+        this.choose(entry);
+        document.getElementById("graph").scrollIntoView({ block: "start" });
+      });
+      this.rangeTable.show(PROFILE.rows);
+    }
+    const counts = { nodes: graph.nodes.length, casts: casts.length, rules: rules.length, ranges: PROFILE?.rows.length ?? 0 };
+    for (const list of this.lists) list.querySelector("span").textContent = counts[list.value].toLocaleString("en");
+    this.list(this.listed ?? "nodes");
+  }
+
+  list(name) {
+    this.listed = name;
+    for (const list of this.lists) {
+      list.setAttribute("aria-selected", String(list.value === name));
+      document.getElementById(`list-${list.value}`).hidden = list.value !== name;
+    }
+  }
+
+  print(printing) {
+    this.view.drawing.print(printing);
+    if (printing) for (const table of [this.nodeTable, this.castTable, this.ruleTable]) table.more(Infinity);
+  }
+}
+
+const page = new Page();
+document.documentElement.dataset.ready = "yes";

@@ -1,0 +1,291 @@
+"""The page of a plan, without a browser: what it holds, that nothing is loaded, that names are only ever text."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from planning import plan_text
+
+import amp_compiler as amp
+from amp_compiler.errors import AmpError
+from amp_compiler.fx.graph import cast_bytes
+from amp_compiler.fx.step_graph import step_graph_of
+from amp_compiler.ir.plan import PlannedCast, PlannedNode, PrecisionPlan
+from amp_compiler.report.html import plan_html
+from amp_compiler.report.page_data import line_of, page_data
+
+ROOT = Path(__file__).parents[2]
+PARTS = ROOT / "amp_compiler" / "report" / "page"
+HOSTILE = "</script><script>alert('&')</script>\u2028<!--"
+
+MIXED = """\
+graph cpu
+input x: fp32[64, 8]
+param w: fp32[8, 8]
+y = aten.linear(input=x, weight=w) -> fp32[64, 8]  module=fc
+s = aten.softmax(self=y) -> fp32[64, 8]  module=attn.soft
+z = aten.matmul(self=s, other=y) -> fp32[64, 8]  module=attn
+return z
+"""
+
+
+class Page(HTMLParser):
+    """Checks that tags close in order, and collects scripts, text and the addresses that the page would load."""
+
+    VOID = ("meta", "input", "br", "link", "img")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.loads: list[str] = []
+        self.scripts: list[str] = []
+        self.style = ""
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag, attrs):
+        self.loads += [value for name, value in attrs if name in ("src", "href", "data", "action", "poster")]
+        if tag == "script":
+            self.scripts.append("")
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "script":
+            self.scripts[-1] += data
+        elif self.open and self.open[-1] == "style":
+            self.style += data
+        elif self.open:
+            self.words.append(data)
+
+    @property
+    def data(self):
+        return json.loads(self.scripts[0])
+
+
+def hostile_plan() -> PrecisionPlan:
+    node = PlannedNode(
+        HOSTILE, HOSTILE, HOSTILE, HOSTILE, "low", HOSTILE, HOSTILE, source=HOSTILE, outputs=((HOSTILE, HOSTILE),),
+        inputs=("x", HOSTILE + "w"),
+    )  # fmt: skip
+    casts = (PlannedCast("x", "fp32", "bf16", 1, ((HOSTILE, 0),)),)
+    return PrecisionPlan(HOSTILE, HOSTILE, HOSTILE, (node,), casts, (("x", "fp32"),), (HOSTILE,))
+
+
+def read_back(data: dict, graph: dict) -> tuple[dict, list]:
+    """Nodes by name, with what each reads as (value, type, casts on the way), and the casts, as the page reads them."""
+    text = data["strings"].__getitem__
+
+    def reading(number):
+        casts = []
+        name, dtype, kind, maker = graph["values"][number]
+        while kind == 3:
+            casts.append(maker)
+            number = graph["casts"][maker][0]
+            name, _, kind, maker = graph["values"][number]
+        return text(name), text(dtype), casts
+
+    nodes = {}
+    for row in graph["nodes"]:
+        names = ("name", "op", "family", "module", "asked", "rule", "reason", "source")
+        node = dict(zip(names, map(text, row), strict=False))
+        node["precision"], outputs, inputs = ("low", "fp32", "keep")[row[14]], row[15], row[16]
+        node["outputs"] = tuple((text(graph["values"][one][0]), text(graph["values"][one][1])) for one in outputs)
+        node["reads"] = [reading(one) for one in inputs]
+        nodes[node["name"]] = node
+    casts = [
+        (text(graph["values"][v][0]), text(src), text(dst), size, own) for v, _, src, dst, size, own in graph["casts"]
+    ]
+    return nodes, casts
+
+
+def test_the_data_are_the_plan():
+    plan = plan_text(MIXED)
+    data = Page(plan_html(plan)).data
+    nodes, casts = read_back(data, data["graphs"][0]["sides"][0])
+    assert list(nodes) == [node.name for node in plan.nodes]
+    for node in plan.nodes:
+        for name in ("op", "family", "module", "asked", "rule", "reason", "source", "precision", "outputs"):
+            assert nodes[node.name][name] == getattr(node, name)
+    assert casts == [(cast.value, cast.src, cast.dst, cast.bytes, int(cast.explicit)) for cast in plan.casts]
+    reads = {
+        name: [(value, dtype, len(on_the_way)) for value, dtype, on_the_way in node["reads"]]
+        for name, node in nodes.items()
+    }
+    assert reads == {
+        "y": [("x", "fp16", 1), ("w", "fp16", 1)],
+        "s": [("y", "fp32", 1)],
+        "z": [("s", "fp16", 1), ("y", "fp16", 0)],
+    }
+
+
+def test_a_read_past_an_upcast_is_one_of_the_value_itself_and_the_models_cast_is_no_edge():
+    nodes = (
+        PlannedNode("y", "aten.relu", "", "", "low", "", "", outputs=(("y", "bf16"),), inputs=("x",)),
+        PlannedNode("up", "aten.to", "", "", "keep", "", "", outputs=(("up", "fp32"),), inputs=("y",)),
+        PlannedNode("z", "aten.relu", "", "", "low", "", "", outputs=(("z", "bf16"),), inputs=("up",)),
+    )
+    casts = (PlannedCast("y", "bf16", "bf16", 0, (("z", 0),)), PlannedCast("y", "bf16", "fp32", 48, explicit=True))
+    data = page_data([PrecisionPlan("bf16", "default", "cpu", nodes, casts, (("x", "bf16"),), ("z",))], ["this"])
+    found, told = read_back(data, data["graphs"][0]["sides"][0])
+    assert found["z"]["reads"] == [("y", "bf16", [])]
+    assert told == [("y", "bf16", "fp32", 48, 1)]
+
+
+def test_nothing_is_loaded():
+    text = plan_html(plan_text(MIXED), other=plan_text(MIXED))
+    page = Page(text)
+    assert page.loads == []
+    own = page.scripts[2] + page.style
+    assert not re.search(
+        r"https?://(?!www\.w3\.org/2000/svg)|@import|url\((?!#)|\bfetch\(|XMLHttpRequest|import\(", own
+    )
+    assert not re.search(r"\bfetch\(|XMLHttpRequest|\bimport\(|https?://(?!www\.w3\.org/)", page.scripts[1])
+    assert "default-src 'none'" in text  # and a browser that is asked to all the same does not
+
+
+def test_names_are_only_ever_text():
+    text = plan_html(hostile_plan(), other=hostile_plan(), names=(HOSTILE, HOSTILE))
+    page = Page(text)
+    assert len(page.scripts) == 3
+    assert HOSTILE not in text
+    assert "<!--" not in text.replace("<!doctype", "")
+    assert "\u2028" not in page.scripts[0]
+    assert page.data["strings"][1] in (HOSTILE, "x")
+    assert HOSTILE in page.data["strings"]
+    scripts = "".join((PARTS / name).read_text(encoding="utf-8") for name in ("text.js", "drawing.js", "page.js"))
+    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", scripts)
+
+
+def test_the_head_tells_totals_without_a_script():
+    words = " ".join(" ".join(Page(plan_html(plan_text(MIXED))).words).split())
+    for part in ("type fp16", "rules test", "device cpu", "nodes 3", "67 %", "moved by casts in one forward"):
+        assert part in words
+
+
+def test_the_same_page_under_any_hash_seed(tmp_path):
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "from amp_compiler.ir.plan import PrecisionPlan, PlannedNode, PlannedCast\n"
+        "from amp_compiler.report.html import plan_html; from amp_compiler.report.svg import plan_svg\n"
+        "made = [PlannedNode(f'n{i}', f'aten.op{i % 7}', 'f', f'm.{i % 5}', 'low', f'r:{i % 3}', 'why',\n"
+        "        source=f's.py:{i}', outputs=((f'n{i}', 'bf16'),), inputs=(f'n{i - 1}' if i else 'x',)) for i in range(40)]\n"
+        "plan = PrecisionPlan('bf16', 'default', 'cpu', tuple(made),\n"
+        "    (PlannedCast('x', 'fp32', 'bf16', 6, (('n0', 0),)),), (('x', 'fp32'),), ('n39',))\n"
+        "sys.stdout.buffer.write((plan_html(plan, other=plan) + plan_svg(plan)).encode())\n"
+    )
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", code, str(ROOT)], capture_output=True, check=True, env={"PYTHONHASHSEED": seed}
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert runs[0] == runs[1]
+    assert len(runs[0]) > 100_000
+
+
+def test_the_users_line_is_shown_where_it_can_be_read(tmp_path):
+    file = tmp_path / "model.py"
+    file.write_text("first\n    x = relu(x)  # </script>\n", encoding="utf-8")
+    assert line_of(f"{file}:2") == "x = relu(x)  # </script>"
+    for place in (f"{file}:9", "nowhere.py:1", "", "model.py", f"{file}:x"):
+        assert line_of(place) == ""
+    node = PlannedNode("a", "aten.relu", "", "", "low", "", "", source=f"{file}:2", outputs=(("a", "bf16"),), inputs=())
+    text = plan_html(PrecisionPlan("bf16", "default", "cpu", (node,), ()))
+    assert Page(text).data["code"] == {f"{file}:2": "x = relu(x)  # </script>"}
+
+
+def test_what_is_no_plan_or_profile_is_refused():
+    plan = plan_text(MIXED)
+    for options, told in (
+        ({"other": "plan.json"}, "other is a str"),
+        ({"profile": 3}, "profile is a int"),
+        ({"step": plan}, "step is a PrecisionPlan"),
+    ):
+        with pytest.raises(AmpError, match=told):
+            plan_html(plan, **options)
+
+
+def small_step():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.LayerNorm(16), torch.nn.Linear(16, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return amp.training_step(
+        model,
+        lambda model, x, y: torch.nn.functional.cross_entropy(model(x), y),
+        optimizer, dtype="bf16", loss_scale=None, backend="eager",
+    )  # fmt: skip
+
+
+def test_the_whole_step_is_a_graph_of_the_page(tmp_path):
+    step = small_step()
+    step(torch.randn(4, 8), torch.randint(2, (4,)))
+    graph = step_graph_of(step.graph_module)
+    calls = [node for node in step.graph_module.graph.nodes if node.op == "call_function"]
+    assert len(graph.nodes) + len(graph.casts) == sum("getitem" not in str(node.target) for node in calls)
+    phases = dict.fromkeys(node.phase for node in graph.nodes)
+    assert list(phases) == ["forward", "backward", "update"]
+    assert graph.cast_bytes == sum(cast_bytes(step.graph_module.graph, phase) for phase in phases)
+    assert [name for name, _ in graph.inputs] == ["batch_0", "batch_1"]
+    step.to_html(tmp_path / "step.html")
+    data = Page((tmp_path / "step.html").read_text(encoding="utf-8")).data
+    assert [one["key"] for one in data["graphs"]] == ["forward", "step"]
+    nodes, casts = read_back(data, data["graphs"][1]["sides"][0])
+    assert list(nodes) == [node.name for node in graph.nodes]
+    assert len(casts) == len(graph.casts)
+    (mean,) = (node for node in step.plan.nodes if node.op == "aten.layer_norm")
+    assert {node["reason"] for node in nodes.values() if node["op"] == "aten.native_layer_norm_backward"} == {
+        mean.reason
+    }
+    made = {value for node in nodes.values() for value, _ in node["outputs"]} | {name for name, _ in graph.stored}
+    known = made | {name for name, _ in graph.inputs}
+    assert all(value in known for node in nodes.values() for value, _, _ in node["reads"])
+
+
+def test_a_profile_is_told_as_it_stands(tmp_path):
+    step = small_step()
+    batch = torch.randn(4, 8), torch.randint(2, (4,))
+    profile = amp.profile(step, [batch, batch])
+    step.to_html(tmp_path / "step.html", profile=profile)
+    told = Page((tmp_path / "step.html").read_text(encoding="utf-8")).data
+    rows = told["profile"]["rows"]
+    assert len(rows) == len(profile.rows)
+    for row, (name, kind, *_, stored, _, fractions) in zip(profile.rows, rows, strict=True):
+        assert (told["strings"][name], told["strings"][kind]) == (row.name, row.kind)
+        assert sum(stored.values()) == row.stored.total
+        for dtype, found in fractions.items():
+            assert found == [getattr(row.stored.fractions(dtype), part) for part in ("zero", "subnormal", "infinite")]
+    assert told["ranges"] == {"fp16": [-24, -14, 15], "bf16": [-133, -126, 127]}
+
+
+def test_a_step_in_pieces_and_a_step_before_its_first_call_are_refused(tmp_path):
+    with pytest.raises(AmpError, match="call it with a batch first"):
+        small_step().to_html(tmp_path / "step.html")
+
+
+def test_the_libraries_are_those_of_the_lock_file_with_their_licences():
+    about = json.loads((PARTS / "libraries.json").read_text(encoding="utf-8"))
+    text = (PARTS / "libraries.min.js").read_bytes()
+    assert hashlib.sha256(text).hexdigest() == about["sha256"]
+    lock = json.loads((ROOT / "tools" / "page_libraries" / "package-lock.json").read_text(encoding="utf-8"))["packages"]
+    assert [package["name"] for package in about["packages"]][:2] == ["@dagrejs/dagre", "d3-color"]
+    for package in about["packages"]:
+        locked = lock[f"node_modules/{package['name']}"]
+        assert (package["version"], package["integrity"]) == (locked["version"], locked["integrity"])
+        assert package["license"] in ("MIT", "ISC", "BSD-3-Clause")
+        assert f"{package['name']} {package['version']}".encode() in text
+    assert text.count(b"Copyright") >= 3
+    assert sum(path.stat().st_size for path in PARTS.iterdir()) < 300_000
+    assert not any("resolved" in entry for entry in lock.values())  # the lock file names no host
