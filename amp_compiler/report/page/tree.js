@@ -121,18 +121,19 @@ function addPort(group, way, edge, child) {
   port.children.add(child);
 }
 
-/** Open modules from the outermost, as long as few boxes are to be seen. */
+/** Open modules from the outermost, all of one depth or none, as long as few boxes are to be seen. */
 function openFirst(root) {
   let shown = root.children.length;
-  const waiting = root.children.filter((child) => child.kind === "group");
-  while (waiting.length) {
-    const group = waiting.shift();
-    if (group.run || shown + group.children.length - 1 > OPEN_AT_FIRST) continue;
-    group.open = true;
-    shown += group.children.length - 1;
-    waiting.push(...group.children.filter((child) => child.kind === "group"));
+  let level = groupsIn(root);
+  for (;;) {
+    shown += level.reduce((sum, group) => sum + group.children.length - 1, 0);
+    if (!level.length || shown > OPEN_AT_FIRST || level.some((group) => group.run)) return;
+    for (const group of level) group.open = true;
+    level = level.flatMap(groupsIn);
   }
 }
+
+const groupsIn = (group) => group.children.filter((child) => child.kind === "group");
 
 /** Open all modules around an entry. */
 function reveal(item) {
@@ -153,10 +154,8 @@ function setOpen(group, open) {
 }
 
 function eachGroup(group, visit) {
-  for (const child of group.children) {
-    if (child.kind === "group") {
-      visit(child);
-      eachGroup(child, visit);
-    }
+  for (const child of groupsIn(group)) {
+    visit(child);
+    eachGroup(child, visit);
   }
 }

@@ -1,0 +1,57 @@
+"""Plans of which tests and benchmarks make pages: transformers of any number of layers, made without torch."""
+
+from __future__ import annotations
+
+from amp_compiler.ir.plan import PlannedCast, PlannedNode, PrecisionPlan
+
+# By module within a layer, the ops; `add` reads the stream beside what stands before it.
+LAYER = (
+    ("input_norm", "layer_norm"), ("attention.query", "linear"), ("attention", "transpose"), ("attention", "matmul"),
+    ("attention", "softmax"), ("attention", "matmul"), ("attention.output", "linear"), ("", "add"),
+    ("post_norm", "layer_norm"), ("mlp.up", "linear"), ("mlp.activation", "gelu"), ("mlp.down", "linear"), ("", "add"),
+)  # fmt: skip
+WIDE = ("layer_norm", "softmax", "add")
+RULES = {
+    "linear": "default.yaml:64",
+    "matmul": "default.yaml:64",
+    "softmax": "default.yaml:80",
+    "layer_norm": "mine.yaml:3",
+}
+
+
+def transformer(nodes: int, *, wide: tuple[str, ...] = WIDE, flat: bool = False, low: str = "bf16") -> PrecisionPlan:
+    """A plan with so many nodes.
+
+    Args:
+        nodes: how many; the last layer may be cut.
+        wide: ops that run in FP32.
+        flat: all in one module.
+        low: the 16-bit type.
+    """
+    made: list[PlannedNode] = []
+    casts: list[PlannedCast] = []
+    value, types = "x", {"x": "fp32"}
+    stream = value
+    while len(made) < nodes:
+        part, op = LAYER[len(made) % len(LAYER)]
+        layer = len(made) // len(LAYER)
+        name = f"{op}_{len(made)}"
+        dtype = "fp32" if op in wide else low
+        inputs = [value, *([stream] if op == "add" else [f"w{len(made)}"] if op == "linear" else [])]
+        for place, read in enumerate(inputs):
+            if types.get(read, "fp32") != dtype:
+                casts.append(
+                    PlannedCast(read, types.get(read, "fp32"), dtype, 6 * 1024 * (1 + place), ((name, place),))
+                )
+        module = "" if flat else f"model.layers.{layer}" + (f".{part}" if part else "")
+        made.append(
+            PlannedNode(
+                name, f"aten.{op}", "matmul" if op in ("linear", "matmul") else "elementwise", module,
+                "fp32" if dtype == "fp32" else "low", RULES.get(op, "default.yaml:10"),
+                "sums of many terms" if dtype == "fp32" else "tensor cores run it in 16 bits", "low",
+                f"/home/me/model.py:{10 + len(made) % len(LAYER)}", ((name, dtype),), inputs=tuple(inputs),
+            )
+        )  # fmt: skip
+        value, types[name] = name, dtype
+        stream = name if op == "add" else stream
+    return PrecisionPlan(low, "default", "cuda", tuple(made), tuple(casts), (("x", "fp32"),), (value,))

@@ -1,0 +1,377 @@
+"""The page of a plan in a real browser: folds, searches, sorts, filters, compares, fits a phone and paper."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from page_plans import LAYER, transformer
+from test_page import hostile_plan, small_step
+
+import amp_compiler as amp
+from amp_compiler.ir.plan import PrecisionPlan
+
+ROOT = Path(__file__).parents[2]
+REQUIRED = os.environ.get("AMP_BROWSER") == "require"  # continuous integration must not leave them out
+LAYERS = 3
+ALL = LAYERS * len(LAYER)
+_SPEC = importlib.util.spec_from_file_location("chromium", ROOT / "tools" / "chromium.py")
+chromium = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(chromium)
+
+pytestmark = pytest.mark.browser
+
+
+@pytest.fixture(scope="module")
+def window():
+    lacking = chromium.missing()
+    if lacking and not REQUIRED:
+        pytest.skip(lacking)
+    assert not lacking, f"AMP_BROWSER=require: {lacking}"
+    with chromium.window() as opened:
+        yield opened
+
+
+@pytest.fixture
+def browser(window):
+    """The window; nothing may have come to its console when the test ends."""
+    window.complaints()
+    yield window
+    assert window.complaints() == []
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory) -> dict[str, Path]:
+    """Pages that several tests open."""
+    folder = tmp_path_factory.mktemp("pages")
+    made = {name: folder / f"{name}.html" for name in ("one", "two", "step", "large", "hostile", "flat")}
+    plan = transformer(ALL)
+    plan.to_html(made["one"])
+    plan.to_html(made["two"], other=transformer(ALL, wide=("softmax", "add")), names=("before.json", "after.json"))
+    transformer(5000).to_html(made["large"])
+    transformer(300, flat=True).to_html(made["flat"])
+    hostile_plan().to_html(made["hostile"], other=hostile_plan())
+    step = small_step()
+    batch = torch.randn(4, 8), torch.randint(2, (4,))
+    step.to_html(made["step"], profile=amp.profile(step, [batch, batch]))
+    return made
+
+
+def count(browser, selector: str) -> int:
+    return int(browser.run("return document.querySelectorAll(arguments[0]).length", selector))
+
+
+def text(browser, selector: str) -> str:
+    return str(browser.run("return document.querySelector(arguments[0]).textContent", selector))
+
+
+def click(browser, selector: str) -> None:
+    """A click on the first that there is, wherever it stands."""
+    browser.run(
+        "document.querySelector(arguments[0]).dispatchEvent(new MouseEvent('click', {bubbles: true}))", selector
+    )
+
+
+def type_in(browser, selector: str, words: str) -> None:
+    browser.run(
+        "const [field, words] = [document.querySelector(arguments[0]), arguments[1]]; field.value = words;"
+        "for (const name of ['input', 'change']) field.dispatchEvent(new Event(name, {bubbles: true}))",
+        selector,
+        words,
+    )
+
+
+def column(browser, key: int) -> list[str]:
+    return browser.run(
+        "const rows = [...document.querySelectorAll('#list-nodes tbody tr')];"
+        "return rows.map((row) => row.cells[arguments[0]].textContent)",
+        key,
+    )
+
+
+def names(browser) -> list[str]:
+    return column(browser, 1)
+
+
+def test_it_opens_folded_and_modules_unfold_and_fold(browser, pages):
+    browser.open(pages["one"])
+    assert browser.run("return document.documentElement.dataset.ready") == "yes"
+    assert count(browser, ".module.folded") == LAYERS
+    assert count(browser, ".box") == 0
+    click(browser, '[data-module="model.layers.1"]')
+    assert count(browser, ".module.folded") == LAYERS - 1 + 2  # with its attention and its mlp
+    assert count(browser, '[data-node="layer_norm_13"]') == 1
+    assert count(browser, ".castlabel") > 0
+    assert "6.0 KiB" in text(browser, ".castlabel")
+    click(browser, '[data-module="model.layers.1"]')
+    assert (count(browser, ".module.folded"), count(browser, ".box")) == (LAYERS, 0)
+
+
+def test_only_what_was_unfolded_and_what_holds_it_is_laid_out_anew(browser, pages):
+    browser.open(pages["one"])
+    click(browser, '[data-module="model.layers.0"]')
+    browser.run(
+        "window.laid = []; const layout = Libraries.layout;"
+        "window.Libraries = {...Libraries, layout: (graph) => { laid.push(graph.nodeCount()); layout(graph); }}"
+    )
+    click(browser, '[data-module="model.layers.2.attention"], [data-module="model.layers.2"]')
+    # Layer 2, the layers, and the whole graph; not layer 0, which stands open beside it.
+    assert browser.run("return laid.length") == 3
+
+
+def test_the_keyboard_unfolds(browser, pages):
+    browser.open(pages["one"])
+    browser.run(
+        "const module = document.querySelector('[data-module=\"model.layers.0\"]'); module.focus();"
+        "module.dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', bubbles: true}))"
+    )
+    assert count(browser, '[data-node="layer_norm_0"]') == 1
+    assert browser.run("return document.activeElement.dataset.module") == "model.layers.0"
+
+
+def test_search_finds_counts_and_goes_from_match_to_match(browser, pages):
+    browser.open(pages["one"])
+    type_in(browser, "#search", "softmax sums")
+    assert text(browser, "#found") == f"{LAYERS} of {ALL} nodes"
+    assert names(browser) == ["softmax_4", "softmax_17", "softmax_30"]
+    assert text(browser, ".module.folded > .hits") == "1 match"
+    enter = (
+        "document.getElementById('search').dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', bubbles: true}))"
+    )
+    for name in ("softmax_4", "softmax_17", "softmax_30", "softmax_4"):
+        browser.run(enter)
+        assert text(browser, "#details h3") == name
+        assert count(browser, f'.box.chosen[data-node="{name}"]') == 1
+    assert browser.run("return location.hash") == "#node=softmax_4&q=softmax+sums"
+    assert count(browser, '.box.out[data-node="matmul_3"]') == 1
+    click(browser, "#clear")
+    assert text(browser, "#found") == f"{ALL} nodes"
+    assert count(browser, ".out") == 0
+
+
+def test_filters_by_precision_op_module_and_rule(browser, pages):
+    browser.open(pages["one"])
+    click(browser, '#precisions [value="low"]')
+    assert text(browser, "#found") == f"{5 * LAYERS} of {ALL} nodes"
+    type_in(browser, "#by-op", "aten.add")
+    assert len(names(browser)) == 2 * LAYERS
+    type_in(browser, "#by-module", "model.layers.1")
+    assert names(browser) == ["add_20", "add_25"]
+    click(browser, '#precisions [value="low"]')
+    type_in(browser, "#by-op", "")
+    type_in(browser, "#by-rule", "mine.yaml:3")
+    assert names(browser) == ["layer_norm_13", "layer_norm_21"]
+    assert browser.run("return location.hash") == "#module=model.layers.1&rule=mine.yaml%3A3"
+
+
+def test_columns_sort_both_ways(browser, pages):
+    browser.open(pages["one"])
+    click(browser, '#list-nodes th[data-key="name"] button')
+    assert names(browser)[:3] == ["add_7", "add_12", "add_20"]  # numbers by their size
+    assert browser.run("return document.querySelector('#list-nodes th[data-key=\"name\"]').ariaSort") == "ascending"
+    click(browser, '#list-nodes th[data-key="name"] button')
+    assert names(browser)[0] == "transpose_28"
+    click(browser, '#list-nodes th[data-key="order"] button')
+    assert names(browser)[0] == f"add_{ALL - 1}"
+    sizes = browser.run(
+        "const rows = [...document.querySelectorAll('#list-casts tbody tr')];"
+        "return rows.map((row) => parseFloat(row.cells[3].textContent))"
+    )
+    assert sizes == sorted(sizes, reverse=True)  # the largest first
+    assert len(set(sizes)) == 2
+
+
+def test_a_link_to_a_node_shows_it(browser, pages):
+    browser.open(pages["one"], "#node=linear_22")
+    assert count(browser, '.box.chosen[data-node="linear_22"]') == 1
+    shown = text(browser, "#details")
+    for part in (
+        "model.layers.1.mlp.up",
+        "default.yaml:64",
+        "tensor cores run it",
+        "model.py:19",
+        "6.0 KiB",
+        "gelu_23",
+    ):
+        assert part in shown
+    frame = (
+        "const {x, y, right, bottom} = document.querySelector(arguments[0]).getBoundingClientRect();"
+        "return [x, y, right, bottom]"
+    )
+    spot, pane = browser.run(frame, '[data-node="linear_22"]'), browser.run(frame, ".pane")
+    assert pane[0] < spot[0] < spot[2] < pane[2]
+    assert pane[1] < spot[1] < spot[3] < pane[3]
+    click(browser, "#details .link")
+    assert browser.run("return location.hash") == "#node=layer_norm_21"
+    browser.run("location.hash = '#node=no_such'; return new Promise((done) => setTimeout(done, 50))")
+    assert text(browser, "#missing") == "There is no node 'no_such' in this graph."
+
+
+def test_two_plans_stand_side_by_side(browser, pages):
+    browser.open(pages["two"], "#node=layer_norm_13")
+    assert count(browser, ".pane") == 2
+    assert text(browser, "#differ").startswith(f"{2 * LAYERS} nodes decided otherwise")
+    assert count(browser, '.box.changed.fp32[data-node="layer_norm_13"]') == 1
+    assert count(browser, '.box.changed.low[data-node="layer_norm_13"]') == 1
+    assert "before.json" in text(browser, "#details")
+    assert browser.run(
+        "const boxes = [...document.querySelectorAll('[data-node=\"layer_norm_13\"]')];"
+        "const [one, other] = boxes.map((box) => box.getAttribute('transform')); return one === other"
+    )
+    click(browser, "#larger")
+    assert (
+        browser.run(
+            "return new Set([...document.querySelectorAll('.layer')].map((one) => one.getAttribute('transform'))).size"
+        )
+        == 1
+    )
+    click(browser, "#differ .link")
+    assert set(column(browser, 2)) == {"aten.layer_norm"}
+    assert text(browser, "#found") == f"{2 * LAYERS} of {ALL} nodes"
+
+
+def test_a_node_that_only_one_plan_has_is_shown_as_that(browser, tmp_path):
+    plan = transformer(13)
+    extra = replace(plan.nodes[-1], name="more", inputs=(plan.nodes[-1].name,), outputs=(("more", "bf16"),))
+    plan.to_html(tmp_path / "page.html", other=replace(plan, nodes=(*plan.nodes, extra), outputs=("more",)))
+    browser.open(tmp_path / "page.html", "#node=more")
+    assert count(browser, '.box.absent[data-node="more"]') == 1
+    assert text(browser, "#details .changedto") == "only in the second"
+
+
+def test_the_whole_step_and_its_histograms(browser, pages):
+    browser.open(pages["step"], "#node=linear")
+    assert count(browser, ".histogram") >= 2
+    shown = browser.run(
+        "const data = JSON.parse(document.getElementById('data').textContent);"
+        "const row = data.profile.rows.find((row) => data.strings[row[4]] === 'linear');"
+        "const drawn = document.querySelector('.histogram').querySelectorAll('.column').length;"
+        "return [Object.keys(row[6]).filter((name) => /\\d/.test(name)).length, drawn]"
+    )
+    assert shown[0] == shown[1] > 0
+    assert count(browser, ".histogram:first-of-type .range.subnormal") >= 1
+    click(browser, '#graphs [value="step"]')
+    assert {"forward", "backward", "update"} <= set(
+        browser.run("return [...document.querySelectorAll('.module')].map((one) => one.dataset.module)")
+    )
+    type_in(browser, "#search", "native_layer_norm_backward")
+    browser.run(
+        "document.getElementById('search').dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', bubbles: true}))"
+    )
+    assert "backward" in text(browser, "#details")
+    assert browser.run("return location.hash").startswith("#graph=step&node=native_layer_norm_backward")
+    browser.run(
+        "[...document.querySelectorAll('#details .link')].find((one) => one.textContent === 'layer_norm').click()"
+    )
+    assert text(browser, "#details h3") == "layer_norm"
+    assert browser.run("return document.querySelector('#graphs [value=forward]').ariaSelected") == "true"
+    click(browser, '#lists [value="ranges"]')
+    assert count(browser, "#list-ranges tbody tr") > 10
+
+
+def test_all_of_5000_nodes_can_be_reached(browser, pages):
+    browser.open(pages["large"])
+    assert count(browser, ".box, .module") < 30  # folded
+    browser.run("const rest = document.querySelector('#list-nodes .rest'); while (!rest.hidden) rest.click()")
+    assert len(set(names(browser))) == 5000
+    type_in(browser, "#search", "add_4991")
+    browser.run(
+        "document.getElementById('search').dispatchEvent(new KeyboardEvent('keydown', {key: 'Enter', bubbles: true}))"
+    )
+    assert count(browser, '.box.chosen[data-node="add_4991"]') == 1
+    click(browser, "#unfold")
+    assert (
+        browser.run("return new Set([...document.querySelectorAll('.box')].map((box) => box.dataset.node)).size")
+        == 5000
+    )
+
+
+def test_many_nodes_of_one_module_are_put_together_by_runs(browser, pages):
+    browser.open(pages["flat"])
+    assert 2 <= count(browser, ".module.folded") <= 60
+    click(browser, "#unfold")
+    assert count(browser, ".box") == 300
+
+
+@pytest.mark.parametrize("name", ["one", "two", "step", "hostile"])
+def test_a_phone_needs_no_scrolling_sideways(browser, pages, name):
+    browser.open(pages[name], "#node=linear", width=360, height=740)
+    for tab in ("casts", "rules", "nodes"):
+        click(browser, f'#lists [value="{tab}"]')
+        assert browser.run("return document.documentElement.scrollWidth") <= 360
+    assert browser.run("return document.querySelector('.pane').clientHeight") >= 200
+
+
+@pytest.mark.parametrize("width", [360, 1400])
+def test_names_break_at_signs_alone(browser, pages, width, tmp_path):
+    long = "encoder.layer_with_a_long_name.attention.self.query_key_value_projection/MatMul_with_bias"
+    plan = transformer(13)
+    nodes = tuple(replace(node, module=f"{long}.{index}") for index, node in enumerate(plan.nodes))
+    replace(plan, nodes=nodes).to_html(tmp_path / "page.html")
+    browser.open(tmp_path / "page.html", "#node=linear_1", width=width)
+    broken = browser.run(
+        """
+        const broken = [], range = document.createRange();
+        for (const name of document.querySelectorAll('.name')) {
+          const letters = [];
+          for (const node of name.childNodes) {
+            if (node.nodeType !== Node.TEXT_NODE) continue;
+            for (let at = 0; at < node.length; at += 1) {
+              range.setStart(node, at);
+              range.setEnd(node, at + 1);
+              letters.push([node.data[at], range.getBoundingClientRect().top]);
+            }
+          }
+          letters.forEach(([letter, top], at) => {
+            if (!at || top <= letters[at - 1][1] + 4) return;
+            if (!'._/:'.includes(letters[at - 1][0])) broken.push(name.textContent);
+          });
+        }
+        return broken;
+        """
+    )
+    assert broken == []
+    assert browser.run("return document.documentElement.scrollWidth") <= width
+
+
+def test_on_paper_all_is_there_and_no_buttons(browser, pages):
+    browser.open(pages["large"], "#module=model.layers.7")
+    browser.media("print")
+    browser.run("dispatchEvent(new Event('beforeprint'))")
+    hidden = "return getComputedStyle(document.querySelector(arguments[0])).display"
+    assert [browser.run(hidden, one) for one in ("#tools", ".buttons", ".hint")] == ["none"] * 3
+    assert count(browser, "#list-nodes tbody tr") == len(LAYER)  # those that match
+    assert count(browser, "#list-casts tbody tr") == len(transformer(5000).casts)
+    assert browser.run("return document.querySelector('.pane').viewBox.baseVal.width") > 100
+    browser.run("dispatchEvent(new Event('afterprint'))")
+    assert browser.run("return document.querySelector('.pane').getAttribute('viewBox')") is None
+    browser.open(pages["one"], "#node=linear_22")
+    made = browser.driver.execute_cdp_cmd("Page.printToPDF", {"printBackground": True})
+    assert base64.b64decode(made["data"]).startswith(b"%PDF")
+
+
+def test_light_and_dark(browser, pages):
+    ground = "return getComputedStyle(document.body).backgroundColor"
+    browser.open(pages["one"])
+    light = browser.run(ground)
+    browser.open(pages["one"], scheme=chromium.DARK)
+    assert browser.run(ground) != light
+
+
+def test_names_run_nothing(browser, pages):
+    browser.open(pages["hostile"])
+    assert browser.run("return document.scripts.length") == 3
+    click(browser, "#list-nodes tbody tr")
+    assert text(browser, "#details h3") == hostile_plan().nodes[0].name
+    assert browser.run("return document.documentElement.dataset.ready") == "yes"
+
+
+def test_a_plan_of_no_nodes_opens(browser, tmp_path):
+    PrecisionPlan("bf16", "default", "cpu", (), ()).to_html(tmp_path / "page.html")
+    browser.open(tmp_path / "page.html")
+    assert text(browser, "#found") == "0 nodes"
