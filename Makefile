@@ -27,7 +27,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup venv given demo test lint types format test-all-but-slow test-fast test-slow test-gpu test-torch211 docs \
-  bench bench-onnx clean
+  browser screens page-libraries bench bench-onnx clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,8 +60,24 @@ demo: $(STAMP) ## train two small CNNs on handwritten digits in FP32, with torch
 test: $(STAMP) ## lint, types and all tests but the slow ones; about 8 minutes on two cores, set-up included
 	+$(MAKE) --no-print-directory -j 2 lint types test-all-but-slow
 
-test-all-but-slow: $(STAMP)
+test-all-but-slow: $(STAMP) browser
 	$(BOTH) -m "not slow and not gpu"
+
+# The pages that the project writes are tried in Debian's Chromium. Without it those tests are skipped and say so, but
+# with AMP_BROWSER=require, as continuous integration sets it, they fail.
+browser: ## install Chromium and its driver where they are missing, on Debian and as root
+	@if command -v chromedriver > /dev/null && command -v chromium > /dev/null; then :; \
+	elif command -v apt-get > /dev/null && [ "$$(id -u)" = 0 ]; then \
+	  { apt-get install -qq -y --no-install-recommends chromium chromium-driver \
+	    || { apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium chromium-driver; }; } \
+	    > /dev/null 2>&1 || echo "Chromium could not be installed: the tests marked 'browser' are left out" >&2; \
+	else echo "there is no Chromium with its driver: the tests marked 'browser' are left out" >&2; fi
+
+screens: $(STAMP) browser ## the screenshots of the docs, by Chromium
+	$(BIN)/python docs/tools/screens.py
+
+page-libraries: ## bundle the libraries of the page of a plan anew, by npm, and check their hashes
+	$(PYTHON) tools/page_libraries/bundle.py
 
 lint: $(STAMP) ## ruff: rules and format
 	$(BIN)/ruff check $(SOURCES)
@@ -78,7 +94,7 @@ types: $(STAMP) ## mypy --strict on an installed copy
 	cd .types && $(BIN)/python -m mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache -p amp_compiler
 
 test-fast: $(STAMP) ## the tests that compile nothing and take no seconds
-	$(BOTH) -m "not slow and not gpu and not compiles and not long"
+	$(BOTH) -m "not slow and not gpu and not compiles and not long and not browser"
 
 test-slow: $(STAMP) ## the tests marked slow, which with those of `make test` are all that need no GPU
 	$(BOTH) -m "slow and not gpu"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import tempfile
@@ -80,6 +81,16 @@ class Window:
     def complaints(self) -> list[str]:
         """What has come to the console since the last call."""
         return [entry["message"] for entry in self.driver.get_log("browser")]
+
+
+def picture(window: Window) -> bytes:
+    """What is to be seen, as a PNG of 256 colours, the same bytes for the same pixels."""
+    from PIL import Image
+
+    shown = Image.open(io.BytesIO(window.driver.get_screenshot_as_png())).convert("RGB")
+    made = io.BytesIO()
+    shown.quantize(256, dither=Image.Dither.NONE).save(made, "PNG", optimize=True)
+    return made.getvalue()
 
 
 @contextmanager

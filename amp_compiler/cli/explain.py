@@ -22,6 +22,7 @@ class ExplainOptions:
         format: `table`, `text` or `json`.
         output: write there instead of to the terminal.
         html: write the plan there as a page for the browser.
+        svg: write the plan there as a picture.
         print_after: print stages instead of the plan: the one behind this pass, or `all`.
         stop_after: run no pass behind this one.
         skip: passes to leave out.
@@ -38,6 +39,7 @@ class ExplainOptions:
     format: str = "table"
     output: Path | None = None
     html: Path | None = None
+    svg: Path | None = None
     print_after: str = ""
     stop_after: str = ""
     skip: tuple[str, ...] = ()
@@ -59,13 +61,15 @@ class ExplainOptions:
         read = {"the model": Path(self.model), "the rules": Path(self.rules)}
         check_place("--output", self.output, read)
         check_place("--html", self.html, {**read, "--output": self.output})
+        check_place("--svg", self.svg, {**read, "--output": self.output, "--html": self.html})
         for option, name in (("--print-after", self.print_after), ("--stop-after", self.stop_after)):
             if name not in ("", CAPTURED, *([ALL] if option == "--print-after" else [])):
                 check_pass(name, option)
         for name in self.skip:
             check_pass(name, "--skip")
-        if self.stages and self.html is not None:
-            raise UsageError("stages are not written as a page", where="--html", mend="use --output")
+        for option, page in (("--html", self.html), ("--svg", self.svg)):
+            if self.stages and page is not None:
+                raise UsageError("stages are not written as a page", where=option, mend="use --output")
         if self.stages and self.device != "auto":
             raise UsageError("stages are of where the model is", where="--device", mend="leave it out")
         for option, given in (
@@ -103,6 +107,8 @@ def _explain_plan(model: Any, example: Any, options: ExplainOptions) -> None:
     plan = explain(model, example, rules=options.rules, dtype=options.dtype, device=device)
     if options.html is not None:
         plan.to_html(options.html)
+    if options.svg is not None:
+        plan.to_svg(options.svg)
     if options.format == "json":
         emit(plan.to_json(), options.output)
     elif options.format == "text":
@@ -136,15 +142,26 @@ def _explain_stages(model: Any, example: Any, loss: Any, options: ExplainOptions
         print_stages(stages, wanted, Console())
 
 
-def run_diff(before: Path, after: Path, output: Path | None) -> bool:
+def run_diff(before: Path, after: Path, output: Path | None, html: Path | None = None) -> bool:
     """Print or write what differs between two plans; says whether anything does.
+
+    Args:
+        before: a plan.
+        after: another one.
+        output: write there instead of to the terminal.
+        html: write a page with both there.
 
     Raises:
         UsageError: a file is not there, or is no plan; the output is one of them.
         AmpError: a plan is of another version.
     """
-    check_place("--output", output, {"the first plan": before, "the second plan": after})
-    found = _read_plan(before).diff(_read_plan(after), str(before), str(after))
+    read = {"the first plan": before, "the second plan": after}
+    check_place("--output", output, read)
+    check_place("--html", html, {**read, "--output": output})
+    one, other = _read_plan(before), _read_plan(after)
+    found = one.diff(other, str(before), str(after))
+    if html is not None:
+        one.to_html(html, other=other, names=(str(before), str(after)))
     emit(found, output)
     return bool(found)
 

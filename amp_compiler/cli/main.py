@@ -99,6 +99,7 @@ def explain(
     format_: Annotated[PlanFormat, typer.Option("--format", help="What to print.")] = PlanFormat.TABLE,
     output: Annotated[Path | None, typer.Option("--output", help="Write there instead of to the terminal.")] = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write a page for the browser as well.")] = None,
+    svg: Annotated[Path | None, typer.Option("--svg", help="Write a picture of the graph as well.")] = None,
     print_after: Annotated[
         str,
         typer.Option(
@@ -148,6 +149,7 @@ def explain(
             format=format_.value,
             output=output,
             html=html,
+            svg=svg,
             print_after=print_after,
             stop_after=stop_after,
             skip=tuple(skip or ()),
@@ -163,11 +165,14 @@ def diff(
     before: Annotated[Path, typer.Argument(metavar="A.json", help="A plan, as `explain --format json` writes it.")],
     after: Annotated[Path, typer.Argument(metavar="B.json", help="Another one.")],
     output: Annotated[Path | None, typer.Option("--output", help="Write there instead of to the terminal.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write a page for the browser as well, with both side by side.")
+    ] = None,
 ) -> None:
     """Show what differs between two plans. Ends with 1 where anything does, and with 0 where nothing does."""
     from amp_compiler.cli.explain import run_diff
 
-    raise typer.Exit(int(run_diff(before, after, output)))
+    raise typer.Exit(int(run_diff(before, after, output, html)))
 
 
 @app.command()

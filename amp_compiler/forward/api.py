@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from amp_compiler.errors import AmpError
+from amp_compiler.forward.autocast import autocast_totals
 from amp_compiler.forward.compiled_module import CompiledModule
 from amp_compiler.forward.graph_breaks import compile_piece
 from amp_compiler.forward.program import plan_captured
@@ -168,7 +170,9 @@ def explain(
     args, kwargs = split_example(example_args)
     captured = capture_module(model, args, kwargs, dynamic_shapes)
     low = settings.low(device_of([*pytree.tree_leaves((args, kwargs)), *model.parameters()]))
-    return plan_captured(captured, settings, low, device=device or "")
+    plan = plan_captured(captured, settings, low, device=device or "")
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    return replace(plan, autocast=autocast_totals(captured, low, plan.device, frozen))
 
 
 def is_onnx(model: object) -> bool:

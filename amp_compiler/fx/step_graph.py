@@ -23,7 +23,9 @@ def step_graph_of(graph_module: fx.GraphModule) -> StepGraph:
     Args:
         graph_module: with `meta["amp_phase"]` on its calls, as `step.graph_module` has it.
     """
-    inputs, stored, nodes, casts = [], [], [], []
+    inputs: list[tuple[str, str]] = []
+    stored: list[tuple[str, str]] = []
+    nodes, casts = [], []
     for node in graph_module.graph.nodes:
         if node.op == "placeholder" and node.users:
             typed = (node.name, _type_of(node.meta.get("val")))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +118,21 @@ class UnusedRule:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class AutocastTotals:
+    """What `torch.autocast` does in the same forward.
+
+    Args:
+        casts: how many casts it makes; of a weight one.
+        cast_bytes: memory traffic of them: elements times (size of source + size of target).
+        low_nodes: how many of the plan's nodes make tensors of the low type.
+    """
+
+    casts: int
+    cast_bytes: int
+    low_nodes: int
+
+
 RETURN = "return"
 
 
@@ -134,6 +149,8 @@ class PrecisionPlan:
         inputs: (value, type) of each input of the graph; parameters and other stored data are not among them.
         outputs: names of the values that the graph returns; before casts.
         unused_rules: the rules of the user's own files that match no node, in the order in which they are read.
+        autocast: what `torch.autocast` does in the same forward, counted by `amp.explain` for a module on the device
+            that it plans for; `None` where nobody counted. Plans are equal without regard to it.
 
     Example:
         >>> plan = PrecisionPlan("fp16", "default", "cpu", (), ())
@@ -149,6 +166,7 @@ class PrecisionPlan:
     inputs: tuple[tuple[str, str], ...] = ()
     outputs: tuple[str, ...] = ()
     unused_rules: tuple[UnusedRule, ...] = ()
+    autocast: AutocastTotals | None = field(default=None, compare=False)
 
     @property
     def cast_bytes(self) -> int:
@@ -162,7 +180,10 @@ class PrecisionPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain Python data, ready for JSON."""
-        return {"version": FORMAT_VERSION, **asdict(self), "cast_bytes": self.cast_bytes}
+        data = {"version": FORMAT_VERSION, **asdict(self), "cast_bytes": self.cast_bytes}
+        if self.autocast is None:
+            del data["autocast"]
+        return data
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> PrecisionPlan:
@@ -193,7 +214,8 @@ class PrecisionPlan:
             inputs = tuple((name, dtype) for name, dtype in data.get("inputs", ()))
             outputs = tuple(data.get("outputs", ()))
             unused = tuple(UnusedRule(**rule) for rule in data.get("unused_rules", ()))
-            return cls(data["dtype"], data["rules"], data["device"], nodes, casts, inputs, outputs, unused)
+            autocast = AutocastTotals(**data["autocast"]) if "autocast" in data else None
+            return cls(data["dtype"], data["rules"], data["device"], nodes, casts, inputs, outputs, unused, autocast)
         except (KeyError, TypeError, ValueError) as cause:
             raise AmpError(f"the plan is damaged: {cause!r}", mend="make it again with amp.explain") from cause
 

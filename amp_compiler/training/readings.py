@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from amp_compiler.errors import AmpError, LossScaleError
 from amp_compiler.fx.step_graph import step_graph_of
 from amp_compiler.ir.nonfinite import NonfiniteReport
-from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.ir.plan import AutocastTotals, PrecisionPlan
 from amp_compiler.ops.loss_scale import LossScale, LossScaleState
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.training.events import Events, NonfiniteEvent
@@ -37,6 +37,7 @@ class StepReadings:
     _leaves: list[Any]
     _spec: Any
     _trials: Callable[[tuple[Any, ...]], StepTrials]
+    _autocast: Callable[[tuple[Any, ...]], AutocastTotals | None]
 
     def _seen(self) -> tuple[StepProgram | PieceProgram, StepOutput, Tensor]:
         if self._last is None:
@@ -105,6 +106,8 @@ class StepReadings:
     def to_html(self, path: str | Path, *, profile: Any = None, other: PrecisionPlan | None = None) -> None:
         """Write the last step as one HTML page: its forward as planned, and the whole step as it runs.
 
+        Beside the plan's casts stand those of `torch.autocast` in the same forward, for which that is captured again.
+
         Args:
             path: the file.
             profile: what `amp.profile` found of this step.
@@ -116,7 +119,9 @@ class StepReadings:
         """
         if not isinstance(self._seen()[0], StepProgram):
             raise AmpError("a step in pieces is no one graph to draw", mend="write its plan: step.plan.to_html(path)")
-        self.plan.to_html(path, profile=profile, other=other, step=step_graph_of(self.graph_module))
+        batch = pytree.tree_unflatten(self._leaves, self._spec)[0]
+        plan = replace(self.plan, autocast=self._autocast(batch))
+        plan.to_html(path, profile=profile, other=other, step=step_graph_of(self.graph_module))
 
     @property
     def stages(self) -> Stages:

@@ -24,11 +24,13 @@ from amp_compiler.fx.capture import autocast_off
 from amp_compiler.fx.capture_errors import shapes_do_not_fit
 from amp_compiler.fx.graph import LOW_TYPES, torch_dtype
 from amp_compiler.fx.torch_private import TENSORS, building, saved_tensor_hooks
+from amp_compiler.ir.plan import AutocastTotals
 from amp_compiler.onnx.importing.api import trained_module
 from amp_compiler.ops.loss_scale import LossScale, NoLossScale, make_loss_scale
 from amp_compiler.ops.update.rounding import WeightStorage
 from amp_compiler.passes.pipeline import CAPTURE, DEVICE, FORWARD, PIECE, PLAN, STEP, UPDATE
 from amp_compiler.policy.unused import warn_of_unused
+from amp_compiler.training.autocast import autocast_of
 from amp_compiler.training.build import StepOptions, StepState, build_step, check_parameters, is_one_graph
 from amp_compiler.training.counting import build_counting
 from amp_compiler.training.events import events_on
@@ -351,6 +353,9 @@ class TrainingStep(StepReadings):
         for optimizer in self._optimizers:
             check_hooks(optimizer)
         return StepTrials(self._module, batch, self._options(""), self._state)
+
+    def _autocast(self, batch: tuple[Any, ...]) -> AutocastTotals | None:
+        return autocast_of(self._module, batch, self._settings)
 
     def _forget(self) -> None:
         """Drop the programs, none of which will fit again."""

@@ -124,12 +124,14 @@ def test_explain_prints_json_that_reads_back(run, model_file):
 
 
 def test_explain_writes_files(run, model_file, tmp_path):
-    output, page = tmp_path / "plan.txt", tmp_path / "plan.html"
-    code, out, _ = run("explain", f"{model_file}:with_example", "--output", str(output), "--html", str(page))
+    output, page, picture = tmp_path / "plan.txt", tmp_path / "plan.html", tmp_path / "plan.svg"
+    files = ("--output", str(output), "--html", str(page), "--svg", str(picture))
+    code, out, _ = run("explain", f"{model_file}:with_example", *files)
     assert code == 0
     assert not out
     assert "aten.linear" in output.read_text(encoding="utf-8")
     assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert "</svg>" in picture.read_text(encoding="utf-8")
 
 
 def test_explain_takes_rules_and_mode(run, model_file, tmp_path):

@@ -10,17 +10,20 @@ import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
+import onnx
 import pytest
 import torch
 from planning import plan_text
 
 import amp_compiler as amp
 from amp_compiler.errors import AmpError
+from amp_compiler.fx.autocast_counter import count_autocast
 from amp_compiler.fx.graph import cast_bytes
 from amp_compiler.fx.step_graph import step_graph_of
 from amp_compiler.ir.plan import PlannedCast, PlannedNode, PrecisionPlan
 from amp_compiler.report.html import plan_html
 from amp_compiler.report.page_data import line_of, page_data
+from amp_compiler.report.table import human_bytes
 
 ROOT = Path(__file__).parents[2]
 PARTS = ROOT / "amp_compiler" / "report" / "page"
@@ -271,9 +274,46 @@ def test_a_profile_is_told_as_it_stands(tmp_path):
     assert told["ranges"] == {"fp16": [-24, -14, 15], "bf16": [-133, -126, 127]}
 
 
+def test_a_step_tells_what_autocast_casts_in_its_forward(tmp_path):
+    step = small_step()
+    batch = torch.randn(4, 8), torch.randint(2, (4,))
+    step(*batch)
+    before = [parameter.clone() for parameter in step.model.parameters()]
+    step.to_html(tmp_path / "step.html")
+    counted = count_autocast(lambda: torch.nn.functional.cross_entropy(step.model(batch[0]), batch[1]))
+    words = " ".join(" ".join(Page((tmp_path / "step.html").read_text(encoding="utf-8")).words).split())
+    assert f"torch.autocast : {counted.casts} casts" in words
+    assert human_bytes(counted.cast_bytes) in words
+    assert all(torch.equal(one, other) for one, other in zip(before, step.model.parameters(), strict=True))
+
+
+def test_the_page_of_an_onnx_file(tmp_path):
+    made = onnx.parser.parse_model(
+        '<ir_version: 9, opset_import: ["": 20]> g (float[2, 8] x) => (float[2, 8] y)'
+        "<float[8, 8] w = {" + ", ".join(["1"] * 64) + "}>"
+        '{ ["/encoder/layer.0/MatMul"] a = MatMul(x, w) ["/encoder/Softmax"] y = Softmax <axis = -1> (a) }'
+    )
+    plan = amp.explain(made, dtype="fp16")
+    data = Page(plan_html(plan)).data
+    nodes, _ = read_back(data, data["graphs"][0]["sides"][0])
+    assert list(nodes) == ["/encoder/layer.0/MatMul", "/encoder/Softmax"]
+    assert nodes["/encoder/layer.0/MatMul"]["module"] == "encoder.layer.0"
+
+
 def test_a_step_in_pieces_and_a_step_before_its_first_call_are_refused(tmp_path):
     with pytest.raises(AmpError, match="call it with a batch first"):
         small_step().to_html(tmp_path / "step.html")
+    model = torch.nn.Linear(4, 1)
+
+    def loss(model, x):
+        found = model(x).square().mean()
+        return found * 2 if found.item() > 1e9 else found  # decided by a number: no one graph
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = amp.training_step(model, loss, optimizer, dtype="bf16", loss_scale=None, backend="eager")
+    step(torch.ones(2, 4))
+    with pytest.raises(AmpError, match=r"pieces is no one graph to draw.*step\.plan\.to_html"):
+        step.to_html(tmp_path / "step.html")
 
 
 def test_the_libraries_are_those_of_the_lock_file_with_their_licences():

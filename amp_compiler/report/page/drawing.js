@@ -49,7 +49,7 @@ class Drawing {
     const spot = this.spots.get(item);
     if (!spot) return;
     const { clientWidth: w, clientHeight: h } = this.panes[0].svg;
-    const scale = Math.max(0.75, Math.min(1.2, this.transform.k));
+    const scale = Math.max(0.9, Math.min(1.2, this.transform.k));
     const [x, y] = [spot.x + spot.width / 2, spot.y + Math.min(spot.height / 2, h / scale / 2)];
     this.move(Libraries.zoomIdentity.translate(w / 2 - x * scale, h / 2 - y * scale).scale(scale));
     this.fitted = false;
@@ -100,7 +100,8 @@ class Drawing {
 
   level(group, x, y, side, parts) {
     const told = new Set(); // casts whose bytes stand on a line already
-    for (const line of group.placed.lines) parts.push(...this.wire(line, x, y, side, told));
+    const drawn = group.placed.lines.map((line) => this.wire(line, x, y, side, told));
+    parts.push(...[0, 1].flatMap((part) => drawn.map((found) => found[part]).filter(Boolean))); // labels above all lines
     for (const { item, ...spot } of group.placed.items) {
       const at = { ...spot, x: x + spot.x, y: y + spot.y };
       this.spots.set(item, at);
@@ -175,7 +176,7 @@ class Drawing {
   }
 
   pill(item, { x, y, width, height }, side) {
-    const value = item.kind === "port" ? item : item.sides[side];
+    const value = item.kind === "port" ? portValue(item, side) : item.sides[side];
     const words = item.kind === "port" ? shortened(item.name, 22) : titleOf(item);
     const type = value?.type ?? "";
     const shape = draw("g", { class: `pill ${item.kind} ${precisionOfType(type)} ${value ? "" : "absent"}`, transform: `translate(${x} ${y})` },
@@ -227,6 +228,13 @@ class Drawing {
       }
     }
   }
+}
+
+/** What goes through a port in one plan; without a type where several do. */
+function portValue(port, side) {
+  const edges = port.edges.filter((edge) => edge.side === side);
+  const types = new Set(edges.map((edge) => (port.way === "in" ? edge.type : edge.value.type)));
+  return edges.length ? { name: port.name, type: types.size === 1 ? [...types][0] : "" } : null;
 }
 
 /** The wheel scrolls the page, and with Ctrl zooms; one finger scrolls, two move the graph. */

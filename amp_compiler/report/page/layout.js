@@ -61,7 +61,7 @@ function portsOf(group) {
   return ["in", "out"].flatMap((way) => {
     const found = ports.filter((port) => port.way === way);
     if (found.length <= MANY_PORTS) return found.map((port) => Object.assign(port, { width: 24 + widthOf(shortened(port.name, 22)) }));
-    const all = { kind: "port", way, name: `${found.length} values`, type: "", width: 100, edges: found.flatMap((port) => port.edges) };
+    const all = { kind: "port", way, name: `${found.length} values`, width: 100, edges: found.flatMap((port) => port.edges) };
     all.children = new Set(found.flatMap((port) => [...port.children]));
     return [all];
   });

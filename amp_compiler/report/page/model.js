@@ -145,7 +145,10 @@ const PROFILE = (() => {
 function measuredOf(graph, entry) {
   if (!PROFILE || entry.kind !== "node") return [];
   const node = anySide(entry);
-  const own = PROFILE.byNode.get(entry.name) ?? (graph.key === "step" ? [] : []);
+  const names = graph.key === "step" ? node.makes.map((value) => value.name) : [entry.name];
+  const found = [...new Set(names.flatMap((name) => PROFILE.byNode.get(name) ?? []))];
+  const made = found.filter((row) => row.op !== "aten._to_copy");
+  const own = made.length ? made : found; // what a cast gives has the exponents of what it is given
   const weights = node.phase && node.phase !== "forward" ? [] : readsStored(node) ? PROFILE.byModule.get(node.module) ?? [] : [];
   return [...own, ...weights];
 }

@@ -137,7 +137,7 @@ class Page {
     this.ruleTable.show(rules);
     if (PROFILE) {
       this.rangeTable = new Table(at("ranges"), RANGE_COLUMNS, (row) => {
-        const entry = graph.node(row.name) ?? graph.node(row.planned) ?? graph.nodes.find((one) => measuredOf(graph, one).includes(row));
+        const entry = graph.nodes.find((one) => measuredOf(graph, one).includes(row)) ?? graph.node(row.planned);
         if (!entry) return;
         this.choose(entry);
         document.getElementById("graph").scrollIntoView({ block: "start" });
@@ -159,7 +159,7 @@ class Page {
 
   print(printing) {
     this.view.drawing.print(printing);
-    if (printing) for (const table of [this.nodeTable, this.castTable, this.ruleTable]) table.more(Infinity);
+    if (printing) for (const table of [this.nodeTable, this.castTable, this.ruleTable, this.rangeTable]) table?.more(Infinity);
   }
 }
 

@@ -111,11 +111,8 @@ const numberOf = (item) => numbers.get(item) ?? (numbers.set(item, (lastNumber +
 const pairOf = (from, to) => `${numberOf(from)} ${numberOf(to)}`;
 
 function addPort(group, way, edge, child) {
-  const key = `${way} ${numberOf(edge.from)} ${edge.value.name} ${way === "in" ? edge.type : ""}`;
-  if (!group.ports.has(key)) {
-    const type = way === "in" ? edge.type : edge.value.type;
-    group.ports.set(key, { kind: "port", way, name: edge.value.name, type, edges: [], children: new Set() });
-  }
+  const key = `${way} ${numberOf(edge.from)} ${edge.value.name}`;
+  if (!group.ports.has(key)) group.ports.set(key, { kind: "port", way, name: edge.value.name, edges: [], children: new Set() });
   const port = group.ports.get(key);
   port.edges.push(edge);
   port.children.add(child);

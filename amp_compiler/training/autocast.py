@@ -1,0 +1,38 @@
+"""What `torch.autocast` would cast in the forward of a training step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.utils._pytree as pytree
+
+from amp_compiler.forward.autocast import autocast_totals
+from amp_compiler.forward.program import normalize
+from amp_compiler.forward.settings import Settings, device_of
+from amp_compiler.fx.capture import autocast_off, capture_module
+from amp_compiler.fx.generators import generators_kept
+from amp_compiler.fx.torch_private import building
+from amp_compiler.ir.plan import AutocastTotals
+from amp_compiler.training.program import ROOT, LossModule
+from amp_compiler.training.weights import widened
+
+
+def autocast_of(model: LossModule, batch: tuple[Any, ...], settings: Settings) -> AutocastTotals | None:
+    """Capture the loss once more, and count as `forward.autocast` does; nothing is changed.
+
+    Args:
+        model: the loss as a module.
+        batch: what a call of the step gives it.
+        settings: those of the step.
+
+    Raises:
+        CaptureError: the loss is no one graph.
+    """
+    device = device_of([*pytree.tree_leaves(batch), *model.parameters()])
+    low = settings.low(device)
+    with autocast_off(), building(), generators_kept(model.__dict__["loss_fn"], model, batch):
+        with model.as_parameters(), widened(model.parameters()):
+            captured = capture_module(model, batch, {}, None)
+        normalize(captured.graph_module, settings, None, ROOT, low)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    return autocast_totals(captured, low, device.type, frozen)

@@ -1,0 +1,95 @@
+"""What `torch.autocast` would cast, counted on fake tensors: as many casts and bytes as it makes on real ones."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import amp_compiler as amp
+from amp_compiler.fx.autocast_counter import count_autocast
+from amp_compiler.ir.plan import PrecisionPlan
+
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Pictures(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(nn.functional.max_pool2d(torch.relu(self.norm(self.conv(x))), 2).mean((2, 3)))
+
+
+class OwnRegion(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            x = self.second(x.float())
+        return torch.softmax(self.first(x), -1)
+
+
+class FrozenTwice(nn.Module):
+    """Autocast keeps the casts of weights that are trained, and no others."""
+
+    def __init__(self):
+        super().__init__()
+        self.trained, self.frozen = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x):
+        return self.frozen(self.trained(self.frozen(self.trained(x))))
+
+
+CASES = {
+    "pictures": (Pictures, (2, 3, 16, 16)),
+    "own region": (OwnRegion, (3, 8)),
+    "frozen": (FrozenTwice, (3, 8)),
+    "encoder": (lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), (2, 5, 16)),
+}
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("name", CASES)
+def test_as_many_as_autocast_makes(name, dtype):
+    make, shape = CASES[name]
+    model, x = make(), torch.randn(shape)
+    found = amp.explain(model, (x,), dtype=dtype).autocast
+    counted = count_autocast(lambda: model(x), dtype=LOW[dtype])
+    assert (found.casts, found.cast_bytes) == (counted.casts, counted.cast_bytes)
+    assert 0 < found.low_nodes <= len(amp.explain(model, (x,), dtype=dtype).nodes)
+
+
+def test_nobody_counts_for_a_device_that_the_tensors_are_not_on():
+    model = nn.Linear(8, 8)
+    assert amp.explain(model, (torch.ones(2, 8),), dtype="fp16", device="cuda").autocast is None
+    assert amp.explain(model, (torch.ones(2, 8),), dtype="fp16", device="cpu").autocast is not None
+
+
+def test_a_plan_keeps_it_and_is_equal_without_it():
+    model, x = nn.Linear(8, 8), torch.ones(2, 8)
+    plan = amp.explain(model, (x,), dtype="bf16")
+    back = PrecisionPlan.from_dict(json.loads(plan.to_json()))
+    assert back.autocast == plan.autocast
+    compiled = amp.compile(model, dtype="bf16", backend="eager")
+    compiled(x)
+    assert compiled.plan.autocast is None
+    assert "autocast" not in compiled.plan.to_dict()
+    assert compiled.plan == plan
+
+
+def test_counting_changes_nothing():
+    torch.manual_seed(0)
+    model, x = Pictures(), torch.randn(2, 3, 16, 16)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    amp.explain(model, (x,), dtype="bf16")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
