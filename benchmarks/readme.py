@@ -18,7 +18,8 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-FILES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "onnx.md", RESULTS / "notes_cpu.md")
+DOCS = ROOT / "docs"
+FILES = (ROOT / "README.md", DOCS / "benchmarks.md", DOCS / "onnx.md", DOCS / "report.md", RESULTS / "notes_cpu.md")
 
 
 def _load(name: str) -> dict[str, Any]:
@@ -187,6 +188,18 @@ def first_step_table() -> str:
     return "\n".join(lines)
 
 
+def page_table() -> str:
+    """Milliseconds to open the page of a plan, and what one does on it."""
+    lines = [
+        "| nodes | page, kB | open, ms | search, ms | unfold a module, ms | unfold all, ms |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in _load("page")["rows"]:
+        times = (f"{row[f'{name}_ms']:,.0f}" for name in ("open", "search", "unfold", "unfold_all"))
+        lines.append(f"| {row['nodes']:,} | {row['kilobytes']:,} | {' | '.join(times)} |")
+    return "\n".join(lines)
+
+
 def train_table() -> str:
     """Whole training steps on a CPU beside torch.compile."""
     return _against_compile(_load("train_step_cpu")["rows"], "first step")
@@ -261,6 +274,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "headline": headline_table,
     "machines": machines_table,
     "onnx": onnx_table,
+    "page": page_table,
     "parity": parity_table,
     "plan": plan_table,
     "train": train_table,

@@ -47,6 +47,15 @@ def test_it_is_written_to_a_file(plans: Any, monkeypatch: Any, capsys: Any) -> N
     assert code == 2 and "first plan" in err
 
 
+def test_a_page_shows_both(plans: Any, monkeypatch: Any, capsys: Any) -> None:
+    page = plans[0].with_name("page.html")
+    assert run(monkeypatch, capsys, "diff", *map(str, plans), "--html", str(page))[0] == 1
+    text = page.read_text(encoding="utf-8")
+    assert all(f'<b class="plan">{one}</b>' in text for one in plans)
+    code, _, err = run(monkeypatch, capsys, "diff", *map(str, plans), "--html", str(plans[1]))
+    assert code == 2 and "second plan" in err
+
+
 @pytest.mark.parametrize("content", ["", "[1]", '{"version": 77}', None])
 def test_what_is_no_plan_is_refused(plans: Any, content: str | None, monkeypatch: Any, capsys: Any) -> None:
     wrong = plans[0].with_name("wrong.json")

@@ -316,6 +316,37 @@ def test_a_step_in_pieces_and_a_step_before_its_first_call_are_refused(tmp_path)
         step.to_html(tmp_path / "step.html")
 
 
+def luminance(colour: str) -> float:
+    """Of `#rrggbb`, as WCAG 2 defines it."""
+    parts = (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
+    red, green, blue = (one / 12.92 if one <= 0.04045 else ((one + 0.055) / 1.055) ** 2.4 for one in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    brighter, darker = sorted((luminance(one), luminance(other)), reverse=True)
+    return (brighter + 0.05) / (darker + 0.05)
+
+
+def test_what_is_written_can_be_read_in_light_and_dark():
+    style = (PARTS / "page.css").read_text(encoding="utf-8")
+    light, dark, *_ = re.findall(r":root \{(.*?)\}", style, re.DOTALL)
+    for palette in (light, dark):
+        colours = dict(re.findall(r"--([a-z0-9-]+): (#[0-9a-f]{6});", palette))
+        for text, grounds in (
+            ("ink", ("page", "card", "low-fill", "fp32-fill", "keep-fill", "cast-fill")),
+            ("soft", ("page", "card", "low-fill", "fp32-fill", "keep-fill")),  # WCAG AA: 4.5
+            ("accent", ("page", "card")),
+            ("changed", ("page", "card")),
+            ("bad", ("page", "card")),
+            ("cast", ("low-fill", "fp32-fill")),
+        ):
+            for ground in grounds:
+                assert contrast(colours[text], colours[ground]) >= 4.5, (text, ground)
+        for line in ("low", "fp32", "keep", "cast"):  # of shapes: 3
+            assert contrast(colours[line], colours["card"]) >= 3, line
+
+
 def test_the_libraries_are_those_of_the_lock_file_with_their_licences():
     about = json.loads((PARTS / "libraries.json").read_text(encoding="utf-8"))
     text = (PARTS / "libraries.min.js").read_bytes()

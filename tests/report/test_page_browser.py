@@ -272,6 +272,9 @@ def test_the_whole_step_and_its_histograms(browser, pages):
     assert browser.run("return document.querySelector('#graphs [value=forward]').ariaSelected") == "true"
     click(browser, '#lists [value="ranges"]')
     assert count(browser, "#list-ranges tbody tr") > 10
+    assert "static loss scale" in text(browser, "#advice")
+    click(browser, "#list-ranges tbody tr")
+    assert count(browser, ".histogram") >= 1
 
 
 def test_all_of_5000_nodes_can_be_reached(browser, pages):

@@ -63,7 +63,7 @@ class Filters {
     };
     for (const [name, select] of this.selects) {
       if (!select) continue;
-      const all = select.options[0];
+      const all = make("option", { value: "" }, "all");
       const options = offers[name].slice(0, 2000).map(([text, count]) => make("option", { value: text }, `${name === "change" ? CHANGES[text] : name === "rule" ? shortPlace(text) : text} (${count})`));
       select.replaceChildren(all, ...options);
       select.closest("label").hidden = !options.length;

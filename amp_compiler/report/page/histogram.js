@@ -50,6 +50,25 @@ function rangeOf(counts) {
   return found.length ? `2${superscript(Math.min(...found))} to 2${superscript(Math.max(...found))}` : "only zeros";
 }
 
+/** What the profile is of, and the static loss scale that keeps most gradients of weights. */
+function advice() {
+  const told = [`Over ${PROFILE.batches === 1 ? "one batch" : `${PROFILE.batches} batches`}${PROFILE.skipped ? `, ${PROFILE.skipped} of them skipped` : ""}.`];
+  if (PROFILE.rows.some((row) => row.kind === "weight gradient")) {
+    for (const [dtype, [scale, lost, without]] of Object.entries(PROFILE.advice)) {
+      told.push(` In ${dtype} a static loss scale of ${scale.toLocaleString("en")} loses ${percent(lost)} of the gradients of weights; none loses ${percent(without)}.`);
+    }
+  }
+  return told;
+}
+
+/** The updates of a weight that a 16-bit weight would not notice. */
+function updatesOf(row) {
+  const found = row.kind === "weight" && PROFILE.updates.find(([name]) => name === row.name);
+  if (!found || !found[1]) return null;
+  const parts = Object.entries(found[2]).map(([dtype, lost]) => `${percent(lost / found[1])} in ${dtype}`);
+  return make("p", { class: "soft" }, `Updates too small for a 16-bit weight: ${parts.join(", ")}.`);
+}
+
 /** Histogram and what becomes of the numbers, as one block of the details. */
 function measured(row) {
   const special = [["zero", "zeros"], ["infinite", "infinite"], ["nan", "NaN"]].filter(([name]) => row.stored[name])
@@ -60,6 +79,7 @@ function measured(row) {
     make("h4", {}, `${row.kind} `, row.kind.startsWith("weight") ? named(row.name) : "", make("span", { class: "soft" }, ` ${row.type}, ${rangeOf(row.stored)}`)),
     row.scaled ? make("p", { class: "soft" }, "As it stood in the step, with the loss scale. Without it: ", rangeOf(row.exponents), ".") : null,
     histogram(row, row.stored),
+    updatesOf(row),
     special.length ? make("p", { class: "soft" }, `Beside them ${special.join(", ")}.`) : null,
     make("table", { class: "lost" }, make("thead", {}, make("tr", {}, ...["would become", "zero", "subnormal", "infinite"].map((name, at) => make("th", { class: at ? "number" : null }, name)))),
       make("tbody", {}, lines)));
