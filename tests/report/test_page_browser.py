@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import importlib.util
 import os
+import random
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from page_plans import LAYER, transformer
 from test_page import hostile_plan, small_step
 
 import amp_compiler as amp
-from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.ir.plan import PlannedCast, PlannedNode, PrecisionPlan
 
 ROOT = Path(__file__).parents[2]
 REQUIRED = os.environ.get("AMP_BROWSER") == "require"  # continuous integration must not leave them out
@@ -372,6 +374,48 @@ def test_names_run_nothing(browser, pages):
     click(browser, "#list-nodes tbody tr")
     assert text(browser, "#details h3") == hostile_plan().nodes[0].name
     assert browser.run("return document.documentElement.dataset.ready") == "yes"
+
+
+def any_plan(rng: random.Random) -> PrecisionPlan:
+    """Nodes that read anything: what comes later and themselves too, through casts or not, in any modules."""
+    names = [f"n{index}" for index in range(rng.randint(1, 150))]
+    nodes, casts = [], []
+    for name in names:
+        near = rng.choice([[*names, "x", "w"], names[: names.index(name)] or ["x"]])
+        inputs = tuple(rng.choice(near) for _ in range(rng.randint(0, 4)))
+        module = ".".join(rng.choice("abc") for _ in range(rng.randint(0, 4)))
+        outputs = tuple((name + tail, rng.choice(["bf16", "fp32", "i64"])) for tail in ("", "_1")[: rng.randint(1, 2)])
+        precision = rng.choice(["low", "fp32", "keep"])
+        nodes.append(PlannedNode(name, "aten.any", "", module, precision, "", "", outputs=outputs, inputs=inputs))
+        for place, value in enumerate(inputs):
+            if rng.random() < 0.3:
+                casts.append(PlannedCast(value, "fp32", rng.choice(["bf16", "fp32"]), 6, ((name, place),)))
+    outputs = tuple(rng.sample(names, min(len(names), rng.randint(0, 8))))
+    return PrecisionPlan("bf16", "default", "cpu", tuple(nodes), tuple(casts), (("x", "fp32"),), outputs)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_two_plans_can_be_drawn(browser, tmp_path, seed):
+    rng = random.Random(seed)
+    one, other = any_plan(rng), any_plan(rng)
+    one.to_html(tmp_path / "page.html", other=other)
+    browser.open(tmp_path / "page.html")
+    click(browser, "#unfold")
+    both = {node.name for plan in (one, other) for node in plan.nodes}
+    for side, plan in enumerate((one, other)):
+        boxes = browser.run(
+            "const boxes = document.querySelectorAll('.pane')[arguments[0]].querySelectorAll('.box');"
+            "return [...boxes].map((box) => [box.dataset.node, box.classList.contains('absent')])",
+            side,
+        )
+        assert sorted(name for name, _ in boxes) == sorted(both)
+        assert {name for name, absent in boxes if not absent} == {node.name for node in plan.nodes}
+    places = browser.run(
+        "const shapes = [...document.querySelector('.layer').querySelectorAll('.box .body, .pill .body')];"
+        "return shapes.map((shape) => shape.getBoundingClientRect()).map(({x, y, width, height}) => [x, y, width, height])"
+    )
+    for (x, y, width, height), (left, top, wide, high) in combinations(places, 2):
+        assert x + width <= left + 1 or left + wide <= x + 1 or y + height <= top + 1 or top + high <= y + 1
 
 
 def test_a_plan_of_no_nodes_opens(browser, tmp_path):

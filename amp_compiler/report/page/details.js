@@ -90,7 +90,7 @@ class Details {
   }
 
   cast(cast) {
-    return make("span", { class: "castnote" }, `cast ${cast.src} → ${cast.dst}, ${bytes(cast.bytes)}`);
+    return make("span", { class: "castnote" }, `cast ${cast.src} → ${cast.dst}, ${cast.bytes ? bytes(cast.bytes) : "before it runs"}`);
   }
 
   readers(node, side) {

@@ -122,14 +122,17 @@ class Drawing {
     const names = edges.slice(0, 8).map((edge) => `${edge.value.name}: ${[...edge.casts.map((cast) => cast.src), edge.type].join(" → ")}`);
     if (edges.length > 8) names.push(`and ${edges.length - 8} more`);
     path.append(draw("title", {}, names.join("\n")));
-    this.wires.push({ path, edges });
-    if (!casts.length || !line.label) return [path];
+    if (!casts.length || !line.label) {
+      this.wires.push({ shapes: [path], edges });
+      return [path];
+    }
     const words = casts.every((cast) => told.has(cast)) ? casts.length === 1 ? `as ${casts[0].dst}` : `${casts.length} casts, see beside` : castWords(casts);
     for (const cast of casts) told.add(cast);
     const [cx, cy] = [line.label[0] + x, line.label[1] + y];
     const width = widthOf(words) + 14;
     const label = draw("g", { class: "castlabel" }, draw("rect", { x: cx - width / 2, y: cy - 9, width, height: 18, rx: 9 }),
       draw("text", { x: cx, y: cy + 4 }, words));
+    this.wires.push({ shapes: [path, label], edges });
     return [path, label];
   }
 
@@ -146,7 +149,7 @@ class Drawing {
     shape.append(draw("text", { class: "type", x: width - 8, y: 18 }, firstType(node)));
     shape.append(draw("text", { class: "small", x: 19, y: 34 }, subtitle(entry)));
     const stored = entry.stored[side];
-    if (stored.length) {
+    if (storedWords(stored)) {
       const mark = draw("text", { class: "stored", x: width - 8, y: 34 }, storedWords(stored));
       mark.append(draw("title", {}, stored.map((cast) => `cast of stored ${cast.value.name}: ${cast.src} → ${cast.dst}, ${bytes(cast.bytes)}`).join("\n")));
       shape.append(mark);
@@ -209,9 +212,13 @@ class Drawing {
         if (words) words.textContent = this.hits && hits ? `${hits} match` : "";
       }
     }
-    for (const { path, edges } of this.wires) {
-      path.classList.toggle("chosen", Boolean(this.chosen) && edges.some((edge) => edge.from === this.chosen || edge.to === this.chosen));
-      path.classList.toggle("out", this.hits !== null);
+    for (const { shapes, edges } of this.wires) {
+      const chosen = Boolean(this.chosen) && edges.some((edge) => edge.from === this.chosen || edge.to === this.chosen);
+      const out = this.hits !== null && !edges.some((edge) => this.hits.has(edge.from) || this.hits.has(edge.to));
+      for (const shape of shapes) {
+        shape.classList.toggle("chosen", chosen);
+        shape.classList.toggle("out", out);
+      }
     }
   }
 

@@ -12,8 +12,8 @@ function layOut(group) {
   const level = { items: [], lines: [], width: 0, height: 0 };
   for (const port of portsOf(group)) {
     sizes.set(port, { width: port.width, height: PILL });
-    for (const child of port.children) {
-      lines.push({ from: port.way === "in" ? port : child, to: port.way === "in" ? child : port, edges: port.edges, inner: true });
+    for (const [child, edges] of port.children) {
+      lines.push({ from: port.way === "in" ? port : child, to: port.way === "in" ? child : port, edges, inner: true });
     }
   }
   shelve(partsOf([...sizes.keys()], lines).map((part) => arrange(part, sizes)), level);
@@ -43,13 +43,19 @@ const foldedWidth = (group) => Math.max(150, 44 + widthOf(group.label, TITLE), 1
 
 function boxWidth(entry) {
   const widths = entry.sides.filter(Boolean).map((node) => {
-    const stored = Math.max(...entry.stored.map((casts) => (casts.length ? 14 + widthOf(storedWords(casts)) : 0)));
+    const stored = Math.max(...entry.stored.map((casts) => (storedWords(casts) ? 14 + widthOf(storedWords(casts)) : 0)));
     return Math.max(widthOf(shortOp(node.op), TITLE) + 12 + widthOf(firstType(node)), widthOf(subtitle(entry)) + stored);
   });
   return Math.max(96, 30 + Math.max(...widths));
 }
 
-const storedWords = (casts) => `+ ${bytes(casts.reduce((sum, cast) => sum + cast.bytes, 0))}`;
+
+/** The bytes that casts of stored data move when the model runs; a file may hold them cast already. */
+function storedWords(casts) {
+  const total = casts.reduce((sum, cast) => sum + cast.bytes, 0);
+  return total ? `+ ${bytes(total)}` : "";
+}
+
 const firstType = (node) => node.makes[0]?.type ?? "";
 const subtitle = (entry) => shortened(entry.name, 26);
 const titleOf = (entry) => (entry.kind === "input" ? shortened(entry.name, 24) : entry.into.length > 1 ? `${entry.into.length} returned` : "returned");
@@ -62,7 +68,8 @@ function portsOf(group) {
     const found = ports.filter((port) => port.way === way);
     if (found.length <= MANY_PORTS) return found.map((port) => Object.assign(port, { width: 24 + widthOf(shortened(port.name, 22)) }));
     const all = { kind: "port", way, name: `${found.length} values`, width: 100, edges: found.flatMap((port) => port.edges) };
-    all.children = new Set(found.flatMap((port) => [...port.children]));
+    all.children = new Map();
+    for (const port of found) for (const [child, edges] of port.children) all.children.set(child, [...(all.children.get(child) ?? []), ...edges]);
     return [all];
   });
 }
@@ -90,36 +97,47 @@ function partsOf(items, lines) {
 
 /** One part, by dagre. */
 function arrange({ items, lines }, sizes) {
-  if (items.length === 1) {
-    const [item] = items;
-    const { width, height } = sizes.get(item);
-    return { items: [{ item, x: 0, y: 0, width, height }], lines: [], width, height };
-  }
+  const boxes = items.map((item) => sizes.get(item));
+  const numbers = new Map(items.map((item, index) => [item, index]));
+  const joints = lines.map((line) => {
+    const wide = line.inner ? 0 : Math.max(...[0, 1].map((side) => widthOf(castWords(castsOf(line.edges, side)))));
+    return [numbers.get(line.from), numbers.get(line.to), wide ? wide + 14 : 0];
+  });
+  const key = JSON.stringify([boxes.map(({ width, height }) => [width, height]), joints]);
+  if (!arranged.has(key)) arranged.set(key, arrangement(boxes, joints));
+  const { spots, ways, width, height } = arranged.get(key);
+  return {
+    width, height,
+    items: items.map((item, index) => ({ item, ...spots[index] })),
+    lines: lines.map((line, index) => ({ ...line, ...ways[index] })),
+  };
+}
+
+const arranged = new Map(); // layers of a model are much alike
+
+/** Places of boxes and lines; `joints` are [from, to, width of the label]. */
+function arrangement(boxes, joints) {
+  if (boxes.length === 1) return { spots: [{ x: 0, y: 0, width: boxes[0].width, height: boxes[0].height }], ways: [], width: boxes[0].width, height: boxes[0].height };
   const graph = new Libraries.graphlib.Graph();
   graph.setGraph({ rankdir: "TB", nodesep: 22, ranksep: 30, edgesep: 14 });
-  const names = new Map(items.map((item, index) => [item, String(index)]));
-  for (const item of items) graph.setNode(names.get(item), { ...sizeOnly(sizes.get(item)) });
-  for (const line of lines) {
-    const wide = line.inner ? 0 : Math.max(...[0, 1].map((side) => widthOf(castWords(castsOf(line.edges, side)))));
-    const label = wide ? { width: wide + 14, height: 18, labelpos: "c" } : { width: 0, height: 0 };
-    graph.setEdge(names.get(line.from), names.get(line.to), { ...label, weight: 1 });
+  boxes.forEach(({ width, height }, index) => graph.setNode(String(index), { width, height }));
+  for (const [from, to, wide] of joints) {
+    graph.setEdge(String(from), String(to), wide ? { width: wide, height: 18, labelpos: "c", weight: 1 } : { width: 0, height: 0, weight: 1 });
   }
   Libraries.layout(graph);
   const { width, height } = graph.graph();
   return {
     width, height,
-    items: items.map((item) => {
-      const { x, y, width: w, height: h } = graph.node(names.get(item));
-      return { item, x: x - w / 2, y: y - h / 2, width: w, height: h };
+    spots: boxes.map((_, index) => {
+      const { x, y, width: w, height: h } = graph.node(String(index));
+      return { x: x - w / 2, y: y - h / 2, width: w, height: h };
     }),
-    lines: lines.map((line) => {
-      const edge = graph.edge(names.get(line.from), names.get(line.to));
-      return { ...line, points: edge.points.map(({ x, y }) => [x, y]), label: edge.x === undefined ? null : [edge.x, edge.y] };
+    ways: joints.map(([from, to]) => {
+      const edge = graph.edge(String(from), String(to));
+      return { points: edge.points.map(({ x, y }) => [x, y]), label: edge.x === undefined ? null : [edge.x, edge.y] };
     }),
   };
 }
-
-const sizeOnly = ({ width, height }) => ({ width, height });
 
 /** Put parts side by side, and below one another where there is no more room. */
 function shelve(parts, level) {

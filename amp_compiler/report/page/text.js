@@ -41,12 +41,12 @@ function named(text) {
   return make("span", { class: "name" }, parts.flatMap((part, place) => (place ? [make("wbr"), part] : [part])));
 }
 
-/** The end of a long name, cut where it may be broken. */
+/** The end of a long name, cut where it may be broken; its last word is shown whole, however long. */
 function shortened(text, most) {
   if (text.length <= most) return text;
-  const cut = text.slice(1 - most);
-  const place = cut.search(/[._/]/);
-  return "…" + (place >= 0 && place < cut.length / 2 ? cut.slice(place) : cut);
+  const starts = [...text.matchAll(/(?<=[._/:])[^._/:]/g)].map((found) => found.index);
+  const start = starts.find((place) => text.length - place < most) ?? starts.at(-1);
+  return start === undefined ? text : `…${text.slice(start)}`;
 }
 
 /** Bytes for people, in powers of 1024. */

@@ -112,10 +112,10 @@ const pairOf = (from, to) => `${numberOf(from)} ${numberOf(to)}`;
 
 function addPort(group, way, edge, child) {
   const key = `${way} ${numberOf(edge.from)} ${edge.value.name}`;
-  if (!group.ports.has(key)) group.ports.set(key, { kind: "port", way, name: edge.value.name, edges: [], children: new Set() });
+  if (!group.ports.has(key)) group.ports.set(key, { kind: "port", way, name: edge.value.name, edges: [], children: new Map() });
   const port = group.ports.get(key);
   port.edges.push(edge);
-  port.children.add(child);
+  port.children.set(child, [...(port.children.get(child) ?? []), edge]);
 }
 
 /** Open modules from the outermost, all of one depth or none, as long as few boxes are to be seen. */
