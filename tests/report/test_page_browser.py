@@ -412,7 +412,8 @@ def test_any_two_plans_can_be_drawn(browser, tmp_path, seed):
         assert {name for name, absent in boxes if not absent} == {node.name for node in plan.nodes}
     places = browser.run(
         "const shapes = [...document.querySelector('.layer').querySelectorAll('.box .body, .pill .body')];"
-        "return shapes.map((shape) => shape.getBoundingClientRect()).map(({x, y, width, height}) => [x, y, width, height])"
+        "const places = shapes.map((shape) => shape.getBoundingClientRect());"
+        "return places.map(({x, y, width, height}) => [x, y, width, height])"
     )
     for (x, y, width, height), (left, top, wide, high) in combinations(places, 2):
         assert x + width <= left + 1 or left + wide <= x + 1 or y + height <= top + 1 or top + high <= y + 1
