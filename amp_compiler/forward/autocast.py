@@ -40,7 +40,7 @@ def autocast_totals(captured: Captured, low: DType, device: str, frozen: Collect
         return None
     entries = {entry.name: entry for entry in captured.inputs if entry.source is Source.PARAMETER}
     trained = {name for name, entry in entries.items() if entry.target not in frozen}
-    with tensors[0].fake_mode, contextlib.suppress(RuntimeError, NotImplementedError):
+    with tensors[0].fake_mode, contextlib.suppress(RuntimeError, AssertionError, TypeError):
         inputs = [_leaf(node, trained) for node in captured.graph_module.graph.find_nodes(op="placeholder")]
         under = _UnderAutocast(captured.graph_module, device, low)
         with torch.autocast(device, dtype=torch_dtype(low)), CastCounter() as counter:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from amp_compiler.fx.graph import hint
 from amp_compiler.fx.torch_private import TorchDispatchMode
 
 _LOW = (torch.float16, torch.bfloat16)
@@ -52,7 +54,8 @@ class CastCounter(TorchDispatchMode):
     def _count_cast(self, src: torch.dtype, result: torch.Tensor) -> None:
         if src != result.dtype and src in _FLOATS and result.dtype in _FLOATS:
             self.casts += 1
-            self.cast_bytes += result.numel() * (src.itemsize + result.dtype.itemsize)
+            elements = math.prod(map(hint, result.shape))  # a symbolic size counts as large as it was seen
+            self.cast_bytes += elements * (src.itemsize + result.dtype.itemsize)
 
 
 def count_autocast(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -52,10 +53,7 @@ def _is_cast(node: fx.Node) -> bool:
 def _cast(node: fx.Node) -> StepCast:
     (value,) = node.all_input_nodes
     source, made = value.meta["val"], node.meta["val"]
-    count = 1
-    for size in made.shape:
-        count *= hint(size)
-    moved = count * (source.dtype.itemsize + made.dtype.itemsize)
+    moved = math.prod(map(hint, made.shape)) * (source.dtype.itemsize + made.dtype.itemsize)
     return StepCast(node.name, value.name, _type_of(source), _type_of(made), moved, str(node.meta.get(Key.PHASE, "")))
 
 

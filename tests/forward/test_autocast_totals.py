@@ -84,6 +84,28 @@ def test_a_plan_keeps_it_and_is_equal_without_it():
     assert compiled.plan == plan
 
 
+def test_a_symbolic_size_counts_as_large_as_it_was_seen():
+    model, x = nn.Linear(8, 8), torch.ones(5, 8)
+    found = amp.explain(model, (x,), dtype="bf16", dynamic_shapes=({0: torch.export.Dim("b")},)).autocast
+    assert found.cast_bytes == count_autocast(lambda: model(x)).cast_bytes
+    assert type(found.cast_bytes) is int
+
+
+class Nonzero(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.layer(x[torch.nonzero(x[:, 0] > 0)[:, 0]])
+
+
+def test_a_size_that_only_data_tell_is_a_number_all_the_same():
+    found = amp.explain(Nonzero(), (torch.randn(4, 8),), dtype="bf16")
+    assert found.autocast is None or type(found.autocast.cast_bytes) is int
+    found.to_json()
+
+
 def test_counting_changes_nothing():
     torch.manual_seed(0)
     model, x = Pictures(), torch.randn(2, 3, 16, 16)
