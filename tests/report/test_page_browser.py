@@ -353,6 +353,8 @@ def test_on_paper_all_is_there_and_no_buttons(browser, pages):
     assert count(browser, "#list-nodes tbody tr") == len(LAYER)  # those that match
     assert count(browser, "#list-casts tbody tr") == len(transformer(5000).casts)
     assert browser.run("return document.querySelector('.pane').viewBox.baseVal.width") > 100
+    browser.resize(650, 900)  # as wide as paper, where a screen would show cards
+    assert browser.run("return getComputedStyle(document.querySelector('#list-nodes td')).display") == "table-cell"
     browser.run("dispatchEvent(new Event('afterprint'))")
     assert browser.run("return document.querySelector('.pane').getAttribute('viewBox')") is None
     browser.open(pages["one"], "#node=linear_22")

@@ -45,7 +45,11 @@ class Table {
   }
 
   line(row) {
-    const cells = this.columns.map((column) => make("td", { "data-label": column.label, class: column.numeric ? "number" : null }, column.cell ? column.cell(row) : String(column.value(row))));
+    const cells = this.columns.map((column) => {
+      const content = make("div", {}, column.cell ? column.cell(row) : String(column.value(row)));
+      const kind = [column.numeric ? "number" : "", content.textContent ? "" : "empty"].join(" ").trim();
+      return make("td", { "data-label": column.label, class: kind || null }, content);
+    });
     return make("tr", this.onRow ? { class: "clickable", onclick: () => this.onRow(row) } : {}, cells);
   }
 }
