@@ -300,6 +300,15 @@ def test_the_page_of_an_onnx_file(tmp_path):
     assert nodes["/encoder/layer.0/MatMul"]["module"] == "encoder.layer.0"
 
 
+def test_the_docs_do_what_they_say(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, object] = {"__name__": "__main__"}
+    text = (ROOT / "docs" / "report.md").read_text(encoding="utf-8")
+    for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
+        exec(compile(block, "report.md", "exec", dont_inherit=True), scope)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["both.html", "plan.html", "plan.svg", "step.html"]
+
+
 def test_a_step_in_pieces_and_a_step_before_its_first_call_are_refused(tmp_path):
     with pytest.raises(AmpError, match="call it with a batch first"):
         small_step().to_html(tmp_path / "step.html")
