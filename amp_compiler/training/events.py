@@ -84,9 +84,10 @@ class HostEvents:
         def noted(*inputs: Any) -> Sequence[Any]:
             results = run(*inputs)
             self._steps += 1
-            flags = results[places.flags].tolist()
-            if any(flags):
-                self._kept.append(NonfiniteEvent(self._steps, float(places.scale_of(results)), _named(names, flags)))
+            flags = results[places.flags]
+            if bool(flags.any()):
+                scale, bad = float(places.scale_of(results)), _named(names, flags.tolist())
+                self._kept.append(NonfiniteEvent(self._steps, scale, bad))
             return results
 
         return noted
