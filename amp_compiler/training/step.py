@@ -13,6 +13,7 @@ from torch import Tensor
 
 from amp_compiler.backends.cuda_capture import TorchGraphs
 from amp_compiler.backends.cuda_graph import GraphSettings
+from amp_compiler.distributed.group import check_group
 from amp_compiler.errors import AmpError, CaptureError, HookError, LoweringError, OptimizerError
 from amp_compiler.forward.captures import Captures
 from amp_compiler.forward.counting import CountingProgram
@@ -47,7 +48,7 @@ from amp_compiler.training.weights import OWN_KEY, WeightState, weight_storage
 
 logger = logging.getLogger("amp_compiler")
 MOST_SIGNATURES = 64
-PARALLEL = "pass model.module: a step is of one process, and averages no gradients over several"
+PARALLEL = "to average gradients, train it around amp.compile(model.module); to train one process, pass model.module"
 _TENSORS_ALONE = {Tensor}
 MOST_KNOWN = 4096  # shapes of which it is kept in mind which program of dynamic shapes takes them
 RUN = (CAPTURE, PLAN, FORWARD, STEP, UPDATE, DEVICE, PIECE)  # the pipelines of a step
@@ -68,6 +69,7 @@ def training_step(
     enabled: bool = True,
     passes: Any = None,
     mode: str = "default",
+    process_group: Any = None,
 ) -> TrainingStep:
     """Make a training step: one compiled graph that runs forward, backward and update.
 
@@ -108,6 +110,8 @@ def training_step(
         mode: `"default"`, or `"max-autotune"`: Inductor times several kernels for a product and several sizes of blocks
             for a loop, as under torch.compile's mode of that name, and the first call takes longer by that. On a
             GPU the step is replayed as one CUDA graph in both.
+        process_group: of `torch.distributed`; the default group by default, where there is one. Gradients are not
+            averaged over ranks yet, so it has to be a group of this rank alone.
 
     Returns:
         A callable: `loss = step(*batch)`, detached, without a device sync.
@@ -138,6 +142,7 @@ def training_step(
         enabled=enabled,
         passes=passes,
         mode=mode,
+        process_group=process_group,
     )
 
 
@@ -160,7 +165,10 @@ class TrainingStep(StepReadings):
         enabled: bool,
         passes: Any,
         mode: str,
+        process_group: Any,
     ) -> None:
+        check_group(process_group)
+        self._group = process_group
         model, optimizer = trained_module(unwrapped_model(model, PARALLEL), optimizer)
         self.model = model
         if clip_norm is not None and (not isinstance(clip_norm, Real) or clip_norm is True or not clip_norm > 0):
@@ -223,6 +231,8 @@ class TrainingStep(StepReadings):
         """
         if self._watch.arrived() and self._last is not None:
             self.check()
+        if self._last is None:
+            check_group(self._group)
         for optimizer in self._optimizers:
             check_hooks(optimizer)
         leaves, spec = self._flat(batch)
