@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 INPUT = "input"  # the op of a node that is none
 SHOWN = 5  # so many nodes are named
+LOSS = "the loss"  # among the results of a step
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,14 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from amp_compiler.backends.backend import DEFAULT
 from amp_compiler.backends.cuda_capture import TorchGraphs
 from amp_compiler.backends.cuda_graph import GraphSettings
 from amp_compiler.distributed.group import check_group
 from amp_compiler.errors import AmpError, CaptureError, HookError, LoweringError, OptimizerError
 from amp_compiler.forward.captures import Captures
 from amp_compiler.forward.counting import CountingProgram
+from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.program_table import ProgramTable
 from amp_compiler.forward.settings import AUTO, device_of, make_settings
 from amp_compiler.forward.signature import BatchForm, leaves_key
@@ -25,6 +27,7 @@ from amp_compiler.fx.capture import autocast_off
 from amp_compiler.fx.capture_errors import shapes_do_not_fit
 from amp_compiler.fx.graph import LOW_TYPES, torch_dtype
 from amp_compiler.fx.torch_private import TENSORS, building, saved_tensor_hooks
+from amp_compiler.ir.nonfinite import NonfiniteReport
 from amp_compiler.onnx.importing.api import trained_module
 from amp_compiler.ops.loss_scale import LossScale, NoLossScale, make_loss_scale
 from amp_compiler.ops.update.rounding import WeightStorage
@@ -355,6 +358,15 @@ class TrainingStep(StepReadings):
         for optimizer in self._optimizers:
             check_hooks(optimizer)
         return StepTrials(self._module, batch, self._options(""), self._state)
+
+    def _find_in_pieces(self, batch: tuple[Any, ...], cause: CaptureError) -> NonfiniteReport:
+        """What is not finite in a batch of a loss that is no one graph."""
+        if not self._enabled:
+            raise cause
+        settings = replace(self._settings, dynamic_shapes=None, backend=EAGER, mode=DEFAULT)
+        with autocast_off():
+            pieces = PieceStep(self._module, settings, cause, self._state, enabled=True)
+            return pieces.report(batch, self._optimizers, self.loss_scale)
 
     def _forget(self) -> None:
         """Drop the programs, none of which will fit again."""
