@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from amp_compiler.ir.run_file import read_run
 from amp_compiler.policy.loader import load_rules
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -78,6 +79,15 @@ def test_an_onnx_model_is_converted_exported_and_trained(tmp_path):
     assert results["conversion"].report.largest_error > 0
     assert results["export"].plan.low_nodes == len(results["export"].plan.nodes)
     assert results["losses"][-1] < 0.5 * results["losses"][0]
+
+
+def test_a_training_is_watched(tmp_path, capsys):
+    scaled, unscaled = (read_run(path).records for path in load("08_watch_a_run.py")(str(tmp_path), steps=80))
+    assert [record.step for record in scaled] == list(range(5, 81, 5))
+    assert scaled[-1].skipped_steps == unscaled[-1].skipped_steps == 1
+    assert scaled[-1].aux["read right"] > 0.8 and scaled[-1].loss < 0.5 * unscaled[-1].loss
+    assert scaled[-1].zero < 0.05 < 0.3 < unscaled[-1].zero
+    assert "step     75  loss nan" in capsys.readouterr().out
 
 
 def test_a_pass_of_ones_own_saturates_casts(capsys):

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from amp_compiler.diagnose.exponents import RANGES, Histogram, Range
+from amp_compiler.diagnose.exponents import Histogram
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.files import write_atomically
+from amp_compiler.ir.ranges import RANGES, Range
 from amp_compiler.ops.exponents import BINS, HIGHEST, LOWEST
 
 ACTIVATION, ACTIVATION_GRADIENT, WEIGHT_GRADIENT, WEIGHT = (

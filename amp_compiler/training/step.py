@@ -35,6 +35,7 @@ from amp_compiler.training.events import events_on
 from amp_compiler.training.fused_optimizers import check_optimizers, check_storage
 from amp_compiler.training.held_scale import HeldScale
 from amp_compiler.training.inputs import KeptTensors
+from amp_compiler.training.log import StepLog
 from amp_compiler.training.pieces import PieceProgram, PieceStep
 from amp_compiler.training.program import LossModule, StepProgram
 from amp_compiler.training.readings import StepReadings
@@ -68,6 +69,7 @@ def training_step(
     enabled: bool = True,
     passes: Any = None,
     mode: str = "default",
+    callbacks: Any = (),
 ) -> TrainingStep:
     """Make a training step: one compiled graph that runs forward, backward and update.
 
@@ -108,6 +110,8 @@ def training_step(
         mode: `"default"`, or `"max-autotune"`: Inductor times several kernels for a product and several sizes of blocks
             for a loop, as under torch.compile's mode of that name, and the first call takes longer by that. On a
             GPU the step is replayed as one CUDA graph in both.
+        callbacks: `amp.callbacks`, a list, such as `[amp.callbacks.JSONLines("run.jsonl", every=10)]`. Each is told the
+            numbers of every so many steps; other steps are not read from.
 
     Returns:
         A callable: `loss = step(*batch)`, detached, without a device sync.
@@ -138,6 +142,7 @@ def training_step(
         enabled=enabled,
         passes=passes,
         mode=mode,
+        callbacks=callbacks,
     )
 
 
@@ -160,6 +165,7 @@ class TrainingStep(StepReadings):
         enabled: bool,
         passes: Any,
         mode: str,
+        callbacks: Any,
     ) -> None:
         model, optimizer = trained_module(unwrapped_model(model, PARALLEL), optimizer)
         self.model = model
@@ -185,6 +191,7 @@ class TrainingStep(StepReadings):
         self._state = StepState(kept, graphs)
         self._standing = Standing(self._module, self._optimizers, kept)
         self._low = self._settings.low(self._device)
+        self._log = StepLog(callbacks, self._low.short)
         low = torch_dtype(self._low)
         check_parameters(self._module, self._optimizers, low, enabled)
         self._watch, self._form = StuckWatch(self._device), BatchForm()
@@ -254,6 +261,7 @@ class TrainingStep(StepReadings):
             scale = self._scale_config.constant if output.scale is None else output.scale
             if scale is not None:
                 self._events.note(self._calls, program.update.updated, output.flags, scale, self._scale.skipped_steps)
+        self._log.note(output, self._gathered == 0, lambda: self._seen()[2], self._scale.skipped_steps)
         if self._gathered == 0 and self._watch.note(self._scale_config, self._scale):
             self.check()
         return output.loss if output.aux is None else (output.loss, output.aux)
@@ -377,14 +385,15 @@ class TrainingStep(StepReadings):
     def state_dict(self) -> dict[str, Any]:
         """The loss scale, with the keys of `torch.amp.GradScaler.state_dict()`.
 
-        With stochastic rounding its random state is there too, under the key `amp_compiler`, which GradScaler ignores.
+        With stochastic rounding its random state is there too, under the key `amp_compiler`, which GradScaler ignores,
+        and with callbacks the number of steps.
         """
         state = self._scale_config.state_dict(self._scale)
-        rounding = self._weights.rounding.state_dict()
-        return {**state, OWN_KEY: {**state.get(OWN_KEY, {}), **rounding}} if rounding else state
+        own = {**self._weights.rounding.state_dict(), **self._log.state_dict()}
+        return {**state, OWN_KEY: {**state.get(OWN_KEY, {}), **own}} if own else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the loss scale of another step or of a `torch.amp.GradScaler`, and the random state of rounding.
+        """Take over the loss scale of another step or of a `torch.amp.GradScaler`, and what else `state_dict` holds.
 
         Raises:
             AmpError: keys are missing or do not fit the kind of loss scale.
@@ -394,4 +403,5 @@ class TrainingStep(StepReadings):
         if before != self._scale_config:
             self._forget()
         self._weights.rounding.load_state_dict(state.get(OWN_KEY, {}))
+        self._log.load_state_dict(state.get(OWN_KEY, {}))
         self._watch.forget()
