@@ -343,12 +343,13 @@ class TrainingStep(StepReadings):
             gather,
         )
 
-    def _counting(self, batch: tuple[Any, ...]) -> CountingProgram:
-        """What counts exponents for batches like this one, see `diagnose.profile`."""
+    def _counting(self, batch: tuple[Any, ...], *, with_weights: bool = False) -> CountingProgram:
+        """What counts exponents for batches like this one, see `diagnose.run` and `training.counting`."""
         for optimizer in self._optimizers:
             check_hooks(optimizer)
         with autocast_off(), building():
-            return build_counting(self._module, batch, self._options(""), self._state)
+            options = self._options("")
+            return build_counting(self._module, batch, options, self._state, with_weights=with_weights)
 
     @property
     def _changes_weights_first(self) -> bool:
