@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from amp_compiler.diagnose import callbacks as callbacks
     from amp_compiler.diagnose.find import find_nonfinite
     from amp_compiler.diagnose.profile import Profile
     from amp_compiler.diagnose.run import profile
@@ -70,6 +71,7 @@ __all__ = [
     "RuleSet",
     "StaticLossScale",
     "TrainingStep",
+    "callbacks",
     "compile",
     "convert_onnx",
     "explain",
@@ -108,6 +110,7 @@ _HOMES = {
     "RuleSet": "policy.rules",
     "StaticLossScale": "ops.loss_scale",
     "TrainingStep": "training.step",
+    "callbacks": "diagnose.callbacks:",
     "compile": "forward.api",
     "convert_onnx": "onnx.convert",
     "explain": "forward.api",

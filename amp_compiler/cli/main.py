@@ -1,4 +1,4 @@
-"""The command line: `explain`, `convert`, `rules` and `demo`. Each command imports what it needs when it runs."""
+"""The command line: `explain`, `convert`, `rules`, `plot`, `demo`. Each command imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -367,6 +367,23 @@ def passes(
     from amp_compiler.cli.passes import run_passes
 
     run_passes(name, markdown=markdown)
+
+
+@app.command()
+def plot(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN.jsonl...", help="Files of amp.callbacks.JSONLines, drawn over each other."),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="The picture, .png, .svg or .pdf; by default the first RUN with .png."),
+    ] = None,
+) -> None:
+    """Draw recorded runs: loss, gradient norm, loss scale, what is lost in 16 bits, milliseconds and memory."""
+    from amp_compiler.cli.plot import run_plot
+
+    run_plot(runs, output)
 
 
 @app.command()

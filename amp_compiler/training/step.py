@@ -39,6 +39,7 @@ from amp_compiler.training.events import events_on
 from amp_compiler.training.fused_optimizers import check_optimizers, check_storage
 from amp_compiler.training.held_scale import HeldScale
 from amp_compiler.training.inputs import KeptTensors
+from amp_compiler.training.log import StepLog
 from amp_compiler.training.pieces import PieceProgram, PieceStep
 from amp_compiler.training.program import LossModule, StepProgram
 from amp_compiler.training.readings import StepReadings
@@ -73,6 +74,7 @@ def training_step(
     passes: Any = None,
     mode: str = "default",
     process_group: Any = None,
+    callbacks: Any = (),
 ) -> TrainingStep:
     """Make a training step: one compiled graph that runs forward, backward and update.
 
@@ -115,6 +117,8 @@ def training_step(
             GPU the step is replayed as one CUDA graph in both.
         process_group: of `torch.distributed`; the default group by default, where there is one. Gradients are not
             averaged over ranks yet, so it has to be a group of this rank alone.
+        callbacks: `amp.callbacks`, a list, such as `[amp.callbacks.JSONLines("run.jsonl", every=10)]`. Each is told the
+            numbers of every so many steps; other steps are not read from.
 
     Returns:
         A callable: `loss = step(*batch)`, detached, without a device sync.
@@ -146,6 +150,7 @@ def training_step(
         passes=passes,
         mode=mode,
         process_group=process_group,
+        callbacks=callbacks,
     )
 
 
@@ -169,6 +174,7 @@ class TrainingStep(StepReadings):
         passes: Any,
         mode: str,
         process_group: Any,
+        callbacks: Any,
     ) -> None:
         check_group(process_group)
         self._group = process_group
@@ -196,6 +202,7 @@ class TrainingStep(StepReadings):
         self._state = StepState(kept, graphs, events_on(self._device))
         self._standing = Standing(self._module, self._optimizers, kept)
         self._low = self._settings.low(self._device)
+        self._log = StepLog(callbacks, self._low.short)
         low = torch_dtype(self._low)
         check_parameters(self._module, self._optimizers, low, enabled)
         self._watch, self._form = StuckWatch(self._device), BatchForm()
@@ -261,6 +268,7 @@ class TrainingStep(StepReadings):
             warn_of_unused(program.plan.unused_rules, "the training step")
         self._last = (program, output, self._scale_config.constant)
         self._leaves, self._spec = leaves, spec
+        self._log.note(output, self._gathered == 0, lambda: self._seen()[2], self._scale.skipped_steps)
         if self._gathered == 0 and self._watch.note(self._scale_config, self._scale):
             self.check()
         return output.loss if output.aux is None else (output.loss, output.aux)
@@ -342,12 +350,13 @@ class TrainingStep(StepReadings):
             gather,
         )
 
-    def _counting(self, batch: tuple[Any, ...]) -> CountingProgram:
-        """What counts exponents for batches like this one, see `diagnose.profile`."""
+    def _counting(self, batch: tuple[Any, ...], *, with_weights: bool = False) -> CountingProgram:
+        """What counts exponents for batches like this one, see `diagnose.run` and `training.counting`."""
         for optimizer in self._optimizers:
             check_hooks(optimizer)
         with autocast_off(), building():
-            return build_counting(self._module, batch, self._options(""), self._state)
+            options = self._options("")
+            return build_counting(self._module, batch, options, self._state, with_weights=with_weights)
 
     @property
     def _changes_weights_first(self) -> bool:
@@ -393,14 +402,15 @@ class TrainingStep(StepReadings):
     def state_dict(self) -> dict[str, Any]:
         """The loss scale, with the keys of `torch.amp.GradScaler.state_dict()`.
 
-        With stochastic rounding its random state is there too, under the key `amp_compiler`, which GradScaler ignores.
+        With stochastic rounding its random state is there too, under the key `amp_compiler`, which GradScaler ignores,
+        and with callbacks the number of steps.
         """
         state = self._scale_config.state_dict(self._scale)
-        rounding = self._weights.rounding.state_dict()
-        return {**state, OWN_KEY: {**state.get(OWN_KEY, {}), **rounding}} if rounding else state
+        own = {**self._weights.rounding.state_dict(), **self._log.state_dict()}
+        return {**state, OWN_KEY: {**state.get(OWN_KEY, {}), **own}} if own else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the loss scale of another step or of a `torch.amp.GradScaler`, and the random state of rounding.
+        """Take over the loss scale of another step or of a `torch.amp.GradScaler`, and what else `state_dict` holds.
 
         Raises:
             AmpError: keys are missing or do not fit the kind of loss scale.
@@ -410,4 +420,5 @@ class TrainingStep(StepReadings):
         if before != self._scale_config:
             self._forget()
         self._weights.rounding.load_state_dict(state.get(OWN_KEY, {}))
+        self._log.load_state_dict(state.get(OWN_KEY, {}))
         self._watch.forget()
