@@ -24,7 +24,7 @@ from amp_compiler.diagnose.tuning.result import TunedNode, TuneResult
 from amp_compiler.diagnose.tuning.search import Found, OutOfReachError, find_kept, run_limit
 from amp_compiler.diagnose.tuning.sensitivity import Estimate, in_order, likely_prefix
 from amp_compiler.diagnose.tuning.subject import Subject, searched
-from amp_compiler.diagnose.tuning.torch_model import Goal, TorchSubject
+from amp_compiler.diagnose.tuning.torch_model import Batch, Goal, TorchSubject
 from amp_compiler.diagnose.tuning.writing import FP32, LOW, Base, Entry, all_fp32, entries_for, rules_file, with_kept
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.api import is_onnx
@@ -67,9 +67,9 @@ def tune(
     with them once more: `error` is what that gave. Nothing is changed: no weight, buffer, optimizer or random number.
 
     Args:
-        subject: a training step (loss and gradients are compared); a module, of `amp.compile` or plain (outputs, or with
-            `loss_fn` loss and gradients); or an ONNX model, a path or a `ModelProto` (outputs, run as 16-bit hardware
-            rounds).
+        subject: a training step (loss and gradients are compared); a module, of `amp.compile` or plain (outputs, or
+            with `loss_fn` loss and gradients); or an ONNX model, a path or a `ModelProto` (outputs, run as 16-bit
+            hardware rounds).
         batches: for a step or a module each a tuple of arguments, or a single one; for a module also a dict of
             arguments by name. For an ONNX model dicts from input name to array, an npz file, or a folder of them.
         rules: what is extended: a preset's name, a path or a dict. Without it those of the step or of the compiled
@@ -94,8 +94,8 @@ def tune(
         AmpError: what FP32 gives is not finite; the tolerance is not met even with all in FP32; `subject` is none of
             these, is no one graph, or its batches do not fit; the journal is of another model, rules or batches.
 
-    Source: delta debugging: Zeller and Hildebrandt, Simplifying and Isolating Failure-Inducing Input, 2002. Signs for the
-    length of a vector: Hutchinson, 1990.
+    Source: delta debugging: Zeller and Hildebrandt, Simplifying and Isolating Failure-Inducing Input, 2002. Signs for
+    the length of a vector: Hutchinson, 1990.
 
     Example:
         >>> import torch, amp_compiler as amp
@@ -181,7 +181,7 @@ def _of_step(step: TrainingStep, batches: Any, asked: _Asked) -> tuple[Subject, 
     settings = settings if asked.rules is None else replace(settings, rules=load_rules(asked.rules))
     falls = step._scale_config.constant is None
     goal = Goal(lambda output: output[0], float(step.loss_scale), falls, lambda name: name.partition(".")[2])
-    given = [(_positional(batch), {}) for batch in _listed(batches)]
+    given: list[Batch] = [(_positional(batch), {}) for batch in _listed(batches)]
     return TorchSubject(step._module, given, settings, goal, step._in_fp32, ROOT), settings.rules
 
 
@@ -200,8 +200,8 @@ def _positional(batch: Any) -> tuple[Any, ...]:
     return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
 
 
-def _arguments(batches: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    found: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+def _arguments(batches: Any) -> list[Batch]:
+    found: list[Batch] = []
     for batch in _listed(batches):
         named = dict(sorted(batch.items())) if isinstance(batch, Mapping) else {}
         args = () if isinstance(batch, Mapping) else _positional(batch)

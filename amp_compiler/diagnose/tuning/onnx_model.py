@@ -142,6 +142,8 @@ class OnnxSubject(Subject):
         if self._expected is None:
             raise AmpError("there is nothing to compare with", mend="call reference() first")
         done = convert_onnx(self._opened, rules=rules, dtype=self.low.short, check=False)
+        if done.model is None:
+            raise OnnxError("the conversion gave no model", where=self._opened.name)
         errors = self._expected.errors(replace(self._opened, proto=done.model))
         worst = max(errors, key=lambda one: one.relative, default=None)
         if worst is None or not worst.relative:

@@ -90,8 +90,8 @@ class TuneResult:
         place = f" ({self.worst_before})" if self.worst_before else ""
         batches = f"{self.batches} batch{'es' * (self.batches != 1)}"
         lines = [
-            f"{self.what} against FP32: error {_shown(self.before)}{place} before, {_shown(self.error)} with these rules;"
-            f" tolerance {self.tolerance:g} in {self.dtype}",
+            f"{self.what} against FP32: error {_shown(self.before)}{place} before, {_shown(self.error)} with these"
+            f" rules; tolerance {self.tolerance:g} in {self.dtype}",
             f"{len(self.nodes)} of {self.searched} nodes that round stay in FP32; {self.runs} runs of {batches}"
             f" (at most {self.limit})",
         ]

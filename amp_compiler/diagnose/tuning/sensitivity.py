@@ -77,7 +77,7 @@ def in_order(estimates: Mapping[str, Estimate], names: Sequence[str]) -> list[st
 
 
 def likely_prefix(estimates: Mapping[str, Estimate], order: Sequence[str], tolerance: float) -> int:
-    """How many of the most sensitive nodes have to be kept for the rest to stay within a tolerance, by the estimates."""
+    """How many of the most sensitive nodes have to be kept for a tolerance, by the estimates."""
     rest = 0.0
     for place in range(len(order) - 1, -1, -1):
         error = estimates[order[place]].error if order[place] in estimates else 0.0
@@ -189,7 +189,7 @@ class ProfiledRun(fx.Interpreter):
         self.places.append(_Place(name, tapped, zero, torch.nan_to_num(low - value.detach(), 0.0, 0.0, 0.0)))
         return tapped
 
-    def _measure(self, sums: _Sums, value: Tensor, low: Tensor) -> None:
+    def _measure(self, sums: Sums, value: Tensor, low: Tensor) -> None:
         finite, info = torch.isfinite(value), torch.finfo(self._low)
         sums.spoilt |= bool((finite & ~torch.isfinite(low)).any())
         kept = finite & torch.isfinite(low)
@@ -223,7 +223,7 @@ class ProfiledRun(fx.Interpreter):
 
     def spread_to_gradients(
         self, loss: Tensor, parameters: Sequence[Tensor], scale: float, *, falls: bool
-    ) -> tuple[list[Tensor | None], float]:
+    ) -> list[Tensor | None]:
         """Add what reaches the loss, and its gradients; where these cannot be differentiated, the loss alone.
 
         Args:
@@ -233,13 +233,13 @@ class ProfiledRun(fx.Interpreter):
             falls: whether that falls where gradients are too large with it.
 
         Returns:
-            The gradients of the parameters, and the scale.
+            The gradients of the parameters.
         """
         places = [place.value for place in self.places]
         count, differences = len(parameters), [place.difference for place in self.places]
         made = torch.autograd.grad(loss, [*parameters, *places], create_graph=True, allow_unused=True)
         if falls:
-            scale = min(scale, _fitting(made, self._low))
+            scale = max(min(scale, _fitting(made[count:], self._low)), 1.0)
         size = max(abs(float(loss.detach())), torch.finfo(torch.float32).tiny)
         self._add([None if one is None else one.detach() / size for one in made[count:]], differences, 1)
         back = [self._lost(place, one, scale) for place, one in zip(self.places, made[count:], strict=True)]
@@ -254,7 +254,7 @@ class ProfiledRun(fx.Interpreter):
                 break
             self._add(found[: len(places)], differences, _PROJECTIONS)
             self._add(found[len(places) :], back, _PROJECTIONS)
-        return [None if one is None else one.detach() for one in made[:count]], scale
+        return [None if one is None else one.detach() for one in made[:count]]
 
     def _lost(self, place: _Place, gradient: Tensor | None, scale: float) -> Tensor:
         """What rounding does to the gradient of a result, which carries the loss scale."""
@@ -274,10 +274,11 @@ class ProfiledRun(fx.Interpreter):
 
 
 def _fitting(gradients: Sequence[Tensor | None], low: torch.dtype) -> float:
-    """The greatest power of two with which gradients stay within half of a type's range."""
-    sizes = [one.detach()[torch.isfinite(one.detach())].abs().max() for one in gradients if one is not None and one.numel()]
-    largest = max((float(one) for one in sizes), default=0.0)
-    return 2.0 ** math.floor(math.log2(torch.finfo(low).max / 2 / largest)) if largest else math.inf
+    """The greatest power of two with which gradients fit into half of a type's range, but for the largest twentieth."""
+    found = [one.detach()[torch.isfinite(one.detach())] for one in gradients if one is not None]
+    sizes = sorted((float(one.abs().max()) for one in found if one.numel()), reverse=True)
+    rest = [size for size in sizes[max(1, len(sizes) // 20) :] if size]
+    return 2.0 ** math.floor(math.log2(torch.finfo(low).max / 2 / rest[0])) if rest else math.inf
 
 
 def _projected(result: Tensor, number: int, floor: float = 0.0) -> Tensor:
@@ -299,4 +300,3 @@ def estimates_of(sums: Mapping[str, Sums], batches: int) -> dict[str, Estimate]:
         least = one.least if math.isfinite(one.least) else 0.0
         found[name] = Estimate(name, error, own, least, one.greatest, *parts)
     return found
-

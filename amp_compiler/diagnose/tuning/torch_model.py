@@ -35,6 +35,7 @@ from amp_compiler.policy.rules import RuleSet
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
 LOSS = "the loss"
+_FALL = 4.0  # by which a loss scale falls where gradients are not finite with it
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,6 @@ class TorchSubject(Subject):
         leaves = pytree.tree_leaves(self._batches)
         self._device = device_of([*leaves, *model.parameters()])
         self.low = self._settings.low(self._device)
-        self._scale = goal.scale if goal is not None else 1.0
         self._forms: dict[Any, _Form] = {}
         self._expected: list[list[tuple[str, Tensor, bool]]] = []
         with self._surrounded():
@@ -138,7 +138,7 @@ class TorchSubject(Subject):
                 made.update(f"{name} {getattr(one, 'dtype', '')} {tuple(getattr(one, 'shape', ()))} ".encode())
                 held = one.detach().cpu().contiguous().reshape(-1) if isinstance(one, Tensor) else None
                 made.update(repr(one).encode() if held is None else held.view(torch.uint8).numpy().tobytes())
-        made.update(f"{self.low} {self.what} {self._scale}".encode())
+        made.update(f"{self.low} {self.what} {self._goal and (self._goal.scale, self._goal.falls)}".encode())
         return made.hexdigest()
 
     # ---- FP32
@@ -177,9 +177,7 @@ class TorchSubject(Subject):
             loss = goal.loss_of(self._output(form, results))
             self._check(run, [(LOSS, loss)])
             trained = self._trained(form, inputs)
-            gradients, self._scale = run.spread_to_gradients(
-                loss, [one for _, one in trained], self._scale, falls=goal.falls
-            )
+            gradients = run.spread_to_gradients(loss, [one for _, one in trained], goal.scale, falls=goal.falls)
         made = [
             (f"the gradient of {goal.label(name)}", one, True)
             for (name, _), one in zip(trained, gradients, strict=True)
@@ -213,7 +211,7 @@ class TorchSubject(Subject):
                 form = self._form(batch)
                 if id(form) not in rewritten:
                     rewritten[id(form)] = self._rewritten(form, rules)
-                made = {name: one for name, one in self._made(number, batch, form, rewritten[id(form)])}
+                made = dict(self._made(number, batch, form, rewritten[id(form)]))
                 for name, expected, gradient in self._expected[number]:
                     given = made.get(name)
                     if given is None:  # a gradient that nothing reaches any more
@@ -223,6 +221,8 @@ class TorchSubject(Subject):
 
     def _rewritten(self, form: _Form, rules: RuleSet) -> fx.GraphModule:
         graph_module = copy_graph(form.captured.graph_module)
+        for node, copy in zip(form.captured.graph_module.graph.nodes, graph_module.graph.nodes, strict=True):
+            copy.name = node.name  # a copy gives names of Python's own, such as `input`, a number
         plan = self._planned(form, rules)
         rewrite(graph_module, plan, replace(self._settings, rules=rules), Stages(), past_weights=not self._root)
         return graph_module
@@ -240,11 +240,11 @@ class TorchSubject(Subject):
                 return
             loss = goal.loss_of(self._output(form, results))
             trained = self._trained(form, inputs)
-            gradients = torch.autograd.grad(loss * self._scale, [one for _, one in trained], allow_unused=True)
+            gradients, scale = _backward(loss, [one for _, one in trained], goal)
         yield LOSS, loss.detach()
         for (name, _), one in zip(trained, gradients, strict=True):
             if one is not None:
-                yield f"the gradient of {goal.label(name)}", one.float() / self._scale
+                yield f"the gradient of {goal.label(name)}", one.float() / scale
 
     # ---- inputs and outputs
 
@@ -303,6 +303,21 @@ def _getter(model: nn.Module, captured: Captured, entry: Any) -> Callable[[Seque
     return lambda leaves: get()
 
 
+def _backward(loss: Tensor, trained: Sequence[Tensor], goal: Goal) -> tuple[Sequence[Tensor | None], float]:
+    """The scaled gradients, and the loss scale that they carry: that of the goal, or to which it had to fall."""
+    scale = goal.scale
+    while True:
+        gradients = torch.autograd.grad(loss * scale, trained, allow_unused=True, retain_graph=goal.falls)
+        finite = all(one is None or bool(torch.isfinite(one).all()) for one in gradients)
+        if finite or not goal.falls or scale <= 1 or not bool(torch.isfinite(loss.detach())):
+            return gradients, scale
+        scale = max(scale / _FALL, 1.0)
+
+
 def _described(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return f"the batch, a parameter or a buffer ('{node.name}') holds an infinity or NaN"
     module = module_of(node)[0]
-    return f"node '{node.name}' ({canonical_op(node.target)}{f' in {module}' if module else ''}) makes it of finite values"
+    return (
+        f"node '{node.name}' ({canonical_op(node.target)}{f' in {module}' if module else ''}) makes it of finite values"
+    )
