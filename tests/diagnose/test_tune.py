@@ -204,7 +204,7 @@ def test_rules_of_a_dict_are_written_out(tmp_path):
     read = load_rules(tmp_path / "tuned.yaml")
     assert read.loss_scale["init"] == 8.0 and [rule.why for rule in read.rules][-2] == 'it\'s small: "yes"'
     step = step_of(Small(), rules)
-    with pytest.raises(AmpError, match="rules came as a dict.*pass rules= with the dict"):
+    with pytest.raises(AmpError, match=r"rules came as a dict.*pass rules= with the dict"):
         amp.tune(step, [X], output=tmp_path / "other.yaml")
     behind = amp.tune(step, [X])
     assert "# put these behind the rules of the dict" in behind.rules
