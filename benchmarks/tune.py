@@ -98,7 +98,8 @@ def with_outliers(source: Path, target: Path, feeds: dict[str, np.ndarray]) -> N
     found = [
         node
         for node in graph.node
-        if node.op_type == "MatMul" and node.input[1] in stored and len(stored[node.input[1]].dims) == 2
+        if node.op_type in ("MatMul", "Gemm") and node.input[1] in stored and len(stored[node.input[1]].dims) == 2
+        if not any(attribute.name == "transB" and attribute.i for attribute in node.attribute)
     ]
     chosen = found[:: max(len(found) // OUTLIERS, 1)][:OUTLIERS]
     ranges = calibrate(source, [feeds], names=[node.input[0] for node in chosen])
@@ -110,6 +111,10 @@ def with_outliers(source: Path, target: Path, feeds: dict[str, np.ndarray]) -> N
         names = [f"outlier{count}_{what}" for what in ("weight", "scale", "raw")]
         graph.initializer.append(numpy_helper.from_array(weight * scale, names[0]))
         graph.initializer.append(numpy_helper.from_array(1 / scale, names[1]))
+        if len(node.input) > 2:  # what a Gemm adds
+            added = numpy_helper.to_array(stored[node.input[2]]) * scale
+            graph.initializer.append(numpy_helper.from_array(added, f"outlier{count}_added"))
+            node.input[2] = f"outlier{count}_added"
         made = node.output[0]
         node.input[1], node.output[0] = names[0], names[2]
         place = list(graph.node).index(node)

@@ -7,11 +7,8 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from io import StringIO
 from pathlib import Path
 from typing import Any, ClassVar
-
-from ruamel.yaml import YAML
 
 from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
 from amp_compiler.policy.loader import load_rules, preset_names
@@ -161,12 +158,7 @@ class Base:
             return ["# put these behind the rules of the dict", "rules:"]
         given = dict(self.data)
         rules = list(given.pop("rules", None) or [])
-        text = StringIO()
-        yaml = YAML()
-        yaml.width = 110
-        yaml.default_flow_style = None
-        yaml.dump(given, text)
-        lines = [*text.getvalue().splitlines(), "rules:"]
+        lines = [*(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in given.items()), "rules:"]
         return lines + [f"  - {json.dumps(rule, ensure_ascii=False)}" for rule in rules]
 
     def _extended(self, folder: Path | None) -> str:
