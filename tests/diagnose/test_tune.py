@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -366,3 +368,14 @@ def test_other_subjects_and_batches_are_refused():
 
 def test_run_limit_is_that_of_the_docs():
     assert run_limit(256) == 32 and run_limit(1) == 8
+
+
+def test_the_example_of_the_docs_runs_and_prints_what_stands_there(tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "tune.md").read_text(encoding="utf-8")
+    blocks = {
+        kind: re.findall(rf"```{kind}\n(.*?)```", page, flags=re.DOTALL)[0] for kind in ("python", "text", "yaml")
+    }
+    monkeypatch.chdir(tmp_path)
+    exec(blocks["python"], {"__name__": "__main__"})
+    assert capsys.readouterr().out == blocks["text"]
+    assert (tmp_path / "tuned.yaml").read_text() == blocks["yaml"]

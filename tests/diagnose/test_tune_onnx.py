@@ -13,6 +13,8 @@ from planted import ONNX_PLANTED, ONNX_RULES, batch, file
 
 import amp_compiler as amp
 from amp_compiler.diagnose.tuning import onnx_model
+from amp_compiler.diagnose.tuning.subject import searched
+from amp_compiler.diagnose.tuning.writing import with_kept
 from amp_compiler.errors import AmpError, OnnxError, RuleError
 
 TOLERANCE = 5e-3
@@ -75,7 +77,7 @@ def test_the_profiled_run_measures_the_nodes_of_the_plan():
     subject = onnx_model.OnnxSubject(file(), [{"x": batch().numpy()}], onnx_model.DType.FLOAT16)
     rules = amp.load_rules(ONNX_RULES)
     plan = subject.plan(rules)
-    names = frozenset(node.name for node in plan.nodes if node.precision == "low" and node.asked != "follow")
+    names = frozenset(node.name for node in searched(plan, rules.ops))
     estimates = subject.profile(plan, names)
     assert set(estimates) == names and subject.runs == 2
     assert math.isinf(estimates["attention/scores"].error) and estimates["attention/scores"].infinite > 0.5
@@ -89,17 +91,11 @@ def test_estimates_are_what_a_run_with_one_node_low_shows():
     subject = onnx_model.OnnxSubject(file(), [{"x": batch().numpy()}], onnx_model.DType.FLOAT16)
     rules = amp.load_rules(ONNX_RULES)
     plan = subject.plan(rules)
-    names = [node.name for node in plan.nodes if node.precision == "low" and node.asked != "follow"]
+    names = [node.name for node in searched(plan, rules.ops)]
     estimates = subject.profile(plan, frozenset(names))
     for name in ("block0/up", "block20/add", "block39/down", "variance/inner"):
-        alone = onnx_model_measure(subject, rules, plan, names, name)
+        alone = subject.measure(with_kept(rules, plan, names, frozenset(names) - {name}, "low")).error
         assert estimates[name].error / 3 < alone < estimates[name].error * 3
-
-
-def onnx_model_measure(subject, rules, plan, names, name):
-    from amp_compiler.diagnose.tuning.writing import with_kept
-
-    return subject.measure(with_kept(rules, plan, names, frozenset(names) - {name}, "low")).error
 
 
 def test_refusals():

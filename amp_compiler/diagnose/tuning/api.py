@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 import tempfile
 import time
@@ -40,6 +41,7 @@ from amp_compiler.policy.sources import FROM_DICT
 from amp_compiler.training.program import ROOT
 from amp_compiler.training.step import TrainingStep
 
+logger = logging.getLogger("amp_compiler")
 TOLERANCES = {"fp16": 1e-2, "bf16": 8e-2}  # those of `amp-compiler convert --verify`
 _WRITTEN = 2  # runs that the written file may take: once as it is, once with every node by its name
 _STARTS = (LOW, FP32)
@@ -226,7 +228,7 @@ class _Tuning:
     def __init__(self, subject: Subject, rules: RuleSet, asked: _Asked) -> None:
         self.subject, self.rules, self.asked = subject, rules, asked
         self.plan: PrecisionPlan = subject.plan(rules)
-        self.names = [node.name for node in searched(self.plan)]
+        self.names = [node.name for node in searched(self.plan, rules.ops)]
         self.tolerance = TOLERANCES[self.plan.dtype] if asked.tolerance is None else asked.tolerance
         data = asked.rules if isinstance(asked.rules, Mapping) else None
         self.base = Base(rules.name, data if rules.name == FROM_DICT else None)
@@ -245,6 +247,8 @@ class _Tuning:
         place = self.asked.output
         path = None if place is None else place.with_name(f"{place.name}.journal")
         journal = Journal(path, self._digest())
+        if journal.resumed:
+            logger.info("amp.tune goes on from %d measurements in %s", journal.resumed, path)
         console = Console(stderr=True)
         columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
         with Progress(*columns, TimeElapsedColumn(), console=console, disable=not console.is_terminal) as progress:

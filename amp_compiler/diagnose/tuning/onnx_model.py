@@ -108,12 +108,13 @@ class OnnxSubject(Subject):
         except AmpError:
             return self._by_range(makers)
         sums: dict[str, Sums] = {}
+        device = torch.device("cpu")
         watched, inputs = _watched(module, makers), list(required_inputs(self._opened.proto))
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             try:
                 for number, batch in enumerate(self._batches):
                     torch.manual_seed(SEED + number)
-                    run = ProfiledRun(module, watched, torch_dtype(self.low), sums, backward=False)
+                    run = ProfiledRun(module, watched, torch_dtype(self.low), sums, backward=False, device=device)
                     results = run.run(*(torch.from_numpy(np.array(batch[name])) for name in inputs))
                     flat = results if isinstance(results, (list, tuple)) else [results]
                     run.spread_to([one for one in flat if isinstance(one, Tensor)])

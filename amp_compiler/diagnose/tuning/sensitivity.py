@@ -136,6 +136,7 @@ class ProfiledRun(fx.Interpreter):
         low: the 16-bit type.
         sums: what is gathered, by name; filled by `batch`.
         backward: whether gradients are differentiated.
+        device: whose random numbers are drawn, beside the CPU's.
     """
 
     def __init__(
@@ -146,9 +147,11 @@ class ProfiledRun(fx.Interpreter):
         sums: dict[str, Sums],
         *,
         backward: bool,
+        device: torch.device,
     ) -> None:
         super().__init__(graph_module, garbage_collect_values=True)
         self._watched, self._low, self._sums, self._backward = watched, low, sums, backward
+        self._devices = [device] if device.type == "cuda" else []
         self.places: list[_Place] = []
         self.seen = Finiteness(is_forward)
 
@@ -159,15 +162,11 @@ class ProfiledRun(fx.Interpreter):
             if n.op != "output":
                 self.seen.note(n, value)
             return value
-        drawn = torch.get_rng_state()
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        value = self.call_function(n.target, args, kwargs)  # type: ignore[arg-type]
-        after = torch.get_rng_state()
-        with torch.no_grad():
-            torch.set_rng_state(drawn)
+        with torch.no_grad(), torch.random.fork_rng(devices=self._devices):  # both draw the same random numbers
             rounded = pytree.tree_map(self._rounded, (args, kwargs))
             low = pytree.tree_map(self._rounded, self.call_function(n.target, *rounded))  # type: ignore[arg-type]
-            torch.set_rng_state(after)
+        value = self.call_function(n.target, args, kwargs)  # type: ignore[arg-type]
         self.seen.note(n, value)
         if isinstance(value, (list, tuple)):
             return type(value)([self._tapped(self._watched[n], *pair) for pair in zip(value, low, strict=True)])

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
 
 from amp_compiler.diagnose.tuning.deviation import Measured
 from amp_compiler.diagnose.tuning.sensitivity import Estimate
 from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
-from amp_compiler.policy.rules import RuleSet
+from amp_compiler.policy.rules import OpTable, RuleSet
 
 SEED = 0  # of the random numbers that a batch draws, in FP32 and in 16 bits
 
@@ -61,9 +60,12 @@ class Subject(ABC):
         """All batches under some rules, against FP32."""
 
 
-def searched(plan: PrecisionPlan) -> list[PlannedNode]:
-    """The nodes that round: what runs low, but for those that follow their neighbours and move elements alone."""
-    return [node for node in plan.nodes if node.precision == "low" and node.asked != "follow"]
+def searched(plan: PrecisionPlan, ops: OpTable) -> list[PlannedNode]:
+    """The nodes that round: what runs low, but for what follows its neighbours and rounds nothing that they do not.
 
-
-Estimates = Mapping[str, Estimate]
+    Args:
+        plan: the plan.
+        ops: says with which ops rounding commutes.
+    """
+    low = [node for node in plan.nodes if node.precision == "low"]
+    return [node for node in low if node.asked != "follow" or not ops.info(node.op).exact]

@@ -164,7 +164,9 @@ class TorchSubject(Subject):
         graph_module = form.captured.graph_module
         watched = {node: node.name for node in graph_module.graph.nodes if node.name in names}
         goal = self._goal
-        run = ProfiledRun(graph_module, watched, torch_dtype(self.low), sums, backward=goal is not None)
+        run = ProfiledRun(
+            graph_module, watched, torch_dtype(self.low), sums, backward=goal is not None, device=self._device
+        )
         inputs = self._inputs(form, graph_module, batch)
         # Of this form of attention the backward has a derivative too.
         with self._seeded(number), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):

@@ -95,18 +95,23 @@ def entries_for(plan: PrecisionPlan, chosen: Sequence[str], *, by_name: bool = F
         by_name: one for each node, by its name.
     """
     wanted = set(chosen)
-    left = [node for node in plan.nodes if node.name in wanted]
+    by_op: dict[str, list[PlannedNode]] = {}
+    for node in plan.nodes:
+        by_op.setdefault(node.op, []).append(node)
+    done: set[str] = set()
     found: list[Entry] = []
-    while left:
-        node = left[0]
-        forms = [_by_name(node)] if by_name else [*_general(node), _by_name(node)]
-        for match in forms:
-            matched = [other.name for other in plan.nodes if _holds(match, other)]
-            several = len({other.module for other in plan.nodes if other.name in set(matched)}) > 1
-            if set(matched) <= wanted and (several or "module" in match or "node" in match):
+    for node in plan.nodes:
+        if node.name not in wanted or node.name in done:
+            continue
+        entry = Entry(_by_name(node), (node.name,))
+        for match in () if by_name else _general(node):
+            matched = [other for other in by_op[node.op] if _holds(match, other)]
+            several = len({other.module for other in matched}) > 1
+            if all(other.name in wanted for other in matched) and (several or "module" in match):
+                entry = Entry(match, tuple(other.name for other in matched))
                 break
-        found.append(Entry(match, tuple(matched)))
-        left = [other for other in left if other.name not in set(matched)]
+        done.update(entry.nodes)
+        found.append(entry)
     return found
 
 
@@ -125,10 +130,7 @@ def _by_name(node: PlannedNode) -> dict[str, str]:
 
 
 def _holds(match: Mapping[str, str], node: PlannedNode) -> bool:
-    if "node" in match:
-        return re.search(match["node"], node.name) is not None
-    if match["op"] != node.op:
-        return False
+    """Whether a node of the same op is in the modules that are matched."""
     glob = match.get("module")
     return glob is None or re.fullmatch(re.escape(glob).replace(r"\*", ".*"), node.module) is not None
 
