@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import operator
 import tempfile
 import time
 import warnings
@@ -206,21 +207,22 @@ def _told(one: dict[str, Any]) -> str:
 
 def outcome(rows: list[dict[str, Any]]) -> str:
     """What came of the prediction."""
-    both = [row for row in rows if "fp32" in row.get("AutoCast", {}) and "fp32" in row["tune"]]
-    fewer = sum(
-        row["tune"]["fp32"] < row["AutoCast"]["fp32"]
-        and (not isinstance(row["AutoCast"]["error"], float) or row["tune"]["error"] <= row["AutoCast"]["error"])
-        for row in both
-    )
-    ort = [row for row in rows if "fp32" in row.get("ORT auto", {}) and "fp32" in row["tune"]]
-    less = sum(row["tune"]["fp32"] <= row["ORT auto"]["fp32"] for row in ort)
+    told = []
+    for peer in ("AutoCast", "ORT auto"):
+        both = [row for row in rows if "fp32" in row.get(peer, {}) and "fp32" in row["tune"]]
+        sound = [row for row in both if isinstance(row[peer]["error"], float)]
+        kept = [row for row in sound if row["tune"]["error"] <= row[peer]["error"]]
+        fewer, same = (
+            sum(sign(row["tune"]["fp32"], row[peer]["fp32"]) for row in kept) for sign in (operator.lt, operator.eq)
+        )
+        told.append(
+            f"beside {peer}: at no more error fewer nodes in FP32 on {fewer} models, as many on {same}, more on "
+            f"{len(kept) - fewer - same}; its result overflows on {len(both) - len(sound)}, it fails on "
+            f"{len(rows) - len(both)}"
+        )
     ours = [row[label] for row in rows for label in ("tune", "tune, default") if "runs" in row[label]]
     held = all(one["runs"] <= one["limit"] for one in ours)
-    return (
-        f"fewer nodes in FP32 than AutoCast at no more error on {fewer} of {len(both)} models (AutoCast failed on "
-        f"{len(rows) - len(both)}); no more than ORT's auto_convert_mixed_precision on {less} of the {len(ort)} that "
-        f"it converts; the bound on runs {'held' if held else 'did not hold'}"
-    )
+    return "; ".join([*told, f"the bound on runs {'held' if held else 'did not hold'}"])
 
 
 def main() -> None:
