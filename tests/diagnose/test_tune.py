@@ -190,6 +190,9 @@ def test_rules_of_a_file_are_extended_where_it_lies(tmp_path, monkeypatch):
     assert yaml.safe_load(path.read_text())["extends"] == "../mine.yaml"
     monkeypatch.chdir("/")
     assert len(load_rules(path).rules) == len(load_rules(tmp_path / "mine.yaml").rules) + 1
+    monkeypatch.chdir(tmp_path)
+    amp.tune(Small(), [X], rules={"version": 1, "extends": "./mine.yaml"}, dtype="fp16", output=path)
+    assert yaml.safe_load(path.read_text())["extends"] == "../mine.yaml"
     with pytest.raises(AmpError, match=r"the output is the rule file; name another output"):
         amp.tune(Small(), [X], rules=str(tmp_path / "mine.yaml"), output=tmp_path / "mine.yaml")
 

@@ -336,7 +336,8 @@ class _Tuning:
             raise AmpError(
                 f"with the rules read from the file the error is {measured.error:.3g} ({measured.worst}), and "
                 f"{found.error:.3g} was measured for the same nodes",
-                mend="report this as a bug, with the model",
+                mend="if the model gives other numbers from run to run, use deterministic kernels "
+                "(torch.use_deterministic_algorithms); else report this as a bug, with the model",
             )
         counts = [sum(node.precision == one for node in plan.nodes) for one in (FP32, LOW)]
         result = replace(
@@ -382,7 +383,7 @@ class _Tuning:
         return tuple(
             TunedNode(
                 node.name, node.op, node.module, node.source, found.needed.get(node.name),
-                estimates[node.name].error if node.name in estimates else math.nan,
+                estimates[node.name].error if node.name in estimates else None,
                 estimates[node.name].told if node.name in estimates else "",
             )
             for node in self.plan.nodes

@@ -125,11 +125,11 @@ class OnnxSubject(Subject):
     def _by_range(self, makers: Mapping[str, str]) -> dict[str, Estimate]:
         """What magnitudes alone say: what is infinite in the low type."""
         ranges = calibrate(self._opened, self._batches)
-        limit = float(torch.finfo(torch_dtype(self.low)).max)
+        info = torch.finfo(torch_dtype(self.low))
         found: dict[str, Estimate] = {}
         for value, largest in ranges.items():
             if value in makers:
-                error = math.inf if largest > limit else largest / limit
+                error = math.inf if largest > info.max else info.eps * largest / info.max
                 known = found.get(makers[value])
                 if known is None or error > known.error:
                     found[makers[value]] = Estimate(makers[value], error, greatest=largest)

@@ -22,7 +22,7 @@ class TunedNode:
         source: `file:line` of the user's model.
         without: the error where all of these nodes but this one are in FP32; `None` where the search was stopped before
             that was measured.
-        estimate: the error that its rounding alone was estimated to make.
+        estimate: the error that its rounding alone was estimated to make; `None` where nothing was measured.
         told: what it makes and what the 16-bit type makes of that, in words.
     """
 
@@ -31,7 +31,7 @@ class TunedNode:
     module: str
     source: str
     without: float | None
-    estimate: float
+    estimate: float | None
     told: str
 
     @property

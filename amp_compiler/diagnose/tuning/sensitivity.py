@@ -183,8 +183,10 @@ class ProfiledRun(fx.Interpreter):
         self._measure(self._sums.setdefault(name, Sums()), value.detach(), low)
         if not value.requires_grad:
             value = value.detach().requires_grad_()
-        zero = torch.zeros((), dtype=value.dtype, device=value.device).expand_as(value).clone().requires_grad_()
-        tapped: Tensor = _Tap.apply(value, zero) if self._backward else value.view_as(value)  # type: ignore[no-untyped-call]
+        zero, tapped = value, value.view_as(value)
+        if self._backward:
+            zero = torch.zeros_like(value).requires_grad_()
+            tapped = _Tap.apply(value, zero)  # type: ignore[no-untyped-call]
         self.places.append(_Place(name, tapped, zero, torch.nan_to_num(low - value.detach(), 0.0, 0.0, 0.0)))
         return tapped
 

@@ -106,7 +106,8 @@ def entries_for(plan: PrecisionPlan, chosen: Sequence[str], *, by_name: bool = F
         entry = Entry(_by_name(node), (node.name,))
         for match in () if by_name else _general(node):
             matched = [other for other in by_op[node.op] if _holds(match, other)]
-            several = len({other.module for other in matched}) > 1
+            modules = {other.module for other in matched}
+            several = len(modules) > 1 or (modules == {""} and len(matched) > 1)
             if all(other.name in wanted for other in matched) and (several or "module" in match):
                 entry = Entry(match, tuple(other.name for other in matched))
                 break
@@ -155,22 +156,26 @@ class Base:
     def head(self, folder: Path | None) -> list[str]:
         """The lines up to the first rule of ours, `rules:` among them."""
         if self.name != FROM_DICT:
-            return ["version: 1", f"extends: {self._extended(folder)}", "rules:"]
+            return ["version: 1", f"extends: {_extended(self.name, folder)}", "rules:"]
         if self.data is None:
             return ["# put these behind the rules of the dict", "rules:"]
-        given = dict(self.data)
-        rules = list(given.pop("rules", None) or [])
-        lines = [*(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in given.items()), "rules:"]
+        given = {key: json.dumps(value, ensure_ascii=False) for key, value in self.data.items() if key != "rules"}
+        if self.data.get("extends") is not None:
+            given["extends"] = _extended(str(self.data["extends"]), folder)
+        rules = self.data.get("rules") or []
+        lines = [*(f"{key}: {value}" for key, value in given.items()), "rules:"]
         return lines + [f"  - {json.dumps(rule, ensure_ascii=False)}" for rule in rules]
 
-    def _extended(self, folder: Path | None) -> str:
-        if self.name in preset_names():
-            return self.name
-        path = Path(self.name).resolve()
-        if folder is None:
-            return json.dumps(str(path))
-        near = Path(os.path.relpath(path, folder.resolve())).as_posix()
-        return json.dumps(near if "/" in near else f"./{near}")
+
+def _extended(name: str, folder: Path | None) -> str:
+    """What stands behind `extends:` in a file in a folder; paths are absolute where that is `None`."""
+    if name in preset_names():
+        return name
+    path = Path(name).resolve()
+    if folder is None:
+        return json.dumps(str(path))
+    near = Path(os.path.relpath(path, folder.resolve())).as_posix()
+    return json.dumps(near if "/" in near else f"./{near}")
 
 
 def rules_file(
