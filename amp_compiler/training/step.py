@@ -183,13 +183,12 @@ class TrainingStep(StepReadings):
         self._weights = WeightState(storage, self._device, self._optimizers)
         graphs = GraphSettings(TorchGraphs())
         kept = KeptTensors(lambda: self._scale, self._lows, GradientSums(), self._weights, lambda: len(graphs.live) > 0)
-        self._state = StepState(kept, graphs)
+        self._state = StepState(kept, graphs, events_on(self._device))
         self._standing = Standing(self._module, self._optimizers, kept)
         self._low = self._settings.low(self._device)
         low = torch_dtype(self._low)
         check_parameters(self._module, self._optimizers, low, enabled)
         self._watch, self._form = StuckWatch(self._device), BatchForm()
-        self._events, self._calls = events_on(self._device), 0
         self._captures = Captures("the training step", self._settings, "batch")
         self._programs: ProgramTable[StepProgram] = ProgramTable()
         self._fits: dict[Any, StepProgram] = {}  # programs of dynamic shapes for batches of other shapes
@@ -250,11 +249,6 @@ class TrainingStep(StepReadings):
             warn_of_unused(program.plan.unused_rules, "the training step")
         self._last = (program, output, self._scale_config.constant)
         self._leaves, self._spec = leaves, spec
-        self._calls += 1
-        if self._gathered == 0 and self._scale_config.checks_finite:
-            scale = self._scale_config.constant if output.scale is None else output.scale
-            if scale is not None:
-                self._events.note(self._calls, program.update.updated, output.flags, scale, self._scale.skipped_steps)
         if self._gathered == 0 and self._watch.note(self._scale_config, self._scale):
             self.check()
         return output.loss if output.aux is None else (output.loss, output.aux)
