@@ -246,7 +246,7 @@ class _Tuning:
         """Profile, search, write, and run with what was written."""
         place = self.asked.output
         path = None if place is None else place.with_name(f"{place.name}.journal")
-        journal = Journal(path, self._digest())
+        journal = Journal(path, self._digest() if path is not None else "")
         if journal.resumed:
             logger.info("amp.tune goes on from %d measurements in %s", journal.resumed, path)
         console = Console(stderr=True)
