@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Real
 from typing import Any
@@ -48,7 +49,7 @@ from amp_compiler.training.standing import Standing
 from amp_compiler.training.state import GradientSums, LowWeights
 from amp_compiler.training.traced_optimizers import check_hooks
 from amp_compiler.training.trial import StepTrials
-from amp_compiler.training.weights import OWN_KEY, WeightState, weight_storage
+from amp_compiler.training.weights import OWN_KEY, WeightState, weight_storage, widened
 
 logger = logging.getLogger("amp_compiler")
 MOST_SIGNATURES = 64
@@ -376,6 +377,15 @@ class TrainingStep(StepReadings):
         with autocast_off():
             pieces = PieceStep(self._module, settings, cause, self._state, enabled=True)
             return pieces.report(batch, self._optimizers, self.loss_scale)
+
+    @contextmanager
+    def _in_fp32(self) -> Iterator[LossModule]:
+        """Within it the loss as a module, all of its parameters in FP32, as it is captured."""
+        for optimizer in self._optimizers:
+            check_hooks(optimizer)
+        self._module.adopt(self._optimizers)
+        with self._module.as_parameters(), widened(self._module.parameters()):
+            yield self._module
 
     def _forget(self) -> None:
         """Drop the programs, none of which will fit again."""
