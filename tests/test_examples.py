@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from amp_compiler.ir.run_file import read_run
 from amp_compiler.policy.loader import load_rules
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -78,6 +79,27 @@ def test_an_onnx_model_is_converted_exported_and_trained(tmp_path):
     assert results["conversion"].report.largest_error > 0
     assert results["export"].plan.low_nodes == len(results["export"].plan.nodes)
     assert results["losses"][-1] < 0.5 * results["losses"][0]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+def test_the_profile_foretells_what_fp16_loses(seed):
+    losses, foretold = load("09_predict_underflow.py")(seed=seed, images=4)
+    exact, unscaled, scaled = losses.values()
+    without, kept, weights = foretold.values()
+    assert min(without) > 0.9 and max(kept) < 0.01
+    assert weights[0] > 0.1 and weights[1] <= 1e-3
+    assert exact < 0.06 and unscaled > 5 * exact
+    assert abs(scaled - exact) < 0.01 * exact
+
+
+def test_a_training_is_watched(tmp_path, capsys):
+    scaled, unscaled = (read_run(path).records for path in load("08_watch_a_run.py")(str(tmp_path), steps=80))
+    assert [record.step for record in scaled] == list(range(5, 81, 5))
+    assert scaled[-1].skipped_steps == unscaled[-1].skipped_steps == 1
+    assert scaled[-1].aux["read right"] > 0.8 and scaled[-1].loss < 0.5 * unscaled[-1].loss
+    assert scaled[-1].zero < 0.05 < 0.3 < unscaled[-1].zero
+    assert "step     75  loss nan" in capsys.readouterr().out
 
 
 def test_a_pass_of_ones_own_saturates_casts(capsys):

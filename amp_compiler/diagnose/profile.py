@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from amp_compiler.diagnose.exponents import RANGES, Histogram, Range
+from amp_compiler.diagnose.exponents import Histogram
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.files import write_atomically
+from amp_compiler.ir.ranges import RANGES, Range
 from amp_compiler.ops.exponents import BINS, HIGHEST, LOWEST
 
 ACTIVATION, ACTIVATION_GRADIENT, WEIGHT_GRADIENT, WEIGHT = (
@@ -24,6 +25,7 @@ GRADIENTS = (ACTIVATION_GRADIENT, WEIGHT_GRADIENT)
 _HEADROOM = 2  # exponents above the greatest gradient that was seen
 _MOST_SCALE = 24  # exponent of the greatest scale, as the dynamic one has it
 _TOLERATED = 1e-3  # of the numbers of a node: more is a loss
+_WIDE = ("fp32", "fp64")
 _SHOWN = 12
 _FIELDS = ("name", "kind", "op", "module", "where", "planned", "dtype")
 
@@ -133,6 +135,8 @@ class Profile:
         """
         limits = _range(dtype)
         gradients = [row for row in self.rows if row.kind in GRADIENTS]
+        # What the step makes in FP32, such as the gradients within the loss, is in no danger and sets no bound.
+        gradients = [row for row in gradients if row.dtype not in _WIDE] or gradients
         highest = max((row.histogram.highest for row in gradients if row.histogram.highest is not None), default=0)
         lowest = min((row.histogram.lowest for row in gradients if row.histogram.lowest is not None), default=0)
         needed = max(limits.normal - lowest, 0)  # more helps nobody

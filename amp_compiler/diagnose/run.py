@@ -6,6 +6,8 @@ import math
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 
+from amp_compiler.backends.backend import DEFAULT
 from amp_compiler.diagnose.exponents import Counts, Histogram
 from amp_compiler.diagnose.profile import (
     ACTIVATION,
@@ -38,19 +41,28 @@ from amp_compiler.ir.dtypes import DType
 from amp_compiler.onnx.importing.api import module_of as imported
 from amp_compiler.ops.exponents import BINS, count_exponents, count_update
 from amp_compiler.training.program import StepProgram
-from amp_compiler.training.step import TrainingStep
+from amp_compiler.training.step import RUN, TrainingStep
 
 _LOST_IN = ("fp16", "bf16")  # as `count_update` counts them
 _Place = tuple[str, str, str, str, str, str, str]  # the fields of a `Row` that are text
 
 
-def profile(subject: Any, batches: Iterable[Any], *, rules: Any = "default", dtype: str = "auto") -> Profile:
+def profile(
+    subject: Any,
+    batches: Iterable[Any],
+    *,
+    rules: Any = "default",
+    dtype: str = "auto",
+    loss_fn: Callable[..., Any] | None = None,
+    loss_scale: float = 1.0,
+) -> Profile:
     """Run some batches, and count the binary exponents of all that is computed.
 
     A training step trains: every step is `step(*batch)`; weights, states and the loss scale move on, and to the bit as
     they would otherwise. In front of each its forward and backward run once more, compiled with counters in them
     (pipeline COUNT). Of a model, the forward of which is run node by node as `amp.compile` rewrites it, activations and
-    weights are counted, and nothing is changed. The counts are as large for a thousand batches as for one.
+    weights are counted, and nothing is changed; with `loss_fn` its backward runs as well, and the gradients of
+    activations and weights are counted too. The counts are as large for a thousand batches as for one.
 
     Args:
         subject: a training step; a module, of `amp.compile` or plain; or an ONNX model, a path or a `ModelProto`.
@@ -58,6 +70,9 @@ def profile(subject: Any, batches: Iterable[Any], *, rules: Any = "default", dty
             also a dict of arguments by name.
         rules: of a module that is not compiled yet, and of an ONNX model.
         dtype: `fp16`, `bf16` or `auto`, for the same.
+        loss_fn: of a model, as for a training step: `loss_fn(model, *batch)` gives the loss, or `(loss, aux)`; a batch
+            that is a dict is given by name.
+        loss_scale: what that loss is multiplied by; a step has its own.
 
     Raises:
         AmpError: `subject` or `batches` is none of these, there is no batch, or the subject is no one graph.
@@ -75,11 +90,13 @@ def profile(subject: Any, batches: Iterable[Any], *, rules: Any = "default", dty
     """
     run: _Run
     if isinstance(subject, TrainingStep):
+        if loss_fn is not None:
+            raise AmpError("loss_fn= is given with a training step, which has its own", mend="leave it out")
         run = _StepRun(subject)
     elif isinstance(subject, CompiledModule):
-        run = _ModelRun(subject.original, subject.settings)
+        run = _of_model(subject.original, subject.settings, loss_fn, loss_scale)
     elif isinstance(subject, nn.Module) or is_onnx(subject):
-        run = _ModelRun(imported(subject), make_settings(rules, dtype, EAGER))
+        run = _of_model(imported(subject), make_settings(rules, dtype, EAGER), loss_fn, loss_scale)
     else:
         raise AmpError(
             f"there is no profile of {type(subject).__name__}",
@@ -123,9 +140,12 @@ class _Run(ABC):
             self.programs[form] = build()
         program = self.programs[form]
         counts = program(leaves)
-        for node, row in zip(program.nodes, () if counts is None else counts.cpu().numpy(), strict=True):
+        rows = [] if counts is None else list(counts.cpu().numpy())
+        for node, row in zip(program.nodes, rows[: len(program.nodes)], strict=True):
             key = _key(node, ACTIVATION_GRADIENT if node in program.scaled else ACTIVATION)
             self.add(key, row, shift if key[1] in GRADIENTS else 0)
+        for (name, dtype), row in zip(program.weights, rows[len(program.nodes) :], strict=True):
+            self.add(_place_of(name, WEIGHT_GRADIENT, dtype), row, shift)
 
     def add(self, key: _Place, counts: Counts, shift: int) -> None:
         kept = self.rows.setdefault(key, (np.zeros(BINS, np.int64), np.zeros(BINS, np.int64)))
@@ -158,13 +178,10 @@ class _StepRun(_Run):
 
     def take(self, batch: Any) -> None:
         arguments = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-        shift = -math.floor(math.log2(float(self.step.loss_scale)))
+        shift = _exponent_of(self.step.loss_scale)
         before = {name: parameter.detach().clone() for name, parameter in self.parameters()}
-        try:
+        with _told_of("this step"):
             self.count((arguments, {}), lambda: self.step._counting(arguments), shift)
-        except (CaptureError, LoweringError) as cause:
-            what = f"exponents are counted in one graph, which this step is not: {cause.what}"
-            raise AmpError(what, where=cause.where, mend=cause.mend) from cause
         self.step(*arguments)
         program, output, _ = self.step._seen()
         if not isinstance(program, StepProgram):
@@ -196,12 +213,74 @@ class _ModelRun(_Run):
         self.settings = settings
 
     def take(self, batch: Any) -> None:
-        named = dict(batch) if isinstance(batch, Mapping) else {}
-        args = () if named else tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-        tree = pytree.tree_map(lambda one: torch.from_numpy(one) if isinstance(one, np.ndarray) else one, (args, named))
+        tree = _arguments(batch)
         with building():
             self.count(tree, lambda: build_counting(self.model, tree[0], tree[1], self.settings, self.device), 0)
         self.batches += 1
+
+
+class _LossRun(_Run):
+    """Of a model's forward and backward, by the counting program of a training step that is never made."""
+
+    def __init__(self, model: nn.Module, settings: Settings, loss_fn: Callable[..., Any], loss_scale: float) -> None:
+        super().__init__(model, settings.low(device_of(model.parameters())))
+        self.loss_fn, self.settings, self.scale = loss_fn, settings, loss_scale
+        self.trained = [one for one in model.parameters() if one.requires_grad]
+        if not self.trained:
+            raise AmpError("no parameter of the model has a gradient", mend="leave loss_fn= out")
+        self.step = self.step_with(loss_fn)
+        self.by_name = self.step_with(lambda model, named: loss_fn(model, **named))
+
+    def step_with(self, loss_fn: Callable[..., Any]) -> TrainingStep:
+        """A step that is never called."""
+        given = self.settings.pipelines
+        return TrainingStep(
+            self.model, loss_fn, torch.optim.SGD(self.trained, 0.0), rules=replace(self.settings.rules, weights={}),
+            dtype=self.low.short, loss_scale=self.scale, clip_norm=None, accumulate=1, dynamic_shapes=None,
+            backend=EAGER, enabled=True, passes=[given[one.name] for one in RUN if one.name in given], mode=DEFAULT,
+            callbacks=(),
+        )  # fmt: skip
+
+    def take(self, batch: Any) -> None:
+        args, named = _arguments(batch)
+        step, given = (self.by_name, (named,)) if named else (self.step, args)
+        shift = _exponent_of(step.loss_scale)
+        with _told_of("the loss"):
+            self.count((given, {}), lambda: step._counting(given, with_weights=True), shift)
+        self.batches += 1
+
+
+def _of_model(
+    model: nn.Module, settings: Settings, loss_fn: Callable[..., Any] | None, loss_scale: float
+) -> _ModelRun | _LossRun:
+    if loss_fn is not None:
+        return _LossRun(model, settings, loss_fn, loss_scale)
+    if loss_scale != 1.0:
+        raise AmpError(f"loss_scale={loss_scale!r} without a loss", mend="pass loss_fn= as well")
+    return _ModelRun(model, settings)
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A batch as positional and named arguments, arrays as tensors."""
+    named = dict(batch) if isinstance(batch, Mapping) else {}
+    args = () if named else tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+    tree: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(
+        lambda one: torch.from_numpy(one) if isinstance(one, np.ndarray) else one, (args, named)
+    )
+    return tree
+
+
+def _exponent_of(scale: Tensor) -> int:
+    return -math.floor(math.log2(float(scale)))
+
+
+@contextmanager
+def _told_of(subject: str) -> Iterator[None]:
+    try:
+        yield
+    except (CaptureError, LoweringError) as cause:
+        what = f"exponents are counted in one graph, which {subject} is not: {cause.what}"
+        raise AmpError(what, where=cause.where, mend=cause.mend) from cause
 
 
 def _count(values: Sequence[Tensor]) -> Counts:

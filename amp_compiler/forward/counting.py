@@ -12,9 +12,10 @@ from torch import Tensor, fx, nn
 from amp_compiler.forward.program import EAGER, build_program, build_run
 from amp_compiler.forward.settings import Settings
 from amp_compiler.fx.alias import AliasGroups, written_roots
-from amp_compiler.fx.graph import copy_graph, results_of
+from amp_compiler.fx.graph import call_before, copy_graph, results_of
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import TENSORS
+from amp_compiler.ops.exponents import COUNT as COUNT_OPERATOR
 from amp_compiler.passes.diagnose.count_exponents import counted
 from amp_compiler.passes.pipeline import COUNT, Stages
 
@@ -26,6 +27,7 @@ class CountingProgram:
     Args:
         nodes: what is counted, one for each row.
         scaled: those of them that are gradients, and so carry the loss scale.
+        weights: name and type of the gradients of parameters that are counted in the rows behind those of the nodes.
         run: the graph, which gives the counts alone; `None` where there is nothing to count.
         inputs: gives its inputs for a flat batch.
         device: whose random numbers it draws, beside the CPU's.
@@ -36,9 +38,10 @@ class CountingProgram:
     inputs: Callable[[Sequence[Any]], list[Any]]
     device: torch.device
     scaled: set[fx.Node] = field(default_factory=set)
+    weights: tuple[tuple[str, torch.dtype], ...] = ()
 
     def __call__(self, leaves: Sequence[Any]) -> Tensor | None:
-        """The counts for one batch, int64 [number of nodes, `BINS`]. Nothing is changed, random numbers neither.
+        """The counts for one batch, int64 [nodes and weights, `BINS`]. Nothing is changed, random numbers neither.
 
         Args:
             leaves: the batch, flat.
@@ -49,21 +52,29 @@ class CountingProgram:
         with TENSORS:
             inputs = self.inputs(leaves)
         with torch.no_grad(), torch.random.fork_rng(devices=devices):
-            (counts,) = self.run(*inputs)
-        return counts  # type: ignore[no-any-return]
+            counts = self.run(*inputs)
+        return torch.cat(list(counts))
 
 
-def add_counters(graph_module: fx.GraphModule) -> list[fx.Node]:
+def add_counters(graph_module: fx.GraphModule, gradients: Sequence[fx.Node] = ()) -> list[fx.Node]:
     """Make a graph count, in place: it gives the counts alone.
 
+    Args:
+        graph_module: the graph.
+        gradients: of weights, which are counted in the rows behind.
+
     Returns:
-        What is counted, one node for each row; none where there is nothing to count, and then the graph stays.
+        What else is counted, one node for each row; where there is nothing at all to count, the graph stays.
     """
+    graph = graph_module.graph
     COUNT.run(graph_module, {})
-    nodes = counted(graph_module.graph)
-    if nodes:
-        graph_module.graph.output_node().args = ((results_of(graph_module.graph)[-1],),)
-        graph_module.graph.eliminate_dead_code()
+    nodes = counted(graph)
+    counts = [results_of(graph)[-1]] if nodes else []
+    if gradients:
+        counts.append(call_before(graph.output_node(), COUNT_OPERATOR, [list(gradients)], "update"))
+    if counts:
+        graph.output_node().args = (tuple(counts),)
+        graph.eliminate_dead_code()
         graph_module.recompile()
     return nodes
 

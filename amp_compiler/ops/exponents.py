@@ -20,7 +20,9 @@ ZERO, INFINITE, NAN = 277, 278, 279  # places behind those of the exponents
 BINS = 280
 
 _LIBRARY = torch.library.Library("amp_compiler", "FRAGMENT")
-_LIBRARY.define("count_exponents(Tensor[] values) -> Tensor")
+_LIBRARY.define(
+    "count_exponents(Tensor[] values) -> Tensor", tags=(torch.Tag.flexible_layout,)
+)  # how values lie in memory does not matter
 COUNT = torch.ops.amp_compiler.count_exponents.default
 
 

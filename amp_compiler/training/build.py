@@ -29,9 +29,12 @@ from amp_compiler.ops.cpu.arena import ArenaMemory, ArenaRun
 from amp_compiler.ops.loss_scale import LossScale
 from amp_compiler.passes.pipeline import Late, Pipeline, Stages
 from amp_compiler.passes.step.separate_buffers import written_placeholders
+from amp_compiler.training.events import Events, Places
 from amp_compiler.training.inputs import KeptTensors, StepInputs, TrainedWeights
 from amp_compiler.training.program import ROOT, LossModule, StepProgram
 from amp_compiler.training.weights import check_types, widened
+
+_SCALE, _SKIPPED = ("scale", "scale", 0), ("scale", "skipped_steps", 0)
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,13 @@ class StepState:
     Args:
         kept: tensors that live from step to step.
         graphs: what their CUDA graphs share.
+        events: takes note of the steps that are skipped.
         memory: where a CPU keeps intermediate values.
     """
 
     kept: KeptTensors
     graphs: GraphSettings
+    events: Events
     memory: ArenaMemory = field(default_factory=ArenaMemory)
 
 
@@ -181,10 +186,13 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
     placeholders, known = step.graph.find_nodes(op="placeholder"), weights.fixed(step)
     names = [node.name for node in placeholders]
     places = [place for place, name in enumerate(names) if name not in known]
-    scales = [place for place, node in enumerate(placeholders) if node.meta.get(Key.STATE) == ("scale", "scale", 0)]
-    gives_scale = options.scale.constant is None and bool(scales)
+    keys = [node.meta.get(Key.STATE) for node in placeholders]
+    gives_scale = options.scale.constant is None and _SCALE in keys
     if gives_scale:
-        compiled = _with_first(compiled, scales[0])
+        compiled = _with_first(compiled, keys.index(_SCALE))
+    if options.scale.checks_finite and options.gather != "add":
+        scale = -1 if options.scale.constant is None else float(options.scale.constant)
+        compiled = state.events.watched(compiled, weights.names(), Places(results + 2, keys.index(_SKIPPED), scale))
     run = GraphedRun(compiled, names, places, results, state.graphs, _no_cuda_graph(step, settings))
     buffers = tuple(weights.inputs.getters[name] for name in begun.written)
     return StepProgram(

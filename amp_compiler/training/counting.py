@@ -12,6 +12,7 @@ from amp_compiler.forward.counting import CountingProgram, add_counters
 from amp_compiler.forward.program import build_run
 from amp_compiler.forward.settings import device_of
 from amp_compiler.fx.generators import generators_kept
+from amp_compiler.fx.graph import results_of
 from amp_compiler.fx.meta import Key
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.step.fold_loss_scale import SCALE
@@ -22,9 +23,17 @@ _LAST_BEFORE_UPDATE = "sum_gradients"
 
 
 def build_counting(
-    model: LossModule, batch: tuple[Any, ...], options: StepOptions, state: StepState
+    model: LossModule, batch: tuple[Any, ...], options: StepOptions, state: StepState, *, with_weights: bool = False
 ) -> CountingProgram:
-    """Build the program that counts for one batch; arguments and errors are those of `build_step`."""
+    """Build the program that counts for one batch; arguments and errors are those of `build_step`.
+
+    Args:
+        model: the loss as a module.
+        batch: arguments of the loss function behind the model.
+        options: what to build.
+        state: the tensors that it works on.
+        with_weights: count the gradients of weights as well, which a step gives by itself.
+    """
     stages = Stages()
     with generators_kept(model.__dict__["loss_fn"], model, batch):
         options = replace(options, settings=replace(options.settings, dynamic_shapes=None))
@@ -33,16 +42,18 @@ def build_counting(
         first = settings.pipelines["STEP"].stop_after(_LAST_BEFORE_UPDATE)
         joint, weights = run_step_passes(model, begun, options, state, first)
         scaled = _scaled(joint.graph)
-        nodes = add_counters(joint)
+        gradients = results_of(joint.graph)[-len(weights.updated) :] if with_weights else []
+        named = tuple(zip(weights.names(), (node.meta["val"].dtype for node in gradients), strict=False))
+        nodes = add_counters(joint, gradients)
         for node in joint.graph.find_nodes(op="placeholder"):
             if node.name == SCALE:
                 node.meta[Key.STATE] = ("scale", "scale", 0)
         resolve = weights.resolvers(joint, state.kept)
         examples = [one.get(begun.leaves) for one in resolve]
         with torch.no_grad():
-            run = build_run(joint, examples, settings, begun.emulated, stages) if nodes else None
+            run = build_run(joint, examples, settings, begun.emulated, stages) if nodes or gradients else None
     device = device_of([*begun.leaves, *model.parameters()])
-    return CountingProgram(nodes, run, lambda leaves: [one.get(leaves) for one in resolve], device, scaled)
+    return CountingProgram(nodes, run, lambda leaves: [one.get(leaves) for one in resolve], device, scaled, named)
 
 
 def _scaled(graph: fx.Graph) -> set[fx.Node]:

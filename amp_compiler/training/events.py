@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 MOST = 16
+_ROWS = MOST + 1
+
+Run = Callable[..., Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,7 @@ class NonfiniteEvent:
     """A step that was skipped.
 
     Args:
-        step: the number of the call, from 1 on.
+        step: the number of the update, from 1 on, those that were skipped counted.
         scale: the loss scale that it ran with.
         parameters: qualified names of the parameters whose gradient was not finite.
     """
@@ -31,19 +34,36 @@ class NonfiniteEvent:
 class Events(Protocol):
     """Keeps the last 16 of them."""
 
-    def note(self, step: int, names: tuple[str, ...], flags: Tensor, scale: Tensor | float, skipped: Tensor) -> None:
-        """Take note of a step, finite or not.
+    def watched(self, run: Run, names: tuple[str, ...], places: Places) -> Run:
+        """The compiled graph of a step, with what takes note of each run: part of what a CUDA graph replays.
 
         Args:
-            step: number of the call.
-            names: of the parameters.
-            flags: uint8 [number of parameters]: 1 where the gradient was not finite.
-            scale: the loss scale that it ran with.
-            skipped: INT64 scalar: how many steps have been skipped by now.
+            run: takes the placeholders' tensors; gives the results.
+            names: of the parameters whose flags it gives.
+            places: where it has what is noted.
         """
 
     def read(self) -> tuple[NonfiniteEvent, ...]:
         """Those that were kept, the oldest first."""
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the graph of a step has what is noted.
+
+    Args:
+        flags: which of its results are the flags, uint8 [number of parameters]: 1 where a gradient was not finite.
+        skipped: which of its inputs is the number of steps skipped by now, INT64 scalar.
+        scale: which of its results is the loss scale that it ran with, FP32 scalar; a number where that never changes.
+    """
+
+    flags: int
+    skipped: int
+    scale: int | float
+
+    def scale_of(self, results: Sequence[Any]) -> Tensor | float:
+        """The loss scale of a run."""
+        return results[self.scale] if isinstance(self.scale, int) else self.scale
 
 
 def events_on(device: torch.device) -> Events:
@@ -55,12 +75,22 @@ class HostEvents:
     """`Events` where looking at a flag waits for nothing: on a CPU."""
 
     def __init__(self) -> None:
+        self._steps = 0
         self._kept: deque[NonfiniteEvent] = deque(maxlen=MOST)
 
-    def note(self, step: int, names: tuple[str, ...], flags: Tensor, scale: Tensor | float, skipped: Tensor) -> None:
+    def watched(self, run: Run, names: tuple[str, ...], places: Places) -> Run:
         """As in `Events`."""
-        if bool(flags.any()):
-            self._kept.append(NonfiniteEvent(step, float(scale), _named(names, flags.tolist())))
+
+        def noted(*inputs: Any) -> Sequence[Any]:
+            results = run(*inputs)
+            self._steps += 1
+            flags = results[places.flags]
+            if bool(flags.any()):
+                scale, bad = float(places.scale_of(results)), _named(names, flags.tolist())
+                self._kept.append(NonfiniteEvent(self._steps, scale, bad))
+            return results
+
+        return noted
 
     def read(self) -> tuple[NonfiniteEvent, ...]:
         """As in `Events`."""
@@ -78,29 +108,31 @@ class DeviceEvents:
 
     Example:
         >>> events, skipped = DeviceEvents(torch.device("cpu")), torch.tensor(0)
-        >>> for step, bad in enumerate((0, 1, 0), 1):
-        ...     skipped = skipped + bad
-        ...     events.note(step, ("weight",), torch.tensor([bad], dtype=torch.uint8), 8.0, skipped)
+        >>> def step(bad, skipped):
+        ...     skipped.add_(bad[0])
+        ...     return [bad]
+        >>> run = events.watched(step, ("weight",), Places(flags=0, skipped=1, scale=8.0))
+        >>> for bad in (0, 1, 0):
+        ...     _ = run(torch.tensor([bad], dtype=torch.uint8), skipped)
         >>> events.read()
         (NonfiniteEvent(step=2, scale=8.0, parameters=('weight',)),)
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._row = torch.zeros(1, dtype=torch.int64, device=device)
+        self._steps = torch.zeros(1, dtype=torch.int64, device=device)
         self._tables: dict[tuple[str, ...], _Table] = {}
 
-    def note(self, step: int, names: tuple[str, ...], flags: Tensor, scale: Tensor | float, skipped: Tensor) -> None:
+    def watched(self, run: Run, names: tuple[str, ...], places: Places) -> Run:
         """As in `Events`."""
-        table = self._tables.get(names)
-        if table is None:
-            table = self._tables[names] = _Table.on(flags.device, len(names))
-        table.flags.index_copy_(0, self._row, flags.unsqueeze(0))
-        table.steps.index_fill_(0, self._row, step)
-        if isinstance(scale, Tensor):
-            table.scales.index_copy_(0, self._row, scale.reshape(1))
-        else:
-            table.scales.index_fill_(0, self._row, scale)
-        self._row = (skipped % MOST).reshape(1)
+        table = self._tables.setdefault(names, _Table.on(self._steps.device, len(names)))  # made before any capture
+
+        def noted(*inputs: Any) -> Sequence[Any]:
+            results = run(*inputs)
+            self._steps.add_(1)
+            table.put(self._steps, results[places.flags], places.scale_of(results), inputs[places.skipped])
+            return results
+
+        return noted
 
     def read(self) -> tuple[NonfiniteEvent, ...]:
         """As in `Events`; this waits for the device."""
@@ -110,12 +142,12 @@ class DeviceEvents:
 
 @dataclass(frozen=True)
 class _Table:
-    """Steps of one set of parameters.
+    """Steps of one set of parameters, one row more than are kept: a step that was not skipped lies in one.
 
     Args:
-        flags: uint8 [16, number of parameters].
-        steps: int64 [16].
-        scales: FP32 [16].
+        flags: uint8 [17, number of parameters].
+        steps: int64 [17].
+        scales: FP32 [17].
     """
 
     flags: Tensor
@@ -125,10 +157,27 @@ class _Table:
     @classmethod
     def on(cls, device: torch.device, parameters: int) -> _Table:
         return cls(
-            torch.zeros(MOST, parameters, dtype=torch.uint8, device=device),
-            torch.zeros(MOST, dtype=torch.int64, device=device),
-            torch.zeros(MOST, dtype=torch.float32, device=device),
+            torch.zeros(_ROWS, parameters, dtype=torch.uint8, device=device),
+            torch.zeros(_ROWS, dtype=torch.int64, device=device),
+            torch.zeros(_ROWS, dtype=torch.float32, device=device),
         )
+
+    def put(self, step: Tensor, flags: Tensor, scale: Tensor | float, skipped: Tensor) -> None:
+        """Write a step where it is kept if it was skipped.
+
+        Args:
+            step: its number, INT64 [1].
+            flags: as in `Places`.
+            scale: that it ran with.
+            skipped: how many were skipped, this one counted.
+        """
+        row = ((skipped - flags.max()) % _ROWS).reshape(1)
+        self.flags.index_copy_(0, row, flags.unsqueeze(0))
+        self.steps.index_copy_(0, row, step)
+        if isinstance(scale, Tensor):
+            self.scales.index_copy_(0, row, scale.reshape(1))
+        else:
+            self.scales.index_fill_(0, row, scale)
 
     def read(self, names: tuple[str, ...]) -> list[NonfiniteEvent]:
         rows = zip(self.steps.tolist(), self.scales.tolist(), self.flags.tolist(), strict=True)

@@ -17,7 +17,8 @@ from amp_compiler.ir.nonfinite import NonfiniteReport
 from amp_compiler.ir.plan import AutocastTotals, PrecisionPlan
 from amp_compiler.ops.loss_scale import LossScale, LossScaleState
 from amp_compiler.passes.pipeline import Stages
-from amp_compiler.training.events import Events, NonfiniteEvent
+from amp_compiler.training.build import StepState
+from amp_compiler.training.events import NonfiniteEvent
 from amp_compiler.training.held_scale import HeldScale
 from amp_compiler.training.nonfinite import report_nonfinite
 from amp_compiler.training.pieces import PieceProgram
@@ -30,7 +31,7 @@ class StepReadings:
     """The part of `TrainingStep` that reads: properties are tensors on the device or graphs, and never wait for it."""
 
     _accumulate: int
-    _events: Events
+    _state: StepState
     _held: HeldScale
     _watch: StuckWatch
     _last: tuple[StepProgram | PieceProgram, StepOutput, float | None] | None
@@ -172,11 +173,11 @@ class StepReadings:
         return replace(report, rule=found.rule, cure=found.told)
 
     def nonfinite_events(self) -> tuple[NonfiniteEvent, ...]:
-        """The last 16 steps that were skipped, the oldest first: number of the call, loss scale and parameters.
+        """The last 16 steps that were skipped, the oldest first: number of the update, loss scale and parameters.
 
         They are kept on the device; only this reads them.
         """
-        return self._events.read()
+        return self._state.events.read()
 
     def check(self) -> None:
         """Raise where the scale is at its floor and gradients stay non-finite. This reads from the device.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Real
 from typing import Any
@@ -11,11 +12,14 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from amp_compiler.backends.backend import DEFAULT
 from amp_compiler.backends.cuda_capture import TorchGraphs
 from amp_compiler.backends.cuda_graph import GraphSettings
+from amp_compiler.distributed.group import check_group
 from amp_compiler.errors import AmpError, CaptureError, HookError, LoweringError, OptimizerError
 from amp_compiler.forward.captures import Captures
 from amp_compiler.forward.counting import CountingProgram
+from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.program_table import ProgramTable
 from amp_compiler.forward.settings import AUTO, device_of, make_settings
 from amp_compiler.forward.signature import BatchForm, leaves_key
@@ -24,6 +28,7 @@ from amp_compiler.fx.capture import autocast_off
 from amp_compiler.fx.capture_errors import shapes_do_not_fit
 from amp_compiler.fx.graph import LOW_TYPES, torch_dtype
 from amp_compiler.fx.torch_private import TENSORS, building, saved_tensor_hooks
+from amp_compiler.ir.nonfinite import NonfiniteReport
 from amp_compiler.ir.plan import AutocastTotals
 from amp_compiler.onnx.importing.api import trained_module
 from amp_compiler.ops.loss_scale import LossScale, NoLossScale, make_loss_scale
@@ -37,6 +42,7 @@ from amp_compiler.training.events import events_on
 from amp_compiler.training.fused_optimizers import check_optimizers, check_storage
 from amp_compiler.training.held_scale import HeldScale
 from amp_compiler.training.inputs import KeptTensors
+from amp_compiler.training.log import StepLog
 from amp_compiler.training.pieces import PieceProgram, PieceStep
 from amp_compiler.training.program import LossModule, StepProgram
 from amp_compiler.training.readings import StepReadings
@@ -45,11 +51,11 @@ from amp_compiler.training.standing import Standing
 from amp_compiler.training.state import GradientSums, LowWeights
 from amp_compiler.training.traced_optimizers import check_hooks
 from amp_compiler.training.trial import StepTrials
-from amp_compiler.training.weights import OWN_KEY, WeightState, weight_storage
+from amp_compiler.training.weights import OWN_KEY, WeightState, weight_storage, widened
 
 logger = logging.getLogger("amp_compiler")
 MOST_SIGNATURES = 64
-PARALLEL = "pass model.module: a step is of one process, and averages no gradients over several"
+PARALLEL = "to average gradients, train it around amp.compile(model.module); to train one process, pass model.module"
 _TENSORS_ALONE = {Tensor}
 MOST_KNOWN = 4096  # shapes of which it is kept in mind which program of dynamic shapes takes them
 RUN = (CAPTURE, PLAN, FORWARD, STEP, UPDATE, DEVICE, PIECE)  # the pipelines of a step
@@ -70,6 +76,8 @@ def training_step(
     enabled: bool = True,
     passes: Any = None,
     mode: str = "default",
+    process_group: Any = None,
+    callbacks: Any = (),
 ) -> TrainingStep:
     """Make a training step: one compiled graph that runs forward, backward and update.
 
@@ -110,6 +118,10 @@ def training_step(
         mode: `"default"`, or `"max-autotune"`: Inductor times several kernels for a product and several sizes of blocks
             for a loop, as under torch.compile's mode of that name, and the first call takes longer by that. On a
             GPU the step is replayed as one CUDA graph in both.
+        process_group: of `torch.distributed`; the default group by default, where there is one. Gradients are not
+            averaged over ranks yet, so it has to be a group of this rank alone.
+        callbacks: `amp.callbacks`, a list, such as `[amp.callbacks.JSONLines("run.jsonl", every=10)]`. Each is told the
+            numbers of every so many steps; other steps are not read from.
 
     Returns:
         A callable: `loss = step(*batch)`, detached, without a device sync.
@@ -140,6 +152,8 @@ def training_step(
         enabled=enabled,
         passes=passes,
         mode=mode,
+        process_group=process_group,
+        callbacks=callbacks,
     )
 
 
@@ -162,7 +176,11 @@ class TrainingStep(StepReadings):
         enabled: bool,
         passes: Any,
         mode: str,
+        process_group: Any,
+        callbacks: Any,
     ) -> None:
+        check_group(process_group)
+        self._group = process_group
         model, optimizer = trained_module(unwrapped_model(model, PARALLEL), optimizer)
         self.model = model
         if clip_norm is not None and (not isinstance(clip_norm, Real) or clip_norm is True or not clip_norm > 0):
@@ -184,13 +202,13 @@ class TrainingStep(StepReadings):
         self._weights = WeightState(storage, self._device, self._optimizers)
         graphs = GraphSettings(TorchGraphs())
         kept = KeptTensors(lambda: self._scale, self._lows, GradientSums(), self._weights, lambda: len(graphs.live) > 0)
-        self._state = StepState(kept, graphs)
+        self._state = StepState(kept, graphs, events_on(self._device))
         self._standing = Standing(self._module, self._optimizers, kept)
         self._low = self._settings.low(self._device)
+        self._log = StepLog(callbacks, self._low.short)
         low = torch_dtype(self._low)
         check_parameters(self._module, self._optimizers, low, enabled)
         self._watch, self._form = StuckWatch(self._device), BatchForm()
-        self._events, self._calls = events_on(self._device), 0
         self._captures = Captures("the training step", self._settings, "batch")
         self._programs: ProgramTable[StepProgram] = ProgramTable()
         self._fits: dict[Any, StepProgram] = {}  # programs of dynamic shapes for batches of other shapes
@@ -226,6 +244,8 @@ class TrainingStep(StepReadings):
         """
         if self._watch.arrived() and self._last is not None:
             self.check()
+        if self._last is None:
+            check_group(self._group)
         for optimizer in self._optimizers:
             check_hooks(optimizer)
         leaves, spec = self._flat(batch)
@@ -251,11 +271,7 @@ class TrainingStep(StepReadings):
             warn_of_unused(program.plan.unused_rules, "the training step")
         self._last = (program, output, self._scale_config.constant)
         self._leaves, self._spec = leaves, spec
-        self._calls += 1
-        if self._gathered == 0 and self._scale_config.checks_finite:
-            scale = self._scale_config.constant if output.scale is None else output.scale
-            if scale is not None:
-                self._events.note(self._calls, program.update.updated, output.flags, scale, self._scale.skipped_steps)
+        self._log.note(output, self._gathered == 0, lambda: self._seen()[2], self._scale.skipped_steps)
         if self._gathered == 0 and self._watch.note(self._scale_config, self._scale):
             self.check()
         return output.loss if output.aux is None else (output.loss, output.aux)
@@ -337,12 +353,13 @@ class TrainingStep(StepReadings):
             gather,
         )
 
-    def _counting(self, batch: tuple[Any, ...]) -> CountingProgram:
-        """What counts exponents for batches like this one, see `diagnose.profile`."""
+    def _counting(self, batch: tuple[Any, ...], *, with_weights: bool = False) -> CountingProgram:
+        """What counts exponents for batches like this one, see `diagnose.run` and `training.counting`."""
         for optimizer in self._optimizers:
             check_hooks(optimizer)
         with autocast_off(), building():
-            return build_counting(self._module, batch, self._options(""), self._state)
+            options = self._options("")
+            return build_counting(self._module, batch, options, self._state, with_weights=with_weights)
 
     @property
     def _changes_weights_first(self) -> bool:
@@ -356,6 +373,24 @@ class TrainingStep(StepReadings):
 
     def _autocast(self, batch: tuple[Any, ...]) -> AutocastTotals | None:
         return autocast_of(self._module, batch, self._settings)
+
+    def _find_in_pieces(self, batch: tuple[Any, ...], cause: CaptureError) -> NonfiniteReport:
+        """What is not finite in a batch of a loss that is no one graph."""
+        if not self._enabled:
+            raise cause
+        settings = replace(self._settings, dynamic_shapes=None, backend=EAGER, mode=DEFAULT)
+        with autocast_off():
+            pieces = PieceStep(self._module, settings, cause, self._state, enabled=True)
+            return pieces.report(batch, self._optimizers, self.loss_scale)
+
+    @contextmanager
+    def _in_fp32(self) -> Iterator[LossModule]:
+        """Within it the loss as a module, all of its parameters in FP32, as it is captured."""
+        for optimizer in self._optimizers:
+            check_hooks(optimizer)
+        self._module.adopt(self._optimizers)
+        with self._module.as_parameters(), widened(self._module.parameters()):
+            yield self._module
 
     def _forget(self) -> None:
         """Drop the programs, none of which will fit again."""
@@ -382,14 +417,15 @@ class TrainingStep(StepReadings):
     def state_dict(self) -> dict[str, Any]:
         """The loss scale, with the keys of `torch.amp.GradScaler.state_dict()`.
 
-        With stochastic rounding its random state is there too, under the key `amp_compiler`, which GradScaler ignores.
+        With stochastic rounding its random state is there too, under the key `amp_compiler`, which GradScaler ignores,
+        and with callbacks the number of steps.
         """
         state = self._scale_config.state_dict(self._scale)
-        rounding = self._weights.rounding.state_dict()
-        return {**state, OWN_KEY: {**state.get(OWN_KEY, {}), **rounding}} if rounding else state
+        own = {**self._weights.rounding.state_dict(), **self._log.state_dict()}
+        return {**state, OWN_KEY: {**state.get(OWN_KEY, {}), **own}} if own else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over the loss scale of another step or of a `torch.amp.GradScaler`, and the random state of rounding.
+        """Take over the loss scale of another step or of a `torch.amp.GradScaler`, and what else `state_dict` holds.
 
         Raises:
             AmpError: keys are missing or do not fit the kind of loss scale.
@@ -399,4 +435,5 @@ class TrainingStep(StepReadings):
         if before != self._scale_config:
             self._forget()
         self._weights.rounding.load_state_dict(state.get(OWN_KEY, {}))
+        self._log.load_state_dict(state.get(OWN_KEY, {}))
         self._watch.forget()

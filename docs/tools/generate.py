@@ -15,12 +15,24 @@ import stages
 import way
 
 from amp_compiler.cli.passes import catalogue_markdown
+from amp_compiler.ir.run_file import read_run
+from amp_compiler.report.plots import picture_of
 
 ROOT = Path(__file__).parents[2]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
+PICTURES = ROOT / "docs" / "pictures"
+
+
+def draw_recorded() -> str:
+    """The runs that `examples/08_watch_a_run.py` wrote, which stand beside the picture."""
+    runs = {name: read_run(PICTURES / f"{name}.jsonl").records for name in ("scaled", "unscaled")}
+    return picture_of(runs, "svg").decode("utf-8")
+
+
 FILES: dict[Path, Callable[[], str]] = {
-    ROOT / "docs" / "pictures" / "rooms.svg": rooms.draw,
-    ROOT / "docs" / "pictures" / "way.svg": way.draw,
+    PICTURES / "rooms.svg": rooms.draw,
+    PICTURES / "way.svg": way.draw,
+    PICTURES / "runs.svg": draw_recorded,
     ROOT / "passes" / "README.md": catalogue_markdown,
     ARCHITECTURE: lambda: stages.fill(ARCHITECTURE.read_text(encoding="utf-8"), "mlp"),
 }

@@ -17,6 +17,7 @@ from amp_compiler.fx.meta import Key
 from amp_compiler.ops.exponents import COUNT
 from amp_compiler.passes.base import InPlacePass, PassResult
 
+CLONE = torch.ops.aten.clone.default
 _UPDATE = "update"
 _TOGETHER = 8
 # They move elements, or make constants.
@@ -24,6 +25,11 @@ _MOVES = frozenset({
     "aten.clone", "aten.contiguous", "aten.cat", "aten.stack", "aten.full", "aten.full_like", "aten.zeros_like",
     "aten.ones_like", "aten.empty", "aten.empty_like", "aten.zeros", "aten.ones", "aten.copy", "aten.new_zeros",
     "aten.constant_pad_nd", "aten.scalar_tensor", "aten.embedding", "aten.index", "aten.index_select",
+})  # fmt: skip
+# What they make lies in memory anyway, so that no compiler keeps it in registers.
+_STORES = frozenset({
+    "aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten.linear", "aten.matmul", "aten.convolution",
+    "aten.convolution_backward",
 })  # fmt: skip
 _BEHIND = frozenset({"aten._to_copy", "aten.clone", "aten.add"})  # between a weight's gradient and what returns it
 
@@ -33,7 +39,7 @@ class CountExponents(InPlacePass):
     """Count how often each binary exponent occurs in what every node makes, forward and backward.
 
     Each value is read once; a few neighbours are read together. What is read is a copy, so that a compiler keeps in
-    registers what it kept there.
+    registers what it kept there; but not of a product, which is stored anyway.
 
     Before::
 
@@ -75,7 +81,8 @@ class CountExponents(InPlacePass):
 def counted(graph: fx.Graph) -> list[fx.Node]:
     """The nodes whose values are counted, one for each row of the counts."""
     counts = graph.find_nodes(op="call_function", target=COUNT)
-    return [copy.args[0] for node in counts for copy in node.args[0]]  # type: ignore[union-attr, misc]
+    given = [one for node in counts for one in node.args[0]]  # type: ignore[union-attr]
+    return [one.args[0] if one.target is CLONE else one for one in given]  # type: ignore[union-attr, misc]
 
 
 def _groups(watched: list[fx.Node]) -> Iterator[list[fx.Node]]:
@@ -87,8 +94,13 @@ def _groups(watched: list[fx.Node]) -> Iterator[list[fx.Node]]:
 
 def _count(group: list[fx.Node]) -> fx.Node:
     behind, phase = group[-1].next, group[-1].meta[Key.PHASE]
-    copies = [call_before(behind, torch.ops.aten.clone.default, [node], phase) for node in group]
-    return call_before(behind, COUNT, [copies], phase)
+    given = [node if _is_stored(node) else call_before(behind, CLONE, [node], phase) for node in group]
+    return call_before(behind, COUNT, [given], phase)
+
+
+def _is_stored(node: fx.Node) -> bool:
+    made = node.all_input_nodes[0] if node.target is operator.getitem else node
+    return canonical_op(made.target) in _STORES
 
 
 def _is_watched(node: fx.Node) -> bool:

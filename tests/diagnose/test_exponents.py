@@ -76,6 +76,18 @@ def test_shapes_strides_and_types(shape: list[int], dtype: torch.dtype, seed: in
     np.testing.assert_array_equal(count_exponents([values])[0], counted_by_numpy(values))
 
 
+@pytest.mark.parametrize("dtype", TYPES[:3], ids=str)
+@pytest.mark.parametrize("width", [1, 3, 4, 39, 40, 41, 90])
+def test_blocks_of_few_and_of_many_exponents(dtype: torch.dtype, width: int) -> None:
+    """Those of few are counted one exponent after the other, with zeros and what is not finite beside them."""
+    generator = torch.Generator().manual_seed(width)
+    for top in (-110, -14, 0, 15, 127):
+        exponents = top - torch.randint(0, width, (5000,), generator=generator)
+        values = (2.0 ** exponents.double() * (1 + torch.rand(5000, generator=generator))).to(dtype)
+        values[::7], values[1::91], values[2::97], values[3::89] = 0.0, torch.inf, torch.nan, -0.0
+        np.testing.assert_array_equal(count_exponents([values])[0], reference(values))
+
+
 @pytest.mark.parametrize("size", [1, 4095, 4096, 4097, 100_003])
 def test_blocks_and_threads(size: int) -> None:
     for dtype in TYPES[:3]:

@@ -139,6 +139,75 @@ def test_lost_updates() -> None:
     assert rates[0] < 0.5 < 0.99 < rates[1]
 
 
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+def test_a_model_with_a_loss_is_counted_as_a_step_is(compiled: bool) -> None:
+    model, trained = Net(), Net()
+    subject = amp.compile(model, dtype="fp16", backend="eager") if compiled else model
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    found = amp.profile(subject, batches(1), dtype="fp16", loss_fn=loss_fn, loss_scale=256.0)
+    expected = amp.profile(step_of(trained, loss_scale=256.0), batches(1))
+    for kind in ("activation", "activation gradient", "weight gradient"):
+        assert found.of(kind) == expected.of(kind) and found.of(kind), kind
+    assert found.updates == () and found.batches == 1 and found.skipped == 0
+    assert found.loss_scale("fp16") == expected.loss_scale("fp16")
+    for name, one in model.state_dict().items():
+        assert torch.equal(one, before[name]), name
+    assert all(one.grad is None for one in model.parameters())
+
+
+def test_batches_by_name_and_statistics_and_dropout_of_a_model_with_a_loss() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.Linear(16, 4))
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    state = torch.get_rng_state()
+    given = [{"y": y, "x": x} for x, y in batches(2)]
+    found = amp.profile(model, given, dtype="bf16", loss_fn=lambda model, x, y: F.cross_entropy(model(x), y))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert {row.name for row in found.of("weight gradient")} == dict(model.named_parameters()).keys()
+    assert all(row.histogram.total == 2 * before[row.name].numel() for row in found.of("weight gradient"))
+    for name, one in model.state_dict().items():
+        assert torch.equal(one, before[name]), name
+
+
+def test_frozen_parameters_have_no_gradient_to_count() -> None:
+    model = Net()
+    model.up.requires_grad_(False)
+    found = amp.profile(model, batches(1), dtype="bf16", loss_fn=loss_fn)
+    assert {row.module for row in found.of("weight gradient")} == {"norm", "down"}
+    with pytest.raises(amp.AmpError, match="no parameter of the model has a gradient"):
+        amp.profile(model.requires_grad_(False), batches(1), loss_fn=loss_fn)
+
+
+def test_an_onnx_model_with_a_loss(tmp_path: Any) -> None:
+    torch.onnx.export(Net().eval(), (batches(1)[0][0],), str(tmp_path / "m.onnx"), verbose=False)
+    found = amp.profile(str(tmp_path / "m.onnx"), batches(1), dtype="bf16", loss_fn=loss_fn)
+    assert len(found.of("weight gradient")) >= 4 and found.of("activation gradient")
+
+
+def test_losses_that_are_none_are_told() -> None:
+    model = Net()
+    with pytest.raises(amp.AmpError, match="loss_fn= is given with a training step"):
+        amp.profile(step_of(model), batches(1), loss_fn=loss_fn)
+    with pytest.raises(amp.AmpError, match=r"loss_scale=8\.0 without a loss"):
+        amp.profile(model, batches(1), loss_scale=8.0)
+    with pytest.raises(amp.AmpError, match="as the loss"):
+        amp.profile(model, batches(1), loss_fn=lambda model, x, y: model(x))
+    with pytest.raises(amp.AmpError, match="exponents are counted in one graph, which the loss is not"):
+        amp.profile(model, batches(1), loss_fn=lambda model, x, y: model(x).sum() if x.sum() > 1e9 else model(x).mean())
+
+
+def test_gradients_in_fp32_set_no_bound_to_the_loss_scale() -> None:
+    """The gradient of the last multiplication, a number within the loss, is greater than any that is 16 bits."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    given = [torch.randn(32, 64) * 2.0 ** -torch.linspace(0, 30, 64)]  # gradients of all sizes, down to 2^-50
+    found = amp.profile(model, given, dtype="bf16", loss_fn=lambda model, x: 0.5 * model(x).float().square().mean())
+    low = [row for row in found.rows if "gradient" in row.kind and row.dtype == "bf16"]
+    highest = max(row.histogram.highest for row in low)
+    assert highest < max(row.histogram.highest for row in found.of("activation gradient"))
+    assert found.loss_scale("fp16").scale == 2.0 ** (15 - 2 - highest)
+
+
 def test_a_profile_is_written_and_read_back(tmp_path: Any) -> None:
     import json
 

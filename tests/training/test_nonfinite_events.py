@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 import amp_compiler as amp
 from amp_compiler.ops.loss_scale import DynamicLossScale
-from amp_compiler.training.events import MOST, DeviceEvents, HostEvents, NonfiniteEvent
+from amp_compiler.training.events import MOST, DeviceEvents, HostEvents, NonfiniteEvent, Places
 
 
 def make(**options) -> amp.TrainingStep:
@@ -31,7 +33,7 @@ BAD[0, 0] = float("nan")
 @pytest.mark.parametrize("events", [HostEvents, lambda: DeviceEvents(torch.device("cpu"))])
 def test_skipped_steps_are_kept_with_their_number_their_scale_and_their_parameters(events):
     step = make(loss_scale=DynamicLossScale(init_scale=8.0))
-    step._events = events()
+    step._state = replace(step._state, events=events())
     for x in (GOOD, BAD, GOOD, GOOD, BAD):
         step(x, GOOD)
     everything = ("one.weight", "one.bias", "two.weight", "two.bias")
@@ -40,9 +42,9 @@ def test_skipped_steps_are_kept_with_their_number_their_scale_and_their_paramete
 
 def test_only_the_last_ones_are_kept():
     step, alike = make(loss_scale=2.0), make(loss_scale=2.0)
-    alike._events = DeviceEvents(torch.device("cpu"))
-    numbers = [number for number in range(1, 60) if number % 3]
-    for number in range(1, 60):
+    alike._state = replace(alike._state, events=DeviceEvents(torch.device("cpu")))
+    numbers = [number for number in range(1, 61) if number % 3]
+    for number in range(1, 61):
         for one in (step, alike):
             one(BAD if number in numbers else GOOD, GOOD)
     assert [event.step for event in step.nonfinite_events()] == numbers[-MOST:]
@@ -50,11 +52,14 @@ def test_only_the_last_ones_are_kept():
 
 
 def test_only_parameters_with_bad_gradients_are_named():
-    step = make(loss_scale=1.0)
-    kept = DeviceEvents(torch.device("cpu"))
-    for events in (step._events, kept):
-        events.note(7, ("a", "b", "c"), torch.tensor([0, 1, 1], dtype=torch.uint8), 2.0, torch.tensor(1))
-        assert events.read() == (NonfiniteEvent(7, 2.0, ("b", "c")),)
+    def step(flags, skipped):
+        skipped.add_(flags.max())
+        return [flags]
+
+    for events in (HostEvents(), DeviceEvents(torch.device("cpu"))):
+        run = events.watched(step, ("a", "b", "c"), Places(flags=0, skipped=1, scale=2.0))
+        run(torch.tensor([0, 1, 1], dtype=torch.uint8), torch.tensor(0))
+        assert events.read() == (NonfiniteEvent(1, 2.0, ("b", "c")),)
 
 
 def test_without_a_check_there_are_none():
@@ -63,8 +68,8 @@ def test_without_a_check_there_are_none():
     assert step.nonfinite_events() == ()
 
 
-def test_of_gathered_batches_the_last_call_is_named():
+def test_of_gathered_batches_the_update_is_named():
     step = make(loss_scale=8.0, accumulate=2)
     for x in (GOOD, GOOD, BAD, GOOD, GOOD, GOOD):
         step(x, GOOD)
-    assert [event.step for event in step.nonfinite_events()] == [4]
+    assert [event.step for event in step.nonfinite_events()] == [2]

@@ -1,0 +1,178 @@
+"""Recorded runs as a picture, by matplotlib: the same records give the same file."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from amp_compiler.errors import AmpError
+from amp_compiler.ir.files import write_atomically
+from amp_compiler.ir.run_file import StepRecord
+
+KINDS = ("png", "svg", "pdf")
+_MIB = 1 << 20
+_ACROSS = 2
+_COLOURS = 10  # that matplotlib has one after the other
+_SIZE = (4.8, 2.5)  # inches of a panel
+# No time of day, and names of parts that are drawn from a fixed seed: two drawings of one run are one file.
+_NO_DATE = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None, "ModDate": None}}
+_STEPS = "steps"  # a style: it stays until it changes
+_SETTINGS: Any = {
+    "svg.hashsalt": "amp_compiler", "svg.fonttype": "none", "font.family": "DejaVu Sans", "font.size": 8,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3, "lines.linewidth": 1.2,
+    "axes.titlesize": 9, "axes.titlelocation": "left", "legend.frameon": False, "path.simplify": True,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One quantity: how it is called and drawn in its panel, and what it is of a record; `None` leaves it out."""
+
+    value: Callable[[StepRecord], float | None]
+    name: str = ""
+    style: str = "-"
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """What stands in one panel, and how its numbers are spaced."""
+
+    title: str
+    lines: tuple[_Line, ...]
+    scale: Callable[[Any], None] = lambda axes: None
+
+
+def draw_runs(runs: Mapping[str, Sequence[StepRecord]], path: str | Path) -> None:
+    """Write a picture of runs over each other: loss, gradient norm, loss scale, what is lost, milliseconds, memory.
+
+    Args:
+        runs: the records of each, by the name that stands in the legend.
+        path: a file that ends in `.png`, `.svg` or `.pdf`.
+
+    Raises:
+        AmpError: matplotlib is not installed, the ending is another, or the file cannot be written.
+    """
+    kind = Path(path).suffix.lstrip(".").lower()
+    if kind not in KINDS:
+        raise AmpError(
+            f"'{kind}' is no kind of picture that is drawn",
+            where=str(path),
+            mend=f"end it in one of {', '.join(KINDS)}",
+        )
+    write_atomically(path, picture_of(runs, kind))
+
+
+def picture_of(runs: Mapping[str, Sequence[StepRecord]], kind: str) -> bytes:
+    """The bytes of such a picture.
+
+    Args:
+        runs: as for `draw_runs`.
+        kind: one of `KINDS`.
+
+    Raises:
+        AmpError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+        from matplotlib.lines import Line2D
+    except ImportError as cause:
+        raise AmpError("matplotlib is not installed, which draws runs", mend="pip install matplotlib") from cause
+    panels = [
+        panel for panel in _panels(runs) if any(_points(line, run) for run in runs.values() for line in panel.lines)
+    ]
+    with matplotlib.rc_context(), io.BytesIO() as made:
+        matplotlib.rcdefaults()  # what a user has set for drawings of their own does not count here
+        matplotlib.rcParams.update(_SETTINGS)
+        down = math.ceil(len(panels) / _ACROSS)
+        figure = Figure(figsize=(_ACROSS * _SIZE[0], down * _SIZE[1]), layout="constrained")
+        for place, panel in enumerate(panels):
+            axes = figure.add_subplot(down, _ACROSS, place + 1)
+            _draw(axes, panel, runs)
+            if place >= len(panels) - _ACROSS:
+                axes.set_xlabel("step")
+        if len(runs) > 1:
+            handles = [Line2D([], [], color=f"C{number % _COLOURS}") for number in range(len(runs))]
+            figure.legend(handles, list(runs), loc="outside upper center", ncols=min(len(runs), 4))
+        figure.savefig(made, format=kind, metadata=_NO_DATE[kind], dpi=150)
+        return made.getvalue()
+
+
+def _panels(runs: Mapping[str, Sequence[StepRecord]]) -> list[_Panel]:
+    lows = sorted({record.dtype for run in runs.values() for record in run})
+    aux = sorted({name for run in runs.values() for record in run for name in record.aux})
+
+    def of_aux(name: str) -> Callable[[StepRecord], float | None]:
+        return lambda record: record.aux.get(name)
+
+    return [
+        _Panel("loss", (_Line(lambda record: record.loss),)),
+        *(_Panel(name, (_Line(of_aux(name)),)) for name in aux),
+        _Panel("gradient norm", (_Line(lambda record: record.grad_norm or None),), _logarithmic),
+        _Panel("loss scale, ▾ behind skipped steps", (_Line(lambda record: record.loss_scale, style=_STEPS),), _binary),
+        _Panel(
+            f"gradients in {' and '.join(lows)}, % of all elements",
+            (
+                _Line(lambda record: 100 * record.zero, "zero"),
+                _Line(lambda record: 100 * record.subnormal, "subnormal", "--"),
+                _Line(lambda record: 100 * record.infinite, "infinite or NaN", ":"),
+            ),
+        ),
+        _Panel("milliseconds a step", (_Line(lambda record: record.milliseconds),), _from_zero),
+        _Panel(
+            "most memory so far, MiB",
+            (_Line(lambda record: None if record.memory is None else record.memory / _MIB),),
+            _from_zero,
+        ),
+    ]  # fmt: skip
+
+
+def _logarithmic(axes: Any) -> None:
+    axes.set_yscale("log")
+
+
+def _binary(axes: Any) -> None:
+    axes.set_yscale("log", base=2)
+
+
+def _from_zero(axes: Any) -> None:
+    axes.set_ylim(0, 1.1 * axes.dataLim.y1)
+
+
+def _points(line: _Line, run: Sequence[StepRecord]) -> list[tuple[int, float]]:
+    """What there is of a quantity; what is not finite leaves a gap."""
+    values = [(record.step, line.value(record)) for record in run]
+    found = [(step, math.nan if not math.isfinite(value) else value) for step, value in values if value is not None]
+    return found if any(not math.isnan(value) for _, value in found) else []
+
+
+def _draw(axes: Any, panel: _Panel, runs: Mapping[str, Sequence[StepRecord]]) -> None:
+    axes.set_title(panel.title)
+    axes.locator_params(axis="x", integer=True)
+    for number, run in enumerate(runs.values()):
+        for line in panel.lines:
+            points = _points(line, run)
+            stepped = line.style == _STEPS
+            axes.plot(
+                [step for step, _ in points], [value for _, value in points], "-" if stepped else line.style,
+                drawstyle="steps-post" if stepped else "default", color=f"C{number % _COLOURS}",
+                marker="." if len(points) == 1 else None, label=line.name if number == 0 else None,
+            )  # fmt: skip
+            if stepped:
+                _mark_skips(axes, run, f"C{number % _COLOURS}")
+    panel.scale(axes)
+    if len(panel.lines) > 1:
+        axes.legend()
+
+
+def _mark_skips(axes: Any, run: Sequence[StepRecord], colour: str) -> None:
+    """A mark at each record before which steps were skipped."""
+    before = 0
+    for record in run:
+        if record.skipped_steps > before:
+            axes.plot(record.step, record.loss_scale, "v", color=colour, markersize=5)
+        before = record.skipped_steps

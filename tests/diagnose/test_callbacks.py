@@ -1,0 +1,261 @@
+"""`amp.callbacks`: lines of JSON, TensorBoard, the terminal; and what happens where they cannot write."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import math
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import amp_compiler as amp
+from amp_compiler.diagnose.callbacks import JSONLines, StepRecord, TensorBoard, Terminal, read_run
+from amp_compiler.diagnose.terminal import sparkline
+
+
+def record(step: int, **changed: Any) -> StepRecord:
+    values = {
+        "time": 1000.0 + step, "loss": 1.0 / step, "loss_scale": 8.0, "skipped_steps": 0, "grad_norm": 2.0,
+        "dtype": "fp16", "zero": 0.25, "subnormal": 0.125, "infinite": 0.0,
+    }  # fmt: skip
+    return StepRecord(step, **{**values, **changed})
+
+
+def step_of(*callbacks: amp.callbacks.Callback) -> amp.TrainingStep:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    return amp.training_step(
+        model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), 0.1), dtype="fp16",
+        backend="eager", callbacks=callbacks,
+    )  # fmt: skip
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Files can grow no further, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        record(1),
+        record(2, loss=math.inf, grad_norm=-math.inf, milliseconds=0.5, memory=1 << 33),
+        record(3, aux={"right": 0.5, "odd name\n": math.inf}),
+    ],
+    ids=["plain", "infinite", "aux"],
+)
+def test_a_record_is_a_line_of_strict_json(one: StepRecord) -> None:
+    line = one.to_json()
+    assert "\n" not in line
+    json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert StepRecord.from_json(line) == one
+    assert StepRecord.from_json(line.replace("{", '{"later": 1, ', 1)) == one  # a key of a later version
+    assert math.isnan(StepRecord.from_json(record(1, loss=math.nan).to_json()).loss)
+
+
+def test_lines_are_whole_at_every_moment(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    step = step_of(JSONLines(path, every=2))
+    for number in range(1, 7):
+        step(torch.ones(2, 4))
+        text = path.read_text()
+        assert text.count("\n") == number // 2 and (not text or text.endswith("\n"))
+    run = read_run(path)
+    assert [one.step for one in run.records] == [2, 4, 6] and run.notes == ()
+
+
+def test_a_killed_run_leaves_its_lines_and_is_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "run.jsonl"
+    code = (
+        "import os, signal, sys\n"
+        "sys.path[:0] = [sys.argv[2]]\n"
+        "from test_callbacks import JSONLines, record\n"
+        "writer = JSONLines(sys.argv[1])\n"
+        "for step in range(1, 6):\n    writer.on_step(record(step))\n"
+        "os.write(writer._file, record(6).to_json()[:50].encode())\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, path, Path(__file__).parent], check=False)
+    assert done.returncode == -9
+    torn = read_run(path)
+    assert [one.step for one in torn.records] == [1, 2, 3, 4, 5]
+    assert len(torn.notes) == 1 and "line 6 is no record" in torn.notes[0]
+    writer = JSONLines(path)
+    assert "the last line of" in caplog.text and "50 bytes" in caplog.text
+    caplog.clear()
+    writer.on_step(record(4, loss=0.5))  # from a checkpoint behind step 3
+    assert "up to step 5" in caplog.text and "goes on with step 4" in caplog.text
+    writer.on_step(record(5, loss=0.25))
+    run = read_run(path)
+    assert [(one.step, one.loss) for one in run.records] == [(1, 1.0), (2, 0.5), (3, 1 / 3), (4, 0.5), (5, 0.25)]
+    assert [note.split(":")[0] for note in run.notes] == ["line 6 goes on from step 4"]
+
+
+def test_a_full_disk_is_told_and_tears_no_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "run.jsonl"
+    writer = JSONLines(path)
+    writer.on_step(record(1))
+    with largest_file(path.stat().st_size + 20):  # a part of the next line has room
+        for step in (2, 3):
+            writer.on_step(record(step))
+    assert [one.levelno for one in caplog.records] == [logging.WARNING]  # once
+    assert "run.jsonl cannot be written: File too large; the training goes on without it" in caplog.text
+    assert path.read_text() == record(1).to_json() + "\n"
+    writer.on_step(record(4))
+    assert "run.jsonl is written again; 2 records are missing" in caplog.text
+    assert [one.step for one in read_run(path).records] == [1, 4]
+
+
+def test_a_training_goes_on_where_nothing_can_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "run.jsonl"
+    step, plain = step_of(JSONLines(path)), step_of()
+    with largest_file(0):
+        losses = [float(step(torch.ones(2, 4))) for _ in range(3)]
+    assert losses == [float(plain(torch.ones(2, 4))) for _ in range(3)]
+    assert path.read_text() == "" and "cannot be written" in caplog.text
+
+
+def test_a_file_that_was_closed_is_opened_again(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    writer = JSONLines(path)
+    writer.on_step(record(1))
+    writer.close()
+    writer.close()
+    writer.on_step(record(2))
+    assert [one.step for one in read_run(path).records] == [1, 2]
+
+
+def test_a_descriptor_that_was_closed_outside_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    writer = JSONLines(tmp_path / "run.jsonl")
+    os.close(writer._file)
+    writer.on_step(record(1))
+    assert "cannot be written: Bad file descriptor" in caplog.text
+    writer.on_step(record(2))
+    assert "is written again; 1 records are missing" in caplog.text
+
+
+@pytest.mark.parametrize(("place", "message"), [(".", "it is a folder"), ("none/run.jsonl", "there is no such folder")])
+def test_a_place_that_cannot_be_written_is_refused_at_once(tmp_path: Path, place: str, message: str) -> None:
+    with pytest.raises(amp.AmpError, match=message):
+        JSONLines(tmp_path / place)
+
+
+def test_files_that_are_no_runs_are_told(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("3\n")
+    with pytest.raises(amp.AmpError, match="no record of a step"):
+        read_run(tmp_path / "a.jsonl")
+    with pytest.raises(amp.AmpError, match="cannot be read: No such file"):
+        read_run(tmp_path / "b.jsonl")
+
+
+def events(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    found = accumulator.EventAccumulator(str(folder))
+    found.Reload()
+    return {name: [(one.step, one.value) for one in found.Scalars(name)] for name in found.Tags()["scalars"]}
+
+
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="an optional library")
+    writer = TensorBoard(tmp_path / "runs" / "x")
+    for step in (1, 2):
+        writer.on_step(record(step, aux={"right": 0.5}, milliseconds=4.0))
+        assert [one for one, _ in events(tmp_path / "runs" / "x")["loss"]] == list(range(1, step + 1))  # not buffered
+    writer.close()
+    found = events(tmp_path / "runs" / "x")
+    assert found["loss"] == [(1, 1.0), (2, 0.5)] and found["aux/right"] == [(1, 0.5), (2, 0.5)]
+    assert found["amp/zero_in_fp16"] == [(1, 0.25), (2, 0.25)] and found["speed/milliseconds"][0] == (1, 4.0)
+    assert {"grad_norm", "amp/loss_scale", "amp/skipped_steps", "amp/infinite_in_fp16"} <= found.keys()
+    resumed = TensorBoard(tmp_path / "runs" / "x")
+    resumed.on_step(record(2, loss=7.0))
+    resumed.close()
+    assert events(tmp_path / "runs" / "x")["loss"] == [(1, 1.0), (2, 7.0)]  # what stood behind step 1 is hidden
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
+def test_tensorboard_on_a_full_disk_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pytest.importorskip("tensorboard", reason="an optional library")
+    writer = TensorBoard(tmp_path)
+    writer.on_step(record(1))
+    with largest_file(10):
+        for step in (2, 3):
+            writer.on_step(record(step))
+    assert [one.levelno for one in caplog.records if one.name == "amp_compiler"] == [logging.WARNING]
+    assert "cannot be written: File too large" in caplog.text
+    writer.on_step(record(4))
+    assert "is written again; 2 records are missing" in caplog.text
+    writer.close()
+    assert [step for step, _ in events(tmp_path)["loss"]] == [1, 4]
+
+
+def test_without_tensorboard_the_mend_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(torch.utils, "tensorboard", raising=False)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(amp.AmpError, match="TensorBoard is not installed; pip install tensorboard"):
+        TensorBoard(tmp_path)
+
+
+def test_a_folder_of_tensorboard_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="an optional library")
+    (tmp_path / "x").write_text("")
+    with pytest.raises(amp.AmpError, match="it is a file"):
+        TensorBoard(tmp_path / "x")
+
+
+def test_without_a_terminal_a_record_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+    view = Terminal()
+    for step in (1, 2):
+        view.on_step(record(step, aux={"right": 0.5}, memory=3 << 20))
+    view.close()
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 and lines[1].startswith("step      2  loss 0.5  right 0.5  grad norm 2  scale 8  skipped 0")
+    assert "fp16: zero 25.0%" in lines[0] and lines[0].endswith("MiB 3")
+
+
+def test_in_a_terminal_a_table_is_renewed_in_place() -> None:
+    out = io.StringIO()
+    view = Terminal(console=Console(file=out, force_terminal=True, width=60, legacy_windows=False))
+    for step in (1, 2, 3):
+        view.on_step(record(step))
+    view.close()
+    view.close()
+    text = out.getvalue()
+    assert text.count("\x1b[1A") >= 2 * 8  # up again, over the lines of the table
+    assert "▁" in text and text.endswith("\x1b[?25h")  # the cursor is back
+    view.on_step(record(4))  # after close() it begins another one
+    view.close()
+    assert out.getvalue().count("\x1b[?25h") == 2
+
+
+def test_a_terminal_that_has_gone_stops_no_training(caplog: pytest.LogCaptureFixture) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(32, "Broken pipe")
+
+    view = Terminal(console=Console(file=Gone()))
+    view.on_step(record(1))
+    view.on_step(record(2))
+    assert caplog.text.count("the terminal cannot be written: Broken pipe") == 1
+
+
+def test_bars_of_losses() -> None:
+    assert sparkline([2.0, 2.0, math.nan]) == "▁▁x" and sparkline([]) == ""

@@ -1,0 +1,112 @@
+"""A recorded run as a picture, and the command that draws it."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import amp_compiler as amp
+from amp_compiler.cli.main import app
+from amp_compiler.ir.run_file import StepRecord
+from amp_compiler.report.plots import draw_runs
+
+matplotlib = pytest.importorskip("matplotlib", reason="an optional library")
+PANELS = (
+    "loss", "gradient norm", "loss scale, ▾ behind skipped steps", "gradients in fp16, % of all elements",
+    "milliseconds a step", "most memory so far, MiB",
+)  # fmt: skip
+
+
+def run(count: int) -> list[StepRecord]:
+    return [
+        StepRecord(
+            step, 1000.0 + step, loss=1.0 / step, grad_norm=2.0 / step, loss_scale=2.0 ** (16 - step // 4),
+            skipped_steps=step // 4, dtype="fp16", zero=0.25, subnormal=0.01 * step, infinite=0.0,
+            milliseconds=None if step == 1 else 4.0, memory=1 << 30,
+        )
+        for step in range(1, count + 1)
+    ]  # fmt: skip
+
+
+def texts(path: Path) -> list[str]:
+    root = ElementTree.parse(path).getroot()
+    return ["".join(one.itertext()).strip() for one in root.iter("{http://www.w3.org/2000/svg}text")]
+
+
+def test_every_quantity_has_a_panel(tmp_path: Path) -> None:
+    draw_runs({"a": run(9), "b": run(5)}, tmp_path / "run.svg")
+    found = texts(tmp_path / "run.svg")
+    assert set(PANELS) <= set(found) and {"a", "b", "zero", "subnormal", "infinite or NaN", "step"} <= set(found)
+
+
+def test_what_a_run_has_not_takes_no_panel(tmp_path: Path) -> None:
+    draw_runs({"a": run(1)}, tmp_path / "run.svg")
+    found = texts(tmp_path / "run.svg")
+    assert "milliseconds a step" not in found and "a" not in found
+
+
+@pytest.mark.parametrize("kind", ["svg", "png"])
+def test_the_same_run_gives_the_same_file(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(matplotlib.rcParams, "lines.linewidth", 9.0)  # a user's own setting counts for none of it
+    pictures = []
+    for name in ("a", "b"):
+        draw_runs({"run": run(9)}, tmp_path / f"{name}.{kind}")
+        pictures.append((tmp_path / f"{name}.{kind}").read_bytes())
+    assert pictures[0] == pictures[1]
+    assert matplotlib.rcParams["lines.linewidth"] == 9.0
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_picture_does_not_depend_on_the_hash_seed(tmp_path: Path) -> None:
+    lines = "".join(one.to_json() + "\n" for one in run(9))
+    (tmp_path / "run.jsonl").write_text(lines)
+    for seed in ("1", "2"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed}
+        command = [sys.executable, "-m", "amp_compiler", "plot", "run.jsonl", "-o", f"{seed}.svg"]
+        subprocess.run(command, cwd=tmp_path, env=environment, check=True, capture_output=True)
+    assert (tmp_path / "1.svg").read_bytes() == (tmp_path / "2.svg").read_bytes()
+
+
+def test_what_is_not_finite_leaves_a_gap(tmp_path: Path) -> None:
+    records = [*run(3), StepRecord(4, 0.0, math.inf, 8.0, 1, math.nan, "fp16", 0.0, 0.0, 1.0)]
+    draw_runs({"a": records}, tmp_path / "run.png")
+    assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_another_ending_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(amp.AmpError, match="'txt' is no kind of picture"):
+        draw_runs({"a": run(3)}, tmp_path / "run.txt")
+
+
+def test_without_matplotlib_the_mend_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(amp.AmpError, match="matplotlib is not installed, which draws runs; pip install matplotlib"):
+        draw_runs({"a": run(3)}, tmp_path / "run.png")
+
+
+def test_the_command_draws_several_runs(tmp_path: Path) -> None:
+    for name, count in (("a", 9), ("b", 5)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.jsonl").write_text("".join(one.to_json() + "\n" for one in run(count)) + '{"step": ')
+    files = [str(tmp_path / name / "run.jsonl") for name in "ab"]
+    done = CliRunner().invoke(app, ["plot", *files, "-o", str(tmp_path / "both.svg")])
+    assert done.exit_code == 0, done.output
+    assert "(9 records)" in done.output and "note: " in done.output and "line 10 is no record" in done.output
+    assert set(files) <= set(texts(tmp_path / "both.svg"))  # the names of the files alone are the same
+    done = CliRunner().invoke(app, ["plot", files[0]])
+    assert (tmp_path / "a" / "run.png").exists()
+
+
+def test_the_command_overwrites_no_run(tmp_path: Path) -> None:
+    (tmp_path / "run.svg").write_text(run(1)[0].to_json() + "\n")
+    done = CliRunner().invoke(app, ["plot", str(tmp_path / "run.svg"), "-o", str(tmp_path / "run.svg")])
+    assert isinstance(done.exception, amp.AmpError) and "which it would overwrite" in str(done.exception)
+    assert (tmp_path / "run.svg").read_text().startswith("{")

@@ -1,0 +1,242 @@
+"""`training_step(callbacks=…)`: what callbacks are told, and that steps between are not read from."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import amp_compiler as amp
+from amp_compiler.training.log import shares
+
+
+class Kept(amp.callbacks.Callback):
+    """Keeps what it is told."""
+
+    def __init__(self, every: int = 1) -> None:
+        super().__init__(every)
+        self.records: list[amp.callbacks.StepRecord] = []
+
+    def on_step(self, record: amp.callbacks.StepRecord) -> None:
+        self.records.append(record)
+
+
+class Dispatched(TorchDispatchMode):
+    """Names of all operators that are called, and how many are copies from one device to another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    made = model(x)
+    return F.cross_entropy(made, y), {"right": (made.argmax(-1) == y).float().mean(), "made": made}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+
+
+def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(16, 8, generator=generator), torch.randint(0, 4, (16,), generator=generator)) for _ in range(count)
+    ]
+
+
+def step_of(model: nn.Module, *callbacks: amp.callbacks.Callback, **options: Any) -> amp.TrainingStep:
+    options = {"dtype": "fp16", "backend": "eager", **options}
+    return amp.training_step(
+        model, loss_fn, torch.optim.AdamW(model.parameters(), 1e-2), callbacks=callbacks, **options
+    )
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_record_holds_what_the_step_can_be_asked(backend: str) -> None:
+    kept = Kept()
+    step = step_of(net(), kept, backend=backend, loss_scale=64.0)
+    for number, batch in enumerate(batches(4), 1):
+        loss, aux = step(*batch)
+        record = kept.records[-1]
+        assert (record.step, record.dtype, record.skipped_steps) == (number, "fp16", 0)
+        assert record.loss == float(loss) and record.aux == {"right": float(aux["right"])}
+        assert record.loss_scale == 64.0 and record.grad_norm == float(step.grad_norm)
+        scaled = torch.cat([64 * one.reshape(-1) for one in step.gradients().values()]).double().abs().numpy()
+        assert record.zero == (scaled < 2.0**-25).mean() and record.infinite == 0
+        assert record.subnormal == ((scaled >= 2.0**-25) & (scaled < 2.0**-14)).mean()
+    assert [one.milliseconds is None for one in kept.records] == [True, False, False, False]
+    assert kept.records[-1].memory is not None and kept.records[-1].memory > 1 << 20
+
+
+def test_shares_are_those_of_numpy() -> None:
+    from amp_compiler.ops.exponents import reference
+
+    values = torch.randn(10_000, generator=torch.Generator().manual_seed(0)) * 2.0 ** torch.linspace(-40, 30, 10_000)
+    values[:3] = torch.tensor([0.0, torch.inf, torch.nan])
+    numbers = values.abs().double().numpy()
+    zero, subnormal, infinite = shares(reference(values).tolist(), "fp16")
+    assert zero == (numbers < 2.0**-25).mean()
+    assert subnormal == ((numbers >= 2.0**-25) & (numbers < 2.0**-14)).mean()
+    assert infinite == (~(numbers < 2.0**16)).mean()
+
+
+def test_steps_between_records_do_what_they_do_without_callbacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not one operator more, so that nothing waits for a GPU; a step that is told makes one copy to the host."""
+    copies: list[str] = []
+    for name in ("cpu", "item", "tolist", "numpy", "__bool__", "__float__", "__int__"):
+        plain = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda self, *args, name=name, plain=plain: (copies.append(name), plain(self, *args))[1]
+        )
+    seen: dict[bool, list[tuple[list[str], list[str]]]] = {True: [], False: []}
+    for watched in (False, True):
+        step = step_of(net(), *([Kept(every=3), Kept(every=3)] if watched else []))
+        for batch in batches(6):
+            copies.clear()
+            with Dispatched() as mode:
+                step(*batch)
+            seen[watched].append((mode.names, list(copies)))
+    for number, (plain, watched) in enumerate(zip(seen[False], seen[True], strict=True), 1):
+        if number % 3:
+            assert watched == plain, number
+            continue
+        assert len(watched[0]) > len(plain[0])
+        assert watched[0].count("aten._local_scalar_dense.default") == plain[0].count(
+            "aten._local_scalar_dense.default"
+        )
+        more = list(watched[1])
+        for name in plain[1]:
+            more.remove(name)
+        assert more == ["cpu", "tolist"], number  # `tolist` of what is on the host by then
+
+
+def test_callbacks_change_no_number() -> None:
+    plain, watched = net(), net()
+    step, other = step_of(plain), step_of(watched, Kept(), Kept(every=2))
+    for batch in batches(4):
+        assert float(step(*batch)[0]) == float(other(*batch)[0])
+    for one, two in zip(plain.parameters(), watched.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_skipped_step_is_told() -> None:
+    kept = Kept()
+    step = step_of(net(), kept)
+    good, bad, last = batches(3)
+    bad[0][0, 0] = torch.inf
+    for batch in (good, bad, last):
+        step(*batch)
+    assert [record.skipped_steps for record in kept.records] == [0, 1, 1]
+    assert [record.loss_scale for record in kept.records] == [65536.0, 65536.0, 32768.0]
+    assert kept.records[1].infinite > 0 and not np.isfinite(kept.records[1].loss)
+
+
+def test_gathered_batches_are_one_step_with_their_mean_loss() -> None:
+    kept = Kept(every=2)
+    step = step_of(net(), kept, accumulate=2, loss_scale=4.0)
+    losses = [float(step(*batch)[0]) for batch in batches(8)]
+    assert [record.step for record in kept.records] == [2, 4]
+    assert [record.loss for record in kept.records] == pytest.approx([sum(losses[2:4]) / 2, sum(losses[6:8]) / 2])
+
+
+def test_every_callback_is_told_its_own_steps() -> None:
+    often, seldom = Kept(every=2), Kept(every=3)
+    step = step_of(net(), often, seldom)
+    for batch in batches(6):
+        step(*batch)
+    assert [record.step for record in often.records] == [2, 4, 6]
+    assert [record.step for record in seldom.records] == [3, 6]
+    assert often.records[-1] is seldom.records[-1]  # read once
+
+
+def test_a_resumed_training_goes_on_counting() -> None:
+    model, kept = net(), Kept()
+    step = step_of(model, kept)
+    for batch in batches(3):
+        step(*batch)
+    state = copy.deepcopy(step.state_dict())
+    torch.amp.GradScaler("cpu").load_state_dict(state)
+    resumed, plain = step_of(model, kept), step_of(model)
+    resumed.load_state_dict(state)
+    plain.load_state_dict(state)  # it counts nothing
+    resumed(*batches(1)[0])
+    assert [record.step for record in kept.records] == [1, 2, 3, 4]
+    assert "steps" in state["amp_compiler"] and "steps" not in plain.state_dict()["amp_compiler"]
+    with pytest.raises(amp.AmpError, match="number of steps is -1"):
+        resumed.load_state_dict({**state, "amp_compiler": {**state["amp_compiler"], "steps": -1}})
+
+
+def test_a_step_in_pieces_tells_its_callbacks() -> None:
+    def branching(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        made = model(x)
+        return F.cross_entropy(made if made.sum() > -1e9 else -made, y)
+
+    model, kept = net(), Kept()
+    step = amp.training_step(
+        model, branching, torch.optim.SGD(model.parameters(), 0.1), dtype="bf16", backend="eager", callbacks=[kept]
+    )
+    losses = [float(step(*batch)) for batch in batches(2)]
+    assert "pieces" in step.execution
+    assert [record.loss for record in kept.records] == losses
+    assert kept.records[-1].grad_norm == float(step.grad_norm) and kept.records[-1].dtype == "bf16"
+
+
+def test_plain_fp32_is_watched_too() -> None:
+    kept = Kept()
+    step = step_of(net(), kept, enabled=False)
+    step(*batches(1)[0])
+    assert kept.records[0].loss_scale == 1.0 and kept.records[0].dtype == "fp16"
+
+
+def test_what_a_callback_raises_comes_out_behind_the_update() -> None:
+    class Stop(amp.callbacks.Callback):
+        def on_step(self, record: amp.callbacks.StepRecord) -> None:
+            if record.step == 2:
+                raise KeyboardInterrupt
+
+    model, kept = net(), Kept()
+    step, plain = step_of(model, Stop(), kept), step_of(net())
+    for number, batch in enumerate(batches(3), 1):
+        plain(*batch)
+        if number == 2:
+            with pytest.raises(KeyboardInterrupt):
+                step(*batch)
+        else:
+            step(*batch)
+    assert [record.step for record in kept.records] == [1, 3]
+    for one, two in zip(model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "message"),
+    [
+        (Kept(), "callbacks is a Kept; pass a list"),
+        ("run.jsonl", "callbacks is a str"),
+        ([Kept], "callbacks holds Kept, which is no amp.callbacks.Callback"),
+        ([print], "callbacks holds a builtin_function_or_method"),
+    ],
+    ids=["one", "text", "class", "function"],
+)
+def test_what_is_no_callback_is_refused(callbacks: Any, message: str) -> None:
+    model = net()
+    with pytest.raises(amp.AmpError, match=message):
+        amp.training_step(model, loss_fn, torch.optim.SGD(model.parameters(), 0.1), callbacks=callbacks)
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.0, True])
+def test_every_is_a_whole_number_of_steps(every: Any) -> None:
+    with pytest.raises(amp.AmpError, match="every="):
+        Kept(every=every)
