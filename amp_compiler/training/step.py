@@ -136,6 +136,7 @@ def training_step(
         >>> losses[-1] < losses[0]
         True
     """
+    check_group(process_group)
     return TrainingStep(
         model,
         loss_fn,
@@ -177,7 +178,6 @@ class TrainingStep(StepReadings):
         process_group: Any,
         callbacks: Any,
     ) -> None:
-        check_group(process_group)
         self._group = process_group
         model, optimizer = trained_module(unwrapped_model(model, PARALLEL), optimizer)
         self.model = model
