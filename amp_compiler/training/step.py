@@ -40,7 +40,7 @@ from amp_compiler.training.events import events_on
 from amp_compiler.training.fused_optimizers import check_optimizers, check_storage
 from amp_compiler.training.held_scale import HeldScale
 from amp_compiler.training.inputs import KeptTensors
-from amp_compiler.training.log import StepLog
+from amp_compiler.training.log import STEPS_KEY, StepLog
 from amp_compiler.training.pieces import PieceProgram, PieceStep
 from amp_compiler.training.program import LossModule, StepProgram
 from amp_compiler.training.readings import StepReadings
@@ -431,4 +431,6 @@ class TrainingStep(StepReadings):
             self._forget()
         self._weights.rounding.load_state_dict(state.get(OWN_KEY, {}))
         self._log.load_state_dict(state.get(OWN_KEY, {}))
+        if STEPS_KEY in state.get(OWN_KEY, {}):
+            self._state.events.go_on_from(self._log.steps)
         self._watch.forget()
