@@ -121,6 +121,7 @@ def machines_table() -> str:
         "inference_cpu",
         "update_cpu",
         "profile_cpu",
+        "range_profile_cpu",
         "autocast_parity",
         "plan",
         "onnx_convert",
@@ -254,6 +255,17 @@ def cuda_model_table() -> str:
     return "\n".join(lines)
 
 
+def range_profile_table() -> str:
+    """A training step alone and with its exponents counted."""
+    lines = ["| model | type | parameters | values counted | step | profiled | ratio |", "|---" * 7 + "|"]
+    lines += [
+        f"| {row['model']} | {row['dtype']} | {row['parameters']:,} | {row['counted']:,} | {row['step_ms']:.0f}"
+        f" | {row['profiled_ms']:.0f} | {row['ratio']:.2f} |"
+        for row in _load("range_profile_cpu")["rows"]
+    ]
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "casts": casts_table,
     "cuda_model": cuda_model_table,
@@ -267,6 +279,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "inference": inference_table,
     "update": update_table,
     "profile": profile_table,
+    "range_profile": range_profile_table,
 }
 
 
