@@ -190,7 +190,7 @@ class _StepRun(_Run):
                 mend="profile a loss that is one graph",
             )
         self.batches += 1
-        gradients = [one if isinstance(one, Tensor) else one.float() for one in output.gradients]
+        gradients = [one if isinstance(one, Tensor) else one.tensor() for one in output.gradients]
         for name, value, counts in zip(program.updated, gradients, _count(gradients), strict=True):
             self.add(_place_of(name, WEIGHT_GRADIENT, value.dtype), counts, shift)
         for name, parameter in self.parameters():

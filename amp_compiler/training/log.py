@@ -160,7 +160,7 @@ class StepLog:
 
 def _exponents(output: StepOutput) -> Tensor:
     """The counts of the exponents of all gradients, as they stood in the step: [`BINS`] on their device."""
-    gradients = [one if isinstance(one, Tensor) else one.float() for one in output.gradients]
+    gradients = [one if isinstance(one, Tensor) else one.tensor() for one in output.gradients]
     if not gradients:
         return torch.zeros(BINS, dtype=torch.int64, device=output.norm.device)
     return count_exponents([one.detach() for one in gradients]).sum(0)
