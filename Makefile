@@ -117,6 +117,7 @@ bench: $(STAMP) ## every benchmark on the CPU, shortened to a model or two and 1
 	$(BIN)/python benchmarks/inference.py --models gpt2 --bounds gemm --steps 10 --seconds 10 $(SHORT)inference_cpu.json
 	$(BIN)/python benchmarks/update.py --steps 10 --seconds 10 $(SHORT)update_cpu.json
 	$(BIN)/python benchmarks/host_cost.py --models blocks-2 $(SHORT)host_cost_cpu.json
+	$(BIN)/python benchmarks/range_profile.py --models mlp --steps 10 $(SHORT)range_profile_cpu.json
 	$(BIN)/python benchmarks/plan.py --sizes 1000,3000,10000 --models gpt2 mlp --repeats 1 $(SHORT)plan.json
 	$(BIN)/python benchmarks/autocast_parity.py --models bert lstm --seeds 1 $(SHORT)autocast_parity.json
 

@@ -125,6 +125,7 @@ def machines_table() -> str:
         "inference_cpu",
         "update_cpu",
         "profile_cpu",
+        "range_profile_cpu",
         "autocast_parity",
         "plan",
         "onnx_convert",
@@ -270,6 +271,7 @@ def cuda_model_table() -> str:
     return "\n".join(lines)
 
 
+<<<<<<< HEAD
 def tune_table() -> str:
     """Nodes in FP32 and the error of `amp.tune` beside two other converters."""
     rows = _load("tune")["rows"]
@@ -291,6 +293,19 @@ def _in_fp32(one: dict[str, Any]) -> str:
     return f"{one['fp32']}, {one['error'] if isinstance(one['error'], str) else format(one['error'], '.2e')}"
 
 
+=======
+def range_profile_table() -> str:
+    """A training step alone and with its exponents counted."""
+    lines = ["| model | type | parameters | values counted | step | profiled | ratio |", "|---" * 7 + "|"]
+    lines += [
+        f"| {row['model']} | {row['dtype']} | {row['parameters']:,} | {row['counted']:,} | {row['step_ms']:.0f}"
+        f" | {row['profiled_ms']:.0f} | {row['ratio']:.2f} |"
+        for row in _load("range_profile_cpu")["rows"]
+    ]
+    return "\n".join(lines)
+
+
+>>>>>>> live
 TABLES: dict[str, Callable[[], str]] = {
     "casts": casts_table,
     "cuda_model": cuda_model_table,
@@ -306,6 +321,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "inference": inference_table,
     "update": update_table,
     "profile": profile_table,
+    "range_profile": range_profile_table,
 }
 
 

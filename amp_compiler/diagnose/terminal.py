@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.errors import LiveError
 from rich.live import Live
 from rich.table import Table
 
@@ -37,15 +38,25 @@ class Terminal(Writer):
 
     def _write(self, record: StepRecord) -> None:
         self._losses.append(record.loss)
-        if not self._console.is_terminal or self._console.is_dumb_terminal:
+        if self._live is None:
+            self._live = self._start()
+        if self._live is None:
             print(line_of(record), file=self._console.file, flush=True)
             return
-        if self._live is None:
-            self._live = Live(console=self._console, auto_refresh=False)
-            self._live.start()
-            atexit.register(self.close)
         bars = "" if self._console.options.ascii_only else sparkline(self._losses)
         self._live.update(table_of(record, bars), refresh=True)
+
+    def _start(self) -> Live | None:
+        """A table; `None` where there is no terminal, or it is taken by a display of the user's own."""
+        if not self._console.is_terminal or self._console.is_dumb_terminal:
+            return None
+        live = Live(console=self._console, auto_refresh=False)
+        try:
+            live.start()
+        except LiveError:
+            return None
+        atexit.register(self.close)
+        return live
 
     def close(self) -> None:
         """Leave the table as it is, and give the terminal back."""

@@ -180,6 +180,8 @@ class TensorBoard(Writer):
             raise AmpError("TensorBoard is not installed", mend="pip install tensorboard") from cause
         self._make: Any = tensorboard.SummaryWriter
         self._writer: Any = None
+        if "://" in str(log_dir):  # of a store that TensorBoard knows how to write to
+            return
         try:
             Path(log_dir).mkdir(parents=True, exist_ok=True)
         except OSError as cause:

@@ -43,6 +43,13 @@ class Events(Protocol):
             places: where it has what is noted.
         """
 
+    def go_on_from(self, steps: int) -> None:
+        """Count the updates from another number on, that of a checkpoint.
+
+        Args:
+            steps: how many there were before the next one.
+        """
+
     def read(self) -> tuple[NonfiniteEvent, ...]:
         """Those that were kept, the oldest first."""
 
@@ -92,6 +99,10 @@ class HostEvents:
 
         return noted
 
+    def go_on_from(self, steps: int) -> None:
+        """As in `Events`."""
+        self._steps = steps
+
     def read(self) -> tuple[NonfiniteEvent, ...]:
         """As in `Events`."""
         return tuple(self._kept)
@@ -133,6 +144,10 @@ class DeviceEvents:
             return results
 
         return noted
+
+    def go_on_from(self, steps: int) -> None:
+        """As in `Events`."""
+        self._steps.fill_(steps)
 
     def read(self) -> tuple[NonfiniteEvent, ...]:
         """As in `Events`; this waits for the device."""

@@ -42,7 +42,7 @@ from amp_compiler.training.events import events_on
 from amp_compiler.training.fused_optimizers import check_optimizers, check_storage
 from amp_compiler.training.held_scale import HeldScale
 from amp_compiler.training.inputs import KeptTensors
-from amp_compiler.training.log import StepLog
+from amp_compiler.training.log import STEPS_KEY, StepLog
 from amp_compiler.training.pieces import PieceProgram, PieceStep
 from amp_compiler.training.program import LossModule, StepProgram
 from amp_compiler.training.readings import StepReadings
@@ -138,6 +138,7 @@ def training_step(
         >>> losses[-1] < losses[0]
         True
     """
+    check_group(process_group)
     return TrainingStep(
         model,
         loss_fn,
@@ -179,7 +180,6 @@ class TrainingStep(StepReadings):
         process_group: Any,
         callbacks: Any,
     ) -> None:
-        check_group(process_group)
         self._group = process_group
         model, optimizer = trained_module(unwrapped_model(model, PARALLEL), optimizer)
         self.model = model
@@ -436,4 +436,6 @@ class TrainingStep(StepReadings):
             self._forget()
         self._weights.rounding.load_state_dict(state.get(OWN_KEY, {}))
         self._log.load_state_dict(state.get(OWN_KEY, {}))
+        if STEPS_KEY in state.get(OWN_KEY, {}):
+            self._state.events.go_on_from(self._log.steps)
         self._watch.forget()

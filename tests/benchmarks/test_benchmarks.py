@@ -238,6 +238,16 @@ def test_the_host_work_of_a_replay_from_the_command_line(tmp_path):
     assert all(0 < row["least_us"] <= row["median_us"] and row["variant"] in printed for row in found["rows"])
 
 
+@pytest.mark.slow
+def test_the_cost_of_a_profile_from_the_command_line(tmp_path):
+    arguments = ("--models", "tiny-mlp", "--dtype", "bf16", "--steps", "2")
+    found, printed = run("range_profile.py", tmp_path / "r.json", *arguments)
+    assert set(found) == FACTS
+    (row,) = found["rows"]
+    assert row["counted"] > row["parameters"] > 0 and row["ratio"] == row["profiled_ms"] / row["step_ms"] > 1
+    assert "tiny-mlp" in printed
+
+
 def test_fused_exports_cast_no_more_than_the_leanest_careful_peer():
     """Casts, their bytes and the error of each measured export, beside AutoCast's."""
     for row in json.loads((BENCHMARKS / "results" / "onnx_casts.json").read_text(encoding="utf-8"))["rows"]:

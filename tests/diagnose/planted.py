@@ -156,9 +156,9 @@ class _File:
         return layer.weight.detach().numpy().T.copy()
 
 
-def file() -> onnx.ModelProto:
+def file(blocks: int = BLOCKS) -> onnx.ModelProto:
     """The same as an ONNX model, with names of its own."""
-    net, made = Net(), _File()
+    net, made = Net(blocks), _File()
     x = "x"
     axes = np.array([-1])
 
@@ -200,7 +200,7 @@ def file() -> onnx.ModelProto:
         up = made.add(f"{name}/up", "MatMul", x, made.weight(block.up))
         down = made.add(f"{name}/down", "MatMul", made.add(f"{name}/tanh", "Tanh", up), made.weight(block.down))
         x = made.add(f"{name}/add", "Add", x, made.add(f"{name}/scaled", "Mul", down, 0.1))
-        if place % (BLOCKS // 5) == 1:
+        if place % (blocks // 5) == 1:
             x = made.add(f"{name}/fault", "Add", x, next(faults)(x))
     made.nodes[-1].output[0] = "y"
     ends = [helper.make_tensor_value_info(one, TensorProto.FLOAT, [8, WIDTH]) for one in ("x", "y")]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import logging
 import math
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -18,6 +20,8 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from rich.errors import LiveError
+from rich.live import Live
 
 import amp_compiler as amp
 from amp_compiler.diagnose.callbacks import JSONLines, StepRecord, TensorBoard, Terminal, read_run
@@ -244,6 +248,32 @@ def test_in_a_terminal_a_table_is_renewed_in_place() -> None:
     view.on_step(record(4))  # after close() it begins another one
     view.close()
     assert out.getvalue().count("\x1b[?25h") == 2
+
+
+def test_a_terminal_that_is_taken_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    def taken(self: Live, refresh: bool = False) -> None:
+        raise LiveError("Only one live display may be active at once")
+
+    monkeypatch.setattr(Live, "start", taken)
+    out = io.StringIO()
+    view = Terminal(console=Console(file=out, force_terminal=True, legacy_windows=False))
+    view.on_step(record(1))
+    view.close()
+    assert out.getvalue().startswith("step      1  loss 1")
+
+
+@pytest.mark.usefixtures("node_by_node")
+def test_what_the_page_shows_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    page = Path(__file__).parents[2] / "docs" / "live.md"
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL):
+        exec(block, scope)
+    assert [one.step for one in read_run("run.jsonl").records] == list(range(10, 101, 10))
+    assert capsys.readouterr().out.count("step ") == 10
+    keys = set(re.findall(r"^\| (`.*?) \|", page.read_text(encoding="utf-8"), flags=re.MULTILINE))
+    told = {name for key in keys for name in re.findall(r"`(\w+)`", key)}
+    assert told | {"dtype"} == {one.name for one in dataclasses.fields(StepRecord)}
 
 
 def test_a_terminal_that_has_gone_stops_no_training(caplog: pytest.LogCaptureFixture) -> None:

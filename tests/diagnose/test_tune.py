@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import json
 import math
 import random
@@ -69,9 +71,7 @@ def test_the_planted_nodes_of_a_model_are_found_and_the_file_mends_it(tmp_path):
     expected = model(x)
     compiled = amp.compile(model, rules=str(path), dtype="fp16", backend="eager")
     assert relative(compiled(x), expected) == pytest.approx(found.error, rel=1e-6)
-    untuned = amp.compile(model, rules=RULES, dtype="fp16", backend="eager")
-    assert not relative(untuned(x), expected) <= TOLERANCE
-    plan = amp.explain(model, x, rules=str(path), dtype="fp16")
+    plan = compiled.plan
     assert {(node.module, node.op) for node in plan.nodes if node.rule.startswith(str(path))} >= PLANTED
     assert not plan.unused_rules
     counted = [sum(node.precision == one for node in plan.nodes) for one in ("fp32", "low")]
@@ -101,6 +101,8 @@ def test_a_small_model_and_its_result(compiled, tmp_path):
     subject = amp.compile(model, dtype="fp16", backend="eager") if compiled else model
     found = amp.tune(subject, [X, (X * 0.5,)], dtype="fp16", output=tmp_path / "tuned.yaml")
     assert [(node.module, node.op) for node in found.nodes] == [("wide", "aten.linear")]
+    untuned = amp.compile(model, dtype="fp16", backend="eager")
+    assert not relative(untuned(X), model(X)) <= found.tolerance < found.before
     assert found.batches == 2 and found.path == tmp_path / "tuned.yaml" and found.rules == found.path.read_text()
     told = str(found)
     assert found.table() in told and "wide" in told and "becomes infinite" in told and "2 batches" in told
@@ -382,3 +384,9 @@ def test_the_example_of_the_docs_runs_and_prints_what_stands_there(tmp_path, mon
     exec(blocks["python"], {"__name__": "__main__"})
     assert capsys.readouterr().out == blocks["text"]
     assert (tmp_path / "tuned.yaml").read_text() == blocks["yaml"]
+
+
+@pytest.mark.parametrize("module", ["api", "search"])
+def test_the_examples_of_the_reference(module):
+    found = doctest.testmod(importlib.import_module(f"amp_compiler.diagnose.tuning.{module}"))
+    assert found.attempted and not found.failed

@@ -114,9 +114,9 @@ def test_refusals():
 
 def test_from_an_fp32_start_one_rule_is_for_all_nodes_of_an_op(tmp_path):
     path = tmp_path / "tuned.yaml"
-    found = amp.tune(file(), [{"x": batch().numpy()}], tolerance=TOLERANCE, start="fp32", output=path)
+    found = amp.tune(file(10), [{"x": batch().numpy()}], tolerance=TOLERANCE, start="fp32", output=path)
     assert {"attention/scores", "channel/up"} <= {node.name for node in found.nodes} and found.error <= TOLERANCE
-    done = amp.convert_onnx(file(), rules=str(path), dtype="fp16", check=False)
+    done = amp.convert_onnx(file(10), rules=str(path), dtype="fp16", check=False)
     low = {node.name for node in done.plan.nodes if node.precision == "low"}
     assert len(low) == found.low >= found.searched - len(found.nodes) and "block3/up" in low
     assert found.rules.count('op: "onnx.Tanh"') == 1  # all of which are low

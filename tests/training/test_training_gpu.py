@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from training_gpu import REPLAYED, NoWaiting, batches, make, weights, without_graphs
 
+import amp_compiler as amp
 from amp_compiler.backends.cuda_graph import WARM_UPS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -66,6 +67,37 @@ def test_a_replayed_step_never_waits():
         for x, y in host:
             step(x.cuda(non_blocking=True), y.cuda(non_blocking=True))
     assert int(step.skipped_steps) == 1
+
+
+def test_callbacks_wait_at_their_steps_alone_and_copy_once(monkeypatch):
+    records, copies, plain = [], [], torch.Tensor.cpu
+
+    class Kept(amp.callbacks.Callback):
+        def on_step(self, record):
+            records.append(record)
+
+    def cpu(tensor):
+        copies.append(tensor.shape)
+        torch.cuda.set_sync_debug_mode("default")
+        try:
+            return plain(tensor)
+        finally:
+            torch.cuda.set_sync_debug_mode("error")
+
+    every = 5
+    _, _, step = make(callbacks=[Kept(every), Kept(every)])
+    given = list(batches(WARM_UPS + 20))
+    first = -(-(WARM_UPS + 2) // every) * every  # behind the capture, which waits
+    for x, y in given[:first]:
+        step(x, y)
+    assert step.execution == REPLAYED
+    monkeypatch.setattr(torch.Tensor, "cpu", cpu)
+    with NoWaiting():
+        for number, (x, y) in enumerate(given[first:], first + 1):
+            step(x, y)
+            assert len(copies) == (number - first) // every  # one for both
+    assert len(copies) >= 2 and [one.step for one in records[::2]] == list(range(every, len(given) + 1, every))
+    assert records[-1].memory > 0 and records[-1].grad_norm > 0
 
 
 def test_1000_steps_grow_nothing_and_compile_nothing(record_property):
