@@ -6,13 +6,20 @@ class Details {
   }
 
   clear() {
-    this.holder.replaceChildren(make("p", { class: "soft" }, "Click a node to read its rule, its reason and its line. Click a module to unfold it."),
-      ...this.families(this.graph ?? GRAPHS[0]));
+    this.holder.replaceChildren(
+      make(
+        "p",
+        { class: "soft" },
+        "Click a node to read its rule, its reason and its line. Click a module to unfold it.",
+      ),
+      ...this.families(this.graph ?? GRAPHS[0]),
+    );
   }
 
   show(graph, item) {
     this.graph = graph;
-    const content = item.kind === "group" ? this.module(item) : item.kind === "node" ? this.node(item) : this.terminal(item);
+    const content =
+      item.kind === "group" ? this.module(item) : item.kind === "node" ? this.node(item) : this.terminal(item);
     this.holder.replaceChildren(...content);
     this.holder.scrollTop = 0;
   }
@@ -27,10 +34,36 @@ class Details {
         rows.get(key)[PRECISIONS.indexOf(precision)] += 1;
       }
       const sum = (counts) => counts[0] + counts[1] + counts[2];
-      const lines = [...rows].sort((one, other) => sum(other[1]) - sum(one[1])).slice(0, 24).map(([family, counts]) => make("tr", {}, make("th", { scope: "row" }, named(family)),
-        make("td", { class: "number" }, String(sum(counts))), make("td", {}, make("div", { class: "bar", title: counts.map((count, at) => `${count} ${PRECISIONS[at]}`).join(", ") },
-          counts.map((count, at) => (count ? make("i", { class: PRECISIONS[at], style: `flex-grow: ${count}` }) : null))))));
-      return [make("h4", {}, graph.sides.length > 1 ? named(DATA.plans[number].name) : graph.key === "step" ? "Ops" : "Op families"), make("table", { class: "families" }, make("tbody", {}, lines))];
+      const lines = [...rows]
+        .sort((one, other) => sum(other[1]) - sum(one[1]))
+        .slice(0, 24)
+        .map(([family, counts]) =>
+          make(
+            "tr",
+            {},
+            make("th", { scope: "row" }, named(family)),
+            make("td", { class: "number" }, String(sum(counts))),
+            make(
+              "td",
+              {},
+              make(
+                "div",
+                { class: "bar", title: counts.map((count, at) => `${count} ${PRECISIONS[at]}`).join(", ") },
+                counts.map((count, at) =>
+                  count ? make("i", { class: PRECISIONS[at], style: `flex-grow: ${count}` }) : null,
+                ),
+              ),
+            ),
+          ),
+        );
+      return [
+        make(
+          "h4",
+          {},
+          graph.sides.length > 1 ? named(DATA.plans[number].name) : graph.key === "step" ? "Ops" : "Op families",
+        ),
+        make("table", { class: "families" }, make("tbody", {}, lines)),
+      ];
     });
   }
 
@@ -41,8 +74,20 @@ class Details {
 
   node(entry) {
     const several = this.graph.sides.length > 1;
-    const head = [make("h3", {}, named(entry.name)), entry.change ? make("p", { class: "changedto" }, this.change(entry)) : null];
-    const sides = entry.sides.map((node, side) => (node ? make("section", {}, several ? make("h4", {}, named(DATA.plans[side].name)) : null, this.facts(entry, node, side)) : null));
+    const head = [
+      make("h3", {}, named(entry.name)),
+      entry.change ? make("p", { class: "changedto" }, this.change(entry)) : null,
+    ];
+    const sides = entry.sides.map((node, side) =>
+      node
+        ? make(
+            "section",
+            {},
+            several ? make("h4", {}, named(DATA.plans[side].name)) : null,
+            this.facts(entry, node, side),
+          )
+        : null,
+    );
     const found = measuredOf(this.graph, entry).map(measured);
     return [...head, ...sides, ...found].filter(Boolean);
   }
@@ -56,17 +101,35 @@ class Details {
 
   facts(entry, node, side) {
     const rows = [];
-    const add = (term, ...content) => content.some((part) => part && part.length !== 0) && rows.push(make("dt", {}, term), make("dd", {}, ...content));
+    const add = (term, ...content) =>
+      content.some((part) => part && part.length !== 0) && rows.push(make("dt", {}, term), make("dd", {}, ...content));
     const types = typesOf(node);
-    add("runs in", badge(node.precision), node.asked && node.asked !== node.precision ? ` asked: ${node.asked}` : "", types ? `, gives ${types}` : "");
+    add(
+      "runs in",
+      badge(node.precision),
+      node.asked && node.asked !== node.precision ? ` asked: ${node.asked}` : "",
+      types ? `, gives ${types}` : "",
+    );
     add("op", named(node.op), node.family ? make("span", { class: "soft" }, ` ${node.family}`) : "");
     add("module", node.module && named(node.module));
     add("phase", node.phase);
     add("rule", node.rule && make("code", { title: node.rule }, named(shortPlace(node.rule))));
     add("reason", node.reason);
-    add("computes in", node.math, node.math_rule ? make("span", { class: "soft" }, ` ${shortPlace(node.math_rule)}`) : "");
-    add("gradients", node.backward && node.backward !== node.precision ? node.backward : "", node.backward_math ? `, summed in ${node.backward_math}` : "");
-    add("line", node.source && make("code", { title: node.source }, named(shortPlace(node.source))), DATA.code[node.source] ? make("pre", {}, DATA.code[node.source]) : "");
+    add(
+      "computes in",
+      node.math,
+      node.math_rule ? make("span", { class: "soft" }, ` ${shortPlace(node.math_rule)}`) : "",
+    );
+    add(
+      "gradients",
+      node.backward && node.backward !== node.precision ? node.backward : "",
+      node.backward_math ? `, summed in ${node.backward_math}` : "",
+    );
+    add(
+      "line",
+      node.source && make("code", { title: node.source }, named(shortPlace(node.source))),
+      DATA.code[node.source] ? make("pre", {}, DATA.code[node.source]) : "",
+    );
     add("planned as", node.planned && this.plannedAs(node.planned));
     add("reads", this.list(node.reads.map((value) => this.read(value))));
     add("read by", this.list(this.readers(node, side)));
@@ -74,12 +137,22 @@ class Details {
   }
 
   list(items) {
-    return items.length ? make("ul", {}, items.slice(0, 40).map((item) => make("li", {}, item)), items.length > 40 ? make("li", { class: "soft" }, `and ${items.length - 40} more`) : null) : "";
+    return items.length
+      ? make(
+          "ul",
+          {},
+          items.slice(0, 40).map((item) => make("li", {}, item)),
+          items.length > 40 ? make("li", { class: "soft" }, `and ${items.length - 40} more`) : null,
+        )
+      : "";
   }
 
   plannedAs(name) {
-    const forward = GRAPHS.find((graph) => graph.key === "forward"), entry = forward?.node(name);
-    return entry && forward !== this.graph ? make("button", { class: "link", type: "button", onclick: () => this.onChoose(entry, forward) }, named(name)) : named(name);
+    const forward = GRAPHS.find((graph) => graph.key === "forward"),
+      entry = forward?.node(name);
+    return entry && forward !== this.graph
+      ? make("button", { class: "link", type: "button", onclick: () => this.onChoose(entry, forward) }, named(name))
+      : named(name);
   }
 
   read(value) {
@@ -90,15 +163,22 @@ class Details {
   }
 
   cast(cast) {
-    return make("span", { class: "castnote" }, `cast ${cast.src} → ${cast.dst}, ${cast.bytes ? bytes(cast.bytes) : "before it runs"}`);
+    return make(
+      "span",
+      { class: "castnote" },
+      `cast ${cast.src} → ${cast.dst}, ${cast.bytes ? bytes(cast.bytes) : "before it runs"}`,
+    );
   }
 
   readers(node, side) {
     const found = [];
     const visit = (value, casts) => {
-      for (const [reader] of value.readers) found.push([this.link(this.graph.node(reader.name)), ...casts.map((cast) => this.cast(cast))]);
-      if (this.graph.sides[side].outputs.includes(value)) found.push(["returned", ...casts.map((cast) => this.cast(cast))]);
-      for (const cast of this.graph.sides[side].casts) if (cast.value === value && cast.made) visit(cast.made, [...casts, cast]);
+      for (const [reader] of value.readers)
+        found.push([this.link(this.graph.node(reader.name)), ...casts.map((cast) => this.cast(cast))]);
+      if (this.graph.sides[side].outputs.includes(value))
+        found.push(["returned", ...casts.map((cast) => this.cast(cast))]);
+      for (const cast of this.graph.sides[side].casts)
+        if (cast.value === value && cast.made) visit(cast.made, [...casts, cast]);
     };
     for (const value of node.makes) visit(value, []);
     return found;
@@ -107,11 +187,30 @@ class Details {
   module(group) {
     const sides = group.counts.map((counts, side) => {
       const inside = new Set();
-      for (const entry of group.nodes) for (const cast of [...entry.stored[side], ...entry.into.filter((edge) => edge.side === side).flatMap((edge) => edge.casts)]) inside.add(cast);
+      for (const entry of group.nodes)
+        for (const cast of [
+          ...entry.stored[side],
+          ...entry.into.filter((edge) => edge.side === side).flatMap((edge) => edge.casts),
+        ])
+          inside.add(cast);
       const total = [...inside].reduce((sum, cast) => sum + cast.bytes, 0);
-      return make("section", {}, group.counts.length > 1 ? make("h4", {}, named(DATA.plans[side].name)) : null,
-        make("dl", {}, make("dt", {}, "nodes"), make("dd", {}, counts.map((count, at) => (count ? [badge(PRECISIONS[at], `${count} ${PRECISIONS[at]}`), " "] : []))),
-          make("dt", {}, "casts"), make("dd", {}, inside.size ? `${inside.size} for its nodes, ${bytes(total)}` : "none")));
+      return make(
+        "section",
+        {},
+        group.counts.length > 1 ? make("h4", {}, named(DATA.plans[side].name)) : null,
+        make(
+          "dl",
+          {},
+          make("dt", {}, "nodes"),
+          make(
+            "dd",
+            {},
+            counts.map((count, at) => (count ? [badge(PRECISIONS[at], `${count} ${PRECISIONS[at]}`), " "] : [])),
+          ),
+          make("dt", {}, "casts"),
+          make("dd", {}, inside.size ? `${inside.size} for its nodes, ${bytes(total)}` : "none"),
+        ),
+      );
     });
     const changed = group.changed ? make("p", {}, many(group.changed, "node"), " decided otherwise") : null;
     return [make("h3", {}, named(group.name || "all")), changed, ...sides].filter(Boolean);
@@ -119,9 +218,22 @@ class Details {
 
   terminal(entry) {
     const value = anySide(entry);
-    return [make("h3", {}, named(entry.kind === "output" ? "returned" : entry.name)),
-      make("dl", {}, make("dt", {}, entry.kind === "output" ? "result" : "input"), make("dd", {}, value.type),
+    return [
+      make("h3", {}, named(entry.kind === "output" ? "returned" : entry.name)),
+      make(
+        "dl",
+        {},
+        make("dt", {}, entry.kind === "output" ? "result" : "input"),
+        make("dd", {}, value.type),
         make("dt", {}, entry.kind === "output" ? "value" : "read by"),
-        make("dd", {}, entry.kind === "output" ? this.read(value) : this.list(entry.outOf.map((edge) => (edge.to.kind === "node" ? this.link(edge.to) : "returned")))))];
+        make(
+          "dd",
+          {},
+          entry.kind === "output"
+            ? this.read(value)
+            : this.list(entry.outOf.map((edge) => (edge.to.kind === "node" ? this.link(edge.to) : "returned"))),
+        ),
+      ),
+    ];
   }
 }

@@ -6,12 +6,24 @@ class Drawing {
     Object.assign(this, { graph, root, holder, onChoose, chosen: null, hits: null, transform: Libraries.zoomIdentity });
     this.panes = graph.sides.map((_, side) => {
       const layer = draw("g", { class: "layer" });
-      const svg = draw("svg", { class: "pane", role: "group", "aria-label": `The graph${DATA.plans[side] ? ` of ${DATA.plans[side].name}` : ""}` }, marks(side), layer);
+      const svg = draw(
+        "svg",
+        {
+          class: "pane",
+          role: "group",
+          "aria-label": `The graph${DATA.plans[side] ? ` of ${DATA.plans[side].name}` : ""}`,
+        },
+        marks(side),
+        layer,
+      );
       const caption = DATA.plans.length > 1 ? make("figcaption", {}, named(DATA.plans[side].name)) : null;
       holder.append(make("figure", {}, ...(caption ? [caption] : []), svg));
       return { svg, layer, side };
     });
-    this.zoom = Libraries.zoom().scaleExtent([0.02, 3]).filter(mayMove).on("zoom", (event) => this.moved(event));
+    this.zoom = Libraries.zoom()
+      .scaleExtent([0.02, 3])
+      .filter(mayMove)
+      .on("zoom", (event) => this.moved(event));
     for (const { svg } of this.panes) Libraries.select(svg).call(this.zoom).on("dblclick.zoom", null);
     this.render();
     this.fit();
@@ -34,8 +46,13 @@ class Drawing {
   fit() {
     const { width, height } = layOut(this.root);
     const { clientWidth: w, clientHeight: h } = this.panes[0].svg;
-    const scale = Math.min(1.2, Math.max(Math.min((w - 24) / width, (h - 24) / height), Math.min((w - 24) / width, 0.75)));
-    this.move(Libraries.zoomIdentity.translate((w - width * scale) / 2, Math.max(12, (h - height * scale) / 2)).scale(scale));
+    const scale = Math.min(
+      1.2,
+      Math.max(Math.min((w - 24) / width, (h - 24) / height), Math.min((w - 24) / width, 0.75)),
+    );
+    this.move(
+      Libraries.zoomIdentity.translate((w - width * scale) / 2, Math.max(12, (h - height * scale) / 2)).scale(scale),
+    );
     this.fitted = true;
   }
 
@@ -61,7 +78,8 @@ class Drawing {
     this.render();
     const after = this.spots.get(group);
     if (this.fitted) this.fit();
-    else if (before && after) { // what was clicked on stays where it is
+    else if (before && after) {
+      // what was clicked on stays where it is
       const { x, y, k } = this.transform;
       this.move(Libraries.zoomIdentity.translate(x + (before.x - after.x) * k, y + (before.y - after.y) * k).scale(k));
     }
@@ -101,11 +119,16 @@ class Drawing {
   level(group, x, y, side, parts) {
     const told = new Set(); // casts whose bytes stand on a line already
     const drawn = group.placed.lines.map((line) => this.wire(line, x, y, side, told));
-    parts.push(...[0, 1].flatMap((part) => drawn.map((found) => found[part]).filter(Boolean))); // labels above all lines
+    parts.push(...[0, 1].flatMap((part) => drawn.map((found) => found[part]).filter(Boolean))); // labels on top
     for (const { item, ...spot } of group.placed.items) {
       const at = { ...spot, x: x + spot.x, y: y + spot.y };
       this.spots.set(item, at);
-      const shape = item.kind === "group" ? this.module(item, at, side) : item.kind === "node" ? this.box(item, at, side) : this.pill(item, at, side);
+      const shape =
+        item.kind === "group"
+          ? this.module(item, at, side)
+          : item.kind === "node"
+            ? this.box(item, at, side)
+            : this.pill(item, at, side);
       this.shapes.set(item, [...(this.shapes.get(item) ?? []), shape]);
       parts.push(shape);
       if (item.kind === "group" && item.open) this.level(item, at.x, at.y, side, parts);
@@ -118,40 +141,76 @@ class Drawing {
     const casts = line.inner ? [] : castsOf(edges, side);
     const types = new Set(edges.map((edge) => precisionOfType(edge.type)));
     const kind = casts.length ? "cast" : types.size === 1 ? [...types][0] : "mixed";
-    const path = draw("path", { class: `wire ${kind}`, d: curve(line.points, x, y), "marker-end": `url(#tip-${side}-${kind})` });
-    const names = edges.slice(0, 8).map((edge) => `${edge.value.name}: ${[...edge.casts.map((cast) => cast.src), edge.type].join(" → ")}`);
+    const path = draw("path", {
+      class: `wire ${kind}`,
+      d: curve(line.points, x, y),
+      "marker-end": `url(#tip-${side}-${kind})`,
+    });
+    const names = edges
+      .slice(0, 8)
+      .map((edge) => `${edge.value.name}: ${[...edge.casts.map((cast) => cast.src), edge.type].join(" → ")}`);
     if (edges.length > 8) names.push(`and ${edges.length - 8} more`);
     path.append(draw("title", {}, names.join("\n")));
     if (!casts.length || !line.label) {
       this.wires.push({ shapes: [path], edges });
       return [path];
     }
-    const words = casts.every((cast) => told.has(cast)) ? casts.length === 1 ? `as ${casts[0].dst}` : `${casts.length} casts, see beside` : castWords(casts);
+    const words = casts.every((cast) => told.has(cast))
+      ? casts.length === 1
+        ? `as ${casts[0].dst}`
+        : `${casts.length} casts, see beside`
+      : castWords(casts);
     for (const cast of casts) told.add(cast);
     const [cx, cy] = [line.label[0] + x, line.label[1] + y];
     const width = widthOf(words) + 14;
-    const label = draw("g", { class: "castlabel" }, draw("rect", { x: cx - width / 2, y: cy - 9, width, height: 18, rx: 9 }),
-      draw("text", { x: cx, y: cy + 4 }, words));
+    const label = draw(
+      "g",
+      { class: "castlabel" },
+      draw("rect", { x: cx - width / 2, y: cy - 9, width, height: 18, rx: 9 }),
+      draw("text", { x: cx, y: cy + 4 }, words),
+    );
     this.wires.push({ shapes: [path, label], edges });
     return [path, label];
   }
 
   box(entry, { x, y, width, height }, side) {
     const node = entry.sides[side];
-    const shape = draw("g", { class: `box ${node ? node.precision : "absent"} ${entry.change && `changed ${entry.change}`}`, transform: `translate(${x} ${y})`,
-      "data-node": entry.name, tabindex: "0", role: "button" }, draw("rect", { class: "body", width, height, rx: 6 }));
+    const shape = draw(
+      "g",
+      {
+        class: `box ${node ? node.precision : "absent"} ${entry.change && `changed ${entry.change}`}`,
+        transform: `translate(${x} ${y})`,
+        "data-node": entry.name,
+        tabindex: "0",
+        role: "button",
+      },
+      draw("rect", { class: "body", width, height, rx: 6 }),
+    );
     if (!node) {
-      shape.append(draw("text", { class: "title", x: 18, y: 18 }, "not in this plan"), draw("text", { class: "small", x: 18, y: 34 }, subtitle(entry)));
+      shape.append(
+        draw("text", { class: "title", x: 18, y: 18 }, "not in this plan"),
+        draw("text", { class: "small", x: 18, y: 34 }, subtitle(entry)),
+      );
       return this.listen(shape, entry);
     }
-    shape.append(draw("path", { class: "strip", d: `M6 0h5v${height}h-5a6 6 0 0 1 -6 -6v-${height - 12}a6 6 0 0 1 6 -6z` }));
+    shape.append(
+      draw("path", { class: "strip", d: `M6 0h5v${height}h-5a6 6 0 0 1 -6 -6v-${height - 12}a6 6 0 0 1 6 -6z` }),
+    );
     shape.append(draw("text", { class: "title", x: 19, y: 18 }, shortOp(node.op)));
     shape.append(draw("text", { class: "type", x: width - 8, y: 18 }, firstType(node)));
     shape.append(draw("text", { class: "small", x: 19, y: 34 }, subtitle(entry)));
     const stored = entry.stored[side];
     if (storedWords(stored)) {
       const mark = draw("text", { class: "stored", x: width - 8, y: 34 }, storedWords(stored));
-      mark.append(draw("title", {}, stored.map((cast) => `cast of stored ${cast.value.name}: ${cast.src} → ${cast.dst}, ${bytes(cast.bytes)}`).join("\n")));
+      mark.append(
+        draw(
+          "title",
+          {},
+          stored
+            .map((cast) => `cast of stored ${cast.value.name}: ${cast.src} → ${cast.dst}, ${bytes(cast.bytes)}`)
+            .join("\n"),
+        ),
+      );
       shape.append(mark);
     }
     shape.append(draw("title", {}, `${node.name} = ${node.op}\n${node.module}\n${node.precision}: ${node.reason}`));
@@ -159,18 +218,32 @@ class Drawing {
   }
 
   module(group, { x, y, width, height }, side) {
-    const shape = draw("g", { class: `module ${group.open ? "open" : "folded"} ${group.changed ? "changed" : ""}`, transform: `translate(${x} ${y})`, tabindex: "0",
-      role: "button", "aria-expanded": group.open, "data-module": group.name }, draw("rect", { class: "body", width, height, rx: 8 }));
+    const shape = draw(
+      "g",
+      {
+        class: `module ${group.open ? "open" : "folded"} ${group.changed ? "changed" : ""}`,
+        transform: `translate(${x} ${y})`,
+        tabindex: "0",
+        role: "button",
+        "aria-expanded": group.open,
+        "data-module": group.name,
+      },
+      draw("rect", { class: "body", width, height, rx: 8 }),
+    );
     shape.append(draw("title", {}, group.name));
     shape.append(draw("text", { class: "fold", x: 16, y: 20 }, group.open ? "−" : "+"));
     shape.append(draw("text", { class: "title", x: 28, y: 19 }, group.label));
     if (!group.open) {
       shape.append(draw("text", { class: "small", x: 28, y: 34 }, many(group.nodes.length, "node")));
       let left = 10;
-      const counts = group.counts[side], total = counts.reduce((sum, count) => sum + count, 0);
+      const counts = group.counts[side],
+        total = counts.reduce((sum, count) => sum + count, 0);
       counts.forEach((count, index) => {
         const part = ((width - 20) * count) / Math.max(1, total);
-        if (count) shape.append(draw("rect", { class: `part ${PRECISIONS[index]}`, x: left, y: height - 13, width: part, height: 7 }));
+        if (count)
+          shape.append(
+            draw("rect", { class: `part ${PRECISIONS[index]}`, x: left, y: height - 13, width: part, height: 7 }),
+          );
         left += part;
       });
       shape.append(draw("text", { class: "hits", x: width - 10, y: 34 }));
@@ -182,9 +255,16 @@ class Drawing {
     const value = item.kind === "port" ? portValue(item, side) : item.sides[side];
     const words = item.kind === "port" ? shortened(item.name, 22) : titleOf(item);
     const type = value?.type ?? "";
-    const shape = draw("g", { class: `pill ${item.kind} ${precisionOfType(type)} ${value ? "" : "absent"}`, transform: `translate(${x} ${y})` },
-      draw("rect", { class: "body", width, height, rx: height / 2 }), draw("text", { x: width / 2, y: 16 }, words),
-      draw("title", {}, `${item.kind === "output" ? "returned: " : item.way === "in" ? "from outside: " : item.way === "out" ? "read outside: " : ""}${value?.name ?? ""} ${type}`));
+    const shape = draw(
+      "g",
+      {
+        class: `pill ${item.kind} ${precisionOfType(type)} ${value ? "" : "absent"}`,
+        transform: `translate(${x} ${y})`,
+      },
+      draw("rect", { class: "body", width, height, rx: height / 2 }),
+      draw("text", { x: width / 2, y: 16 }, words),
+      draw("title", {}, `${SAID_OF[item.way ?? item.kind]}${value?.name ?? ""} ${type}`),
+    );
     return item.kind === "port" ? shape : this.listen(shape, item);
   }
 
@@ -203,7 +283,8 @@ class Drawing {
   /** Show what is chosen and what matches, without drawing anew. */
   mark() {
     for (const [item, shapes] of this.shapes) {
-      const hits = item.kind === "group" && this.hits ? item.nodes.reduce((sum, entry) => sum + this.hits.has(entry), 0) : 0;
+      const hits =
+        item.kind === "group" && this.hits ? item.nodes.reduce((sum, entry) => sum + this.hits.has(entry), 0) : 0;
       const out = this.hits !== null && !(item.kind === "group" ? hits : this.hits.has(item));
       for (const shape of shapes) {
         shape.classList.toggle("chosen", item === this.chosen);
@@ -237,6 +318,8 @@ class Drawing {
   }
 }
 
+const SAID_OF = { in: "from outside: ", out: "read outside: ", output: "returned: ", input: "" };
+
 /** What goes through a port in one plan; without a type where several do. */
 function portValue(port, side) {
   const edges = port.edges.filter((edge) => edge.side === side);
@@ -266,9 +349,28 @@ const round = (number) => Math.round(number * 10) / 10;
 
 /** Arrow heads, and the patterns that tell precisions apart in grey. */
 function marks(side) {
-  const tips = ["low", "fp32", "keep", "cast", "mixed"].map((kind) => draw("marker", { id: `tip-${side}-${kind}`, class: `tip ${kind}`, viewBox: "0 0 8 8", refX: "7",
-    refY: "4", markerWidth: "7", markerHeight: "7", orient: "auto", markerUnits: "userSpaceOnUse" }, draw("path", { d: "M0 0L8 4L0 8z" })));
-  const hatch = draw("pattern", { id: `hatch-${side}`, width: "5", height: "5", patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
-    draw("rect", { class: "ground", width: "5", height: "5" }), draw("rect", { class: "line", width: "2.4", height: "5" }));
+  const tips = ["low", "fp32", "keep", "cast", "mixed"].map((kind) =>
+    draw(
+      "marker",
+      {
+        id: `tip-${side}-${kind}`,
+        class: `tip ${kind}`,
+        viewBox: "0 0 8 8",
+        refX: "7",
+        refY: "4",
+        markerWidth: "7",
+        markerHeight: "7",
+        orient: "auto",
+        markerUnits: "userSpaceOnUse",
+      },
+      draw("path", { d: "M0 0L8 4L0 8z" }),
+    ),
+  );
+  const hatch = draw(
+    "pattern",
+    { id: `hatch-${side}`, width: "5", height: "5", patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
+    draw("rect", { class: "ground", width: "5", height: "5" }),
+    draw("rect", { class: "line", width: "2.4", height: "5" }),
+  );
   return draw("defs", {}, ...tips, hatch);
 }

@@ -17,7 +17,8 @@ class Filters {
       });
     }
     this.selects = new Map(FIELDS.map((name) => [name, document.getElementById(`by-${name}`)]));
-    for (const [name, select] of this.selects) select?.addEventListener("change", () => this.set({ [name]: select.value }));
+    for (const [name, select] of this.selects)
+      select?.addEventListener("change", () => this.set({ [name]: select.value }));
     document.getElementById("clear").addEventListener("click", () => {
       this.reset();
       this.set({});
@@ -53,18 +54,33 @@ class Filters {
       return counts;
     };
     const nodes = graph.nodes.map(anySide);
-    const modules = nodes.flatMap(({ module }) => module.split(".").map((_, at, parts) => parts.slice(0, at + 1).join(".")));
+    const modules = nodes.flatMap(({ module }) =>
+      module.split(".").map((_, at, parts) => parts.slice(0, at + 1).join(".")),
+    );
     const offers = {
       op: [...counted(nodes.map((node) => node.op))].sort((one, other) => other[1] - one[1]),
       module: [...counted(modules)],
-      rule: [...counted(graph.nodes.flatMap((entry) => [...new Set(entry.sides.filter(Boolean).map((node) => node.rule))]))].sort((one, other) => other[1] - one[1]),
+      rule: [
+        ...counted(graph.nodes.flatMap((entry) => [...new Set(entry.sides.filter(Boolean).map((node) => node.rule))])),
+      ].sort((one, other) => other[1] - one[1]),
       phase: [...counted(nodes.map((node) => node.phase))],
-      change: [["any", graph.nodes.filter((entry) => entry.change).length], ...counted(graph.nodes.map((entry) => entry.change))].filter(([, count]) => count),
+      change: [
+        ["any", graph.nodes.filter((entry) => entry.change).length],
+        ...counted(graph.nodes.map((entry) => entry.change)),
+      ].filter(([, count]) => count),
     };
     for (const [name, select] of this.selects) {
       if (!select) continue;
       const all = make("option", { value: "" }, "all");
-      const options = offers[name].slice(0, 2000).map(([text, count]) => make("option", { value: text }, `${name === "change" ? CHANGES[text] : name === "rule" ? shortPlace(text) : text} (${count})`));
+      const options = offers[name]
+        .slice(0, 2000)
+        .map(([text, count]) =>
+          make(
+            "option",
+            { value: text },
+            `${name === "change" ? CHANGES[text] : name === "rule" ? shortPlace(text) : text} (${count})`,
+          ),
+        );
       select.replaceChildren(all, ...options);
       select.closest("label").hidden = !options.length;
       if (!offers[name].some(([text]) => text === this[name])) this[name] = "";
@@ -78,10 +94,28 @@ class Filters {
     return graph.nodes.filter((entry) => {
       if (this.change && (this.change === "any" ? !entry.change : entry.change !== this.change)) return false;
       return entry.sides.some((node) => {
-        if (!node || this.off.has(node.precision) || (this.op && node.op !== this.op) || (this.rule && node.rule !== this.rule)) return false;
+        if (
+          !node ||
+          this.off.has(node.precision) ||
+          (this.op && node.op !== this.op) ||
+          (this.rule && node.rule !== this.rule)
+        )
+          return false;
         if (this.phase && node.phase !== this.phase) return false;
         if (this.module && node.module !== this.module && !node.module.startsWith(`${this.module}.`)) return false;
-        node.text ??= [node.name, node.op, node.family, node.module, node.rule, node.reason, node.source, node.asked, typesOf(node)].join("\n").toLowerCase();
+        node.text ??= [
+          node.name,
+          node.op,
+          node.family,
+          node.module,
+          node.rule,
+          node.reason,
+          node.source,
+          node.asked,
+          typesOf(node),
+        ]
+          .join("\n")
+          .toLowerCase();
         return words.every((word) => node.text.includes(word));
       });
     });
@@ -99,4 +133,11 @@ class Filters {
   }
 }
 
-const CHANGES = { any: "any difference", precision: "other precision", types: "other type", rule: "other rule or reason", added: "only in the second", removed: "only in the first" };
+const CHANGES = {
+  any: "any difference",
+  precision: "other precision",
+  types: "other type",
+  rule: "other rule or reason",
+  added: "only in the second",
+  removed: "only in the first",
+};

@@ -4,37 +4,58 @@ const CHART = { width: 340, left: 40, right: 8, top: 46, bars: 96, bottom: 26 };
 
 /** The exponents of one tensor, with what FP16 and BF16 hold of them. */
 function histogram(row, counts) {
-  const found = Object.entries(counts).filter(([name]) => /^-?\d+$/.test(name)).map(([name, count]) => [Number(name), count]);
+  const found = Object.entries(counts)
+    .filter(([name]) => /^-?\d+$/.test(name))
+    .map(([name, count]) => [Number(name), count]);
   const total = Object.values(counts).reduce((sum, count) => sum + count, 0);
-  const lowest = Math.min(...found.map(([exponent]) => exponent), -26), highest = Math.max(...found.map(([exponent]) => exponent), 17);
+  const lowest = Math.min(...found.map(([exponent]) => exponent), -26),
+    highest = Math.max(...found.map(([exponent]) => exponent), 17);
   const step = (CHART.width - CHART.left - CHART.right) / (highest - lowest + 1);
   const x = (exponent) => CHART.left + (exponent - lowest) * step;
   const most = Math.max(1, ...found.map(([, count]) => count));
   const floor = CHART.top + CHART.bars;
-  const svg = draw("svg", { class: "histogram", viewBox: `0 0 ${CHART.width} ${floor + CHART.bottom}`, role: "img",
-    "aria-label": `Exponents of ${row.name}, from ${lowest} to ${highest}` });
+  const svg = draw("svg", {
+    class: "histogram",
+    viewBox: `0 0 ${CHART.width} ${floor + CHART.bottom}`,
+    role: "img",
+    "aria-label": `Exponents of ${row.name}, from ${lowest} to ${highest}`,
+  });
   Object.entries(DATA.ranges).forEach(([dtype, [least, normal, greatest]], line) => {
-    const y = 6 + 19 * line, inside = (exponent) => Math.max(lowest, Math.min(highest + 1, exponent));
+    const y = 6 + 19 * line,
+      inside = (exponent) => Math.max(lowest, Math.min(highest + 1, exponent));
     svg.append(draw("text", { class: "axis end", x: CHART.left - 5, y: y + 11 }, dtype));
-    for (const [kind, from, to, words] of [["subnormal", least, normal, "subnormal"], ["normal", normal, greatest + 1, "normal numbers"]]) {
+    for (const [kind, from, to, words] of [
+      ["subnormal", least, normal, "subnormal"],
+      ["normal", normal, greatest + 1, "normal numbers"],
+    ]) {
       const [a, b] = [x(inside(from)), x(inside(to))];
       if (b <= a) continue;
       const bar = draw("rect", { class: `range ${kind}`, x: a, y, width: b - a, height: 14 });
       bar.append(draw("title", {}, `${words} of ${dtype}: 2^${from} to 2^${to}`));
       svg.append(bar);
-      if (b - a > 6 * words.length) svg.append(draw("text", { class: "axis rangename", x: (a + b) / 2, y: y + 11 }, words));
+      if (b - a > 6 * words.length)
+        svg.append(draw("text", { class: "axis rangename", x: (a + b) / 2, y: y + 11 }, words));
       if (dtype === "fp16") svg.append(draw("line", { class: `edge ${kind}`, x1: a, x2: a, y1: y + 14, y2: floor }));
-      if (dtype === "fp16" && kind === "normal") svg.append(draw("line", { class: "edge", x1: b, x2: b, y1: y + 14, y2: floor }));
+      if (dtype === "fp16" && kind === "normal")
+        svg.append(draw("line", { class: "edge", x1: b, x2: b, y1: y + 14, y2: floor }));
     }
   });
   for (const [exponent, count] of found) {
     const height = Math.max(1, (CHART.bars * count) / most);
-    const bar = draw("rect", { class: "column", x: x(exponent) + step * 0.08, y: floor - height, width: step * 0.84, height });
+    const bar = draw("rect", {
+      class: "column",
+      x: x(exponent) + step * 0.08,
+      y: floor - height,
+      width: step * 0.84,
+      height,
+    });
     bar.append(draw("title", {}, `2^${exponent}: ${count.toLocaleString("en")}, ${percent(count / total)}`));
     svg.append(bar);
   }
   svg.append(draw("line", { class: "base", x1: CHART.left, x2: CHART.width - CHART.right, y1: floor, y2: floor }));
-  svg.append(draw("text", { class: "axis end", x: CHART.left - 5, y: CHART.top + 8 }, percent(most / Math.max(1, total))));
+  svg.append(
+    draw("text", { class: "axis end", x: CHART.left - 5, y: CHART.top + 8 }, percent(most / Math.max(1, total))),
+  );
   const every = [5, 10, 20, 50].find((gap) => gap * step > 30);
   for (let exponent = Math.ceil(lowest / every) * every; exponent <= highest; exponent += every) {
     svg.append(draw("text", { class: "axis", x: x(exponent) + step / 2, y: floor + 14 }, `2${superscript(exponent)}`));
@@ -42,20 +63,27 @@ function histogram(row, counts) {
   return svg;
 }
 
-const superscript = (number) => [...String(number)].map((letter) => (letter === "-" ? "⁻" : "⁰¹²³⁴⁵⁶⁷⁸⁹"[Number(letter)])).join("");
+const superscript = (number) =>
+  [...String(number)].map((letter) => (letter === "-" ? "⁻" : "⁰¹²³⁴⁵⁶⁷⁸⁹"[Number(letter)])).join("");
 
 /** The least and the greatest exponent, in words. */
 function rangeOf(counts) {
-  const found = Object.keys(counts).filter((name) => /^-?\d+$/.test(name)).map(Number);
+  const found = Object.keys(counts)
+    .filter((name) => /^-?\d+$/.test(name))
+    .map(Number);
   return found.length ? `2${superscript(Math.min(...found))} to 2${superscript(Math.max(...found))}` : "only zeros";
 }
 
 /** What the profile is of, and the static loss scale that keeps most gradients of weights. */
 function advice() {
-  const told = [`Over ${PROFILE.batches === 1 ? "one batch" : `${PROFILE.batches} batches`}${PROFILE.skipped ? `, ${PROFILE.skipped} of them skipped` : ""}.`];
+  const batches = PROFILE.batches === 1 ? "one batch" : `${PROFILE.batches} batches`;
+  const told = [`Over ${batches}${PROFILE.skipped ? `, ${PROFILE.skipped} of them skipped` : ""}.`];
   if (PROFILE.rows.some((row) => row.kind === "weight gradient")) {
     for (const [dtype, [scale, lost, without]] of Object.entries(PROFILE.advice)) {
-      told.push(` In ${dtype} a static loss scale of ${scale.toLocaleString("en")} loses ${percent(lost)} of the gradients of weights; none loses ${percent(without)}.`);
+      told.push(
+        ` In ${dtype} a static loss scale of ${scale.toLocaleString("en")} loses ${percent(lost)} of the gradients`,
+        ` of weights; none loses ${percent(without)}.`,
+      );
     }
   }
   return told;
@@ -71,16 +99,60 @@ function updatesOf(row) {
 
 /** Histogram and what becomes of the numbers, as one block of the details. */
 function measured(row) {
-  const special = [["zero", "zeros"], ["infinite", "infinite"], ["nan", "NaN"]].filter(([name]) => row.stored[name])
+  const special = [
+    ["zero", "zeros"],
+    ["infinite", "infinite"],
+    ["nan", "NaN"],
+  ]
+    .filter(([name]) => row.stored[name])
     .map(([name, words]) => `${row.stored[name].toLocaleString("en")} ${words}`);
   const lines = Object.entries(row.fractions).map(([dtype, [zero, subnormal, infinite]]) =>
-    make("tr", {}, make("th", {}, dtype), ...[zero, subnormal, infinite].map((part) => make("td", { class: part > 0.001 ? "number bad" : "number" }, percent(part)))));
-  return make("section", { class: "measured" },
-    make("h4", {}, `${row.kind} `, row.kind.startsWith("weight") ? named(row.name) : "", make("span", { class: "soft" }, ` ${row.type}, ${rangeOf(row.stored)}`)),
-    row.scaled ? make("p", { class: "soft" }, "As it stood in the step, with the loss scale. Without it: ", rangeOf(row.exponents), ".") : null,
+    make(
+      "tr",
+      {},
+      make("th", {}, dtype),
+      ...[zero, subnormal, infinite].map((part) =>
+        make("td", { class: part > 0.001 ? "number bad" : "number" }, percent(part)),
+      ),
+    ),
+  );
+  return make(
+    "section",
+    { class: "measured" },
+    make(
+      "h4",
+      {},
+      `${row.kind} `,
+      row.kind.startsWith("weight") ? named(row.name) : "",
+      make("span", { class: "soft" }, ` ${row.type}, ${rangeOf(row.stored)}`),
+    ),
+    row.scaled
+      ? make(
+          "p",
+          { class: "soft" },
+          "As it stood in the step, with the loss scale. Without it: ",
+          rangeOf(row.exponents),
+          ".",
+        )
+      : null,
     histogram(row, row.stored),
     updatesOf(row),
     special.length ? make("p", { class: "soft" }, `Beside them ${special.join(", ")}.`) : null,
-    make("table", { class: "lost" }, make("thead", {}, make("tr", {}, ...["would become", "zero", "subnormal", "infinite"].map((name, at) => make("th", { class: at ? "number" : null }, name)))),
-      make("tbody", {}, lines)));
+    make(
+      "table",
+      { class: "lost" },
+      make(
+        "thead",
+        {},
+        make(
+          "tr",
+          {},
+          ...["would become", "zero", "subnormal", "infinite"].map((name, at) =>
+            make("th", { class: at ? "number" : null }, name),
+          ),
+        ),
+      ),
+      make("tbody", {}, lines),
+    ),
+  );
 }

@@ -1,6 +1,10 @@
 // Places. Every open module is laid out by itself, and is one box in the module around it.
 
-const PAD = 14, HEAD = 30, BOX = 44, FOLDED = 56, PILL = 24;
+const PAD = 14,
+  HEAD = 30,
+  BOX = 44,
+  FOLDED = 56,
+  PILL = 24;
 const MANY_PORTS = 10; // values that come in, or go out: more are drawn as one
 const SHELF = 1100; // width in which parts that are not joined stand side by side
 
@@ -16,9 +20,13 @@ function layOut(group) {
       lines.push({ from: port.way === "in" ? port : child, to: port.way === "in" ? child : port, edges, inner: true });
     }
   }
-  shelve(partsOf([...sizes.keys()], lines).map((part) => arrange(part, sizes)), level);
+  shelve(
+    partsOf([...sizes.keys()], lines).map((part) => arrange(part, sizes)),
+    level,
+  );
   const title = group.parent ? widthOf(group.label, TITLE) + 60 : 0;
-  const dx = group.parent ? PAD : 0, dy = group.parent ? HEAD + PAD / 2 : 0;
+  const dx = group.parent ? PAD : 0,
+    dy = group.parent ? HEAD + PAD / 2 : 0;
   const width = Math.max(level.width + 2 * dx, title);
   const shift = (width - level.width) / 2;
   for (const item of level.items) {
@@ -39,16 +47,21 @@ function sizeOf(child) {
   return { width: boxWidth(child), height: BOX };
 }
 
-const foldedWidth = (group) => Math.max(150, 44 + widthOf(group.label, TITLE), 110 + widthOf(many(group.nodes.length, "node")));
+const foldedWidth = (group) =>
+  Math.max(150, 44 + widthOf(group.label, TITLE), 110 + widthOf(many(group.nodes.length, "node")));
 
 function boxWidth(entry) {
   const widths = entry.sides.filter(Boolean).map((node) => {
-    const stored = Math.max(...entry.stored.map((casts) => (storedWords(casts) ? 14 + widthOf(storedWords(casts)) : 0)));
-    return Math.max(widthOf(shortOp(node.op), TITLE) + 12 + widthOf(firstType(node)), widthOf(subtitle(entry)) + stored);
+    const stored = Math.max(
+      ...entry.stored.map((casts) => (storedWords(casts) ? 14 + widthOf(storedWords(casts)) : 0)),
+    );
+    return Math.max(
+      widthOf(shortOp(node.op), TITLE) + 12 + widthOf(firstType(node)),
+      widthOf(subtitle(entry)) + stored,
+    );
   });
   return Math.max(96, 30 + Math.max(...widths));
 }
-
 
 /** The bytes that casts of stored data move when the model runs; a file may hold them cast already. */
 function storedWords(casts) {
@@ -58,7 +71,12 @@ function storedWords(casts) {
 
 const firstType = (node) => node.makes[0]?.type ?? "";
 const subtitle = (entry) => shortened(entry.name, 26);
-const titleOf = (entry) => (entry.kind === "input" ? shortened(entry.name, 24) : entry.into.length > 1 ? `${entry.into.length} returned` : "returned");
+const titleOf = (entry) =>
+  entry.kind === "input"
+    ? shortened(entry.name, 24)
+    : entry.into.length > 1
+      ? `${entry.into.length} returned`
+      : "returned";
 
 /** The values that come into a module and go out of it, with how wide each is drawn. */
 function portsOf(group) {
@@ -66,10 +84,19 @@ function portsOf(group) {
   const ports = [...group.ports.values()];
   return ["in", "out"].flatMap((way) => {
     const found = ports.filter((port) => port.way === way);
-    if (found.length <= MANY_PORTS) return found.map((port) => Object.assign(port, { width: 24 + widthOf(shortened(port.name, 22)) }));
-    const all = { kind: "port", way, name: `${found.length} values`, width: 100, edges: found.flatMap((port) => port.edges) };
+    if (found.length <= MANY_PORTS)
+      return found.map((port) => Object.assign(port, { width: 24 + widthOf(shortened(port.name, 22)) }));
+    const all = {
+      kind: "port",
+      way,
+      name: `${found.length} values`,
+      width: 100,
+      edges: found.flatMap((port) => port.edges),
+    };
     all.children = new Map();
-    for (const port of found) for (const [child, edges] of port.children) all.children.set(child, [...(all.children.get(child) ?? []), ...edges]);
+    for (const port of found)
+      for (const [child, edges] of port.children)
+        all.children.set(child, [...(all.children.get(child) ?? []), ...edges]);
     return [all];
   });
 }
@@ -107,7 +134,8 @@ function arrange({ items, lines }, sizes) {
   if (!arranged.has(key)) arranged.set(key, arrangement(boxes, joints));
   const { spots, ways, width, height } = arranged.get(key);
   return {
-    width, height,
+    width,
+    height,
     items: items.map((item, index) => ({ item, ...spots[index] })),
     lines: lines.map((line, index) => ({ ...line, ...ways[index] })),
   };
@@ -117,17 +145,28 @@ const arranged = new Map(); // layers of a model are much alike
 
 /** Places of boxes and lines; `joints` are [from, to, width of the label]. */
 function arrangement(boxes, joints) {
-  if (boxes.length === 1) return { spots: [{ x: 0, y: 0, width: boxes[0].width, height: boxes[0].height }], ways: [], width: boxes[0].width, height: boxes[0].height };
+  if (boxes.length === 1)
+    return {
+      spots: [{ x: 0, y: 0, width: boxes[0].width, height: boxes[0].height }],
+      ways: [],
+      width: boxes[0].width,
+      height: boxes[0].height,
+    };
   const graph = new Libraries.graphlib.Graph();
   graph.setGraph({ rankdir: "TB", nodesep: 22, ranksep: 30, edgesep: 14 });
   boxes.forEach(({ width, height }, index) => graph.setNode(String(index), { width, height }));
   for (const [from, to, wide] of joints) {
-    graph.setEdge(String(from), String(to), wide ? { width: wide, height: 18, labelpos: "c", weight: 1 } : { width: 0, height: 0, weight: 1 });
+    graph.setEdge(
+      String(from),
+      String(to),
+      wide ? { width: wide, height: 18, labelpos: "c", weight: 1 } : { width: 0, height: 0, weight: 1 },
+    );
   }
   Libraries.layout(graph);
   const { width, height } = graph.graph();
   return {
-    width, height,
+    width,
+    height,
     spots: boxes.map((_, index) => {
       const { x, y, width: w, height: h } = graph.node(String(index));
       return { x: x - w / 2, y: y - h / 2, width: w, height: h };
@@ -141,7 +180,9 @@ function arrangement(boxes, joints) {
 
 /** Put parts side by side, and below one another where there is no more room. */
 function shelve(parts, level) {
-  let x = 0, y = 0, tallest = 0;
+  let x = 0,
+    y = 0,
+    tallest = 0;
   const shelf = Math.max(SHELF, ...parts.map((part) => part.width));
   for (const part of parts) {
     if (x && x + part.width > shelf) {
@@ -150,7 +191,11 @@ function shelve(parts, level) {
     }
     for (const item of part.items) level.items.push({ ...item, x: item.x + x, y: item.y + y });
     for (const line of part.lines) {
-      level.lines.push({ ...line, points: line.points.map(([a, b]) => [a + x, b + y]), label: line.label && [line.label[0] + x, line.label[1] + y] });
+      level.lines.push({
+        ...line,
+        points: line.points.map(([a, b]) => [a + x, b + y]),
+        label: line.label && [line.label[0] + x, line.label[1] + y],
+      });
     }
     x += part.width + 24;
     tallest = Math.max(tallest, part.height);

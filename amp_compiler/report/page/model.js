@@ -4,14 +4,34 @@ const DATA = JSON.parse(document.getElementById("data").textContent);
 const PRECISIONS = ["low", "fp32", "keep"];
 const [NODE, INPUT, STORED, CAST] = [0, 1, 2, 3];
 const FEW_OUTPUTS = 4; // results that are drawn by themselves
-const TEXTS = ["name", "op", "family", "module", "asked", "rule", "reason", "source", "phase", "planned", "math",
-  "math_rule", "backward", "backward_math"];
+const TEXTS = [
+  "name",
+  "op",
+  "family",
+  "module",
+  "asked",
+  "rule",
+  "reason",
+  "source",
+  "phase",
+  "planned",
+  "math",
+  "math_rule",
+  "backward",
+  "backward_math",
+];
 
 /** One plan's side of a graph: its nodes, values and casts. */
 function readSide(rows) {
   const text = (number) => DATA.strings[number];
-  const values = rows.values.map(([name, type, kind, maker], index) => ({ index, name: text(name), type: text(type), kind,
-    maker, readers: [] }));
+  const values = rows.values.map(([name, type, kind, maker], index) => ({
+    index,
+    name: text(name),
+    type: text(type),
+    kind,
+    maker,
+    readers: [],
+  }));
   const nodes = rows.nodes.map((row) => {
     const node = Object.fromEntries(TEXTS.map((name, place) => [name, text(row[place])]));
     node.precision = PRECISIONS[row[TEXTS.length]];
@@ -20,8 +40,14 @@ function readSide(rows) {
     node.reads.forEach((value, place) => value.readers.push([node, place]));
     return node;
   });
-  const casts = rows.casts.map(([value, made, src, dst, bytes, own]) => ({ value: values[value], src: text(src),
-    dst: text(dst), made: made < 0 ? null : values[made], bytes, own: Boolean(own) }));
+  const casts = rows.casts.map(([value, made, src, dst, bytes, own]) => ({
+    value: values[value],
+    src: text(src),
+    dst: text(dst),
+    made: made < 0 ? null : values[made],
+    bytes,
+    own: Boolean(own),
+  }));
   const outputs = rows.outputs.map((number) => values[number]);
   for (const value of values) {
     if (value.kind === NODE) value.maker = nodes[value.maker];
@@ -51,10 +77,12 @@ class Graph {
     this.edges = this.sides.map(() => []);
     this.sides.forEach((side, number) => {
       for (const value of side.values) {
-        if (value.kind === INPUT && (value.readers.length || this.isCast(side, value))) this.entry("input", value.name, number, value);
+        if (value.kind === INPUT && (value.readers.length || this.isCast(side, value)))
+          this.entry("input", value.name, number, value);
       }
       for (const node of side.nodes) this.entry("node", node.name, number, node);
-      this.returned = (place) => (rows.sides.some(({ outputs }) => outputs.length > FEW_OUTPUTS) ? "all" : String(place));
+      this.returned = (place) =>
+        rows.sides.some(({ outputs }) => outputs.length > FEW_OUTPUTS) ? "all" : String(place);
       side.outputs.forEach((value, place) => this.entry("output", this.returned(place), number, value));
     });
     this.sides.forEach((side, number) => this.join(side, number));
@@ -69,7 +97,14 @@ class Graph {
   entry(kind, name, side, content) {
     const key = `${kind} ${name}`;
     if (!this.byName.has(key)) {
-      const made = { kind, name, sides: this.sides.map(() => null), stored: this.sides.map(() => []), into: [], outOf: [] };
+      const made = {
+        kind,
+        name,
+        sides: this.sides.map(() => null),
+        stored: this.sides.map(() => []),
+        into: [],
+        outOf: [],
+      };
       made.order = this.entries.push(made);
       this.byName.set(key, made);
     }
@@ -118,7 +153,7 @@ class Graph {
 
 const typesOf = (node) => node.makes.map((value) => value.type).join(", ");
 const anySide = (entry) => entry.sides.find(Boolean);
-const precisionOfType = (type) => type === "fp32" ? "fp32" : type === "fp16" || type === "bf16" ? "low" : "keep";
+const precisionOfType = (type) => (type === "fp32" ? "fp32" : type === "fp16" || type === "bf16" ? "low" : "keep");
 const GRAPHS = DATA.graphs.map((rows) => new Graph(rows));
 
 /** The rows of the profile, by the node of the plan, the node of the step and the module that they belong to. */
@@ -126,9 +161,19 @@ const PROFILE = (() => {
   if (!DATA.profile) return null;
   const text = (number) => DATA.strings[number];
   const rows = DATA.profile.rows.map(([name, kind, op, module, planned, type, stored, exponents, fractions]) => ({
-    name: text(name), kind: text(kind), op: text(op), module: text(module), planned: text(planned), type: text(type),
-    stored, exponents: exponents ?? stored, scaled: exponents !== null, fractions }));
-  const byNode = new Map(), byModule = new Map();
+    name: text(name),
+    kind: text(kind),
+    op: text(op),
+    module: text(module),
+    planned: text(planned),
+    type: text(type),
+    stored,
+    exponents: exponents ?? stored,
+    scaled: exponents !== null,
+    fractions,
+  }));
+  const byNode = new Map(),
+    byModule = new Map();
   const add = (map, key, row) => key && (map.has(key) ? map.get(key).push(row) : map.set(key, [row]));
   for (const row of rows) {
     const weight = row.kind.startsWith("weight");
@@ -149,7 +194,8 @@ function measuredOf(graph, entry) {
   const found = [...new Set(names.flatMap((name) => PROFILE.byNode.get(name) ?? []))];
   const made = found.filter((row) => row.op !== "aten._to_copy");
   const own = made.length ? made : found; // what a cast gives has the exponents of what it is given
-  const weights = node.phase && node.phase !== "forward" ? [] : readsStored(node) ? PROFILE.byModule.get(node.module) ?? [] : [];
+  const weights =
+    node.phase && node.phase !== "forward" ? [] : readsStored(node) ? (PROFILE.byModule.get(node.module) ?? []) : [];
   return [...own, ...weights];
 }
 

@@ -9,10 +9,11 @@ class Page {
       this.note();
     });
     this.tabs = [...document.querySelectorAll("#graphs button")];
-    for (const tab of this.tabs) tab.addEventListener("click", () => {
-      this.open(tab.value);
-      this.note();
-    });
+    for (const tab of this.tabs)
+      tab.addEventListener("click", () => {
+        this.open(tab.value);
+        this.note();
+      });
     this.lists = [...document.querySelectorAll("#lists button")];
     for (const list of this.lists) list.addEventListener("click", () => this.list(list.value));
     const act = (id, what) => document.getElementById(id).addEventListener("click", () => what(this.view.drawing));
@@ -21,7 +22,10 @@ class Page {
     act("fit", (drawing) => drawing.fit());
     act("unfold", (drawing) => drawing.openAll(true));
     act("fold", (drawing) => drawing.openAll(false));
-    this.filters.search.addEventListener("keydown", (event) => event.key === "Enter" && this.next(event.shiftKey ? -1 : 1));
+    this.filters.search.addEventListener(
+      "keydown",
+      (event) => event.key === "Enter" && this.next(event.shiftKey ? -1 : 1),
+    );
     addEventListener("hashchange", () => this.follow());
     addEventListener("resize", () => this.view.drawing.fitted && this.view.drawing.fit());
     addEventListener("beforeprint", () => this.print(true));
@@ -43,8 +47,18 @@ class Page {
     const found = GRAPHS[0].nodes.filter((entry) => entry.change);
     const casts = castRows(GRAPHS[0]).filter((row) => row.only);
     if (!found.length && !casts.length) told.append("Both decide the same.");
-    else told.append(make("b", {}, many(found.length, "node")), " decided otherwise, ", make("b", {}, many(casts.length, "cast")), " in one of them alone. ",
-      make("button", { type: "button", class: "link", onclick: () => this.filters.set({ change: "any" }) }, "Show these nodes"));
+    else
+      told.append(
+        make("b", {}, many(found.length, "node")),
+        " decided otherwise, ",
+        make("b", {}, many(casts.length, "cast")),
+        " in one of them alone. ",
+        make(
+          "button",
+          { type: "button", class: "link", onclick: () => this.filters.set({ change: "any" }) },
+          "Show these nodes",
+        ),
+      );
   }
 
   /** Do what the address says. */
@@ -53,7 +67,8 @@ class Page {
     const view = this.views.find(({ graph }) => graph.key === values.get("graph")) ?? this.views[0];
     this.filters.read(values);
     this.open(view.graph.key);
-    const name = values.get("node"), entry = name && view.graph.node(name);
+    const name = values.get("node"),
+      entry = name && view.graph.node(name);
     document.getElementById("missing").hidden = !name || Boolean(entry);
     if (name && !entry) document.getElementById("missing").textContent = `There is no node '${name}' in this graph.`;
     if (entry) this.choose(entry, view.graph, false);
@@ -105,7 +120,8 @@ class Page {
 
   /** The next of the nodes that match. */
   next(by) {
-    const { graph, drawing } = this.view, found = this.found;
+    const { graph, drawing } = this.view,
+      found = this.found;
     if (!found.length) return;
     const at = found.indexOf(drawing.chosen);
     this.choose(found[at < 0 ? 0 : (at + by + found.length) % found.length], graph);
@@ -116,7 +132,9 @@ class Page {
     this.found = this.filters.of(graph);
     drawing.show(this.filters.active ? new Set(this.found) : null);
     this.nodeTable.show(this.found);
-    const told = this.filters.active ? `${this.found.length.toLocaleString("en")} of ${many(graph.nodes.length, "node")}` : many(graph.nodes.length, "node");
+    const told = this.filters.active
+      ? `${this.found.length.toLocaleString("en")} of ${many(graph.nodes.length, "node")}`
+      : many(graph.nodes.length, "node");
     document.getElementById("found").textContent = told;
   }
 
@@ -145,7 +163,12 @@ class Page {
       });
       this.rangeTable.show(PROFILE.rows);
     }
-    const counts = { nodes: graph.nodes.length, casts: casts.length, rules: rules.length, ranges: PROFILE?.rows.length ?? 0 };
+    const counts = {
+      nodes: graph.nodes.length,
+      casts: casts.length,
+      rules: rules.length,
+      ranges: PROFILE?.rows.length ?? 0,
+    };
     for (const list of this.lists) list.querySelector("span").textContent = counts[list.value].toLocaleString("en");
     this.list(this.listed ?? "nodes");
   }
@@ -160,7 +183,8 @@ class Page {
 
   print(printing) {
     this.view.drawing.print(printing);
-    if (printing) for (const table of [this.nodeTable, this.castTable, this.ruleTable, this.rangeTable]) table?.more(Infinity);
+    if (printing)
+      for (const table of [this.nodeTable, this.castTable, this.ruleTable, this.rangeTable]) table?.more(Infinity);
   }
 }
 

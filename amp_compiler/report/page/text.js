@@ -21,7 +21,8 @@ function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else if (value !== null && value !== undefined && value !== false) element.setAttribute(name, value === true ? "" : value);
+    else if (value !== null && value !== undefined && value !== false)
+      element.setAttribute(name, value === true ? "" : value);
   }
   element.append(...children.flat().filter((child) => child !== null && child !== undefined));
   return element;
@@ -38,7 +39,11 @@ function draw(tag, attributes = {}, ...children) {
 /** A name that may be broken behind a dot, an underscore, a slash or a colon, and nowhere else. */
 function named(text) {
   const parts = text.split(/(?<=[._/:])(?=[^._/:])/);
-  return make("span", { class: "name" }, parts.flatMap((part, place) => (place ? [make("wbr"), part] : [part])));
+  return make(
+    "span",
+    { class: "name" },
+    parts.flatMap((part, place) => (place ? [make("wbr"), part] : [part])),
+  );
 }
 
 /** The end of a long name, cut where it may be broken; its last word is shown whole, however long. */

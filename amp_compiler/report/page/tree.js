@@ -1,6 +1,7 @@
 // Nodes by module. A module with one node is that node; many neighbours are put together by runs.
 
-const CROWD = 60, RUN = 40; // children of one module: more are put together, so many at a time
+const CROWD = 60,
+  RUN = 40; // children of one module: more are put together, so many at a time
 const OPEN_AT_FIRST = 14; // boxes that are shown when the page opens, where that can be had
 
 class Group {
@@ -63,8 +64,15 @@ function simplify(group) {
         group.children.push(part[0]);
         continue;
       }
-      const [first, last] = [part[0].run?.[0] ?? part[0].label ?? part[0].name, part.at(-1).run?.[1] ?? part.at(-1).label ?? part.at(-1).name];
-      const run = new Group(`${group.name}[${first} … ${last}]`, group, `${shortened(first, 22)} … ${shortened(last, 22)}`);
+      const [first, last] = [
+        part[0].run?.[0] ?? part[0].label ?? part[0].name,
+        part.at(-1).run?.[1] ?? part.at(-1).label ?? part.at(-1).name,
+      ];
+      const run = new Group(
+        `${group.name}[${first} … ${last}]`,
+        group,
+        `${shortened(first, 22)} … ${shortened(last, 22)}`,
+      );
       run.run = [first, last];
       run.children = part;
       group.children.push(run);
@@ -85,8 +93,11 @@ function link(root, graph) {
       group.entries.push(...(child.kind === "group" ? child.entries : [child]));
     }
     group.nodes = group.entries.filter((entry) => entry.kind === "node");
-    group.counts = graph.sides.map((_, side) => PRECISIONS.map((precision) =>
-      group.nodes.reduce((sum, entry) => sum + (entry.sides[side]?.precision === precision), 0)));
+    group.counts = graph.sides.map((_, side) =>
+      PRECISIONS.map((precision) =>
+        group.nodes.reduce((sum, entry) => sum + (entry.sides[side]?.precision === precision), 0),
+      ),
+    );
     group.changed = group.nodes.filter((entry) => entry.change).length;
   };
   visit(root);
@@ -97,10 +108,12 @@ function link(root, graph) {
 function lift(edge) {
   const above = new Set();
   for (let at = edge.from.parent; at; at = at.parent) above.add(at);
-  let to = edge.to, from = edge.from;
+  let to = edge.to,
+    from = edge.from;
   for (; !above.has(to.parent); to = to.parent) addPort(to.parent, "in", edge, to);
   for (; from.parent !== to.parent; from = from.parent) addPort(from.parent, "out", edge, from);
-  const level = to.parent.level, numbers = pairOf(from, to);
+  const level = to.parent.level,
+    numbers = pairOf(from, to);
   if (!level.has(numbers)) level.set(numbers, { from, to, edges: [] });
   level.get(numbers).edges.push(edge);
 }
@@ -112,7 +125,8 @@ const pairOf = (from, to) => `${numberOf(from)} ${numberOf(to)}`;
 
 function addPort(group, way, edge, child) {
   const key = `${way} ${numberOf(edge.from)} ${edge.value.name}`;
-  if (!group.ports.has(key)) group.ports.set(key, { kind: "port", way, name: edge.value.name, edges: [], children: new Map() });
+  if (!group.ports.has(key))
+    group.ports.set(key, { kind: "port", way, name: edge.value.name, edges: [], children: new Map() });
   const port = group.ports.get(key);
   port.edges.push(edge);
   port.children.set(child, [...(port.children.get(child) ?? []), edge]);
