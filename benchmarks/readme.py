@@ -271,7 +271,6 @@ def cuda_model_table() -> str:
     return "\n".join(lines)
 
 
-<<<<<<< HEAD
 def tune_table() -> str:
     """Nodes in FP32 and the error of `amp.tune` beside two other converters."""
     rows = _load("tune")["rows"]
@@ -293,7 +292,6 @@ def _in_fp32(one: dict[str, Any]) -> str:
     return f"{one['fp32']}, {one['error'] if isinstance(one['error'], str) else format(one['error'], '.2e')}"
 
 
-=======
 def range_profile_table() -> str:
     """A training step alone and with its exponents counted."""
     lines = ["| model | type | parameters | values counted | step | profiled | ratio |", "|---" * 7 + "|"]
@@ -305,7 +303,6 @@ def range_profile_table() -> str:
     return "\n".join(lines)
 
 
->>>>>>> live
 TABLES: dict[str, Callable[[], str]] = {
     "casts": casts_table,
     "cuda_model": cuda_model_table,
