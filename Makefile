@@ -117,8 +117,9 @@ $(PEERS)/.installed: $(STAMP)
 	  > $$($(PEERS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/project.pth
 	@touch $@
 
-bench-onnx: $(PEERS)/.installed ## ONNX conversion beside three other converters, installed in an environment of their own
+bench-onnx: $(PEERS)/.installed ## ONNX conversion and amp.tune beside other converters, installed in an environment of their own
 	$(BIN)/python -m benchmarks.onnx_convert --peers $(PEERS)/bin/python
+	$(BIN)/python -m benchmarks.tune --peers $(PEERS)/bin/python
 
 clean: ## remove .venv and everything generated
 	rm -rf $(VENV) .venv211 .wheels .cache .types build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from amp_compiler.diagnose.find import find_nonfinite
     from amp_compiler.diagnose.profile import Profile
     from amp_compiler.diagnose.run import profile
+    from amp_compiler.diagnose.tuning.api import tune
+    from amp_compiler.diagnose.tuning.result import TunedNode, TuneResult
     from amp_compiler.errors import (
         AmpError,
         CaptureError,
@@ -71,6 +73,8 @@ __all__ = [
     "RuleSet",
     "StaticLossScale",
     "TrainingStep",
+    "TuneResult",
+    "TunedNode",
     "callbacks",
     "compile",
     "convert_onnx",
@@ -82,6 +86,7 @@ __all__ = [
     "pipelines",
     "profile",
     "training_step",
+    "tune",
 ]
 
 # Where each name is made; with a colon, the module that is known by this name. Nothing is imported before it is asked
@@ -111,6 +116,8 @@ _HOMES = {
     "StaticLossScale": "ops.loss_scale",
     "TrainingStep": "training.step",
     "callbacks": "diagnose.callbacks:",
+    "TuneResult": "diagnose.tuning.result",
+    "TunedNode": "diagnose.tuning.result",
     "compile": "forward.api",
     "convert_onnx": "onnx.convert",
     "explain": "forward.api",
@@ -121,6 +128,7 @@ _HOMES = {
     "pipelines": "passes.pipeline:",
     "profile": "diagnose.run",
     "training_step": "training.step",
+    "tune": "diagnose.tuning.api",
 }
 
 

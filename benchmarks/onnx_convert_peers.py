@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,22 @@ def run_peer(python: Path, name: str, source: Path, target: Path, limit: float) 
     Returns:
         `seconds` and `version`, or `error` with the last line that it printed.
     """
-    command = [str(python), "-c", PROGRAMS[name], str(source), str(target)]
+    return run_program(python, PROGRAMS[name], (source, target), limit)
+
+
+def run_program(python: Path, program: str, arguments: Sequence[Path | str], limit: float) -> dict[str, Any]:
+    """Run a program that prints a line `RESULT` with JSON behind it.
+
+    Args:
+        python: the interpreter of the peers' environment.
+        program: its text.
+        arguments: what it is given.
+        limit: seconds after which it is stopped.
+
+    Returns:
+        What it printed, or `error` with its last line.
+    """
+    command = [str(python), "-c", program, *map(str, arguments)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit)
     except subprocess.TimeoutExpired:

@@ -18,7 +18,11 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-FILES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "onnx.md", RESULTS / "notes_cpu.md")
+FILES = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / name for name in ("benchmarks.md", "onnx.md", "tune.md")),
+    RESULTS / "notes_cpu.md",
+)
 
 
 def _load(name: str) -> dict[str, Any]:
@@ -255,6 +259,29 @@ def cuda_model_table() -> str:
     return "\n".join(lines)
 
 
+<<<<<<< HEAD
+def tune_table() -> str:
+    """Nodes in FP32 and the error of `amp.tune` beside two other converters."""
+    rows = _load("tune")["rows"]
+    lines = [
+        "| model | nodes | AutoCast: in FP32, error | ORT: in FP32, error | amp.tune: in FP32, error | runs |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        ours = row["tune"]
+        told = [_in_fp32(row.get(peer, {"failed": "not run"})) for peer in ("AutoCast", "ORT auto")]
+        runs = f"{ours['runs']} (at most {ours['limit']})" if "runs" in ours else ""
+        lines.append(f"| {row['model']} | {row['nodes']} | {told[0]} | {told[1]} | {_in_fp32(ours)} | {runs} |")
+    return "\n".join(lines)
+
+
+def _in_fp32(one: dict[str, Any]) -> str:
+    if "failed" in one:
+        return "fails"
+    return f"{one['fp32']}, {one['error'] if isinstance(one['error'], str) else format(one['error'], '.2e')}"
+
+
+=======
 def range_profile_table() -> str:
     """A training step alone and with its exponents counted."""
     lines = ["| model | type | parameters | values counted | step | profiled | ratio |", "|---" * 7 + "|"]
@@ -266,6 +293,7 @@ def range_profile_table() -> str:
     return "\n".join(lines)
 
 
+>>>>>>> live
 TABLES: dict[str, Callable[[], str]] = {
     "casts": casts_table,
     "cuda_model": cuda_model_table,
@@ -276,6 +304,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "parity": parity_table,
     "plan": plan_table,
     "train": train_table,
+    "tune": tune_table,
     "inference": inference_table,
     "update": update_table,
     "profile": profile_table,

@@ -72,6 +72,13 @@ class Device(enum.StrEnum):
     CUDA = "cuda"
 
 
+class Start(enum.StrEnum):
+    """What `tune --start` takes."""
+
+    LOW = "low"
+    FP32 = "fp32"
+
+
 RulesOption = Annotated[str, typer.Option("--rules", help="A preset's name or a path to a rule file.")]
 
 
@@ -273,6 +280,76 @@ def convert(
     else:
         summary.print(Console())
     if summary.failed:
+        raise typer.Exit(3)
+
+
+@app.command()
+def tune(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="As for `explain`: a model, a factory of one, or an ONNX file.")
+    ],
+    output: Annotated[Path, typer.Argument(metavar="OUT.yaml", help="The rule file to write.")],
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            "--data",
+            metavar="DATA",
+            help="Of an ONNX file: an npz file of inputs, or a folder of them, one batch a file. Without it inputs are "
+            "drawn, which says little of a trained model.",
+        ),
+    ] = None,
+    args: Annotated[
+        list[str] | None,
+        typer.Option("--args", metavar="SPEC", help="An example argument, as for `explain`. Give it once for each."),
+    ] = None,
+    rules: RulesOption = "default",
+    dtype: Annotated[LowType, typer.Option("--dtype", help="The 16-bit type.")] = LowType.AUTO,
+    tolerance: Annotated[
+        float | None,
+        typer.Option("--tolerance", help="Largest relative error of a result: 0.01 in fp16, 0.08 in bf16."),
+    ] = None,
+    start: Annotated[
+        Start, typer.Option("--start", help="Keep nodes in FP32, or from all in FP32 put nodes low.")
+    ] = Start.LOW,
+    budget: Annotated[float | None, typer.Option("--budget", metavar="SECONDS", help="Stop the search then.")] = None,
+    max_runs: Annotated[
+        int | None, typer.Option("--max-runs", metavar="N", help="Stop it after so many runs of the model.")
+    ] = None,
+    loss: Annotated[
+        str,
+        typer.Option(
+            "--loss",
+            metavar="FUNCTION",
+            help="Called as loss(model, *args), named as MODEL is: loss and gradients are compared, not outputs.",
+        ),
+    ] = "",
+    eval_mode: Annotated[bool, typer.Option("--eval", help="Tune for inference: `model.eval()` first.")] = False,
+    json_: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Find the few nodes that have to stay in FP32 for a tolerance, and write them as a rule file.
+
+    Exit codes: 1 the tolerance cannot be met, or the model not be tuned; 2 wrong usage; 3 the file is written and meets
+    the tolerance, but the search was stopped before each of its nodes was shown to be needed: the same command goes on.
+    """
+    from amp_compiler.cli.tune import TuneOptions, run_tune
+
+    options = TuneOptions(
+        model=model,
+        output=output,
+        data=data,
+        args=tuple(args or ()),
+        rules=rules,
+        dtype=dtype.value,
+        tolerance=tolerance,
+        start=start.value,
+        budget=budget,
+        max_runs=max_runs,
+        loss=loss,
+        eval_mode=eval_mode,
+    )
+    found = run_tune(options)
+    typer.echo(found.to_json() if json_ else str(found), nl=not json_)
+    if found.stopped:
         raise typer.Exit(3)
 
 

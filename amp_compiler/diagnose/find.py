@@ -11,7 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from amp_compiler.diagnose.model_trials import Backward, ModelTrials
-from amp_compiler.errors import AmpError
+from amp_compiler.errors import AmpError, CaptureError, HookError, OptimizerError
 from amp_compiler.forward.api import is_onnx
 from amp_compiler.forward.compiled_module import CompiledModule
 from amp_compiler.forward.program import EAGER
@@ -53,7 +53,7 @@ def find_nonfinite(
         A report that is false where all is finite; print it.
 
     Raises:
-        AmpError: `subject` is none of these, is no one graph, or its batch does not fit.
+        AmpError: `subject` is none of these, is a module that is no one graph, or its batch does not fit.
 
     Example:
         >>> import torch, amp_compiler as amp
@@ -98,7 +98,12 @@ def _of_step(step: TrainingStep, batch: tuple[Any, ...]) -> NonfiniteReport:
             "the first call of this step changes how its weights are stored, which nothing here may do",
             mend="call the step once first",
         )
-    return step._trials(batch).report(step.loss_scale)
+    try:
+        return step._trials(batch).report(step.loss_scale)
+    except (HookError, OptimizerError):
+        raise
+    except CaptureError as cause:
+        return step._find_in_pieces(batch, cause)
 
 
 def _of_module(model: nn.Module, batch: Any, settings: Settings, backward: Backward | None) -> NonfiniteReport:

@@ -238,7 +238,7 @@ class _LossRun(_Run):
             self.model, loss_fn, torch.optim.SGD(self.trained, 0.0), rules=replace(self.settings.rules, weights={}),
             dtype=self.low.short, loss_scale=self.scale, clip_norm=None, accumulate=1, dynamic_shapes=None,
             backend=EAGER, enabled=True, passes=[given[one.name] for one in RUN if one.name in given], mode=DEFAULT,
-            callbacks=(),
+            process_group=None, callbacks=(),
         )  # fmt: skip
 
     def take(self, batch: Any) -> None:

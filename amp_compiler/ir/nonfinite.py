@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 INPUT = "input"  # the op of a node that is none
 SHOWN = 5  # so many nodes are named
+LOSS = "the loss"  # among the results of a step
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class NonfiniteReport:
 
     def __str__(self) -> str:
         if not self:
-            return "all gradients were finite"
+            return "all gradients were finite; what becomes zero or coarse in 16 bits is counted by amp.profile"
         title = "first made by" if self.repeated else "gradients made by"
         what = self._what() or "values between, and what is made of them is finite all the same, and may be wrong"
         told = f"not finite: {what}\n" + "".join(f"  {title} {node}\n" for node in self.nodes)

@@ -43,6 +43,13 @@ class Events(Protocol):
             places: where it has what is noted.
         """
 
+    def go_on_from(self, steps: int) -> None:
+        """Count the updates from another number on, that of a checkpoint.
+
+        Args:
+            steps: how many there were before the next one.
+        """
+
     def read(self) -> tuple[NonfiniteEvent, ...]:
         """Those that were kept, the oldest first."""
 
@@ -84,12 +91,17 @@ class HostEvents:
         def noted(*inputs: Any) -> Sequence[Any]:
             results = run(*inputs)
             self._steps += 1
-            flags = results[places.flags].tolist()
-            if any(flags):
-                self._kept.append(NonfiniteEvent(self._steps, float(places.scale_of(results)), _named(names, flags)))
+            flags = results[places.flags]
+            if bool(flags.any()):
+                scale, bad = float(places.scale_of(results)), _named(names, flags.tolist())
+                self._kept.append(NonfiniteEvent(self._steps, scale, bad))
             return results
 
         return noted
+
+    def go_on_from(self, steps: int) -> None:
+        """As in `Events`."""
+        self._steps = steps
 
     def read(self) -> tuple[NonfiniteEvent, ...]:
         """As in `Events`."""
@@ -132,6 +144,10 @@ class DeviceEvents:
             return results
 
         return noted
+
+    def go_on_from(self, steps: int) -> None:
+        """As in `Events`."""
+        self._steps.fill_(steps)
 
     def read(self) -> tuple[NonfiniteEvent, ...]:
         """As in `Events`; this waits for the device."""

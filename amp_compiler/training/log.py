@@ -77,6 +77,9 @@ class StepLog:
         callbacks: in the order in which they are told.
         dtype: short name of the low type.
 
+    Attributes:
+        steps: number of updates so far, skipped ones counted; 0 where nobody wants to know.
+
     Raises:
         AmpError: something else than callbacks is given.
     """
@@ -90,7 +93,7 @@ class StepLog:
             raise AmpError(f"callbacks holds {shown}, which is no amp.callbacks.Callback", mend=_MEND)
         self._callbacks: tuple[Callback, ...] = tuple(callbacks)
         self._dtype = dtype
-        self._steps = self._timed = 0
+        self.steps = self._timed = 0
         self._since: float | None = None
         self._losses: list[Tensor] = []
 
@@ -105,12 +108,12 @@ class StepLog:
         """
         if not self._callbacks:
             return
-        due = [one for one in self._callbacks if (self._steps + 1) % one.every == 0]
+        due = [one for one in self._callbacks if (self.steps + 1) % one.every == 0]
         if due:
             self._losses.append(output.loss)
         if not updated:
             return
-        self._steps += 1
+        self.steps += 1
         self._timed += 1
         if due:
             record = self._read(output, scale(), skipped)
@@ -135,13 +138,13 @@ class StepLog:
         zero, subnormal, infinite = shares(numbers[-BINS:], self._dtype)
         aux = single | dict(zip(on_device, rest, strict=True))
         return StepRecord(
-            self._steps, time.time(), loss, scaled, int(skips), norm, self._dtype, zero, subnormal, infinite,
+            self.steps, time.time(), loss, scaled, int(skips), norm, self._dtype, zero, subnormal, infinite,
             milliseconds, _memory(output.norm.device), aux,
         )  # fmt: skip
 
     def state_dict(self) -> dict[str, int]:
         """The number of steps, so that a run that is resumed goes on from it; nothing without callbacks."""
-        return {STEPS_KEY: self._steps} if self._callbacks else {}
+        return {STEPS_KEY: self.steps} if self._callbacks else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from the number of steps of `state_dict`; one without it changes nothing.
@@ -149,10 +152,10 @@ class StepLog:
         Raises:
             AmpError: it is no number.
         """
-        steps = state.get(STEPS_KEY, self._steps)
+        steps = state.get(STEPS_KEY, self.steps)
         if type(steps) is not int or steps < 0:
             raise AmpError(f"the saved number of steps is {steps!r}", mend="save it with step.state_dict()")
-        self._steps, self._losses = steps, []
+        self.steps, self._losses = steps, []
 
 
 def _exponents(output: StepOutput) -> Tensor:

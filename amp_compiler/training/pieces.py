@@ -23,7 +23,7 @@ from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private import building, needs_double_backward
-from amp_compiler.ir.nonfinite import NonfiniteNode
+from amp_compiler.ir.nonfinite import LOSS, NonfiniteNode, NonfiniteReport
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.layout import empty_laid_out_like, is_laid_out_like
 from amp_compiler.passes.pipeline import Stages
@@ -114,12 +114,15 @@ class PieceStep:
                 self.pieces = self._in_pieces()
                 _set_random_state(self._device, drawn)
                 return self.forward_and_backward(batch, optimizers)
-            raise CaptureError(
-                f"the step failed in pieces: {type(error).__name__}: {first_line(error)}; and as one graph: "
-                f"{self.cause.what}",
-                where=user_frame(error),
-                mend="see the error that this one comes from",
-            ) from error
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> CaptureError:
+        return CaptureError(
+            f"the step failed in pieces: {type(error).__name__}: {first_line(error)}; and as one graph: "
+            f"{self.cause.what}",
+            where=user_frame(error),
+            mend="see the error that this one comes from",
+        )
 
     def replayed(
         self, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer], scale: Tensor
@@ -134,16 +137,51 @@ class PieceStep:
         Returns:
             The nodes that made something that is not finite.
         """
-        if self.pieces is None:
-            return ()
+        return () if self.pieces is None else self._replayed(self.pieces, batch, optimizers, scale)[0]
+
+    def _replayed(
+        self, pieces: Pieces, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer], scale: Tensor
+    ) -> tuple[tuple[NonfiniteNode, ...], Made]:
         self._replay = PieceReplay()
         try:
             with generators_kept():
                 _set_random_state(self._device, self._drawn)
-                self._run(batch, optimizers, scale)
-            return self._replay.origins(self.pieces.plan)
+                made = self._run(batch, optimizers, scale)
+            return self._replay.origins(pieces.plan), made
         finally:
             self._replay = None
+
+    def report(
+        self, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer], scale: Tensor
+    ) -> NonfiniteReport:
+        """What is not finite in a batch that has not run yet, and what mends it.
+
+        Args:
+            batch: arguments of the loss function behind the model.
+            optimizers: what is trained.
+            scale: the loss scale, FP32 scalar.
+
+        Raises:
+            AmpError: it runs in plain FP32, or not even in pieces.
+        """
+        if self.pieces is None:
+            raise self.cause
+        self._drawn = _random_state(self._device)
+        try:
+            nodes, made = self._replayed(self.pieces, batch, optimizers, scale)
+        except AmpError:
+            raise
+        except Exception as error:  # the model's own code may raise anything
+            raise self._failed(error) from error
+        bad = [name for name, one in made.gradients.items() if not bool(torch.isfinite(one).all())]
+        parameters = tuple(name.partition(".")[2] for name in bad)
+        loss = () if bool(torch.isfinite(made.loss)) else (LOSS,)
+        if not nodes and not parameters and not loss:
+            return NonfiniteReport()
+        cure = self.cure(batch, optimizers, scale, nodes)
+        if not parameters and not loss and not cure.rule:
+            return NonfiniteReport()  # FP32 has it too, and nothing comes of it
+        return NonfiniteReport(parameters, nodes, True, loss, cure.rule, cure.told)
 
     def cure(
         self,

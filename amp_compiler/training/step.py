@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Real
 from typing import Any
@@ -11,11 +12,14 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from amp_compiler.backends.backend import DEFAULT
 from amp_compiler.backends.cuda_capture import TorchGraphs
 from amp_compiler.backends.cuda_graph import GraphSettings
+from amp_compiler.distributed.group import check_group
 from amp_compiler.errors import AmpError, CaptureError, HookError, LoweringError, OptimizerError
 from amp_compiler.forward.captures import Captures
 from amp_compiler.forward.counting import CountingProgram
+from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.program_table import ProgramTable
 from amp_compiler.forward.settings import AUTO, device_of, make_settings
 from amp_compiler.forward.signature import BatchForm, leaves_key
@@ -24,6 +28,7 @@ from amp_compiler.fx.capture import autocast_off
 from amp_compiler.fx.capture_errors import shapes_do_not_fit
 from amp_compiler.fx.graph import LOW_TYPES, torch_dtype
 from amp_compiler.fx.torch_private import TENSORS, building, saved_tensor_hooks
+from amp_compiler.ir.nonfinite import NonfiniteReport
 from amp_compiler.onnx.importing.api import trained_module
 from amp_compiler.ops.loss_scale import LossScale, NoLossScale, make_loss_scale
 from amp_compiler.ops.update.rounding import WeightStorage
@@ -35,7 +40,7 @@ from amp_compiler.training.events import events_on
 from amp_compiler.training.fused_optimizers import check_optimizers, check_storage
 from amp_compiler.training.held_scale import HeldScale
 from amp_compiler.training.inputs import KeptTensors
-from amp_compiler.training.log import StepLog
+from amp_compiler.training.log import STEPS_KEY, StepLog
 from amp_compiler.training.pieces import PieceProgram, PieceStep
 from amp_compiler.training.program import LossModule, StepProgram
 from amp_compiler.training.readings import StepReadings
@@ -44,11 +49,11 @@ from amp_compiler.training.standing import Standing
 from amp_compiler.training.state import GradientSums, LowWeights
 from amp_compiler.training.traced_optimizers import check_hooks
 from amp_compiler.training.trial import StepTrials
-from amp_compiler.training.weights import OWN_KEY, WeightState, weight_storage
+from amp_compiler.training.weights import OWN_KEY, WeightState, weight_storage, widened
 
 logger = logging.getLogger("amp_compiler")
 MOST_SIGNATURES = 64
-PARALLEL = "pass model.module: a step is of one process, and averages no gradients over several"
+PARALLEL = "to average gradients, train it around amp.compile(model.module); to train one process, pass model.module"
 _TENSORS_ALONE = {Tensor}
 MOST_KNOWN = 4096  # shapes of which it is kept in mind which program of dynamic shapes takes them
 RUN = (CAPTURE, PLAN, FORWARD, STEP, UPDATE, DEVICE, PIECE)  # the pipelines of a step
@@ -69,6 +74,7 @@ def training_step(
     enabled: bool = True,
     passes: Any = None,
     mode: str = "default",
+    process_group: Any = None,
     callbacks: Any = (),
 ) -> TrainingStep:
     """Make a training step: one compiled graph that runs forward, backward and update.
@@ -110,6 +116,8 @@ def training_step(
         mode: `"default"`, or `"max-autotune"`: Inductor times several kernels for a product and several sizes of blocks
             for a loop, as under torch.compile's mode of that name, and the first call takes longer by that. On a
             GPU the step is replayed as one CUDA graph in both.
+        process_group: of `torch.distributed`; the default group by default, where there is one. Gradients are not
+            averaged over ranks yet, so it has to be a group of this rank alone.
         callbacks: `amp.callbacks`, a list, such as `[amp.callbacks.JSONLines("run.jsonl", every=10)]`. Each is told the
             numbers of every so many steps; other steps are not read from.
 
@@ -128,6 +136,7 @@ def training_step(
         >>> losses[-1] < losses[0]
         True
     """
+    check_group(process_group)
     return TrainingStep(
         model,
         loss_fn,
@@ -142,6 +151,7 @@ def training_step(
         enabled=enabled,
         passes=passes,
         mode=mode,
+        process_group=process_group,
         callbacks=callbacks,
     )
 
@@ -165,8 +175,10 @@ class TrainingStep(StepReadings):
         enabled: bool,
         passes: Any,
         mode: str,
+        process_group: Any,
         callbacks: Any,
     ) -> None:
+        self._group = process_group
         model, optimizer = trained_module(unwrapped_model(model, PARALLEL), optimizer)
         self.model = model
         if clip_norm is not None and (not isinstance(clip_norm, Real) or clip_norm is True or not clip_norm > 0):
@@ -230,6 +242,8 @@ class TrainingStep(StepReadings):
         """
         if self._watch.arrived() and self._last is not None:
             self.check()
+        if self._last is None:
+            check_group(self._group)
         for optimizer in self._optimizers:
             check_hooks(optimizer)
         leaves, spec = self._flat(batch)
@@ -355,6 +369,24 @@ class TrainingStep(StepReadings):
             check_hooks(optimizer)
         return StepTrials(self._module, batch, self._options(""), self._state)
 
+    def _find_in_pieces(self, batch: tuple[Any, ...], cause: CaptureError) -> NonfiniteReport:
+        """What is not finite in a batch of a loss that is no one graph."""
+        if not self._enabled:
+            raise cause
+        settings = replace(self._settings, dynamic_shapes=None, backend=EAGER, mode=DEFAULT)
+        with autocast_off():
+            pieces = PieceStep(self._module, settings, cause, self._state, enabled=True)
+            return pieces.report(batch, self._optimizers, self.loss_scale)
+
+    @contextmanager
+    def _in_fp32(self) -> Iterator[LossModule]:
+        """Within it the loss as a module, all of its parameters in FP32, as it is captured."""
+        for optimizer in self._optimizers:
+            check_hooks(optimizer)
+        self._module.adopt(self._optimizers)
+        with self._module.as_parameters(), widened(self._module.parameters()):
+            yield self._module
+
     def _forget(self) -> None:
         """Drop the programs, none of which will fit again."""
         self._programs.clear()
@@ -399,4 +431,6 @@ class TrainingStep(StepReadings):
             self._forget()
         self._weights.rounding.load_state_dict(state.get(OWN_KEY, {}))
         self._log.load_state_dict(state.get(OWN_KEY, {}))
+        if STEPS_KEY in state.get(OWN_KEY, {}):
+            self._state.events.go_on_from(self._log.steps)
         self._watch.forget()

@@ -19,7 +19,7 @@ from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import results_of
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import building
-from amp_compiler.ir.nonfinite import INPUT, SHOWN, NonfiniteNode, NonfiniteReport
+from amp_compiler.ir.nonfinite import INPUT, LOSS, SHOWN, NonfiniteNode, NonfiniteReport
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.loss_scale import DynamicLossScale
 from amp_compiler.passes.pipeline import Stages
@@ -31,7 +31,6 @@ from amp_compiler.training.nonfinite import described, in_order
 from amp_compiler.training.program import LossModule, Resolver
 
 _LAST_BEFORE_UPDATE = "sum_gradients"
-_LOSS = "the loss"
 
 
 class StepTrials:
@@ -68,7 +67,7 @@ class StepTrials:
             return self._swallowed(graph, seen, scale)
         cure = self._cure(graph, seen, scale)
         parameters = tuple(name for name in graph.updated if name in seen.spoilt)
-        loss = tuple(name for name in seen.spoilt if name == _LOSS)
+        loss = tuple(name for name in seen.spoilt if name == LOSS)
         return NonfiniteReport(parameters, seen.nodes[:SHOWN], True, loss, cure.rule, cure.told)
 
     def _swallowed(self, graph: _Joint, seen: _Seen, scale: Tensor) -> NonfiniteReport:
@@ -192,7 +191,7 @@ class _Joint:
         given = {node: scale if Key.STATE in node.meta else resolve.get(leaves) for node, resolve in pairs}
         seen = Replay(self.graph_module).run_again(given, scale.device)
         results = results_of(graph)
-        named = {_LOSS: results[0]}
+        named = {LOSS: results[0]}
         named |= zip(self.updated, results[len(results) - len(self.updated) :], strict=True)
         origins = {name: seen.origins([node]) for name, node in named.items()}
         broken = {node for found in origins.values() for node in found}

@@ -34,6 +34,7 @@ PLACES = {
     "": (0, LEFT, MIDDLE - 15),
     "cli": (0, MIDDLE + 15, RIGHT),
     "diagnose": (1, LEFT, MIDDLE - 15),
+    "distributed": (1, MIDDLE + 15, RIGHT),
     "training": (2, LEFT, MIDDLE - 15),
     "forward": (2, MIDDLE + 15, RIGHT),
     "backends": (3, LEFT, MIDDLE - 15),

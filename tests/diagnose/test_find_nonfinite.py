@@ -247,14 +247,15 @@ def test_the_error_at_the_floor_carries_the_report():
     assert report.rule and report.rule in str(caught.value) and report.nodes[0].planned in str(caught.value)
 
 
-def test_a_step_in_pieces_gets_a_rule_too(tmp_path):
-    class Broken(Logits):
-        def forward(self, x):
-            hidden = self.query(x)
-            if float(hidden.detach().sum()) > 0:  # which no graph can hold
-                hidden = hidden * 1.0
-            return self.head((hidden @ self.key(x).transpose(-1, -2)).softmax(-1) @ x)
+class Broken(Logits):
+    def forward(self, x):
+        hidden = self.query(x)
+        if float(hidden.detach().sum()) > 0:  # which no graph can hold
+            hidden = hidden * 1.0
+        return self.head((hidden @ self.key(x).transpose(-1, -2)).softmax(-1) @ x)
 
+
+def test_a_step_in_pieces_gets_a_rule_too(tmp_path):
     step = step_of(Broken(), "default")
     step(X)
     report = step.nonfinite_report()
@@ -263,6 +264,24 @@ def test_a_step_in_pieces_gets_a_rule_too(tmp_path):
     cured = step_of(Broken(), str(tmp_path / "cured.yaml"))
     cured(X)
     assert not cured.nonfinite_report()
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_any_batch_of_a_step_in_pieces(has_run, tmp_path):
+    model = Broken()
+    step = step_of(model, "default")
+    if has_run:
+        step(X * 1e-3)
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    random = torch.get_rng_state()
+    report = amp.find_nonfinite(step, X)
+    assert "head.weight" in report.parameters and "the loss" in report.results
+    assert report.nodes[0].planned.startswith("piece") and report.rule
+    assert all(torch.equal(before[name], one) for name, one in model.state_dict().items())
+    assert torch.equal(random, torch.get_rng_state()) and all(one.grad is None for one in model.parameters())
+    (tmp_path / "cured.yaml").write_text(report.rule)
+    assert not amp.find_nonfinite(step_of(Broken(), str(tmp_path / "cured.yaml")), X)
+    assert not amp.find_nonfinite(step, X * 1e-3)
 
 
 @pytest.mark.parametrize("fault", ["attention logits", "log of an underflowed softmax"])

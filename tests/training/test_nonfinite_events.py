@@ -73,3 +73,17 @@ def test_of_gathered_batches_the_update_is_named():
     for x in (GOOD, GOOD, BAD, GOOD, GOOD, GOOD):
         step(x, GOOD)
     assert [event.step for event in step.nonfinite_events()] == [2]
+
+
+@pytest.mark.parametrize("events", [HostEvents, lambda: DeviceEvents(torch.device("cpu"))])
+def test_a_run_that_is_resumed_goes_on_counting(events):
+    class Nothing(amp.callbacks.Callback):
+        def on_step(self, record):
+            pass
+
+    before, after = make(loss_scale=2.0, callbacks=[Nothing(100)]), make(loss_scale=2.0, callbacks=[Nothing(100)])
+    before(GOOD, GOOD), before(GOOD, GOOD)
+    after._state = replace(after._state, events=events())
+    after.load_state_dict(before.state_dict())
+    after(BAD, GOOD)
+    assert [event.step for event in after.nonfinite_events()] == [3]

@@ -85,6 +85,58 @@ def verify(
     return VerifyReport(outputs, found.count, *traced.result(), engines, found.worst, untried)
 
 
+class Expected:
+    """What a model gives in FP32, kept for comparing several conversions with it.
+
+    Args:
+        original: the model.
+        batches: as for `verify`, without `Probes`.
+        engine: as for `verify`.
+
+    Raises:
+        OnnxError: the model or a batch cannot be read, or the model not be run.
+    """
+
+    def __init__(self, original: OnnxFile, batches: Batches, *, engine: Engine | None = None) -> None:
+        side = Side(original, False, engine, as_twin=has_low_types(original.proto))
+        self._original, self._engine = original, engine
+        self.names = tuple(output.name for output in original.proto.graph.output)
+        self.batches = [(batch, side.run(batch)) for batch in iterate_batches(batches, original)]
+
+    def nonfinite(self) -> tuple[str, ...]:
+        """The outputs that are infinite or NaN somewhere."""
+        return tuple(name for name in self.names if any(_is_spoilt(made[name]) for _, made in self.batches))
+
+    def errors(self, converted: OnnxFile) -> tuple[OutputError, ...]:
+        """How far the outputs of a conversion are off; all infinitely where it does not run.
+
+        Raises:
+            OnnxError: its inputs or outputs have other names.
+        """
+        _same_interface(self._original, converted)
+        found = _Findings(list(self.names))
+        try:
+            side = Side(converted, False, self._engine, as_twin=True)
+        except OnnxError as refused:
+            for batch, _ in self.batches:
+                found.fail(batch, "", refused.what)
+            return tuple(total.result(name) for name, total in found.sums.items())
+        for batch, expected in self.batches:
+            try:
+                found.add(batch, "", expected, side.run(batch))
+            except OnnxError as failed:
+                found.fail(batch, "", failed.what)
+        return tuple(total.result(name) for name, total in found.sums.items())
+
+
+def _is_spoilt(value: Any) -> bool:
+    """Whether a tensor, or one of a sequence, holds an infinity or NaN."""
+    if isinstance(value, list | tuple):
+        return any(_is_spoilt(one) for one in value)
+    array = np.asarray(value)
+    return bool(array.dtype.kind in "fc" and not np.isfinite(array).all())
+
+
 class _Findings:
     """Errors of the outputs over the batches, and the worst batch."""
 

@@ -19,6 +19,7 @@ from amp_compiler.onnx.importing.ops import values
 
 FEW = 4096
 """Constants up to this size may stand in the graph as plain numbers."""
+ONNX_VALUE = "onnx_value"  # in a node's `meta`: the ONNX name of what it makes
 Trainable = Callable[[str, torch.Tensor], bool] | None
 
 
@@ -209,6 +210,7 @@ class Scope:
     def call(self, function: Any, args: Any, kwargs: dict[str, Any], name: str) -> fx.Node:
         """A call node, named after its ONNX value."""
         node = self.graph.create_node("call_function", function, tuple(args), kwargs, self._node_names.give(name))
+        node.meta[ONNX_VALUE] = name
         if inspect.isfunction(function):  # so that a saved module, which FX traces anew, keeps the call as it is
             node.meta["is_wrapped"] = True
         return node

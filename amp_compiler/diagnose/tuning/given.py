@@ -1,0 +1,164 @@
+"""What a call of `amp.tune` is given: its options, and its subject with the batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from amp_compiler.diagnose.tuning.subject import Subject
+from amp_compiler.diagnose.tuning.torch_model import Batch, Goal, TorchSubject
+from amp_compiler.diagnose.tuning.writing import FP32, LOW
+from amp_compiler.errors import AmpError
+from amp_compiler.forward.api import is_onnx
+from amp_compiler.forward.compiled_module import CompiledModule
+from amp_compiler.forward.program import EAGER
+from amp_compiler.forward.settings import AUTO, Settings, make_settings
+from amp_compiler.ir.dtypes import low_type
+from amp_compiler.ir.files import output_file
+from amp_compiler.policy.loader import load_rules
+from amp_compiler.policy.rules import RuleSet
+from amp_compiler.training.program import ROOT
+from amp_compiler.training.step import TrainingStep
+
+_STARTS = (LOW, FP32)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of a call, which `tune` tells.
+
+    Args:
+        rules: what is extended; `None` for the subject's own.
+        dtype: `fp16`, `bf16` or `auto`.
+        tolerance: the largest error; `None` for that of the type.
+        output: the file to write.
+        start: `low` or `fp32`.
+        budget: in seconds.
+        max_runs: runs of the model.
+    """
+
+    rules: Any
+    dtype: str
+    tolerance: float | None
+    output: Path | None
+    start: str
+    budget: float | None
+    max_runs: int | None
+
+    def check(self) -> None:
+        """Refuse what cannot be.
+
+        Raises:
+            AmpError: an option is none of those that there are, or the output cannot be written.
+        """
+        if self.start not in _STARTS:
+            raise AmpError(f"start={self.start!r} is not known", mend="use 'low' or 'fp32'")
+        if self.tolerance is not None and not (self.tolerance > 0 and math.isfinite(self.tolerance)):
+            raise AmpError(f"tolerance={self.tolerance!r} is no error", mend="pass a number above 0, such as 0.01")
+        if self.budget is not None and not self.budget > 0:
+            raise AmpError(f"budget={self.budget!r} is no time", mend="pass seconds, or leave it out")
+        if self.max_runs is not None and self.max_runs < 1:
+            raise AmpError(f"max_runs={self.max_runs!r} is no number of runs", mend="pass one above 0, or leave it out")
+        if self.output is not None:
+            target = output_file(self.output)
+            given = Path(self.rules) if isinstance(self.rules, (str, Path)) else None
+            if given is not None and given.is_file() and given.resolve() == target:
+                raise AmpError("the output is the rule file", where=str(self.output), mend="name another output")
+
+    def settings(self) -> Settings:
+        """Those of a module that is not compiled yet."""
+        return make_settings("default" if self.rules is None else self.rules, self.dtype, EAGER)
+
+
+def subject_of(
+    subject: Any, batches: Any, asked: Asked, loss_fn: Callable[[Any], Tensor] | None, loss_scale: float
+) -> tuple[Subject, RuleSet]:
+    """What is tuned, and its rules.
+
+    Args:
+        subject: as for `tune`.
+        batches: as for `tune`.
+        asked: the options.
+        loss_fn: as for `tune`.
+        loss_scale: as for `tune`.
+
+    Raises:
+        AmpError: it cannot be tuned, or its batches do not fit.
+    """
+    if isinstance(subject, TrainingStep):
+        if loss_fn is not None:
+            raise AmpError("a training step has its own loss", mend="leave loss_fn away")
+        return _of_step(subject, batches, asked)
+    goal_of = None if loss_fn is None else Goal(lambda output: _loss(loss_fn(output)), loss_scale)
+    if isinstance(subject, CompiledModule):
+        settings = subject.settings
+        settings = settings if asked.rules is None else replace(settings, rules=load_rules(asked.rules))
+        return TorchSubject(subject.original, _arguments(batches), settings, goal_of), settings.rules
+    if isinstance(subject, nn.Module):
+        settings = asked.settings()
+        return TorchSubject(subject, _arguments(batches), settings, goal_of), settings.rules
+    if not is_onnx(subject):
+        raise AmpError(
+            f"a {type(subject).__name__} cannot be tuned",
+            mend="pass what amp.training_step gave, a module or an ONNX model",
+        )
+    if loss_fn is not None:
+        raise AmpError("an ONNX model has no backward", mend="train it with amp.training_step, and pass the step")
+    from amp_compiler.diagnose.tuning.onnx_model import OnnxSubject  # here, so that nobody else waits for ONNX
+
+    low = low_type("fp16" if asked.dtype == AUTO else asked.dtype)
+    return OnnxSubject(subject, batches, low), load_rules("default" if asked.rules is None else asked.rules)
+
+
+def _of_step(step: TrainingStep, batches: Any, asked: Asked) -> tuple[Subject, RuleSet]:
+    if not step._enabled:
+        raise AmpError("this step runs in FP32 (enabled=False)", mend="leave enabled at True")
+    settings = step._settings
+    settings = settings if asked.rules is None else replace(settings, rules=load_rules(asked.rules))
+    falls = step._scale_config.constant is None
+    goal = Goal(lambda output: output[0], float(step.loss_scale), falls, lambda name: name.partition(".")[2])
+    given: list[Batch] = [(_positional(batch), {}) for batch in _listed(batches)]
+    return TorchSubject(step._module, given, settings, goal, step._in_fp32, ROOT), settings.rules
+
+
+def _listed(batches: Any) -> list[Any]:
+    if not isinstance(batches, Iterable) or isinstance(batches, (Tensor, np.ndarray, Mapping, str)):
+        raise AmpError(
+            f"there are no batches in a {type(batches).__name__}", mend="pass a list of batches, or what gives them"
+        )
+    found = list(batches)
+    if not found:
+        raise AmpError("there is no batch to tune on", mend="pass at least one")
+    return found
+
+
+def _positional(batch: Any) -> tuple[Any, ...]:
+    return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+
+
+def _arguments(batches: Any) -> list[Batch]:
+    found: list[Batch] = []
+    for batch in _listed(batches):
+        named = dict(sorted(batch.items())) if isinstance(batch, Mapping) else {}
+        args = () if isinstance(batch, Mapping) else _positional(batch)
+        found.append(
+            pytree.tree_map(lambda one: torch.from_numpy(one) if isinstance(one, np.ndarray) else one, (args, named))
+        )
+    return found
+
+
+def _loss(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        raise AmpError(
+            f"loss_fn returned a {type(loss).__name__}" if not isinstance(loss, Tensor) else "loss_fn returned no loss",
+            mend="return one floating-point number",
+        )
+    return loss.float().reshape(())

@@ -1,0 +1,105 @@
+"""What was measured so far, in a file of JSON lines beside the output: a run that was killed goes on from it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from amp_compiler.diagnose.tuning.deviation import Measured
+from amp_compiler.diagnose.tuning.sensitivity import Estimate
+from amp_compiler.errors import AmpError
+from amp_compiler.ir.files import write_atomically
+
+_VERSION = 1
+_MEND = "delete it, or name another output"
+
+
+class Journal:
+    """Measurements, kept in memory and, where there is a path, in a file.
+
+    Args:
+        path: the file; `None` for none.
+        subject: a digest of model, rules, type and batches.
+
+    Raises:
+        AmpError: the file is no journal, or that of another subject.
+    """
+
+    def __init__(self, path: Path | None, subject: str) -> None:
+        self.path = path
+        self._lines: list[str] = [json.dumps({"version": _VERSION, "subject": subject})]
+        self._measured: dict[tuple[int, ...], Measured] = {}
+        self.estimates: dict[str, Estimate] = {}
+        self.profiled = 0  # runs that these took
+        if path is not None and path.exists():
+            self._read(path, subject)
+
+    @property
+    def resumed(self) -> int:
+        """Measurements that stand in it."""
+        return len(self._measured)
+
+    def note_estimates(self, estimates: Mapping[str, Estimate], runs: int) -> None:
+        """Keep what the profiled run showed, and the runs that it took."""
+        self.estimates, self.profiled = dict(estimates), runs
+        self._add({"runs": runs, "estimates": [_plain(one.to_dict()) for one in estimates.values()]})
+
+    def get(self, kept: Sequence[int]) -> Measured | None:
+        """What was measured with some nodes kept, by their places; `None` where nothing was."""
+        return self._measured.get(tuple(kept))
+
+    def note(self, kept: Sequence[int], measured: Measured) -> None:
+        """Keep a measurement."""
+        self._measured[tuple(kept)] = measured
+        self._add({"kept": list(kept), "error": _number(measured.error), "worst": measured.worst})
+
+    def close(self) -> None:
+        """Remove the file: all is done."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+    def _add(self, line: Mapping[str, Any]) -> None:
+        self._lines.append(json.dumps(line))
+        if self.path is not None:
+            write_atomically(self.path, "\n".join([*self._lines, ""]))
+
+    def _read(self, path: Path, subject: str) -> None:
+        where = str(path)
+        try:
+            lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+            head = lines[0]
+            if head["version"] != _VERSION:
+                raise AmpError(f"this journal is of version {head['version']}", where=where, mend=_MEND)
+            if head["subject"] != subject:
+                raise AmpError(
+                    "this journal is of another model, other rules or other batches", where=where, mend=_MEND
+                )
+            for line in lines[1:]:
+                if "estimates" in line:
+                    made = [Estimate.from_dict(_read_numbers(one)) for one in line["estimates"]]
+                    self.estimates, self.profiled = {one.name: one for one in made}, int(line["runs"])
+                else:
+                    self._measured[tuple(line["kept"])] = Measured(_read_number(line["error"]), line["worst"])
+        except (OSError, ValueError, KeyError, TypeError, IndexError, UnicodeDecodeError) as cause:
+            raise AmpError(f"this is no journal of amp.tune: {cause!r}", where=where, mend=_MEND) from cause
+        self._lines = [json.dumps(line) for line in lines]
+
+
+def _number(value: float) -> float | str:
+    """JSON has no infinities."""
+    return value if math.isfinite(value) else str(value)
+
+
+def _read_number(value: float | str) -> float:
+    return float(value)
+
+
+def _plain(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _number(value) if isinstance(value, float) else value for key, value in data.items()}
+
+
+def _read_numbers(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value if key == "name" else float(value) for key, value in data.items()}

@@ -1,0 +1,303 @@
+"""What rounding one node's inputs and result makes of the results, to first order, from one run in FP32.
+
+Each node that is to be rounded is computed a second time from its FP32 inputs, rounded; the difference is what its
+rounding adds. How much of it reaches the results is read from their gradients: those of a random projection `r·y` with
+independent signs give the length of the vector that the difference becomes, on average over `r` (Hutchinson's trick).
+For loss and gradients the projection is of the gradients, differentiated once more; what is added to the gradients
+themselves, on their way back, is found the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+
+from amp_compiler.fx.finiteness import Finiteness, is_forward
+
+_PROJECTIONS = 4
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What is known of one node's rounding.
+
+    Args:
+        name: the node.
+        error: the relative error of the results that it makes, estimated; infinite where it makes an infinity or NaN.
+        own: relative L2 error of its own result.
+        least: the smallest magnitude in its FP32 result but zero.
+        greatest: the largest one.
+        zero: fraction of the nonzero numbers in it that the low type makes zero.
+        subnormal: fraction that is subnormal in the low type.
+        infinite: fraction that is infinite in it.
+    """
+
+    name: str
+    error: float
+    own: float = 0.0
+    least: float = 0.0
+    greatest: float = 0.0
+    zero: float = 0.0
+    subnormal: float = 0.0
+    infinite: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Estimate:
+        """What `to_dict` gave."""
+        return cls(**data)
+
+    @property
+    def told(self) -> str:
+        """In words."""
+        parts = ((self.infinite, "infinite"), (self.zero, "zero"), (self.subnormal, "subnormal"))
+        lost = ", ".join(f"{_share(part)} becomes {what}" for part, what in parts if part)
+        made = f"it makes {self.least:.2g} to {self.greatest:.2g}"
+        return f"{made}, of which {lost}" if lost else made
+
+
+def _share(part: float) -> str:
+    return "all" if part == 1 else f"{part:.2%}" if part >= 1e-4 else "less than 0.01%"
+
+
+def in_order(estimates: Mapping[str, Estimate], names: Sequence[str]) -> list[str]:
+    """Nodes, the most sensitive first; of several alike the first in execution order. Unknown ones count as typical."""
+    known = sorted(one.error for one in estimates.values() if math.isfinite(one.error))
+    typical = known[len(known) // 2] if known else 0.0
+    return sorted(names, key=lambda name: -(estimates[name].error if name in estimates else typical))
+
+
+def likely_prefix(estimates: Mapping[str, Estimate], order: Sequence[str], tolerance: float) -> int:
+    """How many of the most sensitive nodes have to be kept for a tolerance, by the estimates."""
+    rest = 0.0
+    for place in range(len(order) - 1, -1, -1):
+        error = estimates[order[place]].error if order[place] in estimates else 0.0
+        rest = math.hypot(rest, error)
+        if rest > tolerance:
+            return place + 1
+    return 1
+
+
+class _Tap(torch.autograd.Function):
+    """The same value; what comes back has a zero added, by which the gradients can be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, zero: Tensor) -> Tensor:
+        ctx.save_for_backward(zero)
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (zero,) = ctx.saved_tensors
+        return gradient + zero, None
+
+
+@dataclass
+class Sums:
+    """Of one node over batches, squared where they are norms."""
+
+    error: float = 0.0
+    spoilt: bool = False
+    own: float = 0.0
+    size: float = 0.0
+    least: float = math.inf
+    greatest: float = 0.0
+    numbers: int = 0
+    zero: int = 0
+    subnormal: int = 0
+    infinite: int = 0
+
+
+@dataclass
+class _Place:
+    """One result of a node in the run of one batch."""
+
+    name: str
+    value: Tensor
+    zero: Tensor
+    difference: Tensor
+
+
+class ProfiledRun(fx.Interpreter):
+    """Runs a graph in FP32, with the rounding of some nodes measured beside it.
+
+    Args:
+        graph_module: the graph, of FP32.
+        watched: names of the nodes in the plan, by the node of the graph.
+        low: the 16-bit type.
+        sums: what is gathered, by name; filled by `batch`.
+        backward: whether gradients are differentiated.
+        device: whose random numbers are drawn, beside the CPU's.
+    """
+
+    def __init__(
+        self,
+        graph_module: fx.GraphModule,
+        watched: Mapping[fx.Node, str],
+        low: torch.dtype,
+        sums: dict[str, Sums],
+        *,
+        backward: bool,
+        device: torch.device,
+    ) -> None:
+        super().__init__(graph_module, garbage_collect_values=True)
+        self._watched, self._low, self._sums, self._backward = watched, low, sums, backward
+        self._devices = [device] if device.type == "cuda" else []
+        self.places: list[_Place] = []
+        self.seen = Finiteness(is_forward)
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run one node, and a watched one again with everything rounded."""
+        if n not in self._watched or n.op != "call_function":
+            value = super().run_node(n)
+            if n.op != "output":
+                self.seen.note(n, value)
+            return value
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        with torch.no_grad(), torch.random.fork_rng(devices=self._devices):  # both draw the same random numbers
+            rounded = pytree.tree_map(self._rounded, (args, kwargs))
+            low = pytree.tree_map(self._rounded, self.call_function(n.target, *rounded))  # type: ignore[arg-type]
+        value = self.call_function(n.target, args, kwargs)  # type: ignore[arg-type]
+        self.seen.note(n, value)
+        if isinstance(value, (list, tuple)):
+            return type(value)([self._tapped(self._watched[n], *pair) for pair in zip(value, low, strict=True)])
+        return self._tapped(self._watched[n], value, low)
+
+    def _rounded(self, one: Any) -> Any:
+        if isinstance(one, Tensor) and one.dtype in (torch.float32, torch.float64):
+            return one.detach().to(self._low).to(one.dtype)
+        return one
+
+    def _tapped(self, name: str, value: Any, low: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        self._measure(self._sums.setdefault(name, Sums()), value.detach(), low)
+        if not value.requires_grad:
+            value = value.detach().requires_grad_()
+        zero, tapped = value, value.view_as(value)
+        if self._backward:
+            zero = torch.zeros_like(value).requires_grad_()
+            tapped = _Tap.apply(value, zero)  # type: ignore[no-untyped-call]
+        self.places.append(_Place(name, tapped, zero, torch.nan_to_num(low - value.detach(), 0.0, 0.0, 0.0)))
+        return tapped
+
+    def _measure(self, sums: Sums, value: Tensor, low: Tensor) -> None:
+        finite, info = torch.isfinite(value), torch.finfo(self._low)
+        sums.spoilt |= bool((finite & ~torch.isfinite(low)).any())
+        kept = finite & torch.isfinite(low)
+        sums.own += float((low - value)[kept].double().square().sum())
+        sums.size += float(value[kept].double().square().sum())
+        sizes = value[finite].abs()
+        sizes = sizes[sizes > 0]
+        if not sizes.numel():
+            return
+        rounded = sizes.to(self._low).float()
+        sums.least, sums.greatest = min(sums.least, float(sizes.min())), max(sums.greatest, float(sizes.max()))
+        sums.numbers += sizes.numel()
+        sums.zero += int((rounded == 0).sum())
+        sums.infinite += int(torch.isinf(rounded).sum())
+        sums.subnormal += int(((rounded > 0) & (rounded < info.tiny)).sum())
+
+    # ---- how much of it reaches the results
+
+    def spread_to(self, results: Sequence[Tensor]) -> None:
+        """Add what reaches some results, each measured by its norm.
+
+        Args:
+            results: with the graph of autograd behind them.
+        """
+        places = [place.value for place in self.places]
+        floats = [one for one in results if one.is_floating_point() and one.requires_grad]
+        for number in range(_PROJECTIONS if floats and places else 0):
+            total = sum((_projected(one, number) for one in floats), torch.zeros(()))
+            gradients = torch.autograd.grad(total, places, retain_graph=True, allow_unused=True)
+            self._add(gradients, [place.difference for place in self.places], _PROJECTIONS)
+
+    def spread_to_gradients(
+        self, loss: Tensor, parameters: Sequence[Tensor], scale: float, *, falls: bool
+    ) -> list[Tensor | None]:
+        """Add what reaches the loss, and its gradients; where these cannot be differentiated, the loss alone.
+
+        Args:
+            loss: a scalar, not scaled.
+            parameters: what the gradients are of.
+            scale: the loss scale, with which gradients are rounded.
+            falls: whether that falls where gradients are too large with it.
+
+        Returns:
+            The gradients of the parameters.
+        """
+        places = [place.value for place in self.places]
+        count, differences = len(parameters), [place.difference for place in self.places]
+        made = torch.autograd.grad(loss, [*parameters, *places], create_graph=True, allow_unused=True)
+        if falls:
+            scale = max(min(scale, _fitting(made[count:], self._low)), 1.0)
+        size = max(abs(float(loss.detach())), torch.finfo(torch.float32).tiny)
+        self._add([None if one is None else one.detach() / size for one in made[count:]], differences, 1)
+        back = [self._lost(place, one, scale) for place, one in zip(self.places, made[count:], strict=True)]
+        floats = [one for one in made[:count] if one is not None and one.requires_grad]
+        floor = 1e-3 * math.sqrt(sum(float(one.detach().double().square().sum()) for one in floats))
+        zeros = [place.zero for place in self.places]
+        for number in range(_PROJECTIONS if floats and places else 0):
+            total = sum((_projected(one, number, floor) for one in floats), torch.zeros(()))
+            try:
+                found = torch.autograd.grad(total, [*places, *zeros], retain_graph=True, allow_unused=True)
+            except (RuntimeError, NotImplementedError):  # an op whose backward has no derivative
+                break
+            self._add(found[: len(places)], differences, _PROJECTIONS)
+            self._add(found[len(places) :], back, _PROJECTIONS)
+        return [None if one is None else one.detach() for one in made[:count]]
+
+    def _lost(self, place: _Place, gradient: Tensor | None, scale: float) -> Tensor:
+        """What rounding does to the gradient of a result, which carries the loss scale."""
+        if gradient is None:
+            return torch.zeros_like(place.value)
+        held = gradient.detach()
+        rounded = (held * scale).to(self._low).to(held.dtype) / scale
+        self._sums[place.name].spoilt |= bool((torch.isfinite(held) & ~torch.isfinite(rounded)).any())
+        return torch.nan_to_num(rounded - held, 0.0, 0.0, 0.0)
+
+    def _add(self, gradients: Sequence[Tensor | None], differences: Sequence[Tensor], parts: int) -> None:
+        for place, gradient, difference in zip(self.places, gradients, differences, strict=True):
+            if gradient is None:
+                continue
+            moved = float((gradient.detach().double() * difference.double()).sum())
+            self._sums[place.name].error += (moved**2 if math.isfinite(moved) else 0.0) / parts
+
+
+def _fitting(gradients: Sequence[Tensor | None], low: torch.dtype) -> float:
+    """The greatest power of two with which gradients fit into half of a type's range, but for the largest twentieth."""
+    found = [one.detach()[torch.isfinite(one.detach())] for one in gradients if one is not None]
+    sizes = sorted((float(one.abs().max()) for one in found if one.numel()), reverse=True)
+    rest = [size for size in sizes[max(1, len(sizes) // 20) :] if size]
+    return 2.0 ** math.floor(math.log2(torch.finfo(low).max / 2 / rest[0])) if rest else math.inf
+
+
+def _projected(result: Tensor, number: int, floor: float = 0.0) -> Tensor:
+    """A result times random signs, over its norm."""
+    generator = torch.Generator().manual_seed(number)
+    signs = (torch.randint(0, 2, result.shape, generator=generator) * 2 - 1).to(result)
+    norm = max(float(result.detach().double().norm()), floor, torch.finfo(torch.float32).tiny)
+    finite = torch.where(torch.isfinite(result.detach()), result, torch.zeros_like(result))
+    return ((finite * signs).sum() / norm).cpu()
+
+
+def estimates_of(sums: Mapping[str, Sums], batches: int) -> dict[str, Estimate]:
+    """What was gathered over some batches, by node."""
+    found = {}
+    for name, one in sums.items():
+        own = math.sqrt(one.own / one.size) if one.size else math.inf if one.own else 0.0
+        error = math.inf if one.spoilt else math.sqrt(one.error / max(batches, 1))
+        parts = [count / max(one.numbers, 1) for count in (one.zero, one.subnormal, one.infinite)]
+        least = one.least if math.isfinite(one.least) else 0.0
+        found[name] = Estimate(name, error, own, least, one.greatest, *parts)
+    return found

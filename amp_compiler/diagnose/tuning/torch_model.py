@@ -1,0 +1,325 @@
+"""A module, or the loss of a training step, under many rules: captured once, planned and rewritten for each."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from amp_compiler.backends.backend import DEFAULT
+from amp_compiler.diagnose.tuning.deviation import Deviation, Measured
+from amp_compiler.diagnose.tuning.sensitivity import Estimate, ProfiledRun, Sums, estimates_of
+from amp_compiler.diagnose.tuning.subject import SEED, Subject
+from amp_compiler.errors import AmpError
+from amp_compiler.forward.program import EAGER, normalize, rewrite
+from amp_compiler.forward.settings import Settings, device_of
+from amp_compiler.forward.signature import leaves_key
+from amp_compiler.fx.alias import AliasGroups, written_roots
+from amp_compiler.fx.capture import Captured, Source, autocast_off, capture_module, tensor_getter
+from amp_compiler.fx.checkpoints import refused_checkpoints
+from amp_compiler.fx.generators import generators_kept
+from amp_compiler.fx.graph import canonical_op, copy_graph, module_of, torch_dtype, user_source
+from amp_compiler.fx.lower import lower
+from amp_compiler.fx.torch_private import TENSORS, building
+from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.passes.pipeline import Stages
+from amp_compiler.passes.plan.make_plan import make_plan
+from amp_compiler.policy.rules import RuleSet
+
+Batch = tuple[tuple[Any, ...], dict[str, Any]]
+LOSS = "the loss"
+_FALL = 4.0  # by which a loss scale falls where gradients are not finite with it
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What is compared with FP32, where it is not the outputs.
+
+    Args:
+        loss_of: the loss of what the module returns, FP32 scalar.
+        scale: what it is multiplied by before the backward.
+        falls: whether that falls where gradients are too large with it.
+        label: how a parameter is called, by its name in the module.
+    """
+
+    loss_of: Callable[[Any], Tensor]
+    scale: float = 1.0
+    falls: bool = False
+    label: Callable[[str], str] = str
+
+
+@dataclass
+class _Form:
+    """The captured graph for batches of one signature, in normal form."""
+
+    captured: Captured
+    getters: list[Callable[[Sequence[Any]], Any]] = field(default_factory=list)
+
+
+class TorchSubject(Subject):
+    """A module with its batches.
+
+    Args:
+        model: the module, in the mode in which it is to run.
+        batches: arguments, positional and by name.
+        settings: rules, type and pipelines.
+        goal: loss and gradients instead of outputs; `None` for outputs.
+        around: within which it is captured and run.
+        root: name of the model in what is captured.
+        low_weights: as `past_weights` of `rewrite`.
+
+    Raises:
+        CaptureError: the module is no one graph.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Sequence[Batch],
+        settings: Settings,
+        goal: Goal | None = None,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        root: str = "",
+    ) -> None:
+        super().__init__()
+        self._model, self._batches, self._goal, self._around, self._root = model, list(batches), goal, around, root
+        self._settings = replace(settings, dynamic_shapes=None, backend=EAGER, mode=DEFAULT)
+        self.what = "outputs" if goal is None else "loss and gradients"
+        self.batches = len(self._batches)
+        leaves = pytree.tree_leaves(self._batches)
+        self._device = device_of([*leaves, *model.parameters()])
+        self.low = self._settings.low(self._device)
+        self._forms: dict[Any, _Form] = {}
+        self._expected: list[list[tuple[str, Tensor, bool]]] = []
+        with self._surrounded():
+            for batch in self._batches:
+                self._form(batch)
+
+    @contextmanager
+    def _surrounded(self) -> Iterator[None]:
+        with autocast_off(), building(), self._around(), generators_kept(self._model, self._batches):
+            yield
+
+    def _form(self, batch: Batch) -> _Form:
+        leaves, spec = pytree.tree_flatten(batch)
+        key = (spec, leaves_key(leaves))
+        if key not in self._forms:
+            with refused_checkpoints():
+                captured = capture_module(self._model, *batch, None)
+            normalize(captured.graph_module, self._settings, None, self._root, self.low)
+            form = _Form(captured)
+            for entry in captured.inputs:
+                form.getters.append(_getter(self._model, captured, entry))
+            self._forms[key] = form
+        return self._forms[key]
+
+    def plan(self, rules: RuleSet) -> PrecisionPlan:
+        """That of the first batch."""
+        return self._planned(next(iter(self._forms.values())), rules)
+
+    def _planned(self, form: _Form, rules: RuleSet) -> PrecisionPlan:
+        return make_plan(lower(form.captured), rules, self.low, pipeline=self._settings.pipelines["PLAN"])
+
+    def digest(self) -> str:
+        """Of graph, weights and batches."""
+        made = hashlib.blake2b(digest_size=16)
+        with self._surrounded():
+            for form in self._forms.values():
+                made.update(lower(form.captured).to_text().encode())
+            tensors = [*self._model.state_dict().items(), *enumerate(pytree.tree_leaves(self._batches))]
+            for name, one in tensors:
+                made.update(f"{name} {getattr(one, 'dtype', '')} {tuple(getattr(one, 'shape', ()))} ".encode())
+                held = one.detach().cpu().contiguous().reshape(-1) if isinstance(one, Tensor) else None
+                made.update(repr(one).encode() if held is None else held.view(torch.uint8).numpy().tobytes())
+        made.update(f"{self.low} {self.what} {self._goal and (self._goal.scale, self._goal.falls)}".encode())
+        return made.hexdigest()
+
+    # ---- FP32
+
+    def profile(self, plan: PrecisionPlan, names: frozenset[str]) -> dict[str, Estimate]:
+        """One run in FP32, with the rounding of some nodes measured beside it."""
+        sums: dict[str, Sums] = {}
+        self._expected = []
+        self.runs += 1
+        with self._surrounded():
+            for number, batch in enumerate(self._batches):
+                self._expected.append(self._reference(number, batch, names, sums))
+        return estimates_of(sums, len(self._batches))
+
+    def reference(self) -> None:
+        """Run in FP32."""
+        self.profile(self.plan(self._settings.rules), frozenset())
+
+    def _reference(
+        self, number: int, batch: Batch, names: frozenset[str], sums: dict[str, Sums]
+    ) -> list[tuple[str, Tensor, bool]]:
+        form = self._form(batch)
+        graph_module = form.captured.graph_module
+        watched = {node: node.name for node in graph_module.graph.nodes if node.name in names}
+        goal = self._goal
+        run = ProfiledRun(
+            graph_module, watched, torch_dtype(self.low), sums, backward=goal is not None, device=self._device
+        )
+        inputs = self._inputs(form, graph_module, batch)
+        # Of this form of attention the backward has a derivative too.
+        with self._seeded(number), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+            results = list(run.run(*inputs))
+            named = self._named(form, results)
+            if goal is None:
+                self._check(run, named)
+                run.spread_to([one for _, one in named])
+                return [(name, one.detach(), False) for name, one in named]
+            loss = goal.loss_of(self._output(form, results))
+            self._check(run, [(LOSS, loss)])
+            trained = self._trained(form, inputs)
+            gradients = run.spread_to_gradients(loss, [one for _, one in trained], goal.scale, falls=goal.falls)
+        made = [
+            (f"the gradient of {goal.label(name)}", one, True)
+            for (name, _), one in zip(trained, gradients, strict=True)
+            if one is not None
+        ]
+        self._check(run, [(name, one) for name, one, _ in made])
+        return [(LOSS, loss.detach(), False), *made]
+
+    def _check(self, run: ProfiledRun, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Refuse a run in FP32 that is not finite."""
+        bad = [name for name, one in named if not bool(torch.isfinite(one.detach()).all())]
+        if not bad:
+            return
+        node = next((node for node in run.module.graph.nodes if run.seen.is_bad(node)), None)  # type: ignore[union-attr]
+        told = "the backward makes it" if node is None else _described(node)
+        raise AmpError(
+            f"in FP32 {bad[0]} is not finite: {told}",
+            where="" if node is None else user_source(node.meta.get("stack_trace")),
+            mend="no precision mends that: the model or its batches have to (amp.find_nonfinite tells more)",
+        )
+
+    # ---- 16 bits
+
+    def measure(self, rules: RuleSet) -> Measured:
+        """All batches under some rules, against FP32."""
+        self.runs += 1
+        rewritten: dict[int, fx.GraphModule] = {}
+        found = Deviation()
+        with self._surrounded():
+            for number, batch in enumerate(self._batches):
+                form = self._form(batch)
+                if id(form) not in rewritten:
+                    rewritten[id(form)] = self._rewritten(form, rules)
+                made = dict(self._made(number, batch, form, rewritten[id(form)]))
+                for name, expected, gradient in self._expected[number]:
+                    given = made.get(name)
+                    if given is None:  # a gradient that nothing reaches any more
+                        given = torch.zeros_like(expected)
+                    found.add(name, expected, given, gradient=gradient)
+        return found.result()
+
+    def _rewritten(self, form: _Form, rules: RuleSet) -> fx.GraphModule:
+        graph_module = copy_graph(form.captured.graph_module)
+        for node, copy in zip(form.captured.graph_module.graph.nodes, graph_module.graph.nodes, strict=True):
+            copy.name = node.name  # a copy gives names of Python's own, such as `input`, a number
+        plan = self._planned(form, rules)
+        rewrite(graph_module, plan, replace(self._settings, rules=rules), Stages(), past_weights=not self._root)
+        return graph_module
+
+    def _made(
+        self, number: int, batch: Batch, form: _Form, graph_module: fx.GraphModule
+    ) -> Iterator[tuple[str, Tensor]]:
+        inputs = self._inputs(form, graph_module, batch)
+        goal = self._goal
+        interpreter = fx.Interpreter(graph_module, garbage_collect_values=True)
+        with self._seeded(number), torch.set_grad_enabled(goal is not None):
+            results = list(interpreter.run(*inputs))
+            if goal is None:
+                yield from self._named(form, results)
+                return
+            loss = goal.loss_of(self._output(form, results))
+            trained = self._trained(form, inputs)
+            gradients, scale = _backward(loss, [one for _, one in trained], goal)
+        yield LOSS, loss.detach()
+        for (name, _), one in zip(trained, gradients, strict=True):
+            if one is not None:
+                yield f"the gradient of {goal.label(name)}", one.float() / scale
+
+    # ---- inputs and outputs
+
+    @contextmanager
+    def _seeded(self, number: int) -> Iterator[None]:
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(SEED + number)
+            yield
+
+    def _inputs(self, form: _Form, graph_module: fx.GraphModule, batch: Batch) -> list[Any]:
+        """What a graph is given; what it writes to are copies."""
+        leaves = pytree.tree_leaves(batch)
+        written = written_roots(graph_module.graph, AliasGroups(graph_module.graph))
+        writes = [node in written for node in graph_module.graph.find_nodes(op="placeholder")]
+        with TENSORS:
+            given = [get(leaves) for get in form.getters]
+        return [
+            one.detach().clone() if copied and isinstance(one, Tensor) else one
+            for one, copied in zip(given, writes, strict=True)
+        ]
+
+    def _trained(self, form: _Form, inputs: Sequence[Any]) -> list[tuple[str, Tensor]]:
+        found: dict[int, tuple[str, Tensor]] = {}
+        for entry, one in zip(form.captured.inputs, inputs, strict=True):
+            if entry.source is Source.PARAMETER and isinstance(one, Tensor) and one.requires_grad:
+                found.setdefault(id(one), (entry.target, one))
+        if not found:
+            raise AmpError(
+                "the loss depends on no parameter that requires a gradient",
+                mend="leave loss_fn away, so that the outputs are compared",
+            )
+        return list(found.values())
+
+    def _output(self, form: _Form, results: Sequence[Any]) -> Any:
+        spec = form.captured.out_spec
+        return pytree.tree_unflatten(list(results[: spec.num_leaves]), spec)
+
+    def _named(self, form: _Form, results: Sequence[Any]) -> list[tuple[str, Tensor]]:
+        count = form.captured.out_spec.num_leaves
+        paths = pytree.tree_flatten_with_path(pytree.tree_unflatten([0] * count, form.captured.out_spec))[0]
+        named = [
+            (f"the output{pytree.keystr(path)}", one)
+            for (path, _), one in zip(paths, results[:count], strict=True)
+            if isinstance(one, Tensor)
+        ]
+        if not named:
+            raise AmpError("the model returns no tensor", mend="pass loss_fn=, or a model that returns one")
+        return named
+
+
+def _getter(model: nn.Module, captured: Captured, entry: Any) -> Callable[[Sequence[Any]], Any]:
+    if entry.source is Source.USER:
+        return lambda leaves: leaves[entry.index]
+    get = tensor_getter(model, captured, entry)
+    return lambda leaves: get()
+
+
+def _backward(loss: Tensor, trained: Sequence[Tensor], goal: Goal) -> tuple[Sequence[Tensor | None], float]:
+    """The scaled gradients, and the loss scale that they carry: that of the goal, or to which it had to fall."""
+    scale = goal.scale
+    while True:
+        gradients = torch.autograd.grad(loss * scale, trained, allow_unused=True, retain_graph=goal.falls)
+        finite = all(one is None or bool(torch.isfinite(one).all()) for one in gradients)
+        if finite or not goal.falls or scale <= 1 or not bool(torch.isfinite(loss.detach())):
+            return gradients, scale
+        scale = max(scale / _FALL, 1.0)
+
+
+def _described(node: fx.Node) -> str:
+    if node.op == "placeholder":
+        return f"the batch, a parameter or a buffer ('{node.name}') holds an infinity or NaN"
+    module = module_of(node)[0]
+    return (
+        f"node '{node.name}' ({canonical_op(node.target)}{f' in {module}' if module else ''}) makes it of finite values"
+    )

@@ -1,0 +1,1 @@
+"""Several processes: which of them train one model together."""

@@ -1,0 +1,115 @@
+"""`amp-compiler tune`, called as a user calls it but in this process."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx_corpus import ranges
+
+from amp_compiler.cli import main as cli
+from amp_compiler.policy.loader import load_rules
+
+MODEL = """
+import torch
+
+class Wide(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.wide, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+        torch.nn.init.constant_(self.wide.weight, 5e4)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.wide(x) * 1e-5))
+
+def loss(model, x):
+    return model(x).float().square().mean()
+"""
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs `amp-compiler tune` with arguments and gives (exit code, standard output, standard error)."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["amp-compiler", "tune", *map(str, arguments)])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code or 0
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.out + captured.err
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def spec(tmp_path) -> str:
+    (tmp_path / "wide_model.py").write_text(MODEL)
+    return f"{tmp_path / 'wide_model.py'}:Wide"
+
+
+def test_a_model_is_tuned_on_its_outputs(run, spec, tmp_path):
+    out = tmp_path / "tuned.yaml"
+    code, text, err = run(spec, out, "--args", "fp32[3,4]", "--dtype", "fp16")
+    assert code == 0 and err == "" and "wide" in text and f"written to {out}" in text
+    assert out.read_text() and load_rules(out).rules[-1].match.get("module") == ("wide",)
+
+
+def test_a_model_is_tuned_on_loss_and_gradients_as_json(run, spec, tmp_path):
+    out, loss = tmp_path / "tuned.yaml", spec.replace(":Wide", ":loss")
+    code, text, _ = run(spec, out, "--args", "fp32[3,4]", "--dtype", "fp16", "--loss", loss, "--json")
+    found = json.loads(text)
+    assert code == 0 and found["what"] == "loss and gradients" and found["nodes"][0]["module"] == "wide"
+
+
+def test_an_onnx_file_is_tuned_on_its_data_and_from_an_fp32_start(run, tmp_path):
+    model, batches = ranges.overflow_in_activations()
+    onnx.save(model, tmp_path / "in.onnx")
+    np.savez(tmp_path / "data.npz", **batches[0])
+    code, text, _ = run(tmp_path / "in.onnx", tmp_path / "a.yaml", "--data", tmp_path / "data.npz", "--tolerance", 0.02)
+    assert code == 0 and "outputs against FP32: error infinite" in text and "tolerance 0.02 in fp16" in text
+    code, text, _ = run(tmp_path / "in.onnx", tmp_path / "b.yaml", "--data", tmp_path / "data.npz", "--start", "fp32")
+    assert code == 0 and "what is not named below stays in FP32" in (tmp_path / "b.yaml").read_text()
+    code, _, _ = run(tmp_path / "in.onnx", tmp_path / "c.yaml")
+    assert code == 0  # drawn inputs
+
+
+def test_a_stopped_search_ends_with_three_and_goes_on(run, tmp_path):
+    model, batches = ranges.overflow_in_activations()
+    onnx.save(model, tmp_path / "in.onnx")
+    np.savez(tmp_path / "data.npz", **batches[0])
+    command = (tmp_path / "in.onnx", tmp_path / "a.yaml", "--data", tmp_path / "data.npz")
+    code, text, _ = run(*command, "--max-runs", 5)
+    assert code == 3 and "not searched to the end" in text and Path(f"{command[1]}.journal").exists()
+    code, text, _ = run(*command)
+    assert code == 0 and "not searched" not in text and not Path(f"{command[1]}.journal").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "told"),
+    [
+        (("--data", "x.npz"), 2, "--data: it is for an ONNX file"),
+        (("--start", "high"), 2, "high"),
+        (("--tolerance", "0"), 1, "tolerance=0.0 is no error"),
+        (("--rules", "defualt"), 1, "did you mean 'default'"),
+        ((), 1, "the model needs example arguments"),
+    ],
+)
+def test_wrong_usage(run, spec, tmp_path, options, code, told):
+    given = () if told.startswith("the model") else ("--args", "fp32[3,4]")
+    found, _, err = run(spec, tmp_path / "tuned.yaml", *given, *options)
+    assert found == code and told in err
+
+
+def test_a_place_that_is_none(run, spec, tmp_path):
+    code, _, err = run(spec, tmp_path / "no" / "tuned.yaml", "--args", "fp32[3,4]")
+    assert code == 2 and "there is no folder" in err
+    onnx.save(ranges.overflow_in_activations()[0], tmp_path / "in.onnx")
+    code, _, err = run(tmp_path / "in.onnx", tmp_path / "a.yaml", "--loss", "x:y")
+    assert code == 2 and "an ONNX file has no backward" in err

@@ -1,0 +1,392 @@
+"""`amp.tune` on modules and training steps: what it finds, what its file does, and what it refuses."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import json
+import math
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from planted import PLANTED, RULES, Net, batch, linear
+from torch import nn
+
+import amp_compiler as amp
+from amp_compiler.diagnose.tuning import torch_model
+from amp_compiler.diagnose.tuning.search import run_limit
+from amp_compiler.errors import AmpError
+from amp_compiler.policy.loader import load_rules
+
+TOLERANCE = 5e-3
+
+
+def places(result) -> set[tuple[str, str]]:
+    return {(node.module, node.op) for node in result.nodes}
+
+
+def relative(one: torch.Tensor, two: torch.Tensor) -> float:
+    return float((one.detach().double() - two.detach().double()).norm() / two.detach().double().norm())
+
+
+def loss_fn(model, x):
+    return model(x).float().square().mean()
+
+
+def step_of(model, rules="default", **options):
+    options = {"dtype": "fp16", "backend": "eager", **options}
+    return amp.training_step(model, loss_fn, torch.optim.SGD(model.parameters(), 1e-3), rules=rules, **options)
+
+
+class Small(nn.Module):
+    """A linear layer whose values 16 bits do not hold, between two that they do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.wide, self.last = linear(8, 8, seed=1), linear(8, 8, 1e5, seed=2), linear(8, 8, seed=3)
+        with torch.no_grad():
+            self.wide.weight.clamp_(-6e4, 6e4)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.wide(self.first(x)) * 1e-5))
+
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+def test_the_planted_nodes_of_a_model_are_found_and_the_file_mends_it(tmp_path):
+    model, x, path = Net(), batch(), tmp_path / "tuned.yaml"
+    found = amp.tune(model, [x], rules=RULES, dtype="fp16", tolerance=TOLERANCE, output=path)
+    assert places(found) == PLANTED and not found.stopped
+    assert found.runs <= 4 * math.log2(found.searched) + len(found.nodes) and found.limit >= found.runs
+    assert found.searched > 180 and found.error <= TOLERANCE < found.before
+    assert all(node.without > TOLERANCE for node in found.nodes)
+
+    expected = model(x)
+    compiled = amp.compile(model, rules=str(path), dtype="fp16", backend="eager")
+    assert relative(compiled(x), expected) == pytest.approx(found.error, rel=1e-6)
+    plan = compiled.plan
+    assert {(node.module, node.op) for node in plan.nodes if node.rule.startswith(str(path))} >= PLANTED
+    assert not plan.unused_rules
+    counted = [sum(node.precision == one for node in plan.nodes) for one in ("fp32", "low")]
+    assert counted == [found.fp32, found.low]
+
+
+def test_the_planted_nodes_of_a_step_are_found_by_loss_and_gradients(tmp_path):
+    x, path = batch(), tmp_path / "tuned.yaml"
+    found = amp.tune(step_of(Net(10), RULES), [x], rules=RULES, tolerance=TOLERANCE, output=path)
+    assert found.what == "loss and gradients" and places(found) == PLANTED
+    assert found.runs <= 4 * math.log2(found.searched) + len(found.nodes)
+    model = Net(10)
+    exact = loss_fn(model, x)
+    gradients = torch.autograd.grad(exact, list(model.parameters()))
+    tuned = step_of(model, str(path), loss_scale=1024.0)
+    assert relative(tuned(x), exact) <= TOLERANCE
+    _, output, _ = tuned._seen()
+    norm = math.sqrt(sum(float(one.double().square().sum()) for one in gradients))
+    for made, exact in zip(output.gradients, gradients, strict=True):
+        off = float((made.double() / 1024.0 - exact.double()).norm())
+        assert off <= 2 * TOLERANCE * max(float(exact.double().norm()), 1e-3 * norm)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_small_model_and_its_result(compiled, tmp_path):
+    model = Small()
+    subject = amp.compile(model, dtype="fp16", backend="eager") if compiled else model
+    found = amp.tune(subject, [X, (X * 0.5,)], dtype="fp16", output=tmp_path / "tuned.yaml")
+    assert [(node.module, node.op) for node in found.nodes] == [("wide", "aten.linear")]
+    untuned = amp.compile(model, dtype="fp16", backend="eager")
+    assert not relative(untuned(X), model(X)) <= found.tolerance < found.before
+    assert found.batches == 2 and found.path == tmp_path / "tuned.yaml" and found.rules == found.path.read_text()
+    told = str(found)
+    assert found.table() in told and "wide" in told and "becomes infinite" in told and "2 batches" in told
+    data = json.loads(found.to_json(tmp_path / "found.json"))
+    assert data == json.loads((tmp_path / "found.json").read_text()) == found.to_dict()
+    assert data["nodes"][0]["module"] == "wide" and data["path"] == str(found.path)
+    rules = yaml.safe_load(found.rules)
+    assert rules["extends"] == "default"
+    assert rules["rules"][0]["match"] == {"module": "wide", "op": "aten.linear"}
+    assert found.rules.startswith("# Made by amp.tune.") and "without it; it makes" in found.rules
+
+
+def test_a_loss_function_compares_loss_and_gradients():
+    found = amp.tune(Small(), [X], dtype="fp16", loss_fn=lambda made: made.float().square().mean(), loss_scale=256.0)
+    assert found.what == "loss and gradients" and [node.module for node in found.nodes] == ["wide"]
+    assert found.path is None and "extends: default" in found.rules
+
+
+def test_a_gradient_that_is_lost_in_the_backward_alone_is_found():
+    class Steep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.head = linear(8, 8, seed=1), linear(8, 2, seed=2)
+
+        def forward(self, x):
+            return self.head(self.inner(x)).float() * 1e-6
+
+    def tuned(scale):
+        return amp.tune(Steep(), [X], dtype="fp16", loss_fn=lambda made: made.float().mean(), loss_scale=scale)
+
+    found = tuned(1.0)
+    assert {node.module for node in found.nodes} == {"inner", "head"} and found.worst_before.startswith("the gradient")
+    assert not tuned(2.0**16).nodes  # a loss scale mends it too
+    assert not amp.tune(Steep(), [X], dtype="fp16").nodes  # and the outputs do not show it
+
+
+def test_a_dynamic_loss_scale_counts_as_fallen_to_where_gradients_fit():
+    model = linear(8, 2, seed=1)
+    assert not amp.tune(step_of(model, loss_scale="dynamic"), [30 * X]).nodes
+    assert amp.tune(step_of(model, loss_scale=2.0**16), [30 * X]).nodes
+
+
+def test_from_an_fp32_start_what_the_tolerance_allows_is_put_low(tmp_path):
+    path = tmp_path / "tuned.yaml"
+    found = amp.tune(Small(), [X], dtype="fp16", start="fp32", output=path)
+    assert places(found) == {("wide", "aten.linear"), ("", "aten.mul")} and found.error <= found.tolerance
+    plan = amp.explain(Small(), X, rules=str(path), dtype="fp16")
+    low = {(node.module, node.op) for node in plan.nodes if node.precision == "low"}
+    assert low == {("first", "aten.linear"), ("last", "aten.linear"), ("", "aten.tanh")} and found.low == 3
+
+
+class Many(nn.Module):
+    """Blocks of two layers each, the second of which 16 bits do not hold in some."""
+
+    def __init__(self, wide: set[int], gain: float = 1e5) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict({
+                "a": linear(8, 8, seed=place), "b": linear(8, 8, gain if place in wide else 1e3, seed=place + 9)
+            })
+            for place in range(4)
+        )  # fmt: skip
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer["b"](layer["a"](x)).clamp(-6e5, 6e5) * 1e-5) + x
+        return x
+
+
+@pytest.mark.parametrize(
+    ("wide", "match"),
+    [
+        ({0, 1, 2, 3}, [{"module": "layers.*.b", "op": "aten.linear"}]),
+        ({2}, [{"module": "layers.2.b", "op": "aten.linear"}]),
+    ],
+)
+def test_rules_are_by_module_and_op_where_that_names_no_other_node(wide, match):
+    found = amp.tune(Many(wide), [X * 8], dtype="fp16", tolerance=2e-3)
+    assert [rule["match"] for rule in yaml.safe_load(found.rules)["rules"]] == match
+
+
+def test_rules_of_a_file_are_extended_where_it_lies(tmp_path, monkeypatch):
+    (tmp_path / "mine.yaml").write_text("version: 1\nextends: default\nallow: [aten.softmax]\n")
+    (tmp_path / "out").mkdir()
+    path = tmp_path / "out" / "tuned.yaml"
+    amp.tune(Small(), [X], rules=str(tmp_path / "mine.yaml"), dtype="fp16", output=path)
+    assert yaml.safe_load(path.read_text())["extends"] == "../mine.yaml"
+    monkeypatch.chdir("/")
+    assert len(load_rules(path).rules) == len(load_rules(tmp_path / "mine.yaml").rules) + 1
+    monkeypatch.chdir(tmp_path)
+    amp.tune(Small(), [X], rules={"version": 1, "extends": "./mine.yaml"}, dtype="fp16", output=path)
+    assert yaml.safe_load(path.read_text())["extends"] == "../mine.yaml"
+    with pytest.raises(AmpError, match=r"the output is the rule file; name another output"):
+        amp.tune(Small(), [X], rules=str(tmp_path / "mine.yaml"), output=tmp_path / "mine.yaml")
+
+
+def test_rules_of_a_dict_are_written_out(tmp_path):
+    rules = {
+        "version": 1,
+        "extends": "default",
+        "allow": ["aten.softmax"],
+        "rules": [{"match": {"op": "aten.tanh"}, "precision": "low", "why": 'it\'s small: "yes"'}],
+        "loss_scale": {"mode": "dynamic", "init": 8.0},
+    }
+    found = amp.tune(Small(), [X], rules=rules, dtype="fp16", output=tmp_path / "tuned.yaml")
+    read = load_rules(tmp_path / "tuned.yaml")
+    assert read.loss_scale["init"] == 8.0 and [rule.why for rule in read.rules][-2] == 'it\'s small: "yes"'
+    step = step_of(Small(), rules)
+    with pytest.raises(AmpError, match=r"rules came as a dict.*pass rules= with the dict"):
+        amp.tune(step, [X], output=tmp_path / "other.yaml")
+    behind = amp.tune(step, [X])
+    assert "# put these behind the rules of the dict" in behind.rules
+    assert {node.module for node in behind.nodes} == {node.module for node in found.nodes} == {"wide"}
+
+
+def test_nothing_is_kept_where_the_tolerance_is_met(tmp_path):
+    path = tmp_path / "tuned.yaml"
+    found = amp.tune(linear(8, 2), [X], dtype="bf16", output=path)
+    assert found.nodes == () and found.tolerance == 8e-2 and found.before == found.error <= 8e-2
+    assert len(load_rules(path).rules) == len(load_rules("default").rules)
+
+
+# ---- a run that goes on
+
+
+class KilledError(Exception):
+    pass
+
+
+def test_a_run_that_was_killed_goes_on_from_its_journal(tmp_path, monkeypatch):
+    whole = amp.tune(Many({1, 3}), [X * 8], dtype="fp16", tolerance=2e-3, output=tmp_path / "whole.yaml")
+    path, asked = tmp_path / "tuned.yaml", []
+    measure = torch_model.TorchSubject.measure
+
+    def counted(self, rules):
+        asked.append(rules)
+        if len(asked) == 4:
+            raise KilledError
+        return measure(self, rules)
+
+    monkeypatch.setattr(torch_model.TorchSubject, "measure", counted)
+    with pytest.raises(KilledError):
+        amp.tune(Many({1, 3}), [X * 8], dtype="fp16", tolerance=2e-3, output=path)
+    journal = tmp_path / "tuned.yaml.journal"
+    assert len(journal.read_text().splitlines()) == 2 + 3 and not path.exists()
+    again = amp.tune(Many({1, 3}), [X * 8], dtype="fp16", tolerance=2e-3, output=path)
+    assert len(asked) == 4 + whole.runs - 1 - 3  # but for the reference all that was not measured before
+    assert again.to_dict() == {**whole.to_dict(), "path": str(path)} and not journal.exists()
+
+
+def test_a_journal_of_something_else_is_refused(tmp_path):
+    path = tmp_path / "tuned.yaml"
+    journal = tmp_path / "tuned.yaml.journal"
+    stopped = amp.tune(Many({1, 3}), [X * 8], dtype="fp16", tolerance=2e-3, output=path, budget=1e-9)
+    assert stopped.stopped == "the time was up" and journal.exists() and stopped.error <= 2e-3
+    for model, x, rules in (
+        (Many({1}), X * 8, "default"), (Many({1, 3}), X * 7, "default"), (Many({1, 3}), X * 8, "safe"),
+    ):  # fmt: skip
+        with pytest.raises(AmpError, match=r"of another model, other rules or other batches; delete it, or name"):
+            amp.tune(model, [x], rules=rules, dtype="fp16", tolerance=2e-3, output=path)
+    journal.write_text("nonsense")
+    with pytest.raises(AmpError, match=r"this is no journal of amp.tune"):
+        amp.tune(Many({1, 3}), [X * 8], dtype="fp16", tolerance=2e-3, output=path)
+
+
+def test_budgets_stop_with_nodes_that_meet_the_tolerance():
+    found = amp.tune(Many({1, 3}), [X * 8], dtype="fp16", tolerance=2e-3, max_runs=6)
+    assert found.runs <= 6 and found.error <= 2e-3 and "runs that were allowed" in found.stopped
+    assert "not searched to the end" in str(found)
+
+
+def test_the_same_call_gives_the_same_result_and_changes_nothing():
+    model = nn.Sequential(Small(), nn.BatchNorm1d(8), nn.Dropout(0.5))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(3), np.random.seed(3), random.seed(3)
+    drawn = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+    one = amp.tune(model, [X], dtype="fp16", loss_fn=lambda made: made.float().square().mean())
+    assert torch.equal(torch.get_rng_state(), drawn[0])
+    assert (np.random.get_state()[1].tolist(), random.getstate()) == drawn[1:]
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    torch.manual_seed(4)
+    assert amp.tune(model, [X], dtype="fp16", loss_fn=lambda made: made.float().square().mean()) == one
+    assert one.nodes
+
+
+def test_an_attention_whose_backward_has_no_derivative_is_tuned_too():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = linear(8, 24, seed=1)
+
+        def forward(self, x):
+            query, key, value = self.inner(x).view(1, 4, 3, 8).transpose(1, 2).chunk(3, 1)
+            return F.scaled_dot_product_attention(query, key, value)
+
+    found = amp.tune(Attention(), [X], dtype="bf16", loss_fn=lambda made: made.float().square().mean(), tolerance=1e-3)
+    assert found.nodes and found.error <= 1e-3
+
+
+# ---- refusals
+
+
+def test_what_fp32_does_not_give_either_is_refused():
+    class Negative(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = linear(8, 8)
+
+        def forward(self, x):
+            return torch.log(-self.inner(x).abs())
+
+    with pytest.raises(AmpError, match=r"in FP32 the output is not finite: node 'log' \(aten.log\) makes it.*no preci"):
+        amp.tune(Negative(), [X], dtype="fp16")
+    with pytest.raises(AmpError, match=r"in FP32 the loss is not finite"):
+        amp.tune(step_of(Negative()), [X])
+    with pytest.raises(AmpError, match=r"in FP32 the output is not finite: the batch, a parameter"):
+        amp.tune(linear(8, 8), [X * math.inf], dtype="fp16")
+
+
+def test_a_tolerance_that_fp32_does_not_meet_is_refused():
+    with pytest.raises(
+        AmpError, match=r"with every node .* in FP32 the error is still .* the tolerance is 1e-09; pass a"
+    ):
+        amp.tune(Noisy(), [X], dtype="fp16", tolerance=1e-9, loss_fn=lambda made: made.float().square().mean())
+
+
+class Noisy(nn.Module):
+    """Its sums are of another order in the run that is compared than in that of FP32: attention without its kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = linear(8, 24, seed=1)
+
+    def forward(self, x):
+        query, key, value = self.inner(x).view(1, 4, 3, 8).transpose(1, 2).chunk(3, 1)
+        return F.scaled_dot_product_attention(query, key, value)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"tolerance": 0.0}, "tolerance=0.0 is no error"),
+        ({"start": "high"}, "start='high' is not known; use 'low' or 'fp32'"),
+        ({"budget": -1}, "budget=-1 is no time"),
+        ({"max_runs": 0}, "max_runs=0 is no number of runs"),
+        ({"output": "/nowhere/at/all.yaml"}, "nowhere"),
+        ({"rules": "defualt"}, "did you mean 'default'"),
+    ],
+)
+def test_wrong_options_are_refused(options, told):
+    with pytest.raises(AmpError, match=told):
+        amp.tune(Small(), [X], dtype="fp16", **options)
+
+
+def test_other_subjects_and_batches_are_refused():
+    with pytest.raises(AmpError, match="a int cannot be tuned; pass what"):
+        amp.tune(3, [X])
+    with pytest.raises(AmpError, match="there are no batches in a Tensor; pass a list"):
+        amp.tune(Small(), X)
+    with pytest.raises(AmpError, match="there is no batch to tune on"):
+        amp.tune(Small(), [])
+    with pytest.raises(AmpError, match="a training step has its own loss"):
+        amp.tune(step_of(Small()), [X], loss_fn=lambda made: made)
+    with pytest.raises(AmpError, match=r"runs in FP32 \(enabled=False\)"):
+        amp.tune(step_of(Small(), enabled=False), [X])
+
+
+def test_run_limit_is_that_of_the_docs():
+    assert run_limit(256) == 32 and run_limit(1) == 8
+
+
+def test_the_example_of_the_docs_runs_and_prints_what_stands_there(tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "tune.md").read_text(encoding="utf-8")
+    blocks = {
+        kind: re.findall(rf"```{kind}\n(.*?)```", page, flags=re.DOTALL)[0] for kind in ("python", "text", "yaml")
+    }
+    monkeypatch.chdir(tmp_path)
+    exec(blocks["python"], {"__name__": "__main__"})
+    assert capsys.readouterr().out == blocks["text"]
+    assert (tmp_path / "tuned.yaml").read_text() == blocks["yaml"]
+
+
+@pytest.mark.parametrize("module", ["api", "search"])
+def test_the_examples_of_the_reference(module):
+    found = doctest.testmod(importlib.import_module(f"amp_compiler.diagnose.tuning.{module}"))
+    assert found.attempted and not found.failed

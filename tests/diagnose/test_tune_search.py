@@ -1,0 +1,140 @@
+"""The search of `amp.tune` on measurements that are made up: what it finds, and what that costs."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from amp_compiler.diagnose.tuning.search import OutOfReachError, find_kept, run_limit
+
+TOLERANCE = 1.0
+OVERHEAD = 6  # runs that a tuning takes beside the search
+
+
+class Planted:
+    """An error that is small exactly where the planted nodes are kept.
+
+    Args:
+        alone: nodes each of which has to be kept.
+        pairs: of two nodes, which make a large error unless both are kept.
+        small: what each other node adds.
+    """
+
+    def __init__(self, alone, pairs=(), small=0.0, nodes=0):
+        self.alone, self.pairs, self.small, self.nodes = set(alone), [set(pair) for pair in pairs], small, nodes
+        self.asked: list[frozenset[str]] = []
+
+    @property
+    def needed(self) -> set[str]:
+        return self.alone.union(*self.pairs)
+
+    def __call__(self, kept: frozenset[str]) -> float:
+        self.asked.append(kept)
+        error = self.small * (self.nodes - len(kept))
+        error += sum(10.0 for name in self.alone if name not in kept)
+        return error + sum(7.0 for pair in self.pairs if not pair <= kept)
+
+
+@st.composite
+def plants(draw):
+    """Nodes, the planted ones near the head of the order between a few others that only look bad."""
+    nodes = draw(st.integers(200, 5000))
+    count = draw(st.integers(0, 8))
+    lookalikes = draw(st.integers(0, 4))
+    rng = random.Random(draw(st.integers(0, 2**32)))
+    names = [f"n{place}" for place in range(nodes)]
+    head = rng.sample(names, count + lookalikes)
+    others = [name for name in names if name not in set(head)]
+    planted = head[:count]
+    rng.shuffle(head)
+    pairs = [tuple(planted[:2])] if count >= 2 and draw(st.booleans()) else []
+    alone = planted[2:] if pairs else planted
+    oracle = Planted(alone, pairs, small=0.5 / nodes, nodes=nodes)
+    return [*head, *others], oracle, draw(st.integers(1, 2 * len(head) + 1))
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(plants())
+def test_exactly_the_planted_nodes_are_found_at_a_bounded_cost(case):
+    order, oracle, guess = case
+    found = find_kept(order, oracle, TOLERANCE, first=guess, allowance=run_limit(len(order)) - OVERHEAD)
+    assert set(found.kept) == oracle.needed and not found.stopped
+    assert set(found.needed) == oracle.needed and all(error > TOLERANCE for error in found.needed.values())
+    assert found.runs == len(oracle.asked) <= 4 * math.log2(len(order)) + len(found.kept)
+    assert found.error <= TOLERANCE and len(set(oracle.asked)) == len(oracle.asked)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(st.integers(200, 5000), st.integers(1, 8), st.integers(0, 2**32))
+def test_the_cost_is_bounded_where_the_order_says_nothing(nodes, count, seed):
+    rng = random.Random(seed)
+    order = [f"n{place}" for place in range(nodes)]
+    oracle = Planted(rng.sample(order, count))
+    found = find_kept(order, oracle, TOLERANCE)
+    assert found.error <= TOLERANCE and oracle(frozenset(found.kept)) <= TOLERANCE
+    assert found.runs <= 4 * math.log2(nodes) + len(found.kept)
+    assert oracle.needed <= set(found.kept) and set(found.needed) <= oracle.needed
+    assert bool(found.stopped) == (set(found.kept) != set(found.needed))
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.integers(2, 300), st.integers(0, 2**32), st.integers(2, 12), st.integers(1, 20))
+def test_any_measurement_gives_a_set_that_met_the_tolerance_or_says_that_there_is_none(nodes, seed, allowance, first):
+    order, asked = [f"n{place}" for place in range(nodes)], {}
+
+    def measure(kept):
+        asked.setdefault(kept, random.Random(f"{seed} {sorted(kept)}").choice([0.0, 2.0, math.nan, math.inf]))
+        return asked[kept]
+
+    try:
+        found = find_kept(order, measure, TOLERANCE, allowance=allowance, first=first)
+    except OutOfReachError as out:
+        assert not asked[frozenset(order)] <= TOLERANCE and not out.error <= TOLERANCE
+        return
+    assert asked[frozenset(found.kept)] <= TOLERANCE
+    assert found.runs <= allowance + len(found.kept)
+
+
+def test_errors_that_add_up_keep_as_few_as_meet_the_tolerance():
+    sizes = {f"n{place}": 2.0**-place for place in range(200)}
+    found = find_kept(list(sizes), lambda kept: sum(sizes[one] for one in sizes if one not in kept), 0.3)
+    assert found.kept == ("n0", "n1", "n2") and found.needed["n2"] == pytest.approx(0.5)
+
+
+def test_of_two_nodes_that_are_harmless_alone_one_is_kept():
+    order = [f"n{place}" for place in range(200)]
+    found = find_kept(order, lambda kept: 0.0 if {"n0", "n1"} & kept else 5.0, TOLERANCE)
+    assert found.kept in {("n0",), ("n1",)} and found.needed
+
+
+def test_nothing_is_kept_where_nothing_has_to_be():
+    found = find_kept(["a", "b"], lambda kept: 0.5, TOLERANCE)
+    assert found.kept == () and found.before == found.error == 0.5 and found.runs == 1
+    assert find_kept([], lambda kept: 0.5, TOLERANCE).kept == ()
+
+
+def test_a_tolerance_out_of_reach_is_told_with_the_error():
+    with pytest.raises(OutOfReachError, match="with all nodes kept the error is 3"):
+        find_kept(["a", "b", "c"], lambda kept: 3.0 if len(kept) == 3 else 9.0, TOLERANCE)
+    with pytest.raises(OutOfReachError):
+        find_kept([], lambda kept: math.nan, TOLERANCE)
+
+
+def test_time_and_runs_that_are_up_leave_a_set_that_meets_the_tolerance():
+    order = [f"n{place}" for place in range(1000)]
+    oracle = Planted(["n500", "n700"])
+    found = find_kept(order, oracle, TOLERANCE, expired=lambda: True)
+    assert set(found.kept) == set(order) and found.stopped == "the time was up" and found.runs == 2
+    found = find_kept(order, oracle, TOLERANCE, most=12)
+    assert found.runs <= 12 and oracle(frozenset(found.kept)) <= TOLERANCE and "runs that were allowed" in found.stopped
+
+
+def test_the_same_measurements_are_asked_for_again():
+    order = [f"n{place}" for place in range(300)]
+    one, two = Planted(["n3", "n9"], [("n1", "n4")]), Planted(["n3", "n9"], [("n1", "n4")])
+    assert find_kept(order, one, TOLERANCE, first=5) == find_kept(order, two, TOLERANCE, first=5)
+    assert one.asked == two.asked

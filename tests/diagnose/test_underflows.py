@@ -1,0 +1,128 @@
+"""What becomes zero makes nothing infinite: `amp.find_nonfinite` says who counts it, `profile` and `tune` find it."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from planted import linear
+from torch import nn
+
+import amp_compiler as amp
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+SMALL = 1e-9
+
+
+class Faint(nn.Module):
+    """A loss that is as large as others, the gradients of which are below FP16's least number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = linear(8, 8, seed=1), linear(8, 2, seed=2)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.inner(x))).float() * SMALL + 1.0
+
+
+def imported() -> nn.Module:
+    """Such a model from an ONNX file."""
+    layers = {"w": linear(8, 8, seed=1), "v": linear(8, 2, seed=2)}
+    stored = [numpy_helper.from_array(one.weight.detach().numpy().T.copy(), name) for name, one in layers.items()]
+    stored += [numpy_helper.from_array(np.full(2, value, np.float32), name) for name, value in (("s", 1e-4), ("b", 1))]
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["h"]),
+        helper.make_node("Tanh", ["h"], ["t"]),
+        helper.make_node("MatMul", ["t", "v"], ["m"]),
+        helper.make_node("Mul", ["m", "s"], ["n"]),
+        helper.make_node("Mul", ["n", "s"], ["o"]),
+        helper.make_node("Add", ["o", "b"], ["y"]),
+    ]
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [4, wide]) for name, wide in (("x", 8), ("y", 2))]
+    graph = helper.make_graph(nodes, "faint", ends[:1], ends[1:], stored)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    return amp.onnx_to_fx(model, trainable=lambda name, tensor: name in layers)
+
+
+def step_of(model, **options):
+    return amp.training_step(
+        model, lambda model, x: model(x).float().mean(), torch.optim.AdamW(model.parameters(), 1e-3), dtype="fp16",
+        backend="eager", **options,
+    )  # fmt: skip
+
+
+def test_a_gradient_that_underflows_only_in_the_backward():
+    step = step_of(Faint(), loss_scale=None)
+    report = amp.find_nonfinite(step, X)
+    assert not report and "counted by amp.profile" in str(report)
+
+    profile = amp.profile(step, [X])
+    assert all(row.stored.zeros == row.stored.total for row in profile.of("weight gradient") if "inner" in row.name)
+    rows = [row for row in profile.of("activation gradient") if row.dtype == "fp16"]
+    assert rows and all(row.stored.zeros == row.stored.total for row in rows)
+
+    found = amp.tune(step_of(Faint(), loss_scale=None), [X])
+    assert {node.module for node in found.nodes} == {"inner", "head"} and found.worst_before.startswith("the grad")
+    scaled = step_of(Faint(), loss_scale=2.0**28)
+    assert not amp.tune(scaled, [X]).nodes  # a loss scale mends it too
+
+
+def test_a_second_moment_below_the_range_of_fp16_is_kept_in_fp32():
+    model = Faint()
+    step = step_of(model, loss_scale=2.0**20)
+    assert not amp.find_nonfinite(step, X)
+    step(X)
+    moments = [state["exp_avg_sq"] for state in step._optimizers[0].state.values()]
+    assert moments and all(one.dtype is torch.float32 for one in moments)
+    numbers = torch.cat([one.flatten() for one in moments])
+    numbers = numbers[numbers != 0]
+    assert numbers.numel() and bool((numbers.half() == 0).all())  # none of which FP16 would hold
+    rows = amp.profile(step, [X]).of("weight gradient")
+    assert all(2 * row.histogram.highest < -24 for row in rows if row.histogram.highest is not None)
+
+
+def test_the_same_in_a_step_that_trains_an_onnx_file():
+    step = step_of(imported(), loss_scale=None)
+    report = amp.find_nonfinite(step, X)
+    assert not report and "counted by amp.profile" in str(report)
+    rows = amp.profile(step, [X]).of("weight gradient")
+    assert rows and all(row.stored.zeros == row.stored.total for row in rows if row.name == "w")
+    found = amp.tune(step_of(imported(), loss_scale=None), [X])
+    assert found.before >= 1.0 and found.error <= found.tolerance and found.worst_before.startswith("the gradient of w")
+    scaled = step_of(imported(), loss_scale=2.0**20)
+    assert not amp.find_nonfinite(scaled, X)
+    scaled(X)
+    moments = [state["exp_avg_sq"] for state in scaled._optimizers[0].state.values()]
+    assert moments and all(one.dtype is torch.float32 and bool((one.half() == 0).all()) for one in moments)
+    assert any(bool((one != 0).any()) for one in moments)
+
+
+def faint_file() -> onnx.ModelProto:
+    """Numbers made too small for FP16, and large again."""
+    weights = [numpy_helper.from_array(np.array(value, np.float32), name) for name, value in
+               (("small", 2e-5), ("large", 5e4))]  # fmt: skip
+    nodes = [
+        helper.make_node("Tanh", ["x"], ["t"], "tanh"),
+        helper.make_node("Mul", ["t", "small"], ["s"], "down"),
+        helper.make_node("Mul", ["s", "small"], ["u"], "further"),
+        helper.make_node("Mul", ["u", "large"], ["v"], "up"),
+        helper.make_node("Mul", ["v", "large"], ["y"], "last"),
+    ]
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [4, 8]) for name in ("x", "y")]
+    graph = helper.make_graph(nodes, "faint", ends[:1], ends[1:], weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+
+
+def test_an_underflow_in_a_file():
+    batch = {"x": X.numpy()}
+    rules = {"version": 1, "extends": "default"}
+    report = amp.find_nonfinite(faint_file(), batch, rules=rules, dtype="fp16")
+    assert not report and "counted by amp.profile" in str(report)
+    found = amp.tune(faint_file(), [batch], rules=rules)
+    assert (
+        found.before >= 1.0
+        and found.error <= found.tolerance
+        and {"further", "up"} <= {node.name for node in found.nodes}
+    )
+    assert any("becomes zero" in node.told for node in found.nodes)
