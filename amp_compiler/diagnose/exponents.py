@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from amp_compiler.ir.ranges import RANGES
+from amp_compiler.ir.ranges import RANGES as RANGES  # also asked for here
+from amp_compiler.ir.ranges import Range as Range
 from amp_compiler.ops.exponents import BINS, HIGHEST, INFINITE, LOWEST, NAN, ZERO
 
 Counts = npt.NDArray[np.int64]

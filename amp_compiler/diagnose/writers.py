@@ -13,7 +13,7 @@ from typing import Any
 
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.files import output_file
-from amp_compiler.ir.run_file import StepRecord, read_run
+from amp_compiler.ir.run_file import StepRecord
 from amp_compiler.training.log import Callback
 
 logger = logging.getLogger("amp_compiler")
@@ -103,8 +103,7 @@ class JSONLines(Writer):
             raise AmpError(
                 f"it cannot be written: {cause.strerror}", where=str(path), mend="name a file that can be written"
             ) from cause
-        with contextlib.suppress(AmpError):  # an empty file
-            self._last = read_run(self._path).records[-1].step
+        self._last = _last_step(self._file)
 
     def _open(self) -> None:
         self._file = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
@@ -155,6 +154,17 @@ def _torn(file: int) -> int:
             return size - (begin + place + 1)
         end = begin
     return size
+
+
+def _last_step(file: int) -> int:
+    """The number of the step in the last line of a file of whole lines; 0 where there is none."""
+    size = os.fstat(file).st_size
+    os.lseek(file, max(0, size - _BLOCK), os.SEEK_SET)
+    lines = os.read(file, _BLOCK).decode("utf-8", "replace").splitlines()
+    try:
+        return StepRecord.from_json(lines[-1]).step if lines else 0
+    except ValueError:
+        return 0
 
 
 class TensorBoard(Writer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 import math
 from collections.abc import Mapping
@@ -135,7 +136,7 @@ def read_run(path: str | Path) -> Run:
         raise AmpError(
             f"it cannot be read: {cause.strerror}", where=str(path), mend="name a file of amp.callbacks.JSONLines"
         ) from cause
-    records: dict[int, StepRecord] = {}
+    records: list[StepRecord] = []
     notes = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -145,15 +146,14 @@ def read_run(path: str | Path) -> Run:
         except ValueError as cause:
             notes.append(f"line {number} is no record and is left out ({cause})")
             continue
-        later = [step for step in records if step >= record.step]
-        if later:
+        if records and records[-1].step >= record.step:
+            kept = bisect.bisect_left(records, record.step, key=lambda one: one.step)
             notes.append(
-                f"line {number} goes on from step {record.step}: {len(later)} records from step {min(later)} to "
-                f"{max(later)} before it are left out"
+                f"line {number} goes on from step {record.step}: {len(records) - kept} records from step "
+                f"{records[kept].step} to {records[-1].step} before it are left out"
             )
-            for step in later:
-                del records[step]
-        records[record.step] = record
+            del records[kept:]
+        records.append(record)
     if not records:
         raise AmpError("there is no record of a step in it", where=str(path), mend="name a file of JSONLines")
-    return Run(tuple(records.values()), tuple(notes))
+    return Run(tuple(records), tuple(notes))

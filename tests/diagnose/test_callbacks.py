@@ -289,3 +289,12 @@ def test_a_terminal_that_has_gone_stops_no_training(caplog: pytest.LogCaptureFix
 
 def test_bars_of_losses() -> None:
     assert sparkline([2.0, 2.0, math.nan]) == "▁▁x" and sparkline([]) == ""
+
+
+def test_a_long_run_is_read_once(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    line = record(1).to_json()
+    lines = [line.replace('"step": 1,', f'"step": {step},') for step in range(1, 20_001)]
+    path.write_text("\n".join(lines) + "\n")
+    run = read_run(path)  # in a time that grows with its length alone
+    assert len(run.records) == 20_000 and JSONLines(path)._last == 20_000
