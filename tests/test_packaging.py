@@ -1,5 +1,6 @@
 """The installed package holds what it needs, and the repository holds nothing of the machine it was made on."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -58,6 +59,12 @@ def test_the_wheel_holds_what_the_page_is_made_of(wheel_files):
     parts = {f"amp_compiler/report/page/{path.name}" for path in (ROOT / "amp_compiler" / "report" / "page").iterdir()}
     assert "amp_compiler/report/page/page.html" in parts
     assert parts <= wheel_files
+
+
+def test_the_licence_names_those_of_the_libraries_of_the_page():
+    held = json.loads((ROOT / "amp_compiler/report/page/libraries.json").read_text(encoding="utf-8"))["packages"]
+    named = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["license"].split(" AND ")
+    assert {one["license"] for one in held} | {"Apache-2.0"} == set(named)
 
 
 def test_the_wheel_holds_every_module_and_nothing_else(wheel_files):
