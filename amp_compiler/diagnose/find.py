@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-import torch
-import torch.utils._pytree as pytree
-from torch import Tensor, nn
+from torch import nn
 
+from amp_compiler.diagnose.losses import LossCall, LossFunction, arguments
 from amp_compiler.diagnose.model_trials import Backward, ModelTrials
 from amp_compiler.errors import AmpError, CaptureError, HookError, OptimizerError
 from amp_compiler.forward.api import is_onnx
 from amp_compiler.forward.compiled_module import CompiledModule
 from amp_compiler.forward.program import EAGER
-from amp_compiler.forward.settings import AUTO, Settings, make_settings
+from amp_compiler.forward.settings import AUTO, make_settings
 from amp_compiler.ir.dtypes import low_type
 from amp_compiler.ir.nonfinite import NonfiniteReport
 from amp_compiler.policy.loader import load_rules
@@ -29,7 +27,7 @@ def find_nonfinite(
     rules: Any = "default",
     dtype: str = "auto",
     backward: bool = False,
-    loss_fn: Callable[[Any], Tensor] | None = None,
+    loss_fn: LossFunction | None = None,
     loss_scale: float = 1.0,
 ) -> NonfiniteReport:
     """Run a batch node by node, and name the first nodes that made an inf or a NaN, with a rule that mends it.
@@ -46,7 +44,7 @@ def find_nonfinite(
         dtype: `fp16`, `bf16` or `auto`, for the same; `auto` is FP16 for an ONNX model.
         backward: of a module, run the backward too, for a training loop of your own. It starts from what the module
             returns, or its `loss`.
-        loss_fn: makes the loss of what the module returns; the backward runs then.
+        loss_fn: `loss_fn(model, *batch)`, as for `amp.training_step`; the backward runs then. It calls the module once.
         loss_scale: what that loss is multiplied by: `scaler.get_scale()`. A step has its own.
 
     Returns:
@@ -72,17 +70,21 @@ def find_nonfinite(
     """
     if isinstance(subject, TrainingStep):
         return _of_step(subject, tuple(batch) if isinstance(batch, (tuple, list)) else (batch,))
-    start = Backward(loss_fn, loss_scale) if backward or loss_fn is not None else None
-    if isinstance(subject, CompiledModule):
-        return _of_module(subject.original, batch, subject.settings, start)
     if isinstance(subject, nn.Module):
-        return _of_module(subject, batch, make_settings(rules, dtype, EAGER), start)
+        is_compiled = isinstance(subject, CompiledModule)
+        settings = subject.settings if is_compiled else make_settings(rules, dtype, EAGER)
+        model, given = subject.original if is_compiled else subject, arguments(batch)
+        start = Backward(None, loss_scale) if backward else None
+        if loss_fn is not None:
+            call = LossCall(model, loss_fn, given)
+            given, start = call.given, Backward(call.of, loss_scale)
+        return ModelTrials(model, *given, settings, start).report()
     if not is_onnx(subject):
         raise AmpError(
             f"nothing can be found in a {type(subject).__name__}",
             mend="pass what amp.training_step gave, a module or an ONNX model",
         )
-    if start is not None:
+    if backward or loss_fn is not None:
         raise AmpError("an ONNX model has no backward", mend="train it with amp.training_step, and pass the step")
     if not isinstance(batch, Mapping):
         raise AmpError(f"the batch of an ONNX model is a {type(batch).__name__}", mend="pass a dict: {input: array}")
@@ -104,12 +106,3 @@ def _of_step(step: TrainingStep, batch: tuple[Any, ...]) -> NonfiniteReport:
         raise
     except CaptureError as cause:
         return step._find_in_pieces(batch, cause)
-
-
-def _of_module(model: nn.Module, batch: Any, settings: Settings, backward: Backward | None) -> NonfiniteReport:
-    named = dict(batch) if isinstance(batch, Mapping) else {}
-    args = () if named else tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-    args, named = pytree.tree_map(
-        lambda one: torch.from_numpy(one) if isinstance(one, np.ndarray) else one, (args, named)
-    )
-    return ModelTrials(model, args, named, settings, backward).report()

@@ -33,26 +33,26 @@ class Backward:
     """What a backward starts from.
 
     Args:
-        loss_fn: makes the loss of what the model returns; `None` where that is the loss, or has it as `loss`.
+        loss_of: makes the loss of what the model returns; `None` where that is the loss, or has it as `loss`.
         scale: what the loss is multiplied by, as `GradScaler` does.
     """
 
-    loss_fn: Callable[[Any], Tensor] | None
+    loss_of: Callable[[Any], Any] | None
     scale: float
 
-    def loss_of(self, output: Any) -> Tensor:
+    def start(self, output: Any) -> Tensor:
         """The loss, scaled.
 
         Raises:
             AmpError: there is none.
         """
-        loss = output if self.loss_fn is None else self.loss_fn(output)
+        loss = output if self.loss_of is None else self.loss_of(output)
         if not isinstance(loss, Tensor):
             loss = loss.get("loss") if isinstance(loss, dict) else getattr(loss, "loss", None)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise AmpError(
                 "there is no loss to begin the backward from",
-                mend="pass loss_fn=, which makes one number with a gradient of what the model returns",
+                mend="pass loss_fn=, which returns one number with a gradient",
             )
         return loss.float() * self.scale
 
@@ -170,7 +170,7 @@ class ModelTrials:
         with torch.enable_grad(), torch.random.fork_rng(devices=devices):
             results = list(replay.run("", program.graph_module, inputs))
             spec = program.captured.out_spec
-            loss = backward.loss_of(pytree.tree_unflatten(results[: spec.num_leaves], spec))
+            loss = backward.start(pytree.tree_unflatten(results[: spec.num_leaves], spec))
             gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
         bad = tuple(
             name

@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from amp_compiler.backends.backend import DEFAULT
 from amp_compiler.diagnose.exponents import Counts, Histogram
+from amp_compiler.diagnose.losses import arguments
 from amp_compiler.diagnose.profile import (
     ACTIVATION,
     ACTIVATION_GRADIENT,
@@ -213,7 +214,7 @@ class _ModelRun(_Run):
         self.settings = settings
 
     def take(self, batch: Any) -> None:
-        tree = _arguments(batch)
+        tree = arguments(batch)
         with building():
             self.count(tree, lambda: build_counting(self.model, tree[0], tree[1], self.settings, self.device), 0)
         self.batches += 1
@@ -242,7 +243,7 @@ class _LossRun(_Run):
         )  # fmt: skip
 
     def take(self, batch: Any) -> None:
-        args, named = _arguments(batch)
+        args, named = arguments(batch)
         step, given = (self.by_name, (named,)) if named else (self.step, args)
         shift = _exponent_of(step.loss_scale)
         with _told_of("the loss"):
@@ -258,16 +259,6 @@ def _of_model(
     if loss_scale != 1.0:
         raise AmpError(f"loss_scale={loss_scale!r} without a loss", mend="pass loss_fn= as well")
     return _ModelRun(model, settings)
-
-
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch as positional and named arguments, arrays as tensors."""
-    named = dict(batch) if isinstance(batch, Mapping) else {}
-    args = () if named else tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-    tree: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map(
-        lambda one: torch.from_numpy(one) if isinstance(one, np.ndarray) else one, (args, named)
-    )
-    return tree
 
 
 def _exponent_of(scale: Tensor) -> int:

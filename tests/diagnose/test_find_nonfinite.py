@@ -308,7 +308,7 @@ def test_the_backward_of_a_loop_of_the_users_own(tmp_path):
     model = Steep()
     compiled = amp.compile(model, dtype="fp16", backend="eager")
     assert not amp.find_nonfinite(compiled, X)  # the forward alone
-    report = amp.find_nonfinite(compiled, X, loss_fn=lambda made: made.square().mean(), loss_scale=4.0)
+    report = amp.find_nonfinite(compiled, X, loss_fn=lambda model, x: model(x).square().mean(), loss_scale=4.0)
     assert "head.weight" in report.parameters and {node.phase for node in report.nodes} == {"backward"}
     assert all(one.grad is None for one in model.parameters())
     (tmp_path / "cured.yaml").write_text(report.rule)

@@ -35,6 +35,10 @@ def relative(one: torch.Tensor, two: torch.Tensor) -> float:
     return float((one.detach().double() - two.detach().double()).norm() / two.detach().double().norm())
 
 
+def squared(model, x):
+    return model(x).float().square().mean()
+
+
 def loss_fn(model, x):
     return model(x).float().square().mean()
 
@@ -116,7 +120,7 @@ def test_a_small_model_and_its_result(compiled, tmp_path):
 
 
 def test_a_loss_function_compares_loss_and_gradients():
-    found = amp.tune(Small(), [X], dtype="fp16", loss_fn=lambda made: made.float().square().mean(), loss_scale=256.0)
+    found = amp.tune(Small(), [X], dtype="fp16", loss_fn=squared, loss_scale=256.0)
     assert found.what == "loss and gradients" and [node.module for node in found.nodes] == ["wide"]
     assert found.path is None and "extends: default" in found.rules
 
@@ -131,7 +135,7 @@ def test_a_gradient_that_is_lost_in_the_backward_alone_is_found():
             return self.head(self.inner(x)).float() * 1e-6
 
     def tuned(scale):
-        return amp.tune(Steep(), [X], dtype="fp16", loss_fn=lambda made: made.float().mean(), loss_scale=scale)
+        return amp.tune(Steep(), [X], dtype="fp16", loss_fn=lambda model, x: model(x).float().mean(), loss_scale=scale)
 
     found = tuned(1.0)
     assert {node.module for node in found.nodes} == {"inner", "head"} and found.worst_before.startswith("the gradient")
@@ -279,13 +283,13 @@ def test_the_same_call_gives_the_same_result_and_changes_nothing():
     before = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(3), np.random.seed(3), random.seed(3)
     drawn = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-    one = amp.tune(model, [X], dtype="fp16", loss_fn=lambda made: made.float().square().mean())
+    one = amp.tune(model, [X], dtype="fp16", loss_fn=squared)
     assert torch.equal(torch.get_rng_state(), drawn[0])
     assert (np.random.get_state()[1].tolist(), random.getstate()) == drawn[1:]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     torch.manual_seed(4)
-    assert amp.tune(model, [X], dtype="fp16", loss_fn=lambda made: made.float().square().mean()) == one
+    assert amp.tune(model, [X], dtype="fp16", loss_fn=squared) == one
     assert one.nodes
 
 
@@ -299,7 +303,7 @@ def test_an_attention_whose_backward_has_no_derivative_is_tuned_too():
             query, key, value = self.inner(x).view(1, 4, 3, 8).transpose(1, 2).chunk(3, 1)
             return F.scaled_dot_product_attention(query, key, value)
 
-    found = amp.tune(Attention(), [X], dtype="bf16", loss_fn=lambda made: made.float().square().mean(), tolerance=1e-3)
+    found = amp.tune(Attention(), [X], dtype="bf16", loss_fn=squared, tolerance=1e-3)
     assert found.nodes and found.error <= 1e-3
 
 
@@ -327,7 +331,7 @@ def test_a_tolerance_that_fp32_does_not_meet_is_refused():
     with pytest.raises(
         AmpError, match=r"with every node .* in FP32 the error is still .* the tolerance is 1e-09; pass a"
     ):
-        amp.tune(Noisy(), [X], dtype="fp16", tolerance=1e-9, loss_fn=lambda made: made.float().square().mean())
+        amp.tune(Noisy(), [X], dtype="fp16", tolerance=1e-9, loss_fn=squared)
 
 
 class Noisy(nn.Module):
@@ -366,7 +370,7 @@ def test_other_subjects_and_batches_are_refused():
     with pytest.raises(AmpError, match="there is no batch to tune on"):
         amp.tune(Small(), [])
     with pytest.raises(AmpError, match="a training step has its own loss"):
-        amp.tune(step_of(Small()), [X], loss_fn=lambda made: made)
+        amp.tune(step_of(Small()), [X], loss_fn=lambda model, x: model(x))
     with pytest.raises(AmpError, match=r"runs in FP32 \(enabled=False\)"):
         amp.tune(step_of(Small(), enabled=False), [X])
 

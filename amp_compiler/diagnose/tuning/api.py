@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
+from amp_compiler.diagnose.losses import LossFunction
 from amp_compiler.diagnose.tuning.course import Tuning
 from amp_compiler.diagnose.tuning.given import Asked, subject_of
 from amp_compiler.diagnose.tuning.result import TuneResult
@@ -26,7 +24,7 @@ def tune(
     start: str = LOW,
     budget: float | None = None,
     max_runs: int | None = None,
-    loss_fn: Callable[[Any], Tensor] | None = None,
+    loss_fn: LossFunction | None = None,
     loss_scale: float = 1.0,
 ) -> TuneResult:
     """Find the few nodes that have to stay in FP32 for a tolerance, and write them as a rule file.
@@ -53,7 +51,7 @@ def tune(
             low what the tolerance allows of what the rules would put low.
         budget: seconds after which the search stops, with nodes that meet the tolerance.
         max_runs: runs of the model after which it does.
-        loss_fn: makes the loss of what a module returns.
+        loss_fn: `loss_fn(model, *batch)` of a module, as for `amp.training_step`. It calls the module once.
         loss_scale: what that is multiplied by for the backward. A step has its own, which counts as fallen to where the
             gradients fit, if it can fall.
 

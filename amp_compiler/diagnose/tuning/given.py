@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from amp_compiler.diagnose.losses import Arguments, LossCall, LossFunction, arguments
 from amp_compiler.diagnose.tuning.subject import Subject
-from amp_compiler.diagnose.tuning.torch_model import Batch, Goal, TorchSubject
+from amp_compiler.diagnose.tuning.torch_model import Goal, TorchSubject
 from amp_compiler.diagnose.tuning.writing import FP32, LOW
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.api import is_onnx
@@ -79,7 +78,7 @@ class Asked:
 
 
 def subject_of(
-    subject: Any, batches: Any, asked: Asked, loss_fn: Callable[[Any], Tensor] | None, loss_scale: float
+    subject: Any, batches: Any, asked: Asked, loss_fn: LossFunction | None, loss_scale: float
 ) -> tuple[Subject, RuleSet]:
     """What is tuned, and its rules.
 
@@ -97,14 +96,17 @@ def subject_of(
         if loss_fn is not None:
             raise AmpError("a training step has its own loss", mend="leave loss_fn away")
         return _of_step(subject, batches, asked)
-    goal_of = None if loss_fn is None else Goal(lambda output: _loss(loss_fn(output)), loss_scale)
-    if isinstance(subject, CompiledModule):
-        settings = subject.settings
-        settings = settings if asked.rules is None else replace(settings, rules=load_rules(asked.rules))
-        return TorchSubject(subject.original, _arguments(batches), settings, goal_of), settings.rules
     if isinstance(subject, nn.Module):
-        settings = asked.settings()
-        return TorchSubject(subject, _arguments(batches), settings, goal_of), settings.rules
+        model, settings = subject, asked.settings() if not isinstance(subject, CompiledModule) else subject.settings
+        if isinstance(subject, CompiledModule):
+            model = subject.original
+            settings = settings if asked.rules is None else replace(settings, rules=load_rules(asked.rules))
+        given = [arguments(batch) for batch in _listed(batches)]
+        if loss_fn is None:
+            return TorchSubject(model, given, settings), settings.rules
+        calls = [LossCall(model, loss_fn, batch) for batch in given]
+        goal = Goal(lambda output, number: _loss(calls[number].of(output)), loss_scale)
+        return TorchSubject(model, [call.given for call in calls], settings, goal), settings.rules
     if not is_onnx(subject):
         raise AmpError(
             f"a {type(subject).__name__} cannot be tuned",
@@ -124,8 +126,8 @@ def _of_step(step: TrainingStep, batches: Any, asked: Asked) -> tuple[Subject, R
     settings = step._settings
     settings = settings if asked.rules is None else replace(settings, rules=load_rules(asked.rules))
     falls = step._scale_config.constant is None
-    goal = Goal(lambda output: output[0], float(step.loss_scale), falls, lambda name: name.partition(".")[2])
-    given: list[Batch] = [(_positional(batch), {}) for batch in _listed(batches)]
+    goal = Goal(lambda output, number: output[0], float(step.loss_scale), falls, lambda name: name.partition(".")[2])
+    given: list[Arguments] = [(_positional(batch), {}) for batch in _listed(batches)]
     return TorchSubject(step._module, given, settings, goal, step._in_fp32, ROOT), settings.rules
 
 
@@ -142,17 +144,6 @@ def _listed(batches: Any) -> list[Any]:
 
 def _positional(batch: Any) -> tuple[Any, ...]:
     return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-
-
-def _arguments(batches: Any) -> list[Batch]:
-    found: list[Batch] = []
-    for batch in _listed(batches):
-        named = dict(sorted(batch.items())) if isinstance(batch, Mapping) else {}
-        args = () if isinstance(batch, Mapping) else _positional(batch)
-        found.append(
-            pytree.tree_map(lambda one: torch.from_numpy(one) if isinstance(one, np.ndarray) else one, (args, named))
-        )
-    return found
 
 
 def _loss(loss: Any) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from amp_compiler.backends.backend import DEFAULT
+from amp_compiler.diagnose.losses import Arguments
 from amp_compiler.diagnose.tuning.deviation import Deviation, Measured
 from amp_compiler.diagnose.tuning.sensitivity import Estimate, ProfiledRun, Sums, estimates_of
 from amp_compiler.diagnose.tuning.subject import SEED, Subject
@@ -33,7 +34,6 @@ from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.plan.make_plan import make_plan
 from amp_compiler.policy.rules import RuleSet
 
-Batch = tuple[tuple[Any, ...], dict[str, Any]]
 LOSS = "the loss"
 _FALL = 4.0  # by which a loss scale falls where gradients are not finite with it
 
@@ -43,13 +43,13 @@ class Goal:
     """What is compared with FP32, where it is not the outputs.
 
     Args:
-        loss_of: the loss of what the module returns, FP32 scalar.
+        loss_of: the loss of what the module returns and of the number of the batch, FP32 scalar.
         scale: what it is multiplied by before the backward.
         falls: whether that falls where gradients are too large with it.
         label: how a parameter is called, by its name in the module.
     """
 
-    loss_of: Callable[[Any], Tensor]
+    loss_of: Callable[[Any, int], Tensor]
     scale: float = 1.0
     falls: bool = False
     label: Callable[[str], str] = str
@@ -82,7 +82,7 @@ class TorchSubject(Subject):
     def __init__(
         self,
         model: nn.Module,
-        batches: Sequence[Batch],
+        batches: Sequence[Arguments],
         settings: Settings,
         goal: Goal | None = None,
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
@@ -107,7 +107,7 @@ class TorchSubject(Subject):
         with autocast_off(), building(), self._around(), generators_kept(self._model, self._batches):
             yield
 
-    def _form(self, batch: Batch) -> _Form:
+    def _form(self, batch: Arguments) -> _Form:
         leaves, spec = pytree.tree_flatten(batch)
         key = (spec, leaves_key(leaves))
         if key not in self._forms:
@@ -158,7 +158,7 @@ class TorchSubject(Subject):
         self.profile(self.plan(self._settings.rules), frozenset())
 
     def _reference(
-        self, number: int, batch: Batch, names: frozenset[str], sums: dict[str, Sums]
+        self, number: int, batch: Arguments, names: frozenset[str], sums: dict[str, Sums]
     ) -> list[tuple[str, Tensor, bool]]:
         form = self._form(batch)
         graph_module = form.captured.graph_module
@@ -176,7 +176,7 @@ class TorchSubject(Subject):
                 self._check(run, named)
                 run.spread_to([one for _, one in named])
                 return [(name, one.detach(), False) for name, one in named]
-            loss = goal.loss_of(self._output(form, results))
+            loss = goal.loss_of(self._output(form, results), number)
             self._check(run, [(LOSS, loss)])
             trained = self._trained(form, inputs)
             gradients = run.spread_to_gradients(loss, [one for _, one in trained], goal.scale, falls=goal.falls)
@@ -230,7 +230,7 @@ class TorchSubject(Subject):
         return graph_module
 
     def _made(
-        self, number: int, batch: Batch, form: _Form, graph_module: fx.GraphModule
+        self, number: int, batch: Arguments, form: _Form, graph_module: fx.GraphModule
     ) -> Iterator[tuple[str, Tensor]]:
         inputs = self._inputs(form, graph_module, batch)
         goal = self._goal
@@ -240,7 +240,7 @@ class TorchSubject(Subject):
             if goal is None:
                 yield from self._named(form, results)
                 return
-            loss = goal.loss_of(self._output(form, results))
+            loss = goal.loss_of(self._output(form, results), number)
             trained = self._trained(form, inputs)
             gradients, scale = _backward(loss, [one for _, one in trained], goal)
         yield LOSS, loss.detach()
@@ -257,7 +257,7 @@ class TorchSubject(Subject):
             torch.manual_seed(SEED + number)
             yield
 
-    def _inputs(self, form: _Form, graph_module: fx.GraphModule, batch: Batch) -> list[Any]:
+    def _inputs(self, form: _Form, graph_module: fx.GraphModule, batch: Arguments) -> list[Any]:
         """What a graph is given; what it writes to are copies."""
         leaves = pytree.tree_leaves(batch)
         written = written_roots(graph_module.graph, AliasGroups(graph_module.graph))
