@@ -71,9 +71,11 @@ def find_nonfinite(
     if isinstance(subject, TrainingStep):
         return _of_step(subject, tuple(batch) if isinstance(batch, (tuple, list)) else (batch,))
     if isinstance(subject, nn.Module):
-        is_compiled = isinstance(subject, CompiledModule)
-        settings = subject.settings if is_compiled else make_settings(rules, dtype, EAGER)
-        model, given = subject.original if is_compiled else subject, arguments(batch)
+        if isinstance(subject, CompiledModule):
+            model, settings = subject.original, subject.settings
+        else:
+            model, settings = subject, make_settings(rules, dtype, EAGER)
+        given = arguments(batch)
         start = Backward(None, loss_scale) if backward else None
         if loss_fn is not None:
             call = LossCall(model, loss_fn, given)
