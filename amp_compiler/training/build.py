@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from typing import Any
 
 import torch
@@ -234,6 +235,7 @@ def run_step_passes(
 def _with_first(run: Callable[..., Sequence[Any]], place: int) -> Callable[..., Sequence[Any]]:
     """A step that gives a copy of one input as well, as it was before the step: part of the graph that is replayed."""
 
+    @wraps(run, assigned=(), updated=())
     def both(*inputs: Any) -> Sequence[Any]:
         before = inputs[place].clone()
         return [*run(*inputs), before]

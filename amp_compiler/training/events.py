@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, Protocol
 
 import torch
@@ -88,6 +89,7 @@ class HostEvents:
     def watched(self, run: Run, names: tuple[str, ...], places: Places) -> Run:
         """As in `Events`."""
 
+        @wraps(run, assigned=(), updated=())
         def noted(*inputs: Any) -> Sequence[Any]:
             results = run(*inputs)
             self._steps += 1
@@ -137,6 +139,7 @@ class DeviceEvents:
         """As in `Events`."""
         table = self._tables.setdefault(names, _Table.on(self._steps.device, len(names)))  # made before any capture
 
+        @wraps(run, assigned=(), updated=())
         def noted(*inputs: Any) -> Sequence[Any]:
             results = run(*inputs)
             self._steps.add_(1)
