@@ -185,11 +185,11 @@ class PrecisionGraph:
         Raises:
             GraphError: where a name is taken, an operand is unknown, or the outputs do not match `node.outputs`.
         """
-        made = list(outputs)
-        if node.name in self.nodes:
-            raise GraphError(f"the node name '{node.name}' is taken", mend="give every node a name of its own")
-        if tuple(value.name for value in made) != node.outputs:
-            raise GraphError(f"node '{node.name}' lists outputs {node.outputs} but makes other values")
+        made, name = list(outputs), node.name
+        if name in self.nodes:
+            raise GraphError(f"the node name '{name}' is taken", mend="give every node a name of its own")
+        if tuple([value.name for value in made]) != node.outputs:
+            raise GraphError(f"node '{name}' lists outputs {node.outputs} but makes other values")
         for operand in node.inputs:
             if operand.value not in self.values:
                 raise GraphError(
@@ -198,10 +198,10 @@ class PrecisionGraph:
                 )
         for value in made:
             self.add_value(value)
-            self._producer[value.name] = node.name
+            self._producer[value.name] = name
         for index, operand in enumerate(node.inputs):
-            self._users[operand.value].append((node.name, index))
-        self.nodes[node.name] = node
+            self._users[operand.value].append((name, index))
+        self.nodes[name] = node
 
     def is_folded(self, value: str) -> bool:
         """True where a cast of `value` costs nothing at run time."""

@@ -36,6 +36,9 @@ class Draft:
     notes: Mapping[str, str] = field(default_factory=dict)
     casts: tuple[PlannedCast, ...] | None = None
     _typing: TypingRules | None = field(default=None, compare=False, repr=False)
+    _types: tuple[Mapping[str, str], TypingRules, dict[str, DType]] | None = field(
+        default=None, compare=False, repr=False
+    )
 
     def to_text(self) -> str:
         """What was found out last, one line a node or cast: decisions, then labels, then casts."""
@@ -43,8 +46,15 @@ class Draft:
             return "".join(f"{cast}\n" for cast in self.casts) or "no casts\n"
         if self.labels:
             notes = {name: f"  ({note})" for name, note in self.notes.items() if note}
-            return "".join(f"{label} {name}{notes.get(name, '')}\n" for name, label in self.labels.items())
-        return "".join(f"{name}: {decision}\n" for name, decision in self.decisions.items())
+            return "".join([f"{label} {name}{notes.get(name, '')}\n" for name, label in self.labels.items()])
+        told: dict[int, str] = {}  # few decisions are common to many nodes
+        lines = []
+        for name, decision in self.decisions.items():
+            text = told.get(id(decision))
+            if text is None:
+                text = told[id(decision)] = f": {decision}\n"
+            lines += (name, text)
+        return "".join(lines)
 
     @property
     def flexible(self) -> frozenset[DType]:
@@ -59,3 +69,12 @@ class Draft:
             found = TypingRules(self.graph, self.rules.ops, self.context.low)
             object.__setattr__(self, "_typing", found)
         return found
+
+    @property
+    def types(self) -> Mapping[str, DType]:
+        """The type of each value under the labels, worked out once and handed on to the drafts that follow."""
+        found, typing = self._types, self.typing
+        if found is None or found[0] is not self.labels or found[1] is not typing:
+            found = (self.labels, typing, typing.results(self.labels))
+            object.__setattr__(self, "_types", found)
+        return found[2]

@@ -11,7 +11,7 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.dtypes import FLOATS, DType
 from amp_compiler.ir.graph import Node, PrecisionGraph, Value, ValueKind
 from amp_compiler.policy.reduction_size import reduction_size
 from amp_compiler.policy.rules import OpInfo, OpTable, RuleSet
@@ -100,9 +100,9 @@ class _Analysis:
                 info = self.infos[node.op] = ops.info(node.op)
             origin: Origin | None = None
             for name in node.outputs:
-                value = graph.values[name]
-                if not value.dtype.is_float:
-                    self.origins[name] = _by_type(value.dtype)
+                dtype = graph.values[name].dtype
+                if dtype not in FLOATS:
+                    self.origins[name] = _by_type(dtype)
                 else:
                     origin = self._made_by(node, info) if origin is None else origin
                     self.origins[name] = origin
@@ -118,14 +118,16 @@ class _Analysis:
         if not (info.plain or node.op in _BODIES or _sums_little(self.graph, node, info)):
             return Origin.DATA
         # Elsewhere whole numbers are axes, sizes and indices, which say where an element goes and not what it is.
-        counting = info.casts or info.carries
-        found = max((self.origins[name] for name in self._operands(node, counting)), default=Origin.STORED)
+        counting, found = info.casts or info.carries, Origin.STORED
+        for operand in node.inputs:
+            if self.origins[operand.value] > found and (counting or self.graph.values[operand.value].dtype in FLOATS):
+                found = self.origins[operand.value]
         return max(found, Origin.GIVEN) if info.periodic or info.squashes else found
 
-    def _operands(self, node: Node, counting: bool = False) -> Iterator[str]:
-        """The floating-point operands, and where whole numbers count as numbers those too."""
+    def _operands(self, node: Node) -> Iterator[str]:
+        """The floating-point operands."""
         for operand in node.inputs:
-            if counting or self.graph.values[operand.value].dtype.is_float:
+            if self.graph.values[operand.value].dtype in FLOATS:
                 yield operand.value
 
     def _origin(self, node: Node) -> Origin:
@@ -216,8 +218,10 @@ def _sums_little(graph: PrecisionGraph, node: Node, info: OpInfo) -> bool:
     if isinstance(equation, str):  # an einsum
         read, arrow, made = equation.replace(" ", "").partition("->")
         return bool(arrow) and set(read) - {",", "."} <= set(made)
-    learned = [operand for operand in node.inputs if graph.values[operand.value].kind is ValueKind.PARAMETER]
-    if learned and graph.device != "onnx":  # an ONNX file does not tell parameters from other stored numbers
+    if info.family != "matmul":
         return False
-    size = reduction_size(graph, node, info.sums) if info.family == "matmul" else None
+    learned = graph.device != "onnx" and any(  # an ONNX file does not tell parameters from other stored numbers
+        graph.values[operand.value].kind is ValueKind.PARAMETER for operand in node.inputs
+    )
+    size = None if learned else reduction_size(graph, node, info.sums)
     return size is not None and size <= _COORDINATES

@@ -93,19 +93,19 @@ class TypingRules:
         self.flexible = frozenset({DType.FLOAT32, low})
         infos: dict[str, OpInfo] = {}
         self._known: dict[tuple[object, ...], _Operands] = {}
-        self._nodes: dict[str, NodeTyping] = {}
+        self.nodes: dict[str, NodeTyping] = {}
         for node in graph.nodes.values():
             info = infos.get(node.op)
             if info is None:
                 info = infos[node.op] = ops.info(node.op)
-            self._nodes[node.name] = self._type(node, info)
+            self.nodes[node.name] = self._type(node, info)
 
     def fits(self, graph: PrecisionGraph, ops: OpTable, low: DType) -> bool:
         """True where these are the rules of that graph, as it is now, with that table and type."""
-        return self.graph is graph and self.ops is ops and self.low is low and len(self._nodes) == len(graph.nodes)
+        return self.graph is graph and self.ops is ops and self.low is low and len(self.nodes) == len(graph.nodes)
 
     def __getitem__(self, node: str) -> NodeTyping:
-        return self._nodes[node]
+        return self.nodes[node]
 
     def is_flexible(self, value: str) -> bool:
         """True where the value was captured in FP32 or in the low type."""
@@ -126,9 +126,11 @@ class TypingRules:
     def results(self, labels: Mapping[str, str]) -> dict[str, DType]:
         """The types of all values after the rewrite, see `result`."""
         found = {name: value.dtype for name, value in self.graph.values.items()}
+        nodes, low = self.nodes, self.low
         for name, label in labels.items():
             if label != KEEP:
-                found.update(dict.fromkeys(self._nodes[name].made, self.low if label == LOW else DType.FLOAT32))
+                for made in nodes[name].made:
+                    found[made] = low if label == LOW else DType.FLOAT32
         return found
 
     def need(self, node: Node, index: int, label: str) -> DType | None:
@@ -136,9 +138,9 @@ class TypingRules:
 
         A node that mixes (see `NodeTyping.mixes`) needs nothing of any one operand: `anchor` says what it needs.
         """
-        typing = self._nodes[node.name]
+        typing = self.nodes[node.name]
         role = typing.roles[index]
-        if role in (Role.OTHER, Role.ANY):
+        if role is Role.OTHER or role is Role.ANY:
             return None
         captured = self.graph.values[node.inputs[index].value].dtype
         if role is Role.FIXED:
@@ -158,7 +160,7 @@ class TypingRules:
         Returns:
             Index of the cheapest operand: one whose cast is there, else the one of fewest elements, else the first.
         """
-        data = self._nodes[node.name].data
+        data = self.nodes[node.name].data
         names = [node.inputs[index].value for index in data]
         if any(type_of(name) is DType.FLOAT32 for name in names):
             return None
@@ -167,18 +169,18 @@ class TypingRules:
 
     def complaint(self, node: Node, label: str, reads: Sequence[DType]) -> str | None:
         """What is wrong with the types in which a node reads its operands; `None` where all is well."""
-        typing = self._nodes[node.name]
+        typing = self.nodes[node.name]
         mixes = typing.mixes(label)
-        for index, read in enumerate(reads):
-            role = typing.roles[index]
-            captured = self.graph.values[node.inputs[index].value].dtype
+        given = self.low if label == LOW else None if label == KEEP else DType.FLOAT32
+        values = self.graph.values
+        for index, (operand, role, read) in enumerate(zip(node.inputs, typing.roles, reads, strict=True)):
             wanted: DType | None
-            if role is Role.OTHER or role is Role.FIXED:
-                wanted = captured
-            elif role is Role.ANY or mixes:
-                wanted = read if read in self.flexible else None
+            if role is Role.DATA and not mixes:
+                wanted = given or values[operand.value].dtype
+            elif role is Role.OTHER or role is Role.FIXED:
+                wanted = values[operand.value].dtype
             else:
-                wanted = self.label_type(label, captured)
+                wanted = read if read in self.flexible else None
             if read is not wanted:
                 expected = " or ".join(sorted(dtype.short for dtype in ((wanted,) if wanted else self.flexible)))
                 return f"node '{node.name}' ({label}) reads operand {index} in {read.short}, not in {expected}"
@@ -189,17 +191,18 @@ class TypingRules:
     def _type(self, node: Node, info: OpInfo) -> NodeTyping:
         values = self.graph.values
         is_cast = node.pin is not None and node.pin.precision == "cast"
-        read = [(operand, values[operand.value]) for operand in node.inputs]
         # Nodes of one op that read alike operands share what is found of these.
-        key: tuple[object, ...] = (
-            node.op,
-            is_cast,
-            *[(op.slot, op.allowed, op.tied, value.dtype, value.rank == 0, value.volatile) for op, value in read],
-        )
-        known = self._known.get(key)
+        key: list[object] = [node.op, is_cast]
+        for operand in node.inputs:
+            value = values[operand.value]
+            key += (operand.slot, operand.allowed, operand.tied, value.dtype, value.shape == (), value.volatile)
+        alike = tuple(key)
+        known = self._known.get(alike)
         if known is None:
-            known = self._known[key] = self._look_at(read, info, is_cast)
-        made = tuple([name for name in node.outputs if values[name].dtype in self.flexible])
+            read = [(operand, values[operand.value]) for operand in node.inputs]
+            known = self._known[alike] = self._look_at(read, info, is_cast)
+        flexible = self.flexible
+        made = tuple([name for name in node.outputs if values[name].dtype in flexible])
         return NodeTyping(info, known.roles, known.data, made, is_cast, known.movable)
 
     def _look_at(self, read: list[tuple[Operand, Value]], info: OpInfo, is_cast: bool) -> _Operands:

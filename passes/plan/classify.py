@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from amp_compiler.ir.dtypes import DType
-from amp_compiler.ir.graph import Attr, Node
+from amp_compiler.ir.graph import Attr, Node, Value
 from amp_compiler.passes.base import FunctionalPass, PassResult
 from amp_compiler.planner.draft import Draft
 from amp_compiler.planner.numbers import find_numbers
@@ -63,7 +63,8 @@ class Classify(FunctionalPass[Draft]):
     def run(self, subject: Draft) -> PassResult[Draft]:
         """Decide node by node, then widen what makes the probabilities of a loss, and keep what is no data."""
         matcher = RuleMatcher(subject.rules, subject.graph, subject.context, subject.ranges)
-        decisions = {node.name: _decide(subject, matcher, node) for node in subject.graph.nodes.values()}
+        flexible = subject.flexible
+        decisions = {node.name: _decide(subject, flexible, matcher, node) for node in subject.graph.nodes.values()}
         for name, loss in makers_of_probabilities(subject, decisions).items():
             reason = f"'{loss.name}' ({loss.op}) takes the logarithm of what it makes, so it runs in FP32"
             decisions[name] = _in_fp32(decisions[name], reason)
@@ -74,17 +75,18 @@ class Classify(FunctionalPass[Draft]):
         return PassResult(replace(subject, decisions=decisions) if decisions else subject, bool(decisions))
 
 
-def _decide(draft: Draft, matcher: RuleMatcher, node: Node) -> Decision:
+def _decide(draft: Draft, flexible: frozenset[DType], matcher: RuleMatcher, node: Node) -> Decision:
     if node.pin is not None:
         return Decision(Precision.FP32 if node.pin.precision == "fp32" else Precision.KEEP, reason=node.pin.reason)
-    stuck = _why_untouchable(draft, node)
+    stuck = _why_untouchable(draft.graph.values, flexible, node)
     if stuck is not None:
         return Decision(Precision.KEEP, reason=stuck)
     decision = matcher.decide(node)
     if decision is None:
         return Decision(Precision.KEEP, reason="no rule matches, so it stays as it was captured")
-    _check_math(draft, node, decision)
-    if decision.precision in _GUARDED:
+    if decision.math is not None:
+        _check_math(draft, node, decision)
+    if node.attrs and decision.precision in _GUARDED:
         lost = _too_large(draft.context.low, node)
         if lost is not None:
             name, number = lost
@@ -133,16 +135,15 @@ def _check_math(draft: Draft, node: Node, decision: Decision) -> None:
     )
 
 
-def _why_untouchable(draft: Draft, node: Node) -> str | None:
+def _why_untouchable(values: Mapping[str, Value], flexible: frozenset[DType], node: Node) -> str | None:
     """Why no plan may change the types of a node; `None` where one may."""
     touches = False
-    flexible = draft.flexible
     for operand in node.inputs:
-        dtype = draft.graph.values[operand.value].dtype
+        dtype = values[operand.value].dtype
         if dtype in _UNTOUCHABLE:
             return f"its input '{operand.value}' is {dtype.value}, which is never exchanged for a 16-bit type"
         touches = touches or dtype in flexible
-    touches = touches or any(draft.graph.values[name].dtype in flexible for name in node.outputs)
+    touches = touches or any(values[name].dtype in flexible for name in node.outputs)
     return None if touches else "no float32 data"
 
 

@@ -10,7 +10,6 @@ from amp_compiler.ir.graph import Node, PrecisionGraph, ValueKind
 from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
 from amp_compiler.passes.pipeline import PLAN, Pipeline, Stages
 from amp_compiler.planner.draft import Draft
-from amp_compiler.planner.typing import TypingRules
 from amp_compiler.policy.matching import RuleMatcher
 from amp_compiler.policy.rules import Context, Decision, Precision, RuleSet
 from amp_compiler.policy.unused import unused_rules
@@ -66,9 +65,8 @@ def plan_of(draft: Draft) -> PrecisionPlan:
     """
     if draft.casts is None:
         raise PassError("casts were not placed yet", mend="run 'place_casts' first")
-    typing = draft.typing
-    shorts = {name: dtype.short for name, dtype in typing.results(draft.labels).items()}
-    nodes = tuple([_planned(draft, typing, shorts, node) for node in draft.graph.nodes.values()])
+    verdicts = _Verdicts(draft)
+    nodes = tuple([verdicts.of(node) for node in draft.graph.nodes.values()])
     return PrecisionPlan(
         draft.context.low.short,
         draft.rules.name,
@@ -81,25 +79,53 @@ def plan_of(draft: Draft) -> PrecisionPlan:
     )
 
 
-def _planned(draft: Draft, typing: TypingRules, shorts: Mapping[str, str], node: Node) -> PlannedNode:
-    decision = draft.decisions[node.name]
+class _Verdicts:
+    """The verdicts on the nodes of a draft. What is alike in many of them is put into words once."""
+
+    def __init__(self, draft: Draft) -> None:
+        self.draft, self.typing, self.types = draft, draft.typing.nodes, draft.types
+        self.shorts = {dtype: dtype.short for dtype in DType}
+        self.said: dict[tuple[int, str, str], tuple[str, ...]] = {}
+
+    def of(self, node: Node) -> PlannedNode:
+        """The verdict on one node."""
+        draft, name = self.draft, node.name
+        decision, label, note = draft.decisions[name], draft.labels[name], draft.notes.get(name, "")
+        key = (id(decision), label, note)  # the draft holds the decisions, so that each has an id of its own
+        said = self.said.get(key)
+        if said is None:
+            said = self.said[key] = _said(decision, label, note)
+        reason, asked, math, backward, backward_math, math_rule = said
+        types, shorts = self.types, self.shorts
+        return PlannedNode(
+            name,
+            node.op,
+            self.typing[name].info.family,
+            node.module,
+            label,
+            decision.rule,
+            reason,
+            asked,
+            node.source,
+            tuple([(made, shorts[types[made]]) for made in node.outputs]),
+            math,
+            backward,
+            backward_math,
+            tuple([operand.value for operand in node.inputs]),
+            math_rule,
+        )
+
+
+def _said(decision: Decision, label: str, note: str) -> tuple[str, ...]:
+    """The fields of a verdict that follow from the decision, the label and its note alone."""
     computes = decision.precision is not Precision.KEEP  # what is kept as captured keeps its arithmetic too
-    return PlannedNode(
-        name=node.name,
-        op=node.op,
-        family=typing[node.name].info.family,
-        module=node.module,
-        precision=draft.labels[node.name],
-        rule=decision.rule,
-        reason=_reason(decision, draft.notes.get(node.name, "")),
-        asked=decision.precision.value,
-        source=node.source,
-        outputs=tuple([(name, shorts[name]) for name in node.outputs]),
-        math=decision.math.short if computes and decision.math else "",
-        backward=_backward(decision, draft.labels[node.name]),
-        backward_math=decision.backward_math.short if decision.backward_math else "",
-        inputs=tuple([operand.value for operand in node.inputs]),
-        math_rule=decision.math_rule if computes else "",
+    return (
+        _reason(decision, note),
+        decision.precision.value,
+        decision.math.short if computes and decision.math else "",
+        _backward(decision, label),
+        decision.backward_math.short if decision.backward_math else "",
+        decision.math_rule if computes else "",
     )
 
 

@@ -13,7 +13,7 @@ from amp_compiler.passes.base import FunctionalPass, PassResult
 from amp_compiler.planner.draft import Draft
 from amp_compiler.planner.fixed_labels import resolve
 from amp_compiler.planner.free_nodes import FollowProblem, cast_origin, upcast_source
-from amp_compiler.planner.typing import LABELS, LOW
+from amp_compiler.planner.typing import FP32, LABELS, LOW
 
 Key = tuple[
     str, DType, str, int
@@ -84,22 +84,24 @@ class _Placer:
     def __post_init__(self) -> None:
         self.graph, self.labels = self.draft.graph, self.draft.labels
         self.typing = self.draft.typing
-        self.types = self.typing.results(self.labels)
+        self.types = self.draft.types
         self.orders = {name: order for order, name in enumerate((*self.graph.nodes, RETURN))}
 
     def place(self) -> tuple[PlannedCast, ...]:
         """All casts in execution order."""
         mixing: list[tuple[int, Node]] = []
         explicit: list[tuple[tuple[int, int], PlannedCast]] = []
+        types, labels, typings = self.types, self.labels, self.typing.nodes
         for order, node in enumerate(self.graph.nodes.values()):
-            typing = self.typing[node.name]
-            if typing.mixes(self.labels[node.name]) and typing.data:
+            typing, label = typings[node.name], labels[node.name]
+            if label == FP32 and typing.mixes(label) and typing.data:
                 mixing.append((order, node))
             if typing.is_cast:
                 explicit += [((order, -1), cast) for cast in self._model_cast(node)]
-            for index in range(len(node.inputs)):
-                needed = self.typing.need(node, index, self.labels[node.name])
-                self._require(order, node.name, index, node.inputs[index].value, needed, node.region)
+            for index, operand in enumerate(node.inputs):
+                needed = self.typing.need(node, index, label)
+                if needed is not None and needed is not types[operand.value]:
+                    self._require(order, node.name, index, operand.value, needed, node.region)
             if typing.is_cast and typing.info.casts:
                 self._note_model_cast(node)
         for index, value in enumerate(self.graph.outputs):
@@ -174,15 +176,14 @@ def _reads(draft: Draft) -> dict[tuple[str, int], tuple[str, DType]]:
 
 
 def _wrong_types(draft: Draft) -> str | None:
-    typing, reads = draft.typing, _reads(draft)
-    types = typing.results(draft.labels)
+    typing, reads, types = draft.typing, _reads(draft), draft.types
+    served = {name for name, _ in reads}
     for node in draft.graph.nodes.values():
         name = node.name
-        read = [
-            reads[name, index][1] if (name, index) in reads else types[operand.value]
-            for index, operand in enumerate(node.inputs)
-        ]
-        wrong = typing.complaint(node, draft.labels[node.name], read)
+        read = [types[operand.value] for operand in node.inputs]
+        if name in served:
+            read = [reads[name, index][1] if (name, index) in reads else known for index, known in enumerate(read)]
+        wrong = typing.complaint(node, draft.labels[name], read)
         if wrong is not None:
             return wrong
     for index, value in enumerate(draft.graph.outputs):

@@ -14,7 +14,7 @@ data are rounded. An initializer that is also an input of the graph keeps its ty
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
@@ -25,7 +25,7 @@ from amp_compiler.ir.graph import Attr, Node, Operand, PrecisionGraph, Value, Va
 from amp_compiler.ir.plan import RETURN
 from amp_compiler.onnx.lowering.pins import Demanded, Demands
 from amp_compiler.onnx.model.data import examine, tensor_of
-from amp_compiler.onnx.model.model import OnnxModel, all_graphs, bodies
+from amp_compiler.onnx.model.model import UNKNOWN, OnnxModel, all_graphs, bodies
 from amp_compiler.onnx.model.types import canonical_op, neutral_type
 from amp_compiler.policy.op_table import op_table
 
@@ -135,6 +135,7 @@ class _Builder:
         graphs = all_graphs(lowered.model.ir.graph) if keep_quantized else ()
         self.quantizes = any(is_quantizing(node) for graph in graphs for node in graph)
         self.demands = Demanded(lowered.model, lowered.low)
+        self._ops: dict[tuple[str, str], tuple[str, bool]] = {}
         self._reserved: dict[str, ir.Value] = {}
         self._next: dict[str, int] = {}
         self._unnamed: dict[str, int] = {}
@@ -162,13 +163,14 @@ class _Builder:
 
     def _add_node(self, node: ir.Node, region: str) -> None:
         name = self._node_name(node)
-        inner = bodies(node)
-        looped = node.op_type in LOOPS
+        held = node.attributes.data
+        inner = bodies(node) if held else {}
         for attribute, body in inner.items():
             self.lowered.owners[body] = node
-            self.add_graph(body, region if looped else f"{name}.{attribute}")
-        op = canonical_op(node.domain, node.op_type)
-        demands = self.demands.of(node, op, named=self.named(op, name), quantized=self._quantized(node, op))
+            self.add_graph(body, region if node.op_type in LOOPS else f"{name}.{attribute}")
+        op, quantizing = self._op(node)
+        named = not op.startswith("onnx.") and self.named(op, name)
+        demands = self.demands.of(node, op, named=named, quantized=self._quantized(node, quantizing))
         if demands.late is not None:
             self.lowered.late[name] = demands.late
         operands, sites = self._operands(node, demands, inner)
@@ -179,9 +181,9 @@ class _Builder:
                 name,
                 op,
                 tuple(operands),
-                tuple(value.name for value in outputs),
-                _attributes(node),
-                _module(node),
+                tuple([value.name for value in outputs]),
+                _attributes(held) if held else {},
+                _module(node, props),
                 source=props.get("pkg.torch.onnx.stack_trace", "").rpartition("\n")[2][:200] if props else "",
                 region=region,
                 pin=demands.pin,
@@ -190,6 +192,15 @@ class _Builder:
         )
         self.lowered.nodes[name] = node
         self.lowered.sites[name] = sites
+
+    def _op(self, node: ir.Node) -> tuple[str, bool]:
+        """The neutral name of the op of a node, and whether it quantises."""
+        key = (node.domain, node.op_type)
+        found = self._ops.get(key)
+        if found is None:
+            op = canonical_op(*key)
+            found = self._ops[key] = op, op_table().info(op).quantized
+        return found
 
     def _operands(
         self, node: ir.Node, demands: Demands, inner: dict[str, ir.Graph]
@@ -205,7 +216,8 @@ class _Builder:
                     where=f"node '{node.name}' ({node.op_type})",
                     mend="run onnx.checker.check_model on the model",
                 )
-            operands.append(Operand(read, *demands.slots[index]))
+            slot, allowed, tied = demands.slots[index]
+            operands.append(Operand(read, slot, allowed, tied))
             sites.append(Site(node, index))
         for attribute, body in inner.items():
             for index, value in enumerate(body.outputs):
@@ -215,11 +227,11 @@ class _Builder:
                     sites.append(Site(node, index, body))
         return operands, sites
 
-    def _quantized(self, node: ir.Node, op: str) -> str:
+    def _quantized(self, node: ir.Node, quantizing: bool) -> str:
         """Why a node stays as it is that quantises, or stands beside one that does: its types belong to that."""
         if not self.keep_quantized:
             return ""
-        if op_table().info(op).quantized:
+        if quantizing:
             return "quantised models are left intact"
         if not self.quantizes:
             return ""
@@ -234,7 +246,7 @@ class _Builder:
         return any(is_quantizing(user) for out in node.outputs for user, _ in out.uses())
 
     def _value(self, value: ir.Value, kind: ValueKind) -> Value:
-        known = self.model.type_of(value)
+        known = self.model.types.get(value, UNKNOWN)
         name = self._value_name(value)
         self.names[value] = name
         self.lowered.values[name] = value
@@ -242,7 +254,7 @@ class _Builder:
 
     def _value_name(self, value: ir.Value) -> str:
         name = value.name or "value"
-        if self._reserved.get(name, value) is value and name not in self.graph.values:
+        if name not in self.graph.values and self._reserved.get(name, value) is value:
             return name
         return self._unique(name, lambda wanted: wanted in self._reserved or wanted in self.lowered.values)
 
@@ -281,9 +293,9 @@ def is_quantizing(node: ir.Node) -> bool:
     )
 
 
-def _module(node: ir.Node) -> str:
+def _module(node: ir.Node, props: Mapping[str, str]) -> str:
     """The module path that exporters leave: torch's metadata, or a path as node name (`/encoder/layer.0/MatMul`)."""
-    scopes = node.metadata_props.get("pkg.torch.onnx.name_scopes") if node.metadata_props else None
+    scopes = props.get("pkg.torch.onnx.name_scopes") if props else None
     if scopes:
         names = [part.strip(" '\"") for part in scopes.strip("[]").split(",")]
         return names[-2] if len(names) > 1 else ""
@@ -291,10 +303,10 @@ def _module(node: ir.Node) -> str:
     return ".".join(name.strip("/").split("/")[:-1]) if name.startswith("/") else ""
 
 
-def _attributes(node: ir.Node) -> dict[str, Attr]:
+def _attributes(held: Mapping[str, ir.Attr]) -> dict[str, Attr]:
     found: dict[str, Attr] = {}
     kinds = ir.AttributeType
-    for name, attribute in node.attributes.data.items():
+    for name, attribute in held.items():
         if attribute.type in (kinds.INT, kinds.FLOAT, kinds.STRING):
             found[name] = attribute.value
         elif attribute.type in (kinds.INTS, kinds.FLOATS, kinds.STRINGS):

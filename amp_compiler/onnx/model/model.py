@@ -41,7 +41,7 @@ class ValueType:
     shape: tuple[int | str, ...] | None = None
     tensor: bool = True
 
-    @property
+    @functools.cached_property
     def kind(self) -> DType | bool | None:
         """The element type of a tensor; `False` for what is none."""
         return self.dtype if self.tensor else False
