@@ -82,6 +82,7 @@ def test_the_planted_nodes_of_a_model_are_found_and_the_file_mends_it(tmp_path):
     assert counted == [found.fp32, found.low]
 
 
+@pytest.mark.slow
 def test_the_planted_nodes_of_a_step_are_found_by_loss_and_gradients(tmp_path):
     x, path = batch(), tmp_path / "tuned.yaml"
     found = amp.tune(step_of(Net(10), RULES), [x], rules=RULES, tolerance=TOLERANCE, output=path)

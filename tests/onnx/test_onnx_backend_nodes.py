@@ -71,8 +71,8 @@ def loads(model: onnx.ModelProto) -> str:
     return ""
 
 
-# Every 25th model by default, all of them in the slow tests.
-STEPS = pytest.mark.parametrize("step", [25, pytest.param(1, marks=pytest.mark.slow)])
+# Every 50th model by default, all of them in the slow tests.
+STEPS = pytest.mark.parametrize("step", [50, pytest.param(1, marks=pytest.mark.slow)])
 DTYPES = pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 
 

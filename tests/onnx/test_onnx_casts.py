@@ -153,7 +153,7 @@ def wrongs(source: onnx.ModelProto, made: onnx.ModelProto) -> list[str]:
 
 
 @pytest.mark.parametrize("rules", ["default", "tensorflow", "safe"])
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(source=models(), dtype=st.sampled_from(DTYPES), keep=st.booleans())
 def test_no_cast_of_ours_reads_a_cast_and_none_is_idle(rules, source, dtype, keep):
     made = convert_onnx(source, rules=rules, dtype=dtype, keep_io_types=keep).model

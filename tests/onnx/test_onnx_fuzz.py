@@ -25,7 +25,8 @@ def run(first: int, count: int, folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("first", "count"),
     [
-        pytest.param(0, 200, marks=pytest.mark.long),
+        pytest.param(0, 100, marks=pytest.mark.long),
+        pytest.param(100, 100, marks=pytest.mark.slow),
         *(pytest.param(at, 300, marks=pytest.mark.slow) for at in range(200, 2000, 300)),
     ],
 )
