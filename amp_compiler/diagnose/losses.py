@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,12 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from amp_compiler.errors import AmpError
+from amp_compiler.errors import AmpError, first_line
+from amp_compiler.forward.compiled_module import CompiledModule
+from amp_compiler.forward.settings import AUTO, device_of
+from amp_compiler.fx.capture_errors import user_frame
+from amp_compiler.ir.dtypes import DType, low_type
+from amp_compiler.training.step import TrainingStep
 
 LossFunction = Callable[..., Any]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -35,6 +42,36 @@ def arguments(batch: Any) -> Arguments:
     return made
 
 
+def check_given(subject: Any, loss_fn: Any, loss_scale: Any, dtype: str, *, rules: bool) -> None:
+    """Refuse options that would be passed over without a word.
+
+    Args:
+        subject: what is looked at.
+        loss_fn: the loss function that was given.
+        loss_scale: what it is multiplied by.
+        dtype: the type that was given; `auto` for none. What has a type already may be given the same.
+        rules: whether rules were given that only a subject without rules of its own takes.
+
+    Raises:
+        AmpError: a step is given a loss, or `subject` something that it has itself; `loss_scale` is no scale.
+    """
+    number = float(loss_scale) if isinstance(loss_scale, Real) and not isinstance(loss_scale, bool) else math.nan
+    if not 0 < number < math.inf:
+        raise AmpError(f"loss_scale={loss_scale!r} is no scale", mend="pass a number above 0: scaler.get_scale()")
+    given = {"loss_fn": loss_fn is not None, "loss_scale": number != 1} if isinstance(subject, TrainingStep) else {}
+    if isinstance(subject, (TrainingStep, CompiledModule)):
+        low = subject._low if isinstance(subject, TrainingStep) else _low_of(subject)
+        given |= {"rules": rules, "dtype": dtype != AUTO and low_type(dtype) != low}
+    kind = "training step" if isinstance(subject, TrainingStep) else "compiled module"
+    for name in (name for name, is_given in given.items() if is_given):
+        raise AmpError(f"{name}= is given with a {kind}, which has its own", mend="leave it out")
+
+
+def _low_of(compiled: CompiledModule) -> DType:
+    low: DType = compiled.settings.low(device_of(compiled.original.parameters()))
+    return low
+
+
 @dataclass(frozen=True)
 class LossCall:
     """One call of a loss function that calls the model once.
@@ -48,7 +85,7 @@ class LossCall:
         given: what it gives the model, positional and by name.
 
     Raises:
-        AmpError: it does not call the model, or more than once.
+        AmpError: it is no function, does not call the model, or raises something.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -63,6 +100,10 @@ class LossCall:
     given: Arguments = field(init=False)
 
     def __post_init__(self) -> None:
+        if not callable(self.loss_fn):
+            raise AmpError(
+                f"loss_fn is a {type(self.loss_fn).__name__}", mend="pass a function: loss_fn(model, *batch)"
+            )
         try:
             self._run(_give_up)
         except _Called as called:
@@ -74,10 +115,10 @@ class LossCall:
         )
 
     def of(self, output: Any) -> Any:
-        """What it returns where the model gives this.
+        """The loss that it returns where the model gives this; of `(loss, aux)` the first.
 
         Raises:
-            AmpError: it calls the model more than once.
+            AmpError: it calls the model more than once, or raises something.
         """
         outputs = [output]
 
@@ -86,13 +127,23 @@ class LossCall:
                 raise AmpError("loss_fn calls the model more than once", mend="pass a training step with this loss")
             return outputs.pop()
 
-        return self._run(give)
+        made = self._run(give)
+        return made[0] if isinstance(made, tuple) and len(made) == 2 else made
 
     def _run(self, call: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> Any:
         args, named = self.batch
         devices = {one.device for one in self.model.parameters() if one.is_cuda}
         with torch.random.fork_rng(devices=devices):
-            return self.loss_fn(_StandIn(self.model, call), *args, **named)
+            try:
+                return self.loss_fn(_StandIn(self.model, call), *args, **named)
+            except AmpError:
+                raise
+            except Exception as error:  # the user's code may raise anything
+                raise AmpError(
+                    f"loss_fn raises {type(error).__name__}: {first_line(error)}",
+                    where=user_frame(error),
+                    mend="call it as loss_fn(model, *batch) yourself: if it raises the same, it or the batch is wrong",
+                ) from error
 
 
 class _Called(BaseException):  # no `except Exception` of a loss function's may catch it

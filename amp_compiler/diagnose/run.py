@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from amp_compiler.backends.backend import DEFAULT
 from amp_compiler.diagnose.exponents import Counts, Histogram
-from amp_compiler.diagnose.losses import arguments
+from amp_compiler.diagnose.losses import arguments, check_given
 from amp_compiler.diagnose.profile import (
     ACTIVATION,
     ACTIVATION_GRADIENT,
@@ -89,10 +89,9 @@ def profile(
         >>> [row.name for row in found.of("weight gradient")]
         ['weight', 'bias']
     """
+    check_given(subject, loss_fn, loss_scale, dtype, rules=rules != "default")
     run: _Run
     if isinstance(subject, TrainingStep):
-        if loss_fn is not None:
-            raise AmpError("loss_fn= is given with a training step, which has its own", mend="leave it out")
         run = _StepRun(subject)
     elif isinstance(subject, CompiledModule):
         run = _of_model(subject.original, subject.settings, loss_fn, loss_scale)

@@ -48,7 +48,7 @@ class Draft:
             notes = {name: f"  ({note})" for name, note in self.notes.items() if note}
             return "".join([f"{label} {name}{notes.get(name, '')}\n" for name, label in self.labels.items()])
         told: dict[int, str] = {}  # few decisions are common to many nodes
-        lines = []
+        lines: list[str] = []
         for name, decision in self.decisions.items():
             text = told.get(id(decision))
             if text is None:

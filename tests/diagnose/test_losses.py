@@ -52,6 +52,54 @@ def test_losses_that_do_not_call_the_model_or_call_it_twice():
             find(lambda model, x: x.sum())
 
 
+@pytest.mark.parametrize(
+    ("loss_fn", "told"),
+    [
+        (3, "loss_fn is a int"),
+        (lambda model: model(X), "loss_fn raises TypeError"),
+        (lambda model, x: x / 0 // model(x).nope(), "loss_fn raises AttributeError"),
+        (lambda model, x: [][0], "loss_fn raises IndexError"),
+    ],
+)
+def test_what_a_loss_function_raises_is_told_with_its_line(loss_fn, told):
+    model = nn.Linear(4, 2)
+    for find in (lambda: amp.find_nonfinite(model, X, dtype="fp16", loss_fn=loss_fn),
+                 lambda: amp.tune(model, [X], dtype="fp16", loss_fn=loss_fn)):  # fmt: skip
+        with pytest.raises(amp.AmpError, match=told):
+            find()
+
+
+def test_options_that_would_be_passed_over_are_refused():
+    model = nn.Linear(4, 2)
+    step = amp.training_step(
+        model, lambda model, x: model(x).sum(), torch.optim.SGD(model.parameters(), 0.1), dtype="fp16", backend="eager"
+    )
+    compiled = amp.compile(model, dtype="fp16", backend="eager")
+    every = (amp.find_nonfinite, lambda one, x, **options: amp.profile(one, [x], **options),
+             lambda one, x, **options: amp.tune(one, [x], **options))  # fmt: skip
+    for look in every:
+        with pytest.raises(amp.AmpError, match="loss_fn= is given with a training step"):
+            look(step, X, loss_fn=lambda model, x: model(x).sum())
+        with pytest.raises(amp.AmpError, match="loss_scale= is given with a training step"):
+            look(step, X, loss_scale=2.0)
+        with pytest.raises(amp.AmpError, match="dtype= is given with a training step"):
+            look(step, X, dtype="bf16")
+        with pytest.raises(amp.AmpError, match="dtype= is given with a compiled module"):
+            look(compiled, X, dtype="bf16")
+        for wrong in ("high", 0, float("nan"), float("inf"), True):
+            with pytest.raises(amp.AmpError, match="is no scale"):
+                look(model, X, loss_fn=lambda model, x: model(x).sum(), loss_scale=wrong)
+    for look in every[:2]:
+        with pytest.raises(amp.AmpError, match="rules= is given with a compiled module"):
+            look(compiled, X, rules="safe")
+
+
+def test_a_loss_with_something_beside_it():
+    model = nn.Linear(4, 2)
+    call = LossCall(model, lambda model, x: (model(x).sum(), {"accuracy": 1.0}), arguments(X))
+    assert torch.equal(call.of(Y), Y.sum())
+
+
 def test_random_numbers_of_the_loss_stay_as_they_are():
     model, before = nn.Linear(4, 2), torch.get_rng_state()
     call = LossCall(model, lambda model, x: model(x + torch.randn(3, 4)).sum(), arguments(X))

@@ -351,6 +351,9 @@ class Noisy(nn.Module):
     ("options", "told"),
     [
         ({"tolerance": 0.0}, "tolerance=0.0 is no error"),
+        ({"tolerance": "small"}, "tolerance='small' is no error"),
+        ({"budget": "60"}, "budget='60' is no time"),
+        ({"max_runs": 2.5}, r"max_runs=2\.5 is no number of runs"),
         ({"start": "high"}, "start='high' is not known; use 'low' or 'fp32'"),
         ({"budget": -1}, "budget=-1 is no time"),
         ({"max_runs": 0}, "max_runs=0 is no number of runs"),
@@ -370,7 +373,7 @@ def test_other_subjects_and_batches_are_refused():
         amp.tune(Small(), X)
     with pytest.raises(AmpError, match="there is no batch to tune on"):
         amp.tune(Small(), [])
-    with pytest.raises(AmpError, match="a training step has its own loss"):
+    with pytest.raises(AmpError, match="loss_fn= is given with a training step"):
         amp.tune(step_of(Small()), [X], loss_fn=lambda model, x: model(x))
     with pytest.raises(AmpError, match=r"runs in FP32 \(enabled=False\)"):
         amp.tune(step_of(Small(), enabled=False), [X])

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
-from amp_compiler.diagnose.losses import Arguments, LossCall, LossFunction, arguments
+from amp_compiler.diagnose.losses import Arguments, LossCall, LossFunction, arguments, check_given
 from amp_compiler.diagnose.tuning.subject import Subject
 from amp_compiler.diagnose.tuning.torch_model import Goal, TorchSubject
 from amp_compiler.diagnose.tuning.writing import FP32, LOW
@@ -60,11 +61,11 @@ class Asked:
         """
         if self.start not in _STARTS:
             raise AmpError(f"start={self.start!r} is not known", mend="use 'low' or 'fp32'")
-        if self.tolerance is not None and not (self.tolerance > 0 and math.isfinite(self.tolerance)):
+        if self.tolerance is not None and not (_is_above_zero(self.tolerance) and math.isfinite(self.tolerance)):
             raise AmpError(f"tolerance={self.tolerance!r} is no error", mend="pass a number above 0, such as 0.01")
-        if self.budget is not None and not self.budget > 0:
+        if self.budget is not None and not _is_above_zero(self.budget):
             raise AmpError(f"budget={self.budget!r} is no time", mend="pass seconds, or leave it out")
-        if self.max_runs is not None and self.max_runs < 1:
+        if self.max_runs is not None and (type(self.max_runs) is not int or self.max_runs < 1):
             raise AmpError(f"max_runs={self.max_runs!r} is no number of runs", mend="pass one above 0, or leave it out")
         if self.output is not None:
             target = output_file(self.output)
@@ -75,6 +76,10 @@ class Asked:
     def settings(self) -> Settings:
         """Those of a module that is not compiled yet."""
         return make_settings("default" if self.rules is None else self.rules, self.dtype, EAGER)
+
+
+def _is_above_zero(number: Any) -> bool:
+    return isinstance(number, Real) and not isinstance(number, bool) and float(number) > 0
 
 
 def subject_of(
@@ -92,9 +97,8 @@ def subject_of(
     Raises:
         AmpError: it cannot be tuned, or its batches do not fit.
     """
+    check_given(subject, loss_fn, loss_scale, asked.dtype, rules=False)
     if isinstance(subject, TrainingStep):
-        if loss_fn is not None:
-            raise AmpError("a training step has its own loss", mend="leave loss_fn away")
         return _of_step(subject, batches, asked)
     if isinstance(subject, nn.Module):
         model, settings = subject, asked.settings() if not isinstance(subject, CompiledModule) else subject.settings
