@@ -11,6 +11,15 @@ LAYER = (
     ("post_norm", "layer_norm"), ("mlp.up", "linear"), ("mlp.activation", "gelu"), ("mlp.down", "linear"), ("", "add"),
 )  # fmt: skip
 WIDE = ("layer_norm", "softmax", "add")
+MIXED = """\
+graph cpu
+input x: fp32[64, 8]
+param w: fp32[8, 8]
+y = aten.linear(input=x, weight=w) -> fp32[64, 8]  module=fc
+s = aten.softmax(self=y) -> fp32[64, 8]  module=attn.soft
+z = aten.matmul(self=s, other=y) -> fp32[64, 8]  module=attn
+return z
+"""
 RULES = {
     "linear": "default.yaml:64",
     "matmul": "default.yaml:64",

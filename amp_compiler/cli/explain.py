@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from amp_compiler.cli.usage import ALL, CAPTURED, NODE_BY_NODE, UsageError, check_pass, check_place, emit
+from amp_compiler.errors import AmpError
 
 
 @dataclass(frozen=True)
@@ -178,4 +179,7 @@ def _read_plan(path: Path) -> Any:
         raise UsageError(f"it cannot be read: {cause}", where=str(path), mend=mend) from cause
     if not isinstance(data, dict):
         raise UsageError("it is no plan", where=str(path), mend=mend)
-    return PrecisionPlan.from_dict(data)
+    try:
+        return PrecisionPlan.from_dict(data)
+    except AmpError as wrong:
+        raise AmpError(wrong.what, where=str(path), mend=wrong.mend) from wrong

@@ -1,17 +1,17 @@
-"""The command line: `explain`, `convert`, `rules`, `plot`, `demo`. Each command imports what it needs when it runs."""
+"""The command line: its commands and their options. Each command imports what it needs when it runs."""
 
 from __future__ import annotations
 
 import enum
 import io
-import re
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from amp_compiler.cli.usage import NODE_BY_NODE, UsageError, check_pass, check_place
+from amp_compiler.cli.rules import rules_app
+from amp_compiler.cli.usage import NODE_BY_NODE, UsageError, check_pass, check_place, print_error
 from amp_compiler.errors import AmpError
 
 app = typer.Typer(
@@ -20,7 +20,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-rules_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Look at rule sets and check rule files.")
 app.add_typer(rules_app, name="rules")
 
 
@@ -80,6 +79,18 @@ class Start(enum.StrEnum):
 
 
 RulesOption = Annotated[str, typer.Option("--rules", help="A preset's name or a path to a rule file.")]
+TypeOption = Annotated[LowType, typer.Option("--dtype", help="The 16-bit type.")]
+EvalOption = Annotated[bool, typer.Option("--eval", help="For inference: `model.eval()` first.")]
+ArgsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--args",
+        metavar="SPEC",
+        help="An example argument, such as `fp32[8,64]`, or `labels=i64[8]` for a keyword. Give it once for each.",
+    ),
+]
+OutputOption = Annotated[Path | None, typer.Option("--output", help="Write there instead of to the terminal.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
 @app.command()
@@ -92,19 +103,12 @@ def explain(
             "function that gives (model, example_args)), or an ONNX file.",
         ),
     ],
-    args: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--args",
-            metavar="SPEC",
-            help="An example argument, such as `fp32[8,64]`, or `labels=i64[8]` for a keyword. Give it once for each.",
-        ),
-    ] = None,
+    args: ArgsOption = None,
     rules: RulesOption = "default",
-    dtype: Annotated[LowType, typer.Option("--dtype", help="The 16-bit type.")] = LowType.AUTO,
-    eval_mode: Annotated[bool, typer.Option("--eval", help="Plan for inference: `model.eval()` first.")] = False,
+    dtype: TypeOption = LowType.AUTO,
+    eval_mode: EvalOption = False,
     format_: Annotated[PlanFormat, typer.Option("--format", help="What to print.")] = PlanFormat.TABLE,
-    output: Annotated[Path | None, typer.Option("--output", help="Write there instead of to the terminal.")] = None,
+    output: OutputOption = None,
     html: Annotated[Path | None, typer.Option("--html", help="Write a page for the browser as well.")] = None,
     svg: Annotated[Path | None, typer.Option("--svg", help="Write a picture of the graph as well.")] = None,
     print_after: Annotated[
@@ -171,7 +175,7 @@ def explain(
 def diff(
     before: Annotated[Path, typer.Argument(metavar="A.json", help="A plan, as `explain --format json` writes it.")],
     after: Annotated[Path, typer.Argument(metavar="B.json", help="Another one.")],
-    output: Annotated[Path | None, typer.Option("--output", help="Write there instead of to the terminal.")] = None,
+    output: OutputOption = None,
     html: Annotated[
         Path | None, typer.Option("--html", help="Write a page for the browser as well, with both side by side.")
     ] = None,
@@ -250,7 +254,7 @@ def convert(
             "--fuse", help="Write norms and GELUs that stand in parts as the one op that the opset has for each."
         ),
     ] = False,
-    json_: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+    json_: JsonOption = False,
 ) -> None:
     """Convert an ONNX model to mixed precision. Exit codes: 1 no conversion, 2 wrong usage, 3 failed verification."""
     from rich.console import Console
@@ -303,12 +307,9 @@ def tune(
             "drawn, which says little of a trained model.",
         ),
     ] = None,
-    args: Annotated[
-        list[str] | None,
-        typer.Option("--args", metavar="SPEC", help="An example argument, as for `explain`. Give it once for each."),
-    ] = None,
+    args: ArgsOption = None,
     rules: RulesOption = "default",
-    dtype: Annotated[LowType, typer.Option("--dtype", help="The 16-bit type.")] = LowType.AUTO,
+    dtype: TypeOption = LowType.AUTO,
     tolerance: Annotated[
         float | None,
         typer.Option("--tolerance", help="Largest relative error of a result: 0.01 in fp16, 0.08 in bf16."),
@@ -328,8 +329,8 @@ def tune(
             help="Called as loss(model, *args), named as MODEL is: loss and gradients are compared, not outputs.",
         ),
     ] = "",
-    eval_mode: Annotated[bool, typer.Option("--eval", help="Tune for inference: `model.eval()` first.")] = False,
-    json_: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    eval_mode: EvalOption = False,
+    json_: JsonOption = False,
 ) -> None:
     """Find the few nodes that have to stay in FP32 for a tolerance, and write them as a rule file.
 
@@ -356,82 +357,6 @@ def tune(
     typer.echo(found.to_json() if json_ else str(found), nl=not json_)
     if found.stopped:
         raise typer.Exit(3)
-
-
-@rules_app.command("list")
-def rules_list() -> None:
-    """List the built-in rule sets."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from amp_compiler.policy.loader import load_rules, preset_names
-
-    table = Table("name", "rules", "what it is for", header_style="bold")
-    for name in preset_names():
-        table.add_row(name, str(len(load_rules(name).rules)), _first_sentence(_preset_text(name)))
-    Console().print(table)
-
-
-@rules_app.command("show")
-def rules_show(name: Annotated[str, typer.Argument(help="A preset's name or a path to a rule file.")]) -> None:
-    """Print a rule file as it stands."""
-    from amp_compiler.policy.loader import load_rules, preset_names
-
-    load_rules(name)  # a file with an error is reported, not shown
-    typer.echo(_preset_text(name) if name in preset_names() else Path(name).read_text(encoding="utf-8"), nl=False)
-
-
-@rules_app.command("check")
-def rules_check(files: Annotated[list[Path], typer.Argument(help="Rule files.")]) -> None:
-    """Check rule files; the first line of each error says where it is."""
-    from amp_compiler.policy.loader import load_rules
-
-    broken = 0
-    for file in files:
-        try:
-            rules = load_rules(str(file))
-        except AmpError as error:
-            broken += 1
-            _print_error(error)
-        else:
-            typer.echo(f"{file}: good, {len(rules.rules)} rules with those that it extends")
-    if broken:
-        raise typer.Exit(1)
-
-
-@rules_app.command("schema")
-def rules_schema() -> None:
-    """Print the JSON Schema of rule files, for editors."""
-    import json
-
-    from amp_compiler.policy.loader import schema
-
-    typer.echo(json.dumps(schema(), indent=1, ensure_ascii=False))
-
-
-@rules_app.command("import")
-def rules_import(
-    source: Annotated[
-        Path,
-        typer.Argument(
-            metavar="LIST",
-            help="Names of nodes, one on each line, alone or as `name:precision` (Polygraphy); or JSON or YAML with "
-            "the options of ModelOpt's AutoCast (nodes_to_exclude, op_types_to_exclude, data_max, init_max, …) or of "
-            "the float16 converters (op_block_list, node_block_list).",
-        ),
-    ],
-    output: Annotated[Path | None, typer.Option("--output", help="Write there instead of to the terminal.")] = None,
-    extends: Annotated[str, typer.Option("--extends", help="What the rules stand on.")] = "default",
-) -> None:
-    """Make a rule file of another converter's list of what stays FP32."""
-    from amp_compiler.cli.usage import emit
-    from amp_compiler.policy.exclusions import import_rules
-
-    check_place("--output", output, {"the list": source})
-    made = import_rules(source, extends=extends)
-    emit(made.to_text(), output)
-    for note in made.notes:
-        typer.echo(f"note: {note}", err=True)
 
 
 @app.command()
@@ -490,31 +415,5 @@ def main() -> None:
     try:
         app(prog_name="amp-compiler")
     except AmpError as error:
-        _print_error(error)
+        print_error(error)
         sys.exit(2 if isinstance(error, UsageError) else 1)
-
-
-def _print_error(error: AmpError) -> None:
-    lines = [f"error: {f'{error.where}: ' if error.where else ''}{error.what}"]
-    if error.mend:
-        lines.append(f"  mend: {error.mend}")
-    typer.echo("\n".join(lines), err=True)
-
-
-def _preset_text(name: str) -> str:
-    from importlib.resources import files
-
-    return (files("amp_compiler.rules") / f"{name}.yaml").read_text(encoding="utf-8")
-
-
-def _first_sentence(text: str) -> str:
-    """What the comment at the head of a preset says first, without the preset's name and without the details."""
-    words = []
-    for line in text.splitlines():
-        if not line.startswith("#"):
-            break
-        comment = line.lstrip("#").strip()
-        if not comment.startswith("yaml-language-server"):
-            words.append(comment)
-    sentence = re.split(r"[.;:] ", re.sub(r"^`[^`]*`:\s*", "", " ".join(words).strip()), maxsplit=1)[0]
-    return sentence.rstrip(".")

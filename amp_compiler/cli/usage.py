@@ -83,3 +83,11 @@ def emit(text: str, output: Path | None) -> None:
     from amp_compiler.ir.files import write_atomically
 
     write_atomically(output, text)
+
+
+def print_error(error: AmpError) -> None:
+    """Tell an error on the standard error: what and where, and the mend on a line of its own."""
+    lines = [f"error: {f'{error.where}: ' if error.where else ''}{error.what}"]
+    if error.mend:
+        lines.append(f"  mend: {error.mend}")
+    typer.echo("\n".join(lines), err=True)

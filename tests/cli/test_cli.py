@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import amp_compiler as amp
-from amp_compiler.cli import main as cli
 from amp_compiler.cli import model_spec
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.plan import PrecisionPlan
@@ -56,23 +55,9 @@ def model_file(tmp_path) -> str:
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(shell):
     """Runs `amp-compiler` with arguments and gives (exit code, standard output, standard error)."""
-
-    def call(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["amp-compiler", *arguments])
-        monkeypatch.setattr(sys, "path", list(sys.path))
-        monkeypatch.setenv("COLUMNS", "200")
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code or 0
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.out + captured.err
-        return code, captured.out, captured.err
-
-    return call
+    return shell
 
 
 def test_help_names_every_command(run):

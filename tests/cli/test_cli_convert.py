@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,27 +13,13 @@ from onnx import TensorProto
 from onnx_corpus import parts, ranges
 from onnx_models import info, model, node, scalar
 
-from amp_compiler.cli import main as cli
 from amp_compiler.onnx.check.verify import verify
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(shell):
     """Runs `amp-compiler convert` with arguments and gives (exit code, standard output, standard error)."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["amp-compiler", "convert", *map(str, arguments)])
-        monkeypatch.setenv("COLUMNS", "200")
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code or 0
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.out + captured.err
-        return code, captured.out, captured.err
-
-    return call
+    return partial(shell, "convert")
 
 
 @pytest.fixture

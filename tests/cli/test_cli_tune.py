@@ -1,7 +1,7 @@
 """`amp-compiler tune`, called as a user calls it but in this process."""
 
 import json
-import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +9,6 @@ import onnx
 import pytest
 from onnx_corpus import ranges
 
-from amp_compiler.cli import main as cli
 from amp_compiler.policy.loader import load_rules
 
 MODEL = """
@@ -31,21 +30,9 @@ def loss(model, x):
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(shell):
     """Runs `amp-compiler tune` with arguments and gives (exit code, standard output, standard error)."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["amp-compiler", "tune", *map(str, arguments)])
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code or 0
-        captured = capsys.readouterr()
-        assert "Traceback" not in captured.out + captured.err
-        return code, captured.out, captured.err
-
-    return call
+    return partial(shell, "tune")
 
 
 @pytest.fixture

@@ -295,15 +295,6 @@ def test_the_same_call_gives_the_same_result_and_changes_nothing():
 
 
 def test_an_attention_whose_backward_has_no_derivative_is_tuned_too():
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = linear(8, 24, seed=1)
-
-        def forward(self, x):
-            query, key, value = self.inner(x).view(1, 4, 3, 8).transpose(1, 2).chunk(3, 1)
-            return F.scaled_dot_product_attention(query, key, value)
-
     found = amp.tune(Attention(), [X], dtype="bf16", loss_fn=squared, tolerance=1e-3)
     assert found.nodes and found.error <= 1e-3
 
@@ -332,10 +323,10 @@ def test_a_tolerance_that_fp32_does_not_meet_is_refused():
     with pytest.raises(
         AmpError, match=r"with every node .* in FP32 the error is still .* the tolerance is 1e-09; pass a"
     ):
-        amp.tune(Noisy(), [X], dtype="fp16", tolerance=1e-9, loss_fn=squared)
+        amp.tune(Attention(), [X], dtype="fp16", tolerance=1e-9, loss_fn=squared)
 
 
-class Noisy(nn.Module):
+class Attention(nn.Module):
     """Its sums are of another order in the run that is compared than in that of FP32: attention without its kernel."""
 
     def __init__(self):

@@ -11,6 +11,7 @@ import networkx as nx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from page_plans import MIXED
 from planning import plan_text
 
 from amp_compiler.ir.plan import PlannedCast, PlannedNode, PrecisionPlan
@@ -19,15 +20,6 @@ from amp_compiler.report.flow import LARGEST, flow_of
 from amp_compiler.report.layers import Line, layer_of, place, spine_of
 
 HEIGHT = 26
-MIXED = """\
-graph cpu
-input x: fp32[64, 8]
-param w: fp32[8, 8]
-y = aten.linear(input=x, weight=w) -> fp32[64, 8]  module=fc
-s = aten.softmax(self=y) -> fp32[64, 8]  module=attn.soft
-z = aten.matmul(self=s, other=y) -> fp32[64, 8]  module=attn
-return z
-"""
 
 
 def node(name: str, *inputs: str, op: str = "aten.relu", precision: str = "low", dtype: str = "bf16") -> PlannedNode:

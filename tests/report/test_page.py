@@ -13,6 +13,7 @@ from pathlib import Path
 import onnx
 import pytest
 import torch
+from page_plans import MIXED
 from planning import plan_text
 
 import amp_compiler as amp
@@ -28,16 +29,6 @@ from amp_compiler.report.table import human_bytes
 ROOT = Path(__file__).parents[2]
 PARTS = ROOT / "amp_compiler" / "report" / "page"
 HOSTILE = "</script><script>alert('&')</script>\u2028<!--"
-
-MIXED = """\
-graph cpu
-input x: fp32[64, 8]
-param w: fp32[8, 8]
-y = aten.linear(input=x, weight=w) -> fp32[64, 8]  module=fc
-s = aten.softmax(self=y) -> fp32[64, 8]  module=attn.soft
-z = aten.matmul(self=s, other=y) -> fp32[64, 8]  module=attn
-return z
-"""
 
 
 class Page(HTMLParser):
