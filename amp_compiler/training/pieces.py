@@ -17,17 +17,16 @@ from amp_compiler.errors import AmpError, CaptureError, first_line
 from amp_compiler.forward.graph_breaks import Pieces
 from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.settings import Settings, device_of
-from amp_compiler.fx.capture import Captured, Input, Source, autocast_off
+from amp_compiler.fx.capture import Captured, Input, Source
 from amp_compiler.fx.capture_errors import user_frame
 from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private import building, needs_double_backward
-from amp_compiler.ir.nonfinite import LOSS, NonfiniteNode, NonfiniteReport
+from amp_compiler.ir.nonfinite import NonfiniteNode
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.layout import empty_laid_out_like, is_laid_out_like
 from amp_compiler.passes.pipeline import Stages
-from amp_compiler.planner.cures import Cure, Trial, find_cure, spoilt_inputs
 from amp_compiler.policy.rules import RuleSet
 from amp_compiler.training.build import Begun, StepOptions, StepState, finish
 from amp_compiler.training.inputs import depends_on_nothing
@@ -99,7 +98,8 @@ class PieceStep:
         Raises:
             AmpError: what the model's own code raised, or Dynamo, or a backend.
         """
-        drawn = self._drawn = _random_state(self._device)
+        self.note_random_state()
+        drawn = self._drawn
         try:
             made = self._run(batch, optimizers)
             if self._lows is not None and self._lows.convert(set(map(id, _trained(self.model, optimizers).values()))):
@@ -126,92 +126,50 @@ class PieceStep:
 
     def replayed(
         self, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer], scale: Tensor
-    ) -> tuple[NonfiniteNode, ...]:
-        """Run forward and backward of a step that was skipped once more, node by node.
-
-        Args:
-            batch: of that step, which changed no weight.
-            optimizers: what is trained.
-            scale: the loss scale of that step, FP32 scalar.
-
-        Returns:
-            The nodes that made something that is not finite.
-        """
-        return () if self.pieces is None else self._replayed(self.pieces, batch, optimizers, scale)[0]
-
-    def _replayed(
-        self, pieces: Pieces, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer], scale: Tensor
     ) -> tuple[tuple[NonfiniteNode, ...], Made]:
-        self._replay = PieceReplay()
-        try:
-            with generators_kept():
-                _set_random_state(self._device, self._drawn)
-                made = self._run(batch, optimizers, scale)
-            return self._replay.origins(pieces.plan), made
-        finally:
-            self._replay = None
-
-    def report(
-        self, batch: tuple[Any, ...], optimizers: Sequence[torch.optim.Optimizer], scale: Tensor
-    ) -> NonfiniteReport:
-        """What is not finite in a batch that has not run yet, and what mends it.
+        """Run forward and backward once more, node by node, from the random numbers' state that was noted last.
 
         Args:
             batch: arguments of the loss function behind the model.
             optimizers: what is trained.
             scale: the loss scale, FP32 scalar.
 
+        Returns:
+            The nodes that made something that is not finite, and all that was made.
+
         Raises:
             AmpError: it runs in plain FP32, or not even in pieces.
         """
         if self.pieces is None:
             raise self.cause
-        self._drawn = _random_state(self._device)
+        self._replay = PieceReplay()
         try:
-            nodes, made = self._replayed(self.pieces, batch, optimizers, scale)
+            with generators_kept():
+                _set_random_state(self._device, self._drawn)
+                made = self._run(batch, optimizers, scale)
+            return self._replay.origins(self.pieces.plan), made
         except AmpError:
             raise
         except Exception as error:  # the model's own code may raise anything
             raise self._failed(error) from error
-        bad = [name for name, one in made.gradients.items() if not bool(torch.isfinite(one).all())]
-        parameters = tuple(name.partition(".")[2] for name in bad)
-        loss = () if bool(torch.isfinite(made.loss)) else (LOSS,)
-        if not nodes and not parameters and not loss:
-            return NonfiniteReport()
-        cure = self.cure(batch, optimizers, scale, nodes)
-        if not parameters and not loss and not cure.rule:
-            return NonfiniteReport()  # FP32 has it too, and nothing comes of it
-        return NonfiniteReport(parameters, nodes, True, loss, cure.rule, cure.told)
+        finally:
+            self._replay = None
 
-    def cure(
-        self,
-        batch: tuple[Any, ...],
-        optimizers: Sequence[torch.optim.Optimizer],
-        scale: Tensor,
-        nodes: tuple[NonfiniteNode, ...],
-    ) -> Cure:
-        """What mends a step that was not finite.
+    def note_random_state(self) -> None:
+        """Let `replayed` draw what a call would draw now."""
+        self._drawn = _random_state(self._device)
 
-        Args:
-            batch: of that step, which changed no weight.
-            optimizers: what is trained.
-            scale: the loss scale of that step, FP32 scalar.
-            nodes: what `replayed` gave.
-        """
-        if self.pieces is None:
-            return Cure(told="it runs in FP32 (enabled=False): no rule mends it, the model or its data have to")
+    def under(self, rules: RuleSet) -> PieceStep:
+        """The same under other rules, to be run node by node."""
+        settings = replace(self._settings, rules=rules, backend=EAGER, mode=DEFAULT)
+        other = PieceStep(self.model, settings, self.cause, self.state, enabled=True)
+        other._drawn = self._drawn
+        return other
 
-        def attempt(rules: RuleSet) -> Trial:
-            settings = replace(self._settings, rules=rules, backend=EAGER, mode=DEFAULT)
-            other = PieceStep(self.model, settings, self.cause, self.state, enabled=True)
-            other._drawn = self._drawn
-            found = other.replayed(batch, optimizers, scale)
-            return Trial(other.plan(), found)
-
-        try:
-            return spoilt_inputs(nodes, {}) or find_cure(self._settings.rules, Trial(self.pieces.plan, nodes), attempt)
-        except (AmpError, RuntimeError) as error:  # memory may not do; the report itself does not depend on it
-            return Cure(told=f"no rule was tried: {first_line(error)}")
+    @property
+    def rules(self) -> RuleSet:
+        """Those that it runs under."""
+        return self._settings.rules
 
     def plan(self) -> PrecisionPlan:
         """The plans of all pieces together.
@@ -308,29 +266,6 @@ class PieceProgram:
             self._update = self.step.update_for(made, given, self._options, self._owners)
         output = self._update(given)
         return replace(output, loss=made.loss, aux=made.aux)
-
-    def origins(self, leaves: Sequence[Any], scale: Tensor) -> tuple[NonfiniteNode, ...]:
-        """The nodes that made something that is not finite; see `PieceStep.replayed`.
-
-        Args:
-            leaves: the flattened batch of the call.
-            scale: its loss scale, FP32 scalar.
-        """
-        batch, _ = pytree.tree_unflatten(list(leaves), self._spec)
-        with autocast_off():
-            return self.step.replayed(batch, self._options.optimizers, scale)
-
-    def cure(self, leaves: Sequence[Any], scale: Tensor, nodes: tuple[NonfiniteNode, ...]) -> Cure:
-        """What mends the call; see `PieceStep.cure`.
-
-        Args:
-            leaves: the flattened batch of the call.
-            scale: its loss scale, FP32 scalar.
-            nodes: what `origins` gave.
-        """
-        batch, _ = pytree.tree_unflatten(list(leaves), self._spec)
-        with autocast_off():
-            return self.step.cure(batch, self._options.optimizers, scale, nodes)
 
     @property
     def update(self) -> StepProgram:

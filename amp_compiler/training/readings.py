@@ -21,6 +21,7 @@ from amp_compiler.training.build import StepState
 from amp_compiler.training.events import NonfiniteEvent
 from amp_compiler.training.held_scale import HeldScale
 from amp_compiler.training.nonfinite import report_nonfinite
+from amp_compiler.training.piece_trial import PieceTrials
 from amp_compiler.training.pieces import PieceProgram
 from amp_compiler.training.program import StepOutput, StepProgram
 from amp_compiler.training.scale_watch import StuckWatch
@@ -36,6 +37,7 @@ class StepReadings:
     _watch: StuckWatch
     _last: tuple[StepProgram | PieceProgram, StepOutput, float | None] | None
     _leaves: list[Any]
+    _optimizers: tuple[torch.optim.Optimizer, ...]
     _spec: Any
     _trials: Callable[[tuple[Any, ...]], StepTrials]
     _autocast: Callable[[tuple[Any, ...]], AutocastTotals | None]
@@ -158,18 +160,20 @@ class StepReadings:
         """
         program, output, scale = self._seen()
         leaves = self._leaves if self._scale_config.checks_finite else None
+        batch = pytree.tree_unflatten(self._leaves, self._spec)[0]
         if isinstance(program, StepProgram):
             report = report_nonfinite(program, output.flags.tolist(), leaves, scale)
+            if not cure or not report.repeated:
+                return report
+            found = self._trials(batch).cure(scale)
         else:
             report = report_nonfinite(program.update, output.flags.tolist(), None, scale)
-            nodes = program.origins(leaves, scale) if report and leaves is not None else ()
+            trials = PieceTrials(program.step, batch, self._optimizers, scale)
+            nodes = trials.origins() if report and leaves is not None else ()
             report = replace(report, nodes=nodes, repeated=True) if nodes else report
-        if not cure or not report.repeated:
-            return report
-        if isinstance(program, StepProgram):
-            found = self._trials(pytree.tree_unflatten(self._leaves, self._spec)[0]).cure(scale)
-        else:
-            found = program.cure(self._leaves, scale, report.nodes)
+            if not cure or not report.repeated:
+                return report
+            found = trials.cure(nodes)
         return replace(report, rule=found.rule, cure=found.told)
 
     def nonfinite_events(self) -> tuple[NonfiniteEvent, ...]:

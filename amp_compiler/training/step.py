@@ -43,6 +43,7 @@ from amp_compiler.training.fused_optimizers import check_optimizers, check_stora
 from amp_compiler.training.held_scale import HeldScale
 from amp_compiler.training.inputs import KeptTensors
 from amp_compiler.training.log import STEPS_KEY, StepLog
+from amp_compiler.training.piece_trial import PieceTrials
 from amp_compiler.training.pieces import PieceProgram, PieceStep
 from amp_compiler.training.program import LossModule, StepProgram
 from amp_compiler.training.readings import StepReadings
@@ -379,9 +380,8 @@ class TrainingStep(StepReadings):
         if not self._enabled:
             raise cause
         settings = replace(self._settings, dynamic_shapes=None, backend=EAGER, mode=DEFAULT)
-        with autocast_off():
-            pieces = PieceStep(self._module, settings, cause, self._state, enabled=True)
-            return pieces.report(batch, self._optimizers, self.loss_scale)
+        pieces = PieceStep(self._module, settings, cause, self._state, enabled=True)
+        return PieceTrials(pieces, batch, self._optimizers, self.loss_scale).report()
 
     @contextmanager
     def _in_fp32(self) -> Iterator[LossModule]:
