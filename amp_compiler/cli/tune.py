@@ -108,5 +108,8 @@ def _step(model: Any, loss: Any, options: TuneOptions) -> Any:
 
     from amp_compiler.training.step import training_step
 
-    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    trained = [one for one in model.parameters() if one.requires_grad]
+    if not trained:
+        raise UsageError("the model has no parameter to train", where="--loss", mend="leave it out")
+    optimizer = torch.optim.SGD(trained, 1e-3)
     return training_step(model, loss, optimizer, rules=options.rules, dtype=options.dtype, backend="eager")

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from amp_compiler.diagnose.losses import LossCall, LossFunction, arguments, check_given
+from amp_compiler.diagnose.losses import LossCall, LossFunction, arguments, check_given, positional
 from amp_compiler.diagnose.model_trials import Backward, ModelTrials
 from amp_compiler.errors import AmpError, CaptureError, HookError, OptimizerError
 from amp_compiler.forward.api import is_onnx
@@ -68,9 +68,9 @@ def find_nonfinite(
             precision: fp32
             why: "not finite: given fp32 1.2e+05 to 1.2e+05, made fp16 2 infinite"
     """
-    check_given(subject, loss_fn, loss_scale, dtype, rules=rules != "default")
+    check_given(subject, loss_fn, loss_scale, dtype, rules=rules != "default", backward=backward)
     if isinstance(subject, TrainingStep):
-        return _of_step(subject, tuple(batch) if isinstance(batch, (tuple, list)) else (batch,))
+        return _of_step(subject, positional(batch))
     if isinstance(subject, nn.Module):
         if isinstance(subject, CompiledModule):
             model, settings = subject.original, subject.settings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.utils._pytree as pytree
-from torch import nn
+from torch import Tensor, nn
 
 from amp_compiler.errors import AmpError, first_line
 from amp_compiler.forward.compiled_module import CompiledModule
@@ -35,14 +35,40 @@ def arguments(batch: Any) -> Arguments:
         (((), {'a': 1, 'b': 2}), ((3,), {}))
     """
     named = dict(sorted(batch.items())) if isinstance(batch, Mapping) else {}
-    args = () if isinstance(batch, Mapping) else tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-    made: Arguments = pytree.tree_map(
-        lambda one: torch.from_numpy(one) if isinstance(one, np.ndarray) else one, (args, named)
-    )
+    made: Arguments = pytree.tree_map(_tensor, (() if isinstance(batch, Mapping) else positional(batch), named))
     return made
 
 
-def check_given(subject: Any, loss_fn: Any, loss_scale: Any, dtype: str, *, rules: bool) -> None:
+def positional(batch: Any) -> tuple[Any, ...]:
+    """A batch of a step: a tuple or list of arguments, or a single one, which may be a dict."""
+    return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+
+
+def batches_of(batches: Any) -> Iterable[Any]:
+    """Several batches, as they were given.
+
+    Raises:
+        AmpError: it is one batch, or nothing that gives them.
+    """
+    if not isinstance(batches, Iterable) or isinstance(batches, (Tensor, np.ndarray, Mapping, str)):
+        raise AmpError(
+            f"there are no batches in a {type(batches).__name__}", mend="pass a list of batches, or what gives them"
+        )
+    return batches
+
+
+def _tensor(one: Any) -> Any:
+    if not isinstance(one, np.ndarray):
+        return one
+    try:
+        return torch.from_numpy(one)
+    except TypeError as cause:
+        raise AmpError(f"an array of {one.dtype} is no tensor", mend="pass arrays of numbers") from cause
+
+
+def check_given(
+    subject: Any, loss_fn: Any, loss_scale: Any, dtype: str, *, rules: bool, backward: bool = False
+) -> None:
     """Refuse options that would be passed over without a word.
 
     Args:
@@ -51,9 +77,11 @@ def check_given(subject: Any, loss_fn: Any, loss_scale: Any, dtype: str, *, rule
         loss_scale: what it is multiplied by.
         dtype: the type that was given; `auto` for none. What has a type already may be given the same.
         rules: whether rules were given that only a subject without rules of its own takes.
+        backward: whether the model itself gives the loss.
 
     Raises:
-        AmpError: a step is given a loss, or `subject` something that it has itself; `loss_scale` is no scale.
+        AmpError: a step is given a loss, or `subject` something that it has itself; `loss_scale` is no scale, or there
+            is no loss that it could scale.
     """
     number = float(loss_scale) if isinstance(loss_scale, Real) and not isinstance(loss_scale, bool) else math.nan
     if not 0 < number < math.inf:
@@ -62,6 +90,8 @@ def check_given(subject: Any, loss_fn: Any, loss_scale: Any, dtype: str, *, rule
     if isinstance(subject, (TrainingStep, CompiledModule)):
         low = subject._low if isinstance(subject, TrainingStep) else _low_of(subject)
         given |= {"rules": rules, "dtype": dtype != AUTO and low_type(dtype) != low}
+    if not isinstance(subject, TrainingStep) and number != 1 and loss_fn is None and not backward:
+        raise AmpError(f"loss_scale={loss_scale!r} without a loss", mend="pass loss_fn= as well")
     kind = "training step" if isinstance(subject, TrainingStep) else "compiled module"
     for name in (name for name, is_given in given.items() if is_given):
         raise AmpError(f"{name}= is given with a {kind}, which has its own", mend="leave it out")

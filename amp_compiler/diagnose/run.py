@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 
 from amp_compiler.backends.backend import DEFAULT
 from amp_compiler.diagnose.exponents import Counts, Histogram
-from amp_compiler.diagnose.losses import arguments, check_given
+from amp_compiler.diagnose.losses import arguments, batches_of, check_given, positional
 from amp_compiler.diagnose.profile import (
     ACTIVATION,
     ACTIVATION_GRADIENT,
@@ -102,11 +102,7 @@ def profile(
             f"there is no profile of {type(subject).__name__}",
             mend="pass what amp.training_step gave, a module or an ONNX model",
         )
-    if not isinstance(batches, Iterable) or isinstance(batches, (Tensor, np.ndarray, Mapping, str)):
-        raise AmpError(
-            f"there are no batches in a {type(batches).__name__}", mend="pass a list of batches, or what gives them"
-        )
-    for batch in batches:
+    for batch in batches_of(batches):
         run.take(batch)
     return run.profile()
 
@@ -177,7 +173,7 @@ class _StepRun(_Run):
         return int(self.step.skipped_steps) - self.skipped_before
 
     def take(self, batch: Any) -> None:
-        arguments = tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
+        arguments = positional(batch)
         shift = _exponent_of(self.step.loss_scale)
         before = {name: parameter.detach().clone() for name, parameter in self.parameters()}
         with _told_of("this step"):
@@ -255,8 +251,6 @@ def _of_model(
 ) -> _ModelRun | _LossRun:
     if loss_fn is not None:
         return _LossRun(model, settings, loss_fn, loss_scale)
-    if loss_scale != 1.0:
-        raise AmpError(f"loss_scale={loss_scale!r} without a loss", mend="pass loss_fn= as well")
     return _ModelRun(model, settings)
 
 

@@ -100,3 +100,12 @@ def test_a_place_that_is_none(run, spec, tmp_path):
     onnx.save(ranges.overflow_in_activations()[0], tmp_path / "in.onnx")
     code, _, err = run(tmp_path / "in.onnx", tmp_path / "a.yaml", "--loss", "x:y")
     assert code == 2 and "an ONNX file has no backward" in err
+
+
+def test_a_loss_of_a_model_without_parameters(run, tmp_path):
+    (tmp_path / "bare_model.py").write_text(
+        "import torch\nBare = torch.nn.ReLU\ndef loss(model, x):\n    return model(x).sum()\n"
+    )
+    spec = f"{tmp_path / 'bare_model.py'}"
+    code, _, err = run(f"{spec}:Bare", tmp_path / "a.yaml", "--args", "fp32[3,4]", "--loss", f"{spec}:loss")
+    assert code == 2 and "no parameter to train" in err

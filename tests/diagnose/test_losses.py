@@ -89,6 +89,8 @@ def test_options_that_would_be_passed_over_are_refused():
         for wrong in ("high", 0, float("nan"), float("inf"), True):
             with pytest.raises(amp.AmpError, match="is no scale"):
                 look(model, X, loss_fn=lambda model, x: model(x).sum(), loss_scale=wrong)
+        with pytest.raises(amp.AmpError, match=r"loss_scale=8\.0 without a loss"):
+            look(model, X, loss_scale=8.0)
     for look in every[:2]:
         with pytest.raises(amp.AmpError, match="rules= is given with a compiled module"):
             look(compiled, X, rules="safe")

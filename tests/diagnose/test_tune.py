@@ -20,6 +20,7 @@ from torch import nn
 
 import amp_compiler as amp
 from amp_compiler.diagnose.tuning import torch_model
+from amp_compiler.diagnose.tuning.deviation import Deviation, Measured
 from amp_compiler.diagnose.tuning.search import run_limit
 from amp_compiler.errors import AmpError
 from amp_compiler.policy.loader import load_rules
@@ -33,10 +34,6 @@ def places(result) -> set[tuple[str, str]]:
 
 def relative(one: torch.Tensor, two: torch.Tensor) -> float:
     return float((one.detach().double() - two.detach().double()).norm() / two.detach().double().norm())
-
-
-def squared(model, x):
-    return model(x).float().square().mean()
 
 
 def loss_fn(model, x):
@@ -121,7 +118,7 @@ def test_a_small_model_and_its_result(compiled, tmp_path):
 
 
 def test_a_loss_function_compares_loss_and_gradients():
-    found = amp.tune(Small(), [X], dtype="fp16", loss_fn=squared, loss_scale=256.0)
+    found = amp.tune(Small(), [X], dtype="fp16", loss_fn=loss_fn, loss_scale=256.0)
     assert found.what == "loss and gradients" and [node.module for node in found.nodes] == ["wide"]
     assert found.path is None and "extends: default" in found.rules
 
@@ -258,6 +255,70 @@ def test_a_run_that_was_killed_goes_on_from_its_journal(tmp_path, monkeypatch):
     assert again.to_dict() == {**whole.to_dict(), "path": str(path)} and not journal.exists()
 
 
+@pytest.mark.parametrize("other", ["targets", "loss", "buffer"])
+def test_a_journal_is_not_taken_for_another_loss_or_for_what_no_state_dict_holds(other, tmp_path):
+    class Scaled(Many):
+        def __init__(self, scale):
+            super().__init__({1, 3})
+            self.register_buffer("scale", torch.tensor(scale), persistent=False)
+
+        def forward(self, x):
+            return super().forward(x) * self.scale
+
+    def distance(model, x, y):
+        return (model(x).float() - y).square().mean()
+
+    def shorter(model, x, y):
+        return (model(x).float() - y).abs().mean()
+
+    path, zeros = tmp_path / "tuned.yaml", torch.zeros(())
+    journal = path.with_name("tuned.yaml.journal")
+    line = {"runs": 1, "fingerprint": [], "estimates": ["x"]}
+    amp.tune(Scaled(1.0), [(X, zeros)], dtype="fp16", tolerance=2e-3, output=path, loss_fn=distance, budget=1e-9)
+    made = {
+        "targets": (Scaled(1.0), torch.ones(()), distance), "loss": (Scaled(1.0), zeros, shorter),
+        "buffer": (Scaled(3.0), zeros, distance),
+    }  # fmt: skip
+    model, target, loss = made[other]
+    with pytest.raises(AmpError, match=r"journal is of another model.*delete it"):
+        amp.tune(model, [(X, target)], dtype="fp16", output=path, loss_fn=loss)
+    journal.write_text("\n".join([journal.read_text().splitlines()[0], json.dumps(line)]))
+    with pytest.raises(AmpError, match=r"this is no journal of amp.tune"):
+        amp.tune(Scaled(1.0), [(X, zeros)], dtype="fp16", output=path, loss_fn=distance)
+
+
+def test_batches_that_go_different_ways_are_refused():
+    class Ways(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = linear(8, 8), linear(8, 8, seed=1)
+
+        def forward(self, x, y=None):
+            return self.one(x) if y is None else self.two(self.one(x) + y)
+
+    with pytest.raises(AmpError, match="different ways through the model; tune on the batches of one way"):
+        amp.tune(Ways(), [{"x": X}, {"x": X, "y": X}], dtype="fp16")
+    assert amp.tune(Ways(), [{"x": X}, {"x": X[:2]}], dtype="fp16").batches == 2
+
+
+def test_a_loss_without_a_gradient_and_arrays_without_numbers():
+    with pytest.raises(AmpError, match=r"the loss has no gradient; leave detach\(\)"):
+        amp.tune(Small(), [X], dtype="fp16", loss_fn=lambda model, x: model(x).sum().detach())
+    with pytest.raises(AmpError, match="an array of <U1 is no tensor"):
+        amp.tune(Small(), [np.array(["a"])], dtype="fp16")
+
+
+def test_never_more_runs_than_asked_for():
+    for most in (5, 6, 8):
+        assert amp.tune(Many({1, 3}), [X * 8], dtype="fp16", tolerance=2e-3, max_runs=most).runs <= most
+
+
+def test_classes_that_differ_count_by_their_share():
+    found = Deviation()
+    found.add("classes", torch.arange(100), torch.arange(100).index_fill(0, torch.tensor([7]), 0))
+    assert found.result() == Measured(0.01, "classes")
+
+
 def test_a_journal_of_something_else_is_refused(tmp_path):
     path = tmp_path / "tuned.yaml"
     journal = tmp_path / "tuned.yaml.journal"
@@ -284,18 +345,18 @@ def test_the_same_call_gives_the_same_result_and_changes_nothing():
     before = {name: value.clone() for name, value in model.state_dict().items()}
     torch.manual_seed(3), np.random.seed(3), random.seed(3)
     drawn = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
-    one = amp.tune(model, [X], dtype="fp16", loss_fn=squared)
+    one = amp.tune(model, [X], dtype="fp16", loss_fn=loss_fn)
     assert torch.equal(torch.get_rng_state(), drawn[0])
     assert (np.random.get_state()[1].tolist(), random.getstate()) == drawn[1:]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
     torch.manual_seed(4)
-    assert amp.tune(model, [X], dtype="fp16", loss_fn=squared) == one
+    assert amp.tune(model, [X], dtype="fp16", loss_fn=loss_fn) == one
     assert one.nodes
 
 
 def test_an_attention_whose_backward_has_no_derivative_is_tuned_too():
-    found = amp.tune(Attention(), [X], dtype="bf16", loss_fn=squared, tolerance=1e-3)
+    found = amp.tune(Attention(), [X], dtype="bf16", loss_fn=loss_fn, tolerance=1e-3)
     assert found.nodes and found.error <= 1e-3
 
 
@@ -323,7 +384,7 @@ def test_a_tolerance_that_fp32_does_not_meet_is_refused():
     with pytest.raises(
         AmpError, match=r"with every node .* in FP32 the error is still .* the tolerance is 1e-09; pass a"
     ):
-        amp.tune(Attention(), [X], dtype="fp16", tolerance=1e-9, loss_fn=squared)
+        amp.tune(Attention(), [X], dtype="fp16", tolerance=1e-9, loss_fn=loss_fn)
 
 
 class Attention(nn.Module):
@@ -344,11 +405,12 @@ class Attention(nn.Module):
         ({"tolerance": 0.0}, "tolerance=0.0 is no error"),
         ({"tolerance": "small"}, "tolerance='small' is no error"),
         ({"budget": "60"}, "budget='60' is no time"),
-        ({"max_runs": 2.5}, r"max_runs=2\.5 is no number of runs"),
+        ({"max_runs": 2.5}, r"max_runs=2\.5 is too few runs"),
         ({"start": "high"}, "start='high' is not known; use 'low' or 'fp32'"),
         ({"budget": -1}, "budget=-1 is no time"),
-        ({"max_runs": 0}, "max_runs=0 is no number of runs"),
+        ({"max_runs": 4}, "max_runs=4 is too few runs; pass 5 or more"),
         ({"output": "/nowhere/at/all.yaml"}, "nowhere"),
+        ({"output": 3}, "output=3 is no path"),
         ({"rules": "defualt"}, "did you mean 'default'"),
     ],
 )

@@ -10,6 +10,7 @@ from amp_compiler.diagnose.tuning.course import Tuning
 from amp_compiler.diagnose.tuning.given import Asked, subject_of
 from amp_compiler.diagnose.tuning.result import TuneResult
 from amp_compiler.diagnose.tuning.writing import LOW
+from amp_compiler.errors import AmpError
 from amp_compiler.forward.settings import AUTO
 
 
@@ -50,7 +51,7 @@ def tune(
         start: `low` keeps nodes in FP32 and leaves the others to the rules; `fp32` keeps everything in FP32, and puts
             low what the tolerance allows of what the rules would put low.
         budget: seconds after which the search stops, with nodes that meet the tolerance.
-        max_runs: runs of the model after which it does.
+        max_runs: runs of the model after which it does; 5 at least.
         loss_fn: `loss_fn(model, *batch)` of a module, as for `amp.training_step`. It calls the module once.
         loss_scale: what that is multiplied by for the backward. A step has its own, which counts as fallen to where the
             gradients fit, if it can fall.
@@ -74,7 +75,13 @@ def tune(
         >>> [node.module for node in found.nodes], found.error < found.tolerance < found.before
         (['0', '1'], True)
     """
-    asked = Asked(rules, dtype, tolerance, None if output is None else Path(output), start, budget, max_runs)
+    asked = Asked(rules, dtype, tolerance, _path(output), start, budget, max_runs)
     asked.check()
     made, rule_set = subject_of(subject, batches, asked, loss_fn, loss_scale)
     return Tuning(made, rule_set, asked).run()
+
+
+def _path(output: Any) -> Path | None:
+    if output is not None and not isinstance(output, (str, Path)):
+        raise AmpError(f"output={output!r} is no path", mend="pass the name of the rule file to write")
+    return None if output is None else Path(output)

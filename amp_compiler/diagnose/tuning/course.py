@@ -108,10 +108,11 @@ class Tuning:
     def _estimates(self, journal: Journal) -> dict[str, Estimate]:
         if journal.estimates and self.names:
             self.subject.reference()
+            journal.check_fingerprint(self.subject.fingerprint())
             self.subject.runs = journal.profiled  # a run that goes on counts as the one that it goes on from
             return journal.estimates
         estimates = self.subject.profile(self.plan, frozenset(self.names))
-        journal.note_estimates(estimates, self.subject.runs)
+        journal.note_estimates(estimates, self.subject.runs, self.subject.fingerprint())
         return estimates
 
     def _measure(self, kept: frozenset[str]) -> Measured:

@@ -16,7 +16,8 @@ class Measured:
     """What a run showed.
 
     Args:
-        error: the largest relative L2 error of a result; infinite where one is not finite, or has another shape.
+        error: the largest relative L2 error of a result, of whole numbers the share that differs; infinite where one is
+            not finite, or has another shape.
         worst: that result, in words; empty where nothing is off.
     """
 
@@ -34,6 +35,7 @@ class Deviation:
     def __init__(self) -> None:
         self._sums: dict[str, tuple[float, float]] = {}
         self._gradients: set[str] = set()
+        self._counted: set[str] = set()
         self._bad: dict[str, None] = {}
 
     def add(self, name: str, expected: Tensor, made: Tensor, *, gradient: bool = False) -> None:
@@ -57,6 +59,8 @@ class Deviation:
             return
         # Whole numbers that differ, such as classes, are off by their share; floats by the square of their distance.
         counted = not (expected.is_floating_point() or expected.is_complex())
+        if counted:
+            self._counted.add(name)
         off = float((one != two).sum()) if counted else float((one - two).abs().square().sum())
         size = float(one.numel()) if counted else float(one.abs().square().sum())
         before = self._sums.get(name, (0.0, 0.0))
@@ -70,7 +74,8 @@ class Deviation:
         worst = Measured(0.0)
         for name, (off, size) in self._sums.items():
             against = max(size, floor) if name in self._gradients else size
-            error = 0.0 if not off else math.sqrt(off / against) if against else math.inf
+            share = 0.0 if not off else off / against if against else math.inf
+            error = share if name in self._counted else math.sqrt(share)
             if error > worst.error:
                 worst = Measured(error, name)
         return worst

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 
-from amp_compiler.diagnose.losses import Arguments, LossCall, LossFunction, arguments, check_given
+from amp_compiler.diagnose.losses import (
+    Arguments,
+    LossCall,
+    LossFunction,
+    arguments,
+    batches_of,
+    check_given,
+    positional,
+)
 from amp_compiler.diagnose.tuning.subject import Subject
 from amp_compiler.diagnose.tuning.torch_model import Goal, TorchSubject
 from amp_compiler.diagnose.tuning.writing import FP32, LOW
@@ -29,6 +35,7 @@ from amp_compiler.training.program import ROOT
 from amp_compiler.training.step import TrainingStep
 
 _STARTS = (LOW, FP32)
+LEAST_RUNS = 5  # one in FP32, with nothing kept and with all, and two of the rules as a file
 
 
 @dataclass(frozen=True)
@@ -65,8 +72,11 @@ class Asked:
             raise AmpError(f"tolerance={self.tolerance!r} is no error", mend="pass a number above 0, such as 0.01")
         if self.budget is not None and not _is_above_zero(self.budget):
             raise AmpError(f"budget={self.budget!r} is no time", mend="pass seconds, or leave it out")
-        if self.max_runs is not None and (type(self.max_runs) is not int or self.max_runs < 1):
-            raise AmpError(f"max_runs={self.max_runs!r} is no number of runs", mend="pass one above 0, or leave it out")
+        if self.max_runs is not None and (type(self.max_runs) is not int or self.max_runs < LEAST_RUNS):
+            raise AmpError(
+                f"max_runs={self.max_runs!r} is too few runs",
+                mend=f"pass {LEAST_RUNS} or more (profile, both ends of the search, the file), or leave it out",
+            )
         if self.output is not None:
             target = output_file(self.output)
             given = Path(self.rules) if isinstance(self.rules, (str, Path)) else None
@@ -109,7 +119,8 @@ def subject_of(
         if loss_fn is None:
             return TorchSubject(model, given, settings), settings.rules
         calls = [LossCall(model, loss_fn, batch) for batch in given]
-        goal = Goal(lambda output, number: _loss(calls[number].of(output)), loss_scale)
+        seen = [call.batch for call in calls]
+        goal = Goal(lambda output, number: _loss(calls[number].of(output)), loss_scale, given=seen)
         return TorchSubject(model, [call.given for call in calls], settings, goal), settings.rules
     if not is_onnx(subject):
         raise AmpError(
@@ -131,23 +142,15 @@ def _of_step(step: TrainingStep, batches: Any, asked: Asked) -> tuple[Subject, R
     settings = settings if asked.rules is None else replace(settings, rules=load_rules(asked.rules))
     falls = step._scale_config.constant is None
     goal = Goal(lambda output, number: output[0], float(step.loss_scale), falls, lambda name: name.partition(".")[2])
-    given: list[Arguments] = [(_positional(batch), {}) for batch in _listed(batches)]
+    given: list[Arguments] = [(positional(batch), {}) for batch in _listed(batches)]
     return TorchSubject(step._module, given, settings, goal, step._in_fp32, ROOT), settings.rules
 
 
 def _listed(batches: Any) -> list[Any]:
-    if not isinstance(batches, Iterable) or isinstance(batches, (Tensor, np.ndarray, Mapping, str)):
-        raise AmpError(
-            f"there are no batches in a {type(batches).__name__}", mend="pass a list of batches, or what gives them"
-        )
-    found = list(batches)
+    found = list(batches_of(batches))
     if not found:
         raise AmpError("there is no batch to tune on", mend="pass at least one")
     return found
-
-
-def _positional(batch: Any) -> tuple[Any, ...]:
-    return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
 
 
 def _loss(loss: Any) -> Tensor:

@@ -13,7 +13,8 @@ from amp_compiler.diagnose.tuning.sensitivity import Estimate
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.files import write_atomically
 
-_VERSION = 1
+_VERSION = 2
+_CLOSE = 1e-3  # of numbers that FP32 gives again, on other threads or processors
 _MEND = "delete it, or name another output"
 
 
@@ -34,6 +35,7 @@ class Journal:
         self._measured: dict[tuple[int, ...], Measured] = {}
         self.estimates: dict[str, Estimate] = {}
         self.profiled = 0  # runs that these took
+        self._fingerprint: list[float] = []
         if path is not None and path.exists():
             self._read(path, subject)
 
@@ -42,10 +44,29 @@ class Journal:
         """Measurements that stand in it."""
         return len(self._measured)
 
-    def note_estimates(self, estimates: Mapping[str, Estimate], runs: int) -> None:
-        """Keep what the profiled run showed, and the runs that it took."""
-        self.estimates, self.profiled = dict(estimates), runs
-        self._add({"runs": runs, "estimates": [_plain(one.to_dict()) for one in estimates.values()]})
+    def note_estimates(self, estimates: Mapping[str, Estimate], runs: int, fingerprint: Sequence[float]) -> None:
+        """Keep what the profiled run showed, the runs that it took, and norms of what FP32 gave."""
+        self.estimates, self.profiled, self._fingerprint = dict(estimates), runs, list(fingerprint)
+        made = [_plain(one.to_dict()) for one in estimates.values()]
+        self._add({"runs": runs, "fingerprint": [_number(one) for one in fingerprint], "estimates": made})
+
+    def check_fingerprint(self, found: Sequence[float]) -> None:
+        """Compare with what FP32 gave when the estimates were made.
+
+        Raises:
+            AmpError: it is something else.
+        """
+        least = _CLOSE * max(found, default=0.0)
+        kept = self._fingerprint
+        same = len(kept) == len(found) and all(
+            math.isclose(one, two, rel_tol=_CLOSE, abs_tol=least) for one, two in zip(kept, found, strict=True)
+        )
+        if not same:
+            raise AmpError(
+                "this journal is of another model, loss or batches: FP32 gives other numbers",
+                where=str(self.path),
+                mend=_MEND,
+            )
 
     def get(self, kept: Sequence[int]) -> Measured | None:
         """What was measured with some nodes kept, by their places; `None` where nothing was."""
@@ -81,9 +102,10 @@ class Journal:
                 if "estimates" in line:
                     made = [Estimate.from_dict(_read_numbers(one)) for one in line["estimates"]]
                     self.estimates, self.profiled = {one.name: one for one in made}, int(line["runs"])
+                    self._fingerprint = [_read_number(one) for one in line["fingerprint"]]
                 else:
                     self._measured[tuple(line["kept"])] = Measured(_read_number(line["error"]), line["worst"])
-        except (OSError, ValueError, KeyError, TypeError, IndexError, UnicodeDecodeError) as cause:
+        except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as cause:
             raise AmpError(f"this is no journal of amp.tune: {cause!r}", where=where, mend=_MEND) from cause
         self._lines = [json.dumps(line) for line in lines]
 
@@ -102,4 +124,4 @@ def _plain(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_numbers(data: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value if key == "name" else float(value) for key, value in data.items()}
+    return {key: value if key == "name" or value is None else float(value) for key, value in data.items()}

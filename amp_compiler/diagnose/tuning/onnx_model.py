@@ -7,6 +7,7 @@ made, the magnitudes of the values say what becomes infinite, and nothing else i
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,7 +21,7 @@ from torch import Tensor, fx
 from amp_compiler.diagnose.tuning.deviation import Measured
 from amp_compiler.diagnose.tuning.sensitivity import Estimate, ProfiledRun, Sums, estimates_of
 from amp_compiler.diagnose.tuning.subject import SEED, Subject
-from amp_compiler.errors import AmpError, OnnxError
+from amp_compiler.errors import AmpError, OnnxError, first_line
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.plan import PrecisionPlan
@@ -35,6 +36,8 @@ from amp_compiler.onnx.importing.scope import ONNX_VALUE
 from amp_compiler.onnx.model.external import external_files
 from amp_compiler.onnx.plan import explain_onnx
 from amp_compiler.policy.rules import RuleSet
+
+logger = logging.getLogger("amp_compiler")
 
 
 class OnnxSubject(Subject):
@@ -105,8 +108,8 @@ class OnnxSubject(Subject):
         makers = {value: node.name for node in plan.nodes if node.name in names for value, _ in node.outputs}
         try:
             module = onnx_to_fx(self._opened, check=False)
-        except AmpError:
-            return self._by_range(makers)
+        except AmpError as cause:
+            return self._by_range(makers, cause)
         sums: dict[str, Sums] = {}
         device = torch.device("cpu")
         watched, inputs = _watched(module, makers), list(required_inputs(self._opened.proto))
@@ -118,12 +121,14 @@ class OnnxSubject(Subject):
                     results = run.run(*(torch.from_numpy(np.array(batch[name])) for name in inputs))
                     flat = results if isinstance(results, (list, tuple)) else [results]
                     run.spread_to([one for one in flat if isinstance(one, Tensor)])
-            except (RuntimeError, TypeError, ValueError, IndexError):  # what onnxruntime runs and torch does not
-                return self._by_range(makers)
+            except (RuntimeError, TypeError, ValueError, IndexError) as cause:  # what onnxruntime runs, and torch not
+                return self._by_range(makers, cause)
         return estimates_of(sums, self.batches)
 
-    def _by_range(self, makers: Mapping[str, str]) -> dict[str, Estimate]:
+    def _by_range(self, makers: Mapping[str, str], cause: Exception) -> dict[str, Estimate]:
         """What magnitudes alone say: what is infinite in the low type."""
+        told = "amp.tune knows no gradients of %s, and goes by the ranges of its values: %s"
+        logger.warning(told, self._opened.name, first_line(cause))
         ranges = calibrate(self._opened, self._batches)
         info = torch.finfo(torch_dtype(self.low))
         found: dict[str, Estimate] = {}
@@ -132,7 +137,7 @@ class OnnxSubject(Subject):
                 error = math.inf if largest > info.max else info.eps * largest / info.max
                 known = found.get(makers[value])
                 if known is None or error > known.error:
-                    found[makers[value]] = Estimate(makers[value], error, greatest=largest)
+                    found[makers[value]] = Estimate(makers[value], error, least=None, greatest=largest)
         return found
 
     # ---- 16 bits

@@ -31,7 +31,7 @@ class Estimate:
         name: the node.
         error: the relative error of the results that it makes, estimated; infinite where it makes an infinity or NaN.
         own: relative L2 error of its own result.
-        least: the smallest magnitude in its FP32 result but zero.
+        least: the smallest magnitude in its FP32 result but zero; `None` where only the largest is known.
         greatest: the largest one.
         zero: fraction of the nonzero numbers in it that the low type makes zero.
         subnormal: fraction that is subnormal in the low type.
@@ -41,7 +41,7 @@ class Estimate:
     name: str
     error: float
     own: float = 0.0
-    least: float = 0.0
+    least: float | None = 0.0
     greatest: float = 0.0
     zero: float = 0.0
     subnormal: float = 0.0
@@ -61,7 +61,9 @@ class Estimate:
         """In words."""
         parts = ((self.infinite, "infinite"), (self.zero, "zero"), (self.subnormal, "subnormal"))
         lost = ", ".join(f"{_share(part)} becomes {what}" for part, what in parts if part)
-        made = f"it makes {self.least:.2g} to {self.greatest:.2g}"
+        made = f"it makes {'up' if self.least is None else f'{self.least:.2g}'} to {self.greatest:.2g}"
+        if self.least is None and math.isinf(self.error):
+            return f"{made}, which becomes infinite"
         return f"{made}, of which {lost}" if lost else made
 
 
@@ -241,8 +243,9 @@ class ProfiledRun(fx.Interpreter):
         made = torch.autograd.grad(loss, [*parameters, *places], create_graph=True, allow_unused=True)
         if falls:
             scale = max(min(scale, _fitting(made[count:], self._low)), 1.0)
-        size = max(abs(float(loss.detach())), torch.finfo(torch.float32).tiny)
-        self._add([None if one is None else one.detach() / size for one in made[count:]], differences, 1)
+        size = abs(float(loss.detach()))
+        if size:  # no error is relative to a loss of 0
+            self._add([None if one is None else one.detach().double() / size for one in made[count:]], differences, 1)
         back = [self._lost(place, one, scale) for place, one in zip(self.places, made[count:], strict=True)]
         floats = [one for one in made[:count] if one is not None and one.requires_grad]
         floor = 1e-3 * math.sqrt(sum(float(one.detach().double().square().sum()) for one in floats))
@@ -271,7 +274,10 @@ class ProfiledRun(fx.Interpreter):
             if gradient is None:
                 continue
             moved = float((gradient.detach().double() * difference.double()).sum())
-            self._sums[place.name].error += (moved**2 if math.isfinite(moved) else 0.0) / parts
+            if math.isfinite(moved):
+                self._sums[place.name].error += moved**2 / parts
+            else:
+                self._sums[place.name].spoilt = True
 
 
 def _fitting(gradients: Sequence[Tensor | None], low: torch.dtype) -> float:

@@ -35,6 +35,10 @@ class Subject(ABC):
     def digest(self) -> str:
         """What tells it from another model with other batches."""
 
+    def fingerprint(self) -> list[float]:
+        """Numbers of what FP32 gives, by which one that looks alike is told from it; empty where `digest` says all."""
+        return []
+
     @abstractmethod
     def profile(self, plan: PrecisionPlan, names: frozenset[str]) -> dict[str, Estimate]:
         """One run in FP32, with the rounding of some nodes measured beside it; keeps what FP32 gives.

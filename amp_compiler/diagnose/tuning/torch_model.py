@@ -47,12 +47,14 @@ class Goal:
         scale: what it is multiplied by before the backward.
         falls: whether that falls where gradients are too large with it.
         label: how a parameter is called, by its name in the module.
+        given: what the loss is made of beside what the module returns.
     """
 
     loss_of: Callable[[Any, int], Tensor]
     scale: float = 1.0
     falls: bool = False
     label: Callable[[str], str] = str
+    given: Sequence[Any] = ()
 
 
 @dataclass
@@ -73,10 +75,9 @@ class TorchSubject(Subject):
         goal: loss and gradients instead of outputs; `None` for outputs.
         around: within which it is captured and run.
         root: name of the model in what is captured.
-        low_weights: as `past_weights` of `rewrite`.
 
     Raises:
-        CaptureError: the module is no one graph.
+        AmpError: the module is no one graph, or the batches go different ways through it.
     """
 
     def __init__(
@@ -101,6 +102,12 @@ class TorchSubject(Subject):
         with self._surrounded():
             for batch in self._batches:
                 self._form(batch)
+        ways = {tuple((one.name, str(one.target)) for one in _calls(form)) for form in self._forms.values()}
+        if len(ways) > 1:
+            raise AmpError(
+                "the batches go different ways through the model",
+                mend="tune on the batches of one way, then on those of the next with rules= of the file that it gave",
+            )
 
     @contextmanager
     def _surrounded(self) -> Iterator[None]:
@@ -128,18 +135,23 @@ class TorchSubject(Subject):
         return make_plan(lower(form.captured), rules, self.low, pipeline=self._settings.pipelines["PLAN"])
 
     def digest(self) -> str:
-        """Of graph, weights and batches."""
+        """Of graph, weights and batches, and of what else the loss is given; `fingerprint` tells the rest."""
         made = hashlib.blake2b(digest_size=16)
         with self._surrounded():
             for form in self._forms.values():
                 made.update(lower(form.captured).to_text().encode())
-            tensors = [*self._model.state_dict().items(), *enumerate(pytree.tree_leaves(self._batches))]
+            given = pytree.tree_leaves((self._batches, self._goal and self._goal.given))
+            tensors = [*self._model.named_parameters(), *self._model.named_buffers(), *enumerate(given)]
             for name, one in tensors:
                 made.update(f"{name} {getattr(one, 'dtype', '')} {tuple(getattr(one, 'shape', ()))} ".encode())
                 held = one.detach().cpu().contiguous().reshape(-1) if isinstance(one, Tensor) else None
                 made.update(repr(one).encode() if held is None else held.view(torch.uint8).numpy().tobytes())
         made.update(f"{self.low} {self.what} {self._goal and (self._goal.scale, self._goal.falls)}".encode())
         return made.hexdigest()
+
+    def fingerprint(self) -> list[float]:
+        """Norms of what FP32 gives: of constants, of the loss function and of code that no graph shows."""
+        return [float(one.double().abs().norm()) for batch in self._expected for _, one, _ in batch]
 
     # ---- FP32
 
@@ -178,6 +190,8 @@ class TorchSubject(Subject):
                 return [(name, one.detach(), False) for name, one in named]
             loss = goal.loss_of(self._output(form, results), number)
             self._check(run, [(LOSS, loss)])
+            if not loss.requires_grad:
+                raise AmpError("the loss has no gradient", mend="leave detach() and torch.no_grad() out of loss_fn")
             trained = self._trained(form, inputs)
             gradients = run.spread_to_gradients(loss, [one for _, one in trained], goal.scale, falls=goal.falls)
         made = [
@@ -296,6 +310,10 @@ class TorchSubject(Subject):
         if not named:
             raise AmpError("the model returns no tensor", mend="pass loss_fn=, or a model that returns one")
         return named
+
+
+def _calls(form: _Form) -> list[fx.Node]:
+    return [node for node in form.captured.graph_module.graph.nodes if node.op == "call_function"]
 
 
 def _getter(model: nn.Module, captured: Captured, entry: Any) -> Callable[[Sequence[Any]], Any]:
