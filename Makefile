@@ -57,7 +57,7 @@ given:
 demo: $(STAMP) ## train two small CNNs on handwritten digits in FP32, with torch.autocast and with amp.training_step
 	$(BIN)/amp-compiler demo
 
-test: $(STAMP) ## lint, types and all tests but the slow ones; about 8 minutes on two cores, set-up included
+test: $(STAMP) ## lint, types and all tests but the slow ones; installs Chromium on Debian as root
 	+$(MAKE) --no-print-directory -j 2 lint types test-all-but-slow
 
 test-all-but-slow: $(STAMP) browser

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-BROWSERS, DRIVERS = ("chromium", "chromium-browser", "google-chrome"), ("chromedriver",)
+BROWSER, DRIVER = "chromium", "chromedriver"  # which `make browser` installs, and looks for
 FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run",
     "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--hide-scrollbars",
@@ -22,19 +22,15 @@ LIGHT, DARK = "light", "dark"
 
 def missing() -> str:
     """What is not installed, in words; empty where all is there."""
-    if not _found(BROWSERS):
+    if shutil.which(BROWSER) is None:
         return "there is no Chromium; `make browser` installs it on Debian"
-    if not _found(DRIVERS):
+    if shutil.which(DRIVER) is None:
         return "there is no chromedriver; `make browser` installs it on Debian"
     try:
         import selenium  # noqa: F401
     except ImportError:
         return "selenium is not installed"
     return ""
-
-
-def _found(names: tuple[str, ...]) -> str | None:
-    return next((path for name in names if (path := shutil.which(name))), None)
 
 
 class Window:
@@ -102,11 +98,11 @@ def window() -> Iterator[Window]:
 
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         options = Options()
-        options.binary_location = _found(BROWSERS) or ""
+        options.binary_location = shutil.which(BROWSER) or ""
         for flag in (*FLAGS, f"--user-data-dir={profile}"):
             options.add_argument(flag)
         options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-        service = Service(_found(DRIVERS), env={**os.environ, "HOME": profile})
+        service = Service(shutil.which(DRIVER), env={**os.environ, "HOME": profile})
         driver = webdriver.Chrome(options=options, service=service)
         try:
             yield Window(driver)

@@ -22,14 +22,14 @@ def run_plot(sources: Sequence[Path], output: Path | None) -> None:
     Raises:
         AmpError: a file cannot be read, or the picture not be drawn.
     """
-    target = sources[0].with_suffix(".png") if output is None else output
-    check_place("--output", target, {str(source): source for source in sources})
     runs = {}
     for name, source in zip(_names(sources), sources, strict=True):
         run = read_run(source)
         for note in run.notes:
             typer.echo(f"note: {source}: {note}", err=True)
         runs[name] = run.records
+    target = sources[0].with_suffix(".png") if output is None else output
+    check_place("--output", target, {str(source): source for source in sources})
     draw_runs(runs, target)
     typer.echo(f"{target}: {', '.join(f'{name} ({len(records)} records)' for name, records in runs.items())}")
 

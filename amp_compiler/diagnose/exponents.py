@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from amp_compiler.ir.ranges import RANGES as RANGES  # also asked for here
 from amp_compiler.ir.ranges import Range as Range
-from amp_compiler.ops.exponents import BINS, HIGHEST, INFINITE, LOWEST, NAN, ZERO
+from amp_compiler.ir.ranges import lost_in
+from amp_compiler.ops.exponents import BINS, INFINITE, LOWEST, NAN, ZERO
 
 Counts = npt.NDArray[np.int64]
 _PLACES = ZERO  # of numbers; behind them stand zeros, infinities and NaN
@@ -106,21 +107,13 @@ class Histogram:
     def fractions(self, dtype: str, scale: float = 1.0) -> Fractions:
         """What becomes of the numbers in a type, by their exponents.
 
-        Rounding at the very ends is told by the exponent alone: a number just below the least subnormal one counts as
-        kept where it is rounded up to that.
-
         Args:
-            dtype: a key of `RANGES`.
+            dtype: a key of `RANGES`; see `ir.ranges.lost_in`.
             scale: what they are multiplied by first.
         """
-        limits, exponents = RANGES[dtype], np.arange(LOWEST, HIGHEST + 1) + math.floor(math.log2(scale))
-        numbers, all_of_them = self.numbers, int(self.numbers.sum())
-        if not all_of_them:
-            return Fractions(0.0, 0.0, 0.0)
-        zero = numbers[exponents < limits.least - 1].sum()  # half of the least number and more is rounded up to it
-        infinite = numbers[exponents > limits.greatest].sum()
-        subnormal = numbers[(exponents >= limits.least - 1) & (exponents < limits.normal)].sum()
-        return Fractions(*(float(part) / all_of_them for part in (zero, subnormal, infinite)))
+        numbers = self.numbers.tolist()
+        parts = lost_in(dtype, numbers, LOWEST + math.floor(math.log2(scale)))
+        return Fractions(*(part / max(sum(numbers), 1) for part in parts))
 
     def unused(self, dtype: str) -> tuple[int, int]:
         """How many exponents of a type's normal numbers lie unused below and above the numbers."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -32,3 +33,27 @@ RANGES = {
         Range("fp8_e5m2", -14, -16, 15),
     )
 }
+
+
+def lost_in(dtype: str, counts: Sequence[float], lowest: int) -> tuple[float, float, float]:
+    """How many numbers would be zero, subnormal and infinite in a type, by their exponents.
+
+    Rounding at the very ends is told by the exponent alone: a number just below the least subnormal one counts as kept
+    where it is rounded up to that.
+
+    Args:
+        dtype: a key of `RANGES`.
+        counts: of each exponent, from `lowest` on.
+        lowest: the exponent of the first.
+
+    Example:
+        >>> lost_in("fp16", [3, 5, 7], -26)  # 2**-26 becomes zero, half of the least number and more does not
+        (3, 12, 0)
+    """
+    limits = RANGES[dtype]
+
+    def below(exponent: int) -> int:
+        return min(max(exponent - lowest, 0), len(counts))
+
+    least, normal, beyond = below(limits.least - 1), below(limits.normal), below(limits.greatest + 1)
+    return sum(counts[:least]), sum(counts[least:normal]), sum(counts[beyond:])

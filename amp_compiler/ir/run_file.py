@@ -72,18 +72,21 @@ class StepRecord:
         Raises:
             ValueError: the line is none.
         """
-        data = json.loads(line)
+        try:
+            data = json.loads(line)
+        except RecursionError as cause:
+            raise ValueError("it is nested too deep") from cause
         if not isinstance(data, dict):
             raise ValueError("no mapping")
         try:
             numbers = {name: _number(data[name]) for name in _NUMBERS}
             times = {name: _number(data[name]) for name in ("milliseconds", "memory") if name in data}
             aux = {str(name): _number(value) for name, value in dict(data.get("aux", {})).items()}
-        except (KeyError, TypeError) as cause:
+            for name in _WHOLE & (numbers.keys() | times.keys()):
+                into = numbers if name in numbers else times
+                into[name] = int(into[name])
+        except (KeyError, TypeError, OverflowError) as cause:
             raise ValueError(f"{cause!r}") from cause
-        for name in _WHOLE & (numbers.keys() | times.keys()):
-            into = numbers if name in numbers else times
-            into[name] = int(into[name])
         return cls(dtype=str(data.get("dtype", "")), aux=aux, **numbers, **times)  # type: ignore[arg-type]
 
 

@@ -67,11 +67,13 @@ def plan_html(
         profile: what `amp.profile` found, for histograms.
 
     Raises:
-        AmpError: `other`, `step` or `profile` is none.
+        AmpError: `other`, `step` or `profile` is none, or `names` are not two.
     """
     for name, given, kind in (("other", other, PrecisionPlan), ("step", step, StepGraph)):
         if given is not None and not isinstance(given, kind):
             raise AmpError(f"{name} is a {type(given).__name__}", mend=f"pass a {kind.__name__}")
+    if not isinstance(names, (tuple, list)) or len(names) != 2 or not all(isinstance(one, str) for one in names):
+        raise AmpError(f"names is {names!r}", mend='pass what the two plans are called: names=("before", "after")')
     plans = (plan,) if other is None else (plan, other)
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True

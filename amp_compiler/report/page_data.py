@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import linecache
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.dtypes import LOW_TYPES
 from amp_compiler.ir.plan import RETURN, PlannedNode, PrecisionPlan
+from amp_compiler.ir.ranges import RANGES
 from amp_compiler.ir.step_graph import StepGraph
 
 PRECISIONS = ("low", "fp32", "keep")
@@ -51,11 +51,11 @@ def page_data(
         graphs.append({"key": "step", "sides": [_of_step(step, plans[0], strings)]})
         places += [node.source for node in step.nodes]
     data = {
-        "plans": [_facts(plan, name) for plan, name in zip(plans, names, strict=True)],
+        "plans": [{"name": name} for name in names],
         "graphs": graphs,
         "code": {place: line for place in dict.fromkeys(places) if (line := line_of(place))},
         "profile": None if profile is None else _of_profile(profile, strings),
-        "ranges": {name: _exponents(name) for name in LOW_TYPES},
+        "ranges": {name: [RANGES[name].least, RANGES[name].normal, RANGES[name].greatest] for name in LOW_TYPES},
     }
     return {"strings": list(strings.numbers), **data}
 
@@ -67,22 +67,6 @@ def line_of(place: str) -> str:
         return ""
     line = linecache.getline(file, int(number)).strip()
     return line if len(line) <= _LONGEST_LINE else line[: _LONGEST_LINE - 1] + "…"
-
-
-def _facts(plan: PrecisionPlan, name: str) -> dict[str, Any]:
-    return {
-        "name": name,
-        "dtype": plan.dtype,
-        "rules": plan.rules,
-        "device": plan.device,
-        "unused": [str(rule) for rule in plan.unused_rules],
-    }
-
-
-def _exponents(dtype: str) -> list[int]:
-    """The least exponent of a type's subnormal numbers, that of its normal ones, and the greatest."""
-    limits = LOW_TYPES[dtype].format
-    return [math.frexp(one)[1] - 1 for one in (limits.smallest_subnormal, limits.smallest_normal, limits.max)]
 
 
 class _Graph:

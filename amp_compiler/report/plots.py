@@ -97,7 +97,7 @@ def picture_of(runs: Mapping[str, Sequence[StepRecord]], kind: str) -> bytes:
                 axes.set_xlabel("step")
         if len(runs) > 1:
             handles = [Line2D([], [], color=f"C{number % _COLOURS}") for number in range(len(runs))]
-            figure.legend(handles, list(runs), loc="outside upper center", ncols=min(len(runs), 4))
+            figure.legend(handles, [_plain(name) for name in runs], loc="outside upper center", ncols=min(len(runs), 4))
         figure.savefig(made, format=kind, metadata=_NO_DATE[kind], dpi=150)
         return made.getvalue()
 
@@ -111,7 +111,7 @@ def _panels(runs: Mapping[str, Sequence[StepRecord]]) -> list[_Panel]:
 
     return [
         _Panel("loss", (_Line(lambda record: record.loss),)),
-        *(_Panel(name, (_Line(of_aux(name)),)) for name in aux),
+        *(_Panel(_plain(name), (_Line(of_aux(name)),)) for name in aux),
         _Panel("gradient norm", (_Line(lambda record: record.grad_norm or None),), _logarithmic),
         _Panel("loss scale, ▾ behind skipped steps", (_Line(lambda record: record.loss_scale, style=_STEPS),), _binary),
         _Panel(
@@ -129,6 +129,11 @@ def _panels(runs: Mapping[str, Sequence[StepRecord]]) -> list[_Panel]:
             _from_zero,
         ),
     ]  # fmt: skip
+
+
+def _plain(name: str) -> str:
+    """A name that matplotlib takes for no formula."""
+    return name.replace("$", r"\$")
 
 
 def _logarithmic(axes: Any) -> None:

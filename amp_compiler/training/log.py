@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -11,14 +12,13 @@ import torch
 from torch import Tensor
 
 from amp_compiler.errors import AmpError
-from amp_compiler.ir.ranges import RANGES
+from amp_compiler.ir.ranges import lost_in
 from amp_compiler.ir.run_file import StepRecord
 from amp_compiler.ops.exponents import BINS, INFINITE, LOWEST, NAN, ZERO, count_exponents
 from amp_compiler.training.program import StepOutput
 
 try:
     import resource
-    import sys
 
     _UNIT = 1 if sys.platform == "darwin" else 1024  # of the greatest memory that `resource` tells
 except ImportError:  # Windows
@@ -181,7 +181,7 @@ def _single(aux: Any) -> dict[str, Any]:
     for name, value in aux.items():
         if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
             found[str(name)] = value
-        elif isinstance(value, (int, float)):
+        elif isinstance(value, float) or (isinstance(value, int) and abs(value) <= sys.float_info.max):
             found[str(name)] = float(value)
     return found
 
@@ -198,14 +198,11 @@ def shares(counts: Sequence[float], dtype: str) -> tuple[float, float, float]:
         >>> shares(reference(torch.tensor([0.0, 1e-9, 1e-6, 1.0])).tolist(), "fp16")
         (0.5, 0.25, 0.0)
     """
-    limits, numbers, total = RANGES[dtype], counts[:ZERO], sum(counts)
+    total = sum(counts)
     if not total:
         return 0.0, 0.0, 0.0
-    least = limits.least - 1 - LOWEST  # half of the least number and more is rounded up to it
-    zero = counts[ZERO] + sum(numbers[:least])
-    subnormal = sum(numbers[least : limits.normal - LOWEST])
-    infinite = counts[INFINITE] + counts[NAN] + sum(numbers[limits.greatest + 1 - LOWEST :])
-    return zero / total, subnormal / total, infinite / total
+    zero, subnormal, infinite = lost_in(dtype, counts[:ZERO], LOWEST)
+    return (zero + counts[ZERO]) / total, subnormal / total, (infinite + counts[INFINITE] + counts[NAN]) / total
 
 
 def _memory(device: torch.device) -> int | None:

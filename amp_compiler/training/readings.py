@@ -106,7 +106,14 @@ class StepReadings:
         """
         return self._seen()[0].update.graph_module
 
-    def to_html(self, path: str | Path, *, profile: Any = None, other: PrecisionPlan | None = None) -> None:
+    def to_html(
+        self,
+        path: str | Path,
+        *,
+        profile: Any = None,
+        other: PrecisionPlan | None = None,
+        names: tuple[str, str] = ("this", "other"),
+    ) -> None:
         """Write the last step as one HTML page: its forward as planned, and the whole step as it runs.
 
         Beside the plan's casts stand those of `torch.autocast` in the same forward, for which that is captured again.
@@ -115,6 +122,7 @@ class StepReadings:
             path: the file.
             profile: what `amp.profile` found of this step.
             other: a plan that the forward's is compared with.
+            names: what the two are called.
 
         Raises:
             AmpError: before the first call, of a step in pieces, with `enabled=False`, or where the file cannot be
@@ -124,7 +132,7 @@ class StepReadings:
             raise AmpError("a step in pieces is no one graph to draw", mend="write its plan: step.plan.to_html(path)")
         batch = pytree.tree_unflatten(self._leaves, self._spec)[0]
         plan = replace(self.plan, autocast=self._autocast(batch))
-        plan.to_html(path, profile=profile, other=other, step=step_graph_of(self.graph_module))
+        plan.to_html(path, profile=profile, other=other, names=names, step=step_graph_of(self.graph_module))
 
     @property
     def stages(self) -> Stages:

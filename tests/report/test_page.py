@@ -208,6 +208,10 @@ def test_what_is_no_plan_or_profile_is_refused():
         ({"other": "plan.json"}, "other is a str"),
         ({"profile": 3}, "profile is a int"),
         ({"step": plan}, "step is a PrecisionPlan"),
+        ({"other": plan, "names": ("a",)}, r"names is \('a',\)"),
+        ({"other": plan, "names": ("a", "b", "c")}, "pass what the two plans are called"),
+        ({"other": plan, "names": "xy"}, "names is 'xy'"),
+        ({"other": plan, "names": (None, 1)}, "names is"),
     ):
         with pytest.raises(AmpError, match=told):
             plan_html(plan, **options)

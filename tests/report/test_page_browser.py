@@ -212,6 +212,12 @@ def test_a_link_to_a_node_shows_it(browser, pages):
     assert browser.run("return location.hash") == "#node=layer_norm_21"
     browser.run("location.hash = '#node=no_such'; return new Promise((done) => setTimeout(done, 50))")
     assert text(browser, "#missing") == "There is no node 'no_such' in this graph."
+    click(browser, '[data-node="linear_22"]')
+    assert browser.run("return document.getElementById('missing').hidden")
+    browser.run("location.hash = '#q=softmax'; return new Promise((done) => setTimeout(done, 50))")
+    assert count(browser, ".chosen") == 0
+    type_in(browser, "#search", "gelu")
+    assert browser.run("return location.hash") == "#q=gelu"
 
 
 def test_two_plans_stand_side_by_side(browser, pages):
@@ -237,6 +243,17 @@ def test_two_plans_stand_side_by_side(browser, pages):
     assert text(browser, "#found") == f"{2 * LAYERS} of {ALL} nodes"
 
 
+def test_what_differs_is_shown_from_the_step_too(browser, tmp_path):
+    step = small_step()
+    step(torch.randn(4, 8), torch.randint(2, (4,)))
+    step.to_html(tmp_path / "page.html", other=transformer(13), names=("mine", "theirs"))
+    browser.open(tmp_path / "page.html", "#graph=step")
+    click(browser, "#differ .link")
+    assert browser.run("return location.hash") == "#change=any" and names(browser)
+    assert text(browser, ".heads").count("in the whole step") == 1
+    assert "theirs" in text(browser, ".heads .totals:last-child")
+
+
 def test_a_node_that_only_one_plan_has_is_shown_as_that(browser, tmp_path):
     plan = transformer(13)
     extra = replace(plan.nodes[-1], name="more", inputs=(plan.nodes[-1].name,), outputs=(("more", "bf16"),))
@@ -258,6 +275,13 @@ def test_the_whole_step_and_its_histograms(browser, pages):
     assert shown[0] == shown[1] > 0
     assert count(browser, ".histogram:first-of-type .range.subnormal") >= 1
     click(browser, '#graphs [value="step"]')
+    # What arrows and fills refer to is there once, and not within what is hidden, which would leave it undrawn.
+    assert browser.run(
+        "const ends = [...document.querySelectorAll('.panes:not([hidden]) [marker-end]')];"
+        "const ids = new Set(ends.map((one) => one.getAttribute('marker-end').slice(5, -1)).concat('hatch'));"
+        "const held = [...ids].map((id) => [...document.querySelectorAll(`[id='${id}']`)]);"
+        "return ids.size > 1 && held.every((found) => found.length === 1 && !found[0].closest('[hidden]'))"
+    )
     assert {"forward", "backward", "update"} <= set(
         browser.run("return [...document.querySelectorAll('.module')].map((one) => one.dataset.module)")
     )

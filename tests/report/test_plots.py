@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,19 @@ def test_the_command_draws_several_runs(tmp_path: Path) -> None:
     assert set(files) <= set(texts(tmp_path / "both.svg"))  # the names of the files alone are the same
     done = CliRunner().invoke(app, ["plot", files[0]])
     assert (tmp_path / "a" / "run.png").exists()
+
+
+def test_signs_of_formulas_are_letters(tmp_path: Path) -> None:
+    named = [replace(one, aux={"$a_$": 1.0 * one.step, "$5 or $6": 2.0}) for one in run(3)]
+    draw_runs({"$x^$": named, "$y$": run(2)}, tmp_path / "run.svg")
+    assert {"$a_$", "$5 or $6", "$x^$", "$y$"} <= set(texts(tmp_path / "run.svg"))
+
+
+def test_a_folder_is_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for place in (".", "..", "/"):
+        done = CliRunner().invoke(app, ["plot", place])
+        assert isinstance(done.exception, amp.AmpError) and "Is a directory" in str(done.exception)
 
 
 def test_the_command_overwrites_no_run(tmp_path: Path) -> None:

@@ -80,6 +80,17 @@ def test_a_record_holds_what_the_step_can_be_asked(backend: str) -> None:
     assert kept.records[-1].memory is not None and kept.records[-1].memory > 1 << 20
 
 
+def test_numbers_beside_the_loss_that_no_float_holds_are_left_out() -> None:
+    kept = Kept()
+    model = net()
+    step = amp.training_step(
+        model, lambda model, x, y: (loss_fn(model, x, y)[0], {"huge": 10**400, "fine": 3, "bad": float("inf")}),
+        torch.optim.SGD(model.parameters(), 1e-2), dtype="fp16", backend="eager", callbacks=[kept],
+    )  # fmt: skip
+    step(*batches(1)[0])
+    assert kept.records[0].aux == {"fine": 3.0, "bad": float("inf")}
+
+
 def test_shares_are_those_of_numpy() -> None:
     from amp_compiler.ops.exponents import reference
 

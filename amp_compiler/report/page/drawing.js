@@ -13,7 +13,6 @@ class Drawing {
           role: "group",
           "aria-label": `The graph${DATA.plans[side] ? ` of ${DATA.plans[side].name}` : ""}`,
         },
-        marks(side),
         layer,
       );
       const caption = DATA.plans.length > 1 ? make("figcaption", {}, named(DATA.plans[side].name)) : null;
@@ -144,7 +143,7 @@ class Drawing {
     const path = draw("path", {
       class: `wire ${kind}`,
       d: curve(line.points, x, y),
-      "marker-end": `url(#tip-${side}-${kind})`,
+      "marker-end": `url(#tip-${kind})`,
     });
     const names = edges
       .slice(0, 8)
@@ -347,13 +346,13 @@ function curve(points, dx, dy) {
 
 const round = (number) => Math.round(number * 10) / 10;
 
-/** Arrow heads, and the patterns that tell precisions apart in grey. */
-function marks(side) {
+/** Arrow heads, and the pattern that tells precisions apart in grey: once for all drawings, never hidden with one. */
+function marks() {
   const tips = ["low", "fp32", "keep", "cast", "mixed"].map((kind) =>
     draw(
       "marker",
       {
-        id: `tip-${side}-${kind}`,
+        id: `tip-${kind}`,
         class: `tip ${kind}`,
         viewBox: "0 0 8 8",
         refX: "7",
@@ -368,7 +367,7 @@ function marks(side) {
   );
   const hatch = draw(
     "pattern",
-    { id: `hatch-${side}`, width: "5", height: "5", patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
+    { id: "hatch", width: "5", height: "5", patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" },
     draw("rect", { class: "ground", width: "5", height: "5" }),
     draw("rect", { class: "line", width: "2.4", height: "5" }),
   );

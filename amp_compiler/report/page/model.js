@@ -75,19 +75,23 @@ class Graph {
     this.entries = [];
     this.byName = new Map();
     this.edges = this.sides.map(() => []);
+    this.crowded = rows.sides.some(({ outputs }) => outputs.length > FEW_OUTPUTS);
     this.sides.forEach((side, number) => {
       for (const value of side.values) {
         if (value.kind === INPUT && (value.readers.length || this.isCast(side, value)))
           this.entry("input", value.name, number, value);
       }
       for (const node of side.nodes) this.entry("node", node.name, number, node);
-      this.returned = (place) =>
-        rows.sides.some(({ outputs }) => outputs.length > FEW_OUTPUTS) ? "all" : String(place);
       side.outputs.forEach((value, place) => this.entry("output", this.returned(place), number, value));
     });
     this.sides.forEach((side, number) => this.join(side, number));
     for (const entry of this.entries) entry.change = this.changeOf(entry);
     this.nodes = this.entries.filter((entry) => entry.kind === "node");
+  }
+
+  /** Under which name a result stands: all under one where there are many. */
+  returned(place) {
+    return this.crowded ? "all" : String(place);
   }
 
   isCast(side, value) {

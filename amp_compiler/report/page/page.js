@@ -55,10 +55,16 @@ class Page {
         " in one of them alone. ",
         make(
           "button",
-          { type: "button", class: "link", onclick: () => this.filters.set({ change: "any" }) },
+          { type: "button", class: "link", onclick: () => this.showChanges() },
           "Show these nodes",
         ),
       );
+  }
+
+  /** What two plans decide otherwise, in the graph that both have. */
+  showChanges() {
+    this.open(GRAPHS[0].key);
+    this.filters.set({ change: "any" });
   }
 
   /** Do what the address says. */
@@ -72,7 +78,10 @@ class Page {
     document.getElementById("missing").hidden = !name || Boolean(entry);
     if (name && !entry) document.getElementById("missing").textContent = `There is no node '${name}' in this graph.`;
     if (entry) this.choose(entry, view.graph, false);
-    else this.details.clear();
+    else {
+      view.drawing.choose(null);
+      this.details.clear();
+    }
   }
 
   /** Write down in the address what is to be seen. */
@@ -115,6 +124,7 @@ class Page {
     drawing.choose(item);
     if (!inDrawing) drawing.center(item);
     this.details.show(graph, item);
+    document.getElementById("missing").hidden = true;
     if (note) this.note();
   }
 
@@ -188,5 +198,6 @@ class Page {
   }
 }
 
+document.body.append(draw("svg", { class: "marks", "aria-hidden": "true", width: "0", height: "0" }, marks()));
 const page = new Page();
 document.documentElement.dataset.ready = "yes";

@@ -8,10 +8,6 @@ class Group {
   constructor(name, parent, label = name) {
     Object.assign(this, { kind: "group", name, parent, label, children: [], open: false });
   }
-
-  get depth() {
-    return this.parent ? this.parent.depth + 1 : 0;
-  }
 }
 
 function treeOf(graph) {
