@@ -40,6 +40,8 @@ from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import building
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.onnx.importing.api import module_of as imported
+from amp_compiler.onnx.importing.scope import onnx_value
+from amp_compiler.onnx.plan import explain_onnx
 from amp_compiler.ops.exponents import BINS, count_exponents, count_update
 from amp_compiler.training.program import StepProgram
 from amp_compiler.training.step import RUN, TrainingStep
@@ -97,6 +99,9 @@ def profile(
         run = _of_model(subject.original, subject.settings, loss_fn, loss_scale)
     elif isinstance(subject, nn.Module) or is_onnx(subject):
         run = _of_model(imported(subject), make_settings(rules, dtype, EAGER), loss_fn, loss_scale)
+        if is_onnx(subject):
+            plan = explain_onnx(subject, rules=rules, dtype=run.low.short)
+            run.onnx_nodes = {value: node.name for node in plan.nodes for value, _ in node.outputs}
     else:
         raise AmpError(
             f"there is no profile of {type(subject).__name__}",
@@ -116,6 +121,7 @@ class _Run(ABC):
         self.updates: dict[str, UpdateRow] = {}
         self.batches = 0
         self.programs: dict[Any, CountingProgram] = {}
+        self.onnx_nodes: dict[str, str] = {}  # of an ONNX model: by value, the node of its plan
 
     @abstractmethod
     def take(self, batch: Any) -> None:
@@ -137,11 +143,22 @@ class _Run(ABC):
         program = self.programs[form]
         counts = program(leaves)
         rows = [] if counts is None else list(counts.cpu().numpy())
+        names = self.onnx_names(program.nodes) if self.onnx_nodes else {}
         for node, row in zip(program.nodes, rows[: len(program.nodes)], strict=True):
-            key = _key(node, ACTIVATION_GRADIENT if node in program.scaled else ACTIVATION)
-            self.add(key, row, shift if key[1] in GRADIENTS else 0)
+            kind = ACTIVATION_GRADIENT if node in program.scaled else ACTIVATION
+            self.add(_key(node, kind, *names.get(node, ())), row, shift if kind in GRADIENTS else 0)
         for (name, dtype), row in zip(program.weights, rows[len(program.nodes) :], strict=True):
             self.add(_place_of(name, WEIGHT_GRADIENT, dtype), row, shift)
+
+    def onnx_names(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, tuple[str, str]]:
+        """Name and planned node of what was made of an ONNX node: the last that makes a value is named as this is."""
+        values = {node: onnx_value(node) for node in nodes}
+        makers = {value: node for node, value in values.items()}
+        return {
+            node: (value if makers[value] is node else node.name, self.onnx_nodes[value])
+            for node, value in values.items()
+            if value in self.onnx_nodes
+        }
 
     def add(self, key: _Place, counts: Counts, shift: int) -> None:
         kept = self.rows.setdefault(key, (np.zeros(BINS, np.int64), np.zeros(BINS, np.int64)))
@@ -280,8 +297,8 @@ def _short(dtype: torch.dtype) -> str:
     return neutral_dtype(dtype).short
 
 
-def _key(node: fx.Node, kind: str) -> _Place:
+def _key(node: fx.Node, kind: str, name: str = "", planned: str = "") -> _Place:
     made = node.all_input_nodes[0] if node.target is operator.getitem else node
-    where, planned = user_source(node.meta.get("stack_trace")), str(node.meta.get(Key.PLANNED, ""))
+    where, planned = user_source(node.meta.get("stack_trace")), planned or str(node.meta.get(Key.PLANNED, ""))
     op, module, dtype = canonical_op(made.target), module_of(node)[0], _short(node.meta["val"].dtype)
-    return (node.name, kind, op, module, where, planned, dtype)
+    return (name or node.name, kind, op, module, where, planned, dtype)

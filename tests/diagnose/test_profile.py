@@ -257,6 +257,10 @@ def test_an_onnx_file_is_profiled(tmp_path: Any) -> None:
     found = amp.profile(tmp_path / "m.onnx", [{"x": np.ones((2, 4), np.float32)}], dtype="fp16")
     rows = {row.op: row for row in found.of("activation")}
     assert rows["aten.matmul"].histogram.highest == 17
+    named = [(row.name, row.planned) for row in found.of("activation")]
+    plan = amp.explain(tmp_path / "m.onnx", dtype="fp16")
+    assert named == [("product", "first"), ("y", plan.nodes[1].name)]
+    assert plan.nodes[0].name == "first"
 
 
 class Normed(nn.Module):

@@ -20,8 +20,8 @@ from toys import TOYS
 
 import amp_compiler as amp
 from amp_compiler.backends import BACKENDS, eager
-from amp_compiler.ops.cpu import update as cpu_update
 from amp_compiler.fx.torch_private import has_bf16_kernels
+from amp_compiler.ops.cpu import update as cpu_update
 from amp_compiler.passes import PASSES
 from amp_compiler.passes.pipeline import PIPELINES, Stages
 

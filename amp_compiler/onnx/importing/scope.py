@@ -19,8 +19,14 @@ from amp_compiler.onnx.importing.ops import values
 
 FEW = 4096
 """Constants up to this size may stand in the graph as plain numbers."""
-ONNX_VALUE = "onnx_value"  # in a node's `meta`: the ONNX name of what it makes
+_ONNX_VALUE = "onnx_value"
 Trainable = Callable[[str, torch.Tensor], bool] | None
+
+
+def onnx_value(node: fx.Node) -> str:
+    """The ONNX name of what a node makes, in the graph of `onnx_to_fx` and in one captured of it; empty without one."""
+    custom = node.meta.get("custom")
+    return str(custom.get(_ONNX_VALUE, "")) if isinstance(custom, dict) else ""
 
 
 @dataclass
@@ -210,7 +216,7 @@ class Scope:
     def call(self, function: Any, args: Any, kwargs: dict[str, Any], name: str) -> fx.Node:
         """A call node, named after its ONNX value."""
         node = self.graph.create_node("call_function", function, tuple(args), kwargs, self._node_names.give(name))
-        node.meta[ONNX_VALUE] = name
+        node.meta["custom"] = {_ONNX_VALUE: name}  # torch.export hands it on to what it makes of the node
         if inspect.isfunction(function):  # so that a saved module, which FX traces anew, keeps the call as it is
             node.meta["is_wrapped"] = True
         return node
