@@ -40,8 +40,6 @@ from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import building
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.onnx.importing.api import module_of as imported
-from amp_compiler.onnx.importing.scope import onnx_value
-from amp_compiler.onnx.plan import explain_onnx
 from amp_compiler.ops.exponents import BINS, count_exponents, count_update
 from amp_compiler.training.program import StepProgram
 from amp_compiler.training.step import RUN, TrainingStep
@@ -100,6 +98,8 @@ def profile(
     elif isinstance(subject, nn.Module) or is_onnx(subject):
         run = _of_model(imported(subject), make_settings(rules, dtype, EAGER), loss_fn, loss_scale)
         if is_onnx(subject):
+            from amp_compiler.onnx.plan import explain_onnx  # ONNX is imported by those who use it
+
             plan = explain_onnx(subject, rules=rules, dtype=run.low.short)
             run.onnx_nodes = {value: node.name for node in plan.nodes for value, _ in node.outputs}
     else:
@@ -152,6 +152,8 @@ class _Run(ABC):
 
     def onnx_names(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, tuple[str, str]]:
         """Name and planned node of what was made of an ONNX node: the last that makes a value is named as this is."""
+        from amp_compiler.onnx.importing.scope import onnx_value
+
         values = {node: onnx_value(node) for node in nodes}
         makers = {value: node for node, value in values.items()}
         return {
