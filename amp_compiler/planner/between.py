@@ -83,9 +83,10 @@ class _Walk:
         """The nodes that paths from low nodes reach."""
         found: set[str] = set()
         for node in nodes:
-            if self._asked[node.name] in _THROUGH and node.name not in self.below_fp32:
-                if any(name in found or self._asked[name] is Precision.LOW for name in neighbours(node)):
-                    found.add(node.name)
+            if self._asked[node.name] not in _THROUGH or node.name in self.below_fp32:
+                continue
+            if any(name in found or self._asked[name] is Precision.LOW for name in neighbours(node)):
+                found.add(node.name)
         return found
 
     def _makers(self, node: Node) -> list[str]:

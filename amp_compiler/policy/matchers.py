@@ -468,8 +468,8 @@ class LowType(Match):
 MATCHERS: dict[str, type[Match]] = {
     kind.key: kind
     for kind in (
-        Family, Op, Module, ModuleType, NodeName, Attribute, Part, Output, Depthwise, Feeds, Inputs, ReductionSize, WeightSize, AbsMax,
-        WeightAbsMax, Phase, DeviceType, LowType,
+        Family, Op, Module, ModuleType, NodeName, Attribute, Part, Output, Depthwise, Feeds, Inputs, ReductionSize,
+        WeightSize, AbsMax, WeightAbsMax, Phase, DeviceType, LowType,
     )
 }  # fmt: skip
 
