@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from amp_compiler.policy.loader import preset_names
-
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "systems.md").read_text(encoding="utf-8")
 NAMED = sorted(set(re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE)))
@@ -25,11 +23,3 @@ def test_every_row_names_a_test() -> None:
     rows = [line for line in PAGE.splitlines() if line.startswith("|") and not line.startswith(("| there", "|---"))]
     assert rows
     assert [row for row in rows if not re.search(r"`tests/[\w/]+\.py::test_\w+`", row)] == []
-
-
-@pytest.mark.parametrize(
-    "system", [name for name in preset_names() if name not in ("default", "fast", "safe", "quantized")]
-)
-def test_every_system_of_a_preset_has_its_place(system: str) -> None:
-    known = {"nvcaffe"}  # told in rules/README.md
-    assert system in known or f"`{system}`" in PAGE or system.startswith("apex-")

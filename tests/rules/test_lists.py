@@ -17,7 +17,8 @@ from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.matching import RuleMatcher
 from amp_compiler.policy.rules import Context, Precision
 
-FILES = {path.stem: YAML(typ="safe").load(path) for path in sorted((Path(__file__).parent / "lists").glob("*.yaml"))}
+READ = {path.stem: YAML(typ="safe").load(path) for path in sorted((Path(__file__).parent / "lists").glob("*.yaml"))}
+FILES = {stem: file for stem, file in READ.items() if "lists" in file}  # the others hold facts of another form
 PLACES = [(low, device) for low in (DType.FLOAT16, DType.BFLOAT16) for device in ("cpu", "cuda", "onnx")]
 
 
