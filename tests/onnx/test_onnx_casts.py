@@ -53,6 +53,15 @@ def test_no_more_casts_than_tensorflow_puts_into_its_own_graphs(name, dtype):
     assert [one for one in graph.fp32 if precisions[one] == "low"] == []
 
 
+def test_what_is_fetched_by_name_stays_as_it_is():
+    """TensorFlow runs a fetched product in FP32, and has two casts; in 16 bits it takes two more."""
+    graph = GRAPHS["PreserveFetches"]
+    for rules, product, casts in ((rules_of(graph, "tensorflow"), "keep", 2), ("tensorflow", "low", 4)):
+        done = check(graph.model(), "fp16", rules)
+        assert {planned.name: planned.precision for planned in done.plan.nodes}["allow1"] == product
+        assert len(all_casts(done.model.graph)) == casts
+
+
 # The lists of `default` are autocast's, which have these ops in FP32, and a root in 16 bits.
 OTHER_LISTS = ("NoOp", "PreserveFetches", "InvOp", "LogOp", "SoftplusOp")
 
@@ -180,8 +189,6 @@ def inputs_of(source):
     return tuple(torch.ones([dim.dim_value for dim in dims], dtype=kinds[kind]) for kind, dims in tensors)
 
 
-# What a torch model returns is no fetch, and its product runs low: that takes two casts more.
-IN_TORCH = {"PreserveFetches": 4}
 NOT_IN_TORCH = ("RecurrentEdgeColorMismatch", "TensorListSetGet", "PreserveCPUNodes")  # loops, lists, names of nodes
 
 
@@ -191,11 +198,12 @@ def test_no_more_casts_than_tensorflow_in_a_torch_graph(name):
     source = model_of(graph, "bf16")
     module = Lists() if name == "Lists" else amp.onnx_to_fx(source)
     own = sum(entry.op_type == "Cast" for entry in source.graph.node)
-    compiled = amp.compile(module.eval(), rules="tensorflow", dtype="bf16", backend="eager")
+    rules = rules_of(graph, "tensorflow")
+    compiled = amp.compile(module.eval(), rules=rules, dtype="bf16", backend="eager")
     with torch.no_grad():
         compiled(*inputs_of(source)[: 1 if name == "Lists" else None])
     made = [entry for entry in compiled.graph_module.graph.nodes if entry.target is torch.ops.aten.to.dtype]
-    assert len(made) - own <= IN_TORCH.get(name, graph.casts)
+    assert len(made) - own <= graph.casts
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
