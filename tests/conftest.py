@@ -26,6 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("compiles")
 
 
+@pytest.fixture
+def bf16_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests of graphs: the CPU is taken for one that multiplies BF16, where others get casts to FP32."""
+    monkeypatch.setenv("AMP_PLAIN_CPU", "0")
+
+
 _LOOKS = pytest.StashKey[int]()
 
 

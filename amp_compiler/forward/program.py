@@ -108,7 +108,7 @@ def rewrite(
         Whether FP32 arithmetic stands for 16-bit one, by a rule or for want of hardware, so that every down-cast must
         really round.
     """
-    options = {"plan": plan, "ops": settings.rules.ops, "past_weights": past_weights, "stage": native.FORWARD}
+    options = {"plan": plan, "ops": settings.ops, "past_weights": past_weights, "stage": native.FORWARD}
     _for_backend(settings.pipelines["FORWARD"], settings).run(graph_module, options, stages)
     return _emulates(graph_module, plan, stages)
 
@@ -127,7 +127,7 @@ def rewrite_for_inference(
     """
     options = {
         "plan": plan,
-        "ops": settings.rules.ops,
+        "ops": settings.ops,
         "weights": weights,
         "differentiable": False,
         "stage": native.FORWARD,

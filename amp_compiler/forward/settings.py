@@ -11,11 +11,11 @@ import torch
 from amp_compiler.backends import find_backend
 from amp_compiler.backends.backend import DEFAULT, Backend, Builder
 from amp_compiler.errors import AmpError
-from amp_compiler.fx.torch_private import has_native_bf16
+from amp_compiler.fx.torch_private import has_bf16_kernels, has_native_bf16
 from amp_compiler.ir.dtypes import LOW_TYPES, DType, low_type
 from amp_compiler.passes.pipeline import PIPELINES, Pipeline, pipelines_with
 from amp_compiler.policy.loader import load_rules
-from amp_compiler.policy.rules import RuleSet
+from amp_compiler.policy.rules import OpTable, RuleSet
 
 AUTO = "auto"
 
@@ -50,6 +50,11 @@ class Settings:
     def builder(self) -> Builder:
         """What builds a graph on that backend in that mode."""
         return self.runs_on.builder(self.mode)
+
+    @property
+    def ops(self) -> OpTable:
+        """The op table as it holds on this machine."""
+        return self.rules.ops if has_bf16_kernels() else self.rules.ops.for_plain_cpu()
 
     def low(self, device: torch.device) -> DType:
         """The 16-bit type for a device: `auto` is BF16 where the device computes it natively, else FP16."""

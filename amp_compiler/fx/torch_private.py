@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
+from amp_compiler.errors import AmpError
 from amp_compiler.fx.generators import generators_kept
 
 _P = ParamSpec("_P")
@@ -737,6 +739,26 @@ def has_native_bf16(device: torch.device) -> bool:
         probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported", "_is_arm_bf16_supported")
         return any(bool(getattr(torch.cpu, probe)()) for probe in probes if hasattr(torch.cpu, probe))
     return False
+
+
+def has_bf16_kernels() -> bool:
+    """Whether torch has fast BF16 products for this CPU; without them they take 10 to 100 times as long as FP32's.
+
+    oneDNN has them from AVX-512 and from NEON with BF16 on. `AMP_PLAIN_CPU` in the environment, 0 or 1, takes this CPU
+    for one that has or lacks them.
+
+    Raises:
+        AmpError: `AMP_PLAIN_CPU` is neither.
+    """
+    told = os.environ.get("AMP_PLAIN_CPU", "")
+    if told not in ("", "0", "1"):
+        raise AmpError(f"AMP_PLAIN_CPU={told!r} is neither 0 nor 1", mend="unset it, or use one of them")
+    if told:
+        return told == "0"
+    probe = (
+        getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None) if torch.backends.mkldnn.is_available() else None
+    )
+    return has_native_bf16(torch.device("cpu")) or (probe is not None and bool(probe()))
 
 
 def form_test(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:

@@ -13,6 +13,7 @@ from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Node, PrecisionGraph
 
 UNKNOWN = "unknown"  # the family of an op that the table does not hold
+PLAIN_CPU = "plain_cpu"  # in the pairs of `emulate`: a CPU for which torch has no fast BF16 kernels
 
 
 class Precision(enum.Enum):
@@ -40,6 +41,7 @@ class OpInfo:
             weights of a normalisation).
         any: slots whose element type does not matter to the result (shape-only arguments, comparisons).
         emulate: `device.dtype` pairs (`cpu.fp16`) on which the low type is emulated: FP32 arithmetic on rounded inputs.
+            `plain_cpu` is a CPU for which torch has no fast BF16 kernels.
         accumulates: devices (`all`, `onnx`) whose 16-bit kernels compute in FP32 inside, forward and backward, and
             round once, at the end: `math: fp32` adds nothing there.
         moves: what it does with elements where it computes none: `shape` (a view: same memory, another shape), `place`
@@ -122,6 +124,15 @@ class OpTable:
             if info.family == family
         }
         return OpTable({**self.ops, **changed}, self.families)
+
+    def for_plain_cpu(self) -> OpTable:
+        """The table of a CPU that is a `plain_cpu` in the pairs of `emulate`: what they say of it holds for `cpu`."""
+        ops = dict(self.ops)
+        for name, info in self.ops.items():
+            kinds = [pair.removeprefix(PLAIN_CPU) for pair in info.emulate if pair.startswith(PLAIN_CPU)]
+            if kinds:
+                ops[name] = replace(info, emulate=info.emulate | {f"cpu{kind}" for kind in kinds})
+        return OpTable(ops, self.families)
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,33 @@ def test_fp16_on_a_cpu_agrees_to_the_bit_with_rounding_by_hand(backend):
     assert torch.equal(actual, by_hand(model, x))
 
 
+@pytest.mark.parametrize("plain", ["0", "1"])
+def test_bf16_is_emulated_on_a_cpu_without_kernels_for_it(plain, monkeypatch):
+    monkeypatch.setenv("AMP_PLAIN_CPU", plain)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(4 * 36, 5))
+    x = torch.randn(2, 3, 8, 8)
+    compiled = amp.compile(model, dtype="bf16", backend="eager")
+    actual = compiled(x)
+
+    def low(t):
+        return t.bfloat16().float()
+
+    convolved = low(F.conv2d(low(x), low(model[0].weight), low(model[0].bias)))
+    expected = low(F.linear(convolved.flatten(1), low(model[2].weight), low(model[2].bias)))
+    assert torch.allclose(actual, expected, rtol=2**-7, atol=2**-9)
+    legalized = dict(compiled.stages)["legalize"]
+    assert ("linear: bf16[2, 5] = aten.linear" in legalized) == (plain == "0")
+    if plain == "1":
+        assert torch.equal(actual, expected)
+
+
+def test_a_word_for_the_cpu_that_is_none_is_refused(monkeypatch):
+    monkeypatch.setenv("AMP_PLAIN_CPU", "yes")
+    with pytest.raises(amp.AmpError, match="AMP_PLAIN_CPU='yes' is neither 0 nor 1"):
+        amp.compile(nn.Linear(2, 2), dtype="bf16", backend="eager")(torch.ones(1, 2))
+
+
 def test_it_overflows_where_fp16_overflows_and_only_there():
     model = make_mlp()
     with torch.no_grad():

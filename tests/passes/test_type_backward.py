@@ -31,6 +31,8 @@ import amp_compiler as amp
 from amp_compiler.errors import RuleError
 from amp_compiler.passes.precision.type_backward import is_typed
 
+pytestmark = pytest.mark.usefixtures("bf16_kernels")
+
 
 @pytest.mark.parametrize(
     ("backend", "make"),

@@ -18,6 +18,8 @@ from amp_compiler.fx.meta import Key
 from amp_compiler.passes.precision.widen_math import WidenMath
 from amp_compiler.policy.loader import load_rules
 
+pytestmark = pytest.mark.usefixtures("bf16_kernels")
+
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = {"bf16": BF16, "fp16": F16}
 

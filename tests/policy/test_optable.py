@@ -74,14 +74,18 @@ def test_slots_are_names_of_schema_arguments():
 
 def test_emulation_is_asked_for_known_devices_and_types():
     for info in TABLE.ops.values():
-        assert info.emulate <= {"cpu.fp16", "cpu.bf16", "cuda.fp16", "cuda.bf16"}
+        assert info.emulate <= {"cpu.fp16", "cpu.bf16", "plain_cpu.bf16", "cuda.fp16", "cuda.bf16"}
 
 
 PRODUCTS = ("matmul", "convolution", "attention", "recurrent")
 
 
-def test_products_are_emulated_on_a_cpu_in_fp16():
-    assert all("cpu.fp16" in info.emulate for info in TABLE.ops.values() if info.family in PRODUCTS)
+def test_products_are_emulated_on_a_cpu_in_fp16_and_without_kernels_in_bf16():
+    products = [info for info in TABLE.ops.values() if info.family in PRODUCTS]
+    assert all(info.emulate == {"cpu.fp16", "plain_cpu.bf16"} for info in products)
+    plain = TABLE.for_plain_cpu()
+    assert all({"cpu.fp16", "cpu.bf16"} <= plain.info(info.name).emulate for info in products)
+    assert plain.info("aten.rrelu") == TABLE.info("aten.rrelu")
 
 
 # ---- promotes: with (bf16, fp32) operands the op itself computes in FP32
