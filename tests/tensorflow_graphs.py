@@ -4,8 +4,8 @@ What they hold was read from tensorflow/core/grappler/optimizers/auto_mixed_prec
 fetched, and how many casts TensorFlow puts in. Names of nodes are TensorFlow's. Where an op has no twin in ONNX, the
 nearest one of the same of its four lists stands in: a sparse product, which TensorFlow runs in FP32, is `Exp`; the
 gradient of a batch normalisation is a second batch normalisation. TensorFlow casts its constants at run time; they are
-inputs here, so that each such cast counts as it does there. In all graphs but one what is fetched is an `Identity`. In that one
-three nodes of the model are fetched by name, which TensorFlow leaves as they are; a rule says so here.
+inputs here, so that each such cast counts as it does there. In all graphs but one what is fetched is an `Identity`. In
+that one three nodes of the model are fetched by name, which TensorFlow leaves as they are; a rule says so here.
 """
 
 from __future__ import annotations
