@@ -16,7 +16,13 @@ def blocks(text: str, language: str = "python") -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("section", SECTIONS, ids=lambda text: text.partition("\n")[0].replace(" ", "-"))
+def case(section: str):
+    """The Trainer takes seconds to import; `tests/forward/test_drop_in.py` runs it in the fast tests."""
+    marks = [pytest.mark.slow] if "import transformers" in section else []
+    return pytest.param(section, marks=marks, id=section.partition("\n")[0].replace(" ", "-"))
+
+
+@pytest.mark.parametrize("section", map(case, SECTIONS))
 def test_a_section_runs(section: str) -> None:
     if "import transformers" in section:
         pytest.importorskip("transformers", reason="the optional dependency of this section")
