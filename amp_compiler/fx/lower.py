@@ -23,6 +23,8 @@ from amp_compiler.fx.graph import (
 from amp_compiler.fx.meta import Key
 from amp_compiler.ir.graph import LOSS_FUNCTION, Node, Operand, Pin, PrecisionGraph, Value, ValueKind
 
+# Functions of torch.nn.functional that ATen has no op for, and whose parts rules may have to know.
+_WRITTEN_OUT = frozenset({"local_response_norm", "multilabel_soft_margin_loss"})
 _KINDS = {
     Source.PARAMETER: ValueKind.PARAMETER,
     Source.BUFFER: ValueKind.BUFFER,
@@ -127,9 +129,16 @@ def _add_node(graph: PrecisionGraph, node: fx.Node) -> None:
             user_source(node.meta.get("stack_trace")),
             phase=node.meta.get(Key.PHASE, "forward"),
             pin=_pin(node),
+            part=_part(node),
         ),
         outputs,
     )
+
+
+def _part(node: fx.Node) -> str:
+    """The function of torch that has written the node out, as torch.export notes it: `function.NAME`."""
+    name = str(node.meta.get("torch_fn", ("", ""))[1]).removeprefix("function.")
+    return name if name in _WRITTEN_OUT else ""
 
 
 def _op(node: fx.Node) -> str:

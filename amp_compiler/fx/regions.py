@@ -14,10 +14,8 @@ from amp_compiler.fx.graph import LOW_TYPES, user_source
 _SHORT = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
-def check_region(
-    kind: Any, dtype: torch.dtype | None, enabled: bool, device: str, low: torch.dtype | None, nodes: Iterable[fx.Node]
-) -> None:
-    """Refuse a region that is on in the 16-bit type which a plan does not have; one plan has one low type.
+def names_other_type(kind: Any, dtype: torch.dtype | None, enabled: bool, device: str, low: torch.dtype | None) -> bool:
+    """Whether a region is on in the 16-bit type which a plan does not have.
 
     A region that names no type is in torch's default for its device: BF16 on a CPU, FP16 on a GPU.
 
@@ -27,12 +25,23 @@ def check_region(
         enabled: whether it is on.
         device: device type of the model.
         low: the low type that is planned for; `None` where nothing is planned.
+    """
+    return enabled and str(kind) == device and low is not None and dtype in LOW_TYPES and dtype is not low
+
+
+def check_region(
+    kind: Any, dtype: torch.dtype | None, enabled: bool, device: str, low: torch.dtype | None, nodes: Iterable[fx.Node]
+) -> None:
+    """Refuse a region that `names_other_type`, in a model that runs in pieces.
+
+    Args:
+        kind, dtype, enabled, device, low: see `names_other_type`.
         nodes: nodes of the region, for the line of the model.
 
     Raises:
         LoweringError: names the line and both types.
     """
-    if not enabled or str(kind) != device or low is None or dtype not in LOW_TYPES or dtype is low:
+    if low is None or dtype is None or not names_other_type(kind, dtype, enabled, device, low):
         return
     sources = (user_source(node.meta.get("stack_trace")) for node in nodes)
     raise LoweringError(

@@ -35,7 +35,7 @@ from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.matching import RuleMatcher
 from amp_compiler.policy.rules import Context, Precision, RuleSet
 
-_ASKED = (Precision.LOW, Precision.WIDEST, Precision.FOLLOW)
+_ASKED = (Precision.LOW, Precision.WIDEST, Precision.BETWEEN, Precision.FOLLOW)
 
 
 def explain_onnx(

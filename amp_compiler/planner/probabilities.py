@@ -13,7 +13,7 @@ from amp_compiler.ir.graph import Node
 from amp_compiler.planner.draft import Draft
 from amp_compiler.policy.rules import Decision, Precision
 
-_OPEN = (Precision.LOW, Precision.WIDEST)
+_OPEN = (Precision.LOW, Precision.WIDEST, Precision.BETWEEN)
 
 
 def makers_of_outputs(draft: Draft, decisions: Mapping[str, Decision]) -> frozenset[str]:

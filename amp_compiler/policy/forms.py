@@ -14,7 +14,7 @@ Low = Literal["fp16", "bf16"]
 Float = Literal["fp16", "bf16", "fp32", "fp64"]
 Device = Literal["cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "maia", "ipu", "meta", "privateuseone", "onnx"]
 
-PartName = Literal["layer_norm", "rms_norm", "gelu"]
+PartName = Literal["layer_norm", "rms_norm", "gelu", "local_response_norm", "multilabel_soft_margin_loss"]
 
 
 def _as_list(value: Any) -> Any:

@@ -80,14 +80,21 @@ def _load(source: Source, chain: tuple[Source, ...]) -> RuleSet:
     table = op_table()
     base = None if model.extends is None else _load_extended(model.extends, source, (*chain, source))
     own = [_rule(rule, source, ("rules", index), table) for index, rule in enumerate(model.rules or [])]
+    keep = {**(base.keep if base is not None else {}), **_given(model.keep)}
     return RuleSet(
         name=source.name,
         rules=(*(base.rules if base is not None else ()), *_list_rules(model, source, table), *own),
-        ops=table,
+        ops=table if keep.get("batch_norm", True) else _table_without_batch_norm(),
         loss_scale=_loss_scale(model, source, base),
         weights={**(base.weights if base is not None else {}), **_given(model.weights)},
-        keep={**(base.keep if base is not None else {}), **_given(model.keep)},
+        keep=keep,
     )
+
+
+@functools.cache
+def _table_without_batch_norm() -> OpTable:
+    """The op table in which a batch norm has no operands of its own type."""
+    return op_table().without_kept("batch_norm")
 
 
 def _load_extended(wanted: str, source: Source, chain: tuple[Source, ...]) -> RuleSet:
@@ -163,20 +170,33 @@ def _list_rule(entry: str, mark: Mark, side: str, precision: Precision, table: O
 def _rule(model: RuleModel, source: Source, path: Keys, table: OpTable) -> Rule:
     mark = source.mark(path)
     backward = _given(model.backward)
-    if model.precision is None and model.math is None and not backward:
-        raise mark.error("the rule asks for nothing", "add 'precision:', 'math:' or 'backward:'")
+    if model.precision is None and model.math is None and not backward and model.refuse is None:
+        raise mark.error("the rule asks for nothing", "add 'precision:', 'math:', 'backward:' or 'refuse:'")
+    if model.refuse is not None and (model.precision is not None or model.math is not None or backward):
+        raise mark.error(
+            "'refuse' stands alone: a model with such a node is not planned",
+            "leave 'precision', 'math' and 'backward' out, or leave 'refuse' out",
+        )
     _check_math(model, source, path)
     return Rule(
         where=mark.where,
         match=_matcher(model.match, source, (*path, "match"), table),
-        precision=None if model.precision is None else Precision(model.precision),
+        precision=_precision(model),
         math=_type(model.math),
         backward=Precision(backward["precision"]) if "precision" in backward else None,
         backward_math=_type(backward.get("math")),
         why=model.why or "",
+        refusal=model.refuse or "",
         text="" if source.preset else _text(source.tree.locate(path).plain()),
         own=not source.preset,
     )
+
+
+def _precision(model: RuleModel) -> Precision | None:
+    """What a rule asks for; a refusal decides on a node as a precision does, though nothing runs in it."""
+    if model.refuse is not None:
+        return Precision.KEEP
+    return None if model.precision is None else Precision(model.precision)
 
 
 def _check_math(model: RuleModel, source: Source, path: Keys) -> None:

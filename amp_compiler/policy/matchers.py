@@ -217,10 +217,10 @@ class Attribute(Match):
 
 @dataclass(frozen=True)
 class Part(_Names):
-    """The node is part of a norm or GELU that an exporter has written out."""
+    """The node is part of a norm, a loss or a GELU that an exporter, or torch itself, has written out."""
 
     key: ClassVar[str] = "part"
-    about: ClassVar[str] = "ONNX: what the node is a part of that an exporter has written out"
+    about: ClassVar[str] = "what the node is a part of that an exporter, or torch itself, has written out"
     form: ClassVar[Any] = forms.Parts
 
     def holds(self, node: Node, view: View) -> bool:
@@ -230,6 +230,63 @@ class Part(_Names):
     def compared(self, node: Node, view: View) -> str:
         """What it is part of."""
         return node.part
+
+
+@dataclass(frozen=True)
+class Output(Match):
+    """Whether a result of the node is an output of the model."""
+
+    wanted: bool
+    key: ClassVar[str] = "output"
+    about: ClassVar[str] = "whether the node makes an output of the model"
+    form: ClassVar[Any] = bool
+
+    @property
+    def given(self) -> Any:
+        """Whether it is to make one."""
+        return self.wanted
+
+    @classmethod
+    def read(cls, given: Any, table: OpTable, mark: Callable[[str], Mark]) -> Self:
+        """The truth value."""
+        return cls(given)
+
+    def holds(self, node: Node, view: View) -> bool:
+        """By what the graph returns."""
+        return any(name in view.outputs for name in node.outputs) == self.wanted
+
+
+@dataclass(frozen=True)
+class Depthwise(Match):
+    """Whether the node is a convolution of which each filter reads one channel of several."""
+
+    wanted: bool
+    key: ClassVar[str] = "depthwise"
+    about: ClassVar[str] = "whether the node is a convolution whose filters read one channel each"
+    form: ClassVar[Any] = bool
+
+    @property
+    def given(self) -> Any:
+        """Whether it is to be one."""
+        return self.wanted
+
+    @classmethod
+    def read(cls, given: Any, table: OpTable, mark: Callable[[str], Mark]) -> Self:
+        """The truth value."""
+        return cls(given)
+
+    def holds(self, node: Node, view: View) -> bool:
+        """As many groups as channels, and more than one."""
+        groups = node.attrs.get("groups", node.attrs.get("group", 1))
+        return (groups != 1 and groups == _channels(node, view)) == self.wanted
+
+
+def _channels(node: Node, view: View) -> int | str | None:
+    """Channels that a convolution reads: dimensions behind them are as many as the weight has behind its second."""
+    shapes = [view.graph.values[operand.value].shape for operand in node.inputs[:2]]
+    if len(shapes) < 2 or shapes[0] is None or shapes[1] is None or len(shapes[1]) > len(shapes[0]) + 1:
+        return None
+    return shapes[0][len(shapes[0]) - len(shapes[1]) + 1]
 
 
 @dataclass(frozen=True)
@@ -411,8 +468,8 @@ class LowType(Match):
 MATCHERS: dict[str, type[Match]] = {
     kind.key: kind
     for kind in (
-        Family, Op, Module, ModuleType, NodeName, Attribute, Part, Feeds, Inputs, ReductionSize, WeightSize, AbsMax,
-        WeightAbsMax, Phase, DeviceType, LowType,
+        Family, Op, Module, ModuleType, NodeName, Attribute, Part, Output, Depthwise, Feeds, Inputs, ReductionSize,
+        WeightSize, AbsMax, WeightAbsMax, Phase, DeviceType, LowType,
     )
 }  # fmt: skip
 

@@ -38,7 +38,7 @@ class RuleMatcher:
     _decisions: dict[tuple[Any, ...], Decision] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.view = View(self.graph, self.rules.ops, self.ranges)
+        self.view = View(self.graph, self.rules.ops, self.ranges, frozenset(self.graph.outputs))
 
     def decide(self, node: Node) -> Decision | None:
         """What the rules say of `node`: the last match decides, and later ones may have refined its arithmetic.
@@ -94,6 +94,7 @@ class RuleMatcher:
             math=None if said is None else said.math,
             backward=backward,
             backward_math=next((found.backward_math for found in matched if found.backward_math is not None), None),
+            refusal=rule.refusal,
             math_rule="" if said is None else said.where,
         )
 
@@ -125,6 +126,7 @@ def default_reason(op: str, family: str, rule: Rule) -> str:
         Precision.LOW: "run in the low type",
         Precision.FP32: "run in FP32",
         Precision.WIDEST: "run in the widest type of its inputs",
+        Precision.BETWEEN: "run in the low type between nodes that do",
         Precision.FOLLOW: "run in whichever type costs least traffic",
         Precision.KEEP: "stay as it was captured",
     }[rule.precision or Precision.KEEP]

@@ -22,6 +22,7 @@ class Precision(enum.Enum):
     LOW = "low"  # run in the 16-bit type
     FP32 = "fp32"  # run in FP32
     WIDEST = "widest"  # run in the widest of its float inputs (torch.autocast's "promote")
+    BETWEEN = "between"  # run low between nodes that do, where nothing in FP32 stands above; else in FP32
     FOLLOW = "follow"  # whatever costs least memory traffic
     KEEP = "keep"  # untouched: inputs and outputs as captured
 
@@ -108,6 +109,22 @@ class OpTable:
         found = self.ops.get(op)
         return found if found is not None else OpInfo(op, UNKNOWN)
 
+    def without_kept(self, family: str) -> OpTable:
+        """The table in which no operand of a family's ops stays as captured: all take the type of the data.
+
+        Their kernels are those for 16-bit data alone then, between whose operands and results nothing can be cast.
+
+        Args:
+            family: the family.
+        """
+        nothing: frozenset[str] = frozenset()
+        changed = {
+            name: replace(info, keep=nothing, onnx_keep=nothing, accumulates=frozenset({"all"}))
+            for name, info in self.ops.items()
+            if info.family == family
+        }
+        return OpTable({**self.ops, **changed}, self.families)
+
     def for_plain_cpu(self) -> OpTable:
         """The table of a CPU that is a `plain_cpu` in the pairs of `emulate`: what they say of it holds for `cpu`."""
         ops = dict(self.ops)
@@ -130,6 +147,7 @@ class Decision:
         backward: precision of its gradients, `None` for the same as forward.
         backward_math: type that its gradients are computed in.
         math_rule: `file:line` of the rule that said `math`.
+        refusal: what to do instead, where the rule refuses the node; else empty.
     """
 
     precision: Precision
@@ -139,9 +157,10 @@ class Decision:
     backward: Precision | None = None
     backward_math: DType | None = None
     math_rule: str = ""
+    refusal: str = ""
 
     def __str__(self) -> str:
-        asked = self.precision.value
+        asked = "refused" if self.refusal else self.precision.value
         asked += f" math={self.math.short}" if self.math else ""
         asked += f" backward={self.backward.value}" if self.backward else ""
         asked += f" backward_math={self.backward_math.short}" if self.backward_math else ""
@@ -184,11 +203,13 @@ class View:
         graph: the graph that the node is of.
         ops: the op table.
         ranges: calibrated largest magnitude by value name.
+        outputs: names of the values that the graph returns.
     """
 
     graph: PrecisionGraph
     ops: OpTable
     ranges: Mapping[str, float]
+    outputs: frozenset[str] = frozenset()
 
 
 class Condition(ABC):
@@ -250,6 +271,7 @@ class Rule:
         backward: precision of the gradients.
         backward_math: type to compute the gradients in.
         why: the author's reason.
+        refusal: what to do instead of what the rule refuses; empty for a rule that refuses nothing.
         text: the rule as its author wrote it, on one line; empty for a rule of a preset.
         own: it stands in a file of the user's, not in a preset.
     """
@@ -261,6 +283,7 @@ class Rule:
     backward: Precision | None = None
     backward_math: DType | None = None
     why: str = ""
+    refusal: str = ""
     text: str = ""
     own: bool = False
 
@@ -291,6 +314,6 @@ class RuleSet:
         """Whether some numbers stay as captured whatever the rules say; they do unless the rules say otherwise.
 
         Args:
-            what: a key of the section `keep`: `sizes`, `angles`, `running_sums` or `quantized`.
+            what: a key of the section `keep`: `sizes`, `angles`, `running_sums`, `quantized` or `batch_norm`.
         """
         return self.keep.get(what, True)

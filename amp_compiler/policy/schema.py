@@ -46,9 +46,10 @@ class RuleModel(Strict):
     """One rule: conditions and what to do where they hold."""
 
     match: MatchModel = Field(description="conditions; {} matches every node")
-    precision: Literal["low", "fp32", "widest", "follow", "keep"] = _optional("what the node runs in")
+    precision: Literal["low", "fp32", "widest", "between", "follow", "keep"] = _optional("what the node runs in")
     math: Arithmetic = _optional("type that a node computes in between 16-bit inputs and outputs: fp32")
     backward: BackwardModel = _optional("precision of the gradients, where it differs")
+    refuse: Text = _optional("no precision: a model that holds such a node is an error, and this is its mend")
     why: Text = _optional("the reason, shown with every decision of this rule")
 
 
@@ -88,6 +89,7 @@ class KeepModel(Strict):
     angles: bool = _optional("what is made of positions alone, up to a sine or another function with bounds")
     running_sums: bool = _optional("ONNX: what a state of Loop or Scan is added up by")
     quantized: bool = _optional("ONNX: what quantises, what stands beside it, and its scales")
+    batch_norm: bool = _optional("parameters and running statistics of batch norm, beside 16-bit data")
 
 
 class RuleFileModel(Strict):

@@ -8,10 +8,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import fx
+from torch.fx.traceback import preserve_node_meta
 
 from amp_compiler.fx.graph import CAST, node_tensor, refresh, user_source
-from amp_compiler.fx.meta import Key, region_pin
-from amp_compiler.fx.regions import check_region
+from amp_compiler.fx.meta import Key, region_pin, source_of
+from amp_compiler.fx.regions import names_other_type
+from amp_compiler.fx.torch_private import traced_graph
 from amp_compiler.ir.graph import Pin
 from amp_compiler.passes.base import InPlacePass, PassResult
 from amp_compiler.passes.capture.drop_type_checks import drop_type_checks
@@ -23,7 +25,8 @@ aten = torch.ops.aten
 class InlineRegions(InPlacePass):
     """Replace `wrap_with_autocast` and `wrap_with_set_grad_enabled` by the nodes of their bodies.
 
-    Nodes of a region with autocast off are pinned to FP32. What enters and what leaves a `no_grad` region is detached,
+    Nodes of a region with autocast off are pinned to FP32. A region in the 16-bit type that the plan does not have gets
+    the casts that autocast puts there, and is kept so. What enters and what leaves a `no_grad` region is detached,
     which has the same effect on gradients. The types inside of a region with autocast on were autocast's and now follow
     from the ops; what leaves it has the type that it had.
 
@@ -47,7 +50,7 @@ class InlineRegions(InPlacePass):
     without pins.
 
     Args:
-        low: the low type that is planned for; a region in the other one is refused. `None` where nothing is planned.
+        low: the low type that is planned for. `None` where nothing is planned.
     """
 
     low: torch.dtype | None = None
@@ -60,8 +63,7 @@ class InlineRegions(InPlacePass):
         """Rewrite in place.
 
         Raises:
-            LoweringError: an op does not take the types that it gets where a region with autocast on is opened; or a
-                region names another 16-bit type than the plan's.
+            LoweringError: an op does not take the types that it gets where a region with autocast on is opened.
         """
         modified, retype = _inline_all(subject, self.low)
         if retype:
@@ -83,10 +85,11 @@ def _inline_all(graph_module: fx.GraphModule, low: torch.dtype | None) -> tuple[
             target = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
             if target == "wrap_with_autocast":
                 kind, dtype, enabled, _, body, *operands = node.args
-                inside = getattr(graph_module, body.target).graph.nodes
-                check_region(kind, dtype, bool(enabled), device, low, (node, *inside))
+                other = names_other_type(kind, dtype, bool(enabled), device, low)
+                if other:
+                    setattr(graph_module, body.target, _written_out(getattr(graph_module, body.target), device, dtype))
                 off = str(kind) if not enabled and str(kind) == device else None
-                _inline(graph_module, node, body, operands, off_device=off)
+                _inline(graph_module, node, body, operands, off_device=off, widen=other)
                 inlined, retype = True, retype or bool(enabled)
             elif target == "wrap_with_set_grad_enabled":
                 enabled, body, *operands = node.args
@@ -96,6 +99,20 @@ def _inline_all(graph_module: fx.GraphModule, low: torch.dtype | None) -> tuple[
     modified |= bool(graph.eliminate_dead_code(is_impure_node=_keeps))
     graph_module.delete_all_unused_submodules()
     return modified, retype
+
+
+def _written_out(region: fx.GraphModule, device: str, dtype: torch.dtype) -> fx.GraphModule:
+    """A region in the 16-bit type that the plan does not have, with autocast's casts, which a plan leaves alone."""
+    inputs = [node.meta["val"] for node in region.graph.find_nodes(op="placeholder")]
+    drop_type_checks(region.graph)
+    with torch.autocast(device, dtype=dtype, cache_enabled=False), preserve_node_meta():
+        traced = traced_graph(fx.Interpreter(region).run, *inputs)
+    reason = f"the model's autocast('{device}', dtype={dtype}) region"
+    for node in traced.graph.nodes:
+        if node.op == "call_function" and node.target is not aten._to_copy.default:
+            source = user_source(node.meta.get("stack_trace"))
+            node.meta[Key.PIN] = Pin("keep", f"{reason}{f' at {source}' if source else ''}")
+    return traced
 
 
 def _keeps(node: fx.Node) -> bool:
@@ -115,6 +132,7 @@ def _inline(
     operands: list[Any],
     off_device: str | None = None,
     detach: bool = False,
+    widen: bool = False,
 ) -> None:
     graph = graph_module.graph
     region: fx.GraphModule = getattr(graph_module, body.target)
@@ -141,7 +159,30 @@ def _inline(
                 outer.get(_changed_in_place(result)) or _detached(graph, new)
                 for result, new in zip(flat, made, strict=True)
             ]
+    if widen:
+        _widen_results(graph, call, made)
     _replace_results(graph, call, made)
+
+
+def _widen_results(graph: fx.Graph, call: fx.Node, made: list[Any]) -> None:
+    """Let nodes behind a region in the type that the plan does not have read its results in FP32.
+
+    From there a plan casts them on. What the graph returns stays as it is.
+    """
+    for result in [user for user in call.users if user.target is operator.getitem]:
+        wide = _widened(graph, call, made[result.args[1]])  # type: ignore[index]
+        result.replace_all_uses_with(wide, delete_user_cb=lambda user: user.op != "output")
+
+
+def _widened(graph: fx.Graph, call: fx.Node, result: Any) -> Any:
+    """What leaves a region in the type that the plan does not have, in FP32, from which a plan may cast it on."""
+    tensor = node_tensor(result) if isinstance(result, fx.Node) else None
+    if tensor is None or tensor.dtype not in (torch.float16, torch.bfloat16):
+        return result
+    with graph.inserting_before(call):
+        cast = graph.call_function(CAST, (result, torch.float32))
+    cast.meta = {**source_of(result), "val": tensor.float()}
+    return cast
 
 
 def _changed_in_place(result: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Attr, Node, Value
 from amp_compiler.passes.base import FunctionalPass, PassResult
+from amp_compiler.planner.between import settle_between
 from amp_compiler.planner.draft import Draft
 from amp_compiler.planner.numbers import find_numbers
 from amp_compiler.planner.probabilities import makers_of_outputs, makers_of_probabilities
@@ -20,7 +21,7 @@ from amp_compiler.policy.rules import Decision, Precision
 # Whole numbers are shapes and axes far more often than operands: only those of these arguments are operands.
 _OPERANDS = frozenset({"value", "other", "min", "max", "fill_value"})
 _UNTOUCHABLE = frozenset({DType.FLOAT64, DType.COMPLEX32, DType.COMPLEX64, DType.COMPLEX128})
-_GUARDED = (Precision.LOW, Precision.WIDEST, Precision.FOLLOW)
+_GUARDED = (Precision.LOW, Precision.WIDEST, Precision.BETWEEN, Precision.FOLLOW)
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Classify(FunctionalPass[Draft]):
 
     The model's own pins come first, then what cannot be converted, then the rules, of which the last match wins, then a
     guard for numbers that the low type does not hold, one for probabilities that a loss in FP32 reads, and one for
-    sizes, indices and angles, which are no data.
+    sizes, indices and angles, which are no data. What is `between` comes to low or FP32 last.
 
     Before (rules `default`, low type fp16):
 
@@ -72,6 +73,9 @@ class Classify(FunctionalPass[Draft]):
             reason = "it makes an FP32 output of the model between fixed bounds, whose logarithm a loss may take"
             decisions[name] = _in_fp32(decisions[name], reason)
         _keep_numbers(subject, decisions)
+        for name, why in settle_between(subject, decisions).items():
+            told, low = why or "between nodes that run low", Precision.FP32 if why else Precision.LOW
+            decisions[name] = replace(decisions[name], precision=low, reason=f"{decisions[name].reason}; {told}")
         return PassResult(replace(subject, decisions=decisions) if decisions else subject, bool(decisions))
 
 
@@ -84,6 +88,9 @@ def _decide(draft: Draft, flexible: frozenset[DType], matcher: RuleMatcher, node
     decision = matcher.decide(node)
     if decision is None:
         return Decision(Precision.KEEP, reason="no rule matches, so it stays as it was captured")
+    if decision.refusal:
+        what = f"'{node.name}' ({node.op}){f' at {node.source}' if node.source else ''} is refused: {decision.reason}"
+        raise error_at(decision.rule, what, decision.refusal)
     if decision.math is not None:
         _check_math(draft, node, decision)
     if node.attrs and decision.precision in _GUARDED:
@@ -104,11 +111,11 @@ def _keep_numbers(draft: Draft, decisions: dict[str, Decision]) -> None:
     for name, reason in numbers.kept.items():
         decision = decisions[name]
         free = decision.precision is Precision.FOLLOW and not draft.rules.ops.info(draft.graph.nodes[name].op).exact
-        if decision.precision is Precision.LOW or free:
+        if decision.precision in (Precision.LOW, Precision.BETWEEN) or free:
             decisions[name] = Decision(Precision.KEEP, reason=f"{reason}, so it stays as captured")
     for name, reason in numbers.widest.items():
         decision = decisions[name]
-        if decision.precision is Precision.LOW:
+        if decision.precision in (Precision.LOW, Precision.BETWEEN):
             told = f"{reason}, so it runs in the widest type of its inputs"
             decisions[name] = replace(decision, precision=Precision.WIDEST, rule="", reason=told)
 

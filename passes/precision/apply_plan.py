@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import fx
 
 from amp_compiler.errors import LoweringError
+from amp_compiler.fx.alias import written_operands
 from amp_compiler.fx.graph import (
     CAST,
     neutral_dtype,
     node_tensor,
     refresh,
     replace_operand,
+    schema_argument,
     tensor_operands,
     torch_dtype,
 )
@@ -41,6 +44,8 @@ class ApplyPlan(InPlacePass):
         linear: bf16[4, 8] = aten.linear.default(to_dtype, to_dtype_1)
         to_dtype_2: fp32[4, 8] = aten.to.dtype(linear, torch.float32)  # cast
         return to_dtype_2
+
+    Running statistics that a batch norm reads through a cast and updates are written back by a `copy_` behind it.
 
     Left alone: a graph whose plan casts nothing; casts that the model wrote itself, which the plan only lists.
 
@@ -80,6 +85,8 @@ class ApplyPlan(InPlacePass):
             for node, name, index in users:
                 read[_replace(node, name, index, new)] = None
             inserted = True
+            if new is not source:
+                _write_back(graph, [node for node, name, _ in users if name != RETURN], new, source)
         for node in read:
             if node.target is CAST and not node.users:  # a cast of the model's whose readers all read its source
                 graph.erase_node(node)
@@ -119,6 +126,15 @@ def _replace(node: fx.Node, name: str, index: int, new: fx.Node) -> fx.Node:
     new.meta.setdefault("val", old.meta["val"])  # keeps later operand indices valid until types are refreshed
     replace_operand(node, operands[index][1], new)
     return old
+
+
+def _write_back(graph: fx.Graph, users: list[fx.Node], cast: fx.Node, source: fx.Node) -> None:
+    """Where a batch norm in training updates the cast of its running statistics, write that to the statistics."""
+    for node in users:
+        if schema_argument(node, "training") is True and cast in written_operands(node):
+            with graph.inserting_after(node):
+                written = graph.call_function(torch.ops.aten.copy_.default, (source, cast))
+            written.meta = {**source_of(node), "val": source.meta["val"]}
 
 
 def check_types(graph_module: fx.GraphModule, plan: PrecisionPlan) -> None:

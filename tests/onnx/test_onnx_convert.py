@@ -140,6 +140,22 @@ def test_resize_with_shared_scales(dtype):
     assert data["s"] == T.FLOAT and data["w"] == LOW[dtype]
 
 
+@pytest.mark.parametrize(("rules", "low"), [("apex-o2", False), ("apex-o3", True)])
+def test_parameters_of_a_batch_norm_are_low_where_its_kind_is_not_kept(rules, low):
+    statistics = [nh.from_array(np.ones(2, np.float32), name) for name in ("scale", "bias", "mean", "var")]
+    source = model(
+        [
+            node("Conv", ["x", "w"], ["a"], pads=[1, 1, 1, 1]),
+            node("BatchNormalization", ["a", "scale", "bias", "mean", "var"], ["y"]),
+        ],
+        [info("x", 1, 2, 4, 4)],
+        [info("y", 1, 2, 4, 4)],
+        [weight("w", 2, 2, 3, 3), *statistics],
+    )
+    kinds = {tensor.name: tensor.data_type for tensor in check(source, "fp16", rules).model.graph.initializer}
+    assert kinds.pop("w") == T.FLOAT16 and set(kinds.values()) == {T.FLOAT16 if low else T.FLOAT}
+
+
 def test_local_functions_are_written_out():
     steps = [node("MatMul", ["a", "b"], ["t"]), node("Relu", ["t"], ["o"])]
     inner = h.make_function("f", "Double", ["a", "b"], ["o"], steps, [h.make_opsetid("", 18)])

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from amp_compiler.errors import PassError
+from amp_compiler.errors import PassError, RuleError
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Node, Operand, Pin, PrecisionGraph, Value, ValueKind
 from amp_compiler.passes.plan.classify import Classify
@@ -149,3 +149,23 @@ def test_calibrated_ranges_reach_the_rules():
     rules = {"version": 1, "rules": [{"match": {"absmax": "> 100"}, "precision": "fp32"}]}
     draft = replace(draft_of(node("aten.linear", "a"), rules=rules), ranges={"a": 1000.0})
     assert Classify()(draft).subject.decisions["a"].precision is Precision.FP32
+
+
+REFUSING = {
+    "version": 1,
+    "extends": "default",
+    "rules": [{"match": {"op": "aten.exp"}, "refuse": "take softmax", "why": "it overflows"}],
+}
+
+
+def test_what_a_rule_refuses_is_an_error_with_node_rule_reason_and_mend():
+    with pytest.raises(RuleError, match=r"'y' \(aten.exp\) at m.py:3 is refused: it overflows.*take softmax") as caught:
+        classify(node("aten.exp", source="m.py:3"), rules=REFUSING)
+    assert caught.value.key == "rules.0"
+
+
+def test_a_refusal_gives_way_to_a_later_rule_and_to_what_the_model_says():
+    lifted = {**REFUSING, "rules": [*REFUSING["rules"], {"match": {"op": "aten.exp"}, "precision": "low"}]}
+    assert classify(node("aten.exp"), rules=lifted)["y"].precision is Precision.LOW
+    pinned = node("aten.exp", pin=Pin("fp32", "a region without autocast"))
+    assert classify(pinned, rules=REFUSING)["y"].precision is Precision.FP32

@@ -211,3 +211,24 @@ SIZES = [
 def test_reduction_sizes(op, inputs, attrs, output, size):
     graph, node = graph_of(op, inputs, output, attrs)
     assert reduction_size(graph, node, load_rules().ops.info(op).sums) == size
+
+
+@pytest.mark.parametrize(("op", "attribute"), [("aten.conv2d", "groups"), ("onnx.Conv", "group")])
+@pytest.mark.parametrize(("channels", "groups", "wanted"), [(8, 8, True), (8, 2, False), (8, 1, False), (1, 1, False)])
+@pytest.mark.parametrize("batch", [(2,), ()])
+def test_depthwise_is_one_group_a_channel(op, attribute, channels, groups, wanted, batch):
+    shapes = {"input": (*batch, channels, 4, 4), "weight": (channels, channels // groups, 3, 3)}
+    graph, node = graph_of(op, shapes, attrs={attribute: groups} if groups > 1 else {})
+    for asked in (True, False):
+        rules = load_rules({"version": 1, "rules": [{"match": {"depthwise": asked}, "precision": "fp32"}]})
+        decision = RuleMatcher(rules, graph, Context(DType.FLOAT16)).decide(node)
+        assert (decision is not None) == (asked == wanted)
+
+
+def test_output_is_what_the_graph_returns():
+    graph, node = graph_of("aten.relu", {"self": (2, 3)})
+    for outputs, asked, matches in ((["y"], True, True), (["self"], True, False), (["self"], False, True)):
+        graph.outputs = outputs
+        rules = load_rules({"version": 1, "rules": [{"match": {"output": asked}, "precision": "fp32"}]})
+        decision = RuleMatcher(rules, graph, Context(DType.FLOAT16)).decide(node)
+        assert (decision is not None) == matches

@@ -6,7 +6,7 @@ from importlib import resources
 import pytest
 
 from amp_compiler.ir.dtypes import DType
-from amp_compiler.ir.graph import Node, Operand, PrecisionGraph, Value, ValueKind
+from amp_compiler.ir.graph import LOSS_FUNCTION, Node, Operand, PrecisionGraph, Value, ValueKind
 from amp_compiler.policy.loader import load_rules, preset_names
 from amp_compiler.policy.matching import RuleMatcher
 from amp_compiler.policy.rules import Context
@@ -53,8 +53,10 @@ def test_types_that_the_model_names_are_kept(preset, op):
 
 
 def read_by(op, device):
-    """A graph in which an op reads the value `y`."""
+    """A graph in which an op reads the value `y`, with the operands of a depthwise convolution."""
     graph = PrecisionGraph(device)
+    for name, shape in (("x", (1, 8, 4)), ("w", (8, 1, 3))):
+        graph.add_value(Value(name, DType.FLOAT32, shape, kind=ValueKind.INPUT))
     graph.add_value(Value("y", DType.FLOAT32, kind=ValueKind.INPUT))
     graph.add_node(Node("reader", op, (Operand("y", "input"),), ("z",)), [Value("z", DType.FLOAT32)])
     return graph
@@ -71,34 +73,54 @@ def test_every_rule_decides_on_some_op(preset):
                 for mode in ("constant", "reflect", "replicate"):
                     for made in ((), ("y",)):
                         alive.add(matcher.decide(Node("y", op, (), made, {"mode": mode})).rule)
-            for part in ("layer_norm", "gelu"):
-                alive.add(matcher.decide(Node("y", "onnx.Mul", (), (), part=part)).rule)
+            operands = Operand("x", "input"), Operand("w", "weight")
+            for node in (
+                Node("y", "onnx.Mul", (), (), part="layer_norm"),
+                Node("y", "onnx.Mul", (), (), part="gelu"),
+                Node("y", "aten.mul", (), (), module=LOSS_FUNCTION),
+                Node("y", "aten.gelu", (), (), {"approximate": "tanh"}),
+                Node("y", "aten.conv1d", operands, (), {"groups": 8}),
+            ):
+                alive.add(matcher.decide(node).rule)
     own = {rule.where for rule in rules.rules if rule.where.startswith(f"{preset}.yaml")}
     assert own - alive == set()
 
 
 TABLE = {
-    # op: default, fast, safe, apex-o1, apex-o2, apex-o3, nvcaffe, tensorflow, mxnet, quantized
-    "aten.linear": "low low low low low low low low low low",
-    "aten.conv2d": "low low low low low low low low low low",
-    "aten.bmm": "low low low low low low low low widest low",
-    "aten.scaled_dot_product_attention": "low low fp32 low low low low low widest low",
-    "aten.lstm": "low low fp32 low low low low low low low",
-    "aten.batch_norm": "widest low fp32 widest low low low widest widest widest",
-    "aten.layer_norm": "fp32 low fp32 fp32 low low low fp32 fp32 fp32",
-    "aten.softmax": "fp32 fp32 fp32 fp32 low low fp32 widest fp32 fp32",
-    "aten.log_softmax": "fp32 fp32 fp32 fp32 low low fp32 widest fp32 fp32",
-    "aten.cross_entropy_loss": "fp32 fp32 fp32 fp32 fp32 low fp32 fp32 fp32 fp32",
-    "aten.exp": "fp32 fp32 fp32 fp32 low low low fp32 fp32 fp32",
-    "aten.sum": "fp32 fp32 fp32 fp32 low low low fp32 fp32 fp32",
-    "aten.mean": "widest widest fp32 widest low low low fp32 fp32 widest",
-    "aten.add": "widest follow fp32 widest low low low widest widest widest",
-    "aten.gelu": "widest widest fp32 widest low low low fp32 widest widest",
-    "aten.relu": "follow follow follow follow low low low follow follow follow",
-    "aten.view": "follow follow follow follow low low low follow follow follow",
-    "aten.linalg_inv": "fp32 fp32 fp32 fp32 fp32 fp32 fp32 fp32 fp32 fp32",
+    # op: default, torch-amp, fast, safe, apex-o0, apex-o1, apex-o2, apex-o3, nvcaffe, tensorflow, mxnet, quantized
+    "aten.linear": "low low low low fp32 low low low low low low low",
+    "aten.conv2d": "low low low low fp32 low low low low low low low",
+    "aten.bmm": "low low low low fp32 low low low low low widest low",
+    "aten.scaled_dot_product_attention": "low low low fp32 fp32 low low low low low widest low",
+    "aten.lstm": "low low low fp32 fp32 low low low low low low low",
+    "aten.batch_norm": "widest widest low fp32 fp32 widest low low low between widest widest",
+    "aten.layer_norm": "fp32 fp32 low fp32 fp32 fp32 low low low fp32 fp32 fp32",
+    "aten.softmax": "fp32 fp32 fp32 fp32 fp32 fp32 low low fp32 between fp32 fp32",
+    "aten.log_softmax": "fp32 fp32 fp32 fp32 fp32 fp32 low low fp32 between fp32 fp32",
+    "aten.cross_entropy_loss": "fp32 fp32 fp32 fp32 fp32 fp32 fp32 low fp32 fp32 fp32 fp32",
+    "aten.exp": "fp32 fp32 fp32 fp32 fp32 fp32 low low low fp32 fp32 fp32",
+    "aten.sum": "fp32 fp32 fp32 fp32 fp32 fp32 low low low fp32 fp32 fp32",
+    "aten.mean": "widest widest widest fp32 fp32 widest low low low fp32 fp32 widest",
+    "aten.add": "widest widest follow fp32 fp32 widest low low low between widest widest",
+    "aten.gelu": "widest widest widest fp32 fp32 fp32 low low low between widest widest",
+    "aten.relu": "follow follow follow follow fp32 follow low low low follow follow follow",
+    "aten.view": "follow follow follow follow fp32 follow low low low follow follow follow",
+    "aten.linalg_inv": "fp32 fp32 fp32 fp32 fp32 fp32 fp32 fp32 fp32 keep fp32 fp32",
 }
-ORDER = ("default", "fast", "safe", "apex-o1", "apex-o2", "apex-o3", "nvcaffe", "tensorflow", "mxnet", "quantized")
+ORDER = (
+    "default",
+    "torch-amp",
+    "fast",
+    "safe",
+    "apex-o0",
+    "apex-o1",
+    "apex-o2",
+    "apex-o3",
+    "nvcaffe",
+    "tensorflow",
+    "mxnet",
+    "quantized",
+)
 
 
 @pytest.mark.parametrize("op", TABLE)
@@ -150,6 +172,7 @@ def test_sections_of_the_presets():
     scales = {preset: load_rules(preset).loss_scale for preset in ORDER}
     assert {preset: scale["mode"] for preset, scale in scales.items()} == {
         **dict.fromkeys(ORDER, "dynamic"),
+        "apex-o0": "none",
         "apex-o3": "none",
         "nvcaffe": "static",
     }

@@ -1,0 +1,100 @@
+"""What `between` comes to: low between nodes that run low, where nothing that runs in FP32 stands above; else FP32.
+
+This is how TensorFlow's automatic mixed precision treats its inferred ("gray") ops, with `follow` for its clear ones
+(tensorflow/core/grappler/optimizers/auto_mixed_precision.cc). Three walks over the graph, each along its edges once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from amp_compiler.ir.graph import Node
+from amp_compiler.planner.draft import Draft
+from amp_compiler.policy.rules import Decision, Precision
+
+_THROUGH = (Precision.BETWEEN, Precision.FOLLOW)
+
+
+def settle_between(draft: Draft, decisions: Mapping[str, Decision]) -> dict[str, str]:
+    """The nodes for which the rules ask `between`, each with why it is not to run low; empty where it is.
+
+    A node stands between where a path through nodes that are `between` or `follow` leads to it from a node that runs
+    low, and another one from it to a node that runs low. FP32 goes down such paths: what is `between` below a node that
+    the rules run in FP32 runs in FP32, and no path leads through it. What is kept as captured ends paths, and sends
+    nothing down.
+
+    Args:
+        draft: the graph, and what is planned for.
+        decisions: by node name.
+
+    Returns:
+        By node name, the reason for FP32, or an empty text.
+    """
+    asked = {name: decision.precision for name, decision in decisions.items()}
+    if Precision.BETWEEN not in asked.values():
+        return {}
+    walk = _Walk(draft, asked)
+    return {name: walk.why_fp32(name) for name, precision in asked.items() if precision is Precision.BETWEEN}
+
+
+class _Walk:
+    """Sets of node names, found in the order of execution or against it."""
+
+    def __init__(self, draft: Draft, asked: Mapping[str, Precision]) -> None:
+        self._draft, self._asked = draft, asked
+        nodes = list(draft.graph.nodes.values())
+        above = self._above_fp32_or_between(nodes)
+        self.below_fp32 = self._below_fp32(nodes, above)
+        self.below_low = self._reached(nodes, self._makers)
+        self.above_low = self._reached(nodes[::-1], self._readers)
+
+    def why_fp32(self, name: str) -> str:
+        """Why a node is not to run low; empty where it is."""
+        if name in self.below_fp32:
+            return f"'{self.below_fp32[name]}' above it runs in FP32"
+        if name not in self.below_low:
+            return "nothing above it runs low"
+        return "" if name in self.above_low else "nothing below it runs low"
+
+    def _above_fp32_or_between(self, nodes: list[Node]) -> set[str]:
+        """The `follow` nodes from which a path of such nodes leads to one that is FP32 or `between`."""
+        found: set[str] = set()
+        for node in reversed(nodes):
+            ends = (Precision.FP32, Precision.BETWEEN)
+            if self._asked[node.name] is Precision.FOLLOW and any(
+                name in found or self._asked[name] in ends for name in self._readers(node)
+            ):
+                found.add(node.name)
+        return found
+
+    def _below_fp32(self, nodes: list[Node], above: set[str]) -> dict[str, str]:
+        """The nodes on a path from one in FP32 to one that is FP32 or `between`, each with the first of the path."""
+        found: dict[str, str] = {}
+        for node in nodes:
+            asked = self._asked[node.name]
+            if asked is Precision.BETWEEN or node.name in above:
+                for maker in self._makers(node):
+                    if self._asked[maker] is Precision.FP32 or maker in found:
+                        found[node.name] = found.get(maker, maker)
+                        break
+        return found
+
+    def _reached(self, nodes: list[Node], neighbours: Callable[[Node], list[str]]) -> set[str]:
+        """The nodes that paths from low nodes reach."""
+        found: set[str] = set()
+        for node in nodes:
+            if self._asked[node.name] not in _THROUGH or node.name in self.below_fp32:
+                continue
+            if any(name in found or self._asked[name] is Precision.LOW for name in neighbours(node)):
+                found.add(node.name)
+        return found
+
+    def _makers(self, node: Node) -> list[str]:
+        graph, flexible = self._draft.graph, self._draft.flexible
+        makers = [graph.producer(name.value) for name in node.inputs if graph.values[name.value].dtype in flexible]
+        return [maker.name for maker in makers if maker is not None]
+
+    def _readers(self, node: Node) -> list[str]:
+        graph, flexible = self._draft.graph, self._draft.flexible
+        made = [name for name in node.outputs if graph.values[name].dtype in flexible]
+        return [user.name for name in made for user, _ in graph.users(name)]
