@@ -1,6 +1,7 @@
 """How DeepSpeed counts overflows, as plain Python: the rules of its loss scalers, written anew.
 
-Facts of `deepspeed/runtime/fp16/loss_scaler.py` and `fused_optimizer.py`, versions as in `tests/rules/lists/deepspeed.yaml`.
+Facts of `deepspeed/runtime/fp16/loss_scaler.py` and `fused_optimizer.py`; their versions are in
+`tests/rules/lists/deepspeed.yaml`.
 """
 
 from __future__ import annotations
