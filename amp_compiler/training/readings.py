@@ -93,7 +93,8 @@ class StepReadings:
             return output.norm.clone()  # the next step may overwrite it
         with torch.no_grad():
             norms = [torch.linalg.vector_norm(gradient.float()) for gradient in output.gradients]
-            return torch.linalg.vector_norm(torch.stack(norms)) / (scale * self._accumulate)
+            norm: Tensor = torch.linalg.vector_norm(torch.stack(norms)) / (scale * self._accumulate)
+            return norm
 
     @property
     def plan(self) -> PrecisionPlan:
