@@ -152,8 +152,8 @@ class DynamicLossScale(LossScale):
 
     def _restarted(self, tracker: Tensor, grows: Tensor) -> Tensor:
         """The tracker, which a growth brings back to where the first steps have counted."""
-        restarted = tracker * ~grows
-        return restarted + grows * self.growth_delay if self.growth_delay else restarted
+        delay = self.growth_delay
+        return (tracker - delay) * ~grows + delay if delay else tracker * ~grows
 
     # GradScaler multiplies in fp64 and rounds once: a factor rounded to fp32 first would give other last bits.
     def _lowered(self, scale: Tensor) -> Tensor:
