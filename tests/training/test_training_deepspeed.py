@@ -1,4 +1,4 @@
-"""A configuration of DeepSpeed, imported, in a real step: the scale goes as DeepSpeed's does, and the run ends there."""
+"""A configuration of DeepSpeed, imported, in a real step: the scale goes as DeepSpeed's does, and the run ends."""
 
 from __future__ import annotations
 
