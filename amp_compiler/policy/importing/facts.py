@@ -35,7 +35,7 @@ def read_text(path: Path) -> str:
     """
     try:
         if path.stat().st_size > _MOST:
-            raise RuleError("it is too large", file=str(path), mend="name the file that a net or a run is set up with")
+            raise RuleError("it is too large", file=str(path), mend="name a list, or what a run is set up with")
         return path.read_text(encoding="utf-8")
     except OSError as cause:
         why = (cause.strerror or str(cause)).lower()
