@@ -114,3 +114,16 @@ def test_a_callback_is_told_the_norm_that_the_step_does_not_compute():
     _, step = make({"mode": "none", "check_finite": False}, dtype="bf16", callbacks=[records])
     step(X)
     assert records.norms == [float(step.grad_norm)] and records.norms[0] > 0
+
+
+def test_the_norm_that_is_read_is_exact_for_large_weights_too():
+    torch.manual_seed(0)
+    model = nn.Linear(1024, 512, bias=False)
+    step = amp.training_step(
+        model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), 0.1), dtype="bf16",
+        rules={"version": 1, "extends": "default", "loss_scale": {"mode": "none", "check_finite": False}},
+        backend="eager",
+    )  # fmt: skip
+    step(torch.randn(4, 1024))
+    exact = step.gradients()["weight"].double().norm()
+    assert float(step.grad_norm) == pytest.approx(float(exact), rel=1e-7)
