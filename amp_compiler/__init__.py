@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         LossScale,
         NoLossScale,
         NormAdaptiveLossScale,
+        NvcaffeLossScale,
         StaticLossScale,
     )
     from amp_compiler.passes import pipeline as pipelines
@@ -65,6 +66,7 @@ __all__ = [
     "NonfiniteNode",
     "NonfiniteReport",
     "NormAdaptiveLossScale",
+    "NvcaffeLossScale",
     "OnnxError",
     "PassError",
     "PrecisionPlan",
@@ -107,6 +109,7 @@ _HOMES = {
     "NonfiniteNode": "ir.nonfinite",
     "NonfiniteReport": "ir.nonfinite",
     "NormAdaptiveLossScale": "ops.loss_scale",
+    "NvcaffeLossScale": "ops.loss_scale",
     "OnnxError": "errors",
     "PassError": "errors",
     "PrecisionPlan": "ir.plan",

@@ -55,6 +55,10 @@ def test_the_wheel_holds_the_rule_files(wheel_files, name):
     assert f"amp_compiler/rules/{name}" in wheel_files
 
 
+def test_the_wheel_holds_what_the_imports_know(wheel_files):
+    assert {f"amp_compiler/policy/importing/{name}.yaml" for name in ("caffe", "deepspeed")} <= wheel_files
+
+
 def test_the_wheel_holds_what_the_page_is_made_of(wheel_files):
     parts = {f"amp_compiler/report/page/{path.name}" for path in (ROOT / "amp_compiler" / "report" / "page").iterdir()}
     assert "amp_compiler/report/page/page.html" in parts

@@ -70,21 +70,25 @@ def rules_import(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="LIST",
-            help="Names of nodes, one on each line, alone or as `name:precision` (Polygraphy); or JSON or YAML with "
+            metavar="FILE",
+            help="A net or solver of NVCaffe (.prototxt), a configuration of DeepSpeed (.json), or a list: "
+            "names of nodes, one on each line, alone or as `name:precision` (Polygraphy); or JSON or YAML with "
             "the options of ModelOpt's AutoCast (nodes_to_exclude, op_types_to_exclude, data_max, init_max, …) or of "
             "the float16 converters (op_block_list, node_block_list).",
         ),
     ],
     output: Annotated[Path | None, typer.Option("--output", help="Write there instead of to the terminal.")] = None,
-    extends: Annotated[str, typer.Option("--extends", help="What the rules stand on.")] = "default",
+    extends: Annotated[
+        str | None,
+        typer.Option("--extends", help="What the rules stand on: of a list `default`, of the others what fits them."),
+    ] = None,
 ) -> None:
-    """Make a rule file of another converter's list of what stays FP32."""
+    """Make a rule file of another system's: NVCaffe's nets, DeepSpeed's options, lists of what stays FP32."""
     from amp_compiler.cli.usage import emit
-    from amp_compiler.policy.exclusions import import_rules
+    from amp_compiler.policy.importing.files import import_file
 
-    check_place("--output", output, {"the list": source})
-    made = import_rules(source, extends=extends)
+    check_place("--output", output, {"the file": source})
+    made = import_file(source, extends=extends)
     emit(made.to_text(), output)
     for note in made.notes:
         typer.echo(f"note: {note}", err=True)

@@ -21,6 +21,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from amp_compiler.errors import RuleError
+from amp_compiler.policy.importing.facts import read_text
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.marks import nearest
 from amp_compiler.policy.op_table import op_table
@@ -39,7 +40,6 @@ _OPTIONS = {
     "output_path": "OUT.onnx",
     "onnx_path": "IN.onnx",
 }
-_MOST = 10_000_000  # bytes of a list
 
 
 @dataclass
@@ -105,15 +105,7 @@ def import_rules(path: Path, *, extends: str = "default") -> Imported:
 
 def _parsed(path: Path) -> Any:
     """A mapping or a list, or the text where it is neither."""
-    try:
-        if path.stat().st_size > _MOST:
-            raise RuleError("it is too large for a list of names", file=str(path), mend="name a list")
-        text = path.read_text(encoding="utf-8")
-    except OSError as cause:
-        why = (cause.strerror or str(cause)).lower()
-        raise RuleError(f"it cannot be read: {why}", file=str(path), mend="name a file") from cause
-    except UnicodeDecodeError as cause:
-        raise RuleError("it is no UTF-8 text", file=str(path), mend="name a list of names") from cause
+    text = read_text(path)
     if path.suffix == ".json" or text.lstrip()[:1] in ("{", "["):
         try:
             return json.loads(text)

@@ -56,7 +56,7 @@ class RuleModel(Strict):
 class LossScaleModel(Strict):
     """How gradients are kept inside the range of fp16."""
 
-    mode: Literal["none", "static", "dynamic", "norm_adaptive"] = _optional("kind of loss scale")
+    mode: Literal["none", "static", "dynamic", "norm_adaptive", "nvcaffe"] = _optional("kind of loss scale")
     init: Annotated[Finite, Field(gt=0)] = _optional("first scale")
     growth_factor: Annotated[Finite, Field(gt=1)] = _optional("factor after growth_interval good steps")
     backoff_factor: Annotated[Finite, Field(gt=0, lt=1)] = _optional("factor after an overflow")
@@ -64,8 +64,14 @@ class LossScaleModel(Strict):
     min: Annotated[Finite, Field(gt=0)] = _optional("floor of the scale")
     max: Annotated[Finite, Field(gt=0)] = _optional("ceiling of the scale")
     hysteresis: Annotated[int, Field(ge=1)] = _optional("overflows until the scale backs off")
+    consecutive_hysteresis: bool = _optional("whether those must be in a row; else they add up until the scale grows")
+    growth_delay: Annotated[int, Field(ge=0)] = _optional(
+        "good steps, after an overflow too, that do not count for growth"
+    )
     patience: Annotated[int, Field(ge=1)] = _optional("overflows in a row at the floor until training stops")
     target_norm: Annotated[Finite, Field(gt=0)] = _optional("norm_adaptive: norm that scaled gradients are brought to")
+    coefficient: Annotated[Finite, Field(gt=0)] = _optional("nvcaffe: global_grad_scale, the K of its formulas")
+    formula: Literal["max", "l2"] = _optional("nvcaffe: K * 4 / max|g| (0.17.1 to 0.17.4) or K * norm (before)")
     check_finite: bool = _optional("none: skip steps with gradients that are not finite all the same")
 
 

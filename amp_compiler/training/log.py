@@ -97,7 +97,14 @@ class StepLog:
         self._since: float | None = None
         self._losses: list[Tensor] = []
 
-    def note(self, output: StepOutput, updated: bool, scale: Callable[[], Tensor], skipped: Tensor) -> None:
+    def note(
+        self,
+        output: StepOutput,
+        updated: bool,
+        scale: Callable[[], Tensor],
+        skipped: Tensor,
+        norm: Callable[[], Tensor],
+    ) -> None:
         """Take notice of a call; nothing is read where no callback wants to know.
 
         Args:
@@ -105,6 +112,7 @@ class StepLog:
             updated: whether the call ended an update, made or skipped, and did not only gather gradients.
             scale: gives the loss scale that it ran with, scalar on the device.
             skipped: number of skipped steps, scalar on the device.
+            norm: gives the norm of the gradients, scalar on the device.
         """
         if not self._callbacks:
             return
@@ -116,29 +124,29 @@ class StepLog:
         self.steps += 1
         self._timed += 1
         if due:
-            record = self._read(output, scale(), skipped)
+            record = self._read(output, scale(), skipped, norm())
             for one in due:
                 one.on_step(record)
         elif self._since is None:  # the first call, which compiles
             self._since, self._timed = time.perf_counter(), 0
 
-    def _read(self, output: StepOutput, scale: Tensor, skipped: Tensor) -> StepRecord:
+    def _read(self, output: StepOutput, scale: Tensor, skipped: Tensor, norm: Tensor) -> StepRecord:
         losses, self._losses = self._losses, []
         single = _single(output.aux)
         on_device = {name: value for name, value in single.items() if isinstance(value, Tensor)}
         with torch.no_grad():
-            parts = [torch.stack(losses).mean(), scale, skipped, output.norm, *on_device.values()]
+            parts = [torch.stack(losses).mean(), scale, skipped, norm, *on_device.values()]
             numbers = _together(parts, _exponents(output))
         now = time.perf_counter()
         milliseconds = None
         if self._since is not None and self._timed:
             milliseconds = 1000 * (now - self._since) / self._timed
         self._since, self._timed = now, 0
-        loss, scaled, skips, norm, *rest = numbers[:-BINS]
+        loss, scaled, skips, length, *rest = numbers[:-BINS]
         zero, subnormal, infinite = shares(numbers[-BINS:], self._dtype)
         aux = single | dict(zip(on_device, rest, strict=True))
         return StepRecord(
-            self.steps, time.time(), loss, scaled, int(skips), norm, self._dtype, zero, subnormal, infinite,
+            self.steps, time.time(), loss, scaled, int(skips), length, self._dtype, zero, subnormal, infinite,
             milliseconds, _memory(output.norm.device), aux,
         )  # fmt: skip
 

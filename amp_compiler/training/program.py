@@ -139,8 +139,9 @@ class StepOutput:
     Args:
         loss: detached loss.
         aux: what the loss function returned beside it.
-        norm: FP32 L2 norm of the unscaled gradients.
-        flags: uint8 per parameter of `StepProgram.updated`: 1 where its gradient was not finite.
+        norm: FP32 L2 norm of the unscaled gradients; NaN where the step looked at none.
+        flags: uint8 per parameter of `StepProgram.updated`: 1 where its gradient was not finite; empty where the step
+            looked at none.
         gradients: raw (scaled) gradients per parameter of `StepProgram.updated`.
         scale: the loss scale that it ran with, FP32 scalar; `None` where that never changes.
 
@@ -153,6 +154,11 @@ class StepOutput:
     flags: Tensor
     gradients: tuple[Tensor | Product, ...]
     scale: Tensor | None
+
+    @property
+    def checked(self) -> bool:
+        """Whether the step looked at its gradients before the update, so that norm and flags are known."""
+        return len(self.flags) == len(self.gradients)
 
 
 @dataclass(eq=False)

@@ -83,8 +83,19 @@ class StepReadings:
 
     @property
     def grad_norm(self) -> Tensor:
-        """FP32 scalar on the device: L2 norm of the last step's unscaled gradients, before clipping."""
-        return self._seen()[1].norm.clone()  # the next step may overwrite it
+        """FP32 scalar on the device: L2 norm of the last step's unscaled gradients, before clipping.
+
+        Where the step itself looks at no gradient before the update, it is computed when it is asked for: with a loss
+        scale that does not check (`check_finite: false`), without clipping.
+        """
+        _, output, scale = self._seen()
+        if output.checked:
+            return output.norm.clone()  # the next step may overwrite it
+        with torch.no_grad():
+            # Squares added up in FP32 are off in the fifth digit where there are a few hundred thousand.
+            made = [torch.linalg.vector_norm(one.float(), dtype=torch.float64) for one in output.gradients]
+            norm: Tensor = torch.linalg.vector_norm(torch.stack(made)) / (scale * self._accumulate)
+            return norm.float()
 
     @property
     def plan(self) -> PrecisionPlan:
@@ -170,12 +181,12 @@ class StepReadings:
         leaves = self._leaves if self._scale_config.checks_finite else None
         batch = pytree.tree_unflatten(self._leaves, self._spec)[0]
         if isinstance(program, StepProgram):
-            report = report_nonfinite(program, output.flags.tolist(), leaves, scale)
+            report = report_nonfinite(program, _flags(output), leaves, scale)
             if not cure or not report.repeated:
                 return report
             found = self._trials(batch).cure(scale)
         else:
-            report = report_nonfinite(program.update, output.flags.tolist(), None, scale)
+            report = report_nonfinite(program.update, _flags(output), None, scale)
             trials = PieceTrials(program.step, batch, self._optimizers, scale)
             nodes = trials.origins() if report and leaves is not None else ()
             report = replace(report, nodes=nodes, repeated=True) if nodes else report
@@ -206,3 +217,10 @@ class StepReadings:
         except LossScaleError as error:
             error.add_report(report)
             raise
+
+
+def _flags(output: StepOutput) -> list[int]:
+    """Which gradients were not finite, in the order of the parameters."""
+    if output.checked:
+        return output.flags.tolist()
+    return [int(not torch.isfinite(gradient.float()).all()) for gradient in output.gradients]

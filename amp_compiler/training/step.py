@@ -272,7 +272,9 @@ class TrainingStep(StepReadings):
             warn_of_unused(program.plan.unused_rules, "the training step")
         self._last = (program, output, self._scale_config.constant)
         self._leaves, self._spec = leaves, spec
-        self._log.note(output, self._gathered == 0, lambda: self._seen()[2], self._scale.skipped_steps)
+        self._log.note(
+            output, self._gathered == 0, lambda: self._seen()[2], self._scale.skipped_steps, lambda: self.grad_norm
+        )
         if self._gathered == 0 and self._watch.note(self._scale_config, self._scale):
             self.check()
         return output.loss if output.aux is None else (output.loss, output.aux)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,10 @@ class FuseUpdate(InPlacePass):
         adam_update = amp_compiler.adam_update.default([w], [grad_w], [exp_avg], [exp_avg_sq], [], [w_low], [step],
                                                        hyper, coef, nonfinite, False, False, True)
         return loss, norm, nonfinite, flags, grad_w
+
+    Where the loss scale does not ask whether gradients are finite (`LossScale.checks_finite`) and nothing else needs
+    their norm, `grad_check` is given no gradient, and there is no pass over them but the update: the norm is NaN, not
+    known.
 
     Left alone: nothing; with `gather="add"` there is no update, only the sums.
 
@@ -122,9 +127,14 @@ class _Builder:
         )
         if at_once:
             check, gradients = self._gathered_at_once(gradients, inverse)
-        else:
+            norm, nonfinite, flags = (self._item(check, index) for index in range(3))
+        elif self._looks_at_gradients():
             check = self._call(CHECK, [list(gradients.values()), inverse])
-        norm, nonfinite, flags = (self._item(check, index) for index in range(3))
+            norm, nonfinite, flags = (self._item(check, index) for index in range(3))
+        else:
+            check = self._call(CHECK, [[], inverse])  # of no gradient
+            (norm,) = self._inline(lambda one: torch.full_like(one, math.nan), [inverse])
+            nonfinite, flags = self._item(check, 1), self._item(check, 2)
         if not options.scale.checks_finite:
             (nonfinite,) = self._inline(torch.zeros_like, [nonfinite])
         if options.skips_overflow and options.gather != "add":
@@ -137,10 +147,26 @@ class _Builder:
                     self._trace(index, group, gradients, coef, nonfinite)
                 else:
                     self._call(OPERATORS[group.kind], self._arguments(index, group, gradients, coef, nonfinite))
-            self._commit_scale(state, nonfinite, norm)
+            self._commit_scale(state, nonfinite, self._norm_of_scale(gradients, inverse, norm))
         kept = self.outputs[: options.results]
         with self.graph.inserting_before(self.output):
             self.output.args = ((*kept, norm, nonfinite, flags, *gradients.values()),)
+
+    def _looks_at_gradients(self) -> bool:
+        """Whether the step needs a pass over the gradients in front of the update."""
+        options = self.options
+        return options.scale.checks_finite or options.clip_norm is not None or options.scale.needs_norm
+
+    def _norm_of_scale(self, gradients: dict[str, fx.Node], inverse: fx.Node, norm: fx.Node) -> fx.Node:
+        """The norm that the next loss scale is made of, see `LossScale.norm_order`."""
+        if not (self.options.scale.needs_norm and math.isinf(self.options.scale.norm_order)):
+            return norm
+
+        def largest(unscale: Tensor, *scaled: Tensor) -> Tensor:
+            found = torch.stack([one.abs().amax().float() for one in scaled if one.numel()] or [unscale * 0.0])
+            return torch.where(torch.isfinite(found), found, torch.zeros_like(found)).amax() * unscale
+
+        return self._inline(largest, [inverse, *gradients.values()])[0]
 
     def _coefficient(self, inverse: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         if self.options.clip_norm is None:

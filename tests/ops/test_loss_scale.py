@@ -6,6 +6,7 @@ import json
 import math
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,11 +20,14 @@ from amp_compiler.ops.loss_scale import (
     LossScaleState,
     NoLossScale,
     NormAdaptiveLossScale,
+    NvcaffeLossScale,
     StaticLossScale,
 )
 
 KINDS = [NoLossScale(), NoLossScale(check_finite=False), StaticLossScale(128.0), DynamicLossScale()]
 KINDS += [DynamicLossScale(hysteresis=3, min=1.0, max=2.0**20), NormAdaptiveLossScale()]
+KINDS += [DynamicLossScale(hysteresis=2, consecutive_hysteresis=False, growth_delay=1), NvcaffeLossScale(1000.0)]
+KINDS += [NvcaffeLossScale(8.0, formula="l2")]
 FACTORS = {
     "init_scale": st.sampled_from([65536.0, 1.0, 1000.0, 0.1, 2.0**126, 3.0e38]),
     "growth_factor": st.sampled_from([2.0, 4.0, 1.1, 3.7, 1.0001]),
@@ -242,6 +246,30 @@ def test_the_norm_adaptive_scale_stays_a_power_of_two_in_its_bounds(steps) -> No
         assert 4.0 <= float(state.scale) <= float(state.limit) <= 2.0**19
         assert math.frexp(float(state.scale))[0] == 0.5
         assert float(scaling.inverse(state)) * float(state.scale) == 1.0
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.floats(0.0, width=32) | st.just(math.nan), st.floats(2.0**-20, 2.0**20, width=32), st.booleans())
+def test_the_scales_of_nvcaffe_are_its_formulas_to_the_bit(norm: float, coefficient: float, largest: bool) -> None:
+    scaling = NvcaffeLossScale(coefficient, formula="max" if largest else "l2")
+    assert scaling.norm_order == (math.inf if largest else 2)
+    with np.errstate(over="ignore", divide="ignore"):
+        factor = np.float32(4) / np.float32(norm) if largest else np.float32(norm)
+        wanted = factor * np.float32(coefficient) if 0 < norm < math.inf else np.float32(coefficient)
+    bounds = np.float32(2.0**-126), np.finfo(np.float32).max
+    state = step(scaling, scaling.init("cpu"), bad=False, norm=norm)
+    assert float(state.scale) == float(np.clip(wanted, *bounds)) and scaling.first == 1.0
+    assert float(scaling.load_state_dict(scaling.state_dict(state), "cpu").scale) == float(state.scale)
+
+
+def test_a_scale_of_nvcaffe_can_be_set_but_not_loaded_from_nothing() -> None:
+    scaling = NvcaffeLossScale()
+    assert scaling.with_scale(3.0) is scaling and scaling.constant is None
+    with pytest.raises(AmpError, match="needs the norm"):
+        step(scaling, scaling.init("cpu"), bad=False)
+    saved = scaling.state_dict(scaling.init("cpu"))
+    with pytest.raises(AmpError, match="scale=0"):
+        scaling.load_state_dict({**saved, "scale": 0.0}, "cpu")
 
 
 @pytest.mark.parametrize("scaling", KINDS, ids=repr)

@@ -11,6 +11,7 @@ from amp_compiler.ops.loss_scale import (
     DynamicLossScale,
     NoLossScale,
     NormAdaptiveLossScale,
+    NvcaffeLossScale,
     StaticLossScale,
     make_loss_scale,
 )
@@ -26,13 +27,17 @@ def test_make_loss_scale_reads_arguments_and_rule_files() -> None:
     assert make_loss_scale({"mode": "norm_adaptive", "init": 8, "target_norm": 64}).first == 8.0
     assert make_loss_scale(None, section) == make_loss_scale("none") == NoLossScale()
     assert make_loss_scale(128, section) == make_loss_scale({"mode": "static", "init": 128}) == StaticLossScale(128.0)
+    section = {"mode": "dynamic", "hysteresis": 2, "consecutive_hysteresis": False, "growth_delay": 1}
+    assert make_loss_scale(section) == DynamicLossScale(hysteresis=2, consecutive_hysteresis=False, growth_delay=1)
+    section = {"mode": "nvcaffe", "coefficient": 32, "formula": "l2"}
+    assert make_loss_scale(section) == NvcaffeLossScale(32.0, "l2") and make_loss_scale("nvcaffe").coefficient == 1.0
     assert make_loss_scale({"mode": "none", "check_finite": False}) == NoLossScale(check_finite=False)
 
 
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        ("dynamics", "'dynamics' is not known; use one of 'none', 'static', 'dynamic', 'norm_adaptive'"),
+        ("dynamics", "'dynamics' is not known; use one of 'none', 'static', 'dynamic', 'norm_adaptive', 'nvcaffe'"),
         ("static", "no scale; give 'init'"),
         (True, "loss_scale=True is not known"),
         (0, "scale must be a positive number"),
@@ -49,6 +54,11 @@ def test_make_loss_scale_reads_arguments_and_rule_files() -> None:
         ({"growth_interval": 2.5}, "growth_interval must be"),
         ({"hysteresis": True}, "hysteresis must be"),
         ({"patience": 0}, "patience must be"),
+        ({"growth_delay": -1}, "growth_delay must be a whole number from 0"),
+        ({"consecutive_hysteresis": 1}, "consecutive_hysteresis must be True or False"),
+        ({"mode": "nvcaffe", "coefficient": 0}, "coefficient must be a positive number"),
+        ({"mode": "nvcaffe", "formula": "l1"}, "formula must be 'max' or 'l2'"),
+        ({"mode": "nvcaffe", "init": 8}, "mode 'nvcaffe' has no 'init'"),
         ({"init": "65536"}, "init_scale must be"),
         ({"init": 1e39}, "init_scale must be"),
         ({"min": -1.0}, "min must be"),

@@ -57,3 +57,73 @@ def test_bf16_checks_and_does_not_scale_unless_told_otherwise():
         step(bad)
         assert float(step.loss_scale) == 1.0
         assert int(step.skipped_steps) == 1 and torch.equal(model.weight, before)
+
+
+def readers(step):
+    """What reads a gradient in the last step's graph, its outputs apart."""
+    graph = step.graph_module.graph
+    updates = [node for node in graph.nodes if "_update" in str(node.target)]
+    return {str(user.target) for node in updates for gradient in node.args[1] for user in gradient.users} - {"output"}
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_without_a_check_nothing_but_the_update_reads_the_gradients(backend):
+    section = {"mode": "none", "check_finite": False}
+    seen = []
+    for rules in (section, {"mode": "none"}):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 4)
+        step = amp.training_step(
+            model, lambda m, x: F.mse_loss(m(x), torch.zeros(6, 4)), torch.optim.SGD(model.parameters(), 0.1),
+            rules={"version": 1, "extends": "default", "loss_scale": rules}, dtype="bf16", backend=backend,
+        )  # fmt: skip
+        step(X)
+        step(X)
+        read = {"amp_compiler.sgd_update.default"}
+        assert readers(step) == (read if rules is section else read | {"amp_compiler.grad_check.default"})
+        assert step.nonfinite_events() == ()
+        seen.append((float(step.grad_norm), model.weight.detach().clone()))
+    (unchecked, mine), (checked, other) = seen
+    assert unchecked == pytest.approx(checked, rel=1e-6) and torch.equal(mine, other)
+
+
+def test_a_norm_that_is_needed_is_computed_without_a_check_too():
+    _, step = make({"mode": "none", "check_finite": False}, dtype="bf16", clip_norm=1e-3)
+    step(X)
+    assert "amp_compiler.grad_check.default" in readers(step) and float(step.grad_norm) > 1e-3
+    _, step = make({"mode": "none", "check_finite": False}, dtype="bf16", accumulate=2)
+    norms = []
+    for _ in range(2):
+        step(X)
+        norms.append(float(step.grad_norm))
+    assert norms[1] == pytest.approx(2 * norms[0], rel=1e-6)  # of the sum so far, divided by accumulate
+
+
+class Records(amp.callbacks.Callback):
+    every = 1
+
+    def __init__(self):
+        self.norms = []
+
+    def on_step(self, record):
+        self.norms.append(record.grad_norm)
+
+
+def test_a_callback_is_told_the_norm_that_the_step_does_not_compute():
+    records = Records()
+    _, step = make({"mode": "none", "check_finite": False}, dtype="bf16", callbacks=[records])
+    step(X)
+    assert records.norms == [float(step.grad_norm)] and records.norms[0] > 0
+
+
+def test_the_norm_that_is_read_is_exact_for_large_weights_too():
+    torch.manual_seed(0)
+    model = nn.Linear(1024, 512, bias=False)
+    step = amp.training_step(
+        model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), 0.1), dtype="bf16",
+        rules={"version": 1, "extends": "default", "loss_scale": {"mode": "none", "check_finite": False}},
+        backend="eager",
+    )  # fmt: skip
+    step(torch.randn(4, 1024))
+    exact = step.gradients()["weight"].double().norm()
+    assert float(step.grad_norm) == pytest.approx(float(exact), rel=1e-7)

@@ -138,7 +138,7 @@ def dropped_bits(dtype: torch.dtype) -> int:
 def saturated(value: Tensor, dtype: torch.dtype) -> Tensor:
     """The values, with the largest finite one of a low type in the place of finite ones beyond it (NVCaffe's clipping).
 
-    Infinities and NaN stay: they tell of something else than storage.
+    Infinities and NaN stay: they tell of something else than storage. NVCaffe clips infinities too.
 
     Args:
         value: fp32, any shape.

@@ -47,9 +47,10 @@ def sgd_step(
         g = fma(b, momentum, g) with Nesterov, else b
         p = fma(g, -lr, p)
 
-    Without dampening this is NVCaffe's `G = m*G + dW; W = W - lr*G` too: the momentum excludes the learning rate. On
-    weights without masters, to nearest and without Nesterov, it is NVCaffe's FP16 storage: `G` kept in its type, then
-    `W = half(float(W) - lr*float(G))`; so the weight moves by what is kept of the buffer.
+    Without dampening this is `G = m*G + dW; W = W - lr*G`: the momentum excludes the learning rate, which the code of
+    NVCaffe has inside (`H = m*H + lr*dW; W = W - H`; the same while the rate is). On weights without masters, to
+    nearest and without Nesterov, `G` is kept in the type of the weight, then `W = half(float(W) - lr*float(G))`; so the
+    weight moves by what is kept of the buffer.
     """
     (buffer,) = states
     grad = add_l2(add_l1(grad, weight, numbers.l1), weight, numbers.l2)

@@ -1,0 +1,75 @@
+"""What the systems know, read from the YAML files beside this one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from amp_compiler.errors import RuleError
+from amp_compiler.policy.yaml_tree import parse_yaml
+
+_MOST = 10_000_000  # bytes of a file that is imported
+
+
+@cache
+def facts(name: str) -> dict[str, Any]:
+    """The facts about a system.
+
+    Args:
+        name: of its file, without `.yaml`.
+    """
+    text = (files("amp_compiler.policy.importing") / f"{name}.yaml").read_text(encoding="utf-8")
+    found: dict[str, Any] = parse_yaml(text, f"{name}.yaml").plain()
+    return found
+
+
+def read_text(path: Path) -> str:
+    """The text of a file that a user names.
+
+    Raises:
+        RuleError: it cannot be read, is too large, or is no text.
+    """
+    try:
+        if path.stat().st_size > _MOST:
+            raise RuleError("it is too large", file=str(path), mend="name a list, or what a run is set up with")
+        return path.read_text(encoding="utf-8")
+    except OSError as cause:
+        why = (cause.strerror or str(cause)).lower()
+        raise RuleError(f"it cannot be read: {why}", file=str(path), mend="name a file") from cause
+    except UnicodeDecodeError as cause:
+        raise RuleError("it is no UTF-8 text", file=str(path), mend="name a text file") from cause
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where something stands in a file.
+
+    Args:
+        file: name of the file.
+        line: from 1.
+        key: path of the key, such as `fp16.hysteresis`.
+        column: from 1.
+    """
+
+    file: str
+    line: int | None
+    key: str
+    column: int | None = None
+
+    def error(self, what: str, mend: str) -> RuleError:
+        """What is wrong there."""
+        return RuleError(what, file=self.file, line=self.line, column=self.column, key=self.key, mend=mend)
+
+    def number(self, value: Any, good: Callable[[float], bool], must: str) -> float:
+        """A number that fits, as it was given.
+
+        Raises:
+            RuleError: it is none, or does not fit.
+        """
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not good(value):
+            raise self.error(f"it is {value!r}, and must be {must}", "correct it")
+        return value

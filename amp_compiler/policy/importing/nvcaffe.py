@@ -1,0 +1,389 @@
+"""A net or a solver of NVCaffe as a rule file: the types of its layers, its gradient scale, the type of its weights.
+
+Types are those that `Net::Init` of NVCaffe 0.17.4 gives a layer: its own, else the net's default, else FLOAT. Each
+field that asks for what no rule can ask for is an error that names its line; so is one that NVCaffe does not know. What
+the step takes instead of a rule, and layers of types that are not known, are notes.
+"""
+
+from __future__ import annotations
+
+import glob
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from amp_compiler.policy.exclusions import Imported
+from amp_compiler.policy.importing.facts import Place, facts, read_text
+from amp_compiler.policy.importing.text_format import Field, named, parse_text
+from amp_compiler.policy.loader import load_rules
+from amp_compiler.policy.marks import nearest
+
+_FORMS = ("net", "solver")
+_LOSS_FUNCTION = "<loss_fn>"
+_OPTIMIZERS = {"SGD": "SGD", "Nesterov": "SGD(nesterov=True)", "AdaGrad": "Adagrad", "RMSProp": "RMSprop",
+               "AdaDelta": "Adadelta", "Adam": "Adam"}  # fmt: skip
+_SCHEDULES = ("lr_policy", "momentum_policy", "weight_decay_policy", "larc")
+
+
+def import_nvcaffe(path: Path, *, extends: str | None = None) -> Imported:
+    """Make a rule file of a net, or of a solver and the net that it names where that lies beside it.
+
+    Args:
+        path: the prototxt.
+        extends: what the rules stand on; `None` for nothing, since a net says the type of everything.
+
+    Raises:
+        RuleError: it cannot be read, has a field that NVCaffe does not have, or asks for arithmetic in 16 bits, for
+            FP64, or for another thing that no rule can ask for.
+
+    Example:
+        ```python
+        Path("net.prototxt").write_text("default_forward_type: FLOAT16\\ndefault_backward_type: FLOAT16\\n")
+        print(import_nvcaffe(Path("net.prototxt")).to_text())
+        ```
+    """
+    message = Message.read(path)
+    notes: list[str] = []
+    rules = _Solver(message, notes).rules() if message.form == "solver" else _Net(message, notes).rules()
+    made = Imported({"version": 1, **({"extends": extends} if extends else {}), **rules}, notes)
+    load_rules(made.rules)
+    return made
+
+
+@dataclass(frozen=True)
+class Message:
+    """The fields of a net, a layer or a solver.
+
+    Args:
+        form: which of them.
+        file: its file, for messages.
+        fields: as they stand there.
+        line: where it begins.
+    """
+
+    form: str
+    file: Path
+    fields: tuple[Field, ...]
+    line: int = 1
+
+    @staticmethod
+    def read(path: Path) -> Message:
+        """The message in a file: a net, or a solver where its fields are a solver's."""
+        fields = parse_text(read_text(path), str(path))
+        names = {field.name for field in fields}
+        own = [names & set(_known(form)) - set(_known(other)) for form, other in (_FORMS, _FORMS[::-1])]
+        form = "solver" if len(own[1]) > len(own[0]) else "net"
+        return Message(form, path, fields).checked()
+
+    def checked(self) -> Message:
+        """Itself.
+
+        Raises:
+            RuleError: it has a field that NVCaffe does not have.
+        """
+        known = _known(self.form)
+        for field in self.fields:
+            if field.name == "layers":
+                raise self.place(field).error(
+                    "it is of the format before Caffe 1.0", "use upgrade_net_proto_text on it"
+                )
+            if field.name not in known:
+                what = f"NVCaffe {facts('caffe')['version']} has no field '{field.name}' of a {self.form}"
+                raise self.place(field).error(what, nearest(field.name, known, "correct or remove it"))
+        return self
+
+    def place(self, field: Field) -> Place:
+        """Where a field stands."""
+        return Place(str(self.file), field.line, field.name)
+
+    def told(self, field: Field) -> str:
+        """A field as it is written, with its place."""
+        return f"{field.name}: {field.value} ({self.file.name}:{field.line})"
+
+    def one(self, name: str) -> Field | None:
+        """The only field of a name.
+
+        Raises:
+            RuleError: there are several.
+        """
+        found = named(self.fields, name)
+        if len(found) > 1:
+            raise self.place(found[1]).error("it stands there a second time", f"it was given at line {found[0].line}")
+        return found[0] if found else None
+
+    def word(self, name: str, otherwise: str = "") -> str:
+        """The text of a field."""
+        field = self.one(name)
+        return field.value if field is not None and isinstance(field.value, str) else otherwise
+
+    def flag(self, name: str) -> bool:
+        """Whether a field is true."""
+        field = self.one(name)
+        if field is None:
+            return False
+        words = {
+            "true": True,
+            "1": True,
+            "t": True,
+            "True": True,
+            "false": False,
+            "0": False,
+            "f": False,
+            "False": False,
+        }
+        if field.value not in words:
+            raise self.place(field).error(f"it is {field.value}", "write true or false")
+        return words[str(field.value)]
+
+    def number(self, name: str, otherwise: float) -> float:
+        """The number in a field."""
+        field = self.one(name)
+        if field is None:
+            return otherwise
+        try:
+            found = float(str(field.value).removesuffix("f"))
+        except ValueError as cause:
+            raise self.place(field).error(f"it is {field.value}, and no number", "write a number") from cause
+        return found
+
+    def type(self, name: str) -> tuple[str, Field] | None:
+        """The precision that a field of a type asks for, `low` or `fp32`, with the field.
+
+        Raises:
+            RuleError: it is a type that no rule can ask for.
+        """
+        field = self.one(name)
+        if field is None:
+            return None
+        types: dict[str, int] = facts("caffe")["types"]
+        word = next((word for word, number in types.items() if str(number) == field.value), field.value)
+        if word not in types:
+            raise self.place(field).error(f"there is no type '{word}'", nearest(str(word), types))
+        if word not in ("FLOAT", "FLOAT16"):
+            raise self.place(field).error(f"no rule asks for {word}", "write FLOAT or FLOAT16")
+        return ("low" if word == "FLOAT16" else "fp32"), field
+
+    def check_math(self, name: str) -> None:
+        """Refuses arithmetic in 16 bits, which no 16-bit kernel that is called here has."""
+        found = self.type(name)
+        if found is not None and found[0] == "low":
+            what = "arithmetic in 16 bits is asked for, and 16-bit kernels here compute in FP32 and round at the end"
+            raise self.place(found[1]).error(what, "write FLOAT, or remove the line")
+
+
+def _known(form: str) -> tuple[str, ...]:
+    fields = facts("caffe")["fields"][form]
+    return (*fields["read"], *fields["passed"])
+
+
+@dataclass(frozen=True)
+class _Types:
+    """What a layer returns forward and backward, and the words that say so.
+
+    Args:
+        forward: `low` or `fp32`.
+        backward: likewise.
+        why: the fields that decide.
+    """
+
+    forward: str
+    backward: str
+    why: str
+
+    def actions(self) -> dict[str, Any]:
+        """The actions of a rule. FP32 arithmetic stands between 16-bit inputs and outputs."""
+        math = {"math": "fp32"} if self.forward == "low" else {}
+        backward = {"precision": self.backward, "math": "fp32"}
+        return {"precision": self.forward, **math, "backward": backward, "why": self.why}
+
+    def same(self, other: _Types) -> bool:
+        """Whether another asks for the same types."""
+        return (self.forward, self.backward) == (other.forward, other.backward)
+
+
+class _Net:
+    """Makes rules of a net.
+
+    Args:
+        net: its message.
+        notes: takes what is no rule.
+    """
+
+    def __init__(self, net: Message, notes: list[str]) -> None:
+        self.net, self.notes = net, notes
+        for name in ("default_forward_math", "default_backward_math"):
+            net.check_math(name)
+        forward, backward = net.type("default_forward_type"), net.type("default_backward_type")
+        told = [net.told(found[1]) for found in (forward, backward) if found is not None]
+        why = ", ".join(told) or "FLOAT is the default of default_forward_type and default_backward_type"
+        self.default = _Types(forward[0] if forward else "fp32", backward[0] if backward else "fp32", why)
+
+    def rules(self) -> dict[str, Any]:
+        """The sections of a rule file."""
+        layers = [
+            Message("layer", self.net.file, field.fields, field.line).checked()
+            for field in named(self.net.fields, "layer")
+        ]
+        for layer in layers:
+            for name in ("forward_math", "backward_math"):
+                layer.check_math(name)
+        if self.net.one("default_cudnn_math_override") is not None:
+            self.notes.append("default_cudnn_math_override: which kernels are called is up to the library")
+        own = [rule for layer in layers if (rule := self.layer(layer)) is not None]
+        kept, wide = facts("caffe")["kept"], facts("caffe")["wide"]
+        rules = [
+            {"match": {}, **self.default.actions()},
+            *self.named_once(own),
+            {
+                "match": {"family": kept},
+                "precision": "keep",
+                "why": "its type is named by the model or by what it works on",
+            },
+            {"match": {"family": wide}, "precision": "fp32", "why": "no layer of NVCaffe computes it"},
+        ]
+        return {"rules": rules, "loss_scale": self.scale()}
+
+    def layer(self, layer: Message) -> tuple[str, bool, _Types] | None:
+        """Name, whether it is a loss, and types of a layer that differs from the defaults; notes of what is told."""
+        forward, backward = layer.type("forward_type"), layer.type("backward_type")
+        types: dict[str, list[str]] = facts("caffe")["layers"]
+        name, kind = layer.word("name"), layer.word("type")
+        place = f"{self.net.file.name}:{layer.line}"
+        if kind not in (known for names in types.values() for known in names):
+            close = nearest(kind, [known for names in types.values() for known in names])
+            near = f" ({close})" if close.startswith("did") else ""
+            self.notes.append(f"layer '{name}' ({place}): '{kind}' is no layer type of NVCaffe's own{near}")
+        if layer.one("cudnn_math_override") is not None:
+            self.notes.append(f"layer '{name}' ({place}): cudnn_math_override has no counterpart")
+        given = [layer.told(found[1]) for found in (forward, backward) if found is not None]
+        if kind in types["data"] or layer.one("transform_param") is not None or _tests_only(layer):
+            if given:
+                what = "is for tests alone" if _tests_only(layer) else "makes the batch, which the step takes as it is"
+                self.notes.append(f"layer '{name}' {what}: {', '.join(given)} is no rule")
+            return None
+        asked = _Types(
+            forward[0] if forward else self.default.forward,
+            backward[0] if backward else self.default.backward,
+            ", ".join(given),
+        )
+        if asked.same(self.default):
+            return None
+        if not name:
+            raise Place(str(self.net.file), layer.line, "layer").error("it has types of its own and no name", "name it")
+        return name, kind in types["losses"], asked
+
+    def named_once(self, layers: Sequence[tuple[str, bool, _Types]]) -> list[dict[str, Any]]:
+        """A rule for each layer. The loss function stands for a loss layer where all that have types agree."""
+        losses = [asked for _, is_loss, asked in layers if is_loss]
+        agree = all(asked.same(losses[0]) for asked in losses)
+        if not agree:
+            self.notes.append("the loss layers differ in their types: a rule on '<loss_fn>' is yours to write")
+        made = []
+        for name, is_loss, asked in layers:
+            modules = [glob.escape(name), f"*.{glob.escape(name)}", *([_LOSS_FUNCTION] if is_loss and agree else [])]
+            made.append({"match": {"module": modules}, **asked.actions()})
+        return made
+
+    def scale(self) -> dict[str, Any]:
+        """The section `loss_scale`."""
+        coefficient = self.net.number("global_grad_scale", 1.0)
+        field = self.net.one("global_grad_scale")
+        if field is not None and not (coefficient > 0 and math.isfinite(coefficient)):
+            raise self.net.place(field).error(f"it is {field.value}", "write a positive number")
+        if self.net.flag("global_grad_scale_adaptive"):
+            self.notes.append(
+                "global_grad_scale_adaptive: K * 4 / max|g|, as from NVCaffe 0.17.1 on; `formula: l2` is the K * norm"
+                " of those before"
+            )
+            return {"mode": "nvcaffe", "coefficient": coefficient, "formula": "max"}
+        return {"mode": "static", "init": coefficient} if coefficient != 1.0 else {"mode": "none"}
+
+
+class _Solver:
+    """Makes rules of a solver and of its net.
+
+    Args:
+        solver: its message.
+        notes: takes what is no rule.
+    """
+
+    def __init__(self, solver: Message, notes: list[str]) -> None:
+        self.solver, self.notes = solver, notes
+
+    def rules(self) -> dict[str, Any]:
+        """The sections of a rule file."""
+        found = self.solver.type("solver_data_type")
+        low = found is not None and found[0] == "low"
+        weights = {"master": "low", "rounding": "nearest", "overflow": "clip"} if low else {"master": "fp32"}
+        net = self.net()
+        self.tell_step()
+        return {**(_Net(net, self.notes).rules() if net is not None else {}), "weights": weights}
+
+    def net(self) -> Message | None:
+        """The net that is trained: written out in the solver, or in a file beside it, or a folder above."""
+        for name in ("train_net_param", "net_param"):
+            field = self.solver.one(name)
+            if field is not None:
+                return Message("net", self.solver.file, field.fields, field.line).checked()
+        for name in ("train_net", "net"):
+            path = self.solver.word(name)
+            if path:
+                folder = self.solver.file.parent
+                places = [
+                    folder / path,
+                    folder / Path(path).name,
+                    *(above / path for above in folder.absolute().parents),
+                ]
+                here = next((place for place in places if place.is_file()), None)
+                if here is None:
+                    self.notes.append(f"{name}: {path} is not there; import it for the types of its layers")
+                    return None
+                self.notes.append(f"the types of layers are those of {here.name}")
+                return Message.read(here)
+        return None
+
+    def tell_step(self) -> None:
+        """Notes what the step and the optimizer take."""
+        kind = self.solver.word("type") or self.solver.word("solver_type", "SGD")
+        optimizer = next((torch for name, torch in _OPTIMIZERS.items() if name.lower() == kind.lower()), None)
+        given = {
+            name: self.solver.word(name) for name in ("base_lr", "momentum", "weight_decay") if self.solver.one(name)
+        }
+        values = ", ".join(f"{name}: {value}" for name, value in given.items())
+        self.notes.append(
+            f"the optimizer is torch.optim.{optimizer} with {values or 'its defaults'}"
+            if optimizer
+            else f"type: {kind} has no counterpart in torch.optim"
+        )
+        taken = []
+        clip, batches = self.solver.number("clip_gradients", -1.0), self.solver.number("iter_size", 1.0)
+        if clip >= 0:
+            taken.append(f"clip_norm={clip:g}")
+        if batches != 1:
+            taken.append(f"accumulate={batches:g}")
+        if taken:
+            self.notes.append(f"the step takes: {', '.join(taken)}")
+        regularization = self.solver.word("regularization_type", "L2")
+        if regularization != "L2":
+            self.notes.append(
+                _REGULARIZATION.get(regularization, f"regularization_type: {regularization} is not known")
+            )
+        for name in _SCHEDULES:
+            field = self.solver.one(name)
+            if field is not None and field.value not in ("fixed", "false"):
+                self.notes.append(f"{self.solver.told(field)} is a scheduler's, and no rule")
+
+
+_REGULARIZATION = {
+    "L1": "regularization_type: L1 is `l1_decay` in a param_group of the optimizer",
+    "WD": "regularization_type: WD decays weights beside the momentum, which torch.optim.SGD does not",
+    "L2_unitary": "regularization_type: L2_unitary is L2 to the optimizer",
+}
+
+
+def _tests_only(layer: Message) -> bool:
+    """Whether a layer is in no net that is trained."""
+    phases = [field.value for include in named(layer.fields, "include") for field in named(include.fields, "phase")]
+    return bool(phases) and all(phase == "TEST" for phase in phases)

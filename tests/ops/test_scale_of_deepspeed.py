@@ -1,0 +1,89 @@
+"""A dynamic loss scale set as DeepSpeed's goes DeepSpeed's way, over any row of overflows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from deepspeed_scaler import AtMinimum, Scaler
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from amp_compiler.ops.loss_scale import DynamicLossScale, LossScaleState
+
+OVERFLOWS = st.lists(st.booleans(), max_size=60)
+
+
+def ways(scaling: DynamicLossScale, scaler: Scaler, overflows: list[bool]) -> tuple[list[float], list[float]]:
+    """The scales of both, up to where DeepSpeed ends the run; then ours is stuck, and not before."""
+    state, ours, theirs = scaling.init("cpu"), [], []
+    for overflow in overflows:
+        state = LossScaleState(*scaling.next(state, torch.tensor(float(overflow))))
+        try:
+            theirs.append(scaler.step(overflow))
+        except AtMinimum:
+            assert scaling.stuck(state)
+            return ours, theirs
+        assert not scaling.stuck(state)
+        ours.append(float(state.scale))
+    return ours, theirs
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    overflows=OVERFLOWS,
+    window=st.integers(1, 5),
+    hysteresis=st.integers(1, 4),
+    consecutive=st.booleans(),
+    delay=st.integers(0, 1),
+    least=st.sampled_from([1.0, 4.0, 16.0]),
+)
+@example([True, False] * 12, 3, 2, False, 1, 1.0)
+@example([True, False] * 12, 3, 2, True, 1, 1.0)
+@example([True] * 12, 1, 3, False, 1, 16.0)
+def test_the_scale_goes_as_deepspeeds(
+    overflows: list[bool], window: int, hysteresis: int, consecutive: bool, delay: int, least: float
+) -> None:
+    scaling = DynamicLossScale(
+        init_scale=16.0,
+        growth_interval=window,
+        hysteresis=hysteresis,
+        consecutive_hysteresis=consecutive,
+        growth_delay=delay,
+        min=least,
+        patience=1,
+    )
+    ours, theirs = ways(scaling, Scaler(16.0, window, hysteresis, consecutive, least, delay), overflows)
+    assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("consecutive", "row", "expected"),
+    [
+        (True, "x.x.x.xx.", [16, 16, 16, 16, 16, 16, 16, 8, 8]),
+        (False, "x.x.xxx..", [16, 16, 8, 8, 4, 2, 1, 1, 2]),
+    ],
+)
+def test_overflows_that_alternate_add_up_or_do_not(consecutive: bool, row: str, expected: list[float]) -> None:
+    scaling = DynamicLossScale(
+        init_scale=16.0, growth_interval=2, hysteresis=2, consecutive_hysteresis=consecutive, min=1.0
+    )
+    state, found = scaling.init("cpu"), []
+    for letter in row:
+        state = scaling.next(state, torch.tensor(float(letter == "x")))
+        found.append(float(state.scale))
+    assert found == expected
+
+
+@settings(deadline=None, max_examples=30)
+@given(OVERFLOWS, OVERFLOWS, st.booleans())
+def test_a_saved_count_goes_on(before: list[bool], after: list[bool], consecutive: bool) -> None:
+    scaling = DynamicLossScale(
+        init_scale=16.0, growth_interval=3, hysteresis=3, consecutive_hysteresis=consecutive, growth_delay=1
+    )
+    state = scaling.init("cpu")
+    for overflow in before:
+        state = scaling.next(state, torch.tensor(float(overflow)))
+    loaded = scaling.load_state_dict(scaling.state_dict(state), "cpu")
+    for overflow in after:
+        state, loaded = (scaling.next(one, torch.tensor(float(overflow))) for one in (state, loaded))
+        assert state == loaded

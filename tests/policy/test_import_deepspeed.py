@@ -1,0 +1,132 @@
+"""Configurations of DeepSpeed as rule files, and what cannot be one told by line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from amp_compiler.errors import RuleError
+from amp_compiler.policy.importing.facts import facts
+from amp_compiler.policy.importing.files import import_file
+from amp_compiler.policy.loader import load_rules
+
+LISTS = Path(__file__).parent.parent / "rules" / "lists"
+FACTS = YAML(typ="safe").load(LISTS / "deepspeed.yaml")
+ON = {"enabled": True}
+
+
+def imported(tmp_path, config, **options):
+    path = tmp_path / "ds_config.json"
+    path.write_text(config if isinstance(config, str) else json.dumps(config, indent=1), encoding="utf-8")
+    made = import_file(path, **options)
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(made.to_text(), encoding="utf-8")
+    return load_rules(str(rules)), made
+
+
+def test_the_preset_and_the_reader_are_held_to_the_facts():
+    assert load_rules("deepspeed").loss_scale == FACTS["scaler"]
+    assert facts("deepspeed")["sections"] == {name: FACTS[name] for name in ("fp16", "bf16")}
+    assert facts("deepspeed")["version"] == FACTS["version"]
+
+
+@pytest.mark.parametrize(
+    ("fp16", "stage", "expected"),
+    [
+        ({}, 2, FACTS["scaler"]),
+        ({"loss_scale": 128}, 2, {"mode": "static", "init": 128}),
+        ({"hysteresis": 4, "consecutive_hysteresis": True}, 3,
+         FACTS["scaler"] | {"hysteresis": 4, "consecutive_hysteresis": True}),
+        ({"initial_scale_power": 32, "loss_scale_window": 100, "min_loss_scale": 64}, 1,
+         FACTS["scaler"] | {"init": 2**32, "growth_interval": 100, "min": 64}),
+        # without ZeRO its optimizers back off at every overflow, and never raise
+        ({"hysteresis": 4}, 0, FACTS["scaler"] | {"hysteresis": 1, "patience": 20}),
+    ],
+)  # fmt: skip
+def test_the_section_fp16_is_a_loss_scale(fp16, stage, expected, tmp_path):
+    rules, made = imported(tmp_path, {"fp16": ON | fp16, "zero_optimization": {"stage": stage}})
+    assert rules.loss_scale == expected
+    assert 'the step takes: dtype="fp16"' in made.notes
+    assert any("know no hysteresis" in note for note in made.notes) == (stage == 0)
+
+
+@pytest.mark.parametrize(
+    ("bf16", "stage", "checks", "told"),
+    [
+        ({}, 2, True, "not given: true as from DeepSpeed 0.19.3 on"),
+        ({"check_grad_overflow": False}, 2, False, ""),
+        ({"check_grad_overflow": True}, 1, True, ""),
+        ({}, 3, False, "looks for no overflow"),
+        ({"check_grad_overflow": True}, 0, False, "looks for no overflow"),
+    ],
+)
+def test_the_section_bf16_says_whether_gradients_are_looked_at(bf16, stage, checks, told, tmp_path):
+    rules, made = imported(tmp_path, {"bf16": ON | bf16, "zero_optimization": {"stage": stage}})
+    assert rules.loss_scale == {"mode": "none", "check_finite": checks}
+    notes = "\n".join(made.notes)
+    assert told in notes and bool(told) == ("bf16" in notes.replace('dtype="bf16"', ""))
+
+
+def test_masters_in_16_bits_and_what_stands_beside_the_sections(tmp_path):
+    config = {
+        "bfloat16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+        "zero_optimization": {"stage": 1}, "gradient_clipping": 0.5, "gradient_accumulation_steps": 8,
+        "optimizer": {"type": "AdamW", "params": {}}, "data_types": {"grad_accum_dtype": "bf16"}, "scheduler": {},
+        "train_batch_sise": 4,
+    }  # fmt: skip
+    rules, made = imported(tmp_path, config)
+    assert (rules.weights["master"], rules.weights["rounding"]) == ("low", "nearest")
+    notes = "\n".join(made.notes)
+    assert 'the step takes: dtype="bf16", clip_norm=0.5, accumulate=8' in notes
+    for word in ("bf16_optimizer_states", "AdamW", "grad_accum_dtype", "stage 1"):
+        assert word in notes
+    assert "'train_batch_sise' (line 20)" in notes and "did you mean 'train_batch_size'" in notes
+    assert all(f"# {note}" in made.to_text() for note in made.notes)
+
+
+def test_autocast_and_apex_have_presets_of_their_own(tmp_path):
+    _rules, made = imported(tmp_path, {"torch_autocast": {"enabled": True, "dtype": "float16"}})
+    assert made.rules["extends"] == "default" and 'dtype="fp16"' in made.notes[0]
+    _, made = imported(tmp_path, {"amp": {"enabled": True, "opt_level": "O2", "loss_scale": 4}})
+    assert made.rules["extends"] == "apex-o2" and "amp.loss_scale (line 5)" in made.notes[0]
+    _, made = imported(tmp_path, {"fp16": ON}, extends="fast")
+    assert made.rules["extends"] == "fast"
+
+
+def test_tabs_between_values_are_json(tmp_path):
+    rules, _ = imported(tmp_path, '{\n\t"fp16": {\n\t\t"enabled": true,\t"loss_scale": 8\n\t}\n}')
+    assert rules.loss_scale == {"mode": "static", "init": 8}
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"fp16": {"enabled": "auto"}}, r":3:.*'auto' is for the Trainer.*fp16\.enabled.*false"),
+        ({"fp16": ON | {"initial_scale_power": "auto"}}, r":4:.*'auto'.*such as 16"),
+        ({"fp16": ON | {"loss_scal": 0}}, r":4:.*no fp16 option 'loss_scal'.*did you mean 'loss_scale'"),
+        ({"bf16": ON | {"check_grad_overflows": 0}}, r":4:.*did you mean 'check_grad_overflow'"),
+        ({"fp16": ON, "bf16": ON}, "both enabled"),
+        ({"fp16": {"enabled": False}}, "no mixed precision"),
+        ({"zero_optimization": {"stage": 2}}, "no mixed precision"),
+        ({"fp16": {"enabled": 1}}, "must be true or false"),
+        ({"fp16": ON | {"loss_scale": -1}}, r"fp16\.loss_scale.*write 0"),
+        ({"fp16": ON | {"loss_scale_window": 0}}, "a whole number from 1"),
+        ({"fp16": ON | {"hysteresis": 1.5}, "zero_optimization": {"stage": 1}}, "a whole number"),
+        ({"fp16": ON | {"initial_scale_power": 200}}, "no fp32"),
+        ({"fp16": ON, "zero_optimization": {"stage": 4}}, "write 0, 1, 2 or 3"),
+        ({"fp16": ON, "gradient_clipping": "much"}, "gradient_clipping"),
+        ({"fp16": [1]}, "no mapping"),
+        ({"torch_autocast": {"enabled": True, "dtype": "int8"}}, "write float16 or bfloat16"),
+        ({"amp": {"enabled": True, "opt_level": "O0"}}, "write O1, O2 or O3"),
+        ('{"fp16": {"enabled": true}, "fp16": {}}', "a second time"),
+        ('{"fp16": {"enabled": true}', r":1:.*no JSON"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be_read_is_refused(config, told, tmp_path):
+    with pytest.raises(RuleError, match=told) as raised:
+        imported(tmp_path, config)
+    assert raised.value.mend and "ds_config.json" in raised.value.where
