@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from amp_compiler.backends.backend import Backend
 from amp_compiler.errors import LoweringError
 from amp_compiler.fx.graph import own_upcasts
-from amp_compiler.fx.torch_private import forward_of, saved_tensor_hooks, transforms_functions
+from amp_compiler.fx.torch_private import forward_of, is_transformed, saved_tensor_hooks, transforms_functions
 
 
 def build(graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bool = True) -> Callable[..., Any]:
@@ -73,7 +73,9 @@ class _KeptNarrow:
 
     def note(self, wide: Tensor, low: Tensor) -> None:
         """Remember that one tensor is another one widened, for as long as it lives."""
-        place = wide.untyped_storage().data_ptr()
+        place = _place(wide)
+        if place is None:
+            return
         self._low[place] = weakref.ref(wide, lambda _: self._low.pop(place, None)), low.detach()
 
     def hooks(self, outer: tuple[Any, Any] | None) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
@@ -81,7 +83,8 @@ class _KeptNarrow:
         before, behind = outer or ((lambda tensor: tensor), (lambda tensor: tensor))
 
         def pack(tensor: Tensor) -> Any:
-            _, low = self._low.get(tensor.untyped_storage().data_ptr(), (None, None))
+            place = _place(tensor)
+            _, low = (None, None) if place is None else self._low.get(place, (None, None))
             if low is None or tensor.dtype is not torch.float32:
                 return before(tensor)
             return _Narrow(
@@ -100,6 +103,12 @@ class _KeptNarrow:
             return low.float().as_strided(packed.size, packed.stride, packed.offset)  # type: ignore[no-any-return]
 
         return pack, unpack
+
+
+def _place(tensor: Tensor) -> int | None:
+    """Where a tensor lies; `None` for a sparse one and one of a transform of `torch.func`, which have no one place."""
+    strided = tensor.layout is torch.strided and not is_transformed(tensor)
+    return tensor.untyped_storage().data_ptr() if strided else None
 
 
 BACKEND = Backend("eager", build, no_cuda_graph="backend='eager' runs the step node by node")

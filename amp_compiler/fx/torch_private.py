@@ -242,6 +242,12 @@ def transforms_functions() -> bool:
     return peek is not None and peek() is not None
 
 
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of `torch.func`'s, within `vmap`, `grad` and the like."""
+    wraps = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", None)
+    return wraps is not None and bool(wraps(tensor))
+
+
 def has_inductor() -> bool:
     """Whether this torch has an Inductor that can be used as it is used here."""
     try:

@@ -60,6 +60,7 @@ def test_forward_backward_and_buffers(backend):
     assert error(model.norm.running_var, reference.norm.running_var) < BF16_ERROR
 
 
+@pytest.mark.usefixtures("bf16_kernels")
 def test_it_really_runs_in_the_low_type():
     _, model = pair(backend="eager")
     model(X)

@@ -192,6 +192,7 @@ def inputs_of(source):
 NOT_IN_TORCH = ("RecurrentEdgeColorMismatch", "TensorListSetGet", "PreserveCPUNodes")  # loops, lists, names of nodes
 
 
+@pytest.mark.usefixtures("bf16_kernels")
 @pytest.mark.parametrize("name", [*(name for name in GRAPHS if name not in NOT_IN_TORCH), "Lists"])
 def test_no_more_casts_than_tensorflow_in_a_torch_graph(name):
     graph = GRAPHS["TensorListSetGet" if name == "Lists" else name]

@@ -11,6 +11,8 @@ from torch import nn
 import amp_compiler as amp
 from amp_compiler.ops.update.operators import CHECK, OPERATORS
 
+pytestmark = pytest.mark.usefixtures("bf16_kernels")
+
 CASES = {
     "adamw": (lambda p: torch.optim.AdamW(p, 1e-3), OPERATORS["adam"], 30),
     "sgd": (lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), OPERATORS["sgd"], 22),

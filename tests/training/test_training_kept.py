@@ -12,6 +12,8 @@ from amp_compiler.cli.demo import SmallCnn
 from amp_compiler.fx.graph import canonical_op, node_tensor
 from amp_compiler.passes.step import simplify_casts
 
+pytestmark = pytest.mark.usefixtures("bf16_kernels")
+
 LOW = (torch.bfloat16, torch.float16)
 CASTS = ("aten._to_copy", "aten.to", "prims.convert_element_type")
 VIEWS = ("view", "reshape", "_unsafe_view", "permute", "transpose", "t", "expand", "unsqueeze", "squeeze", "clone")

@@ -10,6 +10,8 @@ from torch import nn
 import amp_compiler as amp
 from amp_compiler.passes.step import channels_last
 
+pytestmark = pytest.mark.usefixtures("bf16_kernels")
+
 LAST = torch.channels_last
 
 
@@ -57,7 +59,7 @@ def test_a_step_computes_the_same(options, request):
     request.getfixturevalue("anywhere")
     turned = run(**options)
     for (loss, aux), (loss_then, aux_then) in zip(turned[2], plain[2], strict=True):
-        torch.testing.assert_close(loss, loss_then, rtol=1e-4, atol=0)
+        torch.testing.assert_close(loss, loss_then, rtol=1e-3, atol=0)  # a quarter of a unit in BF16's last place
         for one, other in zip(aux, aux_then, strict=True):
             assert one.stride() == other.stride() and one.dtype == other.dtype
             assert float((one - other).float().norm() / other.float().norm()) < 2e-3

@@ -15,8 +15,18 @@ from amp_compiler.passes.step.defer_gradients import DeferGradients
 IDS = torch.randint(0, 50, (5, 2, 6), generator=torch.Generator().manual_seed(0))
 IDS[:, 0, :3] = 7  # a row that is looked up often
 
-pytestmark = pytest.mark.skipif(not cpu_update.available(), reason="no C++ compiler on this machine")
+pytestmark = [
+    pytest.mark.skipif(not cpu_update.available(), reason="no C++ compiler on this machine"),
+    pytest.mark.usefixtures("bf16_kernels", "deferred"),
+]
 multiplies = pytest.mark.skipif(cpu_update.most_inner() < 24, reason="a processor that does not multiply BF16 itself")
+
+
+@pytest.fixture
+def deferred(monkeypatch):
+    """Gradients are products within the update, also on a processor on which that is not faster."""
+    if not cpu_update.most_inner():
+        monkeypatch.setattr(cpu_update, "most_inner", lambda: 512)
 
 
 class Words(nn.Module):
