@@ -87,7 +87,8 @@ def test_every_rule_decides_on_some_op(preset):
 
 
 TABLE = {
-    # op: default, torch-amp, fast, safe, apex-o0, apex-o1, apex-o2, apex-o3, nvcaffe, tensorflow, mxnet, quantized, deepspeed
+    # op: default, torch-amp, fast, safe, apex-o0, apex-o1, apex-o2, apex-o3, nvcaffe, tensorflow, mxnet,
+    #     quantized, deepspeed
     "aten.linear": "low low low low fp32 low low low low low low low low",
     "aten.conv2d": "low low low low fp32 low low low low low low low low",
     "aten.bmm": "low low low low fp32 low low low low low widest low low",
