@@ -27,7 +27,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup venv given demo test lint types format test-all-but-slow test-fast test-slow test-gpu test-torch211 docs \
-  browser screens page-libraries bench bench-onnx clean
+  browser screens page-libraries bench bench-onnx examples zoo clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -136,6 +136,13 @@ $(PEERS)/.installed: $(STAMP)
 bench-onnx: $(PEERS)/.installed ## ONNX conversion and amp.tune beside other converters, installed in an environment of their own
 	$(BIN)/python -m benchmarks.onnx_convert --peers $(PEERS)/bin/python
 	$(BIN)/python -m benchmarks.tune --peers $(PEERS)/bin/python
+
+RECIPES := $(filter-out common text zoo,$(basename $(notdir $(wildcard examples/recipes/*.py))))
+examples: $(STAMP) ## the recipes in full, one after the other, ten minutes on one core: their tables, and examples/recipes/results/
+	$(foreach recipe,$(RECIPES),OMP_NUM_THREADS=1 $(BIN)/python examples/recipes/$(recipe).py &&) true
+
+zoo: $(STAMP) ## the pictures and tables of docs/zoo.md from the results of the recipes
+	$(BIN)/python examples/recipes/zoo.py
 
 clean: ## remove .venv and everything generated
 	rm -rf $(VENV) .venv211 .wheels .cache .types build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -76,20 +76,15 @@ def picture_of(runs: Mapping[str, Sequence[StepRecord]], kind: str) -> bytes:
     Raises:
         AmpError: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-        from matplotlib.lines import Line2D
-    except ImportError as cause:
-        raise AmpError("matplotlib is not installed, which draws runs", mend="pip install matplotlib") from cause
     panels = [
         panel for panel in _panels(runs) if any(_points(line, run) for run in runs.values() for line in panel.lines)
     ]
-    with matplotlib.rc_context(), io.BytesIO() as made:
-        matplotlib.rcdefaults()  # what a user has set for drawings of their own does not count here
-        matplotlib.rcParams.update(_SETTINGS)
-        down = math.ceil(len(panels) / _ACROSS)
-        figure = Figure(figsize=(_ACROSS * _SIZE[0], down * _SIZE[1]), layout="constrained")
+    down = math.ceil(len(panels) / _ACROSS)
+
+    def draw(figure: Any) -> None:
+        from matplotlib.lines import Line2D
+
+        figure.set_size_inches(_ACROSS * _SIZE[0], down * _SIZE[1])
         for place, panel in enumerate(panels):
             axes = figure.add_subplot(down, _ACROSS, place + 1)
             _draw(axes, panel, runs)
@@ -98,6 +93,34 @@ def picture_of(runs: Mapping[str, Sequence[StepRecord]], kind: str) -> bytes:
         if len(runs) > 1:
             handles = [Line2D([], [], color=f"C{number % _COLOURS}") for number in range(len(runs))]
             figure.legend(handles, [_plain(name) for name in runs], loc="outside upper center", ncols=min(len(runs), 4))
+
+    return drawing(draw, kind)
+
+
+def drawing(draw: Callable[[Any], None], kind: str) -> bytes:
+    """The bytes of a picture in the style of the project's, whatever a user has set: one drawing is always one file.
+
+    Args:
+        draw: draws on a `matplotlib.figure.Figure` that is empty.
+        kind: one of `KINDS`.
+
+    Raises:
+        AmpError: matplotlib is not installed.
+
+    Example:
+        >>> drawing(lambda figure: figure.add_subplot().plot([1, 2, 4]), "png")[1:4]
+        b'PNG'
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as cause:
+        raise AmpError("matplotlib is not installed, which draws runs", mend="pip install matplotlib") from cause
+    with matplotlib.rc_context(), io.BytesIO() as made:
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_SETTINGS)
+        figure = Figure(layout="constrained")
+        draw(figure)
         figure.savefig(made, format=kind, metadata=_NO_DATE[kind], dpi=150)
         return made.getvalue()
 

@@ -1,0 +1,260 @@
+"""What the recipes share: the ways of training, the seeds, the table with its standard errors, the results as JSON.
+
+A recipe says how a training starts and how its quality is measured. `main` trains it in four ways: in FP32; in FP16
+with neither a loss scale nor FP32 master weights, and with both; and as `amp.training_step` does by default. The FP32
+run of the first seed is profiled on its way: `amp.profile` counts the gradients that FP16 would make zero and the
+updates that a 16-bit weight would not notice, and names the loss scale that the other runs take.
+"""
+
+import argparse
+import datetime
+import json
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+import amp_compiler as amp
+from amp_compiler.diagnose.exponents import Histogram
+from amp_compiler.ops.exponents import LOWEST
+
+FOLDER = Path(__file__).parent / "results"
+FP32, NEITHER, MASTERS, SCALED, BOTH, DEFAULT = (
+    "FP32",
+    "FP16, neither",
+    "FP16, masters alone",
+    "FP16, scale alone",
+    "FP16, scale and masters",
+    "by default",
+)
+NO_MASTERS = {"version": 1, "extends": "default", "weights": {"master": "low"}}
+KINDS = ("activation", "activation gradient", "weight gradient", "weight")
+PROFILED = (0.0, 0.25, 0.5, 0.75)  # parts of a training behind which a step is profiled
+HEADINGS = ("way", "{measure}", "better than FP32, standard errors", "steps skipped")
+POINTS = 12  # of a curve
+SHORT = 4  # steps of a short run
+
+Options = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training that has not begun.
+
+    Args:
+        steps: called one after the other with each batch; a GAN has two.
+        optimizers: whose learning rates fall to zero in a straight line.
+        batch: gives the batch of a step by its number.
+        quality: measures what has been learned, in FP32.
+    """
+
+    steps: Sequence[amp.TrainingStep]
+    optimizers: Sequence[torch.optim.Optimizer]
+    batch: Callable[[int], tuple[Any, ...]]
+    quality: Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is trained, for how long, and what has to come out.
+
+    Args:
+        name: of its file of results.
+        title: one line for people.
+        measure: what its quality is called.
+        start: makes a training of a seed and the options of `amp.training_step`.
+        length: steps of a full run.
+        higher: whether a greater quality is a better one.
+        fails: the ways that come out worse by at least three standard errors.
+        ways: the options of each way by its name, given the loss scale of the profile.
+        low: the type whose losses are told.
+    """
+
+    name: str
+    title: str
+    measure: str
+    start: Callable[[int, Options], Training]
+    length: int
+    higher: bool = True
+    fails: tuple[str, ...] = ()
+    ways: Callable[[float], dict[str, Options]] = field(default=lambda scale: four_ways(scale))
+    low: str = "fp16"
+
+
+def four_ways(scale: float) -> dict[str, Options]:
+    """The options of `amp.training_step` by the name of the way; the first is FP32."""
+    return {
+        FP32: {"enabled": False},
+        NEITHER: {"dtype": "fp16", "loss_scale": None, "rules": NO_MASTERS},
+        BOTH: {"dtype": "fp16", "loss_scale": scale},
+        DEFAULT: {},
+    }
+
+
+def six_ways(scale: float) -> dict[str, Options]:
+    """The four, and FP16 with one of the two alone."""
+    alone = {
+        MASTERS: {"dtype": "fp16", "loss_scale": None},
+        SCALED: {"dtype": "fp16", "loss_scale": scale, "rules": NO_MASTERS},
+    }
+    return four_ways(scale) | alone
+
+
+def train(training: Training, length: int, profiles: list[amp.Profile] | None = None) -> dict[str, Any]:
+    """Run a training: its curve as plain data. Steps whose profiles are asked for train as they would otherwise."""
+    looked = sorted({max(round(length * point / POINTS), 1) for point in range(1, POINTS + 1)})
+    counted = {int(length * part) for part in PROFILED} if profiles is not None else set()
+    schedules = [torch.optim.lr_scheduler.LinearLR(one, 1.0, 0.0, length) for one in training.optimizers]
+    curve: dict[str, Any] = {"at": [], "quality": [], "loss_scale": [], "stopped": ""}
+    for number in range(length):
+        try:
+            for step in training.steps:
+                if number in counted:
+                    profiles.append(amp.profile(step, [training.batch(number)]))
+                else:
+                    step(*training.batch(number))
+            for schedule in schedules:
+                schedule.step()
+        except amp.LossScaleError as error:
+            curve["stopped"] = str(error).splitlines()[0]
+        if number + 1 in looked or curve["stopped"]:
+            curve["at"].append(number + 1)
+            curve["quality"].append(training.quality())
+            curve["loss_scale"].append(float(training.steps[0].loss_scale))
+        if curve["stopped"]:
+            break
+    return curve | {"skipped": sum(int(step.skipped_steps) for step in training.steps)}
+
+
+def shares(histogram: Histogram) -> dict[str, float]:
+    """Which part of the numbers that are not zero has an exponent, by the exponent."""
+    counts = histogram.numbers.tolist()
+    return {str(LOWEST + place): round(count / sum(counts), 6) for place, count in enumerate(counts) if count}
+
+
+def measured_ranges(profiles: list[amp.Profile], low: str) -> dict[str, Any]:
+    """What the profiles of a training say together: exponents of each kind, what the low type loses, a loss scale."""
+    histograms = {kind: [row.histogram for profile in profiles for row in profile.of(kind)] for kind in KINDS}
+    sums = {kind: sum(found[1:], found[0]) for kind, found in histograms.items()}
+    scale = min(profile.loss_scale("fp16").scale for profile in profiles)
+    updates = [row for profile in profiles for row in profile.updates]
+    gradients = ("activation gradient", "weight gradient")
+    return {
+        "exponents": {kind: shares(found) for kind, found in sums.items()},
+        "scale": scale,
+        "zero": {kind: sums[kind].fractions(low).zero for kind in gradients},
+        "zero with the scale": {kind: sums[kind].fractions(low, scale).zero for kind in gradients},
+        "updates lost": sum(row.lost[low] for row in updates) / max(sum(row.made for row in updates), 1),
+    }
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean of some values; 0 of one alone."""
+    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+
+
+def advantage(way: Sequence[float], reference: Sequence[float], higher: bool = True) -> float:
+    """How much better the mean of one list is than that of another, in standard errors of their difference."""
+    better = (statistics.fmean(way) - statistics.fmean(reference)) * (1 if higher else -1)
+    error = math.hypot(standard_error(way), standard_error(reference))
+    return better / error if error else math.copysign(math.inf, better) if better else 0.0
+
+
+def measure(recipe: Recipe, length: int, seeds: int, console: Console) -> dict[str, Any]:
+    """Train every way with every seed: the results as plain data."""
+    profiles: list[amp.Profile] = []
+    runs: dict[str, list[dict[str, Any]]] = {}
+    began = time.time()
+    first = train(recipe.start(0, {"enabled": False}), length, profiles)
+    ranges = measured_ranges(profiles, recipe.low)
+    for name, options in recipe.ways(ranges["scale"]).items():
+        again = [] if options == {"enabled": False} else [0]
+        runs[name] = [] if again else [first]
+        for seed in [*again, *range(1, seeds)]:
+            runs[name].append(train(recipe.start(seed, options), length))
+        console.print(f"{recipe.name}: {name}: {[round(run['quality'][-1], 4) for run in runs[name]]}", style="dim")
+    facts = {
+        "title": recipe.title,
+        "measure": recipe.measure,
+        "higher": recipe.higher,
+        "steps": length,
+        "low": recipe.low,
+    }
+    return {**facts, "fails": recipe.fails, **machine(), "seconds": time.time() - began, "ranges": ranges, "runs": runs}
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers depend on."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    return {"date": datetime.date.today().isoformat(), "cpu": name, "versions": versions}
+
+
+def last(results: dict[str, Any], way: str) -> list[float]:
+    """The quality of each seed at the end."""
+    return [run["quality"][-1] for run in results["runs"][way]]
+
+
+def rows(results: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    """Of each way: its name, its quality with the standard error, how much better than FP32 that is, steps skipped."""
+    reference, made = last(results, FP32), []
+    for way, runs in results["runs"].items():
+        values = last(results, way)
+        quality = f"{statistics.fmean(values):.4g} ± {standard_error(values):.2g}"
+        better = advantage(values, reference, results["higher"])
+        made.append((way, quality, "" if way == FP32 else f"{better:+.1f}", str(sum(run["skipped"] for run in runs))))
+    return made
+
+
+def why(results: dict[str, Any]) -> str:
+    """What the profile says of the ways that fail."""
+    found, low = results["ranges"], results["low"].upper()
+    zero, kept = found["zero"], found["zero with the scale"]
+    return (
+        f"{low} makes {zero['weight gradient']:.1%} of the gradients of weights zero and "
+        f"{zero['activation gradient']:.1%} of those of activations; with a loss scale of {found['scale']:g}, "
+        f"{kept['weight gradient']:.1%} and {kept['activation gradient']:.1%}. "
+        f"A weight in {low} would not notice {found['updates lost']:.1%} of the updates."
+    )
+
+
+def table(results: dict[str, Any]) -> Table:
+    """The results for the terminal."""
+    seeds = len(next(iter(results["runs"].values())))
+    made = Table(title=f"{results['title']}: {results['steps']} steps, {seeds} seeds", box=box.SIMPLE_HEAD)
+    for number, name in enumerate(HEADINGS):
+        made.add_column(name.format(**results), justify="right" if number else "left")
+    for row in rows(results):
+        made.add_row(*row)
+    return made
+
+
+def main(*recipes: Recipe, arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """Run recipes from the command line: print each table, write what was measured and the picture of it."""
+    parser = argparse.ArgumentParser(description="; ".join(recipe.title for recipe in recipes))
+    parser.add_argument("--short", action="store_true", help="a few steps of one seed, and nothing is written")
+    parser.add_argument("--seeds", type=int, default=3, help="how many seeds (default: 3)")
+    parser.add_argument("--only", choices=[recipe.name for recipe in recipes], help="one of several recipes")
+    parser.add_argument("--into", type=Path, default=FOLDER, help="the folder of the results (default: results/)")
+    given = parser.parse_args(arguments)
+    console, found = Console(), []
+    for recipe in [one for one in recipes if given.only in (None, one.name)]:
+        length, seeds = (SHORT, 1) if given.short else (recipe.length, given.seeds)
+        results = measure(recipe, length, seeds, console)
+        console.print(table(results), why(results))
+        if not given.short:
+            given.into.mkdir(exist_ok=True)
+            (given.into / f"{recipe.name}.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        found.append(results)
+    return found
