@@ -90,6 +90,13 @@ class KeepModel(Strict):
     quantized: bool = _optional("ONNX: what quantises, what stands beside it, and its scales")
 
 
+class ReduceModel(Strict):
+    """How gradients are summed over the processes that train one model."""
+
+    precision: Literal["low", "fp32"] = _optional("type of the sums: low, as the gradients are made; or fp32")
+    bucket_mb: Annotated[Finite, Field(gt=0)] = _optional("megabytes (2**20 bytes) of gradients that are sent together")
+
+
 class RuleFileModel(Strict):
     """A rule file of amp_compiler."""
 
@@ -105,6 +112,7 @@ class RuleFileModel(Strict):
     loss_scale: LossScaleModel = _optional("loss scale, merged over the extended file's")
     weights: WeightsModel = _optional("weights, merged over the extended file's")
     keep: KeepModel = _optional("numbers that stay as captured, merged over the extended file's")
+    reduce: ReduceModel = _optional("sums of gradients over processes, merged over the extended file's")
 
 
 MODELS: dict[str, type[Strict]] = {
@@ -115,6 +123,7 @@ MODELS: dict[str, type[Strict]] = {
     "loss_scale": LossScaleModel,
     "weights": WeightsModel,
     "keep": KeepModel,
+    "reduce": ReduceModel,
 }
 
 

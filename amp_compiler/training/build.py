@@ -31,7 +31,7 @@ from amp_compiler.ops.loss_scale import LossScale
 from amp_compiler.passes.pipeline import Late, Pipeline, Stages
 from amp_compiler.passes.step.separate_buffers import written_placeholders
 from amp_compiler.training.events import Events, Places
-from amp_compiler.training.inputs import KeptTensors, StepInputs, TrainedWeights
+from amp_compiler.training.inputs import Agree, KeptTensors, StepInputs, TrainedWeights
 from amp_compiler.training.program import ROOT, LossModule, StepProgram
 from amp_compiler.training.weights import check_types, widened
 
@@ -48,8 +48,9 @@ class StepOptions:
         scale: the loss scale.
         clip_norm: largest global gradient norm, `None` for no clipping.
         enabled: mixed precision; without it the same graph in FP32.
-        divisor: number of batches whose gradients are averaged.
-        gather: as for `FuseUpdate`.
+        divisor: number of batches, on all ranks together, whose gradients are averaged.
+        gather: as for `GatherGradients`.
+        reduction: how the gradients of several ranks are summed; `None` for one process.
     """
 
     settings: Settings
@@ -59,6 +60,28 @@ class StepOptions:
     enabled: bool = True
     divisor: int = 1
     gather: str = ""
+    reduction: Reduction | None = None
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How the gradients of several ranks are summed.
+
+    Args:
+        group: torch's name of the group of ranks.
+        ranks: their number.
+        bucket_bytes: as for `ReduceGradients`.
+        in_fp32: whether sums are made in FP32 of what is made in 16 bits.
+        broadcast_buffers: whether all ranks take the first one's buffers.
+        agree: what all of them have a gradient of, by what this one has.
+    """
+
+    group: str
+    ranks: int
+    bucket_bytes: int
+    in_fp32: bool
+    broadcast_buffers: bool
+    agree: Agree = tuple
 
 
 @dataclass(frozen=True)
@@ -194,7 +217,7 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
     if options.scale.checks_finite and options.gather != "add":
         scale = -1 if options.scale.constant is None else float(options.scale.constant)
         compiled = state.events.watched(compiled, weights.names(), Places(results + 2, keys.index(_SKIPPED), scale))
-    run = GraphedRun(compiled, names, places, results, state.graphs, _no_cuda_graph(step, settings))
+    run = GraphedRun(compiled, names, places, results, state.graphs, _no_cuda_graph(step, settings, options))
     buffers = tuple(weights.inputs.getters[name] for name in begun.written)
     return StepProgram(
         step,
@@ -211,6 +234,8 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
         buffers,
         captured.writes,
         ValueGuards(captured.state, captured.constants.values()),
+        weights.offered,
+        weights.shared,
     )
 
 
@@ -277,6 +302,22 @@ def _step_options(weights: TrainedWeights, begun: Begun, options: StepOptions, k
         "divisor": options.divisor,
         "gather": options.gather,
         "stage": native.FORWARD,
+        **_reduction_options(weights, options),
+    }
+
+
+def _reduction_options(weights: TrainedWeights, options: StepOptions) -> dict[str, Any]:
+    reduction = options.reduction
+    if reduction is None:
+        return {}
+    keeps = options.gather == "add"  # these gradients stay here
+    return {
+        "group": reduction.group,
+        "ranks": reduction.ranks,
+        "shared": Late(lambda graph_module: weights.share(graph_module, reduction.agree, keeps)),
+        "bucket_bytes": reduction.bucket_bytes,
+        "reduce_in_fp32": reduction.in_fp32,
+        "broadcast_buffers": reduction.broadcast_buffers,
     }
 
 
@@ -314,10 +355,12 @@ def check_parameters(
     check_types(named, owned, low, enabled)
 
 
-def _no_cuda_graph(step: fx.GraphModule, settings: Settings) -> str:
+def _no_cuda_graph(step: fx.GraphModule, settings: Settings, options: StepOptions) -> str:
     """Why the step cannot be replayed as a CUDA graph, as far as it is known before it runs."""
     if settings.runs_on.no_cuda_graph:
         return settings.runs_on.no_cuda_graph
     if settings.dynamic_shapes is not None:
         return "the shapes are dynamic (dynamic_shapes=)"
+    if options.reduction is not None:
+        return "its ranks send one another gradients in the midst of it"
     return graph_obstacle(step.graph)
