@@ -236,6 +236,7 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
         ValueGuards(captured.state, captured.constants.values()),
         weights.offered,
         weights.shared,
+        options.divisor,
     )
 
 

@@ -18,7 +18,7 @@ from amp_compiler.ops.layout import is_turned
 from amp_compiler.ops.loss_scale import LossScaleState
 from amp_compiler.ops.update.rounding import Storage
 from amp_compiler.passes.step.place_weights import PlacedWeights, is_read_low, placed_weights
-from amp_compiler.passes.step.reduce_gradients import SharedGradient, shared_gradients
+from amp_compiler.passes.step.reduce_gradients import SharedGradient, in_order, shared_gradients
 from amp_compiler.passes.step.sum_gradients import owners_with_gradient
 from amp_compiler.policy.rules import OpTable
 from amp_compiler.training.fused_optimizers import BoundGroup, bind
@@ -177,7 +177,7 @@ class TrainedWeights:
         self.offered = shared_gradients(graph_module.graph, self.updated)
         self.shared = agree(self.offered)
         if not keeps:
-            self.updated = tuple(one.name for one in self.shared)
+            self.updated = in_order(graph_module.graph, self.shared)
         return self.shared
 
     def specs(self, joint: fx.GraphModule) -> tuple[Any, ...]:

@@ -47,6 +47,12 @@ def shared_gradients(graph: fx.Graph, updated: Sequence[str]) -> tuple[SharedGra
     return tuple(SharedGradient(name, node.meta["val"].dtype, _order(node.meta["val"])) for name, node in made)
 
 
+def in_order(graph: fx.Graph, shared: Sequence[SharedGradient]) -> tuple[str, ...]:
+    """The weights of shared gradients in the order of their placeholders, as one process has them."""
+    names = {one.name for one in shared}
+    return tuple(node.name for node in graph.find_nodes(op="placeholder") if node.name in names)
+
+
 @dataclass(frozen=True)
 class Bucket:
     """Gradients that are sent together.
@@ -144,7 +150,7 @@ class ReduceGradients(InPlacePass):
         return f"'{missing[0]}' is no placeholder of the graph" if missing else super().requires(subject)
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
-        """Rewrite in place; the gradients stand in the order of `shared` then."""
+        """Rewrite in place; the gradients stand in the order that `in_order` says then."""
         if not self.group or self.gather == "add":
             return PassResult(subject, False)
         _Builder(self, subject.graph).build()
@@ -177,7 +183,7 @@ class _Builder:
         for bucket, message in reduced:
             sums.update(self._summed(bucket, self._awaited(message)))
         written = [values.get(value, value) for value in outputs[options.results : behind]]
-        gradients = [sums[one.name] for one in options.shared]
+        gradients = [sums[name] for name in in_order(self.graph, options.shared)]
         self.output.args = ((*outputs[: options.results], *written, *gradients),)
 
     def _place(self, nodes: Sequence[fx.Node], before: fx.Node) -> fx.Node:

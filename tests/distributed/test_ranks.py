@@ -1,0 +1,114 @@
+"""Several ranks train one model: their weights are those of one process, and the same to the bit on all of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_scenarios import CASES, SCENARIOS, run_ranks
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this torch has no gloo"),
+]
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What each rank of two returned, by scenario."""
+    return run_ranks(2, SCENARIOS)
+
+
+def of(found, name):
+    """What the ranks returned of a scenario, none of which failed."""
+    assert [one.get("error") for one in found[name]] == [None] * len(found[name])
+    return found[name]
+
+
+def distance(some, others):
+    return max(float((a.double() - b.double()).abs().max()) for a, b in zip(some, others, strict=True))
+
+
+def equal(some, others):
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_in_fp32_two_ranks_have_the_weights_of_one_process(found, case):
+    first, second = (one[case] for one in of(found, "in_fp32"))
+    assert equal(first["together"], second["together"])
+    assert equal(first["together"], first["alone"])  # the same two numbers are added, so to the bit
+    # Whole batches sum in another order: how far that leads is what one process shows that sums as the ranks do.
+    assert distance(first["together"], first["jointly"]) <= distance(first["alone"], first["jointly"]) < 1e-3
+    assert torch.equal(first["norm"], second["norm"]) and float(first["norm"]) > 0
+    assert all(torch.equal(one, second["gradients"][name]) for name, one in first["gradients"].items())
+
+
+def test_gathered_batches_are_reduced_once(found):
+    first, second = of(found, "accumulated")
+    assert equal(first["same"], second["same"])
+    assert distance(first["together"], first["alone"]) < 1e-5  # four numbers are added in another order
+    assert first["messages"] == [0, 1]  # of the two programs the one that updates
+
+
+def test_no_rank_updates_where_one_of_them_or_the_sum_overflows(found):
+    first, second = of(found, "overflows")
+    assert equal(first["weights"], second["weights"]) and equal(first["same"], second["same"])
+    assert first["skipped"] == second["skipped"] == [0, 0, 1, 1, 2, 2]
+    assert first["scales"] == second["scales"] == [1024.0, 1024.0, 512.0, 512.0, 256.0, 256.0]
+
+
+def test_a_gan_of_two_steps_stays_the_same_on_all_ranks(found):
+    first, second = of(found, "a_gan")
+    assert equal(first["same"], second["same"])
+    assert first["batches"] == 2 * 50 and first["losses"] != second["losses"]
+    assert sum(first["losses"][-5:]) < sum(first["losses"][:5])
+
+
+def test_buffers_are_those_of_the_first_rank_or_of_each_its_own(found):
+    first, second = of(found, "buffers")
+    for one in (first, second):
+        assert equal(first["broadcast"]["weights"], one["broadcast"]["weights"])
+        assert equal(first["local"]["weights"], one["local"]["weights"])
+    assert equal(first["broadcast"]["buffers"], second["broadcast"]["buffers"])
+    assert not equal(first["local"]["buffers"], second["local"]["buffers"])
+    for one, kind in ((first, "broadcast"), (first, "local"), (second, "local")):
+        torch.testing.assert_close(one[kind]["buffers"][0], one[kind]["own"], rtol=0, atol=2.0**-8)  # of BF16 products
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_low_types_lead_no_further_from_fp32_than_autocast_in_ddp(found, dtype, optimizer):
+    first, second = (one[dtype, optimizer] for one in of(found, "low_types"))
+    assert equal(first["same"], second["same"])
+    theirs, ours, wide = (distance(first[name], first["fp32"]) for name in ("theirs", "ours", "ours, sums in FP32"))
+    print(f"\n{dtype} {optimizer}: {theirs:.2e} {ours:.2e} {wide:.2e}")
+    assert 0 < ours <= 1.5 * theirs and 0 < wide <= 1.5 * theirs
+    assert ours != wide
+
+
+def test_what_a_rank_has_no_gradient_of_counts_as_zero(found):
+    first, second = of(found, "missing_gradients")
+    assert all(equal(a, b) for a, b in zip(first["weights"], second["weights"], strict=True))
+    assert first["unused"] and second["unused"] and first["states"] == second["states"] == 6
+    assert first["steps"] == second["steps"]
+
+
+def test_a_checkpoint_is_the_same_on_each_rank_and_goes_on_in_one_process(found):
+    first, second = of(found, "a_checkpoint")
+    assert str(first["saved"]) == str(second["saved"])
+    assert equal(first["went on"], second["went on"])
+    for one in (first, second):
+        assert equal(one["ranks"], first["went on"])
+        assert equal(one["alone"], first["went on"])  # the gradients of the ranks' parts are added in FP32 by both
+
+
+def test_ddp_around_a_compiled_model_trains_too(found):
+    first, second = of(found, "compiled_in_ddp")
+    assert equal(first["weights"], second["weights"])
+
+
+def test_a_mesh_is_its_group(found):
+    for one in of(found, "a_mesh"):
+        assert equal(one["line"], one["square"])
+        assert "has 2 dimensions" in one["told"] and 'mesh["pp"]' in one["told"]
