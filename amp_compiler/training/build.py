@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import wraps
 from typing import Any
 
 import torch
@@ -29,9 +29,10 @@ from amp_compiler.ops import native
 from amp_compiler.ops.cpu.arena import ArenaMemory, ArenaRun
 from amp_compiler.ops.loss_scale import LossScale
 from amp_compiler.passes.pipeline import Late, Pipeline, Stages
+from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.passes.step.separate_buffers import written_placeholders
 from amp_compiler.training.events import Events, Places
-from amp_compiler.training.inputs import Agree, KeptTensors, StepInputs, TrainedWeights
+from amp_compiler.training.inputs import KeptTensors, StepInputs, TrainedWeights
 from amp_compiler.training.program import ROOT, LossModule, StepProgram
 from amp_compiler.training.weights import check_types, widened
 
@@ -73,7 +74,8 @@ class Reduction:
         bucket_bytes: as for `ReduceGradients`.
         in_fp32: whether sums are made in FP32 of what is made in 16 bits.
         broadcast_buffers: whether all ranks take the first one's buffers.
-        agree: what all of them have a gradient of, by what this one has.
+        agree: `agree(gradients, buffers)` gives what all of them have a gradient of, by that of which this one has, and
+            the buffers that it writes.
     """
 
     group: str
@@ -81,7 +83,7 @@ class Reduction:
     bucket_bytes: int
     in_fp32: bool
     broadcast_buffers: bool
-    agree: Agree = tuple
+    agree: Callable[..., tuple[SharedGradient, ...]] = lambda gradients, buffers: gradients
 
 
 @dataclass(frozen=True)
@@ -236,6 +238,7 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
         ValueGuards(captured.state, captured.constants.values()),
         weights.offered,
         weights.shared,
+        begun.written,
         options.divisor,
     )
 
@@ -261,7 +264,7 @@ def run_step_passes(
 def _with_first(run: Callable[..., Sequence[Any]], place: int) -> Callable[..., Sequence[Any]]:
     """A step that gives a copy of one input as well, as it was before the step: part of the graph that is replayed."""
 
-    @wraps(run, assigned=(), updated=())
+    @functools.wraps(run, assigned=(), updated=())
     def both(*inputs: Any) -> Sequence[Any]:
         before = inputs[place].clone()
         return [*run(*inputs), before]
@@ -303,19 +306,20 @@ def _step_options(weights: TrainedWeights, begun: Begun, options: StepOptions, k
         "divisor": options.divisor,
         "gather": options.gather,
         "stage": native.FORWARD,
-        **_reduction_options(weights, options),
+        **_reduction_options(weights, options, begun.written),
     }
 
 
-def _reduction_options(weights: TrainedWeights, options: StepOptions) -> dict[str, Any]:
+def _reduction_options(weights: TrainedWeights, options: StepOptions, written: tuple[str, ...]) -> dict[str, Any]:
     reduction = options.reduction
     if reduction is None:
         return {}
     keeps = options.gather == "add"  # these gradients stay here
+    agree = functools.partial(reduction.agree, buffers=written)
     return {
         "group": reduction.group,
         "ranks": reduction.ranks,
-        "shared": Late(lambda graph_module: weights.share(graph_module, reduction.agree, keeps)),
+        "shared": Late(lambda graph_module: weights.share(graph_module, agree, keeps)),
         "bucket_bytes": reduction.bucket_bytes,
         "reduce_in_fp32": reduction.in_fp32,
         "broadcast_buffers": reduction.broadcast_buffers,

@@ -177,6 +177,7 @@ class StepProgram:
         values: the Python values that it holds for.
         offered: what this rank's graph has a gradient of; empty for one process.
         shared: what all ranks together have a gradient of, for which it was made.
+        written: placeholders of the buffers that it writes.
         divisor: number of batches, on all ranks together, whose gradients its own are the sums of.
 
     Attributes:
@@ -199,6 +200,7 @@ class StepProgram:
     values: ValueGuards = field(default_factory=lambda: ValueGuards(PythonState()))
     offered: tuple[SharedGradient, ...] = ()
     shared: tuple[SharedGradient, ...] = ()
+    written: tuple[str, ...] = ()
     divisor: int = 1
     found_anew: bool = field(default=True, init=False, repr=False)
     _seen: _Seen | None = field(default=None, init=False, repr=False)

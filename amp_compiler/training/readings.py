@@ -147,8 +147,8 @@ class StepReadings:
     def gradients(self) -> dict[str, Tensor]:
         """The last step's unscaled FP32 gradients by parameter name, before clipping; for logging.
 
-        While batches are gathered, their sum so far divided by `accumulate`. Of several ranks the mean over all of them;
-        while batches are gathered, this rank's.
+        While batches are gathered, their sum so far divided by `accumulate`. Of several ranks it is their mean, but
+        while batches are gathered.
         """
         program, output, scale = self._seen()
         return {

@@ -360,11 +360,9 @@ class TrainingStep(StepReadings):
                 " of one graph would lose",
                 mend="leave them out: a step keeps no more than it needs",
             )
-            if self._together is not None:
-                raise cause
-            return PieceProgram(self._in_pieces(cause), spec, self._options(gather), owners)
+            return self._piece_program(self._in_pieces(cause), spec, gather, leaves)
         if self._pieces is not None:
-            return PieceProgram(self._pieces, spec, self._options(gather), owners)
+            return self._piece_program(self._pieces, spec, gather, leaves)
         with TENSORS:
             form = leaves_key(leaves)
         key = (spec, module, owners, gather, self._scale_config, form)
@@ -393,12 +391,14 @@ class TrainingStep(StepReadings):
                     ),
                 )
         except (CaptureError, LoweringError) as cause:
-            if isinstance(cause, (HookError, OptimizerError)) or self._together is not None:
+            if isinstance(cause, (HookError, OptimizerError)) or (
+                self._together is not None and self._together.has_agreed
+            ):
                 raise
             asked_for = self._settings.dynamic_shapes not in (None, AUTO)
             if asked_for and isinstance(cause, CaptureError) and is_one_graph(self._module, batch):
                 raise shapes_do_not_fit("the step", cause) from cause
-            return PieceProgram(self._in_pieces(cause), spec, options, owners)
+            return self._piece_program(self._in_pieces(cause), spec, gather, leaves)
         self._standing.begin()
         now = self._standing.module
         if now != module:  # weights were converted for storage without masters: earlier programs will never fit again
@@ -409,26 +409,44 @@ class TrainingStep(StepReadings):
         self._programs.add((spec, now, owners, gather, self._scale_config, form), program)
         self._form.fix(batch)
         if self._together is not None:
-            self._together.settle(self._offer(program.offered, leaves, gather), program.shared)
+            offer = self._offer(program.offered, program.written, leaves, gather)
+            self._together.settle(offer, program.shared)
         return program
 
     def _may_run(self, program: StepProgram, leaves: list[Any], gather: str) -> bool:
         """Whether the other ranks have what goes with a program."""
         if self._together is None:
             return True
-        offer = self._offer(program.offered, leaves, gather)
+        offer = self._offer(program.offered, program.written, leaves, gather)
         if not self._together.keeps(offer, program.shared):
             return False
         self._together.settle(offer, program.shared)
         return True
 
-    def _offer(self, gradients: tuple[SharedGradient, ...], leaves: list[Any], gather: str) -> Offer:
-        return Offer(gradients, batch_form(leaves), gather, settings_of(self._optimizers))
+    def _offer(
+        self, gradients: tuple[SharedGradient, ...], buffers: tuple[str, ...], leaves: list[Any], gather: str
+    ) -> Offer:
+        shown = buffers if self._reduction is not None and self._reduction.broadcast_buffers else ()
+        return Offer(gradients, shown, batch_form(leaves), gather, settings_of(self._optimizers))
 
     @property
     def _speaks(self) -> bool:
         """Whether notices are this process's to give: of several ranks the first one gives them."""
         return self._ranks is None or self._ranks.is_first
+
+    def _piece_program(self, step: PieceStep, spec: Any, gather: str, leaves: list[Any]) -> PieceProgram:
+        options, together = self._options(gather, leaves), self._together
+        if together is None or options.reduction is None:
+            return PieceProgram(step, spec, options, self._standing.owners)
+
+        def decide(gradients: tuple[SharedGradient, ...], buffers: tuple[str, ...]) -> tuple[SharedGradient, ...]:
+            return together.decide(self._offer(gradients, buffers, leaves, gather))
+
+        reduction = replace(options.reduction, agree=Reduction.agree)  # of the update: all is there then
+        options = replace(options, reduction=reduction)
+        program = PieceProgram(step, spec, options, self._standing.owners, decide)
+        program.prepare(leaves)
+        return program
 
     def _in_pieces(self, cause: AmpError) -> PieceStep:
         return PieceStep(self._module, self._settings, cause, self._state, self._enabled)
@@ -452,7 +470,11 @@ class TrainingStep(StepReadings):
         together, reduction = self._together, self._reduction
         if together is None or reduction is None or leaves is None:
             return options
-        reduction = replace(reduction, agree=lambda own: together.agree(self._offer(own, leaves, gather)))
+
+        def agree(gradients: tuple[SharedGradient, ...], buffers: tuple[str, ...]) -> tuple[SharedGradient, ...]:
+            return together.agree(self._offer(gradients, buffers, leaves, gather))
+
+        reduction = replace(reduction, agree=agree)
         ranks = 1 if gather == "add" else reduction.ranks
         return replace(options, divisor=self._accumulate * ranks, reduction=reduction)
 

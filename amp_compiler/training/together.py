@@ -27,6 +27,7 @@ _BATCH = (
     "give all ranks batches of one shape: pad them, or drop the last one (DataLoader(drop_last=True)); else the"
     " mean over all samples would not be that of the ranks' means"
 )
+MOST_AGREED = 4096  # combinations that are kept in mind
 _FAILED = -1  # of a rank that agreed, and then could not build its program
 
 
@@ -36,12 +37,14 @@ class Offer:
 
     Args:
         gradients: what its graph has a gradient of, in the order of the backward.
+        buffers: which buffers it writes, where all ranks take the first one's.
         batch: types and shapes of its batch's tensors.
         gather: as for `GatherGradients`.
         numbers: the plain values of the optimizers' `param_groups`.
     """
 
     gradients: Shared
+    buffers: tuple[str, ...]
     batch: tuple[str, ...]
     gather: str
     numbers: tuple[str, ...]
@@ -52,6 +55,7 @@ class Offer:
         return {
             "gradients": gradients,
             "the batch": self.batch,
+            "the buffers that are written": self.buffers,
             "the accumulated batches": self.gather,
             "the optimizer's settings": self.numbers,
         }
@@ -71,7 +75,7 @@ class Together:
 
     def __init__(self, ranks: Ranks, values: Callable[[], dict[str, Any]]) -> None:
         self.ranks, self._values = ranks, values
-        self._agreed: set[tuple[int, ...]] = set()
+        self._agreed: dict[tuple[int, ...], Shared] = {}
         self._open = self._told = False
         self._now: tuple[Offer, Shared] | None = None
 
@@ -112,10 +116,34 @@ class Together:
             RankError: the ranks differ, or one failed.
         """
         numbers = self.ranks.numbers(_number(offer, shared))
-        if numbers in self._agreed or (len({*numbers}) == 1 and shared == offer.gradients):
+        if self._known(numbers, offer) == shared:
             return True
         self._open = True
         return self.agree(offer) == shared
+
+    def decide(self, offer: Offer) -> Shared:
+        """What all ranks together have a gradient of, where this rank made its gradients already.
+
+        Raises:
+            RankError: the ranks differ, or one failed.
+        """
+        if not self._open:
+            known = self._known(self.ranks.numbers(_number(offer, offer.gradients)), offer)
+            if known is not None:
+                return known
+            self._open = True
+        shared = self.agree(offer)
+        self.settle(offer, offer.gradients)
+        return shared
+
+    def _known(self, numbers: tuple[int, ...], offer: Offer) -> Shared | None:
+        """What was agreed on for these numbers; ranks that say the same have the same."""
+        return offer.gradients if len({*numbers}) == 1 else self._agreed.get(numbers)
+
+    @property
+    def has_agreed(self) -> bool:
+        """Whether `agree` was asked in this call."""
+        return self._now is not None
 
     def agree(self, offer: Offer) -> Shared:
         """What all ranks together have a gradient of; asked once a call, then known.
@@ -142,13 +170,15 @@ class Together:
         Raises:
             RankError: a rank could not build its program.
         """
-        if not self._open:
+        if not self._open or self._now is None:
             return
-        numbers = self.ranks.numbers(_number(offer, shared))
+        numbers, agreed = self.ranks.numbers(_number(offer, shared)), self._now[1]
         self._open, self._now = False, None
         if _FAILED in numbers:
             self.ranks.exchange({})
-        self._agreed.add(numbers)
+        if len(self._agreed) >= MOST_AGREED:
+            self._agreed.clear()
+        self._agreed[numbers] = agreed
 
 
 def _number(offer: Offer, shared: Shared) -> int:

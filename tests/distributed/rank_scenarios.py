@@ -475,3 +475,139 @@ def a_mesh(place: Place) -> dict[str, Any]:
     other, again = case.made(place.rank, mesh=square["dp"], dtype="bf16")
     again(*map(place.part, case.batches()[0]))
     return {"line": weights_of(model), "square": weights_of(other), "told": told}
+
+
+class Judging(nn.Module):
+    """A value decides which head runs, so that it is no one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.heads = nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.heads[int(x[0, 0] > 0)](self.norm(self.base(x)))
+
+
+@scenario
+def in_pieces(place: Place) -> dict[str, Any]:
+    """A loss that is no one graph, whose ranks run other heads at other steps."""
+    case = Case(Judging, squares, lambda: rows(6), sgd, {"clip_norm": 0.5})
+    model, step = trained_together(place, case, dtype="bf16")
+    found = {
+        "same": same_everywhere(step, model),
+        "execution": step.execution,
+        "weights": [p.detach() for p in model.parameters()],
+    }
+    wide = {"version": 1, "extends": "default", "reduce": {"precision": "fp32"}}
+    model, step = trained_together(place, case, dtype="bf16", rules=wide)
+    alone, _ = trained_alone(place, case, dtype="bf16", rules=wide)
+    found["wide"] = [p.detach() for p in model.parameters()]
+    found["alone"] = [p.detach() for p in alone.parameters()]
+    return found
+
+
+# What goes wrong: each returns what this rank was told, by what it was.
+
+
+def told(run: Callable[[], Any]) -> str:
+    try:
+        run()
+    except amp.AmpError as error:
+        return str(error)
+    return ""
+
+
+@scenario
+def differences(place: Place) -> dict[str, Any]:
+    """The second rank has something else, from the beginning."""
+    case, odd = CASES["sgd"], place.rank == 1
+
+    def made(**options: Any) -> str:
+        return told(lambda: case.made(0, process_group=place.group, dtype="bf16", **options))
+
+    found = {
+        "rules": made(rules={"version": 1, "extends": "default", "deny": ["aten.gelu"]} if odd else "default"),
+        "preset": made(rules="fast" if odd else "default"),
+        "options": made(clip_norm=1.0 if odd else None),
+        "fails": made(backend="nonsense" if odd else "eager"),
+    }
+    other = replace(case, model=lambda: dense(17 if odd else 16))
+    found["shapes"] = told(lambda: other.made(0, process_group=place.group))
+    other = replace(case, model=lambda: nn.Sequential(*dense(), nn.Tanh() if odd else nn.Sigmoid()))
+    found["modules"] = told(lambda: other.made(0, process_group=place.group))
+    other = replace(case, optimizer=adamw if odd else sgd)
+    found["optimizers"] = told(lambda: other.made(0, process_group=place.group))
+    version = torch.__version__
+    if odd:
+        torch.__version__ = "2.0.1"
+    found["torch"] = made()
+    torch.__version__ = version
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + int(odd))
+    found["threads"] = made()
+    torch.set_num_threads(threads)
+    return found
+
+
+@scenario
+def differences_later(place: Place) -> dict[str, Any]:
+    """The second rank differs at a call; behind the error all of them go on."""
+    case, odd = CASES["sgd"], place.rank == 1
+    model, step = case.made(0, process_group=place.group, dtype="bf16")
+    batches = case.batches()
+    x, y = map(place.part, batches[0])
+    found = {"first shape": told(lambda: step(x[: 3 if odd else 4], y[: 3 if odd else 4]))}
+    step(x, y)
+    found["later shape"] = told(lambda: step(x[: 2 if odd else 4], y[: 2 if odd else 4]))
+    (optimizer,) = step._optimizers
+    optimizer.param_groups[0]["lr"] = 0.5 if odd else 0.05
+    found["rate"] = told(lambda: step(x, y))
+    optimizer.param_groups[0]["lr"] = 0.05
+    found["fails"] = told(lambda: step({"x": x}, y) if odd else step(x, y))
+    step.model.train(not odd)
+    step.model.train()
+    step(x, y)
+    found["same"] = same_everywhere(step, model)
+    other, again = case.made(0, process_group=place.group, dtype="bf16")
+    if odd:
+        other.load_state_dict(case.model().state_dict())
+    found["loaded"] = told(lambda: again(x, y))
+    return found
+
+
+@scenario
+def what_is_refused(place: Place) -> dict[str, Any]:
+    """Models that are spread over the ranks already."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (place.size,))
+
+    def step_of(model: nn.Module) -> str:
+        return told(
+            lambda: amp.training_step(model, squares, sgd(model.parameters()), process_group=place.group)(
+                *map(place.part, rows(1)[0])
+            )
+        )
+
+    plan = {"0": ColwiseParallel()}
+    return {
+        "DDP": step_of(nn.parallel.DistributedDataParallel(dense(), process_group=place.group)),
+        "FSDP": step_of(fully_shard(dense(), mesh=mesh)),
+        "DTensor": step_of(parallelize_module(nn.Sequential(nn.Linear(8, 4)), mesh, plan)),
+        "SyncBatchNorm": step_of(
+            nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)))
+        ),
+    }
+
+
+@scenario
+def a_rank_that_never_comes(place: Place) -> dict[str, Any]:
+    """The second rank stops by itself, between two steps."""
+    case = CASES["sgd"]
+    _, step = case.made(0, process_group=place.group, dtype="bf16")
+    x, y = map(place.part, case.batches()[0])
+    step(x, y)
+    return {"told": "" if place.rank == 1 else told(lambda: step(x, y))}

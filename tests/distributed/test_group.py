@@ -24,7 +24,9 @@ def ranks():
 def make(**options):
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    return amp.training_step(model, lambda model, x: model(x).square().mean(), optimizer, backend="eager", **options)
+    return amp.training_step(
+        model, lambda model, x: model(x).square().mean(), optimizer, dtype="bf16", backend="eager", **options
+    )
 
 
 def test_ranks_that_would_part_are_refused_with_what_to_pass(ranks):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -112,3 +114,55 @@ def test_a_mesh_is_its_group(found):
     for one in of(found, "a_mesh"):
         assert equal(one["line"], one["square"])
         assert "has 2 dimensions" in one["told"] and 'mesh["pp"]' in one["told"]
+
+
+def test_a_step_in_pieces_sums_too(found):
+    first, second = of(found, "in_pieces")
+    assert "in 1 piece" in first["execution"] or "pieces" in first["execution"]
+    assert equal(first["same"], second["same"])
+    assert equal(first["wide"], second["wide"]) and equal(first["wide"], first["alone"])
+
+
+def test_ranks_that_differ_are_told_so_on_each_of_them(found):
+    first, second = of(found, "differences")
+    expected = {
+        "rules": "the ranks differ in rules: rank 1 has .*aten.gelu",
+        "preset": "the ranks differ in rules: rank 1 has",
+        "options": r"the ranks differ in options: rank 1 has clip_norm=1.0, rank 0 has clip_norm=None",
+        "shapes": r"the ranks differ in parameters: rank 1 has 0.weight fp32\[17, 8\].*rank 0 has 0.weight fp32\[16, 8\]",
+        "modules": "the ranks differ in modules: rank 1 has 4 Tanh, rank 0 has 4 Sigmoid",
+        "optimizers": "the ranks differ in optimizers: rank 1 has AdamW, rank 0 has SGD",
+        "torch": "the ranks differ in versions: rank 1 has torch 2.0.1",
+        "threads": "the ranks differ in processors: rank 1 has .* 2 threads, rank 0 has .* 1 threads",
+    }
+    for name, pattern in expected.items():
+        assert re.search(pattern, first[name]), first[name]
+        assert first[name] == second[name]
+    assert "rank 1 failed" in first["fails"] and "nonsense" in first["fails"] and "nonsense" in second["fails"]
+
+
+def test_ranks_that_differ_at_a_call_are_told_so_and_go_on(found):
+    first, second = of(found, "differences_later")
+    assert (
+        "rank 1 has fp32[3, 8], rank 0 has fp32[4, 8]" in first["first shape"] and "drop_last" in first["first shape"]
+    )
+    assert "rank 1 has fp32[2, 8], rank 0 has fp32[4, 8]" in first["later shape"]
+    assert "rank 1 has SGD group 0 lr=0.5, rank 0 has SGD group 0 lr=0.05" in first["rate"]
+    assert "the ranks differ in weights: rank 1 has 0.weight with the sum" in first["loaded"]
+    for name in ("first shape", "later shape", "rate", "loaded"):
+        assert first[name] == second[name]
+    assert "rank 1 failed" in first["fails"] and second["fails"] and "rank 1" not in second["fails"]
+    assert equal(first["same"], second["same"])
+
+
+def test_models_that_are_spread_already_are_named(found):
+    for one in of(found, "what_is_refused"):
+        assert "DistributedDataParallel" in one["DDP"]
+        assert "is sharded" in one["FSDP"] or "is a DTensor" in one["FSDP"]
+        assert "parameter '0.weight' is a DTensor" in one["DTensor"]
+        assert "module '1' is a SyncBatchNorm" in one["SyncBatchNorm"]
+
+
+def test_a_rank_that_never_comes_is_waited_for_until_the_timeout(found):
+    first, _ = of(found, "a_rank_that_never_comes")
+    assert "rank 0 of 2 lost the others" in first["told"] and "timeout" in first["told"]
