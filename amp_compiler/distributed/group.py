@@ -48,7 +48,7 @@ def ranks_of(process_group: Any, mesh: Any = None) -> Ranks | None:
             mend=f"pass {_TOGETHER} to average the gradients over them, or, where each rank is to train a model of its"
             f" own, {_ALONE}",
         )
-    return Ranks(process_group) if ranks > 1 else None
+    return Ranks(process_group) if process_group is not None and ranks > 1 else None
 
 
 def _group_of(mesh: Any, process_group: Any) -> Any:

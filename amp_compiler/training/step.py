@@ -61,7 +61,10 @@ from amp_compiler.training.weights import OWN_KEY, WeightState, weight_storage, 
 logger = logging.getLogger("amp_compiler")
 MOST_SIGNATURES = 64
 BUCKET_MB = 25  # of gradients that ranks send together, as DistributedDataParallel has it
-PARALLEL = "to average gradients, train it around amp.compile(model.module); to train one process, pass model.module"
+PARALLEL = (
+    "pass model.module, and process_group= to average the gradients of several ranks; or train"
+    " DistributedDataParallel(amp.compile(model.module)) in a loop"
+)
 _TENSORS_ALONE = {Tensor}
 MOST_KNOWN = 4096  # shapes of which it is kept in mind which program of dynamic shapes takes them
 RUN = (CAPTURE, PLAN, FORWARD, STEP, UPDATE, DEVICE, PIECE)  # the pipelines of a step
@@ -196,9 +199,9 @@ class TrainingStep(StepReadings):
         passes: Any,
         mode: str,
         process_group: Any,
-        broadcast_buffers: bool,
-        callbacks: Any,
-        ranks: Ranks | None,
+        broadcast_buffers: bool = True,
+        callbacks: Any = (),
+        ranks: Ranks | None = None,
     ) -> None:
         self._group = process_group
         model, optimizer = trained_module(unwrapped_model(model, PARALLEL), optimizer)
@@ -236,7 +239,9 @@ class TrainingStep(StepReadings):
         self._told = False  # which rules match nothing
         self._specs: dict[int, Any] = {}  # trees of batches of tensors alone, by their number
         self._last, self._leaves, self._spec = None, [], None
-        self._ranks, self._together, self._reduction = ranks, None, None
+        self._ranks = ranks
+        self._together: Together | None = None
+        self._reduction: Reduction | None = None
         if ranks is not None:
             self._join(ranks, broadcast_buffers)
 
@@ -262,7 +267,7 @@ class TrainingStep(StepReadings):
         begin(ranks, model, optimizers, settings.rules, options)
         ranks.broadcast([self._weights.rounding.tensor])
         self._together = Together(ranks, lambda: values_of(model, optimizers))
-        section = settings.rules.reduce
+        section: dict[str, Any] = settings.rules.reduce
         self._reduction = Reduction(
             ranks.name,
             ranks.size,

@@ -280,10 +280,8 @@ def _given(model: LossModule, optimizers: Sequence[torch.optim.Optimizer], rules
             for name, one in model.named_parameters()
         ],
         "buffers": [f"{name.partition('.')[2]} {_typed(one)}" for name, one in model.named_buffers()],
-        "rules": [
-            *(f"'{rule.text}'" if rule.text else PurePath(rule.where).name for rule in rules.rules),
-            *(f"{key}: {value}" for key, value in _sections(rules)),
-        ],
+        "rules": [f"'{rule.text}'" if rule.text else PurePath(rule.where).name for rule in rules.rules],
+        "sections of the rules": [f"{key}: {value}" for key, value in _sections(rules)],
         "optimizers": [
             *(f"{type(one).__name__}" for one in optimizers),
             *settings_of(optimizers),
@@ -293,7 +291,12 @@ def _given(model: LossModule, optimizers: Sequence[torch.optim.Optimizer], rules
 
 
 def _sections(rules: RuleSet) -> Iterator[tuple[str, Any]]:
-    sections = {"loss_scale": rules.loss_scale, "weights": rules.weights, "keep": rules.keep, "reduce": rules.reduce}
+    sections: dict[str, Mapping[str, Any]] = {
+        "loss_scale": rules.loss_scale,
+        "weights": rules.weights,
+        "keep": rules.keep,
+        "reduce": rules.reduce,
+    }
     for name, section in sections.items():
         yield from ((f"{name}.{key}", section[key]) for key in sorted(section))
 

@@ -194,7 +194,8 @@ class _Builder:
         return max([before, *found], key=self.places.__getitem__)
 
     def _awaited(self, message: fx.Node) -> fx.Node:
-        return call_before(self.output, torch.ops._c10d_functional.wait_tensor.default, [message], "update")
+        wait: Any = torch.ops._c10d_functional.wait_tensor.default
+        return call_before(self.output, wait, [message], "update")
 
     def _reduced(self, buckets: Sequence[Bucket], own: dict[str, fx.Node]) -> Iterator[tuple[Bucket, fx.Node]]:
         """The messages that sum buckets. All ranks send them in the same order."""

@@ -45,6 +45,8 @@ class Place:
 
 Scenario = Callable[[Place], dict[str, Any]]
 SCENARIOS: dict[str, Scenario] = {}
+COMPILED = ("compiled",)  # takes Inductor's seconds
+ONLY_TWO = ("overflows", "a_rank_that_never_comes")
 WAITING = ("a_rank_that_never_comes",)  # takes a timeout's seconds
 
 
@@ -341,11 +343,10 @@ def buffers(place: Place) -> dict[str, Any]:
 def low_types(place: Place) -> dict[str, Any]:
     """How far FP16 and BF16 lead from FP32: here, and with torch.autocast and DistributedDataParallel."""
     found = {}
-    for dtype in (torch.bfloat16, torch.float16):
-        for name in ("sgd", "adamw"):
+    for name in ("sgd", "adamw"):
+        exact = weights_of(trained_together(place, CASES[name], enabled=False)[0])
+        for dtype, short in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
             case = replace(CASES[name], options={"loss_scale": amp.DynamicLossScale(128.0)})
-            short = {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
-            exact = weights_of(trained_together(place, case, enabled=False)[0])
             ours, step = trained_together(place, case, dtype=short)
             in_fp32, _ = trained_together(
                 place, case, dtype=short, rules={"version": 1, "extends": "default", "reduce": {"precision": "fp32"}}
@@ -475,6 +476,25 @@ def a_mesh(place: Place) -> dict[str, Any]:
     other, again = case.made(place.rank, mesh=square["dp"], dtype="bf16")
     again(*map(place.part, case.batches()[0]))
     return {"line": weights_of(model), "square": weights_of(other), "told": told}
+
+
+@scenario
+def low_weights(place: Place) -> dict[str, Any]:
+    """Weights in 16 bits alone, rounded stochastically: by one random state."""
+    rules = {"version": 1, "extends": "default", "weights": {"master": "low", "rounding": "stochastic"}}
+    case = replace(CASES["adamw"], options={"rules": rules}, model=lambda: nn.Linear(8, 4), batches=lambda: rows(10))
+    model, step = trained_together(place, case, dtype="bf16")
+    return {"same": same_everywhere(step, model)}
+
+
+@scenario
+def compiled(place: Place) -> dict[str, Any]:
+    """By Inductor, in FP32, in several buckets."""
+    rules = {"version": 1, "extends": "default", "reduce": {"bucket_mb": 0.0001}}
+    case = replace(CASES["adamw"], options={"rules": rules, "clip_norm": 0.5}, batches=lambda: rows(10))
+    model, step = trained_together(place, case, enabled=False, backend="inductor")
+    eager, _ = trained_together(place, case, enabled=False)
+    return {"same": same_everywhere(step, model), "together": weights_of(model), "eager": weights_of(eager)}
 
 
 class Judging(nn.Module):
