@@ -191,7 +191,8 @@ class _Builder:
         made = [node for node in nodes if node.op != "placeholder"]
         writers = [user for node in made for user in readers(node) if user in self.places and _writes(user)]
         found = [self.following[node] for node in (*made, *writers)]
-        return max([before, *found], key=self.places.__getitem__)
+        place: fx.Node = max([before, *found], key=self.places.__getitem__)
+        return place
 
     def _awaited(self, message: fx.Node) -> fx.Node:
         wait: Any = torch.ops._c10d_functional.wait_tensor.default
