@@ -219,7 +219,7 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
     if options.scale.checks_finite and options.gather != "add":
         scale = -1 if options.scale.constant is None else float(options.scale.constant)
         compiled = state.events.watched(compiled, weights.names(), Places(results + 2, keys.index(_SKIPPED), scale))
-    run = GraphedRun(compiled, names, places, results, state.graphs, _no_cuda_graph(step, settings, options))
+    run = GraphedRun(compiled, names, places, results, state.graphs, _no_cuda_graph(step, settings, options.reduction))
     buffers = tuple(weights.inputs.getters[name] for name in begun.written)
     return StepProgram(
         step,
@@ -360,12 +360,12 @@ def check_parameters(
     check_types(named, owned, low, enabled)
 
 
-def _no_cuda_graph(step: fx.GraphModule, settings: Settings, options: StepOptions) -> str:
+def _no_cuda_graph(step: fx.GraphModule, settings: Settings, reduction: Reduction | None = None) -> str:
     """Why the step cannot be replayed as a CUDA graph, as far as it is known before it runs."""
     if settings.runs_on.no_cuda_graph:
         return settings.runs_on.no_cuda_graph
     if settings.dynamic_shapes is not None:
         return "the shapes are dynamic (dynamic_shapes=)"
-    if options.reduction is not None:
+    if reduction is not None:
         return "its ranks send one another gradients in the midst of it"
     return graph_obstacle(step.graph)

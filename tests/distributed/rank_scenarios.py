@@ -46,7 +46,7 @@ class Place:
 Scenario = Callable[[Place], dict[str, Any]]
 SCENARIOS: dict[str, Scenario] = {}
 COMPILED = ("compiled",)  # takes Inductor's seconds
-ONLY_TWO = ("overflows", "a_rank_that_never_comes")
+FOUR = ("in_fp32", "accumulated", "low_weights", "differences_later")  # of four ranks
 WAITING = ("a_rank_that_never_comes",)  # takes a timeout's seconds
 
 
