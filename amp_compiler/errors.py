@@ -52,6 +52,10 @@ class RuleError(AmpError):
         super().__init__(f"{what} (at key '{key}')" if key else what, where=where, mend=mend)
 
 
+class RankError(AmpError):
+    """Processes that train one model together differ, or one of them failed or did not come; raised on each."""
+
+
 class CaptureError(AmpError):
     """A model cannot be turned into a graph."""
 

@@ -318,13 +318,15 @@ STEP = Pipeline(
         "simplify_casts",
         "channels_last",
         "sum_gradients",
+        "gather_gradients",
+        "reduce_gradients",
         "fuse_update",
     ),
     "From the rewritten forward to a graph of the whole training step.",
 )
 UPDATE = Pipeline(
     "UPDATE",
-    ("place_weights", "take_gradients", "fuse_update"),
+    ("place_weights", "take_gradients", "gather_gradients", "reduce_gradients", "fuse_update"),
     "The check and the update alone, where a training step runs its model in pieces, each with its own backward.",
 )
 DEVICE = Pipeline(

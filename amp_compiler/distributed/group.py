@@ -6,40 +6,62 @@ from typing import Any
 
 import torch.distributed as dist
 
+from amp_compiler.distributed.ranks import Ranks
 from amp_compiler.errors import AmpError
 
 _ALONE = "process_group=dist.new_group([dist.get_rank()], use_local_synchronization=True)"
+_TOGETHER = "process_group=dist.group.WORLD"
 
 
-def check_group(process_group: Any) -> None:
-    """Refuse to train a model of its own on each of several ranks, of which nobody was told.
+def ranks_of(process_group: Any, mesh: Any = None) -> Ranks | None:
+    """The ranks that train one model together; `None` for a process that trains by itself.
 
     Args:
         process_group: what the step was given; `None` stands for the default group, where there is one.
+        mesh: a `DeviceMesh` of one dimension, in the place of a group.
 
     Raises:
-        AmpError: the group has more ranks than this one, or is none of this process.
+        AmpError: the default group has more ranks than this one, of which nobody was told; what was given is no group,
+            or none of this process.
 
     Example:
-        >>> check_group(None)  # no process group: one process
+        >>> ranks_of(None) is None  # no process group: one process
+        True
     """
     if not dist.is_available() or not dist.is_initialized():
-        if process_group is not None:
-            raise AmpError(
-                "process_group= without torch.distributed", mend="call torch.distributed.init_process_group first"
-            )
-        return
+        if process_group is not None or mesh is not None:
+            given = "process_group=" if mesh is None else "mesh="
+            raise AmpError(f"{given} without torch.distributed", mend="call torch.distributed.init_process_group first")
+        return None
+    if mesh is not None:
+        process_group = _group_of(mesh, process_group)
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:
         raise AmpError("this process is not in process_group", mend=f"pass a group that has it, such as {_ALONE}")
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise AmpError(
-            f"process_group is a {type(process_group).__name__}", mend=f"pass a ProcessGroup, such as {_ALONE}"
+            f"process_group is a {type(process_group).__name__}", mend=f"pass a ProcessGroup, such as {_TOGETHER}"
         )
     ranks = dist.get_world_size(process_group)
-    if ranks > 1:
-        held = "process_group" if process_group is not None else "the default process group"
+    if process_group is None and ranks > 1:
         raise AmpError(
-            f"{held} has {ranks} ranks, and a step averages no gradients over them: their weights would part",
-            mend="train DistributedDataParallel(amp.compile(model)) in a loop with a GradScaler, or, where each rank is"
-            f" to train by itself, pass {_ALONE}",
+            f"the default process group has {ranks} ranks, and this step was not told whether they train one model",
+            mend=f"pass {_TOGETHER} to average the gradients over them, or, where each rank is to train a model of its"
+            f" own, {_ALONE}",
         )
+    return Ranks(process_group) if process_group is not None and ranks > 1 else None
+
+
+def _group_of(mesh: Any, process_group: Any) -> Any:
+    from torch.distributed.device_mesh import DeviceMesh  # here: a torch without distributed has none
+
+    if process_group is not None:
+        raise AmpError("process_group= and mesh= are two names of one thing", mend="pass one of them")
+    if not isinstance(mesh, DeviceMesh):
+        raise AmpError(f"mesh is a {type(mesh).__name__}", mend="pass a DeviceMesh of one dimension")
+    if mesh.ndim != 1:
+        names = mesh.mesh_dim_names or ("dp",)
+        raise AmpError(
+            f"the mesh has {mesh.ndim} dimensions, and gradients are averaged over one",
+            mend=f'pass the one of data parallelism, such as mesh["{names[0]}"]',
+        )
+    return mesh.get_group()

@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.utils._pytree as pytree
 
-from amp_compiler.errors import HookError
+from amp_compiler.errors import HookError, RankError
 from amp_compiler.forward.notices import logger, telling
 from amp_compiler.forward.settings import AUTO, Settings
 from amp_compiler.forward.shape_guards import InputForm
@@ -87,7 +87,7 @@ class Captures:
             try:
                 with _marks_kept(leaves):
                     program = self._run(build, replace(self._settings, dynamic_shapes=_shapes(leaves, dimensions)))
-            except HookError:
+            except (HookError, RankError):
                 raise
             except Exception as cause:  # noqa: BLE001  # torch, a pass or the compiler knows numbers only: these sizes alone it is
                 family.fixed, why = True, str(cause).strip().splitlines()[0] if str(cause).strip() else repr(cause)

@@ -61,7 +61,13 @@ def load_rules(rules: str | Path | dict[str, Any] | RuleSet = "default") -> Rule
         raise RuleError(f"rules cannot be of type {kind}", mend="give a preset name, a path, a dict or a RuleSet")
     if rules in preset_names():
         known = _load_preset(rules)
-        return replace(known, loss_scale=dict(known.loss_scale), weights=dict(known.weights), keep=dict(known.keep))
+        return replace(
+            known,
+            loss_scale=dict(known.loss_scale),
+            weights=dict(known.weights),
+            keep=dict(known.keep),
+            reduce=dict(known.reduce),
+        )
     if "\n" in rules:
         raise RuleError("this looks like the text of a rule file", mend="write it to a file, or give it as a dict")
     if looks_like_path(rules):
@@ -88,6 +94,7 @@ def _load(source: Source, chain: tuple[Source, ...]) -> RuleSet:
         loss_scale=_loss_scale(model, source, base),
         weights={**(base.weights if base is not None else {}), **_given(model.weights)},
         keep=keep,
+        reduce={**(base.reduce if base is not None else {}), **_given(model.reduce)},
     )
 
 

@@ -301,6 +301,7 @@ class RuleSet:
         loss_scale: the `loss_scale` section, merged over `extends`.
         weights: the `weights` section, merged over `extends`.
         keep: the `keep` section, merged over `extends`: what stays as captured whatever the rules say.
+        reduce: the `reduce` section, merged over `extends`: how gradients are summed over processes.
     """
 
     name: str
@@ -309,6 +310,7 @@ class RuleSet:
     loss_scale: dict[str, object] = field(default_factory=dict)
     weights: dict[str, object] = field(default_factory=dict)
     keep: dict[str, bool] = field(default_factory=dict)
+    reduce: dict[str, object] = field(default_factory=dict)
 
     def keeps(self, what: str) -> bool:
         """Whether some numbers stay as captured whatever the rules say; they do unless the rules say otherwise.

@@ -98,6 +98,13 @@ class KeepModel(Strict):
     batch_norm: bool = _optional("parameters and running statistics of batch norm, beside 16-bit data")
 
 
+class ReduceModel(Strict):
+    """How gradients are summed over the processes that train one model."""
+
+    precision: Literal["low", "fp32"] = _optional("type of the sums: low, as the gradients are made; or fp32")
+    bucket_mb: Annotated[Finite, Field(gt=0)] = _optional("megabytes (2**20 bytes) of gradients that are sent together")
+
+
 class RuleFileModel(Strict):
     """A rule file of amp_compiler."""
 
@@ -113,6 +120,7 @@ class RuleFileModel(Strict):
     loss_scale: LossScaleModel = _optional("loss scale, merged over the extended file's")
     weights: WeightsModel = _optional("weights, merged over the extended file's")
     keep: KeepModel = _optional("numbers that stay as captured, merged over the extended file's")
+    reduce: ReduceModel = _optional("sums of gradients over processes, merged over the extended file's")
 
 
 MODELS: dict[str, type[Strict]] = {
@@ -123,6 +131,7 @@ MODELS: dict[str, type[Strict]] = {
     "loss_scale": LossScaleModel,
     "weights": WeightsModel,
     "keep": KeepModel,
+    "reduce": ReduceModel,
 }
 
 

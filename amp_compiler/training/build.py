@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import wraps
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from amp_compiler.ops import native
 from amp_compiler.ops.cpu.arena import ArenaMemory, ArenaRun
 from amp_compiler.ops.loss_scale import LossScale
 from amp_compiler.passes.pipeline import Late, Pipeline, Stages
+from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.passes.step.separate_buffers import written_placeholders
 from amp_compiler.training.events import Events, Places
 from amp_compiler.training.inputs import KeptTensors, StepInputs, TrainedWeights
@@ -48,8 +49,9 @@ class StepOptions:
         scale: the loss scale.
         clip_norm: largest global gradient norm, `None` for no clipping.
         enabled: mixed precision; without it the same graph in FP32.
-        divisor: number of batches whose gradients are averaged.
-        gather: as for `FuseUpdate`.
+        divisor: number of batches, on all ranks together, whose gradients are averaged.
+        gather: as for `GatherGradients`.
+        reduction: how the gradients of several ranks are summed; `None` for one process.
     """
 
     settings: Settings
@@ -59,6 +61,29 @@ class StepOptions:
     enabled: bool = True
     divisor: int = 1
     gather: str = ""
+    reduction: Reduction | None = None
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How the gradients of several ranks are summed.
+
+    Args:
+        group: torch's name of the group of ranks.
+        ranks: their number.
+        bucket_bytes: as for `ReduceGradients`.
+        in_fp32: whether sums are made in FP32 of what is made in 16 bits.
+        broadcast_buffers: whether all ranks take the first one's buffers.
+        agree: `agree(gradients, buffers)` gives what all of them have a gradient of, by that of which this one has, and
+            the buffers that it writes.
+    """
+
+    group: str
+    ranks: int
+    bucket_bytes: int
+    in_fp32: bool
+    broadcast_buffers: bool
+    agree: Callable[..., tuple[SharedGradient, ...]] = lambda gradients, buffers: gradients
 
 
 @dataclass(frozen=True)
@@ -194,7 +219,7 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
     if options.scale.checks_finite and options.gather != "add":
         scale = -1 if options.scale.constant is None else float(options.scale.constant)
         compiled = state.events.watched(compiled, weights.names(), Places(results + 2, keys.index(_SKIPPED), scale))
-    run = GraphedRun(compiled, names, places, results, state.graphs, _no_cuda_graph(step, settings))
+    run = GraphedRun(compiled, names, places, results, state.graphs, _no_cuda_graph(step, settings, options.reduction))
     buffers = tuple(weights.inputs.getters[name] for name in begun.written)
     return StepProgram(
         step,
@@ -211,6 +236,10 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
         buffers,
         captured.writes,
         ValueGuards(captured.state, captured.constants.values()),
+        weights.offered,
+        weights.shared,
+        begun.written,
+        options.divisor,
     )
 
 
@@ -235,7 +264,7 @@ def run_step_passes(
 def _with_first(run: Callable[..., Sequence[Any]], place: int) -> Callable[..., Sequence[Any]]:
     """A step that gives a copy of one input as well, as it was before the step: part of the graph that is replayed."""
 
-    @wraps(run, assigned=(), updated=())
+    @functools.wraps(run, assigned=(), updated=())
     def both(*inputs: Any) -> Sequence[Any]:
         before = inputs[place].clone()
         return [*run(*inputs), before]
@@ -277,6 +306,23 @@ def _step_options(weights: TrainedWeights, begun: Begun, options: StepOptions, k
         "divisor": options.divisor,
         "gather": options.gather,
         "stage": native.FORWARD,
+        **_reduction_options(weights, options, begun.written),
+    }
+
+
+def _reduction_options(weights: TrainedWeights, options: StepOptions, written: tuple[str, ...]) -> dict[str, Any]:
+    reduction = options.reduction
+    if reduction is None:
+        return {}
+    keeps = options.gather == "add"  # these gradients stay here
+    agree = functools.partial(reduction.agree, buffers=written)
+    return {
+        "group": reduction.group,
+        "ranks": reduction.ranks,
+        "shared": Late(lambda graph_module: weights.share(graph_module, agree, keeps)),
+        "bucket_bytes": reduction.bucket_bytes,
+        "reduce_in_fp32": reduction.in_fp32,
+        "broadcast_buffers": reduction.broadcast_buffers,
     }
 
 
@@ -314,10 +360,12 @@ def check_parameters(
     check_types(named, owned, low, enabled)
 
 
-def _no_cuda_graph(step: fx.GraphModule, settings: Settings) -> str:
+def _no_cuda_graph(step: fx.GraphModule, settings: Settings, reduction: Reduction | None = None) -> str:
     """Why the step cannot be replayed as a CUDA graph, as far as it is known before it runs."""
     if settings.runs_on.no_cuda_graph:
         return settings.runs_on.no_cuda_graph
     if settings.dynamic_shapes is not None:
         return "the shapes are dynamic (dynamic_shapes=)"
+    if reduction is not None:
+        return "its ranks send one another gradients in the midst of it"
     return graph_obstacle(step.graph)

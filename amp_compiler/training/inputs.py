@@ -18,6 +18,7 @@ from amp_compiler.ops.layout import is_turned
 from amp_compiler.ops.loss_scale import LossScaleState
 from amp_compiler.ops.update.rounding import Storage
 from amp_compiler.passes.step.place_weights import PlacedWeights, is_read_low, placed_weights
+from amp_compiler.passes.step.reduce_gradients import SharedGradient, in_order, shared_gradients
 from amp_compiler.passes.step.sum_gradients import owners_with_gradient
 from amp_compiler.policy.rules import OpTable
 from amp_compiler.training.fused_optimizers import BoundGroup, bind
@@ -27,6 +28,7 @@ from amp_compiler.training.traced_optimizers import TracedGroup
 from amp_compiler.training.weights import COMPENSATION, WeightState, store_low
 
 Getters = dict[str, Callable[[], Tensor]]
+Agree = Callable[[tuple[SharedGradient, ...]], tuple[SharedGradient, ...]]
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,10 @@ class TrainedWeights:
     Args:
         inputs: the inputs of the step.
         storage: how weights without a master are stored; `None` where there are masters.
+
+    Attributes:
+        offered: what this rank has a gradient of; empty for one process.
+        shared: what all ranks together have a gradient of.
     """
 
     inputs: StepInputs
@@ -128,6 +134,8 @@ class TrainedWeights:
     placed: PlacedWeights = field(init=False)
     updated: tuple[str, ...] = ()
     groups: list[BoundGroup | TracedGroup] = field(default_factory=list)
+    offered: tuple[SharedGradient, ...] = ()
+    shared: tuple[SharedGradient, ...] = ()
 
     def wrt(self, graph_module: fx.GraphModule) -> tuple[str, ...]:
         """What the loss is differentiated by, behind `PlaceWeights`."""
@@ -157,6 +165,20 @@ class TrainedWeights:
         owners = {master.get(parameter, parameter): parameter for parameter in parameters}
         self.updated = tuple(owners)
         return owners
+
+    def share(self, graph_module: fx.GraphModule, agree: Agree, keeps: bool) -> tuple[SharedGradient, ...]:
+        """What all ranks have a gradient of, in front of `ReduceGradients`; from then on all of that is updated.
+
+        Args:
+            graph_module: the graph, with its gradients.
+            agree: gives it, by what this rank has.
+            keeps: whether this rank's gradients stay as they are.
+        """
+        self.offered = shared_gradients(graph_module.graph, self.updated)
+        self.shared = agree(self.offered)
+        if not keeps:
+            self.updated = in_order(graph_module.graph, self.shared)
+        return self.shared
 
     def specs(self, joint: fx.GraphModule) -> tuple[Any, ...]:
         """What `FuseUpdate` must know of the optimizers' groups, which are bound to the weights here."""

@@ -27,6 +27,7 @@ from amp_compiler.ir.nonfinite import NonfiniteNode
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.layout import empty_laid_out_like, is_laid_out_like
 from amp_compiler.passes.pipeline import Stages
+from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.policy.rules import RuleSet
 from amp_compiler.training.build import Begun, StepOptions, StepState, finish
 from amp_compiler.training.inputs import depends_on_nothing
@@ -35,6 +36,8 @@ from amp_compiler.training.piece_weights import LowReads
 from amp_compiler.training.program import LossModule, StepOutput, StepProgram
 from amp_compiler.training.standing import Standing
 from amp_compiler.training.weights import is_stored_low, widened
+
+Decide = Callable[[tuple[SharedGradient, ...], tuple[str, ...]], tuple[SharedGradient, ...]]
 
 
 @dataclass(frozen=True)
@@ -222,6 +225,30 @@ class PieceStep:
         }
         return replace(made, gradients=gradients)
 
+    def shared(self, made: Made, decide: Decide, gather: str) -> Made:
+        """With zeros for what other ranks have a gradient of, and this one does not.
+
+        Args:
+            made: of this rank.
+            decide: gives what all ranks have, by what this one has and the buffers that it writes.
+            gather: as for `GatherGradients`.
+        """
+        named = {_placeholder_of(name): name for name, _ in self.model.named_parameters()}
+        own = [
+            SharedGradient(_placeholder_of(name), one.dtype, tuple(range(one.dim())))
+            for name, one in made.gradients.items()
+        ]
+        found = decide(tuple(own), tuple(made.buffers))
+        if gather == "add":
+            return made
+        parameters = dict(self.model.named_parameters())
+        gradients = {}
+        for one in found:
+            name = named[one.name]
+            gradient = made.gradients.get(name)
+            gradients[name] = torch.zeros_like(parameters[name], dtype=one.dtype) if gradient is None else gradient
+        return replace(made, gradients=gradients)
+
     def update_for(self, made: Made, given: Sequence[Tensor], options: StepOptions, owners: Any) -> StepProgram:
         """The program of the update: one for each set of parameters with a gradient."""
         types = tuple((name, gradient.dtype) for name, gradient in made.gradients.items())
@@ -241,11 +268,31 @@ class PieceProgram:
         spec: tree of the batch.
         options: what to build an update for.
         owners: which parameters stand in which group of which optimizer.
+        decide: gives what all ranks have a gradient of, see `PieceStep.shared`; `None` for one process.
     """
 
-    def __init__(self, step: PieceStep, spec: Any, options: StepOptions, owners: Any) -> None:
-        self.step, self._spec, self._options, self._owners = step, spec, options, owners
+    def __init__(
+        self, step: PieceStep, spec: Any, options: StepOptions, owners: Any, decide: Decide | None = None
+    ) -> None:
+        self.step, self._spec, self._options, self._owners, self._decide = step, spec, options, owners, decide
         self._update: StepProgram | None = None
+        self._made: Made | None = None
+
+    def prepare(self, leaves: Sequence[Any]) -> Made:
+        """Run forward and backward, and have the update's program ready; the next call is one of these leaves.
+
+        Args:
+            leaves: the batch.
+        """
+        batch, _ = pytree.tree_unflatten(list(leaves), self._spec)
+        made = self.step.forward_and_backward(batch, self._options.optimizers)
+        made = self.step.completed(made, self._options.gather)
+        if self._decide is not None:
+            made = self.step.shared(made, self._decide, self._options.gather)
+        with building():
+            self._update = self.step.update_for(made, _given(made), self._options, self._owners)
+        self._made = made
+        return made
 
     def __call__(self, leaves: Sequence[Any], standing: Standing | None = None) -> StepOutput:
         """Run one step on the flattened batch.
@@ -258,13 +305,8 @@ class PieceProgram:
             CaptureError: Dynamo can take none of it, or the loss depends on no parameter of the optimizers.
             LoweringError: a piece, or the update, cannot be compiled.
         """
-        batch, _ = pytree.tree_unflatten(list(leaves), self._spec)
-        made = self.step.forward_and_backward(batch, self._options.optimizers)
-        made = self.step.completed(made, self._options.gather)
-        given = [made.loss, *made.buffers.values(), *made.gradients.values()]
-        with building():
-            self._update = self.step.update_for(made, given, self._options, self._owners)
-        output = self._update(given)
+        made, self._made = self._made or self.prepare(leaves), None
+        output = self.update(_given(made))
         return replace(output, loss=made.loss, aux=made.aux)
 
     @property
@@ -300,6 +342,16 @@ class PieceProgram:
         else:
             how = f"in {len(pieces.plans)} piece{'s' * (len(pieces.plans) > 1)}"
         return f"forward and backward {how}, the update as one graph, because: {self.step.cause.what}"
+
+
+def _given(made: Made) -> list[Tensor]:
+    """What the graph of the update takes."""
+    return [made.loss, *made.buffers.values(), *made.gradients.values()]
+
+
+def _placeholder_of(parameter: str) -> str:
+    """The name that a captured graph gives a parameter."""
+    return f"p_{parameter}".replace(".", "_")
 
 
 def _random_state(device: torch.device) -> list[Tensor]:

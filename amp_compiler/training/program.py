@@ -24,6 +24,7 @@ from amp_compiler.fx.torch_private import TENSORS
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.update.product import Product
 from amp_compiler.passes.pipeline import Stages
+from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.training.fused_optimizers import BoundGroup
 from amp_compiler.training.outside import OUTSIDE, Alone, Substitutes, adopt
 from amp_compiler.training.traced_optimizers import TracedGroup
@@ -180,6 +181,10 @@ class StepProgram:
         buffers: gets the buffers that it writes.
         writes: what is assigned after a call, detached.
         values: the Python values that it holds for.
+        offered: what this rank's graph has a gradient of; empty for one process.
+        shared: what all ranks together have a gradient of, for which it was made.
+        written: placeholders of the buffers that it writes.
+        divisor: number of batches, on all ranks together, whose gradients its own are the sums of.
 
     Attributes:
         found_anew: whether the last call had to find its tensors.
@@ -199,6 +204,10 @@ class StepProgram:
     buffers: tuple[Callable[[], Tensor], ...] = ()
     writes: Writes = field(default_factory=Writes)
     values: ValueGuards = field(default_factory=lambda: ValueGuards(PythonState()))
+    offered: tuple[SharedGradient, ...] = ()
+    shared: tuple[SharedGradient, ...] = ()
+    written: tuple[str, ...] = ()
+    divisor: int = 1
     found_anew: bool = field(default=True, init=False, repr=False)
     _seen: _Seen | None = field(default=None, init=False, repr=False)
     _numbers: int = field(default=-1, init=False, repr=False)

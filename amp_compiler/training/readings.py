@@ -158,11 +158,12 @@ class StepReadings:
     def gradients(self) -> dict[str, Tensor]:
         """The last step's unscaled FP32 gradients by parameter name, before clipping; for logging.
 
-        While batches are gathered, their sum so far divided by `accumulate`.
+        While batches are gathered, their sum so far divided by `accumulate`. Of several ranks it is their mean, but
+        while batches are gathered.
         """
         program, output, scale = self._seen()
         return {
-            name: gradient.float() / (scale * self._accumulate)
+            name: gradient.float() / (scale * program.update.divisor)
             for name, gradient in zip(program.update.updated, output.gradients, strict=True)
         }
 

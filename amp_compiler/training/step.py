@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +16,8 @@ from torch import Tensor
 from amp_compiler.backends.backend import DEFAULT
 from amp_compiler.backends.cuda_capture import TorchGraphs
 from amp_compiler.backends.cuda_graph import GraphSettings
-from amp_compiler.distributed.group import check_group
+from amp_compiler.distributed.group import ranks_of
+from amp_compiler.distributed.ranks import Ranks
 from amp_compiler.errors import AmpError, CaptureError, HookError, LoweringError, OptimizerError
 from amp_compiler.forward.captures import Captures
 from amp_compiler.forward.counting import CountingProgram
@@ -34,9 +36,10 @@ from amp_compiler.onnx.importing.api import trained_module
 from amp_compiler.ops.loss_scale import LossScale, NoLossScale, make_loss_scale
 from amp_compiler.ops.update.rounding import WeightStorage
 from amp_compiler.passes.pipeline import CAPTURE, DEVICE, FORWARD, PIECE, PLAN, STEP, UPDATE
+from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.policy.unused import warn_of_unused
 from amp_compiler.training.autocast import autocast_of
-from amp_compiler.training.build import StepOptions, StepState, build_step, check_parameters, is_one_graph
+from amp_compiler.training.build import Reduction, StepOptions, StepState, build_step, check_parameters, is_one_graph
 from amp_compiler.training.counting import build_counting
 from amp_compiler.training.events import events_on
 from amp_compiler.training.fused_optimizers import check_optimizers, check_storage
@@ -50,13 +53,18 @@ from amp_compiler.training.readings import StepReadings
 from amp_compiler.training.scale_watch import StuckWatch
 from amp_compiler.training.standing import Standing
 from amp_compiler.training.state import GradientSums, LowWeights
+from amp_compiler.training.together import Offer, Together, batch_form, begin, settings_of, values_of
 from amp_compiler.training.traced_optimizers import check_hooks
 from amp_compiler.training.trial import StepTrials
 from amp_compiler.training.weights import OWN_KEY, WeightState, weight_storage, widened
 
 logger = logging.getLogger("amp_compiler")
 MOST_SIGNATURES = 64
-PARALLEL = "to average gradients, train it around amp.compile(model.module); to train one process, pass model.module"
+BUCKET_MB = 25  # of gradients that ranks send together, as DistributedDataParallel has it
+PARALLEL = (
+    "pass model.module, and process_group= to average the gradients of several ranks; or train"
+    " DistributedDataParallel(amp.compile(model.module)) in a loop"
+)
 _TENSORS_ALONE = {Tensor}
 MOST_KNOWN = 4096  # shapes of which it is kept in mind which program of dynamic shapes takes them
 RUN = (CAPTURE, PLAN, FORWARD, STEP, UPDATE, DEVICE, PIECE)  # the pipelines of a step
@@ -78,6 +86,8 @@ def training_step(
     passes: Any = None,
     mode: str = "default",
     process_group: Any = None,
+    mesh: Any = None,
+    broadcast_buffers: bool = True,
     callbacks: Any = (),
 ) -> TrainingStep:
     """Make a training step: one compiled graph that runs forward, backward and update.
@@ -119,8 +129,12 @@ def training_step(
         mode: `"default"`, or `"max-autotune"`: Inductor times several kernels for a product and several sizes of blocks
             for a loop, as under torch.compile's mode of that name, and the first call takes longer by that. On a
             GPU the step is replayed as one CUDA graph in both.
-        process_group: of `torch.distributed`; the default group by default, where there is one. Gradients are not
-            averaged over ranks yet, so it has to be a group of this rank alone.
+        process_group: of `torch.distributed`: its ranks train one model, each on batches of its own, and gradients are
+            averaged over them; see `docs/ranks.md`. All ranks make the step, call it, and have the weights of the first
+            one. A group of this rank alone trains by itself. Has to be given where the default group has several ranks.
+        mesh: a `DeviceMesh` of one dimension, in the place of a group.
+        broadcast_buffers: all ranks take the first one's buffers, such as BatchNorm's statistics, at every update; else
+            each has its own.
         callbacks: `amp.callbacks`, a list, such as `[amp.callbacks.JSONLines("run.jsonl", every=10)]`. Each is told the
             numbers of every so many steps; other steps are not read from.
 
@@ -139,8 +153,9 @@ def training_step(
         >>> losses[-1] < losses[0]
         True
     """
-    check_group(process_group)
-    return TrainingStep(
+    ranks = ranks_of(process_group, mesh)
+    make = functools.partial(
+        TrainingStep,
         model,
         loss_fn,
         optimizer,
@@ -155,8 +170,13 @@ def training_step(
         passes=passes,
         mode=mode,
         process_group=process_group,
+        broadcast_buffers=broadcast_buffers,
         callbacks=callbacks,
     )
+    if ranks is None:
+        return make(ranks=None)
+    with ranks.telling():
+        return make(ranks=ranks)
 
 
 class TrainingStep(StepReadings):
@@ -179,7 +199,9 @@ class TrainingStep(StepReadings):
         passes: Any,
         mode: str,
         process_group: Any,
-        callbacks: Any,
+        broadcast_buffers: bool = True,
+        callbacks: Any = (),
+        ranks: Ranks | None = None,
     ) -> None:
         self._group = process_group
         model, optimizer = trained_module(unwrapped_model(model, PARALLEL), optimizer)
@@ -206,7 +228,7 @@ class TrainingStep(StepReadings):
         self._state = StepState(kept, graphs, events_on(self._device))
         self._standing = Standing(self._module, self._optimizers, kept)
         self._low = self._settings.low(self._device)
-        self._log = StepLog(callbacks, self._low.short)
+        self._log = StepLog(callbacks if ranks is None or ranks.is_first else (), self._low.short)
         low = torch_dtype(self._low)
         check_parameters(self._module, self._optimizers, low, enabled)
         self._watch, self._form = StuckWatch(self._device), BatchForm()
@@ -217,6 +239,42 @@ class TrainingStep(StepReadings):
         self._told = False  # which rules match nothing
         self._specs: dict[int, Any] = {}  # trees of batches of tensors alone, by their number
         self._last, self._leaves, self._spec = None, [], None
+        self._ranks = ranks
+        self._together: Together | None = None
+        self._reduction: Reduction | None = None
+        if ranks is not None:
+            self._join(ranks, broadcast_buffers)
+
+    def _join(self, ranks: Ranks, broadcast_buffers: bool) -> None:
+        """Become one of several ranks that train one model."""
+        model, optimizers, settings = self._module, self._optimizers, self._settings
+        options = {
+            "options": [
+                f"{name}={value}"
+                for name, value in {
+                    "dtype": self._low.short,
+                    "loss_scale": self._scale_config,
+                    "clip_norm": self._clip_norm,
+                    "accumulate": self._accumulate,
+                    "enabled": self._enabled,
+                    "backend": settings.backend,
+                    "mode": settings.mode,
+                    "broadcast_buffers": broadcast_buffers,
+                    "passes": [pipeline.names for pipeline in settings.pipelines.values()],
+                }.items()
+            ]
+        }
+        begin(ranks, model, optimizers, settings.rules, options)
+        ranks.broadcast([self._weights.rounding.tensor])
+        self._together = Together(ranks, lambda: values_of(model, optimizers))
+        section: dict[str, Any] = settings.rules.reduce
+        self._reduction = Reduction(
+            ranks.name,
+            ranks.size,
+            int(float(section.get("bucket_mb", BUCKET_MB)) * 2**20),
+            section.get("precision") == "fp32",
+            broadcast_buffers,
+        )
 
     def _choose_scale(self, loss_scale: Any) -> LossScale:
         section = self._settings.rules.loss_scale
@@ -243,23 +301,21 @@ class TrainingStep(StepReadings):
             LoweringError: the graph cannot be compiled.
             LossScaleError: the gradients stay non-finite at the lowest loss scale; on a GPU some calls later.
         """
-        if self._watch.arrived() and self._last is not None:
-            self.check()
-        if self._last is None:
-            check_group(self._group)
-        for optimizer in self._optimizers:
-            check_hooks(optimizer)
-        leaves, spec = self._flat(batch)
+        if self._last is None and self._together is None:
+            ranks_of(self._group)
         with autocast_off():
-            with TENSORS:
-                self._standing.look()
-            program = self._program(batch, leaves, spec)
-            self._last = None  # last step's gradients must not live through this one
-            output = program(leaves, self._standing)
+            if self._together is None:
+                program, leaves, spec = self._chosen(batch)
+                output = program(leaves, self._standing)
+            else:
+                with self._together.call():
+                    program, leaves, spec = self._chosen(batch)
+                output = self._together.ranks.guarded(lambda: program(leaves, self._standing))
         self._standing.left()
         if isinstance(program, PieceProgram) and self._pieces is None:  # only now: a call that failed decides nothing
             self._pieces = program.step
-            logger.warning("the training step runs %s", program.execution)
+            if self._speaks:
+                logger.warning("the training step runs %s", program.execution)
         self._gathered = (self._gathered + 1) % self._accumulate
         if program.update.found_anew:
             for group in program.update.groups:
@@ -269,7 +325,8 @@ class TrainingStep(StepReadings):
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether a step came before theirs
         if not self._told and program.plan is not None:
             self._told = True
-            warn_of_unused(program.plan.unused_rules, "the training step")
+            if self._speaks:
+                warn_of_unused(program.plan.unused_rules, "the training step")
         self._last = (program, output, self._scale_config.constant)
         self._leaves, self._spec = leaves, spec
         self._log.note(
@@ -278,6 +335,19 @@ class TrainingStep(StepReadings):
         if self._gathered == 0 and self._watch.note(self._scale_config, self._scale):
             self.check()
         return output.loss if output.aux is None else (output.loss, output.aux)
+
+    def _chosen(self, batch: tuple[Any, ...]) -> tuple[StepProgram | PieceProgram, list[Any], Any]:
+        """What runs a batch, and its leaves and tree."""
+        if self._watch.arrived() and self._last is not None:
+            self.check()
+        for optimizer in self._optimizers:
+            check_hooks(optimizer)
+        leaves, spec = self._flat(batch)
+        with TENSORS:
+            self._standing.look()
+        program = self._program(batch, leaves, spec)
+        self._last = None  # last step's gradients must not live through this one
+        return program, leaves, spec
 
     def _flat(self, batch: tuple[Any, ...]) -> tuple[list[Any], Any]:
         """The leaves of a batch and its tree; one of tensors alone is its own list of leaves."""
@@ -297,23 +367,26 @@ class TrainingStep(StepReadings):
                 " of one graph would lose",
                 mend="leave them out: a step keeps no more than it needs",
             )
-            return PieceProgram(self._in_pieces(cause), spec, self._options(gather), owners)
+            return self._piece_program(self._in_pieces(cause), spec, gather, leaves)
         if self._pieces is not None:
-            return PieceProgram(self._pieces, spec, self._options(gather), owners)
+            return self._piece_program(self._pieces, spec, gather, leaves)
         with TENSORS:
             form = leaves_key(leaves)
         key = (spec, module, owners, gather, self._scale_config, form)
         program = self._programs.find(key) or self._dynamic(key, leaves)
-        if program is not None and not program.flags_changed(self._standing):
+        whole = program is not None and not program.flags_changed(self._standing)
+        if program is not None and whole and self._may_run(program, leaves, gather):
             return program
         self._form.check(batch)
-        stale, options = program, self._options(gather)
+        stale, options = program, self._options(gather, leaves)
         if program is None and len(self._programs) >= MOST_SIGNATURES:
             raise CaptureError(
                 f"the step was captured for {MOST_SIGNATURES} signatures (shapes and types of the batch, model modes, "
                 "Python values that loss and model read)",
                 mend="pad the batches to fewer shapes, and pass numbers that change as tensors",
             )
+        if self._together is not None:
+            self._together.builds()
         try:
             with building():
                 program = self._captures.make(
@@ -325,12 +398,14 @@ class TrainingStep(StepReadings):
                     ),
                 )
         except (CaptureError, LoweringError) as cause:
-            if isinstance(cause, (HookError, OptimizerError)):
+            if isinstance(cause, (HookError, OptimizerError)) or (
+                self._together is not None and self._together.has_agreed
+            ):
                 raise
             asked_for = self._settings.dynamic_shapes not in (None, AUTO)
             if asked_for and isinstance(cause, CaptureError) and is_one_graph(self._module, batch):
                 raise shapes_do_not_fit("the step", cause) from cause
-            return PieceProgram(self._in_pieces(cause), spec, options, owners)
+            return self._piece_program(self._in_pieces(cause), spec, gather, leaves)
         self._standing.begin()
         now = self._standing.module
         if now != module:  # weights were converted for storage without masters: earlier programs will never fit again
@@ -340,13 +415,57 @@ class TrainingStep(StepReadings):
             self._fits.clear()
         self._programs.add((spec, now, owners, gather, self._scale_config, form), program)
         self._form.fix(batch)
+        if self._together is not None:
+            offer = self._offer(program.offered, program.written, leaves, gather)
+            self._together.settle(offer, program.shared)
+        return program
+
+    def _may_run(self, program: StepProgram, leaves: list[Any], gather: str) -> bool:
+        """Whether the other ranks have what goes with a program."""
+        if self._together is None:
+            return True
+        offer = self._offer(program.offered, program.written, leaves, gather)
+        if not self._together.keeps(offer, program.shared):
+            return False
+        self._together.settle(offer, program.shared)
+        return True
+
+    def _offer(
+        self, gradients: tuple[SharedGradient, ...], buffers: tuple[str, ...], leaves: list[Any], gather: str
+    ) -> Offer:
+        shown = buffers if self._reduction is not None and self._reduction.broadcast_buffers else ()
+        return Offer(gradients, shown, batch_form(leaves), gather, settings_of(self._optimizers))
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether notices are this process's to give: of several ranks the first one gives them."""
+        return self._ranks is None or self._ranks.is_first
+
+    def _piece_program(self, step: PieceStep, spec: Any, gather: str, leaves: list[Any]) -> PieceProgram:
+        options, together = self._options(gather, leaves), self._together
+        if together is None or options.reduction is None:
+            return PieceProgram(step, spec, options, self._standing.owners)
+
+        def decide(gradients: tuple[SharedGradient, ...], buffers: tuple[str, ...]) -> tuple[SharedGradient, ...]:
+            return together.decide(self._offer(gradients, buffers, leaves, gather))
+
+        reduction = replace(options.reduction, agree=Reduction.agree)  # of the update: all is there then
+        options = replace(options, reduction=reduction)
+        program = PieceProgram(step, spec, options, self._standing.owners, decide)
+        program.prepare(leaves)
         return program
 
     def _in_pieces(self, cause: AmpError) -> PieceStep:
         return PieceStep(self._module, self._settings, cause, self._state, self._enabled)
 
-    def _options(self, gather: str) -> StepOptions:
-        return StepOptions(
+    def _options(self, gather: str, leaves: list[Any] | None = None) -> StepOptions:
+        """What a program is built for.
+
+        Args:
+            gather: as for `GatherGradients`.
+            leaves: a batch for which the ranks sum their gradients; without one, this process is by itself.
+        """
+        options = StepOptions(
             self._settings,
             self._optimizers,
             self._scale_config,
@@ -355,6 +474,16 @@ class TrainingStep(StepReadings):
             self._accumulate,
             gather,
         )
+        together, reduction = self._together, self._reduction
+        if together is None or reduction is None or leaves is None:
+            return options
+
+        def agree(gradients: tuple[SharedGradient, ...], buffers: tuple[str, ...]) -> tuple[SharedGradient, ...]:
+            return together.agree(self._offer(gradients, buffers, leaves, gather))
+
+        reduction = replace(reduction, agree=agree)
+        ranks = 1 if gather == "add" else reduction.ranks
+        return replace(options, divisor=self._accumulate * ranks, reduction=reduction)
 
     def _counting(self, batch: tuple[Any, ...], *, with_weights: bool = False) -> CountingProgram:
         """What counts exponents for batches like this one, see `diagnose.run` and `training.counting`."""

@@ -19,6 +19,7 @@ from amp_compiler.ops.loss_scale import LossScale, LossScaleState
 from amp_compiler.ops.update.operators import CHECK, COMMIT, GATHER, OPERATORS, overflow
 from amp_compiler.passes.base import InPlacePass, PassResult
 from amp_compiler.passes.step.fold_loss_scale import SCALE
+from amp_compiler.passes.step.gather_gradients import is_sum, sums_of
 from amp_compiler.passes.step.trace_update import OWN_STATE, TracedUpdate, trace_update
 from amp_compiler.passes.step.update_group import UpdateGroup
 
@@ -54,7 +55,7 @@ class FuseUpdate(InPlacePass):
     their norm, `grad_check` is given no gradient, and there is no pass over them but the update: the norm is NaN, not
     known.
 
-    Left alone: nothing; with `gather="add"` there is no update, only the sums.
+    Left alone: nothing; with `gather="add"` there is no update, only the check.
 
     Args:
         groups: what to update, and how.
@@ -63,9 +64,9 @@ class FuseUpdate(InPlacePass):
         buffers: placeholder names of the buffers whose new values follow the results.
         scale: the loss scale.
         clip_norm: largest global norm, `None` for no clipping.
-        divisor: what gradients are divided by besides the scale (number of accumulated batches).
-        gather: `"add"` only adds the gradients to FP32 sums, and updates nothing but buffers; `"use"` adds the sums to
-            the gradients, updates, and clears the sums; empty for neither.
+        divisor: what gradients are divided by besides the scale: of how many batches, and ranks, they are the sums.
+        gather: `"add"` updates nothing but buffers, `"use"` updates; sums that `GatherGradients` left to be made are
+            made together with the check. Empty where no batches are gathered.
         skips_overflow: see above; without it the update stores the largest finite number there.
     """
 
@@ -100,11 +101,6 @@ class FuseUpdate(InPlacePass):
         return PassResult(subject, True)
 
 
-def _is_on_cpu(node: fx.Node) -> bool:
-    tensor = node_tensor(node)
-    return tensor is None or tensor.device.type == "cpu"
-
-
 class _Builder:
     def __init__(self, options: FuseUpdate, subject: fx.GraphModule) -> None:
         self.options, self.graph = options, subject.graph
@@ -119,9 +115,7 @@ class _Builder:
         state = self._scale_state()
         found = self.outputs[options.results + len(options.buffers) :]
         gradients: dict[str, fx.Node] = dict(zip(options.updated, found, strict=True))
-        at_once = bool(options.gather) and not any(_is_on_cpu(self.placeholders[name]) for name in gradients)
-        if options.gather and not at_once:
-            gradients = self._gathered(gradients)
+        at_once = bool(options.gather) and not any(is_sum(node) for node in self.placeholders.values())
         (inverse,) = self._inline(
             lambda *fields: options.scale.inverse(LossScaleState(*fields)) / options.divisor, state
         )
@@ -173,32 +167,16 @@ class _Builder:
             return inverse * 1.0
         return inverse * (self.options.clip_norm / (norm + _CLIP_EPSILON)).clamp(max=1.0)
 
-    def _gathered(self, gradients: dict[str, fx.Node]) -> dict[str, fx.Node]:
-        """The gradients of this batch added, in FP32, to those of the batches before; the sums are kept or cleared."""
-        totals: dict[str, fx.Node] = {}
-        for kept, (name, gradient) in zip(self._sums(gradients), gradients.items(), strict=True):
-            (totals[name],) = self._inline(lambda a, b: a + b.float(), [kept, gradient])
-            if self.options.gather == "add":
-                self._call(torch.ops.aten.copy_.default, [kept, totals[name]])
-            else:
-                self._call(torch.ops.aten.zero_.default, [kept])
-        return totals
-
     def _gathered_at_once(self, gradients: dict[str, fx.Node], inverse: fx.Node) -> tuple[fx.Node, dict[str, fx.Node]]:
-        """The same by the operator that also checks them: where loops are launches, one for all."""
-        sums, last = self._sums(gradients), self.options.gather == "use"
+        """`GatherGradients` by the operator that also checks them: where loops are launches, one for all."""
+        last, sums = (
+            self.options.gather == "use",
+            [self._placeholder(*one) for one in sums_of(self.placeholders, gradients)],
+        )
         check = self._call(GATHER, [sums, list(gradients.values()), inverse, last])
         made = self._item(check, 3) if last else None
         totals = sums if made is None else [self._item(made, number) for number in range(len(sums))]
         return check, dict(zip(gradients, totals, strict=True))
-
-    def _sums(self, gradients: dict[str, fx.Node]) -> list[fx.Node]:
-        """The placeholders of the sums over the batches before."""
-        values = [torch.empty_like(self.placeholders[name].meta["val"], dtype=torch.float32) for name in gradients]
-        return [
-            self._placeholder(("sum", name, number), value)
-            for number, (name, value) in enumerate(zip(gradients, values, strict=True))
-        ]
 
     def _skipped_too(
         self, gradients: dict[str, fx.Node], inverse: fx.Node, norm: fx.Node, nonfinite: fx.Node

@@ -23,6 +23,7 @@ from amp_compiler.ops.update.operators import CHECK, COMMIT, GATHER, OPERATORS
 from amp_compiler.passes import PASSES, find_pass
 from amp_compiler.passes.base import Pass
 from amp_compiler.passes.plan.make_plan import make_plan
+from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.passes.step.trace_update import StateTensor, TracedUpdate
 from amp_compiler.passes.step.update_group import UpdateGroup
 from amp_compiler.policy.loader import load_rules
@@ -59,6 +60,13 @@ def computing(name: str) -> PrecisionPlan:
 SGD = UpdateGroup("sgd", ("a",), (), (("momentum_buffer", True), ("lows", False)), 5, (False, False), True)
 MEAN = TracedUpdate("Mean", ("a",), ("b",), (StateTensor("mean", 0, (4, 4), (4, 1), torch.float32),), 1, running_mean)
 UPDATE: dict[str, Any] = {"updated": ("a",), "results": 1, "buffers": (), "scale": StaticLossScale(8.0)}
+SHARED = (  # the second rank alone has a gradient of `d`
+    SharedGradient("a", torch.float32, (1, 0)), SharedGradient("c", torch.bfloat16, (0,)),
+    SharedGradient("b", torch.float32, (0, 1)), SharedGradient("d", torch.float32, (0,)),
+)  # fmt: skip
+REDUCE: dict[str, Any] = {
+    "updated": ("a", "b", "c"), "results": 1, "buffers": ("mean", "count"), "shared": SHARED, "bucket_bytes": 128
+}  # fmt: skip
 KERNELS = (CHECK, GATHER, COMMIT, *OPERATORS.values())
 # Options of the passes, by pass or by case; a function gets the text of the case.
 OPTIONS: dict[str, Any] = {
@@ -92,6 +100,16 @@ OPTIONS: dict[str, Any] = {
     },
     "sum_gradients": {"owner": ("w", "w")},
     "sum_gradients/one_gradient_a_weight": {"owner": ("a", "b")},
+    "gather_gradients": {"updated": ("a",), "gather": "use"},
+    "gather_gradients/a_batch_before_the_last_is_added": {"updated": ("a",), "gather": "add"},
+    "gather_gradients/one_batch_is_left_alone": {"updated": ("a",)},
+    "gather_gradients/on_a_gpu_of_several": {"updated": ("a",), "gather": "use", "ranks": 2},
+    "reduce_gradients": {**REDUCE, "group": "0"},
+    "reduce_gradients/all_in_fp32": {**REDUCE, "group": "0", "reduce_in_fp32": True, "broadcast_buffers": False},
+    "reduce_gradients/one_process_is_left_alone": {"updated": ("a",), "results": 1, "buffers": ()},
+    "reduce_gradients/a_batch_that_is_only_gathered_is_left_alone": {
+        "updated": ("a",), "results": 1, "buffers": (), "group": "0", "gather": "add"
+    },
     "fuse_update": {**UPDATE, "groups": (SGD,), "clip_norm": 1.0},
     "fuse_update/an_optimizers_own_code_and_a_16_bit_copy": {**UPDATE, "groups": (MEAN,)},
     "fuse_update/gradients_on_a_gpu_are_gathered_at_once_add": {**UPDATE, "groups": (SGD,), "gather": "add"},

@@ -1,0 +1,177 @@
+"""`Ranks`: the processes that train one model, and what they tell one another beside their gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from amp_compiler.errors import RankError, first_line
+
+Made = TypeVar("Made")
+_ERROR = "error"  # key of what a rank says that failed
+
+
+class Ranks:
+    """The processes of a group.
+
+    What they tell one another goes through the CPU, whatever the gradients go through, so that no message waits for a
+    device. A group without a CPU backend (NCCL alone) gets a second one over gloo.
+
+    Args:
+        group: an initialized group that this process is in.
+
+    Attributes:
+        name: torch's name of the group, as collectives in a graph take it.
+        size: number of ranks.
+        rank: of this process in the group, from 0.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.name = group, group.group_name
+        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self._host = group
+        if "cpu:" not in dist.get_backend_config(group):
+            ranks = dist.get_process_group_ranks(group)
+            self._host = self._tell(lambda: dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that speaks for all of them."""
+        return self.rank == 0
+
+    def numbers(self, number: int) -> tuple[int, ...]:
+        """One whole number of each rank, in their order; all wait for all.
+
+        Raises:
+            RankError: a rank did not come.
+        """
+        own = torch.tensor([number], dtype=torch.int64)
+        found = [torch.empty_like(own) for _ in range(self.size)]
+        self._tell(lambda: dist.all_gather(found, own, group=self._host))
+        return tuple(int(one) for one in found)
+
+    def exchange(self, said: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What each rank says, in their order; all wait for all.
+
+        Args:
+            said: plain values that can be pickled.
+
+        Raises:
+            RankError: a rank says that it failed (its own error is raised there), or did not come.
+        """
+        found: list[Any] = [None] * self.size
+        self._tell(lambda: dist.all_gather_object(found, dict(said), group=self._host))
+        failed = [rank for rank, one in enumerate(found) if _ERROR in one]
+        if failed and _ERROR not in said:
+            raise RankError(f"rank {failed[0]} failed: {found[failed[0]][_ERROR]}", mend="mend that; no rank went on")
+        return found
+
+    def failed(self, error: BaseException) -> None:
+        """Let the others, who come to `exchange`, know that this rank will not go on."""
+        self.exchange({_ERROR: f"{type(error).__name__}: {error}"})
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Within it the ranks come to one `exchange`; where this one fails before, the others are told there."""
+        try:
+            yield
+        except RankError:  # raised on every rank
+            raise
+        except Exception as error:
+            with contextlib.suppress(RankError):  # the others are gone: the first error says more
+                self.failed(error)
+            raise
+
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Give all ranks the first one's values of these tensors, in place."""
+        with torch.no_grad():
+            for tensor in tensors:
+                if tensor.numel():
+                    self._broadcast(tensor)
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        packed = tensor.detach().contiguous()
+        sent = packed.reshape(-1).view(torch.uint8)  # whatever the type: not all can be sent
+        self._tell(lambda: dist.broadcast(sent, group=self.group, group_src=0))
+        if not self.is_first and packed.data_ptr() != tensor.data_ptr():
+            tensor.copy_(packed)
+
+    def guarded(self, run: Callable[[], Made]) -> Made:
+        """Run what sends messages, with an error of these named.
+
+        Raises:
+            RankError: a message did not come.
+        """
+        try:
+            return run()
+        except RuntimeError as cause:
+            if not _is_of_messages(cause):
+                raise
+            raise self._lost(cause) from cause
+
+    def _tell(self, run: Callable[[], Made]) -> Made:
+        try:
+            return run()
+        except (RuntimeError, ValueError) as cause:
+            raise self._lost(cause) from cause
+
+    def _lost(self, cause: Exception) -> RankError:
+        return RankError(
+            f"rank {self.rank} of {self.size} lost the others: {first_line(cause)}",
+            mend="see the error of the rank that stopped first; how long one waits is the group's timeout"
+            " (init_process_group(timeout=…))",
+        )
+
+
+def _is_of_messages(error: RuntimeError) -> bool:
+    text = str(error).lower()
+    return isinstance(error, dist.DistError) or any(word in text for word in ("gloo", "nccl", "timed out", "peer"))
+
+
+def check_equal(said: Sequence[Mapping[str, Any]], mend: str) -> None:
+    """Refuse ranks that differ, in the same words on each of them.
+
+    Args:
+        said: what each rank said: under the name of a thing what it has there, text or lists of text.
+        mend: what to do.
+
+    Raises:
+        RankError: names the first rank that has something else than rank 0, and what.
+
+    Example:
+        >>> check_equal([{"rules": "a"}, {"rules": "b"}], "give all ranks the same")
+        Traceback (most recent call last):
+        ...
+        amp_compiler.errors.RankError: the ranks differ in rules: rank 1 has b, rank 0 has a; give all ranks the same
+    """
+    for name in said[0]:
+        for rank, one in enumerate(said):
+            if one[name] != said[0][name]:
+                own, first = _difference(one[name], said[0][name])
+                raise RankError(f"the ranks differ in {name}: rank {rank} has {own}, rank 0 has {first}", mend=mend)
+
+
+def _difference(own: Any, first: Any) -> tuple[str, str]:
+    """The first entries in which two values differ, as text."""
+    if not isinstance(own, (list, tuple)) or not isinstance(first, (list, tuple)):
+        return str(own), str(first)
+    for a, b in zip(own, first, strict=False):
+        if a != b:
+            return str(a), str(b)
+    shared = min(len(own), len(first))
+    return (str(own[shared]), "nothing there") if len(own) > shared else ("nothing there", str(first[shared]))
+
+
+def token(value: Any) -> int:
+    """A positive number of a value that is the same in every process.
+
+    Args:
+        value: whose `repr` says it.
+    """
+    return zlib.crc32(repr(value).encode()) + 1

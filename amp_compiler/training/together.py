@@ -1,0 +1,329 @@
+"""`Together`: how the ranks of a training step stay one: compared when it is made, and in agreement at every call."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import chain
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amp_compiler.distributed.ranks import Ranks, check_equal, token
+from amp_compiler.errors import AmpError, RankError
+from amp_compiler.fx.graph import neutral_dtype
+from amp_compiler.fx.python_state import is_plain
+from amp_compiler.passes.step.reduce_gradients import SharedGradient
+from amp_compiler.policy.rules import RuleSet
+from amp_compiler.training.program import LossModule
+
+Shared = tuple[SharedGradient, ...]
+_SAME = "give all ranks the same model, loss function, optimizer, rules and options"
+_BATCH = (
+    "give all ranks batches of one shape: pad them, or drop the last one (DataLoader(drop_last=True)); else the"
+    " mean over all samples would not be that of the ranks' means"
+)
+MOST_AGREED = 4096  # combinations that are kept in mind
+_FAILED = -1  # of a rank that agreed, and then could not build its program
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a rank has at a call.
+
+    Args:
+        gradients: what its graph has a gradient of, in the order of the backward.
+        buffers: which buffers it writes, where all ranks take the first one's.
+        batch: types and shapes of its batch's tensors.
+        gather: as for `GatherGradients`.
+        numbers: the plain values of the optimizers' `param_groups`.
+    """
+
+    gradients: Shared
+    buffers: tuple[str, ...]
+    batch: tuple[str, ...]
+    gather: str
+    numbers: tuple[str, ...]
+
+    def said(self) -> dict[str, Any]:
+        """As other ranks are told."""
+        gradients = [(one.name, str(one.dtype).removeprefix("torch."), one.order) for one in self.gradients]
+        return {
+            "gradients": gradients,
+            "the batch": self.batch,
+            "the buffers that are written": self.buffers,
+            "the accumulated batches": self.gather,
+            "the optimizer's settings": self.numbers,
+        }
+
+
+class Together:
+    """The ranks of one training step.
+
+    At every call each rank says one number, of what it is about to run. Where these differ in a way that was not agreed
+    on before, or a rank has to capture anew, all of them say what they have. What a rank has no gradient of counts as
+    zero if another has one. What must be equal and is not, or a rank that fails, is an error on every rank.
+
+    Args:
+        ranks: the processes.
+        values: gives texts of all that has to be equal before the first call, as weights that were loaded.
+    """
+
+    def __init__(self, ranks: Ranks, values: Callable[[], dict[str, Any]]) -> None:
+        self.ranks, self._values = ranks, values
+        self._agreed: dict[tuple[int, ...], Shared] = {}
+        self._open = self._told = False
+        self._now: tuple[Offer, Shared] | None = None
+
+    @contextlib.contextmanager
+    def call(self) -> Iterator[None]:
+        """Around what decides at a call what will run: where this rank fails, the others are told."""
+        self._open, self._now = False, None
+        try:
+            yield
+        except RankError:  # raised on every rank
+            raise
+        except Exception as error:
+            with contextlib.suppress(RankError):  # the others are gone: the first error says more
+                self._tell(error)
+            raise
+
+    def _tell(self, error: Exception) -> None:
+        if self._now is not None:
+            self.ranks.numbers(_FAILED)
+        elif not self._open:
+            self.ranks.numbers(0)
+        self.ranks.failed(error)
+
+    def builds(self) -> None:
+        """Say that this rank has to capture; `agree` follows, and `settle`."""
+        if not self._open:
+            self._open = True
+            self.ranks.numbers(0)
+
+    def keeps(self, offer: Offer, shared: Shared) -> bool:
+        """Whether a program may run; where not, one must be made, for what `agree` gives then.
+
+        Args:
+            offer: of this rank with the program.
+            shared: what the program was made for.
+
+        Raises:
+            RankError: the ranks differ, or one failed.
+        """
+        numbers = self.ranks.numbers(_number(offer, shared))
+        if self._known(numbers, offer) == shared:
+            return True
+        self._open = True
+        return self.agree(offer) == shared
+
+    def decide(self, offer: Offer) -> Shared:
+        """What all ranks together have a gradient of, where this rank made its gradients already.
+
+        Raises:
+            RankError: the ranks differ, or one failed.
+        """
+        if not self._open:
+            known = self._known(self.ranks.numbers(_number(offer, offer.gradients)), offer)
+            if known is not None:
+                return known
+            self._open = True
+        shared = self.agree(offer)
+        self.settle(offer, offer.gradients)
+        return shared
+
+    def _known(self, numbers: tuple[int, ...], offer: Offer) -> Shared | None:
+        """What was agreed on for these numbers; ranks that say the same have the same."""
+        return offer.gradients if len({*numbers}) == 1 else self._agreed.get(numbers)
+
+    @property
+    def has_agreed(self) -> bool:
+        """Whether `agree` was asked in this call."""
+        return self._now is not None
+
+    def agree(self, offer: Offer) -> Shared:
+        """What all ranks together have a gradient of; asked once a call, then known.
+
+        Raises:
+            RankError: the ranks differ, or one failed.
+        """
+        if self._now is not None:
+            if self._now[0] != offer:
+                raise RankError(
+                    "the graph has other gradients when it is made again", mend="this is a bug; please report it"
+                )
+            return self._now[1]
+        said = self.ranks.exchange({**offer.said(), **({} if self._told else self._values())})
+        self._told = True
+        check_equal([{"the batch": one["the batch"]} for one in said], _BATCH)
+        check_equal([{key: value for key, value in one.items() if key != "gradients"} for one in said], _SAME)
+        self._now = offer, _joined([one["gradients"] for one in said])
+        return self._now[1]
+
+    def settle(self, offer: Offer, shared: Shared) -> None:
+        """Wait, where anything was agreed on, until all ranks are ready to run.
+
+        Raises:
+            RankError: a rank could not build its program.
+        """
+        if not self._open or self._now is None:
+            return
+        numbers, agreed = self.ranks.numbers(_number(offer, shared)), self._now[1]
+        self._open, self._now = False, None
+        if _FAILED in numbers:
+            self.ranks.exchange({})
+        if len(self._agreed) >= MOST_AGREED:
+            self._agreed.clear()
+        self._agreed[numbers] = agreed
+
+
+def _number(offer: Offer, shared: Shared) -> int:
+    return token((offer.said(), [one.name for one in shared]))
+
+
+def _joined(said: Sequence[Sequence[tuple[str, str, tuple[int, ...]]]]) -> Shared:
+    """What any rank has, in the order of the first that has it."""
+    found: dict[str, tuple[str, str, tuple[int, ...]]] = {}
+    for rank, one in enumerate(said):
+        for entry in one:
+            known = found.setdefault(entry[0], entry)
+            if known[1] != entry[1]:
+                raise RankError(
+                    f"rank {rank} makes the gradient of '{entry[0]}' in {entry[1]}, a rank before it in {known[1]}",
+                    mend=_SAME,
+                )
+    return tuple(SharedGradient(name, getattr(torch, dtype), tuple(order)) for name, dtype, order in found.values())
+
+
+def batch_form(leaves: Sequence[Any]) -> tuple[str, ...]:
+    """Types and shapes of the tensors of a batch."""
+    return tuple(_typed(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def settings_of(optimizers: Sequence[torch.optim.Optimizer]) -> tuple[str, ...]:
+    """The plain values of all groups of parameters, one text for each."""
+    return tuple(
+        f"{type(optimizer).__name__} group {index} {name}={value!r}"
+        for optimizer in optimizers
+        for index, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if name != "params" and is_plain(value)
+    )
+
+
+def begin(
+    ranks: Ranks,
+    model: LossModule,
+    optimizers: Sequence[torch.optim.Optimizer],
+    rules: RuleSet,
+    options: Mapping[str, Any],
+) -> None:
+    """Compare what the ranks were given, and give all of them the weights and buffers of the first.
+
+    Args:
+        ranks: the processes.
+        model: the loss as a module.
+        optimizers: checked optimizers.
+        rules: in use.
+        options: others that must be equal, by name.
+
+    Raises:
+        AmpError: a parameter is spread over processes already, or a module would talk to other ranks itself.
+        RankError: the ranks differ, or one failed.
+    """
+    _check_modules(model)
+    check_equal(ranks.exchange({**_machine(model), **_given(model, optimizers, rules), **options}), _SAME)
+    held = [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
+    tensors = chain(model.parameters(), model.buffers(), held)
+    ranks.broadcast({id(tensor): tensor for tensor in tensors}.values())
+
+
+def _check_modules(model: LossModule) -> None:
+    from torch.distributed.tensor import DTensor  # here: a torch without torch.distributed lacks it
+
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter.data, DTensor):
+            raise AmpError(
+                f"parameter '{name.partition('.')[2]}' is a DTensor, spread over processes already",
+                mend="pass a model whose parameters are whole on every rank, or train fully_shard(amp.compile(model))"
+                " in a loop",
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.SyncBatchNorm):
+            raise AmpError(
+                f"module '{name.partition('.')[2]}' is a SyncBatchNorm, whose messages a captured graph would lose",
+                mend="use BatchNorm with broadcast_buffers=, or train DistributedDataParallel(amp.compile(model)) in a"
+                " loop",
+            )
+
+
+def _machine(model: LossModule) -> dict[str, Any]:
+    """What must be equal for all ranks to compute the same bits of the same numbers."""
+    device = next(iter(model.parameters())).device
+    if device.type == "cuda":
+        processor = f"{torch.cuda.get_device_name(device)}"
+    else:
+        processor = f"{torch.backends.cpu.get_cpu_capability()} with {torch.get_num_threads()} threads"
+    return {"versions": f"torch {torch.__version__}, amp_compiler {version('amp_compiler')}", "processors": processor}
+
+
+def _given(model: LossModule, optimizers: Sequence[torch.optim.Optimizer], rules: RuleSet) -> dict[str, Any]:
+    names = {id(parameter): name.partition(".")[2] for name, parameter in model.named_parameters()}
+    return {
+        "modules": [f"{name.partition('.')[2]} {type(one).__name__}".strip() for name, one in model.named_modules()],
+        "parameters": [
+            f"{name.partition('.')[2]} {_typed(one)}{list(one.stride())}{'' if one.requires_grad else ' frozen'}"
+            for name, one in model.named_parameters()
+        ],
+        "buffers": [f"{name.partition('.')[2]} {_typed(one)}" for name, one in model.named_buffers()],
+        "rules": [f"'{rule.text}'" if rule.text else PurePath(rule.where).name for rule in rules.rules],
+        "sections of the rules": [f"{key}: {value}" for key, value in _sections(rules)],
+        "optimizers": [
+            *(f"{type(one).__name__}" for one in optimizers),
+            *settings_of(optimizers),
+            *(names.get(id(p), f"{_typed(p)}") for one in optimizers for g in one.param_groups for p in g["params"]),
+        ],
+    }
+
+
+def _sections(rules: RuleSet) -> Iterator[tuple[str, Any]]:
+    sections: dict[str, Mapping[str, Any]] = {
+        "loss_scale": rules.loss_scale,
+        "weights": rules.weights,
+        "keep": rules.keep,
+        "reduce": rules.reduce,
+    }
+    for name, section in sections.items():
+        yield from ((f"{name}.{key}", section[key]) for key in sorted(section))
+
+
+def values_of(model: LossModule, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+    """Sums of all weights and states, which tell whether somebody loaded others on one rank.
+
+    Args:
+        model: the loss as a module.
+        optimizers: its optimizers.
+    """
+    names = {id(parameter): name.partition(".")[2] for name, parameter in model.named_parameters()}
+    states = []
+    for optimizer in optimizers:
+        for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    states.append(f"{key} of {names.get(id(parameter), number)} with the sum {_sum(value)}")
+    return {
+        "weights": [f"{name.partition('.')[2]} with the sum {_sum(one)}" for name, one in model.named_parameters()],
+        "the optimizer's state": states,
+    }
+
+
+def _sum(tensor: Tensor) -> float:
+    return float(tensor.detach().double().sum())
+
+
+def _typed(tensor: Tensor) -> str:
+    return f"{neutral_dtype(tensor.dtype).short}{list(tensor.shape)}"

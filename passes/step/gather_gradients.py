@@ -1,0 +1,101 @@
+"""`GatherGradients`: the gradients of several batches are added, in FP32, before there is an update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+
+from amp_compiler.fx.graph import call_before, node_tensor, results_of, trace_before
+from amp_compiler.fx.meta import Key
+from amp_compiler.passes.base import InPlacePass, PassResult
+
+_SUM = "sum"
+
+
+@dataclass(frozen=True)
+class GatherGradients(InPlacePass):
+    """Add the gradients of a batch to sums that the step keeps, or the sums to the gradients of the last batch.
+
+    Before (`gather="use"`)::
+
+        mul: bf16[4] = aten.mul.Tensor(w, x)
+        return loss, mul
+
+    After::
+
+        in sum_w_0: fp32[4]
+        mul: bf16[4] = aten.mul.Tensor(w, x)
+        _to_copy: fp32[4] = aten._to_copy.default(mul, dtype=torch.float32)
+        add: fp32[4] = aten.add.Tensor(sum_w_0, _to_copy)
+        zero_ = aten.zero_.default(sum_w_0)
+        return loss, add
+
+    Left alone: a step of one batch; gradients on a GPU that no other rank has a part of, which `FuseUpdate` gathers
+    and checks at once.
+
+    Args:
+        updated: the weight of each gradient at the end of the graph's outputs.
+        gather: `"add"` adds the gradients to the sums; `"use"` adds the sums to the gradients, and clears them; empty
+            for neither.
+        ranks: how many processes have a part of the gradients.
+    """
+
+    updated: tuple[str, ...]
+    gather: str = ""
+    ranks: int = 1
+    name: ClassVar[str] = "gather_gradients"
+    exact: ClassVar[bool] = False
+
+    def requires(self, subject: fx.GraphModule) -> str | None:
+        """There is an output for each weight."""
+        count = len(results_of(subject.graph))
+        wrong = f"the graph returns {count} values, and there are {len(self.updated)} gradients"
+        return wrong if count < len(self.updated) else super().requires(subject)
+
+    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+        """Rewrite in place."""
+        graph = subject.graph
+        placeholders = {node.name: node for node in graph.find_nodes(op="placeholder")}
+        shared = self.ranks > 1 and self.gather == "use"
+        if not self.gather or not (shared or any(_is_on_cpu(placeholders[name]) for name in self.updated)):
+            return PassResult(subject, False)
+        outputs, output = results_of(graph), graph.output_node()
+        first, last = len(outputs) - len(self.updated), list(placeholders.values())[-1]
+        totals = []
+        for (key, value), gradient in zip(sums_of(placeholders, self.updated), outputs[first:], strict=True):
+            with graph.inserting_after(last):
+                last = graph.placeholder("_".join(map(str, key)))
+            last.meta = {"val": value, Key.STATE: key}
+            totals += trace_before(output, lambda a, b: a + b.float(), [last, gradient], "update")
+            if self.gather == "add":
+                call_before(output, torch.ops.aten.copy_.default, [last, totals[-1]], "update")
+            else:
+                call_before(output, torch.ops.aten.zero_.default, [last], "update")
+        output.args = ((*outputs[:first], *totals),)
+        subject.recompile()
+        return PassResult(subject, True)
+
+
+def sums_of(placeholders: Mapping[str, fx.Node], weights: Iterable[str]) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
+    """Mark and example value of the FP32 sum of every weight's gradients.
+
+    Args:
+        placeholders: of the graph, by name.
+        weights: their names.
+    """
+    for number, name in enumerate(weights):
+        yield (_SUM, name, number), torch.empty_like(placeholders[name].meta["val"], dtype=torch.float32)
+
+
+def is_sum(placeholder: fx.Node) -> bool:
+    """Whether a placeholder is such a sum."""
+    return Key.STATE in placeholder.meta and placeholder.meta[Key.STATE][0] == _SUM
+
+
+def _is_on_cpu(node: fx.Node) -> bool:
+    tensor = node_tensor(node)
+    return tensor is None or tensor.device.type == "cpu"

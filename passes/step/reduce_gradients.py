@@ -1,0 +1,282 @@
+"""`ReduceGradients`: the gradients of all ranks are summed, in buckets, while the backward goes on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from amp_compiler.fx.alias import readers
+from amp_compiler.fx.graph import call_before, results_of, trace_before
+from amp_compiler.fx.meta import Key
+from amp_compiler.passes.base import InPlacePass, PassResult
+
+MEGABYTE = 2**20
+
+
+class SharedGradient(NamedTuple):
+    """A gradient that is the sum of those of all ranks.
+
+    Args:
+        name: placeholder of the weight that it belongs to.
+        dtype: the type in which it is made.
+        order: dimensions in the order in which it lies in memory, the outermost first.
+    """
+
+    name: str
+    dtype: torch.dtype
+    order: tuple[int, ...]
+
+
+def shared_gradients(graph: fx.Graph, updated: Sequence[str]) -> tuple[SharedGradient, ...]:
+    """The gradients at the end of a graph's outputs, in the order in which the backward makes them.
+
+    Args:
+        graph: with a gradient for each weight.
+        updated: the placeholders of the weights.
+    """
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    outputs = results_of(graph)
+    found = zip(updated, outputs[len(outputs) - len(updated) :], strict=True)
+    made = sorted(found, key=lambda pair: places[pair[1]])
+    return tuple(SharedGradient(name, node.meta["val"].dtype, _order(node.meta["val"])) for name, node in made)
+
+
+def in_order(graph: fx.Graph, shared: Sequence[SharedGradient]) -> tuple[str, ...]:
+    """The weights of shared gradients in the order of their placeholders, as one process has them."""
+    names = {one.name for one in shared}
+    return tuple(node.name for node in graph.find_nodes(op="placeholder") if node.name in names)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that are sent together.
+
+    Args:
+        dtype: in which they are summed.
+        gradients: in the order in which they lie in it.
+    """
+
+    dtype: torch.dtype
+    gradients: tuple[SharedGradient, ...]
+
+
+def buckets_of(
+    shared: Sequence[SharedGradient], sizes: Sequence[int], most_bytes: int, in_fp32: bool
+) -> tuple[Bucket, ...]:
+    """The buckets, in the order in which they become full; one holds gradients of one type.
+
+    Args:
+        shared: the gradients, in the order of the backward.
+        sizes: number of elements of each.
+        most_bytes: a bucket that has reached them is full.
+        in_fp32: sum in FP32 also what is made in 16 bits.
+    """
+    full: list[Bucket] = []
+    filling: dict[torch.dtype, list[SharedGradient]] = {}
+    held: dict[torch.dtype, int] = {}
+    for one, size in zip(shared, sizes, strict=True):
+        dtype = torch.float32 if in_fp32 else one.dtype
+        filling.setdefault(dtype, []).append(one)
+        held[dtype] = held.get(dtype, 0) + size * dtype.itemsize
+        if held[dtype] >= most_bytes:
+            full.append(Bucket(dtype, tuple(filling.pop(dtype))))
+            del held[dtype]
+    return (*full, *(Bucket(dtype, tuple(rest)) for dtype, rest in filling.items()))
+
+
+@dataclass(frozen=True)
+class ReduceGradients(InPlacePass):
+    """Put in the place of every gradient its sum over the ranks, and of new buffers those of the first rank.
+
+    A bucket is sent as soon as its last gradient is made, and awaited where the update begins, so that it travels while
+    the rest of the backward runs. The sum is made in the type of the gradients. All ranks get the same bits: norm,
+    verdict and loss scale, which are made of the sums alone, are then the same without another message. Where the sum
+    itself overflows, every rank sees that. The mean's division is `FuseUpdate`'s, which divides by the loss scale
+    anyway.
+
+    Before (`ranks=2`)::
+
+        mul: bf16[4] = aten.mul.Tensor(w, x)
+        return loss, mul
+
+    After::
+
+        mul: bf16[4] = aten.mul.Tensor(w, x)
+        view: bf16[4] = aten.view.default(mul, [-1])
+        all_reduce: bf16[4] = _c10d_functional.all_reduce.default(view, "sum", "0")
+        wait_tensor: bf16[4] = _c10d_functional.wait_tensor.default(all_reduce)
+        view_1: bf16[4] = aten.view.default(wait_tensor, [4])
+        return loss, view_1
+
+    Left alone: a step of one process, and the batches that are only gathered (`gather="add"`).
+
+    Args:
+        updated: the weight of each gradient at the end of the graph's outputs.
+        results: number of outputs before the new buffers.
+        buffers: placeholder names of the buffers whose new values follow the results.
+        gather: as for `GatherGradients`.
+        group: torch's name of the group of ranks; empty for one process.
+        shared: what all ranks together have a gradient of, the same on each. What this one lacks counts as zero.
+        bucket_bytes: a bucket that has reached them is sent.
+        reduce_in_fp32: sum in FP32 also what is made in 16 bits.
+        broadcast_buffers: whether all ranks take the first one's buffers.
+    """
+
+    updated: tuple[str, ...]
+    results: int
+    buffers: tuple[str, ...]
+    gather: str = ""
+    group: str = ""
+    shared: tuple[SharedGradient, ...] = field(default=())
+    bucket_bytes: int = 25 * MEGABYTE
+    reduce_in_fp32: bool = False
+    broadcast_buffers: bool = True
+    name: ClassVar[str] = "reduce_gradients"
+    exact: ClassVar[bool] = False
+
+    def requires(self, subject: fx.GraphModule) -> str | None:
+        """Results, new buffers and gradients stand in the outputs as announced, and their weights are placeholders."""
+        expected, count = self.results + len(self.buffers) + len(self.updated), len(results_of(subject.graph))
+        if count != expected:
+            return f"the graph returns {count} values, not {expected}"
+        known = {node.name for node in subject.graph.find_nodes(op="placeholder")}
+        missing = [one.name for one in self.shared if one.name not in known]
+        return f"'{missing[0]}' is no placeholder of the graph" if missing else super().requires(subject)
+
+    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
+        """Rewrite in place; the gradients stand in the order that `in_order` says then."""
+        if not self.group or self.gather == "add":
+            return PassResult(subject, False)
+        _Builder(self, subject.graph).build()
+        subject.recompile()
+        return PassResult(subject, True)
+
+
+class _Builder:
+    def __init__(self, options: ReduceGradients, graph: fx.Graph) -> None:
+        self.options, self.graph, self.output = options, graph, graph.output_node()
+        nodes = list(graph.nodes)
+        self.places = {node: place for place, node in enumerate(nodes)}
+        self.following = dict(pairwise(nodes))
+        self.weights = {node.name: node for node in graph.find_nodes(op="placeholder")}
+        self.first = self.following[list(self.weights.values())[-1]]  # in front of which the first message may stand
+
+    def build(self) -> None:
+        options, outputs = self.options, results_of(self.graph)
+        behind = options.results + len(options.buffers)
+        own: dict[str, fx.Node] = dict(zip(options.updated, outputs[behind:], strict=True))
+        sizes = [self.weights[one.name].meta["val"].numel() for one in options.shared]
+        buckets = buckets_of(options.shared, sizes, options.bucket_bytes, options.reduce_in_fp32)
+        given = outputs[options.results : behind] if options.broadcast_buffers else []
+        broadcast = [(part, self._broadcast(part)) for part in _by_type(given)]
+        reduced = list(self._reduced(buckets, own))
+        values: dict[fx.Node, fx.Node] = {}
+        for part, message in broadcast:
+            values.update(self._taken(part, self._awaited(message)))
+        sums: dict[str, fx.Node] = {}
+        for bucket, message in reduced:
+            sums.update(self._summed(bucket, self._awaited(message)))
+        written = [values.get(value, value) for value in outputs[options.results : behind]]
+        gradients = [sums[name] for name in in_order(self.graph, options.shared)]
+        self.output.args = ((*outputs[: options.results], *written, *gradients),)
+
+    def _place(self, nodes: Sequence[fx.Node], before: fx.Node) -> fx.Node:
+        """The first place where all of these are made, written ones too, and that stands behind another one."""
+        made = [node for node in nodes if node.op != "placeholder"]
+        writers = [user for node in made for user in readers(node) if user in self.places and _writes(user)]
+        found = [self.following[node] for node in (*made, *writers)]
+        place: fx.Node = max([before, *found], key=self.places.__getitem__)
+        return place
+
+    def _awaited(self, message: fx.Node) -> fx.Node:
+        wait: Any = torch.ops._c10d_functional.wait_tensor.default
+        return call_before(self.output, wait, [message], "update")
+
+    def _reduced(self, buckets: Sequence[Bucket], own: dict[str, fx.Node]) -> Iterator[tuple[Bucket, fx.Node]]:
+        """The messages that sum buckets. All ranks send them in the same order."""
+        place = self.first
+        for bucket in buckets:
+            nodes = [own.get(one.name, self.weights[one.name]) for one in bucket.gradients]
+            place = self._place([node for node in nodes if node in own.values()], place)
+            missing = [one.name not in own for one in bucket.gradients]
+
+            def flat(*given: Tensor, bucket: Bucket = bucket, missing: Sequence[bool] = missing) -> Tensor:
+                tensors = [torch.zeros_like(one) if lacks else one for one, lacks in zip(given, missing, strict=True)]
+                pairs = zip(tensors, bucket.gradients, strict=True)
+                return _flat([_turned(tensor.to(bucket.dtype), one.order) for tensor, one in pairs])
+
+            (whole,) = trace_before(place, flat, nodes, "update")
+            arguments = [whole, "sum", self.options.group]
+            yield bucket, call_before(place, torch.ops._c10d_functional.all_reduce.default, arguments, "update")
+
+    def _summed(self, bucket: Bucket, flat: fx.Node) -> dict[str, fx.Node]:
+        """The gradients of a bucket that was summed, by weight."""
+        shapes = [self.weights[one.name].meta["val"].shape for one in bucket.gradients]
+
+        def parts(whole: Tensor) -> list[Tensor]:
+            ordered = [[shape[d] for d in one.order] for one, shape in zip(bucket.gradients, shapes, strict=True)]
+            cut = _cut(whole, ordered)
+            return [_turned(part, _inverse(one.order)) for part, one in zip(cut, bucket.gradients, strict=True)]
+
+        made = trace_before(self.output, parts, [flat], "update")
+        return {one.name: node for one, node in zip(bucket.gradients, made, strict=True)}
+
+    def _broadcast(self, values: Sequence[fx.Node]) -> fx.Node:
+        """The message that gives all ranks these values of the first one, which the forward may write to its end."""
+        forward = [node for node in self.places if node.meta.get(Key.PHASE) == "forward"]
+        place = self._place([*values, *forward[-1:]], self.first)
+        (whole,) = trace_before(place, lambda *given: _flat(given), values, "update")
+        arguments = [whole, 0, self.options.group]
+        return call_before(place, torch.ops._c10d_functional.broadcast.default, arguments, "update")
+
+    def _taken(self, part: Sequence[fx.Node], flat: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+        """The values of a message, each with what it stands in the place of."""
+        shapes = [list(node.meta["val"].shape) for node in part]
+        made = trace_before(self.output, lambda whole: _cut(whole, shapes), [flat], "update")
+        return zip(part, made, strict=True)
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _by_type(values: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """Values by type, each once."""
+    found: dict[torch.dtype, list[fx.Node]] = {}
+    for value in dict.fromkeys(values):
+        found.setdefault(value.meta["val"].dtype, []).append(value)
+    return list(found.values())
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    parts = [one.reshape(-1) for one in tensors]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _cut(whole: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """One row of numbers as tensors of these shapes."""
+    sizes = [math.prod(shape) for shape in shapes]
+    parts = whole.split(sizes) if len(sizes) > 1 else [whole]
+    return [part.view(shape) for part, shape in zip(parts, map(list, shapes), strict=True)]
+
+
+def _order(value: Tensor) -> tuple[int, ...]:
+    """The dimensions of a tensor from the largest stride to the smallest; as they are where elements overlap."""
+    strides: list[Any] = list(value.stride())
+    return (
+        tuple(sorted(range(value.dim()), key=lambda d: (-strides[d], d))) if all(strides) else tuple(range(value.dim()))
+    )
+
+
+def _turned(value: Tensor, order: Sequence[int]) -> Tensor:
+    return value if list(order) == sorted(order) else value.permute(list(order))
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return [list(order).index(d) for d in range(len(order))]

@@ -1,0 +1,196 @@
+"""Several ranks train one model: their weights are those of one process, and the same to the bit on all of them."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_scenarios import CASES, COMPILED, FOUR, SCENARIOS, run_ranks
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this torch has no gloo"),
+]
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What each rank of two returned, by scenario."""
+    return run_ranks(2, [name for name in SCENARIOS if name not in COMPILED])
+
+
+def of(found, name):
+    """What the ranks returned of a scenario, none of which failed."""
+    assert [one.get("error") for one in found[name]] == [None] * len(found[name])
+    return found[name]
+
+
+def distance(some, others):
+    return max(float((a.double() - b.double()).abs().max()) for a, b in zip(some, others, strict=True))
+
+
+def equal(some, others):
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_in_fp32_two_ranks_have_the_weights_of_one_process(found, case):
+    first, second = (one[case] for one in of(found, "in_fp32"))
+    assert equal(first["together"], second["together"])
+    assert equal(first["together"], first["alone"])  # the same two numbers are added, so to the bit
+    # Whole batches sum in another order: how far that leads is what one process shows that sums as the ranks do.
+    assert distance(first["together"], first["jointly"]) <= distance(first["alone"], first["jointly"]) < 1e-3
+    assert torch.equal(first["norm"], second["norm"]) and float(first["norm"]) > 0
+    assert all(torch.equal(one, second["gradients"][name]) for name, one in first["gradients"].items())
+
+
+def test_gathered_batches_are_reduced_once(found):
+    first, second = of(found, "accumulated")
+    assert equal(first["same"], second["same"])
+    assert distance(first["together"], first["alone"]) < 1e-5  # four numbers are added in another order
+    assert first["messages"] == [0, 1]  # of the two programs the one that updates
+
+
+def test_no_rank_updates_where_one_of_them_or_the_sum_overflows(found):
+    first, second = of(found, "overflows")
+    assert equal(first["weights"], second["weights"]) and equal(first["same"], second["same"])
+    assert first["skipped"] == second["skipped"] == [0, 0, 1, 1, 2, 2]
+    assert first["scales"] == second["scales"] == [1024.0, 1024.0, 512.0, 512.0, 256.0, 256.0]
+
+
+def test_a_gan_of_two_steps_stays_the_same_on_all_ranks(found):
+    first, second = of(found, "a_gan")
+    assert equal(first["same"], second["same"])
+    assert first["batches"] == 2 * 50 and first["losses"] != second["losses"]
+    assert sum(first["losses"][-5:]) < sum(first["losses"][:5])
+
+
+def test_buffers_are_those_of_the_first_rank_or_of_each_its_own(found):
+    first, second = of(found, "buffers")
+    for one in (first, second):
+        assert equal(first["broadcast"]["weights"], one["broadcast"]["weights"])
+        assert equal(first["local"]["weights"], one["local"]["weights"])
+    assert equal(first["broadcast"]["buffers"], second["broadcast"]["buffers"])
+    assert not equal(first["local"]["buffers"], second["local"]["buffers"])
+    for one, kind in ((first, "broadcast"), (first, "local"), (second, "local")):
+        torch.testing.assert_close(one[kind]["buffers"][0], one[kind]["own"], rtol=0, atol=2.0**-8)  # of BF16 products
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_low_types_lead_no_further_from_fp32_than_autocast_in_ddp(found, dtype, optimizer):
+    first, second = (one[dtype, optimizer] for one in of(found, "low_types"))
+    assert equal(first["same"], second["same"])
+    theirs, ours, wide = (distance(first[name], first["fp32"]) for name in ("theirs", "ours", "ours, sums in FP32"))
+    print(f"\n{dtype} {optimizer}: {theirs:.2e} {ours:.2e} {wide:.2e}")
+    assert 0 < ours <= 1.5 * theirs and 0 < wide <= 1.5 * theirs
+    assert ours != wide
+
+
+def test_what_a_rank_has_no_gradient_of_counts_as_zero(found):
+    first, second = of(found, "missing_gradients")
+    assert all(equal(a, b) for a, b in zip(first["weights"], second["weights"], strict=True))
+    assert first["unused"] and second["unused"] and first["states"] == second["states"] == 6
+    assert first["steps"] == second["steps"]
+
+
+def test_a_checkpoint_is_the_same_on_each_rank_and_goes_on_in_one_process(found):
+    first, second = of(found, "a_checkpoint")
+    assert str(first["saved"]) == str(second["saved"])
+    assert equal(first["went on"], second["went on"])
+    for one in (first, second):
+        assert equal(one["ranks"], first["went on"])
+        assert equal(one["alone"], first["went on"])  # the gradients of the ranks' parts are added in FP32 by both
+
+
+def test_ddp_around_a_compiled_model_trains_too(found):
+    first, second = of(found, "compiled_in_ddp")
+    assert equal(first["weights"], second["weights"])
+
+
+def test_a_mesh_is_its_group(found):
+    for one in of(found, "a_mesh"):
+        assert equal(one["line"], one["square"])
+        assert "has 2 dimensions" in one["told"] and 'mesh["pp"]' in one["told"]
+
+
+def test_a_step_in_pieces_sums_too(found):
+    first, second = of(found, "in_pieces")
+    assert "in 1 piece" in first["execution"] or "pieces" in first["execution"]
+    assert equal(first["same"], second["same"])
+    assert equal(first["wide"], second["wide"]) and equal(first["wide"], first["alone"])
+
+
+def test_weights_without_masters_are_rounded_alike_on_all_ranks(found):
+    first, second = of(found, "low_weights")
+    assert equal(first["same"], second["same"])
+    assert all(weight.dtype is torch.bfloat16 for weight in first["same"][:2])
+
+
+@pytest.mark.slow
+@pytest.mark.compiles
+def test_compiled_steps_do_the_same():
+    first, second = of(run_ranks(2, COMPILED), "compiled")
+    assert equal(first["same"], second["same"])
+    assert distance(first["together"], first["eager"]) < 1e-5
+
+
+@pytest.mark.slow
+def test_four_ranks_do_as_two():
+    found = run_ranks(4, FOUR)
+    for name in CASES:
+        first, *others = (one[name] for one in of(found, "in_fp32"))
+        assert all(equal(first["together"], one["together"]) for one in others)
+        assert distance(first["together"], first["alone"]) < 1e-3  # four numbers are added in another order
+    for name in ("accumulated", "low_weights"):
+        first, *others = of(found, name)
+        assert all(equal(first["same"], one["same"]) for one in others)
+    first, _, *others = of(found, "differences_later")
+    assert all(first[key] == one[key] for one in others for key in first if key not in ("same", "fails"))
+
+
+def test_ranks_that_differ_are_told_so_on_each_of_them(found):
+    first, second = of(found, "differences")
+    expected = {
+        "rules": "the ranks differ in rules: rank 1 has .*aten.gelu.*, rank 0 has nothing there",
+        "preset": "the ranks differ in rules: rank 1 has",
+        "options": r"the ranks differ in options: rank 1 has clip_norm=1.0, rank 0 has clip_norm=None",
+        "shapes": r"the ranks differ in parameters: rank 1 has 0.weight fp32\[17, 8\].*rank 0 has 0.weight fp32\[16",
+        "modules": "the ranks differ in modules: rank 1 has 4 Tanh, rank 0 has 4 Sigmoid",
+        "optimizers": "the ranks differ in optimizers: rank 1 has AdamW, rank 0 has SGD",
+        "torch": "the ranks differ in versions: rank 1 has torch 2.0.1",
+        "threads": "the ranks differ in processors: rank 1 has .* 2 threads, rank 0 has .* 1 threads",
+    }
+    for name, pattern in expected.items():
+        assert re.search(pattern, first[name]), first[name]
+        assert first[name] == second[name]
+    assert "rank 1 failed" in first["fails"] and "nonsense" in first["fails"] and "nonsense" in second["fails"]
+
+
+def test_ranks_that_differ_at_a_call_are_told_so_and_go_on(found):
+    first, second = of(found, "differences_later")
+    assert (
+        "rank 1 has fp32[3, 8], rank 0 has fp32[4, 8]" in first["first shape"] and "drop_last" in first["first shape"]
+    )
+    assert "rank 1 has fp32[2, 8], rank 0 has fp32[4, 8]" in first["later shape"]
+    assert "rank 1 has SGD group 0 lr=0.5, rank 0 has SGD group 0 lr=0.05" in first["rate"]
+    assert "the ranks differ in weights: rank 1 has 0.weight with the sum" in first["loaded"]
+    for name in ("first shape", "later shape", "rate", "loaded"):
+        assert first[name] == second[name]
+    assert "rank 1 failed" in first["fails"] and second["fails"] and "rank 1" not in second["fails"]
+    assert equal(first["same"], second["same"])
+
+
+def test_models_that_are_spread_already_are_named(found):
+    for one in of(found, "what_is_refused"):
+        assert "DistributedDataParallel" in one["DDP"]
+        assert "is sharded" in one["FSDP"] or "is a DTensor" in one["FSDP"]
+        assert "parameter '0.weight' is a DTensor" in one["DTensor"]
+        assert "module '1' is a SyncBatchNorm" in one["SyncBatchNorm"]
+
+
+def test_a_rank_that_never_comes_is_waited_for_until_the_timeout(found):
+    first, _ = of(found, "a_rank_that_never_comes")
+    assert "rank 0 of 2 lost the others" in first["told"] and "timeout" in first["told"]
