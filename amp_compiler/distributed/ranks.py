@@ -77,15 +77,19 @@ class Ranks:
         self.exchange({_ERROR: f"{type(error).__name__}: {error}"})
 
     @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
-        """Within it the ranks come to one `exchange`; where this one fails before, the others are told there."""
+    def telling(self, tell: Callable[[Exception], None] | None = None) -> Iterator[None]:
+        """Within it the ranks come to one `exchange`; where this one fails before, the others are told there.
+
+        Args:
+            tell: tells them, where it takes more than `failed`.
+        """
         try:
             yield
         except RankError:  # raised on every rank
             raise
         except Exception as error:
             with contextlib.suppress(RankError):  # the others are gone: the first error says more
-                self.failed(error)
+                (tell or self.failed)(error)
             raise
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:

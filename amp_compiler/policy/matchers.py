@@ -233,23 +233,29 @@ class Part(_Names):
 
 
 @dataclass(frozen=True)
-class Output(Match):
-    """Whether a result of the node is an output of the model."""
+class _Truth(Match):
+    """A matcher that is true or false of a node."""
 
     wanted: bool
-    key: ClassVar[str] = "output"
-    about: ClassVar[str] = "whether the node makes an output of the model"
     form: ClassVar[Any] = bool
 
     @property
     def given(self) -> Any:
-        """Whether it is to make one."""
+        """Whether it is to be true."""
         return self.wanted
 
     @classmethod
     def read(cls, given: Any, table: OpTable, mark: Callable[[str], Mark]) -> Self:
         """The truth value."""
         return cls(given)
+
+
+@dataclass(frozen=True)
+class Output(_Truth):
+    """Whether a result of the node is an output of the model."""
+
+    key: ClassVar[str] = "output"
+    about: ClassVar[str] = "whether the node makes an output of the model"
 
     def holds(self, node: Node, view: View) -> bool:
         """By what the graph returns."""
@@ -257,23 +263,11 @@ class Output(Match):
 
 
 @dataclass(frozen=True)
-class Depthwise(Match):
+class Depthwise(_Truth):
     """Whether the node is a convolution of which each filter reads one channel of several."""
 
-    wanted: bool
     key: ClassVar[str] = "depthwise"
     about: ClassVar[str] = "whether the node is a convolution whose filters read one channel each"
-    form: ClassVar[Any] = bool
-
-    @property
-    def given(self) -> Any:
-        """Whether it is to be one."""
-        return self.wanted
-
-    @classmethod
-    def read(cls, given: Any, table: OpTable, mark: Callable[[str], Mark]) -> Self:
-        """The truth value."""
-        return cls(given)
 
     def holds(self, node: Node, view: View) -> bool:
         """As many groups as channels, and more than one."""

@@ -83,14 +83,8 @@ class Together:
     def call(self) -> Iterator[None]:
         """Around what decides at a call what will run: where this rank fails, the others are told."""
         self._open, self._now = False, None
-        try:
+        with self.ranks.telling(self._tell):
             yield
-        except RankError:  # raised on every rank
-            raise
-        except Exception as error:
-            with contextlib.suppress(RankError):  # the others are gone: the first error says more
-                self._tell(error)
-            raise
 
     def _tell(self, error: Exception) -> None:
         if self._now is not None:
