@@ -32,6 +32,18 @@ def bf16_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AMP_PLAIN_CPU", "0")
 
 
+@pytest.fixture(scope="session")
+def bf16_lstm() -> None:
+    """For tests in which torch itself runs an LSTM in BF16."""
+    import torch
+
+    sequence = torch.ones(1, 1, 1, dtype=torch.bfloat16)
+    try:
+        torch.nn.LSTM(1, 1, dtype=torch.bfloat16)(sequence)
+    except RuntimeError:
+        pytest.skip("torch's LSTM raises in BF16 on a CPU without kernels for it")
+
+
 _LOOKS = pytest.StashKey[int]()
 
 

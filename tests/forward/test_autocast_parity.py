@@ -12,10 +12,10 @@ from torch import nn
 import amp_compiler as amp
 
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
-SMALL = ("gpt2", "lstm")
 LARGE = ("bert", "llama", "t5", "resnet50", "segformer")  # seconds each
 QUICK = (
-    *((name, 2) for name in SMALL),
+    ("gpt2", 2),
+    pytest.param("lstm", 2, marks=pytest.mark.usefixtures("bf16_lstm")),
     *(pytest.param(name, 1, marks=pytest.mark.long) for name in LARGE),
     *(pytest.param(name, 2, marks=pytest.mark.slow) for name in LARGE),
 )
@@ -43,6 +43,7 @@ def row(bench, **changes):
     return bench["parity"].Parity(**{**numbers, **changes})
 
 
+@pytest.mark.usefixtures("bf16_kernels")
 @pytest.mark.parametrize(("name", "seeds"), QUICK)
 def test_errors_and_bytes_are_within_the_bounds(bench, name, seeds):
     found = bench["parity"].measure(name, bench["parity"].Settings(size="tiny", seeds=seeds))
@@ -96,6 +97,7 @@ def test_return_bytes(bench):
     assert bench["parity"].return_bytes(exact, exact) == 0
 
 
+@pytest.mark.usefixtures("bf16_kernels", "bf16_lstm")
 def test_the_results_file(bench, tmp_path, capsys):
     threads = torch.get_num_threads()
     path = tmp_path / "deep" / "parity.json"

@@ -134,6 +134,7 @@ def test_all_deny_equals_fp32_to_the_bit(program, dtype):
     assert not [cast for cast in compiled.plan.casts if not cast.explicit]
 
 
+@pytest.mark.usefixtures("bf16_kernels")
 @holds_for(programs, rule_sets)
 def test_planning_a_rewritten_graph_again_changes_nothing(program, rules):
     """Neither its text nor a bit; where a rule asks for FP32 arithmetic, the casts around it may stand there again."""

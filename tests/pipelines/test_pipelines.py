@@ -20,12 +20,13 @@ from toys import TOYS
 
 import amp_compiler as amp
 from amp_compiler.backends import BACKENDS, eager
-from amp_compiler.fx.torch_private import has_bf16_kernels
 from amp_compiler.ops.cpu import update as cpu_update
 from amp_compiler.passes import PASSES
 from amp_compiler.passes.pipeline import PIPELINES, Stages
 
-MULTIPLIES_BF16 = has_bf16_kernels()
+TOYS_HERE = [
+    pytest.param(name, marks=pytest.mark.usefixtures("bf16_lstm")) if name == "lstm" else name for name in TOYS
+]
 
 
 def written(stages: Stages) -> str:
@@ -38,10 +39,8 @@ def written(stages: Stages) -> str:
 
 
 @pytest.mark.usefixtures("bf16_kernels")
-@pytest.mark.parametrize("name", TOYS)
+@pytest.mark.parametrize("name", TOYS_HERE)
 def test_every_stage(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if name == "lstm" and not MULTIPLIES_BF16:
-        pytest.skip("torch's LSTM raises in BF16 on a CPU without kernels for it")
     monkeypatch.setitem(BACKENDS, "inductor", replace(BACKENDS["inductor"], build=eager.build))
     monkeypatch.setattr(cpu_update, "most_inner", lambda: 512)  # else it says what is fast on this processor
     toy = TOYS[name]
