@@ -101,8 +101,8 @@ class Gemm:
     """One large matrix product, which shows how fast the device multiplies.
 
     Args:
-        dtype: a key of `TORCH_TYPES`. On a CPU FP16 is measured as FP32, which is what such a product runs in there, and
-            so is BF16 where the CPU has no kernels for it.
+        dtype: a key of `TORCH_TYPES`. On a CPU FP16 is measured as FP32, which is what such a product runs in there,
+            and so is BF16 where the CPU has no kernels for it.
         device: `cpu` or `cuda`.
     """
 
