@@ -44,6 +44,15 @@ def bf16_lstm() -> None:
         pytest.skip("torch's LSTM raises in BF16 on a CPU without kernels for it")
 
 
+@pytest.fixture
+def own_accelerate() -> Iterator[None]:
+    """For tests that make an `accelerate.Accelerator`, whose settings are the process's: no other test's are there."""
+    state = pytest.importorskip("accelerate.state").AcceleratorState
+    state._reset_state(reset_partial_state=True)
+    yield
+    state._reset_state(reset_partial_state=True)
+
+
 _LOOKS = pytest.StashKey[int]()
 
 

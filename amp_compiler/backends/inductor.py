@@ -142,7 +142,9 @@ def _options(graph_module: fx.GraphModule, round_exactly: bool) -> dict[str, Any
     if any(node.target is _CONVOLUTION for node in graph_module.graph.nodes):
         work[_keep_once.__name__] = _keep_once
     # Also where there is nothing to do: what another version of ours has put into torch's caches is not for this one.
-    parts = [_identity(), *work]
+    # And what was made for another processor is not for this one: loops count in steps of its vectors, which torch's
+    # own key leaves out, so that a folder that machines share gives wrong numbers.
+    parts = [_identity(), torch.backends.cpu.get_cpu_capability(), *work]
     if any(node.target in _BY_CUDNN for node in graph_module.graph.nodes):
         parts.append(f"cuDNN {torch.backends.cudnn.version()}")  # which knows how much it keeps for a backward
     theirs, identity = torch_private.inductor_option(_LAST_PASS), ", ".join(parts)

@@ -7,7 +7,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import amp_compiler as amp
-from amp_compiler.backends.inductor import _CONTRACTION, _NO_SLP, _options, compile_graph
+from amp_compiler.backends.inductor import _CONTRACTION, _LAST_PASS, _NO_SLP, _options, compile_graph
 from amp_compiler.fx import torch_private
 from amp_compiler.fx.text import parse_fx
 
@@ -131,3 +131,13 @@ def test_what_cannot_be_compiled_is_an_error_of_ours_in_the_first_backward_too(m
     with uncached, pytest.raises(amp.LoweringError, match=r"cannot compile the graph: ImportError.*file too short"):
         compiled(torch.ones(7, 5)).square().sum().backward()
     assert len(calls) == fails
+
+
+def test_what_was_compiled_for_another_processor_is_not_taken(monkeypatch):
+    """Of a folder of torch's that machines share: its key leaves out how many numbers a vector has."""
+    graph_module = torch.fx.symbolic_trace(torch.nn.ReLU())
+    keys = []
+    for name in ("AVX512", "AVX2", "AVX512"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda name=name: name)
+        keys.append(_options(graph_module, False)[_LAST_PASS].uuid())
+    assert keys[0] == keys[2] != keys[1]

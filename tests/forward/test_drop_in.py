@@ -122,8 +122,10 @@ def test_extra_state_is_saved_and_loaded():
     assert holder[0].seen == 3
 
 
+@pytest.mark.usefixtures("own_accelerate")
 def test_accelerate_wraps_and_unwraps_it():
-    accelerate = pytest.importorskip("accelerate")
+    import accelerate
+
     model = compiled()
     plain = copy.deepcopy(model.original)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

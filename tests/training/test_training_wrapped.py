@@ -38,7 +38,8 @@ class LightningLike(torch.optim.Optimizer):
 
 
 def accelerated(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    accelerate = pytest.importorskip("accelerate")
+    import accelerate
+
     return accelerate.Accelerator(cpu=True).prepare(optimizer)
 
 
@@ -53,6 +54,7 @@ def trained(wrap_model, wrap_optimizer) -> tuple[list[torch.Tensor], nn.Module]:
     return [*losses, *[parameter.detach() for parameter in model.parameters()]], step.model
 
 
+@pytest.mark.usefixtures("own_accelerate")
 @pytest.mark.parametrize("wrap", [LightningLike, accelerated])
 def test_a_wrapped_optimizer_is_unwrapped(wrap):
     expected, _ = trained(lambda model: model, lambda optimizer: optimizer)
