@@ -33,7 +33,7 @@ def load_model(
     Args:
         spec: `package.module:name`, `path/to/file.py:name`, or a path that ends in `.onnx`.
         argument_specs: one text per argument, such as `fp32[8,64]` or `labels=i64[8]`; where there is none, the
-            arguments that the factory gave are used.
+            arguments that the factory gave are used. An ONNX file needs none.
         eval_mode: put the model into eval mode.
         loss: what the arguments are for, behind the model; without it they are those of `forward`.
 
@@ -43,7 +43,7 @@ def load_model(
     """
     given = example_arguments(argument_specs)
     if spec.endswith(".onnx"):
-        return _onnx_file(spec, given is not None, eval_mode), None
+        return _onnx_file(spec, eval_mode), given
     model, made = _build(_find(spec), spec)
     if eval_mode:
         model.eval()
@@ -61,12 +61,11 @@ def load_model(
     return model, example
 
 
-def _onnx_file(spec: str, has_arguments: bool, eval_mode: bool) -> str:
+def _onnx_file(spec: str, eval_mode: bool) -> str:
     if not Path(spec).is_file():
         raise AmpError("there is no such file", where=spec, mend="name an ONNX file that exists")
-    for option, given in (("--args", has_arguments), ("--eval", eval_mode)):
-        if given:
-            raise UsageError("an ONNX file says its own inputs and mode", where=option, mend="leave it out")
+    if eval_mode:
+        raise UsageError("an ONNX file says its own mode", where="--eval", mend="leave it out")
     return spec
 
 

@@ -128,6 +128,8 @@ def make_stages(model: Any, example: Any, options: StageOptions) -> Stages:
         AmpError: the model cannot be captured, or its loss not be trained. A `PassError` has the stages until then.
     """
     if isinstance(model, str):
+        if example is not None:
+            raise UsageError("the stages of an ONNX file do not hang on it", where="--args", mend="leave it out")
         return _of_onnx(model, options)
     args, kwargs = split_example(example)
     try:

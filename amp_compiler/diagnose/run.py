@@ -35,7 +35,7 @@ from amp_compiler.forward.counting import CountingProgram, build_counting
 from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.settings import Settings, device_of, make_settings
 from amp_compiler.forward.signature import leaves_key
-from amp_compiler.fx.graph import canonical_op, module_of, neutral_dtype, user_source
+from amp_compiler.fx.graph import canonical_op, module_of, neutral_dtype, run_by_node, user_source
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import building
 from amp_compiler.ir.dtypes import DType
@@ -96,10 +96,12 @@ def profile(
     elif isinstance(subject, CompiledModule):
         run = _of_model(subject.original, subject.settings, loss_fn, loss_scale)
     elif isinstance(subject, nn.Module) or is_onnx(subject):
-        run = _of_model(imported(subject), make_settings(rules, dtype, EAGER), loss_fn, loss_scale)
+        model = imported(subject)
+        run = _of_model(model, make_settings(rules, dtype, EAGER), loss_fn, loss_scale)
         if is_onnx(subject):
             from amp_compiler.onnx.plan import explain_onnx  # ONNX is imported by those who use it
 
+            run_by_node(model)
             plan = explain_onnx(subject, rules=rules, dtype=run.low.short)
             run.onnx_nodes = {value: node.name for node in plan.nodes for value, _ in node.outputs}
     else:
@@ -143,24 +145,29 @@ class _Run(ABC):
         program = self.programs[form]
         counts = program(leaves)
         rows = [] if counts is None else list(counts.cpu().numpy())
-        names = self.onnx_names(program.nodes) if self.onnx_nodes else {}
+        names = self.onnx_names(program) if self.onnx_nodes else {}
         for node, row in zip(program.nodes, rows[: len(program.nodes)], strict=True):
             kind = ACTIVATION_GRADIENT if node in program.scaled else ACTIVATION
             self.add(_key(node, kind, *names.get(node, ())), row, shift if kind in GRADIENTS else 0)
         for (name, dtype), row in zip(program.weights, rows[len(program.nodes) :], strict=True):
             self.add(_place_of(name, WEIGHT_GRADIENT, dtype), row, shift)
 
-    def onnx_names(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, tuple[str, str]]:
-        """Name and planned node of what was made of an ONNX node: the last that makes a value is named as this is."""
-        from amp_compiler.onnx.importing.scope import onnx_value
+    def onnx_names(self, program: CountingProgram) -> dict[fx.Node, tuple[str, str]]:
+        """Name and planned node of what was made of an ONNX node: the last of what makes its one result is named so.
 
-        values = {node: onnx_value(node) for node in nodes}
-        makers = {value: node for node, value in values.items()}
-        return {
-            node: (value if makers[value] is node else node.name, self.onnx_nodes[value])
-            for node, value in values.items()
-            if value in self.onnx_nodes
-        }
+        What the backward makes keeps its own name; it was planned with what it is the gradient of.
+        """
+        from amp_compiler.onnx.importing.scope import onnx_values
+
+        values = {node: made for node in program.nodes if (made := onnx_values(node)) and made[0] in self.onnx_nodes}
+        makers = {made[0]: node for node, made in values.items() if len(made) == 1}
+        planned = {node.meta.get(Key.PLANNED): self.onnx_nodes[made[0]] for node, made in values.items()}
+        found = {}
+        for node in program.nodes:
+            first = values.get(node, ("",))[0]
+            if of := self.onnx_nodes.get(first) or planned.get(node.meta.get(Key.PLANNED)):
+                found[node] = (first if makers.get(first) is node else node.name, of)
+        return found
 
     def add(self, key: _Place, counts: Counts, shift: int) -> None:
         kept = self.rows.setdefault(key, (np.zeros(BINS, np.int64), np.zeros(BINS, np.int64)))

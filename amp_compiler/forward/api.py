@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
@@ -17,10 +18,11 @@ from amp_compiler.forward.autocast import autocast_totals
 from amp_compiler.forward.compiled_module import CompiledModule
 from amp_compiler.forward.graph_breaks import compile_piece
 from amp_compiler.forward.program import plan_captured
-from amp_compiler.forward.settings import AUTO, device_of, make_settings
+from amp_compiler.forward.settings import AUTO, Settings, device_of, make_settings
 from amp_compiler.forward.unwrap import unwrapped_model
 from amp_compiler.fx.capture import capture_module, captured_from_graph_module, split_example
 from amp_compiler.fx.torch_private import has_native_bf16
+from amp_compiler.ir.dtypes import DType, low_type
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.importing.api import module_of
 from amp_compiler.passes.pipeline import CAPTURE, FORWARD, INFERENCE, PIECE, PLAN
@@ -122,7 +124,9 @@ def explain(
 
     Args:
         model: an `nn.Module`, an FX `GraphModule` in ATen IR as `torch.export` gives, or an ONNX path or `ModelProto`.
-        example_args: a tuple of positional arguments, a dict of keyword arguments, a pair of both, or one tensor.
+        example_args: a tuple of positional arguments, a dict of keyword arguments, a pair of both, or one tensor. An
+            ONNX model needs none; with them its open dimensions have their sizes, and the plan has the totals of
+            `torch.autocast` over what `onnx_to_fx` makes of it.
         rules: as for `compile`.
         dtype: as for `compile`; `"auto"` is FP16 for an ONNX model, whose device is not known.
         dynamic_shapes: as for `torch.export.export`.
@@ -157,11 +161,9 @@ def explain(
         tensors = [node.meta.get("val") for node in captured.graph_module.graph.nodes]
         return plan_captured(captured, settings, settings.low(device_of(tensors)), device=device or "")
     if is_onnx(model):
-        from amp_compiler.onnx.plan import explain_onnx  # here, so that nobody else waits for ONNX
-
         if device is not None:
             raise AmpError(f"device={device!r} for an ONNX model", mend="leave it out: a file is not of one device")
-        return explain_onnx(model, rules=settings.rules, dtype="fp16" if dtype == AUTO else dtype)
+        return _explain_onnx(model, example_args, settings, low_type("fp16" if dtype == AUTO else dtype))
     if not isinstance(model, nn.Module):
         raise AmpError(
             f"amp.explain cannot read a {type(model).__name__}",
@@ -173,6 +175,30 @@ def explain(
     plan = plan_captured(captured, settings, low, device=device or "")
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     return replace(plan, autocast=autocast_totals(captured, low, plan.device, frozen))
+
+
+def _explain_onnx(model: Any, example_args: Any, settings: Settings, low: DType) -> PrecisionPlan:
+    from onnx_ir.tensor_adapters import TorchTensor
+
+    from amp_compiler.onnx.check.batches import Sizes, required_inputs  # here, so that nobody else waits for ONNX
+    from amp_compiler.onnx.model.model import open_model
+    from amp_compiler.onnx.plan import explain_onnx
+
+    if example_args is None:
+        return explain_onnx(model, rules=settings.rules, dtype=low.short)
+    args, kwargs = pytree.tree_map_only(np.ndarray, torch.from_numpy, split_example(example_args))
+    opened = open_model(model)
+    names = required_inputs(opened.proto)
+    if len(args) > len(names):
+        raise AmpError(f"{len(args)} example_args for {len(names)} inputs", mend=f"pass {', '.join(names)}")
+    sizes = Sizes(opened)
+    given = dict(zip(names, args, strict=False)) | kwargs
+    (_,) = sizes.watch([{name: TorchTensor(torch.as_tensor(one).detach()).numpy() for name, one in given.items()}])
+    plan = explain_onnx(opened, rules=settings.rules, dtype=low.short, sizes=sizes.known)
+    imported = module_of(model)
+    captured = capture_module(imported, args, kwargs)
+    plan_captured(captured, settings, low)  # by which it is in normal form
+    return replace(plan, autocast=autocast_totals(captured, low, "cpu"))
 
 
 def is_onnx(model: object) -> bool:

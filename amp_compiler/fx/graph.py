@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import re
 import sysconfig
 from collections.abc import Callable, Iterator, Sequence
@@ -258,6 +259,19 @@ def copy_graph(graph_module: fx.GraphModule) -> fx.GraphModule:
     for node, copy in made.items():
         copy.meta = dict(node.meta)
     return new_graph_module(graph_module, graph)
+
+
+def run_by_node(graph_module: fx.GraphModule) -> None:
+    """Let calls of a graph's module run it node by node: what is captured of them then has `meta["custom"]` of each."""
+    signature = inspect.signature(graph_module.forward)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        with fx.traceback.preserve_node_meta():
+            return fx.Interpreter(graph_module).run(*bound.args)
+
+    graph_module.forward = forward
 
 
 def upcast_behind_inputs(graph: fx.Graph, source: fx.Node) -> fx.Node:

@@ -130,7 +130,7 @@ def plan_onnx(
             if raised is not None:
                 lowered, fusion = lowered_from(raised, False)
         compounds = mark_compounds(lowered)
-        found = pin_ranges(lowered, ranges)
+        found = pin_ranges(lowered, ranges, powers=rules.keeps("powers"))
         pin_batch_norms(lowered)
         pin_scales(lowered)
         if rules.keeps("running_sums"):

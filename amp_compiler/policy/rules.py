@@ -316,6 +316,7 @@ class RuleSet:
         """Whether some numbers stay as captured whatever the rules say; they do unless the rules say otherwise.
 
         Args:
-            what: a key of the section `keep`: `sizes`, `angles`, `running_sums`, `quantized` or `batch_norm`.
+            what: a key of the section `keep`: `sizes`, `angles`, `running_sums`, `powers`, `quantized` or
+                `batch_norm`.
         """
         return self.keep.get(what, True)

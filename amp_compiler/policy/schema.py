@@ -94,6 +94,7 @@ class KeepModel(Strict):
     sizes: bool = _optional("what becomes a whole number, a size, an index, a coordinate or is compared")
     angles: bool = _optional("what is made of positions alone, up to a sine or another function with bounds")
     running_sums: bool = _optional("ONNX: what a state of Loop or Scan is added up by")
+    powers: bool = _optional("ONNX in FP16: powers, summed squares and exponentials, up to what brings them back")
     quantized: bool = _optional("ONNX: what quantises, what stands beside it, and its scales")
     batch_norm: bool = _optional("parameters and running statistics of batch norm, beside 16-bit data")
 

@@ -181,7 +181,40 @@ def test_frozen_parameters_have_no_gradient_to_count() -> None:
 def test_an_onnx_model_with_a_loss(tmp_path: Any) -> None:
     torch.onnx.export(Net().eval(), (batches(1)[0][0],), str(tmp_path / "m.onnx"), verbose=False)
     found = amp.profile(str(tmp_path / "m.onnx"), batches(1), dtype="bf16", loss_fn=loss_fn)
-    assert len(found.of("weight gradient")) >= 4 and found.of("activation gradient")
+    assert len(found.of("weight gradient")) >= 4
+    plan = amp.explain(tmp_path / "m.onnx", dtype="bf16")
+    planned = {node.name for node in plan.nodes}
+    named = {row.name: row.planned for row in found.of("activation")}
+    for (
+        node
+    ) in plan.nodes:  # each value that the file makes is a row at its node, and of its name where it is one of one
+        assert node.name in named.values()
+        assert node.op == "LayerNormalization" or named[node.outputs[0][0]] == node.name
+    assert planned - {plan.nodes[0].name} <= {row.planned for row in found.of("activation gradient")}
+
+
+@pytest.mark.parametrize("loss", [False, True])
+def test_results_of_one_onnx_node_are_told_of_the_node(tmp_path: Any, loss: bool) -> None:
+    import onnx
+    from onnx import TensorProto, helper, numpy_helper
+
+    scale = numpy_helper.from_array(np.ones(4, np.float32), "scale")
+    nodes = [
+        helper.make_node("LayerNormalization", ["x", "scale"], ["normed", "average"], "norm"),
+        helper.make_node("Mul", ["normed", "average"], ["y"], "times"),
+    ]
+    graph = helper.make_graph(
+        nodes, "g", [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 4])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2, 4])], [scale],
+    )  # fmt: skip
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)]), tmp_path / "m.onnx")
+    batch = {"x": np.array([[1, 3, 60, 64]] * 2, np.float32)}  # of mean 32
+    loss_fn = (lambda model, x: model(x=x).sum()) if loss else None
+    found = amp.profile(tmp_path / "m.onnx", [batch], dtype="bf16", loss_fn=loss_fn)
+    rows = {row.name: row for row in found.of("activation")}
+    assert rows.pop("y").planned == "times" and {row.planned for row in rows.values()} >= {"norm"}
+    assert {row.histogram.highest for row in rows.values() if row.planned == "norm"} >= {0, 5}
+    assert not {"normed", "average"} & set(rows)  # which of the parts of a normalisation these are is not known
 
 
 def test_losses_that_are_none_are_told() -> None:

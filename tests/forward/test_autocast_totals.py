@@ -47,6 +47,24 @@ class FrozenTwice(nn.Module):
         return self.frozen(self.trained(self.frozen(self.trained(x))))
 
 
+@pytest.mark.parametrize("as_array", [False, True])
+def test_an_onnx_file_has_the_totals_of_its_model(tmp_path, as_array):
+    torch.manual_seed(0)
+    model, x = Pictures().eval(), torch.randn(2, 3, 16, 16)
+    path = str(tmp_path / "m.onnx")
+    batch = torch.export.Dim("batch")
+    torch.onnx.export(model, (x,), path, dynamic_shapes=({0: batch},), verbose=False)
+    found = amp.explain(path, (x.numpy() if as_array else x,), dtype="bf16").autocast
+    expected = amp.explain(model, (x,), dtype="bf16").autocast
+    assert (found.casts, found.cast_bytes) == (expected.casts, expected.cast_bytes)
+    assert found.low_nodes == expected.low_nodes - 1  # the exporter folds the normalisation
+    assert amp.explain(path, dtype="bf16").autocast is None
+    with pytest.raises(amp.AmpError, match="2 example_args for 1 inputs; pass x"):
+        amp.explain(path, (x, x))
+    with pytest.raises(amp.AmpError, match="takes float32"):
+        amp.explain(path, (x.bfloat16(),))
+
+
 CASES = {
     "pictures": (Pictures, (2, 3, 16, 16)),
     "own region": (OwnRegion, (3, 8)),

@@ -162,6 +162,18 @@ def test_a_variance_in_parts_stays_fp32(square, rules):
     same_numbers(source, done.model, {"x": X * 200})
 
 
+@pytest.mark.parametrize("square", ["Pow", "Mul"])
+def test_a_rule_file_leaves_powers_to_its_rules(square):
+    """The data are known not to overflow; where they do, the check of the conversion says so."""
+    source = rms_norm(square)
+    rules = {"version": 1, "extends": "apex-o3", "keep": {"powers": False}}
+    done = check(source, "fp16", rules)
+    assert {entry.precision for entry in done.plan.nodes} == {"low"}
+    same_numbers(source, done.model, {"x": X})
+    large = amp.convert_onnx(source, rules=rules, dtype="fp16", verify=[{"x": X * 400}], check=False)
+    assert large.report.outputs[0].relative > 0.5
+
+
 def test_exponentials():
     nodes = [
         node("MatMul", ["x", "w"], ["a"]),

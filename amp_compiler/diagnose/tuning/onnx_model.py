@@ -32,7 +32,7 @@ from amp_compiler.onnx.check.run import open_to_run
 from amp_compiler.onnx.check.verify import Expected
 from amp_compiler.onnx.convert import convert_onnx
 from amp_compiler.onnx.importing.api import onnx_to_fx
-from amp_compiler.onnx.importing.scope import onnx_value
+from amp_compiler.onnx.importing.scope import onnx_values
 from amp_compiler.onnx.model.external import external_files
 from amp_compiler.onnx.plan import explain_onnx
 from amp_compiler.policy.rules import RuleSet
@@ -162,7 +162,7 @@ def _watched(module: fx.GraphModule, makers: Mapping[str, str]) -> dict[fx.Node,
     found: dict[fx.Node, str] = {}
     taken: set[str] = set()
     for node in module.graph.nodes:
-        value = onnx_value(node)
+        value = next(iter(onnx_values(node)), "")
         if value not in makers or value in taken or node.op != "call_function":
             continue
         taken.add(value)

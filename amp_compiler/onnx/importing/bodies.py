@@ -126,7 +126,8 @@ class ControlFlow:
         return held, tuple(entry.node for entry in inner.captured)
 
     def _call(self, function: Callable[..., object], *args: object) -> None:
-        whole = self.scope.call(function, args, {}, self.node.name or self.node.op_type.lower())
+        name = self.node.name or self.node.op_type.lower()
+        whole = self.scope.call(function, args, {}, name, [one.name or name for one in self.node.outputs])
         for place, value in enumerate(self.node.outputs):
             if value.name:
                 part = self.scope.call(operator.getitem, (whole, place), {}, value.name)

@@ -211,7 +211,7 @@ class _Call:
             numbers = self.host or self.node.op_type in HOST_RESULTS
             scope.bind(self.node.outputs[0], Entry(names[0], made, numbers, small=small))
             return
-        whole = scope.call(self.op.function, args, options, self.node.name or f"{names[0]}_all")
+        whole = scope.call(self.op.function, args, options, self.node.name or f"{names[0]}_all", names)
         for place, value in enumerate(self.node.outputs):
             if value.name:
                 part = scope.call(operator.getitem, (whole, place), {}, names[place])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import keyword
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +19,14 @@ from amp_compiler.onnx.importing.ops import values
 
 FEW = 4096
 """Constants up to this size may stand in the graph as plain numbers."""
-_ONNX_VALUE = "onnx_value"
+_ONNX_VALUES = "onnx_values"
 Trainable = Callable[[str, torch.Tensor], bool] | None
 
 
-def onnx_value(node: fx.Node) -> str:
-    """The ONNX name of what a node makes, in the graph of `onnx_to_fx` and in one captured of it; empty without one."""
+def onnx_values(node: fx.Node) -> tuple[str, ...]:
+    """The ONNX names of what a node makes or is part of, in the graph of `onnx_to_fx` and in one captured of it."""
     custom = node.meta.get("custom")
-    return str(custom.get(_ONNX_VALUE, "")) if isinstance(custom, dict) else ""
+    return tuple(custom.get(_ONNX_VALUES, ())) if isinstance(custom, dict) else ()
 
 
 @dataclass
@@ -213,10 +213,10 @@ class Scope:
 
     # ---- the FX graph
 
-    def call(self, function: Any, args: Any, kwargs: dict[str, Any], name: str) -> fx.Node:
-        """A call node, named after its ONNX value."""
+    def call(self, function: Any, args: Any, kwargs: dict[str, Any], name: str, values: Sequence[str] = ()) -> fx.Node:
+        """A call node, named after its ONNX value; where it makes several, `values` are their names."""
         node = self.graph.create_node("call_function", function, tuple(args), kwargs, self._node_names.give(name))
-        node.meta["custom"] = {_ONNX_VALUE: name}  # torch.export hands it on to what it makes of the node
+        node.meta["custom"] = {_ONNX_VALUES: list(values) or [name]}  # torch.export hands it on
         if inspect.isfunction(function):  # so that a saved module, which FX traces anew, keeps the call as it is
             node.meta["is_wrapped"] = True
         return node

@@ -39,7 +39,7 @@ class Ranges:
         }
 
 
-def pin_ranges(lowered: Lowered, ranges: Mapping[str, float] | None = None) -> Ranges:
+def pin_ranges(lowered: Lowered, ranges: Mapping[str, float] | None = None, *, powers: bool = True) -> Ranges:
     """Pin to FP32 the nodes that would lose numbers in the low type. Changes `lowered.graph`.
 
     1. Stored data with finite elements beyond the low type, or elements that would become zero, keep what reads them in
@@ -55,11 +55,13 @@ def pin_ranges(lowered: Lowered, ranges: Mapping[str, float] | None = None) -> R
     Args:
         lowered: as `onnx.lower` gives it.
         ranges: calibrated largest magnitude by value name.
+        powers: pin what the third says.
     """
     analysis = _Analysis(lowered)
     analysis.stored()
     if lowered.low is DType.FLOAT16:
-        Overflows(lowered, analysis.pins).patterns()
+        if powers:
+            Overflows(lowered, analysis.pins).patterns()
         analysis.calibrated(ranges or {})
     nodes = lowered.graph.nodes
     for name, reason in analysis.found.pins.items():
