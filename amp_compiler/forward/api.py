@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-from amp_compiler.errors import AmpError
+from amp_compiler.errors import AmpError, CaptureError
 from amp_compiler.forward.autocast import autocast_totals
 from amp_compiler.forward.compiled_module import CompiledModule
 from amp_compiler.forward.graph_breaks import compile_piece
@@ -27,6 +28,7 @@ from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.importing.api import module_of
 from amp_compiler.passes.pipeline import CAPTURE, FORWARD, INFERENCE, PIECE, PLAN
 
+logger = logging.getLogger("amp_compiler")
 DEVICES = ("cpu", "cuda")  # that can be planned for without being there
 PARALLEL = (
     "compile the model inside and put it around the result, as in DistributedDataParallel(amp.compile(model.module))"
@@ -195,9 +197,12 @@ def _explain_onnx(model: Any, example_args: Any, settings: Settings, low: DType)
     given = dict(zip(names, args, strict=False)) | kwargs
     (_,) = sizes.watch([{name: TorchTensor(torch.as_tensor(one).detach()).numpy() for name, one in given.items()}])
     plan = explain_onnx(opened, rules=settings.rules, dtype=low.short, sizes=sizes.known)
-    imported = module_of(model)
-    captured = capture_module(imported, args, kwargs)
-    plan_captured(captured, settings, low)  # by which it is in normal form
+    try:
+        captured = capture_module(module_of(model), args, kwargs)
+        plan_captured(captured, settings, low)  # by which it is in normal form
+    except CaptureError as cause:
+        logger.warning("what torch.autocast casts is not counted: %s", cause)
+        return plan
     return replace(plan, autocast=autocast_totals(captured, low, "cpu"))
 
 

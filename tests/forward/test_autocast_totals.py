@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import onnx
+import onnx.parser
 import pytest
 import torch
 from torch import nn
@@ -63,6 +65,16 @@ def test_an_onnx_file_has_the_totals_of_its_model(tmp_path, as_array):
         amp.explain(path, (x, x))
     with pytest.raises(amp.AmpError, match="takes float32"):
         amp.explain(path, (x.bfloat16(),))
+
+
+def test_an_onnx_file_that_is_not_imported_is_planned_all_the_same(caplog):
+    made = onnx.parser.parse_model(
+        '<ir_version: 9, opset_import: ["": 20, "mine": 1]> g (float[n, 8] x) => (float[n, 8] y)'
+        "<float[8, 8] w = {" + ", ".join(["1"] * 64) + "}> { a = MatMul(x, w) y = mine.Unknown(a) }"
+    )
+    plan = amp.explain(made, (torch.ones(4, 8),), dtype="bf16")
+    assert plan.autocast is None and plan.nodes[0].precision == "low"
+    assert "what torch.autocast casts is not counted" in caplog.text and "Unknown" in caplog.text
 
 
 CASES = {
