@@ -27,6 +27,7 @@ from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.training.fused_optimizers import BoundGroup
 from amp_compiler.training.outside import OUTSIDE, Alone, Substitutes, adopt
+from amp_compiler.training.state import LowWeights
 from amp_compiler.training.traced_optimizers import TracedGroup
 
 if TYPE_CHECKING:
@@ -188,6 +189,7 @@ class StepProgram:
 
     Attributes:
         found_anew: whether the last call had to find its tensors.
+        behind: the parameters that it updates without their 16-bit copies, which other programs read.
     """
 
     graph_module: fx.GraphModule
@@ -209,6 +211,7 @@ class StepProgram:
     written: tuple[str, ...] = ()
     divisor: int = 1
     found_anew: bool = field(default=True, init=False, repr=False)
+    behind: tuple[Tensor, ...] = field(default=(), init=False, repr=False)
     _seen: _Seen | None = field(default=None, init=False, repr=False)
     _numbers: int = field(default=-1, init=False, repr=False)
 
@@ -216,6 +219,20 @@ class StepProgram:
     def update(self) -> StepProgram:
         """The program that updates the weights: this one."""
         return self
+
+    def settle(self, lows: LowWeights) -> None:
+        """Note which copies a call writes together with their masters, and which are left behind.
+
+        Args:
+            lows: the 16-bit copies that there are.
+        """
+        pairs = [
+            (parameter, low)
+            for group in self.groups
+            for parameter, low in zip(group.parameters, group.spec.lows or [None] * len(group.parameters), strict=True)
+        ]
+        lows.settle([parameter for parameter, low in pairs if low is not None])
+        self.behind = tuple(parameter for parameter, low in pairs if low is None and lows.has(parameter))
 
     @property
     def execution(self) -> str:

@@ -318,9 +318,11 @@ class TrainingStep(StepReadings):
                 logger.warning("the training step runs %s", program.execution)
         self._gathered = (self._gathered + 1) % self._accumulate
         if program.update.found_anew:
+            program.update.settle(self._lows)
             for group in program.update.groups:
-                self._lows.settle(group.parameters)
                 self._weights.settle(group.parameters, group.optimizer.state)
+        for parameter in program.update.behind:
+            self._lows.follow(parameter)
         for optimizer in self._optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether a step came before theirs
         if not self._told and program.plan is not None:
