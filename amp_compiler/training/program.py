@@ -186,6 +186,7 @@ class StepProgram:
         shared: what all ranks together have a gradient of, for which it was made.
         written: placeholders of the buffers that it writes.
         divisor: number of batches, on all ranks together, whose gradients its own are the sums of.
+        parts: of how many of `updated`, the first ones, a rank has a part of the gradient only.
 
     Attributes:
         found_anew: whether the last call had to find its tensors.
@@ -210,6 +211,7 @@ class StepProgram:
     shared: tuple[SharedGradient, ...] = ()
     written: tuple[str, ...] = ()
     divisor: int = 1
+    parts: int = 0
     found_anew: bool = field(default=True, init=False, repr=False)
     behind: tuple[Tensor, ...] = field(default=(), init=False, repr=False)
     _seen: _Seen | None = field(default=None, init=False, repr=False)
