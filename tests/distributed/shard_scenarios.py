@@ -327,7 +327,9 @@ def compiled_parts(place: Place) -> dict[str, Any]:
     """By Inductor, with the kernels of the CPU, and without them."""
     case = replace(SPLIT["clipping"], batches=few)
     found = {"eager": everything(*trained_together(place, case, rules=rules(**REDUCE)))}
-    found["compiled"] = everything(*trained_together(place, case, rules=rules(**REDUCE), backend="inductor"))
+    model, step = trained_together(place, case, rules=rules(**REDUCE), backend="inductor")
+    found["compiled"] = everything(model, step)
+    found["cut"] = step.stages["cut_step"].text
     from amp_compiler.training import build
 
     build.kernels_for = lambda step: {}

@@ -156,6 +156,12 @@ def test_four_ranks_do_as_two():
 @pytest.mark.compiles
 def test_compiled_steps_do_the_same():
     first, second = of(run_ranks(2, SPLIT_ALONE), "compiled_parts")
+    behind = (
+        first["cut"].split("behind_check: ", 1)[1].split("\nreturn ", 1)[0]
+    )  # of the pieces the first, between kernels
+    assert re.search(
+        r"adam_update.default.*\n(.*\n)*.*all_gather_into_tensor.default.*\n(.*\n)*.*adam_update.default", behind
+    )
     for name in ("compiled", "opened"):
         assert equal(first[name]["weights"], second[name]["weights"])
         torch.testing.assert_close(first[name]["masters"], first["eager"]["masters"], rtol=0, atol=1e-3)
