@@ -145,12 +145,13 @@ class MasterWeights:
             fp32 of the same shape; this rank's part of it, where it is split; the same tensor at every step.
 
         Raises:
-            AmpError: the master in the state is not FP32, because it was loaded before there was a step to keep it so.
+            AmpError: the master in the state is not FP32, because it was loaded before there was a step to keep it so;
+                or it is of another shape, as a step leaves it that splits its update over ranks.
         """
         if parameter in self._parts:
             return self._part(parameter, state)
         master = state.get(MASTER)
-        if master is None or master.shape != parameter.shape:
+        if master is None:
             master = state[MASTER] = parameter.detach().float()
         elif master.dtype is not torch.float32:
             raise narrowed(MASTER, master)

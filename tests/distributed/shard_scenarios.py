@@ -312,7 +312,23 @@ def what_cannot_be_split(place: Place) -> dict[str, Any]:
 
     low = {**rules(**REDUCE), "weights": {"master": "low"}}
     damped = replace(CASES["sgd"], optimizer=lambda given: torch.optim.SGD(given, 0.1, momentum=0.9, dampening=0.5))
+
+    def whole_after_parts() -> None:
+        model = plain()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for section in (REDUCE, {}):
+            amp.training_step(
+                model,
+                ranks.squares,
+                optimizer,
+                process_group=place.group,
+                rules=rules(**section),
+                backend="eager",
+                **BF16,
+            )(*batch)
+
     return {
+        "whole": told(whole_after_parts),
         "traced": run(CASES["traced"]),
         "low": run(CASES["sgd"], rules=low),
         "dampening": run(damped),

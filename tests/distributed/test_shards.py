@@ -138,7 +138,8 @@ def test_what_cannot_be_split_is_named(found):
         assert "SGD with dampening" in one["dampening"]
         assert "a step in pieces cannot split its update" in one["pieces"]
         assert "a part of the gradients" in one["gradients"]
-        assert all("leave `shard: update` out" in text for name, text in one.items() if name != "fp32")
+        assert all("leave `shard: update` out" in text for name, text in one.items() if name not in ("fp32", "whole"))
+        assert "optimizer.state holds 'master' of shape [64] for a parameter of [16, 8]" in one["whole"]
         assert one["fp32"] == ""
 
 
