@@ -10,6 +10,7 @@ from torch import Tensor
 
 from amp_compiler.distributed.ranks import Ranks
 from amp_compiler.errors import AmpError, CaptureError
+from amp_compiler.passes.step.shard_update import part_of
 
 UNSPLIT = "leave `shard: update` out of the rules' `reduce` section"
 
@@ -62,7 +63,7 @@ class Parts:
 
     def size(self, tensor: Tensor) -> int:
         """Number of elements of a part."""
-        return part_size(tensor, self.count)
+        return part_of(tensor, self.count)
 
     def of(self, tensor: Tensor) -> Tensor:
         """This rank's part of a whole tensor, [size], in memory of its own."""
@@ -128,13 +129,3 @@ class Parts:
         if self._ranks is None:
             return part.reshape(parameter.shape)
         return self._ranks.gather(part)[: parameter.numel()].view(parameter.shape)
-
-
-def part_size(tensor: Tensor, ranks: int) -> int:
-    """Number of elements of the part of a tensor that each of so many ranks holds.
-
-    Example:
-        >>> part_size(torch.empty(2, 5), 4)
-        3
-    """
-    return -(-tensor.numel() // ranks)

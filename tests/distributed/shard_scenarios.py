@@ -50,6 +50,9 @@ SPLIT = {
     "adamw": replace(CASES["adamw"], model=odd, batches=few, options=BF16),
     "two groups": replace(CASES["adamw"], model=odd, batches=few, optimizer=two_groups, options=BF16),
     "fp16": replace(CASES["adamw"], model=odd, batches=few, options=FP16),
+    "largest gradient": replace(
+        CASES["adamw"], model=odd, batches=few, options={"dtype": "fp16", "loss_scale": "nvcaffe"}
+    ),
     "clipping": replace(CASES["adamw"], model=odd, batches=few, options={**FP16, "clip_norm": 0.1}),
     "accumulated": replace(CASES["adamw"], model=odd, batches=few, options={**FP16, "accumulate": 2}),
     "tied": replace(CASES["tied"], batches=lambda: ranks.ids(6), options=BF16),
