@@ -319,8 +319,10 @@ STEP = Pipeline(
         "channels_last",
         "sum_gradients",
         "gather_gradients",
+        "shard_update",
         "reduce_gradients",
         "fuse_update",
+        "gather_weights",
     ),
     "From the rewritten forward to a graph of the whole training step.",
 )

@@ -99,6 +99,19 @@ class Ranks:
                 if tensor.numel():
                     self._broadcast(tensor)
 
+    def gather(self, part: Tensor) -> Tensor:
+        """The equal parts of all ranks behind one another; all wait for all.
+
+        Args:
+            part: [n], of one type and length on all ranks.
+
+        Raises:
+            RankError: a rank did not come.
+        """
+        found = [torch.empty_like(part) for _ in range(self.size)]
+        self._tell(lambda: dist.all_gather(found, part, group=self.group))
+        return torch.cat(found)
+
     def _broadcast(self, tensor: Tensor) -> None:
         packed = tensor.detach().contiguous()
         sent = packed.reshape(-1).view(torch.uint8)  # whatever the type: not all can be sent

@@ -151,6 +151,7 @@ class PrecisionPlan:
         unused_rules: the rules of the user's own files that match no node, in the order in which they are read.
         autocast: what `torch.autocast` does in the same forward, counted by `amp.explain` for a module on the device
             that it plans for; `None` where nobody counted. Plans are equal without regard to it.
+        notes: of a training step that is split over several processes: what each sends and holds.
 
     Example:
         >>> plan = PrecisionPlan("fp16", "default", "cpu", (), ())
@@ -167,6 +168,7 @@ class PrecisionPlan:
     outputs: tuple[str, ...] = ()
     unused_rules: tuple[UnusedRule, ...] = ()
     autocast: AutocastTotals | None = field(default=None, compare=False)
+    notes: tuple[str, ...] = ()
 
     @property
     def cast_bytes(self) -> int:
@@ -183,6 +185,8 @@ class PrecisionPlan:
         data = {"version": FORMAT_VERSION, **asdict(self), "cast_bytes": self.cast_bytes}
         if self.autocast is None:
             del data["autocast"]
+        if not self.notes:
+            del data["notes"]
         return data
 
     @classmethod
@@ -215,7 +219,10 @@ class PrecisionPlan:
             outputs = tuple(data.get("outputs", ()))
             unused = tuple(UnusedRule(**rule) for rule in data.get("unused_rules", ()))
             autocast = AutocastTotals(**data["autocast"]) if "autocast" in data else None
-            return cls(data["dtype"], data["rules"], data["device"], nodes, casts, inputs, outputs, unused, autocast)
+            notes = tuple(data.get("notes", ()))
+            return cls(
+                data["dtype"], data["rules"], data["device"], nodes, casts, inputs, outputs, unused, autocast, notes
+            )
         except (KeyError, TypeError, ValueError) as cause:
             raise AmpError(f"the plan is damaged: {cause!r}", mend="make it again with amp.explain") from cause
 
@@ -278,6 +285,7 @@ class PrecisionPlan:
         for cast in self.casts:
             lines.append(str(cast))
         lines += [f"unused rule {rule}" for rule in self.unused_rules]
+        lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines) + "\n"
 
     def __str__(self) -> str:

@@ -104,6 +104,10 @@ class ReduceModel(Strict):
 
     precision: Literal["low", "fp32"] = _optional("type of the sums: low, as the gradients are made; or fp32")
     bucket_mb: Annotated[Finite, Field(gt=0)] = _optional("megabytes (2**20 bytes) of gradients that are sent together")
+    shard: Literal["none", "update"] = _optional(
+        "what is split over the processes: nothing, or masters, moments and the update of weights that are read in 16"
+        " bits alone"
+    )
 
 
 class RuleFileModel(Strict):

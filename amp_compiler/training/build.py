@@ -33,7 +33,9 @@ from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.passes.step.separate_buffers import written_placeholders
 from amp_compiler.training.events import Events, Places
 from amp_compiler.training.inputs import KeptTensors, StepInputs, TrainedWeights
+from amp_compiler.training.parts import Parts
 from amp_compiler.training.program import ROOT, LossModule, StepProgram
+from amp_compiler.training.traffic import traffic_of
 from amp_compiler.training.weights import check_types, widened
 
 _SCALE, _SKIPPED = ("scale", "scale", 0), ("scale", "skipped_steps", 0)
@@ -74,6 +76,7 @@ class Reduction:
         bucket_bytes: as for `ReduceGradients`.
         in_fp32: whether sums are made in FP32 of what is made in 16 bits.
         broadcast_buffers: whether all ranks take the first one's buffers.
+        shards: whether masters, moments and the update are split over the ranks.
         agree: `agree(gradients, buffers)` gives what all of them have a gradient of, by that of which this one has, and
             the buffers that it writes.
     """
@@ -83,6 +86,7 @@ class Reduction:
     bucket_bytes: int
     in_fp32: bool
     broadcast_buffers: bool
+    shards: bool = False
     agree: Callable[..., tuple[SharedGradient, ...]] = lambda gradients, buffers: gradients
 
 
@@ -223,7 +227,7 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
     buffers = tuple(weights.inputs.getters[name] for name in begun.written)
     return StepProgram(
         step,
-        begun.plan,
+        _told(begun.plan, step, weights, options),
         weights.groups,
         weights.names(),
         run,
@@ -240,6 +244,7 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
         weights.shared,
         begun.written,
         options.divisor,
+        weights.parts,
     )
 
 
@@ -256,6 +261,9 @@ def run_step_passes(
     if storage.low:
         low = torch_dtype(settings.low(device_of([*begun.leaves, *model.parameters()])))
         inputs.store_low(captured.graph_module.graph, low, settings.rules.ops)
+    if options.reduction is not None and options.reduction.shards:
+        low = torch_dtype(settings.low(device_of([*begun.leaves, *model.parameters()])))
+        inputs.split(captured.graph_module.graph, low, settings.rules.ops, state.kept.weights)
     weights = TrainedWeights(inputs, storage.rounding if storage.low else None)
     given = _step_options(weights, begun, options, state.kept)
     return pipeline.run(captured.graph_module, given, begun.stages), weights
@@ -292,11 +300,12 @@ def _step_options(weights: TrainedWeights, begun: Begun, options: StepOptions, k
         "stored": weights.inputs.stored(),
         "trained": weights.inputs.trained,
         "masters": weights.storage is None,
+        "split": weights.inputs.of_parts(kept.weights.parts),
         "wrt": Late(weights.wrt),
         "owner": Late(weights.owner),
         "owners": Late(lambda graph_module: weights.taken(graph_module, begun.gradients or ())),
         "in_fp32": begun.in_fp32,
-        "groups": Late(weights.specs),
+        "groups": Late(lambda _: weights.specs(kept.weights.parts)),
         "updated": Late(lambda _: weights.updated),
         "skips_overflow": kept.weights.storage.skips,
         "laid_out": Late(lambda _: weights.laid_out(kept.lows)),
@@ -306,11 +315,13 @@ def _step_options(weights: TrainedWeights, begun: Begun, options: StepOptions, k
         "divisor": options.divisor,
         "gather": options.gather,
         "stage": native.FORWARD,
-        **_reduction_options(weights, options, begun.written),
+        **_reduction_options(weights, options, begun.written, kept.weights.parts),
     }
 
 
-def _reduction_options(weights: TrainedWeights, options: StepOptions, written: tuple[str, ...]) -> dict[str, Any]:
+def _reduction_options(
+    weights: TrainedWeights, options: StepOptions, written: tuple[str, ...], parts: Parts
+) -> dict[str, Any]:
     reduction = options.reduction
     if reduction is None:
         return {}
@@ -319,11 +330,27 @@ def _reduction_options(weights: TrainedWeights, options: StepOptions, written: t
     return {
         "group": reduction.group,
         "ranks": reduction.ranks,
+        "buckets": Late(
+            lambda graph_module: weights.split(
+                graph_module, agree, keeps, parts, reduction.bucket_bytes, reduction.in_fp32
+            )
+        ),
+        "parts": Late(lambda _: weights.parts),
         "shared": Late(lambda graph_module: weights.share(graph_module, agree, keeps)),
         "bucket_bytes": reduction.bucket_bytes,
         "reduce_in_fp32": reduction.in_fp32,
         "broadcast_buffers": reduction.broadcast_buffers,
     }
+
+
+def _told(
+    plan: PrecisionPlan | None, step: fx.GraphModule, weights: TrainedWeights, options: StepOptions
+) -> PrecisionPlan | None:
+    """The plan, with what a step that is split over the ranks sends and holds."""
+    if plan is None or options.reduction is None or not options.reduction.shards or options.gather == "add":
+        return plan
+    traffic = traffic_of(step.graph, options.reduction.ranks, weights.updated)
+    return replace(plan, notes=traffic.notes(weights.names()[weights.parts :]))
 
 
 def _compile(

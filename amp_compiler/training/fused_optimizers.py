@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,13 +17,20 @@ from amp_compiler.ops.update.operators import FUSED
 from amp_compiler.ops.update.rounding import Storage
 from amp_compiler.passes.step.update_group import UpdateGroup
 from amp_compiler.training.optimizer_state import laid_out, retyped
+from amp_compiler.training.parts import UNSPLIT, Parts
 from amp_compiler.training.traced_optimizers import TracedGroup, bind_traced, check_hooks, check_traceable
 from amp_compiler.training.weights import COMPENSATION
 
 KINDS: dict[type[torch.optim.Optimizer], FusedOptimizer] = {cls: one for one in FUSED for cls in one.classes}
 
 
-def _make_state(kind: FusedOptimizer, state: dict[str, Any], parameter: Tensor, group: Mapping[str, Any]) -> None:
+def _make_state(
+    kind: FusedOptimizer,
+    state: dict[str, Any],
+    parameter: Tensor,
+    group: Mapping[str, Any],
+    zeros: Callable[[Tensor], Tensor],
+) -> None:
     """Give a parameter what its optimizer keeps and has not made yet."""
     if kind.counts:
         step = state.get(STEP)
@@ -33,7 +40,7 @@ def _make_state(kind: FusedOptimizer, state: dict[str, Any], parameter: Tensor, 
             state[STEP] = torch.as_tensor(step, dtype=torch.float32).to(parameter.device)
     for one in kind.states:
         if one.used(group) and state.get(one.name) is None:
-            state[one.name] = _zeros(parameter)
+            state[one.name] = zeros(parameter)
 
 
 def _zeros(parameter: Tensor) -> Tensor:
@@ -69,6 +76,7 @@ class BoundGroup:
         parameters: the masters, in order.
         hyper: FP64 vector of hyperparameters on the device.
         started: FP32 flag on the device: whether an update was applied before.
+        parts: makes this rank's part of a state, where each rank has one; `None` where the state is whole.
     """
 
     spec: UpdateGroup
@@ -78,6 +86,7 @@ class BoundGroup:
     parameters: tuple[Tensor, ...]
     hyper: Tensor
     started: Tensor
+    parts: Parts | None = None
     _written: tuple[Any, ...] = field(default=(), repr=False)
     _checked: dict[tuple[str, int], tuple[weakref.ref[Tensor], Any]] = field(default_factory=dict, repr=False)
 
@@ -109,6 +118,9 @@ class BoundGroup:
         holds across batch shapes, skipped steps and checkpoints.
         """
         if self.asks_state:
+            if self.parts is not None:
+                name = type(self.optimizer).__name__
+                raise AmpError(f"{name} with dampening asks for a whole momentum, and it is split", mend=UNSPLIT)
             state = self.kind.states[0].name
             begun = [self.tensor(state, number).any() for number in range(len(self.parameters))]
             self.started.copy_(torch.stack(begun).any())
@@ -138,7 +150,8 @@ class BoundGroup:
 
     def _state_tensor(self, column: str, parameter: Tensor, state: dict[str, Any]) -> Tensor:
         if column not in state or column == STEP:
-            _make_state(self.kind, state, parameter, self.optimizer.param_groups[self.index])
+            new = _zeros if self.parts is None else self.parts.zeros
+            _make_state(self.kind, state, parameter, self.optimizer.param_groups[self.index], new)
         if column == COMPENSATION:
             zeros = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state.setdefault(COMPENSATION, zeros)
@@ -150,6 +163,8 @@ class BoundGroup:
             retyped(
                 state, column, self.spec.moment, wide=self.spec.storage is not None and not self.kind.state_as_weight
             )
+        if self.parts is not None:
+            return self.parts.held(state, column, parameter)
         return laid_out(state, column, parameter)
 
 
@@ -221,6 +236,32 @@ def check_storage(optimizers: Sequence[torch.optim.Optimizer], low: bool) -> Non
             )
 
 
+def check_split(optimizers: Sequence[torch.optim.Optimizer], low: bool) -> None:
+    """Refuse what cannot be updated part by part.
+
+    Args:
+        optimizers: checked optimizers.
+        low: whether the weights have no masters.
+
+    Raises:
+        AmpError: names the first optimizer whose own code is traced, which may look at whole weights; there are no
+            masters that could be split.
+    """
+    if low:
+        raise AmpError(
+            "the rules say reduce: {shard: update} and weights: {master: low}, which has no masters to split",
+            mend=f"write weights: {{master: fp32}}, or {UNSPLIT}",
+        )
+    for one in optimizers:
+        if type(one) not in KINDS:
+            known = ", ".join(kind.__name__ for kind in KINDS)
+            raise AmpError(
+                f"the update of {type(one).__name__} may need whole weights (its own code is traced), and the rules say"
+                " reduce: {shard: update}",
+                mend=f"use one of {known}, or {UNSPLIT}",
+            )
+
+
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
@@ -230,6 +271,8 @@ def bind(
     masters: Mapping[int, str],
     lows: Mapping[int, str],
     stored: Mapping[int, Storage] | None = None,
+    parts: Parts | None = None,
+    buckets: Mapping[int, int] | None = None,
 ) -> list[BoundGroup | TracedGroup]:
     """Split the parameters that have gradients into update groups.
 
@@ -238,26 +281,29 @@ def bind(
         masters: placeholder name of each parameter that has a gradient, by `id`.
         lows: placeholder name of its 16-bit copy, by `id`, where it has one.
         stored: how a 16-bit parameter without a master is stored, by `id`.
+        parts: those that are split over the ranks.
+        buckets: number of the bucket that the gradient of such a one was sent in, by `id`.
 
     Returns:
-        One group per optimizer group, device, type, presence of a 16-bit copy and storage; one in all for an
+        One group per optimizer group, device, type, presence of a 16-bit copy, storage and bucket; one in all for an
         optimizer whose own code is traced.
     """
-    stored = stored or {}
+    stored, buckets = stored or {}, buckets or {}
     bound: list[BoundGroup | TracedGroup] = []
     for optimizer in optimizers:
         if type(optimizer) not in KINDS:
             bound += bind_traced(optimizer, masters, lows, stored)
             continue
         for index, group in enumerate(optimizer.param_groups):
-            parts: dict[tuple[Any, ...], list[Tensor]] = {}
+            alike: dict[tuple[Any, ...], list[Tensor]] = {}
             for parameter in group["params"]:
                 if id(parameter) in masters:
-                    key = (parameter.device, parameter.dtype, id(parameter) in lows, stored.get(id(parameter)))
-                    parts.setdefault(key, []).append(parameter)
-            bound += [
-                _bind_part(optimizer, index, part, masters, lows, stored.get(id(part[0]))) for part in parts.values()
-            ]
+                    number = id(parameter)
+                    key = (parameter.device, parameter.dtype, number in lows, stored.get(number), buckets.get(number))
+                    alike.setdefault(key, []).append(parameter)
+            for some in alike.values():
+                split = parts if id(some[0]) in buckets else None
+                bound.append(_bind_part(optimizer, index, some, masters, lows, stored.get(id(some[0])), split))
     return bound
 
 
@@ -268,6 +314,7 @@ def _bind_part(
     masters: Mapping[int, str],
     lows: Mapping[int, str],
     storage: Storage | None,
+    parts: Parts | None,
 ) -> BoundGroup:
     kind, group = KINDS[type(optimizer)], optimizer.param_groups[index]
     size = len(kind.hyper)
@@ -285,6 +332,7 @@ def _bind_part(
         kind.started is not None,
         storage,
         moment,
+        1 if parts is None else parts.count,
     )
     return BoundGroup(
         spec,
@@ -294,4 +342,5 @@ def _bind_part(
         tuple(part),
         torch.zeros(size, dtype=torch.float64, device=device),
         torch.ones((), device=device),
+        parts,
     )

@@ -17,15 +17,16 @@ from amp_compiler.fx.meta import Key
 from amp_compiler.ops.layout import is_turned
 from amp_compiler.ops.loss_scale import LossScaleState
 from amp_compiler.ops.update.rounding import Storage
-from amp_compiler.passes.step.place_weights import PlacedWeights, is_read_low, placed_weights
-from amp_compiler.passes.step.reduce_gradients import SharedGradient, in_order, shared_gradients
+from amp_compiler.passes.step.place_weights import PlacedWeights, is_read_low, is_read_low_alone, placed_weights
+from amp_compiler.passes.step.reduce_gradients import Bucket, SharedGradient, buckets_of, in_order, shared_gradients
 from amp_compiler.passes.step.sum_gradients import owners_with_gradient
 from amp_compiler.policy.rules import OpTable
-from amp_compiler.training.fused_optimizers import BoundGroup, bind
+from amp_compiler.training.fused_optimizers import KINDS, BoundGroup, bind
+from amp_compiler.training.parts import Parts
 from amp_compiler.training.program import LossModule, Resolver
 from amp_compiler.training.state import GradientSums, LowWeights
 from amp_compiler.training.traced_optimizers import TracedGroup
-from amp_compiler.training.weights import COMPENSATION, WeightState, store_low
+from amp_compiler.training.weights import COMPENSATION, MASTER, WeightState, store_low
 
 Getters = dict[str, Callable[[], Tensor]]
 Agree = Callable[[tuple[SharedGradient, ...]], tuple[SharedGradient, ...]]
@@ -111,6 +112,26 @@ class StepInputs:
             if parameter is not None and parameter.dtype is torch.float32 and is_read_low(node, low, ops):
                 store_low(parameter, low)
 
+    def split(self, graph: fx.Graph, low: torch.dtype, ops: OpTable, weights: WeightState) -> None:
+        """Decide which weights are split over the ranks, and convert them to 16 bits beside their masters' parts.
+
+        Args:
+            graph: the forward, with the casts of the plan.
+            low: the 16-bit type.
+            ops: the op table.
+            weights: what the step holds of them.
+        """
+        for node in graph.find_nodes(op="placeholder"):
+            if node.name in self.trained and node.users:
+                parameter, name = self.getters[node.name](), self.entries[node.name].target.partition(".")[2]
+                split = weights.parts.decide(parameter, name, is_read_low_alone(node, low, ops))
+                if split and parameter.dtype is torch.float32:
+                    weights.masters.split(parameter, self.holders[id(parameter)].state[parameter], low)
+
+    def of_parts(self, parts: Parts) -> tuple[str, ...]:
+        """Placeholders of the trained weights that are split over the ranks."""
+        return tuple(name for name in self.trained if self.getters[name]() in parts)
+
     def stored(self) -> dict[str, torch.dtype]:
         """Type of every parameter as it is stored now, by placeholder."""
         return {name: self.getters[name]().dtype for name in self._parameters}
@@ -127,6 +148,8 @@ class TrainedWeights:
     Attributes:
         offered: what this rank has a gradient of; empty for one process.
         shared: what all ranks together have a gradient of.
+        buckets: what of that is sent so that each rank gets a part.
+        parts: number of those gradients; they stand first.
     """
 
     inputs: StepInputs
@@ -136,6 +159,8 @@ class TrainedWeights:
     groups: list[BoundGroup | TracedGroup] = field(default_factory=list)
     offered: tuple[SharedGradient, ...] = ()
     shared: tuple[SharedGradient, ...] = ()
+    buckets: tuple[Bucket, ...] = ()
+    parts: int = 0
 
     def wrt(self, graph_module: fx.GraphModule) -> tuple[str, ...]:
         """What the loss is differentiated by, behind `PlaceWeights`."""
@@ -166,6 +191,31 @@ class TrainedWeights:
         self.updated = tuple(owners)
         return owners
 
+    def split(
+        self, graph_module: fx.GraphModule, agree: Agree, keeps: bool, parts: Parts, most_bytes: int, in_fp32: bool
+    ) -> tuple[Bucket, ...]:
+        """What is sent by `ShardUpdate`, in front of which the ranks agree on what they have a gradient of.
+
+        Args:
+            graph_module: the graph, with its gradients.
+            agree: gives what all ranks have a gradient of, by what this one has.
+            keeps: whether this rank's gradients stay as they are.
+            parts: which weights are split.
+            most_bytes: as for `buckets_of`.
+            in_fp32: as for `buckets_of`.
+        """
+        self._agree(graph_module, agree)
+        names = self.inputs.of_parts(parts)
+        split = [one for one in self.shared if one.name in names]
+        if keeps or not split:
+            return ()
+        weights = {node.name: node for node in graph_module.graph.find_nodes(op="placeholder")}
+        sizes = [weights[one.name].meta["val"].numel() for one in split]
+        self.buckets, self.parts = buckets_of(split, sizes, most_bytes, in_fp32), len(split)
+        order = in_order(graph_module.graph, split)
+        self.updated = (*order, *(name for name in self.updated if name not in order))
+        return self.buckets
+
     def share(self, graph_module: fx.GraphModule, agree: Agree, keeps: bool) -> tuple[SharedGradient, ...]:
         """What all ranks have a gradient of, in front of `ReduceGradients`; from then on all of that is updated.
 
@@ -173,21 +223,38 @@ class TrainedWeights:
             graph_module: the graph, with its gradients.
             agree: gives it, by what this rank has.
             keeps: whether this rank's gradients stay as they are.
+
+        Returns:
+            All but what `ShardUpdate` sends.
         """
+        if not self.shared:  # a pipeline without ShardUpdate
+            self._agree(graph_module, agree)
+        split = self.updated[: self.parts]
+        whole = tuple(one for one in self.shared if one.name not in split)
+        if not keeps:
+            self.updated = (*split, *in_order(graph_module.graph, whole))
+        return whole
+
+    def _agree(self, graph_module: fx.GraphModule, agree: Agree) -> None:
         self.offered = shared_gradients(graph_module.graph, self.updated)
         self.shared = agree(self.offered)
-        if not keeps:
-            self.updated = in_order(graph_module.graph, self.shared)
-        return self.shared
 
-    def specs(self, joint: fx.GraphModule) -> tuple[Any, ...]:
-        """What `FuseUpdate` must know of the optimizers' groups, which are bound to the weights here."""
+    def specs(self, parts: Parts) -> tuple[Any, ...]:
+        """What `FuseUpdate` must know of the optimizers' groups, which are bound to the weights here.
+
+        Args:
+            parts: which weights are split.
+        """
+        if self.groups:
+            return tuple(group.spec for group in self.groups)
         parameters = {name: self.inputs.getters[self.placed.parameter(name)]() for name in self.updated}
         masters = {id(parameter): name for name, parameter in parameters.items()}
         lows = {id(p): low for name, p in parameters.items() if (low := self.placed.low(name)) is not None}
         low_only = [p for p in parameters.values() if self.storage is not None and p.dtype in LOW_TYPES]
         stored = {id(p): self.storage for p in low_only if self.storage is not None}
-        self.groups = bind(self.inputs.optimizers, masters, lows, stored)
+        sent = [(one.name, place) for place, bucket in enumerate(self.buckets) for one in bucket.gradients]
+        buckets = {id(parameters[name]): place for name, place in sent}
+        self.groups = bind(self.inputs.optimizers, masters, lows, stored, parts, buckets)
         return tuple(group.spec for group in self.groups)
 
     def names(self) -> tuple[str, ...]:
@@ -225,11 +292,22 @@ class TrainedWeights:
             return Resolver(lambda leaves: self._master(get(), kept), get)
         if node.name in getters:
             get = getters[node.name]
+            if node.name in self.inputs.trained and get().dtype is torch.float32:
+                return Resolver(lambda leaves: self._taken_in(get(), kept), get)
             return Resolver(lambda leaves: get().detach(), get)
         return Resolver(itemgetter(self.inputs.entries[node.name].index), leaf=True)
 
     def _master(self, parameter: Tensor, kept: KeptTensors) -> Tensor:
-        return kept.weights.masters.get(parameter, self.inputs.holders[id(parameter)].state[parameter])
+        return kept.weights.masters.get(parameter, self._state_of(parameter))
+
+    def _taken_in(self, parameter: Tensor, kept: KeptTensors) -> Tensor:
+        holder = self.inputs.holders[id(parameter)]
+        if type(holder) in KINDS and MASTER in holder.state.get(parameter, {}):
+            kept.weights.masters.take_in(parameter, holder.state[parameter])
+        return parameter.detach()
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
+        return self.inputs.holders[id(parameter)].state[parameter]  # type: ignore[no-any-return]
 
     def _state(self, key: tuple[Any, ...], kept: KeptTensors) -> Callable[[Sequence[Any]], Any]:
         """Of a placeholder that `FuseUpdate` added; see the marks that it leaves."""
@@ -241,6 +319,9 @@ class TrainedWeights:
         if column == "rng":
             return lambda leaves: kept.weights.rounding.tensor
         bound = self.groups[group]
+        if column == MASTER:
+            weight = bound.parameters[number]
+            return lambda leaves: self._master(weight, kept)
         if column == COMPENSATION:
             parameter, check = bound.parameters[number], kept.weights.compensations.checked
             return lambda leaves: check(parameter, bound.tensor(column, number))

@@ -27,6 +27,7 @@ from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.training.fused_optimizers import BoundGroup
 from amp_compiler.training.outside import OUTSIDE, Alone, Substitutes, adopt
+from amp_compiler.training.state import LowWeights
 from amp_compiler.training.traced_optimizers import TracedGroup
 
 if TYPE_CHECKING:
@@ -185,9 +186,11 @@ class StepProgram:
         shared: what all ranks together have a gradient of, for which it was made.
         written: placeholders of the buffers that it writes.
         divisor: number of batches, on all ranks together, whose gradients its own are the sums of.
+        parts: of how many of `updated`, the first ones, a rank has a part of the gradient only.
 
     Attributes:
         found_anew: whether the last call had to find its tensors.
+        behind: the parameters that it updates without their 16-bit copies, which other programs read.
     """
 
     graph_module: fx.GraphModule
@@ -208,7 +211,9 @@ class StepProgram:
     shared: tuple[SharedGradient, ...] = ()
     written: tuple[str, ...] = ()
     divisor: int = 1
+    parts: int = 0
     found_anew: bool = field(default=True, init=False, repr=False)
+    behind: tuple[Tensor, ...] = field(default=(), init=False, repr=False)
     _seen: _Seen | None = field(default=None, init=False, repr=False)
     _numbers: int = field(default=-1, init=False, repr=False)
 
@@ -216,6 +221,20 @@ class StepProgram:
     def update(self) -> StepProgram:
         """The program that updates the weights: this one."""
         return self
+
+    def settle(self, lows: LowWeights) -> None:
+        """Note which copies a call writes together with their masters, and which are left behind.
+
+        Args:
+            lows: the 16-bit copies that there are.
+        """
+        pairs = [
+            (parameter, low)
+            for group in self.groups
+            for parameter, low in zip(group.parameters, group.spec.lows or [None] * len(group.parameters), strict=True)
+        ]
+        lows.settle([parameter for parameter, low in pairs if low is not None])
+        self.behind = tuple(parameter for parameter, low in pairs if low is None and lows.has(parameter))
 
     @property
     def execution(self) -> str:

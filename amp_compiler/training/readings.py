@@ -21,6 +21,7 @@ from amp_compiler.training.build import StepState
 from amp_compiler.training.events import NonfiniteEvent
 from amp_compiler.training.held_scale import HeldScale
 from amp_compiler.training.nonfinite import report_nonfinite
+from amp_compiler.training.parts import UNSPLIT
 from amp_compiler.training.piece_trial import PieceTrials
 from amp_compiler.training.pieces import PieceProgram
 from amp_compiler.training.program import StepOutput, StepProgram
@@ -160,8 +161,13 @@ class StepReadings:
 
         While batches are gathered, their sum so far divided by `accumulate`. Of several ranks it is their mean, but
         while batches are gathered.
+
+        Raises:
+            AmpError: before the first call, and where the update is split over ranks, none of which has a whole one.
         """
         program, output, scale = self._seen()
+        if program.update.parts:
+            raise AmpError("each rank has a part of the gradients only, as the update is split", mend=UNSPLIT)
         return {
             name: gradient.float() / (scale * program.update.divisor)
             for name, gradient in zip(program.update.updated, output.gradients, strict=True)

@@ -43,6 +43,10 @@ class LowWeights:
         """Whether the copy of a master has its channels last; `None` where there is none yet."""
         return (id(master), dtype) in self._turned if dtype in self._copies.get(id(master), {}) else None
 
+    def has(self, master: Tensor) -> bool:
+        """Whether there is a copy of a master."""
+        return id(master) in self._copies
+
     def follow(self, master: Tensor) -> None:
         """Make the copies of a master again, where it has any and was written."""
         for dtype in self._copies.get(id(master), {}):

@@ -42,10 +42,11 @@ from amp_compiler.training.autocast import autocast_of
 from amp_compiler.training.build import Reduction, StepOptions, StepState, build_step, check_parameters, is_one_graph
 from amp_compiler.training.counting import build_counting
 from amp_compiler.training.events import events_on
-from amp_compiler.training.fused_optimizers import check_optimizers, check_storage
+from amp_compiler.training.fused_optimizers import check_optimizers, check_split, check_storage
 from amp_compiler.training.held_scale import HeldScale
 from amp_compiler.training.inputs import KeptTensors
 from amp_compiler.training.log import STEPS_KEY, StepLog
+from amp_compiler.training.parts import UNSPLIT, Parts
 from amp_compiler.training.piece_trial import PieceTrials
 from amp_compiler.training.pieces import PieceProgram, PieceStep
 from amp_compiler.training.program import LossModule, StepProgram
@@ -222,7 +223,7 @@ class TrainingStep(StepReadings):
         self._lows = LowWeights()
         storage = weight_storage(self._settings.rules.weights) if enabled else WeightStorage()
         check_storage(self._optimizers, storage.low)
-        self._weights = WeightState(storage, self._device, self._optimizers)
+        self._weights = WeightState(storage, self._device, self._optimizers, Parts(ranks))
         graphs = GraphSettings(TorchGraphs())
         kept = KeptTensors(lambda: self._scale, self._lows, GradientSums(), self._weights, lambda: len(graphs.live) > 0)
         self._state = StepState(kept, graphs, events_on(self._device))
@@ -248,6 +249,10 @@ class TrainingStep(StepReadings):
     def _join(self, ranks: Ranks, broadcast_buffers: bool) -> None:
         """Become one of several ranks that train one model."""
         model, optimizers, settings = self._module, self._optimizers, self._settings
+        section: dict[str, Any] = settings.rules.reduce
+        shards = self._enabled and section.get("shard") == "update"
+        if shards:
+            check_split(optimizers, self._weights.storage.low)
         options = {
             "options": [
                 f"{name}={value}"
@@ -267,14 +272,17 @@ class TrainingStep(StepReadings):
         begin(ranks, model, optimizers, settings.rules, options)
         ranks.broadcast([self._weights.rounding.tensor])
         self._together = Together(ranks, lambda: values_of(model, optimizers))
-        section: dict[str, Any] = settings.rules.reduce
         self._reduction = Reduction(
             ranks.name,
             ranks.size,
             int(float(section.get("bucket_mb", BUCKET_MB)) * 2**20),
             section.get("precision") == "fp32",
             broadcast_buffers,
+            shards,
         )
+        if shards:
+            for one in self._optimizers:
+                self._weights.parts.whole_on_save(one, self._together.saves)
 
     def _choose_scale(self, loss_scale: Any) -> LossScale:
         section = self._settings.rules.loss_scale
@@ -318,9 +326,11 @@ class TrainingStep(StepReadings):
                 logger.warning("the training step runs %s", program.execution)
         self._gathered = (self._gathered + 1) % self._accumulate
         if program.update.found_anew:
+            program.update.settle(self._lows)
             for group in program.update.groups:
-                self._lows.settle(group.parameters)
                 self._weights.settle(group.parameters, group.optimizer.state)
+        for parameter in program.update.behind:
+            self._lows.follow(parameter)
         for optimizer in self._optimizers:
             optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers ask whether a step came before theirs
         if not self._told and program.plan is not None:
@@ -434,7 +444,9 @@ class TrainingStep(StepReadings):
         self, gradients: tuple[SharedGradient, ...], buffers: tuple[str, ...], leaves: list[Any], gather: str
     ) -> Offer:
         shown = buffers if self._reduction is not None and self._reduction.broadcast_buffers else ()
-        return Offer(gradients, shown, batch_form(leaves), gather, settings_of(self._optimizers))
+        return Offer(
+            gradients, shown, batch_form(leaves), gather, settings_of(self._optimizers), self._weights.parts.names
+        )
 
     @property
     def _speaks(self) -> bool:
@@ -456,6 +468,11 @@ class TrainingStep(StepReadings):
         return program
 
     def _in_pieces(self, cause: AmpError) -> PieceStep:
+        if self._reduction is not None and self._reduction.shards:
+            raise CaptureError(
+                f"a step in pieces cannot split its update over the ranks, and this one is no one graph: {cause}",
+                mend=UNSPLIT,
+            ) from cause
         return PieceStep(self._module, self._settings, cause, self._state, self._enabled)
 
     def _options(self, gather: str, leaves: list[Any] | None = None) -> StepOptions:
@@ -496,7 +513,8 @@ class TrainingStep(StepReadings):
     @property
     def _changes_weights_first(self) -> bool:
         """Whether the first call makes masters of 16-bit parameters, or 16-bit parameters."""
-        return self._weights.storage.low or any(one.dtype in LOW_TYPES for one in self._module.parameters())
+        shards = self._reduction is not None and self._reduction.shards
+        return shards or self._weights.storage.low or any(one.dtype in LOW_TYPES for one in self._module.parameters())
 
     def _trials(self, batch: tuple[Any, ...]) -> StepTrials:
         for optimizer in self._optimizers:

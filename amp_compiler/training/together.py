@@ -29,6 +29,7 @@ _BATCH = (
 )
 MOST_AGREED = 4096  # combinations that are kept in mind
 _FAILED = -1  # of a rank that agreed, and then could not build its program
+_SAVING = -2  # of a rank that asks for the parts of the optimizer's state
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class Offer:
         batch: types and shapes of its batch's tensors.
         gather: as for `GatherGradients`.
         numbers: the plain values of the optimizers' `param_groups`.
+        parts: names of the weights that are split over the ranks.
     """
 
     gradients: Shared
@@ -48,6 +50,7 @@ class Offer:
     batch: tuple[str, ...]
     gather: str
     numbers: tuple[str, ...]
+    parts: tuple[str, ...] = ()
 
     def said(self) -> dict[str, Any]:
         """As other ranks are told."""
@@ -58,6 +61,7 @@ class Offer:
             "the buffers that are written": self.buffers,
             "the accumulated batches": self.gather,
             "the optimizer's settings": self.numbers,
+            "the weights that are split": self.parts,
         }
 
 
@@ -88,16 +92,35 @@ class Together:
 
     def _tell(self, error: Exception) -> None:
         if self._now is not None:
-            self.ranks.numbers(_FAILED)
+            self._numbers(_FAILED)
         elif not self._open:
-            self.ranks.numbers(0)
+            self._numbers(0)
         self.ranks.failed(error)
+
+    def _numbers(self, number: int) -> tuple[int, ...]:
+        numbers = self.ranks.numbers(number)
+        saving = [one == _SAVING for one in numbers]
+        if len({*saving}) > 1:
+            raise RankError(
+                f"rank {saving.index(True)} asks for optimizer.state_dict(), and rank {saving.index(False)} goes on to"
+                " train",
+                mend="call optimizer.state_dict() on all ranks: each has a part of the state only",
+            )
+        return numbers
+
+    def saves(self) -> None:
+        """Wait until all ranks are about to give one another their parts of the optimizer's state.
+
+        Raises:
+            RankError: one of them trains on.
+        """
+        self._numbers(_SAVING)
 
     def builds(self) -> None:
         """Say that this rank has to capture; `agree` follows, and `settle`."""
         if not self._open:
             self._open = True
-            self.ranks.numbers(0)
+            self._numbers(0)
 
     def keeps(self, offer: Offer, shared: Shared) -> bool:
         """Whether a program may run; where not, one must be made, for what `agree` gives then.
@@ -109,7 +132,7 @@ class Together:
         Raises:
             RankError: the ranks differ, or one failed.
         """
-        numbers = self.ranks.numbers(_number(offer, shared))
+        numbers = self._numbers(_number(offer, shared))
         if self._known(numbers, offer) == shared:
             return True
         self._open = True
@@ -122,7 +145,7 @@ class Together:
             RankError: the ranks differ, or one failed.
         """
         if not self._open:
-            known = self._known(self.ranks.numbers(_number(offer, offer.gradients)), offer)
+            known = self._known(self._numbers(_number(offer, offer.gradients)), offer)
             if known is not None:
                 return known
             self._open = True
@@ -166,7 +189,7 @@ class Together:
         """
         if not self._open or self._now is None:
             return
-        numbers, agreed = self.ranks.numbers(_number(offer, shared)), self._now[1]
+        numbers, agreed = self._numbers(_number(offer, shared)), self._now[1]
         self._open, self._now = False, None
         if _FAILED in numbers:
             self.ranks.exchange({})
@@ -307,7 +330,7 @@ def values_of(model: LossModule, optimizers: Sequence[torch.optim.Optimizer]) ->
     for optimizer in optimizers:
         for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
             for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
+                if isinstance(value, Tensor) and (not value.dim() or value.shape == parameter.shape):  # no rank's part
                     states.append(f"{key} of {names.get(id(parameter), number)} with the sum {_sum(value)}")
     return {
         "weights": [f"{name.partition('.')[2]} with the sum {_sum(one)}" for name, one in model.named_parameters()],

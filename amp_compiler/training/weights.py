@@ -21,6 +21,7 @@ from amp_compiler.fx.graph import LOW_TYPES
 from amp_compiler.ops.layout import is_laid_out_like
 from amp_compiler.ops.update.rounding import Storage, WeightStorage
 from amp_compiler.training.optimizer_state import keep_state_types, laid_out, narrowed
+from amp_compiler.training.parts import Parts
 
 MASTER, COMPENSATION = "master", "compensation"  # keys in the optimizer's state of a parameter
 OWN_KEY = "amp_compiler"  # of a step's state_dict: what GradScaler has no key for
@@ -125,8 +126,9 @@ class MasterWeights:
     so a checkpoint may be loaded into model and optimizer in any order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parts: Parts) -> None:
         self._marks: dict[int, tuple[int, ...]] = {}
+        self._parts = parts
 
     def has(self, parameter: Tensor) -> bool:
         """Whether there is one of this parameter that a step has asked for."""
@@ -140,30 +142,75 @@ class MasterWeights:
             state: the optimizer's state of it.
 
         Returns:
-            fp32 of the same shape; the same tensor at every step.
+            fp32 of the same shape; this rank's part of it, where it is split; the same tensor at every step.
 
         Raises:
-            AmpError: the master in the state is not FP32, because it was loaded before there was a step to keep it so.
+            AmpError: the master in the state is not FP32, because it was loaded before there was a step to keep it so;
+                or it is of another shape, as a step leaves it that splits its update over ranks.
         """
+        if parameter in self._parts:
+            return self._part(parameter, state)
         master = state.get(MASTER)
-        if master is None or master.shape != parameter.shape:
+        if master is None:
             master = state[MASTER] = parameter.detach().float()
         elif master.dtype is not torch.float32:
             raise narrowed(MASTER, master)
         elif not is_laid_out_like(master, parameter):
             master = laid_out(state, MASTER, parameter)
         elif self._marks.get(id(parameter)) != _mark(parameter, master):
-            with torch.no_grad():
-                same = master.to(parameter.dtype) == parameter
-                master.copy_(torch.where(same, master, parameter.detach().float()))
+            _take(master, parameter.detach())
         self._marks[id(parameter)] = _mark(parameter, master)
         return master  # type: ignore[no-any-return]
+
+    def _part(self, parameter: Tensor, state: dict[str, Any]) -> Tensor:
+        if MASTER not in state:
+            state[MASTER] = self._parts.of(parameter).float()
+        master = self._parts.held(state, MASTER, parameter)
+        if master.dtype is not torch.float32:
+            raise narrowed(MASTER, master)
+        if self._marks.get(id(parameter)) != _mark(parameter, master):
+            _take(master, self._parts.of(parameter))
+        self._marks[id(parameter)] = _mark(parameter, master)
+        return master
+
+    def split(self, parameter: Tensor, state: dict[str, Any], low: torch.dtype) -> None:
+        """Convert an FP32 parameter to 16 bits, beside this rank's part of its value, its master.
+
+        Args:
+            parameter: split over the ranks.
+            state: the optimizer's state of it.
+            low: the 16-bit type.
+        """
+        if MASTER not in state:
+            state[MASTER] = self._parts.of(parameter)
+        store_low(parameter, low)
+
+    @staticmethod
+    def take_in(parameter: Tensor, state: dict[str, Any]) -> None:
+        """Give an FP32 parameter what it was rounded from, where that was loaded beside it as its master.
+
+        Args:
+            parameter: its own master from here on.
+            state: the optimizer's state of it, in which there is a master.
+        """
+        master = state.pop(MASTER)
+        if master.shape == parameter.shape:
+            with torch.no_grad():
+                same = torch.stack([master.to(low).float() == parameter for low in LOW_TYPES]).any(0)
+                parameter.copy_(torch.where(same, master, parameter))
 
     def settle(self, parameters: Sequence[Tensor], states: Mapping[Tensor, dict[str, Any]]) -> None:
         """Note that the update has just written these parameters together with their masters."""
         for parameter in parameters:
             if id(parameter) in self._marks and MASTER in states.get(parameter, {}):
                 self._marks[id(parameter)] = _mark(parameter, states[parameter][MASTER])
+
+
+def _take(master: Tensor, parameter: Tensor) -> None:
+    """Let a master follow the parameter where it is no longer that one's value before it was rounded."""
+    with torch.no_grad():
+        same = master.to(parameter.dtype) == parameter
+        master.copy_(torch.where(same, master, parameter.float()))
 
 
 def _mark(parameter: Tensor, master: Tensor) -> tuple[int, ...]:
@@ -240,13 +287,19 @@ class WeightState:
         storage: how weights are stored.
         device: where the random state lives.
         optimizers: their `load_state_dict` keeps the types of saved state from here on.
+        parts: which weights are split over the ranks.
     """
 
     def __init__(
-        self, storage: WeightStorage, device: torch.device, optimizers: Sequence[torch.optim.Optimizer]
+        self,
+        storage: WeightStorage,
+        device: torch.device,
+        optimizers: Sequence[torch.optim.Optimizer],
+        parts: Parts | None = None,
     ) -> None:
         self.storage, self.rounding = storage, RoundingState(storage, device)
-        self.masters, self.compensations = MasterWeights(), Compensations()
+        self.parts = Parts() if parts is None else parts
+        self.masters, self.compensations = MasterWeights(self.parts), Compensations()
         for optimizer in optimizers:
             keep_state_types(optimizer)
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from amp_compiler.fx.alias import written_operands
 from amp_compiler.fx.graph import copy_graph, is_single_number, node_tensor, results_of, splice_before
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import new_graph_module, traced_graph
@@ -33,6 +34,7 @@ class CutStep(FunctionalPass[fx.GraphModule]):
         Product, grad_check                                       kernels
         behind_check: clipping, scale, traced code               a graph
         adam_update, sgd_update                                   kernels
+        messages with new weights, see `GatherWeights`            as they are, each behind its update
         commit: buffers, unless the step is skipped              a kernel
 
     Before::
@@ -92,21 +94,25 @@ class _Cut:
         for node in nodes:
             if any(source in behind for source in node.all_input_nodes):
                 behind.add(node)
+        last = [node for node in nodes if node.target in self.kernels and node is not self.check]
+        updates = [node for node in last if node.target is not COMMIT]
+        readers = _readers(nodes, updates)
         behind |= _late_numbers(nodes, behind - {self.check})
         products = [node for node in nodes if _is_product(node)]
         items = [node for node in self.check.users if node.target is operator.getitem]
         parts = [node for item in items for node in item.users if node.target is operator.getitem]
-        last = [node for node in nodes if node.target in self.kernels and node is not self.check]
-        own = {self.check, *products, *items, *parts, *last}
+        own = {self.check, *products, *items, *parts, *last, *readers}
         for node in self.step.graph.find_nodes(op="placeholder"):
             self.made_of[node] = self.graph.node_copy(node)
         self._piece(BEFORE, [node for node in nodes if node not in own and node not in behind])
         for node in (*products, self.check, *items, *parts):
             self._copy(node)
         self._piece(BEHIND, [node for node in nodes if node not in own and node in behind])
-        for node in sorted(last, key=lambda node: node.target is COMMIT):
+        for node in [node for node in nodes if node in updates or node in readers]:
             self._copy(node)
-        self._complete_norm(items, [node for node in last if node.target is not COMMIT], bool(products))
+        for node in [node for node in last if node.target is COMMIT]:
+            self._copy(node)
+        self._complete_norm(items, updates, bool(products))
         self.graph.output(fx.node.map_arg(tuple(results_of(self.step.graph)), self.made_of.__getitem__))
         return new_graph_module(self.root, self.graph)
 
@@ -139,6 +145,18 @@ class _Cut:
         for index, output in enumerate(outputs):
             self.made_of[output] = self.graph.call_function(operator.getitem, (call, index))
             self.made_of[output].meta = dict(output.meta)
+
+
+def _readers(nodes: Sequence[fx.Node], kernels: Sequence[fx.Node]) -> set[fx.Node]:
+    """The nodes that read what a kernel in front of them wrote, and what is made of that."""
+    found: set[fx.Node] = set()
+    written: set[fx.Node] = set()
+    for node in nodes:
+        if node in kernels:
+            written.update(written_operands(node))
+        elif any(source in written or source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _late_numbers(nodes: Sequence[fx.Node], behind: set[fx.Node]) -> set[fx.Node]:

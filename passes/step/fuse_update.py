@@ -17,12 +17,15 @@ from amp_compiler.fx.graph import call_before, node_tensor, results_of, splice_b
 from amp_compiler.fx.meta import Key
 from amp_compiler.ops.loss_scale import LossScale, LossScaleState
 from amp_compiler.ops.update.operators import CHECK, COMMIT, GATHER, OPERATORS, overflow
+from amp_compiler.ops.update.reference import grad_check
 from amp_compiler.passes.base import InPlacePass, PassResult
 from amp_compiler.passes.step.fold_loss_scale import SCALE
 from amp_compiler.passes.step.gather_gradients import is_sum, sums_of
+from amp_compiler.passes.step.shard_update import part_of
 from amp_compiler.passes.step.trace_update import OWN_STATE, TracedUpdate, trace_update
 from amp_compiler.passes.step.update_group import UpdateGroup
 
+MASTER = "master"  # column of the parts of masters
 _CLIP_EPSILON = 1e-6  # as torch.nn.utils.clip_grad_norm_
 _COLUMN_SCALARS = frozenset({"step"})
 
@@ -55,6 +58,14 @@ class FuseUpdate(InPlacePass):
     their norm, `grad_check` is given no gradient, and there is no pass over them but the update: the norm is NaN, not
     known.
 
+    Of a group whose masters are split over several ranks (`UpdateGroup.ranks`), masters and moments are this rank's
+    parts, as its gradients are, see `ShardUpdate`. Norm and flags are then summed over the ranks in one small message,
+    and every rank finds the same ones::
+
+        grad_check = amp_compiler.grad_check.default([wait_tensor], reciprocal)
+        cat: fp32[2] = aten.cat.default([view, _to_copy])  # the square of the norm, and the flags
+        all_reduce: fp32[2] = _c10d_functional.all_reduce.default(cat, "sum", "0")
+
     Left alone: nothing; with `gather="add"` there is no update, only the check.
 
     Args:
@@ -68,6 +79,8 @@ class FuseUpdate(InPlacePass):
         gather: `"add"` updates nothing but buffers, `"use"` updates; sums that `GatherGradients` left to be made are
             made together with the check. Empty where no batches are gathered.
         skips_overflow: see above; without it the update stores the largest finite number there.
+        parts: how many of the gradients, the first ones, are this rank's parts of sums.
+        group: torch's name of the group of ranks; empty for one process.
     """
 
     groups: tuple[UpdateGroup | TracedUpdate, ...]
@@ -79,6 +92,8 @@ class FuseUpdate(InPlacePass):
     divisor: int = 1
     gather: str = ""
     skips_overflow: bool = False
+    parts: int = 0
+    group: str = ""
     name: ClassVar[str] = "fuse_update"
     exact: ClassVar[bool] = False
 
@@ -122,6 +137,8 @@ class _Builder:
         if at_once:
             check, gradients = self._gathered_at_once(gradients, inverse)
             norm, nonfinite, flags = (self._item(check, index) for index in range(3))
+        elif options.parts:
+            norm, nonfinite, flags = self._checked_together(list(gradients.values()), inverse)
         elif self._looks_at_gradients():
             check = self._call(CHECK, [list(gradients.values()), inverse])
             norm, nonfinite, flags = (self._item(check, index) for index in range(3))
@@ -151,6 +168,28 @@ class _Builder:
         options = self.options
         return options.scale.checks_finite or options.clip_norm is not None or options.scale.needs_norm
 
+    def _checked_together(self, gradients: list[fx.Node], inverse: fx.Node) -> list[fx.Node]:
+        """Norm and flags of gradients of which this rank has parts, the others whole; as `grad_check` gives them."""
+        parts, whole = gradients[: self.options.parts], gradients[self.options.parts :]
+        check = self._call(CHECK, [parts, inverse])
+
+        def own(norm: Tensor, flags: Tensor) -> Tensor:
+            return torch.cat([(norm * norm).reshape(1), flags.float()])
+
+        (sent,) = self._inline(own, [self._item(check, 0), self._item(check, 2)])
+        found = self._over_ranks(sent, "sum")
+
+        def joined(sums: Tensor, unscale: Tensor, *others: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            norm, _, bad = grad_check(others, unscale)
+            flags = torch.cat([sums[1:].clamp(max=1).to(torch.uint8), bad])
+            return (sums[0] + norm * norm).sqrt(), flags.any().float(), flags
+
+        return self._inline(joined, [found, inverse, *whole])
+
+    def _over_ranks(self, value: fx.Node, how: str) -> fx.Node:
+        sent = self._call(torch.ops._c10d_functional.all_reduce.default, [value, how, self.options.group])
+        return self._call(torch.ops._c10d_functional.wait_tensor.default, [sent])
+
     def _norm_of_scale(self, gradients: dict[str, fx.Node], inverse: fx.Node, norm: fx.Node) -> fx.Node:
         """The norm that the next loss scale is made of, see `LossScale.norm_order`."""
         if not (self.options.scale.needs_norm and math.isinf(self.options.scale.norm_order)):
@@ -160,7 +199,8 @@ class _Builder:
             found = torch.stack([one.abs().amax().float() for one in scaled if one.numel()] or [unscale * 0.0])
             return torch.where(torch.isfinite(found), found, torch.zeros_like(found)).amax() * unscale
 
-        return self._inline(largest, [inverse, *gradients.values()])[0]
+        found = self._inline(largest, [inverse, *gradients.values()])[0]
+        return self._over_ranks(found, "max") if self.options.parts else found
 
     def _coefficient(self, inverse: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
         if self.options.clip_norm is None:
@@ -204,6 +244,8 @@ class _Builder:
     ) -> list[Any]:
         """The arguments of a group's update operator; its states are placeholders, each made once."""
         masters = [self.placeholders[name] for name in group.masters]
+        if group.ranks > 1:
+            masters = [self._part(index, number, node, group.ranks) for number, node in enumerate(masters)]
         lists: list[Any] = [masters, [gradients[name] for name in group.masters]]
         for column, used in group.columns:
             if column == "lows":
@@ -244,6 +286,11 @@ class _Builder:
         else:
             value = torch.empty_like(tensor, dtype=dtype)  # type: ignore[arg-type]  # with the strides of the weight
         return self._placeholder((column, group, number), value)
+
+    def _part(self, group: int, number: int, weight: fx.Node, ranks: int) -> fx.Node:
+        """This rank's part of the master of a weight."""
+        like: Any = node_tensor(weight)
+        return self._placeholder((MASTER, group, number), like.new_empty(part_of(like, ranks), dtype=torch.float32))
 
     def _scalar_state(
         self, group: int, column: str, like: fx.Node, dtype: torch.dtype, shape: tuple[int, ...]

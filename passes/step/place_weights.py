@@ -44,11 +44,13 @@ class PlaceWeights(InPlacePass):
         stored: torch type of every parameter, by placeholder.
         trained: placeholders of the parameters to train.
         masters: whether 16-bit parameters have FP32 masters.
+        split: placeholders of those whose master is split over several ranks, so that no graph can read it.
     """
 
     stored: Mapping[str, torch.dtype]
     trained: tuple[str, ...]
     masters: bool = True
+    split: tuple[str, ...] = ()
     name: ClassVar[str] = "place_weights"
     exact: ClassVar[bool] = True
 
@@ -61,7 +63,7 @@ class PlaceWeights(InPlacePass):
             node = placeholders[name]
             if dtype in LOW_TYPES:
                 wide = _widened(graph, node, dtype)
-                if name in self.trained and self.masters:
+                if name in self.trained and self.masters and name not in self.split:
                     _stand_in(graph, Key.MASTER, node, wide)
                 elif name in self.trained and wide is not None:
                     _stand_in(graph, Key.WIDE, node, wide)
@@ -145,6 +147,35 @@ def is_read_low(node: fx.Node, low: torch.dtype, ops: OpTable) -> bool:
     )
 
 
+def is_read_low_alone(node: fx.Node, low: torch.dtype, ops: OpTable) -> bool:
+    """True where whatever reads a weight reads it rounded to the low type, so that a 16-bit weight is as good.
+
+    Args:
+        node: placeholder of the weight, in front of `PlaceWeights`.
+        low: the 16-bit type.
+        ops: the op table.
+    """
+    captured = node_tensor(node)
+    if captured is not None and captured.dtype in LOW_TYPES:
+        return not _wide_casts(node)
+    return bool(node.users) and all(
+        (user.target is CAST and user.args[1] is low)
+        or (
+            user.op == "call_function"
+            and user.target is not CAST
+            and ops.info(canonical_op(user.target)).exact
+            and is_read_low_alone(user, low, ops)
+        )
+        for user in node.users
+    )
+
+
+def _wide_casts(node: fx.Node) -> list[fx.Node]:
+    """The casts to FP32 by which a 16-bit parameter is read as its master."""
+    casts = [user for user in node.users if user.target is CAST and user.args[1] is torch.float32]
+    return [cast for cast in casts if Key.PIN in cast.meta or Key.PLACED in cast.meta]
+
+
 def _widened(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node | None:
     """Gather all FP32 uses of a 16-bit parameter behind one cast; `None` where it has none.
 
@@ -163,8 +194,7 @@ def _widened(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node | No
             cast.replace_all_uses_with(node)
             graph.erase_node(cast)
         return wide
-    casts = [user for user in node.users if user.target is CAST and user.args[1] is torch.float32]
-    casts = [cast for cast in casts if Key.PIN in cast.meta or Key.PLACED in cast.meta]
+    casts = _wide_casts(node)
     wide = upcast_behind_inputs(graph, node) if casts else None
     for cast in casts:
         cast.replace_all_uses_with(wide)  # type: ignore[arg-type]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
@@ -98,7 +98,7 @@ class ReduceGradients(InPlacePass):
     the rest of the backward runs. The sum is made in the type of the gradients. All ranks get the same bits: norm,
     verdict and loss scale, which are made of the sums alone, are then the same without another message. Where the sum
     itself overflows, every rank sees that. The mean's division is `FuseUpdate`'s, which divides by the loss scale
-    anyway.
+    anyway. Messages of `ShardUpdate` go first: all ranks must send all of them in one order.
 
     Before (`ranks=2`)::
 
@@ -114,7 +114,8 @@ class ReduceGradients(InPlacePass):
         view_1: bf16[4] = aten.view.default(wait_tensor, [4])
         return loss, view_1
 
-    Left alone: a step of one process, and the batches that are only gathered (`gather="add"`).
+    Left alone: a step of one process, and the batches that are only gathered (`gather="add"`); gradients that
+    `ShardUpdate` has summed.
 
     Args:
         updated: the weight of each gradient at the end of the graph's outputs.
@@ -126,6 +127,7 @@ class ReduceGradients(InPlacePass):
         bucket_bytes: a bucket that has reached them is sent.
         reduce_in_fp32: sum in FP32 also what is made in 16 bits.
         broadcast_buffers: whether all ranks take the first one's buffers.
+        parts: how many of the gradients, the first ones, `ShardUpdate` has summed.
     """
 
     updated: tuple[str, ...]
@@ -137,6 +139,7 @@ class ReduceGradients(InPlacePass):
     bucket_bytes: int = 25 * MEGABYTE
     reduce_in_fp32: bool = False
     broadcast_buffers: bool = True
+    parts: int = 0
     name: ClassVar[str] = "reduce_gradients"
     exact: ClassVar[bool] = False
 
@@ -151,21 +154,72 @@ class ReduceGradients(InPlacePass):
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place; the gradients stand in the order that `in_order` says then."""
-        if not self.group or self.gather == "add":
+        has_any = bool(self.shared) or (self.broadcast_buffers and bool(self.buffers))
+        if not self.group or self.gather == "add" or not has_any:
             return PassResult(subject, False)
         _Builder(self, subject.graph).build()
         subject.recompile()
         return PassResult(subject, True)
 
 
-class _Builder:
-    def __init__(self, options: ReduceGradients, graph: fx.Graph) -> None:
-        self.options, self.graph, self.output = options, graph, graph.output_node()
-        nodes = list(graph.nodes)
+class Messages:
+    """Where messages may stand in a graph, which all ranks must send in one order.
+
+    Args:
+        graph: with a gradient for each weight; it may have messages already, behind which all others go.
+
+    Attributes:
+        weights: the placeholders, by name.
+        output: the output node, in front of which messages are awaited.
+        place: in front of which the next message may stand.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.output, nodes = graph.output_node(), list(graph.nodes)
         self.places = {node: place for place, node in enumerate(nodes)}
         self.following = dict(pairwise(nodes))
         self.weights = {node.name: node for node in graph.find_nodes(op="placeholder")}
-        self.first = self.following[list(self.weights.values())[-1]]  # in front of which the first message may stand
+        sent = [node for node in nodes if _is_message(node)]
+        self.place = self.following[(sent or list(self.weights.values()))[-1]]
+
+    def behind(self, nodes: Sequence[fx.Node], before: fx.Node) -> fx.Node:
+        """The first place where all of these are made, written ones too, and that stands behind another one."""
+        made = [node for node in nodes if node.op != "placeholder"]
+        writers = [user for node in made for user in readers(node) if user in self.places and _writes(user)]
+        found = [self.following[node] for node in (*made, *writers)]
+        place: fx.Node = max([before, *found], key=self.places.__getitem__)
+        return place
+
+    def packed(
+        self, gradients: Sequence[SharedGradient], own: dict[str, fx.Node], pack: Callable[[list[Tensor]], Tensor]
+    ) -> tuple[fx.Node, fx.Node]:
+        """Where a bucket of gradients is to be sent, and what.
+
+        Args:
+            gradients: in the order in which they lie in it. What this rank lacks counts as zero.
+            own: this rank's, by weight.
+            pack: makes one row of numbers of all of them.
+        """
+        nodes = [own.get(one.name, self.weights[one.name]) for one in gradients]
+        self.place = self.behind([node for node in nodes if node in own.values()], self.place)
+        missing = [one.name not in own for one in gradients]
+
+        def flat(*given: Tensor) -> Tensor:
+            return pack([torch.zeros_like(one) if lacks else one for one, lacks in zip(given, missing, strict=True)])
+
+        (whole,) = trace_before(self.place, flat, nodes, "update")
+        return self.place, whole
+
+    def awaited(self, message: fx.Node) -> fx.Node:
+        """What a message brings, in front of the output."""
+        wait: Any = torch.ops._c10d_functional.wait_tensor.default
+        return call_before(self.output, wait, [message], "update")
+
+
+class _Builder:
+    def __init__(self, options: ReduceGradients, graph: fx.Graph) -> None:
+        self.options, self.graph, self.messages = options, graph, Messages(graph)
+        self.weights, self.output, self.first = self.messages.weights, self.messages.output, self.messages.place
 
     def build(self) -> None:
         options, outputs = self.options, results_of(self.graph)
@@ -178,40 +232,24 @@ class _Builder:
         reduced = list(self._reduced(buckets, own))
         values: dict[fx.Node, fx.Node] = {}
         for part, message in broadcast:
-            values.update(self._taken(part, self._awaited(message)))
+            values.update(self._taken(part, self.messages.awaited(message)))
         sums: dict[str, fx.Node] = {}
         for bucket, message in reduced:
-            sums.update(self._summed(bucket, self._awaited(message)))
+            sums.update(self._summed(bucket, self.messages.awaited(message)))
         written = [values.get(value, value) for value in outputs[options.results : behind]]
         gradients = [sums[name] for name in in_order(self.graph, options.shared)]
-        self.output.args = ((*outputs[: options.results], *written, *gradients),)
-
-    def _place(self, nodes: Sequence[fx.Node], before: fx.Node) -> fx.Node:
-        """The first place where all of these are made, written ones too, and that stands behind another one."""
-        made = [node for node in nodes if node.op != "placeholder"]
-        writers = [user for node in made for user in readers(node) if user in self.places and _writes(user)]
-        found = [self.following[node] for node in (*made, *writers)]
-        place: fx.Node = max([before, *found], key=self.places.__getitem__)
-        return place
-
-    def _awaited(self, message: fx.Node) -> fx.Node:
-        wait: Any = torch.ops._c10d_functional.wait_tensor.default
-        return call_before(self.output, wait, [message], "update")
+        parts = outputs[behind : behind + options.parts]
+        self.output.args = ((*outputs[: options.results], *written, *parts, *gradients),)
 
     def _reduced(self, buckets: Sequence[Bucket], own: dict[str, fx.Node]) -> Iterator[tuple[Bucket, fx.Node]]:
         """The messages that sum buckets. All ranks send them in the same order."""
-        place = self.first
         for bucket in buckets:
-            nodes = [own.get(one.name, self.weights[one.name]) for one in bucket.gradients]
-            place = self._place([node for node in nodes if node in own.values()], place)
-            missing = [one.name not in own for one in bucket.gradients]
 
-            def flat(*given: Tensor, bucket: Bucket = bucket, missing: Sequence[bool] = missing) -> Tensor:
-                tensors = [torch.zeros_like(one) if lacks else one for one, lacks in zip(given, missing, strict=True)]
+            def flat(tensors: list[Tensor], bucket: Bucket = bucket) -> Tensor:
                 pairs = zip(tensors, bucket.gradients, strict=True)
                 return _flat([_turned(tensor.to(bucket.dtype), one.order) for tensor, one in pairs])
 
-            (whole,) = trace_before(place, flat, nodes, "update")
+            place, whole = self.messages.packed(bucket.gradients, own, flat)
             arguments = [whole, "sum", self.options.group]
             yield bucket, call_before(place, torch.ops._c10d_functional.all_reduce.default, arguments, "update")
 
@@ -229,8 +267,8 @@ class _Builder:
 
     def _broadcast(self, values: Sequence[fx.Node]) -> fx.Node:
         """The message that gives all ranks these values of the first one, which the forward may write to its end."""
-        forward = [node for node in self.places if node.meta.get(Key.PHASE) == "forward"]
-        place = self._place([*values, *forward[-1:]], self.first)
+        forward = [node for node in self.messages.places if node.meta.get(Key.PHASE) == "forward"]
+        place = self.messages.behind([*values, *forward[-1:]], self.first)
         (whole,) = trace_before(place, lambda *given: _flat(given), values, "update")
         arguments = [whole, 0, self.options.group]
         return call_before(place, torch.ops._c10d_functional.broadcast.default, arguments, "update")
@@ -240,6 +278,12 @@ class _Builder:
         shapes = [list(node.meta["val"].shape) for node in part]
         made = trace_before(self.output, lambda whole: _cut(whole, shapes), [flat], "update")
         return zip(part, made, strict=True)
+
+
+def _is_message(node: fx.Node) -> bool:
+    wait = torch.ops._c10d_functional.wait_tensor.default
+    is_one = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "_c10d_functional"
+    return is_one and node.target is not wait
 
 
 def _writes(node: fx.Node) -> bool:

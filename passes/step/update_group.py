@@ -21,6 +21,8 @@ class UpdateGroup:
         started: whether the operator takes a `started` flag.
         storage: how weights without a master are stored, a `rounding.Storage`; `None` where there are masters.
         moment: type of the moments; `None` for that of the masters.
+        ranks: over how many ranks masters and moments are split, see `ShardUpdate`; `masters` are then the placeholders
+            of the 16-bit weights that these are of.
     """
 
     kind: str
@@ -32,3 +34,4 @@ class UpdateGroup:
     started: bool = False
     storage: int | None = None
     moment: torch.dtype | None = None
+    ranks: int = 1

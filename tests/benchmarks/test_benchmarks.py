@@ -239,6 +239,19 @@ def test_the_host_work_of_a_replay_from_the_command_line(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
+def test_the_step_of_one_rank_among_many_from_the_command_line(tmp_path):
+    found, _ = run("scale.py", tmp_path / "r.json", "--layers", "1", "--ranks", "8", "64", "--rules", "fast")
+    assert set(found) == FACTS
+    whole, eight, more = found["rows"]
+    assert [(row["ranks"], row["shard"]) for row in found["rows"]] == [(8, "none"), (8, "update"), (64, "update")]
+    assert whole["elements"] == eight["elements"] == 2 * 32000 * 4096 + 4 * 4096**2 + 3 * 4096 * 11008 + 3 * 4096
+    assert more["state_gb"] < eight["state_gb"] < whole["state_gb"] and eight["weights_gb"] < whole["weights_gb"]
+    wide = 32000 * 4096  # the embedding's gradient is added up in FP32
+    assert eight["sent_gb"] == pytest.approx(7 / 8 * (4 * eight["elements"] + 2 * wide) / 1e9, rel=1e-3)
+
+
+@pytest.mark.slow
 def test_the_cost_of_a_profile_from_the_command_line(tmp_path):
     arguments = ("--models", "tiny-mlp", "--dtype", "bf16", "--steps", "2")
     found, printed = run("range_profile.py", tmp_path / "r.json", *arguments)

@@ -1,4 +1,4 @@
-"""What the processes of `test_ranks.py` and `test_rank_faults.py` do: each scenario runs on every rank, one by one.
+"""What the processes of `test_ranks.py` and `test_shards.py` do: each scenario runs on every rank, one by one.
 
 A scenario is a function of its place in a group of its own; what it returns is what the tests look at. All of them run
 in the same few processes, because starting one takes longer than most scenarios.
@@ -64,6 +64,8 @@ def run_ranks(size: int, names: Iterable[str]) -> dict[str, list[dict[str, Any]]
 
 
 def _run(rank: int, size: int, names: list[str], folder: str) -> None:
+    import shard_scenarios  # noqa: F401  # adds its own to the table; here, because it imports this module
+
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from amp_compiler.ops.update.operators import CHECK, COMMIT, GATHER, OPERATORS
 from amp_compiler.passes import PASSES, find_pass
 from amp_compiler.passes.base import Pass
 from amp_compiler.passes.plan.make_plan import make_plan
-from amp_compiler.passes.step.reduce_gradients import SharedGradient
+from amp_compiler.passes.step.reduce_gradients import Bucket, SharedGradient
 from amp_compiler.passes.step.trace_update import StateTensor, TracedUpdate
 from amp_compiler.passes.step.update_group import UpdateGroup
 from amp_compiler.policy.loader import load_rules
@@ -67,6 +68,10 @@ SHARED = (  # the second rank alone has a gradient of `d`
 REDUCE: dict[str, Any] = {
     "updated": ("a", "b", "c"), "results": 1, "buffers": ("mean", "count"), "shared": SHARED, "bucket_bytes": 128
 }  # fmt: skip
+SPLIT = (  # of which another rank alone has a gradient of `d`
+    Bucket(torch.bfloat16, (SharedGradient("c", torch.bfloat16, (0,)), SharedGradient("d", torch.bfloat16, (0, 1)))),
+    Bucket(torch.bfloat16, (SharedGradient("a", torch.bfloat16, (0, 1)),)),
+)
 KERNELS = (CHECK, GATHER, COMMIT, *OPERATORS.values())
 # Options of the passes, by pass or by case; a function gets the text of the case.
 OPTIONS: dict[str, Any] = {
@@ -109,6 +114,14 @@ OPTIONS: dict[str, Any] = {
     "reduce_gradients/one_process_is_left_alone": {"updated": ("a",), "results": 1, "buffers": ()},
     "reduce_gradients/a_batch_that_is_only_gathered_is_left_alone": {
         "updated": ("a",), "results": 1, "buffers": (), "group": "0", "gather": "add"
+    },
+    "shard_update": {"updated": ("a", "b", "c"), "group": "0", "ranks": 2, "buckets": SPLIT},
+    "shard_update/one_process_is_left_alone": {"updated": ("a", "b", "c")},
+    "gather_weights": {"groups": (replace(SGD, masters=("a", "b"), ranks=2),), "group": "0"},
+    "gather_weights/masters_that_are_whole_are_left_alone": {"groups": (SGD,), "group": "0"},
+    "fuse_update/parts_of_masters_and_a_norm_over_all_ranks": {
+        **UPDATE, "updated": ("a", "b"), "groups": (replace(SGD, ranks=2), replace(SGD, masters=("b",))),
+        "clip_norm": 1.0, "parts": 1, "group": "0",
     },
     "fuse_update": {**UPDATE, "groups": (SGD,), "clip_norm": 1.0},
     "fuse_update/an_optimizers_own_code_and_a_16_bit_copy": {**UPDATE, "groups": (MEAN,)},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 
@@ -220,3 +221,31 @@ def test_steps_may_be_captured_in_several_threads():
         thread.join()
     expected = [float(classes(small(seed), X, Y)) for seed in range(3)]
     assert losses == pytest.approx(expected, rel=1e-2)
+
+
+class Sometimes(nn.Module):
+    """A weight that is read in 16 bits, or in FP32, as a Python value says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.wide = nn.Linear(8, 4), False
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False) if self.wide else contextlib.nullcontext():
+            return self.layer(x)
+
+
+def test_a_copy_that_a_graph_does_not_read_follows_its_master():
+    torch.manual_seed(0)
+    model = Sometimes()
+
+    def made(one):
+        optimizer = torch.optim.SGD(one.parameters(), 0.5)
+        return amp.training_step(one, lambda m, x: m(x).square().mean(), optimizer, dtype="bf16", backend="eager")
+
+    step, x = made(model), torch.randn(16, 8)
+    for wide in (False, True, False, True, False):
+        model.wide = wide
+        fresh = copy.deepcopy(model)
+        assert torch.equal(step(x), made(fresh)(x))
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))

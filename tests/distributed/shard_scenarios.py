@@ -1,0 +1,356 @@
+"""Scenarios in which the update is split over the ranks; see `rank_scenarios`, whose processes run them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import rank_scenarios as ranks
+import torch
+from rank_scenarios import CASES, Case, Place, rows, scenario, told, trained_together, weights_of
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import amp_compiler as amp
+
+REDUCE: dict[str, Any] = {"shard": "update", "bucket_mb": 0.0001}  # several buckets even of these models
+SPLIT_ALONE = ("compiled_parts",)  # takes Inductor's seconds
+
+
+def rules(**section: Any) -> dict[str, Any]:
+    scale = {"mode": "dynamic", "init": 2.0**20, "growth_interval": 2}
+    return {"version": 1, "extends": "default", "reduce": section, "loss_scale": scale}
+
+
+def odd(wide: int = 9) -> nn.Module:
+    """With weights that two ranks cannot halve, and those of a norm, which stay in FP32."""
+    return nn.Sequential(nn.Linear(8, wide), nn.GELU(), nn.LayerNorm(wide), nn.Linear(wide, 4))
+
+
+def plain() -> nn.Module:
+    """All weights are read in 16 bits, and four ranks can share each."""
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+
+
+def two_groups(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    given = list(parameters)
+    decayed, others = [p for p in given if p.dim() > 1], [p for p in given if p.dim() <= 1]
+    return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 3e-2}], 1e-2)
+
+
+def few() -> list[tuple[Tensor, ...]]:
+    return rows(6)
+
+
+BF16, FP16 = {"dtype": "bf16"}, {"dtype": "fp16"}
+SPLIT = {
+    "sgd": replace(CASES["sgd"], model=odd, batches=few, options=BF16),
+    "adamw": replace(CASES["adamw"], model=odd, batches=few, options=BF16),
+    "two groups": replace(CASES["adamw"], model=odd, batches=few, optimizer=two_groups, options=BF16),
+    "fp16": replace(CASES["adamw"], model=odd, batches=few, options=FP16),
+    "largest gradient": replace(
+        CASES["adamw"], model=odd, batches=few, options={"dtype": "fp16", "loss_scale": "nvcaffe"}
+    ),
+    "clipping": replace(CASES["adamw"], model=odd, batches=few, options={**FP16, "clip_norm": 0.1}),
+    "accumulated": replace(CASES["adamw"], model=odd, batches=few, options={**FP16, "accumulate": 2}),
+    "tied": replace(CASES["tied"], batches=lambda: ranks.ids(6), options=BF16),
+    "16-bit model": replace(CASES["adamw"], model=lambda: odd().bfloat16(), batches=few, options=BF16),
+}
+
+
+def masters_of(model: nn.Module, step: amp.TrainingStep) -> list[Tensor]:
+    """The whole FP32 value of every parameter, which all ranks ask for."""
+    (optimizer,) = step._optimizers
+    states = optimizer.state_dict()["state"]
+    given = [p for group in optimizer.param_groups for p in group["params"]]
+    found = {id(p): states.get(number, {}).get("master", p).detach().clone() for number, p in enumerate(given)}
+    return [found[id(p)] for p in model.parameters()]
+
+
+def moments_of(step: amp.TrainingStep) -> list[Tensor]:
+    states = step._optimizers[0].state_dict()["state"]
+    return [value.clone() for _, one in sorted(states.items()) for key, value in sorted(one.items()) if key != "master"]
+
+
+def everything(model: nn.Module, step: amp.TrainingStep) -> dict[str, Any]:
+    return {
+        "weights": weights_of(model),
+        "masters": masters_of(model, step),
+        "moments": moments_of(step),
+        "numbers": [step.loss_scale, step.skipped_steps],
+        "norm": step.grad_norm,
+    }
+
+
+@scenario
+def parts(place: Place) -> dict[str, Any]:
+    """Every case, with the update split and whole."""
+    found: dict[str, Any] = {}
+    for name, case in SPLIT.items():
+        whole = trained_together(place, case, rules=rules(bucket_mb=REDUCE["bucket_mb"]))
+        split = trained_together(place, case, rules=rules(**REDUCE))
+        found[name] = {"whole": everything(*whole), "split": everything(*split)}
+        found[name]["held"] = {
+            key: tuple(value.shape) for key, value in split[1]._optimizers[0].state[next(split[0].parameters())].items()
+        }
+    return found
+
+
+@scenario
+def parts_of_four(place: Place) -> dict[str, Any]:
+    """Parts of weights that four ranks cannot share evenly, one of them smaller than their number."""
+    case = replace(SPLIT["adamw"], model=lambda: nn.Sequential(nn.Linear(8, 3), nn.Tanh(), nn.Linear(3, 4)))
+    case = replace(case, options={"dtype": "bf16", "clip_norm": 1.0})
+    whole = trained_together(place, case)
+    split = trained_together(place, case, rules=rules(**REDUCE))
+    return {"whole": everything(*whole), "split": everything(*split), "plan": str(split[1].plan)}
+
+
+@scenario
+def an_overflow(place: Place) -> dict[str, Any]:
+    """FP16: at the third step one rank alone overflows, in a part of the gradient that the other one updates."""
+    found: dict[str, Any] = {"weights": [], "skipped": [], "scales": []}
+    model = nn.Linear(4, 1, bias=False)
+    nn.init.ones_(model.weight)
+    step = amp.training_step(
+        model,
+        lambda m, x: m(x).sum(),
+        torch.optim.Adam(model.parameters(), 1e-2),
+        dtype="fp16",
+        loss_scale=amp.DynamicLossScale(1024.0, growth_interval=1000),
+        process_group=place.group,
+        backend="eager",
+        rules=rules(shard="update"),
+    )
+    for number in range(6):
+        x = torch.ones(1, 4)
+        if number == 2 and place.rank == 1:
+            x[0, 0] = 1000.0  # times 1024 it is beyond 65504
+        if number == 4:
+            x[0, 3] = 80.0  # times 512: 40960 on each rank is finite, their sum is not
+        step(x)
+        found["weights"].append(model.weight.detach().clone())
+        found["skipped"].append(int(step.skipped_steps))
+        found["scales"].append(float(step.loss_scale))
+        if number == 2:
+            found["report"] = step.nonfinite_report(cure=False)
+    found["events"] = [(one.step, one.parameters) for one in step.nonfinite_events()]
+    return found
+
+
+class Messages(TorchDispatchMode):
+    """Adds up what a rank sends, as rings of ranks send it, by the name of the message."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.sent = size, {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        share = {"all_reduce": 2.0, "reduce_scatter_tensor": 1.0, "all_gather_into_tensor": self.size}
+        name = func._schema.name.removeprefix("_c10d_functional::")
+        if name in share:
+            sent = share[name] * (self.size - 1) / self.size * args[0].numel() * args[0].element_size()
+            self.sent[name] = self.sent.get(name, 0.0) + sent
+        return made
+
+
+@scenario
+def bytes_of_a_step(place: Place) -> dict[str, Any]:
+    """What really is sent and held, of a model all of whose weights are split."""
+    case = replace(CASES["adamw"], model=plain, options=BF16)
+    model, step = case.made(place.rank, process_group=place.group, rules=rules(**REDUCE))
+    batch = list(map(place.part, rows(1)[0]))
+    step(*batch)
+    with Messages(place.size) as messages:
+        step(*batch)
+    states = step._optimizers[0].state.values()
+    held = [value for state in states for key, value in state.items() if key != "step"]
+    return {
+        "elements": sum(p.numel() for p in model.parameters()),
+        "sent": messages.sent,
+        "state": sum(value.untyped_storage().nbytes() for value in held),
+        "weights": sum(p.untyped_storage().nbytes() for p in model.parameters()),
+        "plan": str(step.plan),
+        "again": amp.PrecisionPlan.from_dict(step.plan.to_dict()) == step.plan,
+        "stages": step.stages["gather_weights"].text,
+    }
+
+
+def copied(model: nn.Module, step: amp.TrainingStep) -> dict[str, Any]:
+    (optimizer,) = step._optimizers
+    return copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step.state_dict()})
+
+
+def load(saved: dict[str, Any], model: nn.Module, step: amp.TrainingStep) -> None:
+    own = copy.deepcopy(saved)  # a state_dict that is loaded keeps its tensors
+    model.load_state_dict(own["model"])
+    step._optimizers[0].load_state_dict(own["optimizer"])
+    step.load_state_dict(own["step"])
+
+
+@scenario
+def a_checkpoint_of_parts(place: Place) -> dict[str, Any]:
+    """From the ranks to one process, to ranks that split and that do not; from one process to the ranks."""
+    case = replace(SPLIT["fp16"], batches=lambda: rows(6))
+    split, whole = rules(shard="update", precision="fp32"), rules(precision="fp32")
+    batches = case.batches()
+
+    def went_on(step: amp.TrainingStep, cut: Callable[[Tensor], Iterable[Tensor]]) -> None:
+        for batch in batches[3:]:
+            for part in zip(*map(cut, batch), strict=True):
+                step(*part)
+
+    def together(tensor: Tensor) -> list[Tensor]:
+        return [place.part(tensor)]
+
+    def one_by_one(tensor: Tensor) -> Iterable[Tensor]:
+        return tensor.chunk(place.size)
+
+    model, step = case.made(place.rank, process_group=place.group, rules=split)
+    for batch in batches[:3]:
+        step(*map(place.part, batch))
+    saved = copied(model, step)
+    went_on(step, together)
+    found: dict[str, Any] = {"saved": saved, "split": everything(model, step), "from one": {}}
+    alone: dict[str, Any] = {"process_group": place.alone, "accumulate": place.size, "rules": whole}
+    for name, other, given, cut in (
+        ("one process", case, alone, one_by_one),
+        ("a 16-bit model", replace(case, model=lambda: odd().half()), alone, one_by_one),
+        ("split", case, {"process_group": place.group, "rules": split}, together),
+        ("whole", case, {"process_group": place.group, "rules": whole}, together),
+    ):
+        again, resumed = other.made(7, **given)
+        load(saved, again, resumed)
+        went_on(resumed, cut)
+        found[name] = everything(again, resumed)
+        if name == "one process":
+            continue
+    first, single = case.made(0, **alone)
+    for batch in batches[:3]:
+        for part in zip(*map(one_by_one, batch), strict=True):
+            single(*part)
+    saved = copied(first, single)
+    for name, begun in (("made anew", False), ("that trained before", True)):
+        again, resumed = case.made(7, process_group=place.group, rules=split)
+        if begun:
+            resumed(*map(place.part, batches[0]))
+            for number, parameter in enumerate(first.parameters()):  # as a run of a 16-bit model has them
+                saved["optimizer"]["state"][number]["master"] = parameter.detach()
+        load(saved, again, resumed)
+        went_on(resumed, together)
+        found["from one"][name] = everything(again, resumed)
+        found["from one"][name]["masters"] = masters_of(again, resumed)
+    went_on(single, one_by_one)
+    found["from one"]["itself"] = everything(first, single)
+    return found
+
+
+@scenario
+def saved_on_one_rank(place: Place) -> dict[str, Any]:
+    """A rank that asks for the whole state alone; then all do."""
+    model, step = SPLIT["adamw"].made(place.rank, process_group=place.group, rules=rules(**REDUCE))
+    batch = list(map(place.part, rows(1)[0]))
+    step(*batch)
+    (optimizer,) = step._optimizers
+    said = told(lambda: optimizer.state_dict() if place.rank == 0 else step(*batch))
+    step(*batch)
+    return {"told": said, "after": everything(model, step)}
+
+
+@scenario
+def written_between(place: Place) -> dict[str, Any]:
+    """Weights that are written between two steps: masters follow, but for what is as it was."""
+    found = {}
+    for name, section in (("whole", {}), ("split", REDUCE)):
+        model, step = SPLIT["sgd"].made(place.rank, process_group=place.group, rules=rules(**section))
+        for number, batch in enumerate(few()):
+            if number == 3:
+                with torch.no_grad():
+                    model[0].weight[2:5] = 0.25
+                    model[3].bias.fill_(-1.0)
+            step(*map(place.part, batch))
+        found[name] = everything(model, step)
+    return found
+
+
+@scenario
+def missing_gradients_of_parts(place: Place) -> dict[str, Any]:
+    """Heads that ran before on all ranks, of which each then runs another one."""
+    found = {}
+    for name, section in (("whole", {}), ("split", {"shard": "update"})):
+        torch.manual_seed(place.rank)
+        model = ranks.Forked()
+        step = amp.training_step(
+            model,
+            ranks.squares,
+            torch.optim.AdamW(model.parameters(), 1e-2),
+            dtype="bf16",
+            backend="eager",
+            process_group=place.group,
+            rules=rules(**section),
+        )
+        for number, batch in enumerate(few()):
+            model.chosen = number if number < 2 else (place.rank + number) % 2
+            step(*map(place.part, batch))
+        kept = [p for name, p in model.named_parameters() if "unused" not in name]
+        found[name] = {"weights": [p.detach() for p in kept], "moments": moments_of(step)}
+    return found
+
+
+@scenario
+def what_cannot_be_split(place: Place) -> dict[str, Any]:
+    """Each with what it was told."""
+    batch = list(map(place.part, rows(1)[0]))
+
+    def run(case: Case, then: Callable[[amp.TrainingStep], Any] = lambda step: None, **options: Any) -> str:
+        def made() -> None:
+            _, step = case.made(0, process_group=place.group, **{"rules": rules(**REDUCE), **BF16, **options})
+            step(*batch)
+            then(step)
+
+        return told(made)
+
+    low = {**rules(**REDUCE), "weights": {"master": "low"}}
+    damped = replace(CASES["sgd"], optimizer=lambda given: torch.optim.SGD(given, 0.1, momentum=0.9, dampening=0.5))
+
+    def whole_after_parts() -> None:
+        model = plain()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for section in (REDUCE, {}):
+            amp.training_step(
+                model,
+                ranks.squares,
+                optimizer,
+                process_group=place.group,
+                rules=rules(**section),
+                backend="eager",
+                **BF16,
+            )(*batch)
+
+    return {
+        "whole": told(whole_after_parts),
+        "traced": run(CASES["traced"]),
+        "low": run(CASES["sgd"], rules=low),
+        "dampening": run(damped),
+        "pieces": run(replace(CASES["sgd"], model=ranks.Judging)),
+        "gradients": run(CASES["sgd"], lambda step: step.gradients()),
+        "fp32": run(CASES["sgd"], lambda step: step.gradients(), enabled=False),  # splits nothing, so it has them
+    }
+
+
+@scenario
+def compiled_parts(place: Place) -> dict[str, Any]:
+    """By Inductor, with the kernels of the CPU, and without them."""
+    case = replace(SPLIT["clipping"], batches=few)
+    found = {"eager": everything(*trained_together(place, case, rules=rules(**REDUCE)))}
+    model, step = trained_together(place, case, rules=rules(**REDUCE), backend="inductor")
+    found["compiled"] = everything(model, step)
+    found["cut"] = step.stages["cut_step"].text
+    from amp_compiler.training import build
+
+    build.kernels_for = lambda step: {}
+    found["opened"] = everything(*trained_together(place, case, rules=rules(**REDUCE), backend="inductor"))
+    return found

@@ -1,0 +1,169 @@
+"""The update split over several ranks: the weights of an update that is whole, with its state once in the group."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_scenarios import SCENARIOS, run_ranks
+from shard_scenarios import SPLIT, SPLIT_ALONE
+
+OWN = [name for name, function in SCENARIOS.items() if function.__module__ == "shard_scenarios"]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="this torch has no gloo"),
+]
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What each rank of two returned, by scenario."""
+    return run_ranks(2, [name for name in OWN if name not in SPLIT_ALONE])
+
+
+def of(found, name):
+    """What the ranks returned of a scenario, none of which failed."""
+    assert [one.get("error") for one in found[name]] == [None] * len(found[name])
+    return found[name]
+
+
+def equal(some, others):
+    return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
+
+
+def rounded_equal(some, others):
+    """Whether weights are equal, where some are the others rounded to 16 bits."""
+    return all(torch.equal(a.to(b.dtype), b) for a, b in zip(some, others, strict=True))
+
+
+@pytest.mark.parametrize("case", SPLIT)
+def test_a_split_update_makes_the_weights_of_a_whole_one(found, case):
+    for one in of(found, "parts"):
+        whole, split = one[case]["whole"], one[case]["split"]
+        if case == "clipping":  # the squares of the norm are added in another order
+            torch.testing.assert_close(split["norm"], whole["norm"], rtol=1e-6, atol=0)
+            for key in ("masters", "moments"):
+                torch.testing.assert_close(split[key], whole[key], rtol=1e-5, atol=1e-6)
+        else:
+            assert equal(whole["masters"], split["masters"]) and equal(whole["moments"], split["moments"])
+            assert rounded_equal(whole["weights"], split["weights"])
+        assert equal(whole["numbers"], split["numbers"])
+    first, second = of(found, "parts")
+    for key in ("weights", "masters", "moments", "numbers"):
+        assert equal(first[case]["split"][key], second[case]["split"][key])
+
+
+def test_each_rank_holds_a_part_of_master_and_moments(found):
+    for one in of(found, "parts"):
+        assert one["adamw"]["held"] == {"master": (36,), "step": (), "exp_avg": (36,), "exp_avg_sq": (36,)}  # of 9 x 8
+        assert one["sgd"]["split"]["weights"][0].dtype is torch.bfloat16
+        assert one["sgd"]["split"]["weights"][2].dtype is torch.float32  # of a norm
+        assert float(one["fp16"]["split"]["numbers"][1]) > 0  # the first scale is too high
+
+
+def test_an_overflow_of_one_rank_or_of_the_sum_skips_the_step_of_all(found):
+    first, second = of(found, "an_overflow")
+    assert equal(first["weights"], second["weights"])
+    assert first["skipped"] == second["skipped"] == [0, 0, 1, 1, 2, 2]
+    assert first["scales"] == second["scales"] == [1024.0, 1024.0, 512.0, 512.0, 256.0, 256.0]
+    assert torch.equal(first["weights"][1], first["weights"][2])
+    for one in (first, second):
+        assert one["report"].parameters == ("weight",)
+        assert one["events"] == [(3, ("weight",)), (5, ("weight",))]
+
+
+def test_bytes_are_those_of_the_formula(found):
+    for one in of(found, "bytes_of_a_step"):
+        elements, ranks = one["elements"], 2
+        sent = one["sent"]
+        assert sent["reduce_scatter_tensor"] + sent["all_gather_into_tensor"] == 4 * (ranks - 1) / ranks * elements
+        assert sent["all_reduce"] == 2 * (ranks - 1) / ranks * 4 * (1 + 4)  # the norm, and whether each of 4 is finite
+        assert one["state"] + one["weights"] == (12 / ranks + 2) * elements
+        assert one["again"] and one["stages"].count("all_reduce.default(") == 1
+        counted = re.search(r"each sends (.*) bytes a parameter and step in \d+ messages, (\d+) in all", one["plan"])
+        assert float(counted[2]) == sum(sent.values()) and float(counted[1]) == round(sum(sent.values()) / elements, 2)
+        assert "an all-reduce in 16 bits sends 2.00" in one["plan"]
+        assert "each holds 2.00 bytes a parameter of weights and 6.00 of masters and moments" in one["plan"]
+
+
+def test_messages_go_while_the_backward_and_the_updates_run(found):
+    for one in of(found, "bytes_of_a_step"):
+        lines = one["stages"].splitlines()
+        sends = [place for place, line in enumerate(lines) if "reduce_scatter_tensor.default(" in line]
+        backward = [place for place, line in enumerate(lines) if "phase=backward" in line]
+        gathers = [place for place, line in enumerate(lines) if "all_gather_into_tensor.default(" in line]
+        updates = [place for place, line in enumerate(lines) if "adam_update.default(" in line]
+        awaited = [place for place, line in enumerate(lines) if "wait_tensor.default(all_gather" in line]
+        assert len(sends) > 1 and sends[0] < backward[-1]
+        assert len(gathers) == len(updates) > 1 and gathers[0] < updates[1] and max(gathers) < min(awaited)
+
+
+def test_a_checkpoint_goes_to_one_process_and_back(found):
+    first, second = of(found, "a_checkpoint_of_parts")
+    assert str(first["saved"]) == str(second["saved"])
+    for one in (first, second):
+        assert one["saved"]["optimizer"]["state"][0]["master"].shape == (9, 8)
+        for name in ("one process", "a 16-bit model", "split", "whole"):
+            assert equal(one[name]["masters"], one["split"]["masters"]), name
+            assert equal(one[name]["moments"], one["split"]["moments"]), name
+        for name in ("made anew", "that trained before"):
+            assert equal(one["from one"][name]["masters"], one["from one"]["itself"]["masters"]), name
+            assert equal(one["from one"][name]["moments"], one["from one"]["itself"]["moments"]), name
+
+
+def test_a_state_that_one_rank_alone_asks_for_is_an_error_on_each(found):
+    first, second = of(found, "saved_on_one_rank")
+    assert first["told"] == second["told"]
+    assert "rank 0 asks for optimizer.state_dict(), and rank 1 goes on to train" in first["told"]
+    assert equal(first["after"]["weights"], second["after"]["weights"])
+
+
+def test_masters_follow_weights_that_are_written(found):
+    for one in of(found, "written_between"):
+        assert equal(one["whole"]["masters"], one["split"]["masters"])
+
+
+def test_what_a_rank_has_no_gradient_of_counts_as_zero(found):
+    for one in of(found, "missing_gradients_of_parts"):
+        assert rounded_equal(one["whole"]["weights"], one["split"]["weights"])
+        assert equal(one["whole"]["moments"], one["split"]["moments"])
+
+
+def test_what_cannot_be_split_is_named(found):
+    for one in of(found, "what_cannot_be_split"):
+        assert "Adagrad may need whole weights" in one["traced"] and "AdamW" in one["traced"]
+        assert "no masters to split" in one["low"]
+        assert "SGD with dampening" in one["dampening"]
+        assert "a step in pieces cannot split its update" in one["pieces"]
+        assert "a part of the gradients" in one["gradients"]
+        assert all("leave `shard: update` out" in text for name, text in one.items() if name not in ("fp32", "whole"))
+        assert "optimizer.state holds 'master' of shape [64] for a parameter of [16, 8]" in one["whole"]
+        assert one["fp32"] == ""
+
+
+@pytest.mark.slow
+def test_four_ranks_do_as_two():
+    first, *others = of(run_ranks(4, ["parts_of_four"]), "parts_of_four")
+    for key in ("weights", "masters", "moments"):
+        assert all(equal(first["split"][key], one["split"][key]) for one in others)
+    # four numbers are added in another order
+    torch.testing.assert_close(first["split"]["masters"], first["whole"]["masters"], rtol=0, atol=2e-3)
+    assert "whole on every rank: 0.bias" in first["plan"]
+
+
+@pytest.mark.slow
+@pytest.mark.compiles
+def test_compiled_steps_do_the_same():
+    first, second = of(run_ranks(2, SPLIT_ALONE), "compiled_parts")
+    behind = (
+        first["cut"].split("behind_check: ", 1)[1].split("\nreturn ", 1)[0]
+    )  # of the pieces the first, between kernels
+    assert re.search(
+        r"adam_update.default.*\n(.*\n)*.*all_gather_into_tensor.default.*\n(.*\n)*.*adam_update.default", behind
+    )
+    for name in ("compiled", "opened"):
+        assert equal(first[name]["weights"], second[name]["weights"])
+        torch.testing.assert_close(first[name]["masters"], first["eager"]["masters"], rtol=0, atol=1e-3)
+        assert equal(first[name]["numbers"], first["eager"]["numbers"])
