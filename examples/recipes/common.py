@@ -223,7 +223,7 @@ def rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
         quality = f"{statistics.fmean(values):.4g} ± {standard_error(values):.2g}"
         difference = statistics.fmean(values) - statistics.fmean(reference)
         error = math.hypot(standard_error(values), standard_error(reference))
-        apart = f"{difference:+.2g} ± {error:.2g}", f"{advantage(values, reference, results['higher']):+.1f}"
+        apart = f"{difference:+.3g} ± {error:.2g}", f"{advantage(values, reference, results['higher']):+.1f}"
         skipped = str(sum(run["skipped"] for run in runs))
         made.append((name, quality, *(("", "") if way == FP32 else apart), skipped))
     return made
