@@ -40,6 +40,7 @@ def convolutions(depth: int, width: int, std: float | None) -> nn.Sequential:
     return nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16 * width, 10))
 
 
+@functools.cache
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
     """Images (1797, 1, 8, 8) with mean 0 and deviation 1, and which digits they are."""
     data = load_digits()

@@ -25,23 +25,27 @@ from rich.table import Table
 
 import amp_compiler as amp
 from amp_compiler.diagnose.exponents import Histogram
+from amp_compiler.forward.settings import make_settings
 from amp_compiler.ops.exponents import LOWEST
 
 FOLDER = Path(__file__).parent / "results"
-FP32, NEITHER, MASTERS, SCALED, BOTH, DEFAULT = (
+FP32, NEITHER, MASTERS, SCALED, BOTH, BF16, BF16_MASTERS, DEFAULT = (
     "FP32",
     "FP16, neither",
     "FP16, masters alone",
     "FP16, scale alone",
     "FP16, scale and masters",
+    "BF16, no masters",
+    "BF16, masters",
     "by default",
 )
+GOOD = (BOTH, BF16_MASTERS, DEFAULT)  # the ways that have to come out as FP32 does
 NO_MASTERS = {"version": 1, "extends": "default", "weights": {"master": "low"}}
 KINDS = ("activation", "activation gradient", "weight gradient", "weight")
 PROFILED = (0.0, 0.25, 0.5, 0.75)  # parts of a training behind which a step is profiled
-HEADINGS = ("way", "{measure}", "better than FP32, standard errors", "steps skipped")
+HEADINGS = ("way", "{measure}", "difference to FP32", "better by standard errors", "steps skipped")
 POINTS = 12  # of a curve
-SHORT = 4  # steps of a short run
+SHORT = 2  # steps of a short run
 
 Options = dict[str, Any]
 
@@ -198,7 +202,8 @@ def machine() -> dict[str, Any]:
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
     versions = {"python": platform.python_version(), "torch": torch.__version__}
-    return {"date": datetime.date.today().isoformat(), "cpu": name, "versions": versions}
+    default = make_settings().low(torch.device("cpu")).short
+    return {"date": datetime.date.today().isoformat(), "cpu": name, "default": default, "versions": versions}
 
 
 def last(results: dict[str, Any], way: str) -> list[float]:
@@ -206,14 +211,21 @@ def last(results: dict[str, Any], way: str) -> list[float]:
     return [run["quality"][-1] for run in results["runs"][way]]
 
 
-def rows(results: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    """Of each way: its name, its quality with the standard error, how much better than FP32 that is, steps skipped."""
+def rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Of each way: name, quality, the difference to FP32, how many standard errors better that is, steps skipped.
+
+    Behind a mean and a difference stands the standard error, 0 of one seed alone.
+    """
     reference, made = last(results, FP32), []
     for way, runs in results["runs"].items():
         values = last(results, way)
+        name = f"{way} ({results['default'].upper()})" if way == DEFAULT else way
         quality = f"{statistics.fmean(values):.4g} ± {standard_error(values):.2g}"
-        better = advantage(values, reference, results["higher"])
-        made.append((way, quality, "" if way == FP32 else f"{better:+.1f}", str(sum(run["skipped"] for run in runs))))
+        difference = statistics.fmean(values) - statistics.fmean(reference)
+        error = math.hypot(standard_error(values), standard_error(reference))
+        apart = f"{difference:+.3g} ± {error:.2g}", f"{advantage(values, reference, results['higher']):+.1f}"
+        skipped = str(sum(run["skipped"] for run in runs))
+        made.append((name, quality, *(("", "") if way == FP32 else apart), skipped))
     return made
 
 
@@ -221,10 +233,13 @@ def why(results: dict[str, Any]) -> str:
     """What the profile says of the ways that fail."""
     found, low = results["ranges"], results["low"].upper()
     zero, kept = found["zero"], found["zero with the scale"]
+    scaled = (
+        f"; with a loss scale of {found['scale']:g}, "
+        f"{kept['weight gradient']:.1%} and {kept['activation gradient']:.1%}"
+    )
     return (
         f"{low} makes {zero['weight gradient']:.1%} of the gradients of weights zero and "
-        f"{zero['activation gradient']:.1%} of those of activations; with a loss scale of {found['scale']:g}, "
-        f"{kept['weight gradient']:.1%} and {kept['activation gradient']:.1%}. "
+        f"{zero['activation gradient']:.1%} of those of activations{scaled if low == 'FP16' else ''}. "
         f"A weight in {low} would not notice {found['updates lost']:.1%} of the updates."
     )
 
@@ -242,6 +257,8 @@ def table(results: dict[str, Any]) -> Table:
 
 def main(*recipes: Recipe, arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Run recipes from the command line: print each table, write what was measured and the picture of it."""
+    from pictures import picture  # which reads this module
+
     parser = argparse.ArgumentParser(description="; ".join(recipe.title for recipe in recipes))
     parser.add_argument("--short", action="store_true", help="a few steps of one seed, and nothing is written")
     parser.add_argument("--seeds", type=int, default=3, help="how many seeds (default: 3)")
@@ -256,5 +273,6 @@ def main(*recipes: Recipe, arguments: Sequence[str] | None = None) -> list[dict[
         if not given.short:
             given.into.mkdir(exist_ok=True)
             (given.into / f"{recipe.name}.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            (given.into / f"{recipe.name}.svg").write_bytes(picture(results))
         found.append(results)
     return found

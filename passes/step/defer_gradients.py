@@ -44,13 +44,16 @@ class DeferGradients(InPlacePass):
 
     Left alone: everything, where the norm of all gradients is needed before the update (clipping, a loss scale that
     follows the norm), for the squares of a product's elements are known when it is made; a gradient whose factors are
-    larger than itself, or lie in an input of the graph, which another update may write.
+    larger than itself, or lie in an input of the graph, which another update may write; one that an update without a
+    kernel reads, as that of a weight without a master.
 
     Args:
         most_inner: largest number of inner elements with which products are made fast; 0 where no kernel takes them.
+        kernels: the operators that a kernel runs.
     """
 
     most_inner: int = 0
+    kernels: tuple[Any, ...] = ()
     name: ClassVar[str] = "defer_gradients"
     exact: ClassVar[bool] = False
     skippable: ClassVar[bool] = True
@@ -58,7 +61,8 @@ class DeferGradients(InPlacePass):
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""
         graph = subject.graph
-        updates = [node for node in graph.nodes if node.target in OPERATORS.values()]
+        taken = set(self.kernels).intersection(OPERATORS.values())
+        updates = [node for node in graph.nodes if node.target in taken]
         checks = graph.find_nodes(op="call_function", target=CHECK)
         if self.most_inner < 1 or not updates or len(checks) != 1:
             return PassResult(subject, False)

@@ -127,7 +127,7 @@ OPTIONS: dict[str, Any] = {
     "fuse_update/an_optimizers_own_code_and_a_16_bit_copy": {**UPDATE, "groups": (MEAN,)},
     "fuse_update/gradients_on_a_gpu_are_gathered_at_once_add": {**UPDATE, "groups": (SGD,), "gather": "add"},
     "fuse_update/gradients_on_a_gpu_are_gathered_at_once_use": {**UPDATE, "groups": (SGD,), "gather": "use"},
-    "defer_gradients": {"most_inner": 64},
+    "defer_gradients": {"most_inner": 64, "kernels": KERNELS},
     "cut_step": {"kernels": KERNELS},
     "cut_step/without_kernels_the_operators_are_opened": {"kernels": ()},
     "write_out_attention": {"low": DType.FLOAT16, "opset": 20},

@@ -1,0 +1,70 @@
+"""The picture of a recipe's results.
+
+It shows which binary exponents the FP32 training has, and which of them the low type has; the loss scale; the quality
+of every way, with a band of one standard error to both sides.
+"""
+
+import statistics
+from typing import Any
+
+from common import GOOD, KINDS, standard_error
+
+from amp_compiler.ir.ranges import RANGES
+from amp_compiler.report.plots import drawing
+
+SIZE = (10.5, 2.6)  # inches
+LEFT, RIGHT = -60, 20  # exponents that are shown
+
+
+def ranges(axes: Any, results: dict[str, Any]) -> None:
+    """The exponents of the FP32 training, and where the low type has subnormal numbers or none."""
+    limits = RANGES[results["low"]]
+    axes.axvspan(LEFT, limits.least - 1, color="C3", alpha=0.15, lw=0)
+    axes.axvspan(limits.least - 1, limits.normal, color="C1", alpha=0.12, lw=0)
+    axes.axvspan(min(limits.greatest + 1, RIGHT), RIGHT, color="C3", alpha=0.15, lw=0)
+    for kind in KINDS:
+        parts = results["ranges"]["exponents"][kind]
+        axes.step(
+            range(LEFT, RIGHT), [100 * parts.get(str(at), 0) for at in range(LEFT, RIGHT)], label=kind, where="mid"
+        )
+    axes.set(title=f"exponents in FP32, %; {results['low'].upper()} has not the red ones", xlim=(LEFT, RIGHT))
+    axes.set_xlabel("exponent")
+    axes.legend(fontsize=6)
+
+
+def scales(axes: Any, results: dict[str, Any]) -> None:
+    """The loss scale of the first seed."""
+    for way, runs in results["runs"].items():
+        if way in GOOD:
+            axes.plot(runs[0]["at"], runs[0]["loss_scale"], drawstyle="steps-post", color=colour(results, way))
+    axes.set_yscale("log", base=2)
+    axes.set(title="loss scale", xlabel="step")
+
+
+def qualities(axes: Any, results: dict[str, Any]) -> None:
+    """The mean over the seeds at each step."""
+    for way, runs in results["runs"].items():
+        at = min((run["at"] for run in runs), key=len)
+        found = list(zip(*(run["quality"] for run in runs), strict=False))
+        means, errors = [statistics.fmean(values) for values in found], [standard_error(values) for values in found]
+        axes.plot(at, means, color=colour(results, way), label=way)
+        lower, upper = ([mean + sign * error for mean, error in zip(means, errors, strict=True)] for sign in (-1, 1))
+        axes.fill_between(at, lower, upper, color=colour(results, way), alpha=0.2, lw=0)
+    axes.set(title=results["measure"], xlabel="step")
+
+
+def colour(results: dict[str, Any], way: str) -> str:
+    return f"C{list(results['runs']).index(way)}"
+
+
+def picture(results: dict[str, Any]) -> bytes:
+    """As SVG."""
+
+    def draw(figure: Any) -> None:
+        figure.set_size_inches(*SIZE)
+        panels = figure.subplots(1, 3)
+        for axes, part in zip(panels, (ranges, scales, qualities), strict=True):
+            part(axes, results)
+        figure.legend(*panels[2].get_legend_handles_labels(), loc="outside upper center", ncols=6, fontsize=7)
+
+    return drawing(draw, "svg")
