@@ -12,10 +12,10 @@ from torch import nn
 import amp_compiler as amp
 
 BENCHMARKS = str(Path(__file__).parents[2] / "benchmarks")
+SMALL = ("gpt2", "lstm")
 LARGE = ("bert", "llama", "t5", "resnet50", "segformer")  # seconds each
 QUICK = (
-    ("gpt2", 2),
-    pytest.param("lstm", 2, marks=pytest.mark.usefixtures("bf16_lstm")),
+    *((name, 2) for name in SMALL),
     *(pytest.param(name, 1, marks=pytest.mark.long) for name in LARGE),
     *(pytest.param(name, 2, marks=pytest.mark.slow) for name in LARGE),
 )
@@ -45,7 +45,9 @@ def row(bench, **changes):
 
 @pytest.mark.usefixtures("bf16_kernels")
 @pytest.mark.parametrize(("name", "seeds"), QUICK)
-def test_errors_and_bytes_are_within_the_bounds(bench, name, seeds):
+def test_errors_and_bytes_are_within_the_bounds(bench, name, seeds, request):
+    if name == "lstm":
+        request.getfixturevalue("bf16_lstm")
     found = bench["parity"].measure(name, bench["parity"].Settings(size="tiny", seeds=seeds))
     assert not found.broken()
     assert found.low_nodes > 0

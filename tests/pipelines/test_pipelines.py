@@ -24,10 +24,6 @@ from amp_compiler.ops.cpu import update as cpu_update
 from amp_compiler.passes import PASSES
 from amp_compiler.passes.pipeline import PIPELINES, Stages
 
-TOYS_HERE = [
-    pytest.param(name, marks=pytest.mark.usefixtures("bf16_lstm")) if name == "lstm" else name for name in TOYS
-]
-
 
 def written(stages: Stages) -> str:
     """The stages as one text; places in files move with every edit of these, and are left out."""
@@ -39,8 +35,10 @@ def written(stages: Stages) -> str:
 
 
 @pytest.mark.usefixtures("bf16_kernels")
-@pytest.mark.parametrize("name", TOYS_HERE)
-def test_every_stage(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", TOYS)
+def test_every_stage(name: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    if name == "lstm":
+        request.getfixturevalue("bf16_lstm")
     monkeypatch.setitem(BACKENDS, "inductor", replace(BACKENDS["inductor"], build=eager.build))
     monkeypatch.setattr(cpu_update, "most_inner", lambda: 512)  # else it says what is fast on this processor
     toy = TOYS[name]
