@@ -180,9 +180,7 @@ def explain(
 
 
 def _explain_onnx(model: Any, example_args: Any, settings: Settings, low: DType) -> PrecisionPlan:
-    from onnx_ir.tensor_adapters import TorchTensor
-
-    from amp_compiler.onnx.check.batches import Sizes, required_inputs  # here, so that nobody else waits for ONNX
+    from amp_compiler.onnx.check.batches import sizes_of  # here, so that nobody else waits for ONNX
     from amp_compiler.onnx.model.model import open_model
     from amp_compiler.onnx.plan import explain_onnx
 
@@ -190,13 +188,7 @@ def _explain_onnx(model: Any, example_args: Any, settings: Settings, low: DType)
         return explain_onnx(model, rules=settings.rules, dtype=low.short)
     args, kwargs = pytree.tree_map_only(np.ndarray, torch.from_numpy, split_example(example_args))
     opened = open_model(model)
-    names = required_inputs(opened.proto)
-    if len(args) > len(names):
-        raise AmpError(f"{len(args)} example_args for {len(names)} inputs", mend=f"pass {', '.join(names)}")
-    sizes = Sizes(opened)
-    given = dict(zip(names, args, strict=False)) | kwargs
-    (_,) = sizes.watch([{name: TorchTensor(torch.as_tensor(one).detach()).numpy() for name, one in given.items()}])
-    plan = explain_onnx(opened, rules=settings.rules, dtype=low.short, sizes=sizes.known)
+    plan = explain_onnx(opened, rules=settings.rules, dtype=low.short, sizes=sizes_of(opened, args, kwargs))
     try:
         captured = capture_module(module_of(model), args, kwargs)
         plan_captured(captured, settings, low)  # by which it is in normal form

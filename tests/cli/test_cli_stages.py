@@ -222,7 +222,7 @@ def test_skip_leaves_a_pass_out(explain):
     stages = json.loads(out)
     assert "simplify_casts" not in [stage["name"] for stage in stages]
     assert [*stages[0]] == ["name", "text"]
-    assert stages[-1]["name"] == "fuse_update"
+    assert stages[-1]["name"] == "gather_weights"
 
 
 def test_a_model_in_pieces_shows_each(explain):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
+import torch
 from onnx import TensorProto, helper
+from onnx_ir.tensor_adapters import TorchTensor
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.check.run import FLOAT_TYPES, Batch, open_to_run
@@ -86,6 +88,26 @@ class Sizes:
                 if not dim.HasField("dim_value"):
                     key = dim.dim_param or (name, axis)
                     self.known[key] = max(self.known.get(key, 0), size)
+
+
+def sizes_of(model: OnnxFile, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str | tuple[str, int], int]:
+    """The sizes of open dimensions that the inputs of one call have, as `Sizes.known`.
+
+    Args:
+        model: the model.
+        args: tensors for the first of its inputs.
+        kwargs: tensors by name.
+
+    Raises:
+        OnnxError: as for `iterate_batches`, or there are too many.
+    """
+    names = required_inputs(model.proto)
+    if len(args) > len(names):
+        raise OnnxError(f"{len(args)} example_args for {len(names)} inputs", mend=f"pass {', '.join(names)}")
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    sizes = Sizes(model)
+    (_,) = sizes.watch([{name: TorchTensor(torch.as_tensor(one).detach()).numpy() for name, one in given.items()}])
+    return sizes.known
 
 
 def count_batches(batches: Batches) -> int | None:
