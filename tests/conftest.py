@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,17 @@ import pytest
 from benchmark_modules import benchmark_modules
 
 os.environ["AMP_VERIFY"] = "1"  # every pipeline checks that its graph is a legal one
+
+
+class _Uncaptured(logging.Logger):
+    """Takes no handler of pytest's: where torch's trace has one, it writes whole graphs for it, a sixth of all time."""
+
+    def addHandler(self, handler: logging.Handler) -> None:
+        if not type(handler).__module__.startswith("_pytest"):
+            super().addHandler(handler)
+
+
+logging.getLogger("torch.__trace").__class__ = _Uncaptured
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
