@@ -14,7 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-from amp_compiler.errors import AmpError, CaptureError
+from amp_compiler.errors import AmpError
 from amp_compiler.forward.autocast import autocast_totals
 from amp_compiler.forward.compiled_module import CompiledModule
 from amp_compiler.forward.graph_breaks import compile_piece
@@ -186,16 +186,25 @@ def _explain_onnx(model: Any, example_args: Any, settings: Settings, low: DType)
 
     if example_args is None:
         return explain_onnx(model, rules=settings.rules, dtype=low.short)
-    args, kwargs = pytree.tree_map_only(np.ndarray, torch.from_numpy, split_example(example_args))
+    args, kwargs = pytree.tree_map_only(np.ndarray, _tensor, split_example(example_args))
     opened = open_model(model)
     plan = explain_onnx(opened, rules=settings.rules, dtype=low.short, sizes=sizes_of(opened, args, kwargs))
     try:
         captured = capture_module(module_of(model), args, kwargs)
         plan_captured(captured, settings, low)  # by which it is in normal form
-    except CaptureError as cause:
+    except AmpError as cause:  # of the import and its own plan alone: the file's plan stands
         logger.warning("what torch.autocast casts is not counted: %s", cause)
         return plan
     return replace(plan, autocast=autocast_totals(captured, low, "cpu"))
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    try:
+        return torch.from_numpy(array)
+    except TypeError as cause:
+        raise AmpError(
+            f"an array of {array.dtype} in example_args is no tensor", mend="pass arrays of numbers"
+        ) from cause
 
 
 def is_onnx(model: object) -> bool:

@@ -43,7 +43,7 @@ GOOD = (BOTH, BF16_MASTERS, DEFAULT)  # the ways that have to come out as FP32 d
 NO_MASTERS = {"version": 1, "extends": "default", "weights": {"master": "low"}}
 KINDS = ("activation", "activation gradient", "weight gradient", "weight")
 PROFILED = (0.0, 0.25, 0.5, 0.75)  # parts of a training behind which a step is profiled
-HEADINGS = ("way", "{measure}", "difference to FP32", "better by standard errors", "steps skipped")
+HEADINGS = ("way", "{measure}", "difference to FP32", "better by standard errors", "seed by seed", "steps skipped")
 POINTS = 12  # of a curve
 SHORT = 2  # steps of a short run
 
@@ -81,6 +81,7 @@ class Recipe:
         fails: the ways that come out worse by at least three standard errors.
         ways: the options of each way by its name, given the loss scale of the profile.
         low: the type whose losses are told.
+        seeds: how many of a full run.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Recipe:
     fails: tuple[str, ...] = ()
     ways: Callable[[float], dict[str, Options]] = field(default=lambda scale: four_ways(scale))
     low: str = "fp16"
+    seeds: int = 3
 
 
 def four_ways(scale: float) -> dict[str, Options]:
@@ -214,7 +216,8 @@ def last(results: dict[str, Any], way: str) -> list[float]:
 def rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
     """Of each way: name, quality, the difference to FP32, how many standard errors better that is, steps skipped.
 
-    Behind a mean and a difference stands the standard error, 0 of one seed alone.
+    Behind a mean and a difference stands the standard error, 0 of one seed alone. "Seed by seed" is the mean of the
+    differences of runs with the same seed.
     """
     reference, made = last(results, FP32), []
     for way, runs in results["runs"].items():
@@ -223,9 +226,14 @@ def rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
         quality = f"{statistics.fmean(values):.4g} ± {standard_error(values):.2g}"
         difference = statistics.fmean(values) - statistics.fmean(reference)
         error = math.hypot(standard_error(values), standard_error(reference))
-        apart = f"{difference:+.3g} ± {error:.2g}", f"{advantage(values, reference, results['higher']):+.1f}"
+        paired = [a - b for a, b in zip(values, reference, strict=True)]
+        apart = (
+            f"{difference:+.3g} ± {error:.2g}",
+            f"{advantage(values, reference, results['higher']):+.1f}",
+            f"{statistics.fmean(paired):+.3g} ± {standard_error(paired):.2g}",
+        )
         skipped = str(sum(run["skipped"] for run in runs))
-        made.append((name, quality, *(("", "") if way == FP32 else apart), skipped))
+        made.append((name, quality, *(("",) * len(apart) if way == FP32 else apart), skipped))
     return made
 
 
@@ -261,13 +269,13 @@ def main(*recipes: Recipe, arguments: Sequence[str] | None = None) -> list[dict[
 
     parser = argparse.ArgumentParser(description="; ".join(recipe.title for recipe in recipes))
     parser.add_argument("--short", action="store_true", help="a few steps of one seed, and nothing is written")
-    parser.add_argument("--seeds", type=int, default=3, help="how many seeds (default: 3)")
+    parser.add_argument("--seeds", type=int, help="how many seeds (default: the recipe's, 3 of most)")
     parser.add_argument("--only", choices=[recipe.name for recipe in recipes], help="one of several recipes")
     parser.add_argument("--into", type=Path, default=FOLDER, help="the folder of the results (default: results/)")
     given = parser.parse_args(arguments)
     console, found = Console(), []
     for recipe in [one for one in recipes if given.only in (None, one.name)]:
-        length, seeds = (SHORT, 1) if given.short else (recipe.length, given.seeds)
+        length, seeds = (SHORT, 1) if given.short else (recipe.length, given.seeds or recipe.seeds)
         results = measure(recipe, length, seeds, console)
         console.print(table(results), why(results))
         if not given.short:

@@ -198,6 +198,7 @@ RECIPE = Recipe(
     length=500,
     fails=(NEITHER, MASTERS),
     ways=six_ways,
+    seeds=6,
 )
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import datetime
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -230,6 +230,22 @@ def accumulated(place: Place) -> dict[str, Any]:
     return found
 
 
+def overflowing(place: Place, of_one: int, of_the_sum: int) -> Iterator[Tensor]:
+    """Six batches, [1, 4], for FP16 with a scale of 1024: the third overflows on rank 1 alone, the fifth in the sum.
+
+    Args:
+        of_one: the column in which the third does.
+        of_the_sum: that of the fifth.
+    """
+    for number in range(6):
+        x = torch.ones(1, 4)
+        if number == 2 and place.rank == 1:
+            x[0, of_one] = 1000.0  # times 1024 it is beyond 65504
+        if number == 4:
+            x[0, of_the_sum] = 80.0  # times 512: 40960 on each rank is finite, their sum is not
+        yield x
+
+
 @scenario
 def overflows(place: Place) -> dict[str, Any]:
     """FP16: at the third step one rank alone overflows, at the fifth the sum alone."""
@@ -256,12 +272,7 @@ def overflows(place: Place) -> dict[str, Any]:
         backend="eager",
     )
     found: dict[str, Any] = {"weights": [], "skipped": [], "scales": []}
-    for number in range(6):
-        x = torch.ones(1, 4)
-        if number == 2 and place.rank == 1:
-            x[0, 2] = 1000.0  # times 1024 it is beyond 65504
-        if number == 4:
-            x[0, 1] = 80.0  # times 512: 40960 on each rank is finite, their sum is not
+    for x in overflowing(place, of_one=2, of_the_sum=1):
         dynamic(x)
         found["weights"].append(model.weight.detach().clone())
         found["skipped"].append(int(dynamic.skipped_steps))

@@ -9,7 +9,7 @@ from typing import Any
 
 import rank_scenarios as ranks
 import torch
-from rank_scenarios import CASES, Case, Place, rows, scenario, told, trained_together, weights_of
+from rank_scenarios import CASES, Case, Place, overflowing, rows, scenario, told, trained_together, weights_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -124,12 +124,7 @@ def an_overflow(place: Place) -> dict[str, Any]:
         backend="eager",
         rules=rules(shard="update"),
     )
-    for number in range(6):
-        x = torch.ones(1, 4)
-        if number == 2 and place.rank == 1:
-            x[0, 0] = 1000.0  # times 1024 it is beyond 65504
-        if number == 4:
-            x[0, 3] = 80.0  # times 512: 40960 on each rank is finite, their sum is not
+    for number, x in enumerate(overflowing(place, of_one=0, of_the_sum=3)):
         step(x)
         found["weights"].append(model.weight.detach().clone())
         found["skipped"].append(int(step.skipped_steps))

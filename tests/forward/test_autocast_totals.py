@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import onnx
 import onnx.parser
 import pytest
@@ -65,6 +66,10 @@ def test_an_onnx_file_has_the_totals_of_its_model(tmp_path, as_array):
         amp.explain(path, (x, x))
     with pytest.raises(amp.AmpError, match="takes float32"):
         amp.explain(path, (x.bfloat16(),))
+    with pytest.raises(amp.AmpError, match="an array of <U1 in example_args is no tensor"):
+        amp.explain(path, (np.array(["x"]),))
+    with pytest.raises(amp.AmpError, match=r"is a list.*numpy\.ndarray"):
+        amp.explain(path, ([1.0],))
 
 
 def test_an_onnx_file_that_is_not_imported_is_planned_all_the_same(caplog):

@@ -103,10 +103,14 @@ def sizes_of(model: OnnxFile, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     """
     names = required_inputs(model.proto)
     if len(args) > len(names):
-        raise OnnxError(f"{len(args)} example_args for {len(names)} inputs", mend=f"pass {', '.join(names)}")
+        what = f"{len(args)} example_args for {len(names)} inputs"
+        raise OnnxError(what, where=model.name, mend=f"pass {', '.join(names)}")
     given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    arrays = {
+        name: TorchTensor(one.detach()).numpy() if isinstance(one, torch.Tensor) else one for name, one in given.items()
+    }
     sizes = Sizes(model)
-    (_,) = sizes.watch([{name: TorchTensor(torch.as_tensor(one).detach()).numpy() for name, one in given.items()}])
+    (_,) = sizes.watch([arrays])
     return sizes.known
 
 
