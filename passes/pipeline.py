@@ -308,6 +308,7 @@ STEP = Pipeline(
     "STEP",
     (
         "separate_buffers",
+        "split_complex",
         "place_weights",
         "native_ops",
         "chunk_logits",
@@ -328,7 +329,7 @@ STEP = Pipeline(
 )
 UPDATE = Pipeline(
     "UPDATE",
-    ("place_weights", "take_gradients", "gather_gradients", "reduce_gradients", "fuse_update"),
+    ("split_complex", "place_weights", "take_gradients", "gather_gradients", "reduce_gradients", "fuse_update"),
     "The check and the update alone, where a training step runs its model in pieces, each with its own backward.",
 )
 DEVICE = Pipeline(

@@ -8,6 +8,16 @@ import torch
 from torch import Tensor
 
 
+def as_real(tensor: Tensor) -> Tensor:
+    """A complex tensor as real and imaginary parts in a last dimension of 2, in the same memory; others as they are."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def from_real(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `as_real` gave of a tensor of `dtype`: complex again where that is, in the same memory."""
+    return torch.view_as_complex(tensor) if dtype.is_complex else tensor
+
+
 def same_layout(first: Tensor, second: Tensor) -> bool:
     """Whether equal positions in memory hold equal elements, for two tensors of one shape."""
     if first.stride() == second.stride():

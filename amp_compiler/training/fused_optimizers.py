@@ -12,6 +12,7 @@ from torch import Tensor
 
 from amp_compiler.errors import AmpError
 from amp_compiler.fx.graph import LOW_TYPES
+from amp_compiler.ops.layout import as_real
 from amp_compiler.ops.update.fused import L1_DECAY, STEP, FusedOptimizer, l1_of
 from amp_compiler.ops.update.operators import FUSED
 from amp_compiler.ops.update.rounding import Storage
@@ -132,7 +133,7 @@ class BoundGroup:
         return not same or _columns(self.kind, group, self.spec.storage) != self.spec.columns
 
     def tensor(self, column: str, number: int) -> Tensor:
-        """Today's state tensor of one parameter; made first where the optimizer has none yet."""
+        """Today's state tensor of one parameter, real; made first where there is none yet."""
         if column == "hyper":
             return self.hyper
         if column == "started":
@@ -143,10 +144,10 @@ class BoundGroup:
         known = self._checked.get((column, number))
         found: Tensor | None = state.get(column)
         if known is not None and found is not None and found is known[0]() and place == known[1]:
-            return found
+            return as_real(found)
         made = self._state_tensor(column, parameter, state)
         self._checked[column, number] = weakref.ref(made), place
-        return made
+        return as_real(made)
 
     def _state_tensor(self, column: str, parameter: Tensor, state: dict[str, Any]) -> Tensor:
         if column not in state or column == STEP:

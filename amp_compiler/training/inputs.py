@@ -14,7 +14,7 @@ from amp_compiler.errors import CaptureError
 from amp_compiler.fx.capture import Captured, Source, tensor_getter
 from amp_compiler.fx.graph import LOW_TYPES
 from amp_compiler.fx.meta import Key
-from amp_compiler.ops.layout import is_turned
+from amp_compiler.ops.layout import as_real, is_turned
 from amp_compiler.ops.loss_scale import LossScaleState
 from amp_compiler.ops.update.rounding import Storage
 from amp_compiler.passes.step.place_weights import PlacedWeights, is_read_low, is_read_low_alone, placed_weights
@@ -294,6 +294,8 @@ class TrainedWeights:
             get = getters[node.name]
             if node.name in self.inputs.trained and get().dtype is torch.float32:
                 return Resolver(lambda leaves: self._taken_in(get(), kept), get)
+            if node.name in self.inputs.trained:
+                return Resolver(lambda leaves: as_real(get().detach()), get)
             return Resolver(lambda leaves: get().detach(), get)
         return Resolver(itemgetter(self.inputs.entries[node.name].index), leaf=True)
 

@@ -25,7 +25,7 @@ from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private import building, needs_double_backward
 from amp_compiler.ir.nonfinite import NonfiniteNode
 from amp_compiler.ir.plan import PrecisionPlan
-from amp_compiler.ops.layout import empty_laid_out_like, is_laid_out_like
+from amp_compiler.ops.layout import as_real, empty_laid_out_like, is_laid_out_like
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.policy.rules import RuleSet
@@ -246,7 +246,9 @@ class PieceStep:
         for one in found:
             name = named[one.name]
             gradient = made.gradients.get(name)
-            gradients[name] = torch.zeros_like(parameters[name], dtype=one.dtype) if gradient is None else gradient
+            gradients[name] = (
+                torch.zeros_like(as_real(parameters[name].detach()), dtype=one.dtype) if gradient is None else gradient
+            )
         return replace(made, gradients=gradients)
 
     def update_for(self, made: Made, given: Sequence[Tensor], options: StepOptions, owners: Any) -> StepProgram:
@@ -443,10 +445,11 @@ def _without_gradients(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _fitted(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """A gradient as an update reads it: dense, in the layout of its parameter."""
-    gradient = gradient.detach()
+    """A gradient as an update reads it: dense and real, in the layout of its parameter."""
+    gradient, parameter = gradient.detach(), as_real(parameter.detach())
     if gradient.layout is not torch.strided:
         gradient = gradient.to_dense()
+    gradient = as_real(gradient)
     if is_laid_out_like(gradient, parameter):
         return gradient
     return empty_laid_out_like(parameter, gradient.dtype).copy_(gradient)
@@ -454,7 +457,8 @@ def _fitted(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 def _no_gradient(parameter: Tensor) -> Tensor:
     """Zeros as the gradient of a parameter: FP32 where it is stored in 16 bits alone."""
-    return torch.zeros_like(parameter, dtype=torch.float32 if is_stored_low(parameter) else parameter.dtype)
+    real = as_real(parameter.detach())
+    return torch.zeros_like(real, dtype=torch.float32 if is_stored_low(parameter) else real.dtype)
 
 
 @without_full_collections()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from amp_compiler.forward.tensor_versions import write_mark
-from amp_compiler.ops.layout import empty_laid_out_like, is_channels_last, is_laid_out_like
+from amp_compiler.ops.layout import as_real, empty_laid_out_like, is_channels_last, is_laid_out_like
 
 
 class LowWeights:
@@ -75,10 +75,10 @@ class GradientSums:
         return id(parameter) in self._sums
 
     def get(self, parameter: Tensor) -> Tensor:
-        """The sum of a parameter's gradients; the same tensor at every step."""
-        found = self._sums.get(id(parameter))
-        if found is None or found.shape != parameter.shape or found.device != parameter.device:
-            found = self._sums[id(parameter)] = empty_laid_out_like(parameter, torch.float32).zero_()
-        elif not is_laid_out_like(found, parameter):
-            found = self._sums[id(parameter)] = empty_laid_out_like(parameter, torch.float32).copy_(found)
+        """The sum of a parameter's gradients; the same tensor at every step; of a complex one as real numbers."""
+        found, real = self._sums.get(id(parameter)), as_real(parameter.detach())
+        if found is None or found.shape != real.shape or found.device != real.device:
+            found = self._sums[id(parameter)] = empty_laid_out_like(real, torch.float32).zero_()
+        elif not is_laid_out_like(found, real):
+            found = self._sums[id(parameter)] = empty_laid_out_like(real, torch.float32).copy_(found)
         return found

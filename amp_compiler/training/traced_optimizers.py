@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from amp_compiler.errors import AmpError, OptimizerError
+from amp_compiler.ops.layout import as_real, from_real
 from amp_compiler.ops.update.operators import FUSED_NAMES
 from amp_compiler.passes.step.trace_update import OWN_STATE, StateTensor, TracedUpdate
 from amp_compiler.training.traced_calls import StepCalls, compiling, selecting
@@ -106,7 +107,7 @@ class TracedGroup:
         return _hyperparameters(self.optimizer) != self.baked
 
     def tensor(self, column: str, number: int) -> Tensor:
-        """Today's state tensor of one parameter; made first where the optimizer has none yet."""
+        """Today's state tensor of one parameter, real; made first where there is none yet."""
         if column == "lr":
             return self.rates
         parameter = self.parameters[number]
@@ -115,8 +116,9 @@ class TracedGroup:
         if set(state) <= {MASTER}:
             initialise(self.optimizer, [parameter])
         expected = self.entries[number, key]
-        found = state.get(key)
-        if not isinstance(found, Tensor) or (tuple(found.shape), found.dtype) != (expected.shape, expected.dtype):
+        kept = state.get(key)
+        found = as_real(kept) if isinstance(kept, Tensor) else None
+        if found is None or (tuple(found.shape), found.dtype) != (expected.shape, expected.dtype):
             raise AmpError(
                 f"the state of {self.spec.name} has no '{key}' of shape {list(expected.shape)} and type"
                 f" {expected.dtype}",
@@ -124,8 +126,9 @@ class TracedGroup:
             )
         if found.device != parameter.device or found.stride() != expected.stride:  # loaded from elsewhere
             device, dtype = parameter.device, expected.dtype
-            state[key] = torch.empty_strided(expected.shape, expected.stride, dtype=dtype, device=device).copy_(found)
-        return state[key]  # type: ignore[no-any-return]
+            found = torch.empty_strided(expected.shape, expected.stride, dtype=dtype, device=device).copy_(found)
+            state[key] = from_real(found, kept.dtype)
+        return found
 
 
 def bind_traced(
@@ -160,7 +163,7 @@ def bind_traced(
         )
     initialise(optimizer, parameters)
     states = tuple(
-        StateTensor(key, number, tuple(value.shape), value.stride(), value.dtype)
+        StateTensor(key, number, tuple(as_real(value).shape), as_real(value).stride(), as_real(value).dtype)
         for number, parameter in enumerate(parameters)
         for key, value in optimizer.state[parameter].items()
         if isinstance(value, Tensor) and key != MASTER
@@ -168,20 +171,21 @@ def bind_traced(
     odd = [entry.key for entry in states if not str(entry.key).isidentifier()]
     if odd:
         raise OptimizerError(f"{odd[0]!r} is a key of the optimizer's state", mend="use names as keys")
-    numbers: list[State] = [
-        {key: value for key, value in optimizer.state[parameter].items() if not isinstance(value, Tensor)}
-        for parameter in parameters
-    ]
     spec = TracedUpdate(
         type(optimizer).__name__,
         tuple(masters[id(parameter)] for parameter in parameters),
         tuple(lows.get(id(parameter)) for parameter in parameters),
         states,
         len(optimizer.param_groups),
-        _own_update(optimizer, [place for place, _ in places], states, numbers),
+        _own_update(optimizer, places, states),
     )
     rates = torch.zeros(len(optimizer.param_groups), dtype=torch.float64, device=parameters[0].device)
     return [TracedGroup(spec, optimizer, tuple(parameters), rates, _hyperparameters(optimizer))]
+
+
+def _copies(tensors: Sequence[Tensor], dtypes: list[torch.dtype]) -> list[Tensor]:
+    """Copies of real tensors, complex where what they stand for is."""
+    return [from_real(tensor.clone(), dtype) for tensor, dtype in zip(tensors, dtypes, strict=True)]
 
 
 def _hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -189,26 +193,29 @@ def _hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _own_update(
-    optimizer: Optimizer, places: list[int], states: tuple[StateTensor, ...], numbers: list[State]
+    optimizer: Optimizer, places: list[tuple[int, Tensor]], states: tuple[StateTensor, ...]
 ) -> Callable[..., tuple[list[Tensor], list[Tensor]]]:
     """The optimizer's step as a function of parameters, gradients, state tensors and learning rates."""
-    name = type(optimizer).__name__
+    name, held = type(optimizer).__name__, [optimizer.state[parameter] for _, parameter in places]
+    numbers: list[State] = [{k: v for k, v in state.items() if not isinstance(v, Tensor)} for state in held]
+    groups_of, dtypes = [place for place, _ in places], [parameter.dtype for _, parameter in places]
+    state_dtypes = [held[entry.parameter][entry.key].dtype for entry in states]
 
     def update(
         masters: Sequence[Tensor], grads: Sequence[Tensor], given: Sequence[Tensor], rates: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        own = [master.clone() for master in masters]
+        own, grads = _copies(masters, dtypes), _copies(grads, dtypes)
         state: dict[Tensor, State] = defaultdict(dict)
         for parameter, kept in zip(own, numbers, strict=True):
             state[parameter] = dict(kept)
-        for entry, value in zip(states, given, strict=True):
+        for entry, value in zip(states, _copies(given, state_dtypes), strict=True):
             # Counters are computed with in fp64, as the Python numbers that they are elsewhere.
             counts = (
                 value.dim() == 0 and value.is_floating_point() and (own[entry.parameter].dim() or entry.key == "step")
             )
-            state[own[entry.parameter]][entry.key] = value.double() if counts else value.clone()
+            state[own[entry.parameter]][entry.key] = value.double() if counts else value
         groups = [
-            {**group, "params": [p for p, place in zip(own, places, strict=True) if place == number]}
+            {**group, "params": [p for p, place in zip(own, groups_of, strict=True) if place == number]}
             | ({"lr": rate} if "lr" in group else {})
             for number, (group, rate) in enumerate(zip(optimizer.param_groups, rates, strict=True))
         ]
@@ -231,7 +238,7 @@ def _own_update(
             for key, value in kept.items():
                 if state[parameter][key] != value:
                     raise _keeps_numbers(name, f"'{key}'")
-        return own, [state[own[entry.parameter]][entry.key] for entry in states]
+        return list(map(as_real, own)), [as_real(state[own[entry.parameter]][entry.key]) for entry in states]
 
     return update
 

@@ -97,16 +97,17 @@ def check_types(named: Iterable[tuple[str, Tensor]], owned: set[int], low: torch
         enabled: whether mixed precision is on.
 
     Raises:
-        AmpError: a parameter is neither FP32 nor 16-bit, is in 16 bits with mixed precision off, or in another 16-bit
-            type than the step's.
+        AmpError: a parameter is neither FP32, complex64 nor 16-bit, is in 16 bits with mixed precision off, or in
+            another 16-bit type than the step's.
     """
     for name, parameter in named:
         kind = str(parameter.dtype).removeprefix("torch.")
-        if id(parameter) not in owned or parameter.dtype is torch.float32:
+        if id(parameter) not in owned or parameter.dtype in (torch.float32, torch.complex64):
             continue
         if parameter.dtype not in LOW_TYPES:
             what = f"parameter '{name}' is {kind}, and updates are computed in FP32"
-            raise AmpError(what, mend="convert the model with .float()")
+            mend = "make it complex64" if parameter.is_complex() else "convert the model with .float()"
+            raise AmpError(what, mend=mend)
         if not enabled:
             what = f"enabled=False trains in plain FP32, and parameter '{name}' is {kind}"
             raise AmpError(what, mend="convert the model with .float()")

@@ -1,22 +1,19 @@
 """Every op of torch's own list: run as eager torch runs it, or refused; never another number, never a raw exception.
 
-`AMP_REGENERATE=1 pytest -m slow tests/forward/test_opinfo_sweep.py` writes `docs/refusals.md` anew: read the diff.
+`AMP_REGENERATE=1 pytest -m slow tests/forward/test_opinfo_sweep.py` writes its section of `docs/refusals.md` anew.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 import re
-from collections import defaultdict
-from pathlib import Path
 
 import pytest
 from opinfo_sweep import FORMS, OPS, WAYS, Result, judged, sweep, totals
+from refusals_page import check_section, table_of_reasons, table_of_totals
 
 pytestmark = pytest.mark.long
 
-PAGE = Path(__file__).parents[2] / "docs" / "refusals.md"
 BOTH = [(way, form) for way in WAYS for form in FORMS]
 
 # What is wrong still, by form and op, with the reason. An entry that no longer fails makes the test fail.
@@ -63,10 +60,7 @@ def test_the_whole_list(way: str, form: str, capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.slow
 def test_the_page_of_refusals_is_current() -> None:
-    text = page({f"{way} {form}": swept(way, form) for way, form in BOTH})
-    if os.environ.get("AMP_REGENERATE"):
-        PAGE.write_text(text, encoding="utf-8")
-    assert text == PAGE.read_text(encoding="utf-8")
+    check_section("ops", section({f"{way} {form}": swept(way, form) for way, form in BOTH}))
 
 
 INTRODUCTION = """\
@@ -77,36 +71,24 @@ as far off FP32 as eager torch.autocast, and 4 ULPs of BF16. `raw` is an excepti
 number; `not run` is what eager torch does not run so on a CPU, or what takes no tensor that could stand behind a
 layer.
 
-`AMP_REGENERATE=1 pytest -m slow tests/forward/test_opinfo_sweep.py` writes this page anew.
+`AMP_REGENERATE=1 pytest -m slow tests/forward/test_opinfo_sweep.py` writes this section anew.
 """
 
 
-def page(found: dict[str, tuple[Result, ...]]) -> str:
-    """The page of the docs: totals, and what is refused with the reason."""
+def section(found: dict[str, tuple[Result, ...]]) -> str:
+    """The section of the page: totals, and what is refused with the reason."""
+    refused = [
+        (re.sub(r" \(`return [^`]*`\)", "", one.note.splitlines()[0]), one.op, form)  # without the sweep's own line
+        for form, results in found.items()
+        for one in results
+        if one.outcome == "refused"
+    ]
     counts = {form: totals(results) for form, results in found.items()}
-    columns = list(next(iter(counts.values())))
     lines = [
-        "# What is refused",
-        "",
         *INTRODUCTION.splitlines(),
         "",
-        f"| | {' | '.join(columns)} |",
-        f"|---|{'---:|' * len(columns)}",
-        *(f"| {form} | {' | '.join(str(count[one]) for one in columns)} |" for form, count in counts.items()),
+        *table_of_totals(counts),
         "",
-        "## By reason",
-        "",
+        *table_of_reasons(refused, "ops, and in which forms"),
     ]
-    reasons: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for form, results in found.items():
-        for one in results:
-            if one.outcome == "refused":
-                reason = re.sub(r" \(`return [^`]*`\)", "", one.note.splitlines()[0])  # the line of the sweep itself
-                reasons[reason.replace("|", "\\|").replace("<", "&lt;")][one.op].append(form)
-    if not reasons:
-        return "\n".join([*lines, "Nothing is refused.", ""])
-    lines += ["| reason | ops, and in which forms |", "|---|---|"]
-    for reason, ops in sorted(reasons.items()):
-        told = "; ".join(f"`{op}` ({', '.join(forms)})" for op, forms in sorted(ops.items()))
-        lines.append(f"| {reason} | {told} |")
-    return "\n".join([*lines, ""])
+    return "\n".join(lines)

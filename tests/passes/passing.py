@@ -61,16 +61,24 @@ def _input(node: fx.Node, known: dict[str, Tensor], generator: torch.Generator) 
     if of in known:
         return known[of].to(value.dtype)
     with unset_fake_temporarily():
-        if value.dtype.is_floating_point:
-            made = torch.randn(value.shape, generator=generator, dtype=torch.float32).to(value.dtype)
+        if value.dtype.is_floating_point or value.dtype.is_complex:
+            wide = torch.complex64 if value.dtype.is_complex else torch.float32
+            made = torch.randn(value.shape, generator=generator, dtype=wide).to(value.dtype)
         else:
             made = torch.randint(0, 2, value.shape, generator=generator).to(value.dtype)
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(made)
 
 
+def _given(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy in the type that the graph takes: stored data are rounded, complex numbers may be pairs of real ones."""
+    if value.is_complex() and not dtype.is_complex:
+        value = torch.view_as_real(value)
+    return value.to(dtype, copy=True)
+
+
 def _run(graph_module: fx.GraphModule, inputs: dict[str, Tensor]) -> list[Any]:
     places = graph_module.graph.find_nodes(op="placeholder")
-    given = [inputs[node.name].to(node.meta["val"].dtype, copy=True) for node in places]  # stored data are rounded
+    given = [_given(inputs[node.name], node.meta["val"].dtype) for node in places]
     torch.manual_seed(0)
     made = fx.Interpreter(graph_module).run(*given)
     assert len(results_of(graph_module.graph)) == len(made)

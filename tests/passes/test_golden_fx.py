@@ -88,6 +88,8 @@ OPTIONS: dict[str, Any] = {
     "chunk_logits": {"devices": ("cpu",), "least": 0, "rows": 4},
     "hoist_weight_casts": {"weights": ("w",)},
     "separate_buffers": {"buffers": ("mean",)},
+    "split_complex": {"trained": ("w",)},
+    "split_complex/what_is_real_or_not_trained_is_left_alone": {"trained": ("r",)},
     "place_weights": {"stored": {"w": torch.float32}, "trained": ("w",)},
     "place_weights/a_master_of_a_16_bit_weight": {"stored": {"w": torch.bfloat16}, "trained": ("w",)},
     "place_weights/the_fp32_value_of_a_weight_without_a_master": {
