@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 FILES = (
     ROOT / "README.md",
-    *(ROOT / "docs" / name for name in ("benchmarks.md", "onnx.md", "report.md", "tune.md")),
+    *(ROOT / "docs" / name for name in ("benchmarks.md", "onnx.md", "ranks.md", "report.md", "tune.md")),
     RESULTS / "notes_cpu.md",
 )
 
@@ -303,6 +303,33 @@ def range_profile_table() -> str:
     return "\n".join(lines)
 
 
+def reduction_table() -> str:
+    """Errors of gradients that are summed in 16 bits over simulated ranks, and losses behind a training with them."""
+    kinds = [f"{name} {order}" for name in ("bf16", "fp16") for order in ("ring", "tree")]
+    lines = [
+        "| ranks | noise | BF16, ring | BF16, tree | FP16, ring | FP16, tree | loss, FP32 | BF16, ring | FP16, ring |",
+        f"|---{'|---:' * 8}|",
+    ]
+    for row in _load("reduction")["rows"]:
+        found = " | ".join(f"{row[kind]:.1e}" for kind in kinds)
+        losses = f"{row['loss']:.4f} ± {row['spread']:.4f} | {row['bf16 loss']:.4f} | {row['fp16 loss']:.4f}"
+        lines.append(f"| {row['ranks']:,} | {row['noise']:.2f} | {found} | {losses} |")
+    return "\n".join(lines)
+
+
+def scale_table() -> str:
+    """The step of one rank of many: what is counted in its graph, and what a model of the links predicts."""
+    lines = [
+        "| ranks | | messages | sent, GB | weights, GB | masters, moments, GB | step, ms | of it waiting, ms |",
+        f"|---:|---|{'---:|' * 6}",
+    ]
+    for row in _load("scale")["rows"]:
+        sizes = " | ".join(f"{row[key]:.4g}" for key in ("sent_gb", "weights_gb", "state_gb"))
+        times = f"{row['step_ms']:.0f} | {row['step_ms'] - row['computing_ms']:.0f}"
+        lines.append(f"| {row['ranks']:,} | {row['system']} | {row['messages']} | {sizes} | {times} |")
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "casts": casts_table,
     "cuda_model": cuda_model_table,
@@ -319,6 +346,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "update": update_table,
     "profile": profile_table,
     "range_profile": range_profile_table,
+    "reduction": reduction_table,
+    "scale": scale_table,
 }
 
 

@@ -6,6 +6,10 @@
 The weights are torch's meta tensors, and the other ranks its fake process group, so the graph is that of rank 0 and
 nothing runs. Build time is that of capture, planning and all passes of STEP, without a compiler. Bytes are counted in
 the graph, as rings of ranks send them; memory is that of weights, masters and moments, without activations.
+
+How long a step takes on H200s, and how long it stands still for messages, is predicted by the model of `overlap.py`,
+from the events in the graph; for DistributedDataParallel (with FP32 and BF16 messages), `ZeroRedundancyOptimizer` and
+FSDP2 from the events that their documentation tells, with the same products. Nothing of it is measured.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from measuring import RESULTS, write_results
+from overlap import Compute, Events, Prediction, Unit, data_parallel, events_of, fully_sharded, predict, units_of
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -64,12 +69,12 @@ def next_word(model: nn.Module, ids: Tensor) -> Tensor:
     return -F.log_softmax(model(ids[:, :-1]), -1).gather(-1, ids[:, 1:, None]).mean()
 
 
-def measured(layers: int, ranks: int, shard: str, rules: str) -> dict[str, Any]:
-    """One graph, with what it sends and holds."""
+def measured(layers: int, ranks: int, shard: str, rules: str, tokens: int) -> tuple[dict[str, Any], list[Unit]]:
+    """One graph, with what it sends and holds and when; and its layers."""
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
         model = llama(layers)
-        batch = (torch.zeros(1, 128, dtype=torch.int64, device="meta"),)
+        batch = (torch.zeros(1, tokens + 1, dtype=torch.int64, device="meta"),)
         step = amp.training_step(
             model,
             next_word,
@@ -88,8 +93,9 @@ def measured(layers: int, ranks: int, shard: str, rules: str) -> dict[str, Any]:
         found, options = begin_step(step._module, batch, options, Stages())
         graph, weights = run_step_passes(step._module, found, options, step._state, options.settings.pipelines["STEP"])
         seconds = time.perf_counter() - begun
-        traffic = traffic_of(graph.graph, ranks, weights.updated)
-        return {
+        traffic, events = traffic_of(graph.graph, ranks, weights.updated), events_of(graph.graph, ranks)
+        row = {
+            "system": f"{rules}, {'whole update' if shard == 'none' else 'shard: update'}",
             "ranks": ranks,
             "rules": rules,
             "shard": shard,
@@ -100,9 +106,51 @@ def measured(layers: int, ranks: int, shard: str, rules: str) -> dict[str, Any]:
             "sent_gb": round(traffic.sent / 1e9, 3),
             "weights_gb": round(traffic.weights / 1e9, 3),
             "state_gb": round(traffic.state / 1e9, 3),
+            **predicted(predict(events, ranks)),
         }
+        return row, units_of(model, products(events) / 3)
     finally:
         dist.destroy_process_group()
+
+
+def products(events: Events) -> float:
+    """Seconds of all products, which stand in front of the updates."""
+    return sum(event.seconds for event in events if isinstance(event, Compute) and not event.updates)
+
+
+def predicted(found: Prediction) -> dict[str, float]:
+    """In milliseconds."""
+    return {
+        "step_ms": round(found.seconds * 1e3, 1),
+        "computing_ms": round(found.computing * 1e3, 1),
+        "sending_ms": round(found.sending * 1e3, 1),
+    }
+
+
+def others(units: list[Unit], ranks: int) -> list[dict[str, Any]]:
+    """torch's ways to train the same layers, by the same model."""
+    total, largest = sum(unit.elements for unit in units), 2 * max(unit.elements for unit in units)
+    ways: dict[str, tuple[Events, float, float]] = {  # events, bytes of weights, bytes of masters and moments
+        "DDP": (data_parallel(units, ranks), 6 * total, 8 * total),
+        "DDP, bf16_compress_hook": (data_parallel(units, ranks, 2), 6 * total, 8 * total),
+        "ZeroRedundancyOptimizer": (data_parallel(units, ranks, zero=True), 6 * total, 8 * total / ranks),
+        "FSDP2": (fully_sharded(units, ranks), 2 * largest, 12 * total / ranks),
+    }
+    rows = []
+    for system, (events, weights, state) in ways.items():
+        found = predict(events, ranks)
+        row = {"system": system, "ranks": ranks, "messages": found.messages, "sent_gb": round(found.sent / 1e9, 3)}
+        row |= {"weights_gb": round(weights / 1e9, 3), "state_gb": round(state / 1e9, 3), **predicted(found)}
+        rows.append(row)
+    return rows
+
+
+def told(row: dict[str, Any]) -> str:
+    """A line of the table."""
+    build = f"{row['seconds']:5.1f} s" if "seconds" in row else ""
+    sizes = " ".join(f"{row[key]:8.2f}" for key in ("sent_gb", "weights_gb", "state_gb"))
+    times = " ".join(f"{ms:9.1f}" for ms in (row["step_ms"], row["step_ms"] - row["computing_ms"], row["sending_ms"]))
+    return f"{row['ranks']:6} {row['system']:24} {build:7} {row['messages']:9} {sizes} {times}"
 
 
 def main() -> None:
@@ -110,23 +158,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 512, 4096])
     parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=4096, help="of each rank")
     parser.add_argument("--rules", nargs="+", default=["default", "fast"], help="presets")
     parser.add_argument("--json", type=Path, default=RESULTS / "scale.json", help="where the numbers go")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = []
+    rows: list[dict[str, Any]] = []
     print(
-        f"{'ranks':>6} {'rules':8} {'shard':7} {'build':>7} {'messages':>9} {'sent':>8} {'weights':>8} {'state':>8}  GB"
+        f"{'ranks':>6} {'':24} {'build':7} {'messages':>9} {'sent GB':>8} {'weights':>8} {'state':>8} {'step ms':>9}"
+        f" {'waiting':>9} {'sending':>9}"
     )
-    for rules in options.rules:
-        for ranks, shard in [(options.ranks[0], "none"), *((ranks, "update") for ranks in options.ranks)]:
-            row = measured(options.layers, ranks, shard, rules)
+    for ranks in options.ranks:
+        units: list[Unit] = []
+        for rules, shard in [(options.rules[0], "none"), *((rules, "update") for rules in options.rules)]:
+            row, units = measured(options.layers, ranks, shard, rules, options.tokens)
             rows.append(row)
-            print(
-                f"{ranks:6} {rules:8} {shard:7} {row['seconds']:5.1f} s {row['messages']:9} {row['sent_gb']:8.2f}"
-                f" {row['weights_gb']:8.2f} {row['state_gb']:8.2f}",
-                flush=True,
-            )
+            print(told(row), flush=True)
+        for row in others(units, ranks):
+            rows.append(row)
+            print(told(row), flush=True)
     options.device, options.threads = "cpu", 1
     write_results(options.json, "scale", options, rows)
 

@@ -241,14 +241,21 @@ def test_the_host_work_of_a_replay_from_the_command_line(tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 def test_the_step_of_one_rank_among_many_from_the_command_line(tmp_path):
-    found, _ = run("scale.py", tmp_path / "r.json", "--layers", "1", "--ranks", "8", "64", "--rules", "fast")
+    arguments = ("--layers", "1", "--ranks", "8", "64", "--rules", "fast", "--tokens", "512")
+    found, _ = run("scale.py", tmp_path / "r.json", *arguments)
     assert set(found) == FACTS
-    whole, eight, more = found["rows"]
-    assert [(row["ranks"], row["shard"]) for row in found["rows"]] == [(8, "none"), (8, "update"), (64, "update")]
+    ours = [row for row in found["rows"] if "shard" in row]
+    assert [(row["ranks"], row["shard"]) for row in ours] == [(n, s) for n in (8, 64) for s in ("none", "update")]
+    whole, eight, _, more = ours
     assert whole["elements"] == eight["elements"] == 2 * 32000 * 4096 + 4 * 4096**2 + 3 * 4096 * 11008 + 3 * 4096
     assert more["state_gb"] < eight["state_gb"] < whole["state_gb"] and eight["weights_gb"] < whole["weights_gb"]
     wide = 32000 * 4096  # the embedding's gradient is added up in FP32
     assert eight["sent_gb"] == pytest.approx(7 / 8 * (4 * eight["elements"] + 2 * wide) / 1e9, rel=1e-3)
+    assert all(row["step_ms"] >= row["computing_ms"] > 0 for row in found["rows"])
+    systems = {row["system"]: row for row in found["rows"] if row["ranks"] == 8}
+    elements = eight["elements"]
+    assert systems["DDP"]["sent_gb"] == pytest.approx(7 / 8 * 8 * elements / 1e9, rel=1e-3)
+    assert systems["FSDP2"]["state_gb"] == pytest.approx(12 / 8 * elements / 1e9, rel=1e-3)
 
 
 @pytest.mark.slow
