@@ -77,6 +77,7 @@ class Reduction:
         in_fp32: whether sums are made in FP32 of what is made in 16 bits.
         broadcast_buffers: whether all ranks take the first one's buffers.
         shards: whether masters, moments and the update are split over the ranks.
+        exchange: as for `ShardUpdate`.
         agree: `agree(gradients, buffers)` gives what all of them have a gradient of, by that of which this one has, and
             the buffers that it writes.
     """
@@ -87,6 +88,7 @@ class Reduction:
     in_fp32: bool
     broadcast_buffers: bool
     shards: bool = False
+    exchange: bool = False
     agree: Callable[..., tuple[SharedGradient, ...]] = lambda gradients, buffers: gradients
 
 
@@ -339,6 +341,7 @@ def _reduction_options(
         "shared": Late(lambda graph_module: weights.share(graph_module, agree, keeps)),
         "bucket_bytes": reduction.bucket_bytes,
         "reduce_in_fp32": reduction.in_fp32,
+        "exchange": reduction.exchange,
         "broadcast_buffers": reduction.broadcast_buffers,
     }
 

@@ -279,6 +279,7 @@ class TrainingStep(StepReadings):
             section.get("precision") == "fp32",
             broadcast_buffers,
             shards,
+            ranks.uses_gloo(self._device),
         )
         if shards:
             for one in self._optimizers:

@@ -15,6 +15,7 @@ _SENT = {  # of a message: how often a rank sends its bytes, by the number of ra
     "all_reduce": lambda ranks: 2 * (ranks - 1) / ranks,
     "reduce_scatter_tensor": lambda ranks: (ranks - 1) / ranks,
     "all_gather_into_tensor": lambda ranks: float(ranks - 1),
+    "all_to_all_single": lambda ranks: (ranks - 1) / ranks,
     "broadcast": lambda ranks: (ranks - 1) / ranks,
 }
 _NUMBERS = ("scale", "hyper", "started", "rng", "step")  # columns of single numbers

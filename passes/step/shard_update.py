@@ -21,7 +21,8 @@ class ShardUpdate(InPlacePass):
 
     The elements of a weight, filled up with zeros to a multiple of the number of ranks, are cut into equal parts, one
     for each rank. A bucket of gradients is sent by a reduce-scatter as soon as its last one is made, so that no rank
-    ever holds a whole sum. `FuseUpdate` updates this rank's parts of masters and moments, which are all it has, and
+    ever holds a whole sum; or all ranks give each other their parts of it, and add what they were given in FP32, which
+    rounds once and not with every rank. `FuseUpdate` updates this rank's parts of masters and moments, which are all it has, and
     `GatherWeights` gives all ranks the new 16-bit weights.
 
     Before (`ranks=2`)::
@@ -47,12 +48,14 @@ class ShardUpdate(InPlacePass):
         group: torch's name of the group of ranks; empty for one process.
         ranks: their number.
         buckets: the gradients that are sent, the same on each rank. What this one lacks counts as zero.
+        exchange: whether parts are exchanged and added here. gloo's reduce-scatter sends twice the bytes.
     """
 
     updated: tuple[str, ...]
     group: str = ""
     ranks: int = 1
     buckets: tuple[Bucket, ...] = field(default=())
+    exchange: bool = False
     name: ClassVar[str] = "shard_update"
     exact: ClassVar[bool] = False
 
@@ -76,7 +79,7 @@ class ShardUpdate(InPlacePass):
         sent = [(bucket, self._sent(bucket, own, messages)) for bucket in self.buckets]
         parts: dict[str, fx.Node] = {}
         for bucket, message in sent:
-            parts.update(self._parts(bucket, messages.awaited(message), messages))
+            parts.update(self._parts(bucket, self._summed(bucket, messages.awaited(message), messages), messages))
         order = in_order(graph, [one for bucket in self.buckets for one in bucket.gradients])
         whole = [node for name, node in own.items() if name not in parts]
         graph.output_node().args = ((*outputs[:first], *(parts[name] for name in order), *whole),)
@@ -89,8 +92,23 @@ class ShardUpdate(InPlacePass):
             return (torch.cat(rows, dim=1) if len(rows) > 1 else rows[0]).reshape(-1)
 
         place, whole = messages.packed(bucket.gradients, own, flat)
+        if self.exchange:
+            sizes = [whole.meta["val"].numel() // self.ranks] * self.ranks
+            target = torch.ops._c10d_functional.all_to_all_single.default
+            return call_before(place, target, [whole, sizes, sizes, self.group], "update")
         target = torch.ops._c10d_functional.reduce_scatter_tensor.default
         return call_before(place, target, [whole, "sum", self.ranks, self.group], "update")
+
+    def _summed(self, bucket: Bucket, given: fx.Node, messages: Messages) -> fx.Node:
+        """This rank's part of the sum: what came, or the sum of that where every rank gave its own."""
+        if not self.exchange:
+            return given
+
+        def added(rows: Tensor) -> Tensor:
+            return rows.view(self.ranks, -1).sum(0, dtype=torch.float32).to(bucket.dtype)
+
+        (made,) = trace_before(messages.output, added, [given], "update")
+        return made
 
     def _parts(self, bucket: Bucket, flat: fx.Node, messages: Messages) -> dict[str, fx.Node]:
         """This rank's part of each gradient of a bucket that was summed, by weight."""

@@ -78,7 +78,7 @@ def test_bytes_are_those_of_the_formula(found):
     for one in of(found, "bytes_of_a_step"):
         elements, ranks = one["elements"], 2
         sent = one["sent"]
-        assert sent["reduce_scatter_tensor"] + sent["all_gather_into_tensor"] == 4 * (ranks - 1) / ranks * elements
+        assert sent["all_to_all_single"] + sent["all_gather_into_tensor"] == 4 * (ranks - 1) / ranks * elements
         assert sent["all_reduce"] == 2 * (ranks - 1) / ranks * 4 * (1 + 4)  # the norm, and whether each of 4 is finite
         assert one["state"] + one["weights"] == (12 / ranks + 2) * elements
         assert one["again"] and one["stages"].count("all_reduce.default(") == 1
@@ -91,7 +91,7 @@ def test_bytes_are_those_of_the_formula(found):
 def test_messages_go_while_the_backward_and_the_updates_run(found):
     for one in of(found, "bytes_of_a_step"):
         lines = one["stages"].splitlines()
-        sends = [place for place, line in enumerate(lines) if "reduce_scatter_tensor.default(" in line]
+        sends = [place for place, line in enumerate(lines) if "all_to_all_single.default(" in line]
         backward = [place for place, line in enumerate(lines) if "phase=backward" in line]
         gathers = [place for place, line in enumerate(lines) if "all_gather_into_tensor.default(" in line]
         updates = [place for place, line in enumerate(lines) if "adam_update.default(" in line]

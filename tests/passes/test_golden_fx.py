@@ -118,6 +118,9 @@ OPTIONS: dict[str, Any] = {
         "updated": ("a",), "results": 1, "buffers": (), "group": "0", "gather": "add"
     },
     "shard_update": {"updated": ("a", "b", "c"), "group": "0", "ranks": 2, "buckets": SPLIT},
+    "shard_update/parts_are_exchanged_and_added_here": {
+        "updated": ("a", "b", "c"), "group": "0", "ranks": 2, "buckets": SPLIT, "exchange": True
+    },
     "shard_update/one_process_is_left_alone": {"updated": ("a", "b", "c")},
     "gather_weights": {"groups": (replace(SGD, masters=("a", "b"), ranks=2),), "group": "0"},
     "gather_weights/masters_that_are_whole_are_left_alone": {"groups": (SGD,), "group": "0"},
