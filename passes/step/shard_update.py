@@ -19,11 +19,11 @@ from amp_compiler.passes.step.reduce_gradients import Bucket, Messages, in_order
 class ShardUpdate(InPlacePass):
     """Put in the place of gradients this rank's parts of their sums over the ranks (ZeRO-2; with the update, ZeRO-1).
 
-    The elements of a weight, filled up with zeros to a multiple of the number of ranks, are cut into equal parts, one
-    for each rank. A bucket of gradients is sent by a reduce-scatter as soon as its last one is made, so that no rank
-    ever holds a whole sum; or all ranks give each other their parts of it, and add what they were given in FP32, which
-    rounds once and not with every rank. `FuseUpdate` updates this rank's parts of masters and moments, which are all it has, and
-    `GatherWeights` gives all ranks the new 16-bit weights.
+    The elements of a weight, filled up with zeros to a multiple of the number of ranks, are cut into equal parts,
+    one for each rank. A bucket of gradients is sent by a reduce-scatter as soon as its last one is made, so that no
+    rank ever holds a whole sum; or all ranks give each other their parts of it, and add what they were given in
+    FP32, which rounds once and not with every rank. `FuseUpdate` updates this rank's parts of masters and moments,
+    which are all it has, and `GatherWeights` gives all ranks the new 16-bit weights.
 
     Before (`ranks=2`)::
 
