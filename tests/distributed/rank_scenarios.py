@@ -98,6 +98,17 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.inner(self.table(ids))))
 
 
+class Rotated(nn.Module):
+    """A layer with a complex weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.turns = nn.Linear(8, 4), nn.Parameter(torch.randn(4, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.inner(x) * self.turns).abs()
+
+
 def dense(wide: int = 16) -> nn.Module:
     return nn.Sequential(nn.Linear(8, wide), nn.GELU(), nn.LayerNorm(wide), nn.Linear(wide, 4))
 
@@ -162,6 +173,7 @@ CASES = {
     "clipping": Case(dense, squares, rows, adamw, {"clip_norm": 0.1}),
     "tied": Case(Tied, words, ids, sgd, {}),
     "traced": Case(dense, squares, rows, adagrad, {}),
+    "complex": Case(Rotated, squares, rows, adamw, {"clip_norm": 0.1}),
 }
 
 
@@ -200,6 +212,21 @@ def in_fp32(place: Place) -> dict[str, Any]:
         if place.rank == 0:
             found[name]["alone"] = weights_of(trained_alone(place, case, enabled=False)[0])
             found[name]["jointly"] = weights_of(trained_jointly(place, case, enabled=False))
+    return found
+
+
+@scenario
+def seeds(place: Place) -> dict[str, Any]:
+    """Dropout of two ranks on the same batch, and what one process draws from the seed of each."""
+    case = replace(CASES["adamw"], model=lambda: nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4)))
+    (batch,) = rows(1)
+    found: dict[str, Any] = {}
+    for name, group in {"together": place.group, "alone": place.alone}.items():
+        model, step = case.made(0, process_group=group, dtype="bf16")
+        torch.manual_seed(100 + place.rank)
+        losses = [step(*batch).clone() for _ in range(3)]
+        found[name] = {"losses": losses, "drawn": torch.get_rng_state()}
+        found["same"] = found.get("same", same_everywhere(step, model))
     return found
 
 

@@ -47,6 +47,15 @@ def test_in_fp32_two_ranks_have_the_weights_of_one_process(found, case):
     assert all(torch.equal(one, second["gradients"][name]) for name, one in first["gradients"].items())
 
 
+def test_each_rank_draws_from_its_own_seed(found):
+    first, second = of(found, "seeds")
+    for one in (first, second):
+        assert torch.equal(one["together"]["drawn"], one["alone"]["drawn"])
+        assert torch.equal(one["together"]["losses"][0], one["alone"]["losses"][0])  # later weights are of both
+    assert not torch.equal(first["together"]["losses"][0], second["together"]["losses"][0])
+    assert equal(first["same"], second["same"])
+
+
 def test_gathered_batches_are_reduced_once(found):
     first, second = of(found, "accumulated")
     assert equal(first["same"], second["same"])
