@@ -118,14 +118,24 @@ def layers(model: nn.Module) -> Iterator[nn.Module]:
 class Group:
     """All ranks of one way, each in a process."""
 
-    def __init__(self, way: str, name: str, bound: str, ranks: int, cache: Path, stack: contextlib.ExitStack) -> None:
-        port = str(free_port())
+    def __init__(
+        self, way: str, name: str, options: argparse.Namespace, stack: contextlib.ExitStack, freeing: bool = False
+    ) -> None:
+        port, settings = str(free_port()), FREEING if freeing else {}
         starts = [
-            Process(Variant, (way, name, bound, str(rank), str(ranks), port), "cpu", None, cache, FREEING, wait=False)
-            for rank in range(ranks)
+            Process(
+                Variant,
+                (way, name, options.bound, str(rank), str(options.ranks), port),
+                "cpu",
+                None,
+                options.cache,
+                settings,
+                wait=False,
+            )
+            for rank in range(options.ranks)
         ]
         self.ranks = [stack.enter_context(process) for process in starts]
-        self.pool = stack.enter_context(ThreadPoolExecutor(ranks))
+        self.pool = stack.enter_context(ThreadPoolExecutor(options.ranks))
         self._all(lambda process: process.wait())
 
     def _all(self, order: Callable[[Process], Any]) -> list[Any]:
@@ -173,23 +183,23 @@ def taking_turns(groups: Mapping[str, Group], rounds: int, turn: int) -> dict[st
 
 
 def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """One row for each way."""
-    with contextlib.ExitStack() as stack, tempfile.TemporaryDirectory() as cache:
-        groups = {
-            way: Group(way, name, options.bound, options.ranks, Path(cache), stack) for way in options.ways
-        }  # fmt: skip
-        times = taking_turns(groups, options.steps // options.turn, options.turn)
-        rows = []
-        for way, group in groups.items():
-            middle, low, high = spread(times[way])
-            memory, sent = group.memory(), group.sent()
-            ratios = [a / b for a, b in zip(times[OURS], times[way], strict=True)] if OURS in times else []
-            row = {"model": name, "bound": options.bound, "ranks": options.ranks, "variant": way}
-            row |= {"step_ms": round(middle, 2), "step_ms_10": round(low, 2), "step_ms_90": round(high, 2)}
-            row |= {"ours_to_this": round(statistics.median(ratios), 3) if ratios else None}
-            row |= {"state_bytes": memory.state_bytes, "peak_bytes": memory.peak_bytes, "sent_bytes": round(sent)}
-            rows.append(row)
-        return rows
+    """One row for each way; for its memory each has processes of its own, whose freed tensors leave them."""
+    with contextlib.ExitStack() as stack:
+        groups = {way: Group(way, name, options, stack) for way in options.ways}
+        times = taking_turns(groups, max(options.steps // options.turn, 1), options.turn)
+        sent = {way: group.sent() for way, group in groups.items()}
+    rows = []
+    for way in options.ways:
+        with contextlib.ExitStack() as stack:
+            memory = Group(way, name, options, stack, freeing=True).memory()
+        middle, low, high = spread(times[way])
+        ratios = [a / b for a, b in zip(times[OURS], times[way], strict=True)] if OURS in times else []
+        row = {"model": name, "bound": options.bound, "ranks": options.ranks, "variant": way}
+        row |= {"step_ms": round(middle, 2), "step_ms_10": round(low, 2), "step_ms_90": round(high, 2)}
+        row |= {"ours_to_this": round(statistics.median(ratios), 3) if ratios else None}
+        row |= {"state_bytes": memory.state_bytes, "peak_bytes": memory.peak_bytes, "sent_bytes": round(sent[way])}
+        rows.append(row)
+    return rows
 
 
 def main() -> None:
@@ -205,15 +215,17 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)  # of each rank
     rows = []
-    for name in options.models:
-        for row in measured(name, options):
-            rows.append(row)
-            print(
-                f"{name:8} {row['variant']:32} {row['step_ms']:8.1f} ms, ours / it {row['ours_to_this']}"
-                f" {row['state_bytes'] / 1e6:8.1f} MB, peak {row['peak_bytes'] / 1e6:8.1f},"
-                f" sent {row['sent_bytes'] / 1e6:8.2f} MB",
-                flush=True,
-            )
+    with tempfile.TemporaryDirectory() as folder:
+        options.cache = Path(folder)
+        for name in options.models:
+            for row in measured(name, options):
+                rows.append(row)
+                print(
+                    f"{name:8} {row['variant']:32} {row['step_ms']:8.1f} ms, ours / it {row['ours_to_this']}"
+                    f" {row['state_bytes'] / 1e6:8.1f} MB, peak {row['peak_bytes'] / 1e6:8.1f},"
+                    f" sent {row['sent_bytes'] / 1e6:8.2f} MB",
+                    flush=True,
+                )
     options.device, options.threads = "cpu", 1
     write_results(options.json, "ranks", options, rows)
 

@@ -85,12 +85,23 @@ class GatherWeights(InPlacePass):
     def _written(self, group: UpdateGroup, message: fx.Node, weights: list[fx.Node]) -> None:
         output = message.graph.output_node()
         flat = call_before(output, torch.ops._c10d_functional.wait_tensor.default, [message], "update")
-        shapes = [node.meta["val"].shape for node in weights]
-        sizes = [part_of(node.meta["val"], group.ranks) for node in weights]
+        values = [node.meta["val"] for node in weights]
+        sizes = [part_of(value, group.ranks) for value in values]
+        even = [
+            value.is_contiguous() and value.numel() == size * group.ranks
+            for value, size in zip(values, sizes, strict=True)
+        ]
 
         def parts(whole: Tensor) -> list[Tensor]:
             rows = whole.view(group.ranks, -1).split(sizes, dim=1)
-            return [row.reshape(-1)[: shape.numel()].view(shape) for row, shape in zip(rows, shapes, strict=True)]
+            return [
+                row if is_even else row.reshape(-1)[: value.numel()].view(value.shape)
+                for row, value, is_even in zip(rows, values, even, strict=True)
+            ]
 
-        for weight, value in zip(weights, trace_before(output, parts, [flat], "update"), strict=True):
-            call_before(output, torch.ops.aten.copy_.default, [weight, value], "update")
+        found = trace_before(output, parts, [flat], "update")
+        for weight, value, size, is_even in zip(weights, found, sizes, even, strict=True):
+            target = weight
+            if is_even:  # at once to its place, without a copy that is contiguous
+                target = call_before(output, torch.ops.aten.view.default, [weight, [group.ranks, size]], "update")
+            call_before(output, torch.ops.aten.copy_.default, [target, value], "update")
