@@ -25,8 +25,8 @@ def empty_cache() -> Iterator[None]:
 
 def trained(rules: object = "default") -> list[torch.Tensor]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 2))
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    model = nn.Linear(8, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
     step = amp.training_step(model, lambda m, x: m(x).square().mean(), optimizer, dtype="bf16", rules=rules)
     step(X), step(X)
     return [parameter.detach() for parameter in model.parameters()]
