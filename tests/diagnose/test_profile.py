@@ -66,7 +66,7 @@ def test_profiling_changes_no_number(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
 def test_profiling_a_compiled_step_changes_no_number(dtype: str) -> None:
     plain, profiled = Net(), Net()
     step, other = (step_of(model, dtype=dtype, backend="inductor") for model in (plain, profiled))
