@@ -54,6 +54,12 @@ def test_the_second_of_two_alike_compiles_nothing(make):
     assert not {"fxgraph_cache_miss", "fxgraph_cache_bypass"} & set(warm)
     assert counters["aot_autograd"]["autograd_cache_hit"] == 1
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, second, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [trained, compiled])
+def test_other_rules_make_another_graph_which_is_compiled(make):
+    make()
     counters.clear()
-    make(FP32)  # another graph
+    make(FP32)
     assert counters["inductor"]["fxgraph_cache_miss"] >= 1

@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import itertools
 import json
 import os
 import subprocess
@@ -130,6 +129,7 @@ def test_the_fp16_output_loads_in_onnxruntime(name, rules):
 
     options = ort.SessionOptions()
     options.log_severity_level = 4
+    options.intra_op_num_threads = 1  # more wait by spinning
     model = converted(name, "fp16", rules).model
     session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     assert [output.name for output in session.get_outputs()] == [output.name for output in model.graph.output]
@@ -216,10 +216,9 @@ from amp_compiler.onnx.convert import convert_onnx
 digests = {}
 for case in MADE:
     model, batches = case.build()
-    for dtype in ("fp16", "bf16"):
-        done = convert_onnx(model, dtype=dtype, calibration=batches if case.kind in ("overflow", "outlier") else None)
-        text = done.model.SerializeToString() + done.plan.to_json().encode()
-        digests[f"{case.name} {dtype}"] = hashlib.sha256(text).hexdigest()
+    done = convert_onnx(model, dtype="fp16", calibration=batches if case.kind in ("overflow", "outlier") else None)
+    text = done.model.SerializeToString() + done.plan.to_json().encode()
+    digests[case.name] = hashlib.sha256(text).hexdigest()
 print(json.dumps(digests))
 """
 
@@ -234,8 +233,8 @@ def test_the_same_bytes_under_any_hash_seed():
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     mine = {}
-    for case, dtype in itertools.product(MADE, ("fp16", "bf16")):
-        one = converted(case.name, dtype)
+    for case in MADE:
+        one = converted(case.name, "fp16")
         text = one.model.SerializeToString() + one.plan.to_json().encode()
-        mine[f"{case.name} {dtype}"] = hashlib.sha256(text).hexdigest()
+        mine[case.name] = hashlib.sha256(text).hexdigest()
     assert json.loads(done.stdout) == mine
