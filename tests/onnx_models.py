@@ -63,6 +63,7 @@ def session(source):
     """Load a model in ONNX Runtime with its default optimisations: its fusions want types that agree."""
     options = ort.SessionOptions()
     options.log_severity_level = 4
+    options.intra_op_num_threads = 1  # more wait by spinning
     return ort.InferenceSession(source.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
 

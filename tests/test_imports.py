@@ -7,6 +7,7 @@ listed in `LAZY`. Imports for type checking alone do not count.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -78,10 +79,16 @@ ALL = list(modules())
 NAMES = {name for name, _ in ALL}
 
 
-def imports(path: Path) -> set[str]:
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def imports(path: Path) -> frozenset[str]:
     """Full names of what a file imports, wherever in it the import stands, but for type checking alone."""
     found = set()
-    pending: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    pending: list[ast.AST] = [parsed(path)]
     while pending:
         node = pending.pop()
         if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
@@ -96,7 +103,7 @@ def imports(path: Path) -> set[str]:
             found |= {one for one in inner if one.removeprefix(f"{PACKAGE}.") in NAMES} or {module}
         else:
             pending += ast.iter_child_nodes(node)
-    return found
+    return frozenset(found)
 
 
 def own(name: str) -> str | None:
@@ -139,8 +146,7 @@ def test_torch_and_onnx_have_their_place(name: str, path: Path) -> None:
 def test_private_torch_is_touched_in_one_file(name: str, path: Path) -> None:
     if name == PRIVATE:
         return
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    chains = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)} | imports(path)
+    chains = {ast.unparse(node) for node in ast.walk(parsed(path)) if isinstance(node, ast.Attribute)} | imports(path)
     private = {one for one in chains if re.match(r"torch(\.\w+)*\._[a-z]", one) and not PUBLIC.match(one)}
     private -= {one for one in private if one.startswith("torch.ops.")}
     assert not private, f"{name} touches {sorted(private)}: that belongs into fx/torch_private.py"

@@ -204,6 +204,9 @@ class _Loading:
             self.refusal = replace(found, before=before is not None)
 
 
+_MANY = 100_000  # new objects from which on the collector's next turn takes long: of a graph of some thousand nodes
+
+
 @contextlib.contextmanager
 def _paused_collector() -> Iterator[None]:
     """No garbage collection while a large graph is built, which would walk it over and over."""
@@ -213,7 +216,8 @@ def _paused_collector() -> Iterator[None]:
         yield
     finally:
         if was:
-            if not gc.get_freeze_count():
+            # How many objects a user has frozen is counted one by one, which takes longer than a small graph.
+            if gc.get_count()[0] > _MANY and not gc.get_freeze_count():
                 gc.freeze()  # what was made counts as old, so that the collector does not walk it at its next turn
                 gc.unfreeze()
             gc.enable()

@@ -117,7 +117,7 @@ def _load_extended(wanted: str, source: Source, chain: tuple[Source, ...]) -> Ru
         raise mark.error(f"the files extend each other in a circle: {told}", "remove one 'extends'")
     if len(chain) >= MAX_CHAIN:
         raise mark.error(f"more than {MAX_CHAIN} files extend one another: {told}", "join some of them")
-    return _load(found, chain)
+    return _load_preset(wanted) if found.preset else _load(found, chain)
 
 
 def _given(model: Any) -> dict[str, Any]:

@@ -70,6 +70,7 @@ def from_dict(data: Mapping[str, Any]) -> Source:
     return Source(FROM_DICT, FROM_DICT, FROM_DICT, Path(), tree_of(data, FROM_DICT))
 
 
+@functools.cache
 def from_preset(name: str) -> Source:
     """The file of a built-in preset."""
     file = f"{name}.yaml"

@@ -49,9 +49,9 @@ def test_loops_on_a_gpu_are_merged_before_they_fuse():
 POOLS = {
     "apart": [
         {"kernel_size": 2},
-        {"kernel_size": 2, "stride": 3},
         {"kernel_size": (3, 2), "stride": 3, "padding": 1, "ceil_mode": True},
     ],
+    "further apart": [{"kernel_size": 2, "stride": 3}],
     "overlapping": [
         {"kernel_size": 3, "stride": 2, "padding": 1},
         {"kernel_size": (3, 2), "stride": 2, "ceil_mode": True},
@@ -61,7 +61,9 @@ POOLS = {
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("windows", ["apart", pytest.param("overlapping", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "windows", ["apart", *(pytest.param(name, marks=pytest.mark.slow) for name in ("further apart", "overlapping"))]
+)
 def test_the_gradient_of_a_max_pool_is_gathered_where_its_windows_lie_apart(windows):
     """In one loop, without a scatter into FP32 and its places in 64 bits; what overlaps is left to Inductor."""
     from torch._inductor.utils import run_and_get_code

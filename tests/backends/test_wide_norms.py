@@ -74,7 +74,7 @@ def by_step(model, x, wanted, backend):
     ("gradients", "names"),
     [
         pytest.param(by_compile, ["group"], id="compile"),
-        pytest.param(by_step, ["batch"], id="step"),
+        pytest.param(by_step, ["batch"], id="step", marks=pytest.mark.slow),
         pytest.param(by_compile, list(NORMS), id="compile all", marks=pytest.mark.slow),
         pytest.param(by_step, list(NORMS), id="step all", marks=pytest.mark.slow),
     ],

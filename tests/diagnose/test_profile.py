@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -65,10 +66,18 @@ def test_profiling_changes_no_number(options: dict[str, Any]) -> None:
     assert len(other._programs) == len(step._programs)  # what was captured before is used again
 
 
+def line() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(8, 4)
+
+
 @pytest.mark.compiles
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_profiling_a_compiled_step_changes_no_number(dtype: str) -> None:
-    plain, profiled = Net(), Net()
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [(line, "fp16"), *(pytest.param(Net, dtype, marks=pytest.mark.slow) for dtype in ("bf16", "fp16"))],
+)
+def test_profiling_a_compiled_step_changes_no_number(make: Callable[[], nn.Module], dtype: str) -> None:
+    plain, profiled = make(), make()
     step, other = (step_of(model, dtype=dtype, backend="inductor") for model in (plain, profiled))
     for batch in batches(3):
         step(*batch)

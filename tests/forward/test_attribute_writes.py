@@ -93,7 +93,7 @@ def close(a: torch.Tensor, b: torch.Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.compiles)])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_loss_in_an_attribute_trains(backend: str) -> None:
     model, twin, compiled = pair(Experts(), backend)
     maps = model.first.maps

@@ -15,7 +15,7 @@ import amp_compiler as amp
 from amp_compiler.forward import captures, notices
 from amp_compiler.passes.pipeline import Stages
 
-BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.compiles)]
+BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
 BF16_ERROR = 2e-2
 
 

@@ -156,11 +156,11 @@ def of_a_step(model, x, **options):
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", list(TYPES))
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["gru", *[pytest.param(name, marks=pytest.mark.slow) for name in SOME]])
 def test_a_step_has_gradients_no_worse_than_autocasts(name, dtype, backend):
-    make, steps = CASES[name]
-    theirs, ours = [], []
+    make, _ = CASES[name]
+    steps, theirs, ours = 8, [], []
     for seed in range(2):
         torch.manual_seed(seed)
         model = make()

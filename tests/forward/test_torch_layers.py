@@ -102,7 +102,12 @@ def test_a_break_within_torchs_layers(name):
     assert not torch.equal(made, expected)  # 16 bits it was
 
 
-@pytest.mark.parametrize("name", MODELS)
+STEPPED = ("BatchNorm that averages", "an encoder around one's own layer", "a checkpoint")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name not in STEPPED)) for name in MODELS]
+)
 def test_a_step_around_it(name):
     model, plain = pair(name)
     ours, theirs = (torch.optim.SGD(one.parameters(), 0.1) for one in (model, plain))

@@ -1,19 +1,36 @@
 """`fast` on the benign ONNX models of the corpus: casts at the ends alone, and around what is FP32 for its range."""
 
 import functools
+from collections.abc import Callable
 
 import pytest
-from onnx_corpus import CASES, MADE, built
+from onnx_corpus import CASES, MADE, QUICK_BF16, built
 
 from amp_compiler.onnx.check.verify import verify
 from amp_compiler.onnx.convert import Conversion, convert_onnx
 
-BENIGN = {case.name: [] if case in MADE else [pytest.mark.long] for case in CASES if case.kind == "benign"}
-EVERY = pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, marks in BENIGN.items()])
-BOTH = pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+BENIGN = [case for case in CASES if case.kind == "benign"]
 # Casts within, in FP16 alone, whose range powers leave: Llama and T5 write out their RMS norms, with squares that are
 # summed. A cast stands before and one behind each.
 WITHIN = {"llama": 10, "t5": 24}
+
+
+def in_both(wanted: Callable[[str, str], bool] = lambda name, dtype: True) -> pytest.MarkDecorator:
+    """The benign models in both types, where wanted."""
+    return pytest.mark.parametrize(
+        ("name", "dtype"),
+        [
+            pytest.param(
+                case.name,
+                dtype,
+                marks=[pytest.mark.long] * (case not in MADE)
+                + [pytest.mark.slow] * (dtype == "bf16" and case.name not in QUICK_BF16),
+            )
+            for case in BENIGN
+            for dtype in ("fp16", "bf16")
+            if wanted(case.name, dtype)
+        ],
+    )
 
 
 @functools.cache
@@ -21,8 +38,7 @@ def converted(name: str, dtype: str) -> Conversion:
     return convert_onnx(built(name)[0], dtype=dtype, rules="fast")
 
 
-@BOTH
-@EVERY
+@in_both()
 def test_casts_stand_at_the_ends(name, dtype):
     original, done = built(name)[0], converted(name, dtype)
     graph = done.model.graph
@@ -34,15 +50,7 @@ def test_casts_stand_at_the_ends(name, dtype):
     assert len(casts) - len(within) <= len(ends) + len(own)
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        pytest.param(name, low, marks=marks)
-        for name, marks in BENIGN.items()
-        for low in ("fp16", "bf16")
-        if low == "bf16" or name not in WITHIN
-    ],
-)
+@in_both(lambda name, dtype: dtype == "bf16" or name not in WITHIN)
 def test_nothing_that_computes_is_fp32(name, dtype):
     wide = [node for node in converted(name, dtype).plan.nodes if node.precision == "fp32"]
     # A table of positions may be looked up in FP32 where what reads it rounds it at no cost.
@@ -58,8 +66,7 @@ def test_what_is_fp32_in_fp16_belongs_to_a_power(name):
     assert not {"matmul", "convolution", "softmax"} & {node.family for node in wide}
 
 
-@BOTH
-@EVERY
+@in_both()
 def test_the_error_keeps_its_bound(name, dtype):
     model, batches = built(name)
     report = verify(model, converted(name, dtype).model, batches)

@@ -15,7 +15,7 @@ from onnx_models import check, info, mlp, model, node, weight
 from amp_compiler.cli import main as cli
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.check.calibrate import calibrate
-from amp_compiler.onnx.check.run import make_engine
+from amp_compiler.onnx.check.run import Engine, make_engine, session_options
 from amp_compiler.onnx.check.verify import verify
 from amp_compiler.onnx.convert import convert_onnx
 from amp_compiler.onnx.plan import explain_onnx
@@ -51,6 +51,13 @@ def test_a_library_of_custom_ops_is_used_for_all_that_runs():
     assert {entry.name: entry.precision for entry in done.plan.nodes} == {"mm": "low", "parts": "keep", "last": "low"}
     assert convert_onnx(source).refusal.before
     assert verify(source, done.model, [BATCH], engine=make_engine(custom_ops=LIBRARY)).ok(5e-3)
+
+
+@pytest.mark.parametrize(("given", "threads"), [("3", 3), ("4,2", 4), ("", 0), ("many", 0)])
+def test_as_many_threads_run_as_the_environment_says(given, threads, monkeypatch):
+    """0 leaves it to ONNX Runtime, whose threads wait by spinning."""
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    assert session_options(Engine(), None).intra_op_num_threads == threads
 
 
 def test_a_library_that_is_none_is_refused(tmp_path):

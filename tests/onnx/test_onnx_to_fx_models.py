@@ -125,7 +125,10 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(
     "build",
-    [bert, convnext, gpt2, llama, resnet, segformer, t5, vit, whisper],
+    [
+        *(bert, gpt2, llama, resnet, t5, vit),
+        *(pytest.param(build, marks=pytest.mark.slow) for build in (convnext, segformer, whisper)),
+    ],
     ids=lambda build: build.__name__,
 )
 def test_outputs_gradients_and_names_are_the_torch_models(build, tmp_path):

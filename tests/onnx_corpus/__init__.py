@@ -66,6 +66,8 @@ MADE = (
     ),
 )  # fmt: skip
 CASES = (*EXPORTED, *LIGHT, *MADE)
+# Converting the others to bfloat16 goes the way that FP16 goes, and takes seconds: the slow tests do.
+QUICK_BF16 = ("gpt2", "vit", "resnet50", "light_squeezenet", *(case.name for case in MADE))
 NAMES = {case.name: case for case in CASES}
 
 

@@ -128,8 +128,17 @@ def text(step) -> str:
     return step.stages["join_chunks"].text
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("case", TAKEN)
+IN_EVERY_TYPE = ("flat", "sum", "ignored")  # of the others, which are found in another way, one type is the quick one
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        pytest.param(case, dtype, marks=[pytest.mark.slow] * (dtype != "bf16" and case not in IN_EVERY_TYPE))
+        for case in TAKEN
+        for dtype in TOLERANCE
+    ],
+)
 def test_the_same_is_learnt_and_no_logits_are_stored(case, dtype):
     options = {"loss_scale": 1024.0} if dtype == "fp16" else {}
     with_chunks = trained(TAKEN[case], CHUNKED, dtype, **options)
@@ -160,7 +169,7 @@ def test_a_loss_whose_gradient_depends_on_it_multiplies_twice():
     assert "amp_compiler.classifier_loss.default" in text(step) and "classifier_loss_gradients" in text(step)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp32", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["tied", "bias", "tied and bias", "frozen", "only the head"])
 def test_weights_of_every_kind_get_their_gradients(kind, dtype):
     torch.manual_seed(1)
@@ -178,7 +187,14 @@ def test_weights_of_every_kind_get_their_gradients(kind, dtype):
         assert (one.float() - theirs[name].float()).norm() <= 4 * TOLERANCE[dtype] * theirs[name].float().norm()
 
 
-@pytest.mark.parametrize("options", [{"accumulate": 2}, {"clip_norm": 0.1}, {"accumulate": 2, "clip_norm": 0.1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"accumulate": 2}, marks=pytest.mark.slow),
+        pytest.param({"clip_norm": 0.1}, marks=pytest.mark.slow),
+        {"accumulate": 2, "clip_norm": 0.1},
+    ],
+)
 def test_accumulated_and_clipped(options):
     found, expected = (trained(flat, one, "fp16", 4, loss_scale="dynamic", **options) for one in (CHUNKED, WHOLE))
     assert_same(found, expected, "fp16")
@@ -218,12 +234,12 @@ def test_a_batch_of_another_size():
 
 
 @pytest.mark.compiles
-def test_compiled():
-    rows = (10, 10, 7, 12)
+@pytest.mark.parametrize("rows", [(10, 10), pytest.param((10, 10, 7, 12), marks=pytest.mark.slow)])
+def test_compiled(rows):
     torch.manual_seed(3)
     model = Words(tied=True)
     found, expected = (
-        trained(flat, one, steps=4, rows=rows, backend=backend, model=model)
+        trained(flat, one, steps=len(rows), rows=rows, backend=backend, model=model)
         for one, backend in ((CHUNKED, "inductor"), (WHOLE, "eager"))
     )
     assert_same(found, expected, "bf16")

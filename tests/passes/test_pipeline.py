@@ -110,12 +110,13 @@ def test_denying_everything_casts_nothing(seed: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("seeds", [("0", "4242"), pytest.param(("0", "1", "7", "4242"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [("4242",), pytest.param(("0", "1", "7"), marks=pytest.mark.slow)])
 def test_the_same_plan_for_every_hash_seed(seeds: tuple[str, ...]) -> None:
-    texts = set()
+    """Those of other processes, and of this one."""
+    graph, _ = random_graph(7, 40)
+    texts = {make_plan(graph, RULES, FP16).to_json()}
     for seed in seeds:
         environment = {**os.environ, "PYTHONHASHSEED": seed}
-        graph, _ = random_graph(7, 40)
         done = subprocess.run(
             [sys.executable, "-c", SCRIPT],
             input=graph.to_text(), env=environment, capture_output=True, text=True, check=True,

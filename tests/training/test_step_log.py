@@ -63,7 +63,7 @@ def step_of(model: nn.Module, *callbacks: amp.callbacks.Callback, **options: Any
     )
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_record_holds_what_the_step_can_be_asked(backend: str) -> None:
     kept = Kept()
     step = step_of(net(), kept, backend=backend, loss_scale=64.0)

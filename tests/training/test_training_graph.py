@@ -33,7 +33,7 @@ class Summands(nn.Module):
         return self.line(x).square().mean() + self.number + self.vector.sum()
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_gradient_that_is_the_scale_is_read_before_the_scale_grows(backend):
     torch.manual_seed(0)
     model = Summands()

@@ -44,7 +44,14 @@ def mixed(name):
     return model, optimizer, amp.training_step(model, classes, optimizer, dtype="bf16", clip_norm=1.0, backend="eager")
 
 
-@pytest.fixture(scope="module", params=list(OPTIMIZERS))
+# A loop in FP32 is compared for every one; these stand for the kinds of state: buffers, counts, factors, products.
+KINDS = ("rmsprop, all options", "radam, decoupled", "asgd", "rprop", "adafactor", "muon")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.slow] * (name not in KINDS)) for name in OPTIMIZERS],
+)
 def shared(request):
     """Name, model, optimizer and step, captured once for the tests that it serves."""
     return request.param, *mixed(request.param)

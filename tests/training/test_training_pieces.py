@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -152,7 +153,13 @@ def trained(name, backend, steps=3):
     return step
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+# What they break a graph by is in another of the programs too.
+ALIKE = (
+    "rows of a mask", "masked_select", "index_reduce", "solve", "cholesky", "Normal", "gaussian_nll", "nn.Transformer",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ALIKE)) for name in PROGRAMS])
 def test_what_torch_trains_is_trained(name):
     """As torch.autocast trains it: losses, weights and buffers of three steps."""
     step = trained(name, "eager")
@@ -467,9 +474,16 @@ class Tied(nn.Module):
         return F.linear(self.norm(x + self.table.float().norm(dim=0)), self.table)
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "kahan"])
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
-@pytest.mark.parametrize("make", [normed, Tied])
+QUICK = [(normed, torch.optim.SGD, "kahan"), (Tied, torch.optim.AdamW, "nearest")]  # each model, optimizer and rounding
+
+
+@pytest.mark.parametrize(
+    ("make", "optimizer", "rounding"),
+    [
+        pytest.param(*one, marks=[pytest.mark.slow] * (one not in QUICK))
+        for one in product((normed, Tied), (torch.optim.AdamW, torch.optim.SGD), ("nearest", "kahan"))
+    ],
+)
 def test_weights_without_a_master_are_trained_as_in_one_graph(make, optimizer, rounding):
     results = {}
     for kind, loss_fn in {"whole": lambda m, x, y: F.cross_entropy(m(x), y), "pieces": branchy}.items():

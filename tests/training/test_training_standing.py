@@ -323,7 +323,7 @@ CAPTURED = [  # another program
     [another_step],
     [hook_on_a_parameter],
 ]
-QUICK = 2  # of these run by default, each change stands for its kind
+QUICK = 1  # of these runs by default, each change stands for its kind
 
 
 def same_runs(changes, graphs: bool = True, **options) -> None:

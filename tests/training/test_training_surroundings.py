@@ -19,15 +19,13 @@ KINDS = {"bf16": {"dtype": "bf16"}, "fp32": {"enabled": False}}
 MODES = pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
 
 
-def both_backends(*compiled):
-    """Every kind with both backends; those with Inductor that are not named are slow."""
+def both_backends():
+    """Every kind with both backends; those with Inductor are slow."""
     return pytest.mark.parametrize(
         ("options", "backend"),
         [
-            pytest.param(
-                options, backend, marks=pytest.mark.slow if backend == "inductor" and kind not in compiled else ()
-            )
-            for kind, options in KINDS.items()
+            pytest.param(options, backend, marks=pytest.mark.slow if backend == "inductor" else ())
+            for options in KINDS.values()
             for backend in ("eager", "inductor")
         ],
         ids=[f"{kind}-{backend}" for kind in KINDS for backend in ("eager", "inductor")],
@@ -91,7 +89,7 @@ def run(seed, options, backend, steps=4, **settings):
     return [*[loss for loss, _ in results], *[p.detach() for p in model.parameters()]], [left for _, left in results]
 
 
-@both_backends("bf16")
+@both_backends()
 def test_masks_change_from_step_to_step_and_follow_the_seed(options, backend):
     (numbers, masks), (same_numbers, same_masks), (others, other_masks) = (
         run(seed, options, backend, norm=False) for seed in (7, 7, 8)

@@ -245,7 +245,7 @@ def outgrowing(backend: str, overflow: dict, lr: float = 0.01, **options):
     return model, optimizer, step
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_momentum_that_outgrows_fp16_is_clipped(backend):
     model, optimizer, step = outgrowing(backend, {})
     for _ in range(3):

@@ -39,8 +39,19 @@ def setup(mode: str, seed: int = 0, backend: str = "eager", **options):
     return model, optimizer, step, x
 
 
-@pytest.mark.parametrize("mode", list(MODES))
-@pytest.mark.parametrize("warm", [False, True])
+ONCE = ("masters, adam", "stochastic, sgd")  # what of the rest a second variant repeats is slow
+
+
+def each_with(quick, more):
+    """Every mode with one value, and some with another."""
+    return [
+        pytest.param(mode, value, marks=[pytest.mark.slow] * (value is more and mode not in ONCE))
+        for mode in MODES
+        for value in (quick, more)
+    ]
+
+
+@pytest.mark.parametrize(("mode", "warm"), each_with(True, False))
 def test_a_resumed_run_is_the_same_to_the_bit(mode, warm):
     model, optimizer, step, x = setup(mode)
     for _ in range(3):
@@ -61,8 +72,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(mode, warm):
     assert step.state_dict() == step2.state_dict()
 
 
-@pytest.mark.parametrize("mode", list(MODES))
-@pytest.mark.parametrize("poison", [float("inf"), float("nan")])
+@pytest.mark.parametrize(("mode", "poison"), each_with(float("inf"), float("nan")))
 def test_a_skipped_step_changes_nothing_but_the_scale(mode, poison):
     model, optimizer, step, x = setup(mode, clip_norm=1.0)
     step(x, Y), step(x, Y)

@@ -6,6 +6,7 @@ external files stay there: ONNX Runtime maps them itself.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -77,6 +78,8 @@ def _listed(given: Sequence[Any] | str | Path) -> Sequence[Any]:
 def session_options(engine: Engine, folder: Path | None) -> Any:
     """Options of a session of ONNX Runtime.
 
+    It runs on as many threads as `OMP_NUM_THREADS` says, which ONNX Runtime does not read; unset, on its own choice.
+
     Args:
         engine: the libraries of ops.
         folder: where the external data of the model lie.
@@ -87,6 +90,9 @@ def session_options(engine: Engine, folder: Path | None) -> Any:
     import onnxruntime as ort
 
     options = ort.SessionOptions()
+    threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()  # "4,2" is for nested loops
+    if threads.isdecimal():
+        options.intra_op_num_threads = int(threads)
     if folder is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder.absolute()))
     for path in engine.custom_ops:
