@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import amp_compiler as amp
 
-STEPS, ROWS = 20, 8  # steps, and rows of a batch of all ranks together
+STEPS, ROWS = 50, 8  # steps, and rows of a batch of all ranks together
 F = nn.functional
 
 
@@ -337,7 +337,7 @@ def a_gan(place: Place) -> dict[str, Any]:
     judge = amp.training_step(nets, judged, optimizers["judge"], **options)
     generator = amp.training_step(nets, fooled, optimizers["generator"], **options)
     losses = []
-    for real, noise in rows(50):
+    for real, noise in rows():
         losses.append(float(judge(place.part(real), place.part(noise))))
         generator(place.part(noise))
     return {
