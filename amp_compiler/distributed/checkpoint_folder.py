@@ -161,7 +161,7 @@ def _checked(path: Path, rank: int, size: int) -> dict[str, Any]:
     if version != VERSION:
         mend = "load it with the version of amp_compiler that wrote it"
         raise AmpError(f"is of version {version}, and this one reads {VERSION}", where=str(file), mend=mend)
-    for name in sorted(files)[rank::size]:
+    for name in (one for one in files if _owner(one) % size == rank):
         with _named(path / name, _DAMAGED):
             length, checksum = _sum(path / name)
         if [length, checksum] != files[name]:
@@ -172,14 +172,14 @@ def _checked(path: Path, rank: int, size: int) -> dict[str, Any]:
 
 
 def _sums(folder: Path, rank: int, size: int) -> dict[str, list[int]]:
-    """Length and checksum of the files of a folder that this rank wrote; of what no rank's name is on, the first's."""
-    found = {}
+    """Length and checksum of the files of a folder that this rank wrote."""
     with _named(folder):
-        for path in folder.iterdir():
-            owner = path.name.split("_")[2:3]  # DCP calls them __<rank>_<number>.distcp
-            if (int(owner[0]) % size if owner else 0) == rank:
-                found[path.name] = list(_sum(path))
-    return found
+        return {one.name: list(_sum(one)) for one in folder.iterdir() if _owner(one.name) % size == rank}
+
+
+def _owner(name: str) -> int:
+    """The rank that wrote a file: DCP calls them `__<rank>_<number>.distcp`, and `.metadata` the first one's."""
+    return int(name.split("_")[2]) if name.startswith("__") else 0
 
 
 def _checksum(told: Mapping[str, Any]) -> int:

@@ -139,13 +139,19 @@ def _written(name: str, one: Slice) -> Iterator[WriteItem]:
 
 
 class _Loading(DefaultLoadPlanner):
-    """As DCP does it, and slices as boxes."""
+    """As DCP does it, and slices as boxes.
+
+    Args:
+        slices: by the names of the checkpoint; DCP itself would drop them.
+    """
+
+    def __init__(self, slices: Mapping[str, Slice]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._slices = slices
 
     def create_local_plan(self) -> LoadPlan:
         saved: Metadata = self.metadata
-        self._slices = {name: one for name, one in self.state_dict.items() if isinstance(one, Slice)}
-        plain = {name: one for name, one in self.state_dict.items() if name not in self._slices}
-        items = list(create_default_local_load_plan(plain, saved).items)
+        items = list(create_default_local_load_plan(self.state_dict, saved).items)
         for name, one in self._slices.items():
             items += create_read_items_for_chunk_list(name, saved.state_dict_metadata[name], one.chunks())
         return LoadPlan(items)
@@ -190,11 +196,14 @@ def load(state: dict[str, Any], folder: Path, ranks: Ranks | None) -> None:
         RankError: a rank did not come.
     """
 
+    slices = {name: one for name, one in state.items() if isinstance(one, Slice)}
+    rest = {name: one for name, one in state.items() if name not in slices}
+
     def run() -> None:
-        planner = _Loading(flatten_state_dict=False, flatten_sharded_tensors=False)
-        dcp.load(state, storage_reader=dcp.FileSystemReader(folder), planner=planner, **_group(ranks))
+        dcp.load(rest, storage_reader=dcp.FileSystemReader(folder), planner=_Loading(slices), **_group(ranks))
 
     _run(run, folder, ranks, "delete the folder, and the checkpoint before it is the newest")
+    state.update(rest)
 
 
 @dataclass(frozen=True)
