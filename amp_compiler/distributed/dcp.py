@@ -12,10 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import (
@@ -23,6 +22,7 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_local_load_plan,
 )
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -38,6 +38,8 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from amp_compiler.distributed.ranks import Ranks
 from amp_compiler.errors import AmpError, first_line
@@ -150,10 +152,11 @@ class _Loading(DefaultLoadPlanner):
         self._slices = slices
 
     def create_local_plan(self) -> LoadPlan:
-        saved: Metadata = self.metadata
+        saved = cast("Metadata", self.metadata)
         items = list(create_default_local_load_plan(self.state_dict, saved).items)
         for name, one in self._slices.items():
-            items += create_read_items_for_chunk_list(name, saved.state_dict_metadata[name], one.chunks())
+            held = cast("TensorStorageMetadata", saved.state_dict_metadata[name])
+            items += create_read_items_for_chunk_list(name, held, one.chunks())
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
@@ -177,8 +180,8 @@ def save(state: Mapping[str, Any], folder: Path, ranks: Ranks | None) -> None:
     """
 
     def run() -> None:
-        writer = dcp.FileSystemWriter(folder)
-        dcp.save(dict(state), storage_writer=writer, planner=_Saving(), **_group(ranks))
+        writer = FileSystemWriter(folder)
+        dcp_save(dict(state), storage_writer=writer, planner=_Saving(), **_group(ranks))
 
     _run(run, folder, ranks, "see that there is room and that all ranks may write there")
 
@@ -200,7 +203,7 @@ def load(state: dict[str, Any], folder: Path, ranks: Ranks | None) -> None:
     rest = {name: one for name, one in state.items() if name not in slices}
 
     def run() -> None:
-        dcp.load(rest, storage_reader=dcp.FileSystemReader(folder), planner=_Loading(slices), **_group(ranks))
+        dcp_load(rest, storage_reader=FileSystemReader(folder), planner=_Loading(slices), **_group(ranks))
 
     _run(run, folder, ranks, "delete the folder, and the checkpoint before it is the newest")
     state.update(rest)
@@ -226,7 +229,7 @@ def contents(folder: Path) -> Contents:
         AmpError: it cannot be read.
     """
     try:
-        found = dcp.FileSystemReader(folder).read_metadata()
+        found = FileSystemReader(folder).read_metadata()
     except Exception as cause:  # unpickling raises whatever it likes
         raise AmpError(f"cannot be read: {first_line(cause)}", where=str(folder / ".metadata")) from cause
     tensors = {

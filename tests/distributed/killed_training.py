@@ -1,6 +1,7 @@
 """What torchrun runs for `test_checkpoints.py`: two ranks, of which one is killed by SIGKILL, and then another.
 
-    torchrun --nproc-per-node 2 --max-restarts 2 killed_training.py FOLDER
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+    torchrun --standalone --nproc-per-node 2 --max-restarts 2 killed_training.py FOLDER
 
 At the first start rank 1 is killed between two checkpoints. At the second rank 0 is, in the midst of saving one. The
 third start goes on to the end, trains once more without any of this, and writes into `result.json` what it has found.
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 import amp_compiler as amp
 
 STEPS, EVERY, KILLED = 10, 3, 7
+SCALE = {"mode": "dynamic", "init": 2.0**20, "growth_interval": 4}  # the first steps are skipped
 FORMS: dict[str, dict[str, Any]] = {"split": {"shard": "update"}, "plain": {}}
 
 
@@ -35,7 +37,7 @@ def made() -> tuple[dict[str, nn.Module], dict[str, amp.TrainingStep]]:
             lambda m, x, y: (m(x) - y).square().mean(),
             torch.optim.AdamW(model.parameters(), 1e-2),
             dtype="fp16",
-            rules={"version": 1, "extends": "default", "reduce": FORMS[name]},
+            rules={"version": 1, "extends": "default", "reduce": FORMS[name], "loss_scale": SCALE},
             process_group=dist.group.WORLD,
             backend="eager",
         )
@@ -52,7 +54,7 @@ def train(steps: dict[str, amp.TrainingStep]) -> None:
 def everything(models: dict[str, nn.Module], steps: dict[str, amp.TrainingStep]) -> list[Tensor]:
     """Weights, masters, moments and loss scales; all ranks ask for it."""
     states = [step._optimizers[0].state_dict()["state"] for step in steps.values()]
-    held = [tensor for state in states for one in state.values() for tensor in one.values()]
+    held = [tensor for state in states for one in state.values() for _, tensor in sorted(one.items())]
     return [
         *held,
         *(p for model in models.values() for p in model.parameters()),

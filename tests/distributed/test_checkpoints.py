@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -314,7 +315,7 @@ def test_a_frozen_weight_of_another_type_is_refused(tmp_path):
     _, step = made(0, model=lambda: frozen(torch.float32), optimizer=rest)
     amp.save_checkpoint(step, tmp_path, 1)
     _, other = made(0, model=lambda: frozen(torch.bfloat16), optimizer=rest)
-    with pytest.raises(amp.AmpError, match="model.0.bias is float32 there and bfloat16 here"):
+    with pytest.raises(amp.AmpError, match=r"model\.0\.bias is float32 there and bfloat16 here"):
         amp.load_checkpoint(other, tmp_path)
 
 
@@ -472,9 +473,10 @@ def test_ranks_that_are_killed_go_on_from_the_last_checkpoint_to_the_bit(tmp_pat
         text=True,
         timeout=300,
         check=False,
+        env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},  # see docs/ranks.md
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stderr.count("Signal 9 (SIGKILL)") or done.stderr.count("exitcode: -9") or "-9" in done.stderr
+    assert re.findall(r"exitcode: (-\d+)\) local_rank: (\d)", done.stderr) == [("-9", "1"), ("-9", "0")]
     for rank in range(2):
         starts = [(tmp_path / f"start {number} of rank {rank}").read_text() for number in range(3)]
         assert starts == ["0", "6", "6"]
