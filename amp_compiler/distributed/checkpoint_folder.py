@@ -73,7 +73,7 @@ def write(
                     "there is a checkpoint already", where=str(path), mend="delete it, or pass another number"
                 )
             if rank == 0:
-                for left in folder.glob(f"*{PARTIAL}"):
+                for left in folder.glob(f"[0-9]*{PARTIAL}"):
                     shutil.rmtree(left)
                 partial.mkdir(parents=True)
 

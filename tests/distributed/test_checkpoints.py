@@ -140,6 +140,7 @@ def test_a_step_that_never_ran_is_saved_and_loaded(tmp_path):
     assert equal(everything(again, resumed), everything(model, step))
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_plain_model_and_torchs_own_tools_read_it(tmp_path):
     model, step = made(0, model=lambda: net().bfloat16())
     for batch in batches():
@@ -330,6 +331,32 @@ def test_gathered_batches_need_a_step_that_gathers_as_many(tmp_path):
         amp.load_checkpoint(other, tmp_path)
 
 
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x):
+        made = self.net(x)
+        return made if made.sum() > 0 else made * 2
+
+
+def test_a_step_in_pieces_is_saved_behind_the_last_batch(tmp_path):
+    model, step = made(0, model=Branching, accumulate=2)
+    step(*batches()[0])
+    with pytest.raises(amp.AmpError, match="1 of 2 batches were gathered by a step in pieces; save behind the last of"):
+        amp.save_checkpoint(step, tmp_path, 1)
+    step(*batches()[1])
+    amp.save_checkpoint(step, tmp_path, 2)
+    again, resumed = made(7, model=Branching, accumulate=2)
+    amp.load_checkpoint(resumed, tmp_path)
+    for batch in batches()[2:]:
+        step(*batch)
+        resumed(*batch)
+    assert "pieces" in step.execution
+    assert equal(everything(again, resumed), everything(model, step))
+
+
 def test_wrong_arguments_are_named(tmp_path):
     _, step = made(0)
     wrong = {
@@ -403,6 +430,7 @@ def test_one_process_and_ranks_write_the_same(found):
     assert same(first["split"]["saved"], second["split"]["saved"])
     for writer in ("whole", "one process"):
         assert same(first[writer]["saved"], first["split"]["saved"])
+    assert equal(first["plain"], first["split"]["saved"]["masters"])
 
 
 @SEVERAL
