@@ -108,8 +108,9 @@ def save_checkpoint(
     state.setdefault("ranks", {}).setdefault(str(_rank(ranks)), {})["random"] = own
     if _rank(ranks) == 0:
         state["extra"] = (extra,)
-    told = {"steps": about}
-    return checkpoint_folder.write(Path(folder), number, told, lambda path: dcp.save(state, path, ranks), keep, ranks)
+    return checkpoint_folder.write(
+        Path(folder), number, {"steps": about}, lambda path: dcp.save(state, path, ranks), keep, ranks
+    )
 
 
 def load_checkpoint(
@@ -201,12 +202,8 @@ def _joined(steps: Any, called: str) -> tuple[dict[str, StepContents], Ranks | N
         name: {id(p) for o in one._optimizers for g in o.param_groups for p in g["params"]}
         for name, one in given.items()
     }
-    return {
-        name: StepContents(
-            one, name, set().union(*(ids for other, ids in owned.items() if other != name)) - owned[name]
-        )
-        for name, one in given.items()
-    }, ranks
+    every = set().union(*owned.values())
+    return {name: StepContents(one, name, every - owned[name]) for name, one in given.items()}, ranks
 
 
 def _rank(ranks: Ranks | None) -> int:
@@ -224,9 +221,8 @@ def _random_state(device: torch.device) -> dict[str, Tensor]:
 
 
 def _set_random_state(found: Mapping[str, Any], rank: int, device: torch.device) -> None:
-    kinds = {
-        kind: found[f"ranks.{rank}.random.{kind}"] for kind in ("cpu", "cuda") if f"ranks.{rank}.random.{kind}" in found
-    }
+    entries = {kind: f"ranks.{rank}.random.{kind}" for kind in ("cpu", "cuda")}
+    kinds = {kind: found[entry] for kind, entry in entries.items() if entry in found}
     if "cpu" in kinds:
         torch.set_rng_state(kinds["cpu"])
     if "cuda" in kinds and device.type == "cuda":

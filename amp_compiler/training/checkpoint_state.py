@@ -25,8 +25,8 @@ _SHOWN = 3  # of what differs
 class StepContents:
     """One step, as a checkpoint has it.
 
-    Its entries are nested dicts: `model` and `outside` (see `training.outside`) by name, `optimizer`, `step`, and
-    `ranks` with what each rank has of its own. Values other than tensors stand in a tuple, which DCP takes as a whole.
+    Its entries are nested dicts: `model` and `outside` (see `training.outside`) by name, `optimizer`, and `ranks` with
+    what each rank has of its own. Values other than tensors stand in a tuple, which DCP takes as a whole.
 
     Args:
         step: the step.
@@ -48,21 +48,22 @@ class StepContents:
     # What is saved
 
     def about(self) -> dict[str, Any]:
-        """What is compared before a checkpoint is read, as plain values."""
-        step = self._step
-        groups = [
+        """What is compared before a checkpoint is read, and the step's own `state_dict`, as plain values."""
+        return {**self._kind(), "step": self._step.state_dict()}
+
+    def _kind(self) -> dict[str, Any]:
+        optimizers = [
             {
                 "type": type(one).__name__,
                 "groups": [[self._names[id(p)] for p in g["params"]] for g in one.param_groups],
             }
             for one in self._optimizers
         ]
-        master = "low" if self._weights.storage.low else "fp32"
         return {
-            "master": master,
-            "optimizers": groups,
-            "gathered": step._gathered,
-            "accumulate": step._accumulate,
+            "master": "low" if self._weights.storage.low else "fp32",
+            "optimizers": optimizers,
+            "gathered": self._step._gathered,
+            "accumulate": self._step._accumulate,
         }
 
     def entries(self) -> Iterator[str]:
@@ -102,8 +103,6 @@ class StepContents:
             states[self._names[id(parameter)]] = own
         found["optimizer"] = {"state": states, "param_groups": (self._groups(),)}
         found["ranks"] = {str(self._rank): {**own_buffers, **self._sums()}}
-        if self._rank == 0:
-            found["step"] = (self._step.state_dict(),)
         return found
 
     def _values(self) -> dict[str, Any]:
@@ -147,7 +146,16 @@ class StepContents:
 
     def _groups(self) -> list[list[dict[str, Any]]]:
         return [
-            [{**group, "params": [self._names[id(p)] for p in group["params"]]} for group in one.param_groups]
+            [
+                {
+                    **{
+                        key: value.detach().cpu() if isinstance(value, Tensor) else value
+                        for key, value in group.items()
+                    },
+                    "params": [self._names[id(p)] for p in group["params"]],
+                }
+                for group in one.param_groups
+            ]
             for one in self._optimizers
         ]
 
@@ -199,11 +207,12 @@ class StepContents:
         _refuse(differ, where)
         own = {entry: goals[key] for key, entry in model.items()}
         own |= self._states_wanted(found)
-        own |= {paths[keys]: None for keys in (("optimizer", "param_groups"), ("step",))}
+        own[paths["optimizer", "param_groups"]] = None
         return own | self._own_wanted(found, ranks, where)
 
     def _check_kind(self, about: Mapping[str, Any], where: str) -> None:
-        own = self.about()
+        own, saved = self._kind(), about["step"]
+        self._step._scale_config.matching(saved).load_state_dict(saved, self.device)  # raises where it does not fit
         if about["master"] != own["master"]:
             what = (
                 f"it was saved with `weights: {{master: {about['master']}}}`, and the step's rules say {own['master']}"
@@ -299,17 +308,23 @@ class StepContents:
         for number, optimizer in enumerate(self._optimizers):
             groups = found[self._paths["optimizer", "param_groups"]][0][number]
             optimizer.load_state_dict(self._state_dict(optimizer, groups, found))
-        step.load_state_dict(found[self._paths["step",]][0])
+        step.load_state_dict(self._about["step"])
         self._place_sums(found)
 
     def _place_module(self, found: Mapping[str, Any]) -> None:
         values = self._module.state_dict()
+        placed = {id(master) for _, master in self._masters.values()}
+        own: dict[str, Any] = {}
         for keys, entry in self._paths.items():
-            if keys[0] in (ROOT, "outside") and not isinstance(values[".".join(keys)], Tensor):
-                values[".".join(keys)] = found[entry][0]
-            if keys[:3] == ("ranks", str(self._rank), "buffers") and entry in found:
-                values[keys[3]] = found[entry]
-        self._module.load_state_dict(values)  # the rest was read in its place
+            value = found.get(entry)
+            if keys[:3] == ("ranks", str(self._rank), "buffers") and value is not None:
+                own[keys[3]] = value
+            elif keys[0] in (ROOT, "outside") and isinstance(value, Tensor) and id(value) not in placed:
+                values[".".join(keys)] = value  # which may be read in its place already
+            elif keys[0] in (ROOT, "outside") and isinstance(value, tuple):
+                values[".".join(keys)] = value[0]
+        values.update(own)
+        self._module.load_state_dict(values)
 
     def _state_dict(self, optimizer: torch.optim.Optimizer, groups: Any, found: Mapping[str, Any]) -> dict[str, Any]:
         """What `optimizer.load_state_dict` takes; of what the ranks share, their parts."""

@@ -304,6 +304,16 @@ def test_another_steps_checkpoint_is_refused_by_name(case, tmp_path):
     assert equal(everything(other, misfit), before)
 
 
+def test_a_loss_scale_that_cannot_be_taken_over_changes_nothing(tmp_path):
+    _, step = made(0, dtype="fp16", loss_scale=amp.DynamicLossScale(backoff_factor=0.3))
+    amp.save_checkpoint(step, tmp_path, 1)
+    again, other = made(7, dtype="fp16", loss_scale=amp.NormAdaptiveLossScale())
+    before = everything(again, other)
+    with pytest.raises(amp.AmpError, match="backoff_factor must be a power of two"):
+        amp.load_checkpoint(other, tmp_path)
+    assert equal(everything(again, other), before)
+
+
 def test_a_frozen_weight_of_another_type_is_refused(tmp_path):
     def frozen(dtype) -> nn.Module:
         model = net()
@@ -378,7 +388,11 @@ def test_wrong_arguments_are_named(tmp_path):
     assert amp.load_checkpoint(step, tmp_path) is None
 
 
-SEVERAL = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")
+def several(test):
+    """A test of several processes."""
+    return pytest.mark.long(pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no gloo")(test))
+
+
 OWN = [name for name, function in SCENARIOS.items() if function.__module__ == "checkpoint_scenarios"]
 
 
@@ -405,7 +419,7 @@ def same(one, other, but=()):
     return True
 
 
-@SEVERAL
+@several
 @pytest.mark.parametrize(("writer", "form", "size"), [(w, f, s) for w, some in READ.items() for f, s, _ in some])
 def test_any_number_of_ranks_goes_on_from_any_other(found, writer, form, size):
     first = of(found, "resharded")[0]
@@ -423,7 +437,7 @@ def test_any_number_of_ranks_goes_on_from_any_other(found, writer, form, size):
         assert equal([read["low"][0]], [read["went on"]["masters"][0].to(low)])
 
 
-@SEVERAL
+@several
 def test_one_process_and_ranks_write_the_same(found):
     first, second = of(found, "resharded", 2)
     assert first["split"]["low"] is torch.float16
@@ -433,7 +447,7 @@ def test_one_process_and_ranks_write_the_same(found):
     assert equal(first["plain"], first["split"]["saved"]["masters"])
 
 
-@SEVERAL
+@several
 def test_what_each_rank_has_of_its_own_is_that_ranks(found):
     first, second = of(found, "of_each_rank", 2)
     for one in (first, second):
@@ -464,14 +478,14 @@ TOLD = {
 }
 
 
-@SEVERAL
+@several
 @pytest.mark.parametrize("case", TOLD)
 def test_what_goes_wrong_on_one_rank_is_an_error_on_each(found, case):
     for one, expected in zip(of(found, "what_goes_wrong", 2), TOLD[case], strict=True):
         assert re.search(expected, one[case]), one[case]
 
 
-@SEVERAL
+@several
 def test_after_an_error_all_goes_on(found):
     first, second = of(found, "what_goes_wrong", 2)
     assert first["names"] == ["1", "2", "3.partial"]
@@ -480,7 +494,7 @@ def test_after_an_error_all_goes_on(found):
     assert same(first["after"][2], second["after"][2])
 
 
-@SEVERAL
+@several
 def test_the_example_of_the_docs_goes_on_where_it_was(found):
     for one in of(found, "the_example_of_the_docs", 2):
         assert [one[name]["start"] for name in ("undisturbed", "stopped", "started again")] == [0, 0, 10]
@@ -490,7 +504,7 @@ def test_the_example_of_the_docs_goes_on_where_it_was(found):
 
 
 @pytest.mark.slow
-@SEVERAL
+@several
 def test_ranks_that_are_killed_go_on_from_the_last_checkpoint_to_the_bit(tmp_path):
     """torchrun starts all of them again: rank 1 was killed between two checkpoints, then rank 0 while it saved one."""
     script = Path(__file__).with_name("killed_training.py")
