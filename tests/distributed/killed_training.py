@@ -1,4 +1,4 @@
-"""What torchrun runs for `test_checkpoints.py`: two ranks, of which one is killed by SIGKILL, and then another.
+"""What torchrun runs for `test_rank_checkpoints.py`: two ranks, of which one is killed by SIGKILL, and then another.
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --standalone --nproc-per-node 2 --max-restarts 2 killed_training.py FOLDER
