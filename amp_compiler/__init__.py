@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from amp_compiler.passes import pipeline as pipelines
     from amp_compiler.policy.loader import load_rules
     from amp_compiler.policy.rules import RuleSet
+    from amp_compiler.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
     from amp_compiler.training.step import TrainingStep, training_step
 
     __version__: str
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AmpError",
     "CaptureError",
+    "Checkpoint",
     "CompiledModule",
     "Conversion",
     "DynamicLossScale",
@@ -83,10 +85,12 @@ __all__ = [
     "explain",
     "export_onnx",
     "find_nonfinite",
+    "load_checkpoint",
     "load_rules",
     "onnx_to_fx",
     "pipelines",
     "profile",
+    "save_checkpoint",
     "training_step",
     "tune",
 ]
@@ -97,6 +101,7 @@ __all__ = [
 _HOMES = {
     "AmpError": "errors",
     "CaptureError": "errors",
+    "Checkpoint": "training.checkpoint",
     "CompiledModule": "forward.compiled_module",
     "Conversion": "onnx.convert",
     "DynamicLossScale": "ops.loss_scale",
@@ -126,10 +131,12 @@ _HOMES = {
     "explain": "forward.api",
     "export_onnx": "onnx.export",
     "find_nonfinite": "diagnose.find",
+    "load_checkpoint": "training.checkpoint",
     "load_rules": "policy.loader",
     "onnx_to_fx": "onnx.importing.api",
     "pipelines": "passes.pipeline:",
     "profile": "diagnose.run",
+    "save_checkpoint": "training.checkpoint",
     "training_step": "training.step",
     "tune": "diagnose.tuning.api",
 }

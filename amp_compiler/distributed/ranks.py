@@ -30,15 +30,16 @@ class Ranks:
         name: torch's name of the group, as collectives in a graph take it.
         size: number of ranks.
         rank: of this process in the group, from 0.
+        host: the group by which they tell one another what does not wait for a device.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.name = group, group.group_name
         self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self._host = group
+        self.host = group
         if "cpu:" not in dist.get_backend_config(group):
             ranks = dist.get_process_group_ranks(group)
-            self._host = self._tell(lambda: dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
+            self.host = self._tell(lambda: dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
 
     @property
     def is_first(self) -> bool:
@@ -57,7 +58,7 @@ class Ranks:
         """
         own = torch.tensor([number], dtype=torch.int64)
         found = [torch.empty_like(own) for _ in range(self.size)]
-        self._tell(lambda: dist.all_gather(found, own, group=self._host))
+        self._tell(lambda: dist.all_gather(found, own, group=self.host))
         return tuple(int(one) for one in found)
 
     def exchange(self, said: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -70,11 +71,23 @@ class Ranks:
             RankError: a rank says that it failed (its own error is raised there), or did not come.
         """
         found: list[Any] = [None] * self.size
-        self._tell(lambda: dist.all_gather_object(found, dict(said), group=self._host))
+        self._tell(lambda: dist.all_gather_object(found, dict(said), group=self.host))
         failed = [rank for rank, one in enumerate(found) if _ERROR in one]
         if failed and _ERROR not in said:
             raise RankError(f"rank {failed[0]} failed: {found[failed[0]][_ERROR]}", mend="mend that; no rank went on")
         return found
+
+    def each(self, run: Callable[[], Made]) -> list[Made]:
+        """What a function gives on each rank, in their order; where it fails on one, that is an error on all of them.
+
+        Args:
+            run: gives a plain value that can be pickled, without a message of its own.
+
+        Raises:
+            RankError: it failed on another rank, or a rank did not come.
+        """
+        with self.telling():
+            return [one["made"] for one in self.exchange({"made": run()})]
 
     def failed(self, error: BaseException) -> None:
         """Let the others, who come to `exchange`, know that this rank will not go on."""

@@ -122,10 +122,16 @@ class Parts:
     def _gathered(self, state: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:
         found = dict(state)
         for column in sorted(key for key, value in state.items() if isinstance(value, Tensor) and value.dim()):
-            found[column] = self._whole_of(self.held(found, column, parameter), parameter)
+            found[column] = self.whole(self.held(found, column, parameter), parameter)
         return found
 
-    def _whole_of(self, part: Tensor, parameter: Tensor) -> Tensor:
+    def whole(self, part: Tensor, parameter: Tensor) -> Tensor:
+        """The parts of all ranks, in the shape of the weight; all wait for all.
+
+        Args:
+            part: [size], this rank's.
+            parameter: the weight.
+        """
         if self._ranks is None:
             return part.reshape(parameter.shape)
         return self._ranks.gather(part)[: parameter.numel()].view(parameter.shape)

@@ -54,7 +54,7 @@ from amp_compiler.training.readings import StepReadings
 from amp_compiler.training.scale_watch import StuckWatch
 from amp_compiler.training.standing import Standing
 from amp_compiler.training.state import GradientSums, LowWeights
-from amp_compiler.training.together import Offer, Together, batch_form, begin, settings_of, values_of
+from amp_compiler.training.together import SAVING, Offer, Together, batch_form, begin, settings_of, values_of
 from amp_compiler.training.traced_optimizers import check_hooks
 from amp_compiler.training.trial import StepTrials
 from amp_compiler.training.weights import OWN_KEY, WeightState, weight_storage, widened
@@ -283,7 +283,7 @@ class TrainingStep(StepReadings):
         )
         if shards:
             for one in self._optimizers:
-                self._weights.parts.whole_on_save(one, self._together.saves)
+                self._weights.parts.whole_on_save(one, functools.partial(self._together.comes, SAVING))
 
     def _choose_scale(self, loss_scale: Any) -> LossScale:
         section = self._settings.rules.loss_scale

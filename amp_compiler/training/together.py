@@ -29,7 +29,9 @@ _BATCH = (
 )
 MOST_AGREED = 4096  # combinations that are kept in mind
 _FAILED = -1  # of a rank that agreed, and then could not build its program
-_SAVING = -2  # of a rank that asks for the parts of the optimizer's state
+SAVING = "optimizer.state_dict()"
+SAVING_ALL, LOADING_ALL = "amp.save_checkpoint", "amp.load_checkpoint"
+_ERRANDS = {-2: SAVING, -3: SAVING_ALL, -4: LOADING_ALL}  # of a rank that comes for something else than a call
 
 
 @dataclass(frozen=True)
@@ -99,22 +101,27 @@ class Together:
 
     def _numbers(self, number: int) -> tuple[int, ...]:
         numbers = self.ranks.numbers(number)
-        saving = [one == _SAVING for one in numbers]
-        if len({*saving}) > 1:
+        errands = [_ERRANDS.get(one) for one in numbers]
+        if len({*errands}) > 1:
+            rank, called = next((rank, one) for rank, one in enumerate(errands) if one is not None)
+            other = next(rank for rank, one in enumerate(errands) if one != called)
+            goes = "goes on to train" if errands[other] is None else f"for {errands[other]}"
             raise RankError(
-                f"rank {saving.index(True)} asks for optimizer.state_dict(), and rank {saving.index(False)} goes on to"
-                " train",
-                mend="call optimizer.state_dict() on all ranks: each has a part of the state only",
+                f"rank {rank} asks for {called}, and rank {other} {goes}",
+                mend=f"call {called} on all ranks: each has a part of the state only",
             )
         return numbers
 
-    def saves(self) -> None:
-        """Wait until all ranks are about to give one another their parts of the optimizer's state.
+    def comes(self, called: str) -> None:
+        """Wait until all ranks call the same, in which they tell one another more.
+
+        Args:
+            called: `SAVING`, `SAVING_ALL` or `LOADING_ALL`.
 
         Raises:
-            RankError: one of them trains on.
+            RankError: one of them trains on, or calls another.
         """
-        self._numbers(_SAVING)
+        self._numbers(next(number for number, one in _ERRANDS.items() if one == called))
 
     def builds(self) -> None:
         """Say that this rank has to capture; `agree` follows, and `settle`."""

@@ -1,4 +1,4 @@
-"""What the processes of `test_ranks.py` and `test_shards.py` do: each scenario runs on every rank, one by one.
+"""What the processes of the tests beside it do: each scenario runs on every rank, one by one.
 
 A scenario is a function of its place in a group of its own; what it returns is what the tests look at. All of them run
 in the same few processes, because starting one takes longer than most scenarios.
@@ -27,11 +27,19 @@ F = nn.functional
 
 @dataclass(frozen=True)
 class Place:
-    """Where a scenario runs."""
+    """Where a scenario runs.
+
+    Args:
+        rank: of this process in the group.
+        size: of the group.
+        group: of this scenario.
+        folder: of all scenarios and ranks.
+    """
 
     rank: int
     size: int
     group: Any
+    folder: Path
 
     def part(self, batch: Tensor) -> Tensor:
         """This rank's rows of a batch of all ranks together."""
@@ -41,6 +49,10 @@ class Place:
     def alone(self) -> Any:
         """A group of this rank alone."""
         return dist.new_group([self.rank], use_local_synchronization=True)
+
+    def first(self, size: int) -> Place:
+        """The place of this process in a group of the first so many; all processes ask, and those beyond have none."""
+        return replace(self, size=size, group=dist.new_group(list(range(size))))
 
 
 Scenario = Callable[[Place], dict[str, Any]]
@@ -69,7 +81,8 @@ def run_ranks(size: int, names: Iterable[str]) -> dict[str, list[dict[str, Any]]
 
 
 def _run(rank: int, size: int, names: list[str], folder: str) -> None:
-    import shard_scenarios  # noqa: F401  # adds its own to the table; here, because it imports this module
+    import checkpoint_scenarios  # noqa: F401  # adds its own to the table; here, because it imports this module
+    import shard_scenarios  # noqa: F401
 
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
@@ -79,7 +92,7 @@ def _run(rank: int, size: int, names: list[str], folder: str) -> None:
         seconds = 3 if name in WAITING else 60
         group = dist.new_group(list(range(size)), timeout=datetime.timedelta(seconds=seconds))
         try:
-            found[name] = SCENARIOS[name](Place(rank, size, group))
+            found[name] = SCENARIOS[name](Place(rank, size, group, Path(folder)))
         except Exception as error:  # noqa: BLE001  # the test of this scenario shows it
             found[name] = {"error": f"{type(error).__name__}: {error}", "is_ours": isinstance(error, amp.AmpError)}
         dist.barrier()

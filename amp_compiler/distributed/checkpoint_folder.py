@@ -1,0 +1,214 @@
+"""A folder of checkpoints, of which each is whole or is not there.
+
+A checkpoint is written into `<number>.partial` and gets its name, `<number>`, by one rename when all of it is on the
+disk. What a killed run leaves under the other name is never read, and goes when the next checkpoint is written. The
+file `checkpoint.json` in it has the length and the checksum of every other file, which are compared before any is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from amp_compiler.distributed.ranks import Ranks, check_equal
+from amp_compiler.errors import AmpError, first_line
+
+Made = TypeVar("Made")
+ABOUT = "checkpoint.json"
+PARTIAL = ".partial"
+VERSION = 1
+_CHUNK = 2**24  # bytes that are read at once
+_DAMAGED = "copy it anew from where it is whole, or delete the folder: the checkpoint before it is then the newest"
+_SEEN = "give all ranks one folder that all of them see, such as on a network's file system"
+
+
+def each(ranks: Ranks | None, run: Callable[[], Made]) -> list[Made]:
+    """`Ranks.each`, of one process too."""
+    return [run()] if ranks is None else ranks.each(run)
+
+
+def numbers(folder: Path) -> list[int]:
+    """The checkpoints of a folder that are whole, the oldest first; none where there is no folder."""
+    return sorted(int(one.name) for one in folder.iterdir() if one.name.isdigit()) if folder.is_dir() else []
+
+
+def write(
+    folder: Path,
+    number: int,
+    about: Mapping[str, Any],
+    save: Callable[[Path], None],
+    keep: int | None,
+    ranks: Ranks | None,
+) -> Path:
+    """Write a checkpoint; all ranks come.
+
+    Args:
+        folder: of checkpoints.
+        number: of the new one.
+        about: plain values to be kept with it.
+        save: writes it into a folder of its own; all ranks call it.
+        keep: how many stay, of those up to this number; `None` for all.
+        ranks: the processes; `None` for one.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        AmpError: there is one with the number, the ranks do not see one folder, or a file cannot be written.
+        RankError: another rank failed, or did not come.
+    """
+    path, partial = folder / str(number), folder / f"{number}{PARTIAL}"
+    rank, size = _place(ranks)
+
+    def begin() -> None:
+        with _named(folder):
+            if path.exists():
+                raise AmpError(
+                    "there is a checkpoint already", where=str(path), mend="delete it, or pass another number"
+                )
+            if rank == 0:
+                for left in folder.glob(f"[0-9]*{PARTIAL}"):
+                    shutil.rmtree(left)
+                partial.mkdir(parents=True)
+
+    each(ranks, begin)
+    save(partial)
+    files = {name: one for own in each(ranks, lambda: _sums(partial, rank, size)) for name, one in own.items()}
+
+    def end() -> None:
+        if rank == 0:
+            with _named(partial):
+                _finish(partial, path, {"version": VERSION, "ranks": size, **about, "files": files})
+                for old in [] if keep is None else [one for one in numbers(folder) if one <= number][:-keep]:
+                    shutil.rmtree((folder / str(old)).rename(folder / f"{old}{PARTIAL}"))
+
+    each(ranks, end)
+    return path
+
+
+def _finish(partial: Path, path: Path, told: Mapping[str, Any]) -> None:
+    """Give what was written its name, once all of it is on the disk."""
+    missing = sorted(told["files"].keys() - {one.name for one in partial.iterdir()})
+    if missing:
+        raise AmpError(f"rank 0 does not see {missing[0]}, which another rank wrote", where=str(partial), mend=_SEEN)
+    with (partial / ABOUT).open("w", encoding="utf-8") as file:
+        json.dump({"told": told, "checksum": _checksum(told)}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    _sync(partial)
+    partial.rename(path)
+    _sync(path.parent)
+
+
+def choose(folder: Path, number: int | None, ranks: Ranks | None) -> tuple[Path, dict[str, Any]] | None:
+    """The checkpoint to load, with its `about`, after its files were compared with what was written; all ranks come.
+
+    Args:
+        folder: of checkpoints.
+        number: which one; `None` for the newest.
+        ranks: the processes; `None` for one.
+
+    Returns:
+        `None` where there is none, and no number was asked for.
+
+    Raises:
+        AmpError: there is none of the number, or a file was damaged.
+        RankError: the ranks do not find the same one, or another one failed.
+    """
+
+    def find() -> str:
+        with _named(folder):
+            known = numbers(folder)
+            if number is not None and number not in known:
+                there = ", ".join(map(str, known)) or "none"
+                raise AmpError(f"there is no checkpoint {number}", where=str(folder), mend=f"pass one of: {there}")
+            if not known:
+                return "none"
+        path = folder / str(known[-1] if number is None else number) / ABOUT
+        with _named(path, _DAMAGED):
+            return f"{path.parent.name} (checksum {_sum(path)[1]:08x})"
+
+    said = each(ranks, find)
+    check_equal([{"the checkpoint that they find": one} for one in said], _SEEN)
+    if said[0] == "none":
+        return None
+    path = folder / said[0].partition(" ")[0]
+    rank, size = _place(ranks)
+    return path, each(ranks, lambda: _checked(path, rank, size))[rank]
+
+
+def _place(ranks: Ranks | None) -> tuple[int, int]:
+    return (0, 1) if ranks is None else (ranks.rank, ranks.size)
+
+
+def _checked(path: Path, rank: int, size: int) -> dict[str, Any]:
+    """The `about` of a checkpoint, once this rank's share of its files is as it was written."""
+    file = path / ABOUT
+    try:
+        read = json.loads(file.read_text(encoding="utf-8"))
+        about: dict[str, Any] = read["told"]
+        if read["checksum"] != _checksum(about):
+            raise ValueError("it is not what was written")
+        files, version = about["files"], about["version"]
+    except (OSError, ValueError, TypeError, KeyError) as cause:
+        raise AmpError(f"cannot be read: {first_line(cause)}", where=str(file), mend=_DAMAGED) from cause
+    if version != VERSION:
+        mend = "load it with the version of amp_compiler that wrote it"
+        raise AmpError(f"is of version {version}, and this one reads {VERSION}", where=str(file), mend=mend)
+    for name in (one for one in files if _owner(one) % size == rank):
+        with _named(path / name, _DAMAGED):
+            length, checksum = _sum(path / name)
+        if [length, checksum] != files[name]:
+            were = f"{files[name][0]} bytes with the checksum {files[name][1]:08x}"
+            what = f"has {length} bytes with the checksum {checksum:08x}, and {were} were written"
+            raise AmpError(what, where=str(path / name), mend=_DAMAGED)
+    return about
+
+
+def _sums(folder: Path, rank: int, size: int) -> dict[str, list[int]]:
+    """Length and checksum of the files of a folder that this rank wrote."""
+    with _named(folder):
+        return {one.name: list(_sum(one)) for one in folder.iterdir() if _owner(one.name) % size == rank}
+
+
+def _owner(name: str) -> int:
+    """The rank that wrote a file: DCP calls them `__<rank>_<number>.distcp`, and `.metadata` the first one's."""
+    return int(name.split("_")[2]) if name.startswith("__") else 0
+
+
+def _checksum(told: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(told, sort_keys=True).encode())
+
+
+def _sum(path: Path) -> tuple[int, int]:
+    length = checksum = 0
+    with path.open("rb") as file:
+        while read := file.read(_CHUNK):
+            length, checksum = length + len(read), zlib.crc32(read, checksum)
+    return length, checksum
+
+
+def _sync(folder: Path) -> None:
+    """See to it that the names in a folder are on the disk."""
+    if hasattr(os, "O_DIRECTORY"):  # Windows has no handle of a folder
+        handle = os.open(folder, os.O_DIRECTORY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+@contextmanager
+def _named(path: Path, mend: str = "see that it is there, and that all ranks may read and write it") -> Iterator[None]:
+    try:
+        yield
+    except OSError as cause:
+        raise AmpError(
+            f"{type(cause).__name__}: {cause.strerror}", where=str(cause.filename or path), mend=mend
+        ) from cause

@@ -1,0 +1,229 @@
+"""`amp.save_checkpoint` and `amp.load_checkpoint`: what a training step goes on from, by torch.distributed.checkpoint.
+
+A checkpoint says the same whoever writes it: under `model.<name>` the FP32 value of each weight that is trained, its
+master where it has one, and under `optimizer.state.<name>.<key>` the optimizer's state, in the shapes of the
+parameters. Which rank held what of them, and whether the weights themselves were in 16 bits, is not in it; so any
+number of ranks goes on from what any other has written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from amp_compiler.distributed import checkpoint_folder
+from amp_compiler.distributed.ranks import Ranks, check_equal
+from amp_compiler.errors import AmpError
+from amp_compiler.training.checkpoint_state import StepContents
+from amp_compiler.training.step import TrainingStep
+from amp_compiler.training.together import LOADING_ALL, SAVING_ALL
+
+_SAME = "call it on all ranks with the same steps, folder and number"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was loaded.
+
+    Args:
+        number: its number.
+        path: its folder.
+        extra: what was saved beside the steps.
+    """
+
+    number: int
+    path: Path
+    extra: Any
+
+
+def save_checkpoint(
+    steps: TrainingStep | Mapping[str, TrainingStep],
+    folder: str | os.PathLike[str],
+    number: int,
+    *,
+    extra: Any = None,
+    keep: int | None = None,
+) -> Path:
+    """Save what a training step goes on from: the folder `number` in `folder`, written by torch.distributed.checkpoint.
+
+    It holds weights in FP32, buffers, the optimizer's state and hyperparameters, loss scale with its counters, random
+    state of each rank, and gradients that were gathered so far. With several ranks all of them call it, and each writes
+    what it alone has. The folder gets its name when all of it is on the disk, and is whole from then on.
+
+    Args:
+        steps: a step, or those of one training by name, such as the two of a GAN.
+        folder: of this training's checkpoints; all ranks see it.
+        number: of this one, such as the number of steps so far.
+        extra: anything that can be pickled, such as `scheduler.state_dict()`; of several ranks the first one's.
+        keep: how many checkpoints stay, this one and those before it; `None` for all.
+
+    Returns:
+        The folder of the checkpoint.
+
+    Raises:
+        AmpError: there is a checkpoint of that number, a file cannot be written, or an argument is wrong. With several
+            ranks, on each of them.
+
+    Source:
+        https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
+
+    Example:
+        >>> import tempfile, torch, amp_compiler as amp
+        >>> model = torch.nn.Linear(4, 1)
+        >>> step = amp.training_step(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), 0.1),
+        ...                          dtype="bf16", backend="eager")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = amp.save_checkpoint(step, folder, 0, extra={"epoch": 3})
+        ...     found = amp.load_checkpoint(step, folder)
+        >>> found.number, found.extra
+        (0, {'epoch': 3})
+    """
+    named, ranks = _joined(steps, SAVING_ALL)
+    from amp_compiler.distributed import dcp  # here: few need it, and importing it takes a third of a second
+
+    state: dict[str, Any] = {}
+    about: dict[str, Any] = {}
+
+    def prepare() -> dict[str, Any]:
+        if type(number) is not int or number < 0:
+            raise AmpError(f"number={number!r}", mend="pass a whole number from 0 on, such as that of the steps so far")
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise AmpError(f"keep={keep!r}", mend="pass a whole number from 1 on, or None to keep all")
+        for name, one in named.items():
+            own = one.saved()
+            state.update({"steps": {**state.get("steps", {}), name: own}} if name else own)
+            about[name] = one.about()
+        shared = sorted(f"{name} {entry}".strip() for name, one in named.items() for entry in one.entries())
+        return {"number": number, "keep": keep, "entries": shared}
+
+    check_equal(checkpoint_folder.each(ranks, prepare), _SAME)
+    own = _random_state(next(iter(named.values())).device)
+    state.setdefault("ranks", {}).setdefault(str(_rank(ranks)), {})["random"] = own
+    if _rank(ranks) == 0:
+        state["extra"] = (extra,)
+    return checkpoint_folder.write(
+        Path(folder), number, {"steps": about}, lambda path: dcp.save(state, path, ranks), keep, ranks
+    )
+
+
+def load_checkpoint(
+    steps: TrainingStep | Mapping[str, TrainingStep], folder: str | os.PathLike[str], number: int | None = None
+) -> Checkpoint | None:
+    """Let a training step go on from a checkpoint that `save_checkpoint` wrote, on any number of ranks.
+
+    The files are compared with their checksums, and what they hold with the step, before anything is changed. The step
+    may be new or have trained before. torch's random state is taken over where there are as many ranks as there were.
+
+    Args:
+        steps: a step, or those of one training by name, as they were saved.
+        folder: of this training's checkpoints; all ranks see it.
+        number: which one; `None` for the newest.
+
+    Returns:
+        The checkpoint; `None` where the folder has none, and no number was asked for.
+
+    Raises:
+        AmpError: there is none of that number, a file is damaged, or it is the checkpoint of another model, optimizer
+            or kind of weights. With several ranks, on each of them.
+
+    Source:
+        https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
+
+    Example:
+        >>> import tempfile, torch, amp_compiler as amp
+        >>> model = torch.nn.Linear(4, 1)
+        >>> step = amp.training_step(model, lambda m, x: m(x).square().mean(), torch.optim.SGD(model.parameters(), 0.1),
+        ...                          dtype="bf16", backend="eager")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     print(amp.load_checkpoint(step, folder))  # the first start of a run
+        None
+    """
+    named, ranks = _joined(steps, LOADING_ALL)
+    from amp_compiler.distributed import dcp
+
+    chosen = checkpoint_folder.choose(Path(folder), number, ranks)
+    if chosen is None:
+        return None
+    path, about = chosen
+    wanted: dict[str, Any] = {"extra": None}
+
+    def prepare() -> None:
+        if sorted(about["steps"]) != sorted(named):
+            was, now = (
+                "a step" if list(one) == [""] else f"the steps {', '.join(one)}" for one in (about["steps"], named)
+            )
+            raise AmpError(
+                f"holds {was}, not {now}", where=str(path), mend="pass to it what was saved: a step, or a dict of them"
+            )
+        found = dcp.contents(path)
+        for name, one in named.items():
+            wanted.update(one.wanted(found, about["steps"][name], about["ranks"], str(path)))
+        for entry, keys in found.paths.items():
+            if keys[:3] == ("ranks", str(_rank(ranks)), "random") and about["ranks"] == _size(ranks):
+                wanted[entry] = torch.empty(*found.tensors[entry][0], dtype=torch.uint8)
+
+    checkpoint_folder.each(ranks, prepare)
+    dcp.load(wanted, path, ranks)
+    for one in named.values():
+        one.place(wanted)
+    _set_random_state(wanted, _rank(ranks), next(iter(named.values())).device)
+    return Checkpoint(int(path.name), path, wanted["extra"][0])
+
+
+def _joined(steps: Any, called: str) -> tuple[dict[str, StepContents], Ranks | None]:
+    """The steps by name, once all ranks call the same."""
+    if not dist.is_available():
+        raise AmpError(
+            f"{called} needs torch.distributed.checkpoint, which this torch lacks", mend="install another torch"
+        )
+    given = {"": steps} if isinstance(steps, TrainingStep) else steps
+    if not isinstance(given, Mapping) or not given or not all(isinstance(one, TrainingStep) for one in given.values()):
+        raise AmpError(
+            f"{called} was given a {type(steps).__name__}", mend="pass a training step, or a dict of them by name"
+        )
+    if any(not isinstance(name, str) or (name == "") != (given is not steps) for name in given):
+        raise AmpError("the steps need names", mend='pass them as {"generator": step, …}')
+    ranks = next(iter(given.values()))._ranks
+    if len({None if one._ranks is None else one._ranks.name for one in given.values()}) > 1:
+        raise AmpError(
+            "the steps are of different process groups", mend="give all of them one, or save them one by one"
+        )
+    for one in given.values():
+        if one._together is not None:
+            one._together.comes(called)
+    owned = {
+        name: {id(p) for o in one._optimizers for g in o.param_groups for p in g["params"]}
+        for name, one in given.items()
+    }
+    every = set().union(*owned.values())
+    return {name: StepContents(one, name, every - owned[name]) for name, one in given.items()}, ranks
+
+
+def _rank(ranks: Ranks | None) -> int:
+    return 0 if ranks is None else ranks.rank
+
+
+def _size(ranks: Ranks | None) -> int:
+    return 1 if ranks is None else ranks.size
+
+
+def _random_state(device: torch.device) -> dict[str, Tensor]:
+    """torch's random state of this process: uint8 vectors, on the CPU."""
+    found = {"cpu": torch.get_rng_state()}
+    return {**found, "cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else found
+
+
+def _set_random_state(found: Mapping[str, Any], rank: int, device: torch.device) -> None:
+    entries = {kind: f"ranks.{rank}.random.{kind}" for kind in ("cpu", "cuda")}
+    kinds = {kind: found[entry] for kind, entry in entries.items() if entry in found}
+    if "cpu" in kinds:
+        torch.set_rng_state(kinds["cpu"])
+    if "cuda" in kinds and device.type == "cuda":
+        torch.cuda.set_rng_state(kinds["cuda"], device)

@@ -1,0 +1,381 @@
+"""Checkpoints by torch.distributed.checkpoint, of one process; those of several are in `test_rank_checkpoints.py`."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import amp_compiler as amp
+
+if not dist.is_available():
+    pytest.skip("this torch has no torch.distributed", allow_module_level=True)
+
+from amp_compiler.distributed.dcp import Slice, boxes, contents
+
+
+def squares(model, x, y):
+    return (model(x) - y).square().mean()
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 9), nn.GELU(), nn.LayerNorm(9), nn.Linear(9, 2))
+
+
+def adamw(given):
+    return torch.optim.AdamW(given, 1e-2)
+
+
+def sgd(given):
+    return torch.optim.SGD(given, 0.05, momentum=0.9)
+
+
+def batches(count=6):
+    generator = torch.Generator().manual_seed(3)
+    return [(torch.randn(8, 4, generator=generator), torch.randn(8, 2, generator=generator)) for _ in range(count)]
+
+
+def made(seed, model: Callable[[], nn.Module] = net, optimizer=adamw, **options):
+    torch.manual_seed(seed)
+    trained = model()
+    options = {"dtype": "bf16", "backend": "eager", **options}
+    return trained, amp.training_step(trained, squares, optimizer(trained.parameters()), **options)
+
+
+def everything(model, step):
+    """All tensors that training goes on from, of one process."""
+    states = [step._optimizers[0].state.get(p, {}) for p in model.parameters()]
+    held = [value for state in states for _, value in sorted(state.items())]
+    return [t.clone() for t in (*model.state_dict().values(), *held, step.loss_scale, step.skipped_steps)]
+
+
+def equal(some, others):
+    assert len(some) == len(others)
+    return all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(some, others, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(7,), (3, 4), (2, 3, 2), (1, 5, 1, 3)])
+def test_boxes_are_the_elements_in_their_order(shape):
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    for begin, end in itertools.combinations_with_replacement(range(whole.numel() + 1), 2):
+        found = [
+            whole[tuple(map(slice, at, map(sum, zip(at, size, strict=True))))] for at, size in boxes(shape, begin, end)
+        ]
+        assert torch.cat([torch.empty(0, dtype=torch.int64), *map(torch.ravel, found)]).tolist() == list(
+            range(begin, end)
+        )
+        assert len(found) <= 2 * len(shape) - 1
+        part = Slice(torch.arange(begin, end), whole.shape, begin)
+        for one, (at, _) in zip(found, part.boxes(), strict=True):
+            assert torch.equal(part.box(at), one)
+
+
+FP16 = {"mode": "dynamic", "init": 2.0**20, "growth_interval": 2}
+LOW = {"version": 1, "extends": "default", "weights": {"master": "low", "rounding": "stochastic"}}
+KAHAN = {"version": 1, "extends": "default", "weights": {"master": "low", "rounding": "kahan"}}
+STEPS = {
+    "adamw": {},
+    "sgd in FP16": {
+        "optimizer": sgd,
+        "dtype": "fp16",
+        "rules": {"version": 1, "extends": "default", "loss_scale": FP16},
+    },
+    "a 16-bit model": {"model": lambda: net().bfloat16()},
+    "stochastic rounding": {"optimizer": sgd, "rules": LOW},
+    "kahan": {"rules": KAHAN},
+    "traced": {"optimizer": lambda given: torch.optim.NAdam(given, 1e-2)},
+    "dropout and statistics": {
+        "model": lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+    },
+    "gathered batches": {"accumulate": 2, "dtype": "fp16", "clip_norm": 1.0},
+    "fp32": {"enabled": False},
+    "two groups": {
+        "optimizer": lambda given: torch.optim.AdamW([{"params": [p], "lr": 0.01 * n} for n, p in enumerate(given, 1)])
+    },
+}
+
+
+@pytest.mark.parametrize("case", STEPS)
+def test_a_step_goes_on_to_the_bit(case, tmp_path):
+    model, step = made(0, **STEPS[case])
+    for batch in batches()[:3]:
+        step(*batch)
+    amp.save_checkpoint(step, tmp_path, 3)
+    saved = everything(model, step)
+    for batch in batches()[3:]:
+        step(*batch)
+    for trained_before in (False, True):
+        again, resumed = made(7, **STEPS[case])
+        if trained_before:
+            resumed(*batches()[0])
+            resumed._optimizers[0].param_groups[0]["lr"] = 10.0
+        found = amp.load_checkpoint(resumed, tmp_path)
+        assert found == amp.Checkpoint(3, tmp_path / "3", None)
+        if trained_before:
+            assert equal(everything(again, resumed), saved)
+        for batch in batches()[3:]:
+            resumed(*batch)
+        assert equal(everything(again, resumed), everything(model, step))
+
+
+def test_a_step_that_never_ran_is_saved_and_loaded(tmp_path):
+    model, step = made(0)
+    amp.save_checkpoint(step, tmp_path, 0, extra={"epoch": 3})
+    again, resumed = made(7)
+    found = amp.load_checkpoint(resumed, tmp_path)
+    assert found is not None and found.extra == {"epoch": 3}
+    assert equal(everything(again, resumed), everything(model, step))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_plain_model_and_torchs_own_tools_read_it(tmp_path):
+    model, step = made(0, model=lambda: net().bfloat16())
+    for batch in batches():
+        step(*batch)
+    path = amp.save_checkpoint(step, tmp_path, 6)
+    masters = [step._optimizers[0].state[p]["master"] for p in model.parameters()]
+    plain = net()
+    torch.distributed.checkpoint.load({"model": plain}, checkpoint_id=path, no_dist=True)
+    assert equal(masters, list(plain.parameters()))
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(path, tmp_path / "one.pt")
+    found = torch.load(tmp_path / "one.pt", weights_only=False)
+    assert equal(masters, list(found["model"].values()))
+    assert found["optimizer"]["state"]["0.weight"]["exp_avg"].shape == (9, 4)
+
+
+def gan(seed):
+    torch.manual_seed(seed)
+    nets = {"made": nn.Linear(4, 4).bfloat16(), "judge": nn.Linear(4, 2)}
+    first = amp.training_step(
+        nets, lambda nets, x, y: -squares(lambda x: nets["judge"](nets["made"](x)), x, y),
+        sgd(nets["made"].parameters()), dtype="bf16", backend="eager",
+    )  # fmt: skip
+    second = amp.training_step(
+        nets, lambda nets, x, y: squares(lambda x: nets["judge"](nets["made"](x)), x, y),
+        adamw(nets["judge"].parameters()), dtype="bf16", backend="eager",
+    )  # fmt: skip
+    return nets, {"generator": first, "judge": second}
+
+
+def test_the_steps_of_a_gan_are_one_checkpoint(tmp_path):
+    def run(steps, some):
+        for batch in some:
+            for step in steps.values():
+                step(*batch)
+
+    nets, steps = gan(0)
+    run(steps, batches()[:3])
+    path = amp.save_checkpoint(steps, tmp_path, 3)
+    run(steps, batches()[3:])
+    again, resumed = gan(7)
+    amp.load_checkpoint(resumed, tmp_path)
+    run(resumed, batches()[3:])
+    for name, step in steps.items():
+        for key in nets:
+            assert equal(everything(again[key], resumed[name]), everything(nets[key], step))
+    held = [name for name in contents(path).tensors if name.endswith("weight")]
+    assert sorted(held) == ["steps.generator.model.made.weight", "steps.judge.model.judge.weight"]  # each once
+    with pytest.raises(amp.AmpError, match="holds the steps generator, judge, not a step; pass to it what was saved"):
+        amp.load_checkpoint(resumed["judge"], tmp_path)
+
+
+class Killed(BaseException):
+    """In the place of SIGKILL: nothing behind it runs, but for what Python unwinds."""
+
+
+@pytest.mark.parametrize("where", ["mkdir", "finish", "rename"])
+def test_what_was_half_written_is_never_taken(where, tmp_path, monkeypatch):
+    """Killed behind the making of the folder, when DCP has written but its last file, and in front of the last name."""
+    model, step = made(0)
+    step(*batches()[0])
+    amp.save_checkpoint(step, tmp_path, 1)
+    before = everything(model, step)
+    step(*batches()[1])
+    real = Path.mkdir
+
+    def kill(self, *args, **kwargs):
+        if where == "mkdir":
+            real(self, *args, **kwargs)
+        if where == "finish" or self.name == "2.partial":
+            raise Killed
+
+    monkeypatch.setattr(torch.distributed.checkpoint.FileSystemWriter if where == "finish" else Path, where, kill)
+    with pytest.raises((Killed, amp.AmpError)):
+        amp.save_checkpoint(step, tmp_path, 2)
+    monkeypatch.undo()
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["1", "2.partial"]
+    found = amp.load_checkpoint(step, tmp_path)
+    assert found is not None and found.number == 1
+    assert equal(everything(model, step), before)
+    with pytest.raises(amp.AmpError, match=r"there is no checkpoint 2; pass one of: 1"):
+        amp.load_checkpoint(step, tmp_path, 2)
+    amp.save_checkpoint(step, tmp_path, 2)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["1", "2"]
+
+
+def test_so_many_are_kept_and_none_is_overwritten(tmp_path):
+    _, step = made(0)
+    for number in (1, 2, 10):
+        amp.save_checkpoint(step, tmp_path, number)
+    amp.save_checkpoint(step, tmp_path, 5, keep=2)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["10", "2", "5"]
+    found = amp.load_checkpoint(step, tmp_path)
+    assert found is not None and found.number == 10
+    with pytest.raises(amp.AmpError, match="10: there is a checkpoint already; delete it, or pass another number"):
+        amp.save_checkpoint(step, tmp_path, 10)
+
+
+def damaged(path: Path, how: str) -> None:
+    data = bytearray(path.read_bytes())
+    if how == "truncated":
+        path.write_bytes(data[: len(data) // 2])
+    elif how == "changed":
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    else:
+        path.unlink()
+
+
+@pytest.mark.parametrize("how", ["truncated", "changed", "deleted"])
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata", "checkpoint.json"])
+def test_a_damaged_file_is_named_and_changes_nothing(file, how, tmp_path):
+    _, step = made(0)
+    path = amp.save_checkpoint(step, tmp_path, 1)
+    damaged(path / file, how)
+    again, other = made(7)
+    before = everything(again, other)
+    with pytest.raises(amp.AmpError, match=rf"1/{file}: .*delete the folder: the checkpoint before it"):
+        amp.load_checkpoint(other, tmp_path)
+    assert equal(everything(again, other), before)
+
+
+MISFITS: dict[str, tuple[dict, str]] = {
+    "another layer": (
+        {"model": lambda: nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 2))},
+        r"only the checkpoint's optimizer has 2.bias; only the checkpoint's optimizer has 2.weight; .* and 3 more",
+    ),
+    "another shape": (
+        {"model": lambda: nn.Sequential(nn.Linear(4, 5), nn.GELU(), nn.LayerNorm(5), nn.Linear(5, 2))},
+        r"model.0.bias is of shape \[9\] there and of \[5\] here; .* and 2 more",
+    ),
+    "another optimizer": ({"optimizer": sgd}, "holds the state of AdamW, and the step has SGD"),
+    "other groups": (
+        {"optimizer": lambda given: torch.optim.AdamW([{"params": [p]} for p in given])},
+        "the parameters stand in other groups",
+    ),
+    "without masters": (
+        {"rules": {"version": 1, "extends": "default", "weights": {"master": "low"}}},
+        r"was saved with `weights: \{master: fp32\}`, and the step's rules say low",
+    ),
+    "other buffers": (
+        {"model": lambda: nn.Sequential(nn.Linear(4, 9), nn.GELU(), nn.BatchNorm1d(9), nn.Linear(9, 2))},
+        "only the step has model.2.num_batches_tracked",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_another_steps_checkpoint_is_refused_by_name(case, tmp_path):
+    _, step = made(0)
+    step(*batches()[0])
+    amp.save_checkpoint(step, tmp_path, 1)
+    options, told = MISFITS[case]
+    other, misfit = made(7, **options)
+    before = everything(other, misfit)
+    with pytest.raises(amp.AmpError, match=told) as caught:
+        amp.load_checkpoint(misfit, tmp_path)
+    assert caught.value.where == str(tmp_path / "1")
+    assert caught.value.mend == "give the step the model, optimizer, dtype and rules that it was saved with"
+    assert equal(everything(other, misfit), before)
+
+
+def test_a_loss_scale_that_cannot_be_taken_over_changes_nothing(tmp_path):
+    _, step = made(0, dtype="fp16", loss_scale=amp.DynamicLossScale(backoff_factor=0.3))
+    amp.save_checkpoint(step, tmp_path, 1)
+    again, other = made(7, dtype="fp16", loss_scale=amp.NormAdaptiveLossScale())
+    before = everything(again, other)
+    with pytest.raises(amp.AmpError, match="backoff_factor must be a power of two"):
+        amp.load_checkpoint(other, tmp_path)
+    assert equal(everything(again, other), before)
+
+
+def test_a_frozen_weight_of_another_type_is_refused(tmp_path):
+    def frozen(dtype) -> nn.Module:
+        model = net()
+        model[0].to(dtype).requires_grad_(False)
+        return model
+
+    def rest(given):
+        return sgd([p for p in given if p.requires_grad])
+
+    _, step = made(0, model=lambda: frozen(torch.float32), optimizer=rest)
+    amp.save_checkpoint(step, tmp_path, 1)
+    _, other = made(0, model=lambda: frozen(torch.bfloat16), optimizer=rest)
+    with pytest.raises(amp.AmpError, match=r"model\.0\.bias is float32 there and bfloat16 here"):
+        amp.load_checkpoint(other, tmp_path)
+
+
+def test_gathered_batches_need_a_step_that_gathers_as_many(tmp_path):
+    _, step = made(0, accumulate=4)
+    step(*batches()[0])
+    amp.save_checkpoint(step, tmp_path, 1)
+    _, other = made(0, accumulate=2)
+    with pytest.raises(
+        amp.AmpError, match=r"saved behind 1 of 4 gathered batches on 1 rank\(s\), and this step gathers 2 on 1"
+    ):
+        amp.load_checkpoint(other, tmp_path)
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x):
+        made = self.net(x)
+        return made if made.sum() > 0 else made * 2
+
+
+def test_a_step_in_pieces_is_saved_behind_the_last_batch(tmp_path):
+    model, step = made(0, model=Branching, accumulate=2)
+    step(*batches()[0])
+    with pytest.raises(amp.AmpError, match="1 of 2 batches were gathered by a step in pieces; save behind the last of"):
+        amp.save_checkpoint(step, tmp_path, 1)
+    step(*batches()[1])
+    amp.save_checkpoint(step, tmp_path, 2)
+    again, resumed = made(7, model=Branching, accumulate=2)
+    amp.load_checkpoint(resumed, tmp_path)
+    for batch in batches()[2:]:
+        step(*batch)
+        resumed(*batch)
+    assert "pieces" in step.execution
+    assert equal(everything(again, resumed), everything(model, step))
+
+
+def test_wrong_arguments_are_named(tmp_path):
+    _, step = made(0)
+    wrong = {
+        "number=-1": lambda: amp.save_checkpoint(step, tmp_path, -1),
+        "number=True": lambda: amp.save_checkpoint(step, tmp_path, True),
+        "keep=0": lambda: amp.save_checkpoint(step, tmp_path, 1, keep=0),
+        "was given a Linear": lambda: amp.save_checkpoint(nn.Linear(1, 1), tmp_path, 1),
+        "was given a dict": lambda: amp.load_checkpoint({}, tmp_path),
+        "the steps need names": lambda: amp.load_checkpoint({"": step}, tmp_path),
+    }
+    for told, call in wrong.items():
+        with pytest.raises(amp.AmpError, match=told):
+            call()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    with pytest.raises(amp.AmpError, match=r"file/1.partial: (FileExistsError|NotADirectoryError)"):
+        amp.save_checkpoint(step, tmp_path / "file", 1)
+    shutil.rmtree(tmp_path)
+    assert amp.load_checkpoint(step, tmp_path) is None
