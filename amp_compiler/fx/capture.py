@@ -30,7 +30,12 @@ from amp_compiler.fx.graph import user_source
 from amp_compiler.fx.hooks import SavedTensorHooks, refuse_module_hooks, refuse_tensor_hook
 from amp_compiler.fx.python_state import PythonState
 from amp_compiler.fx.python_walk import python_state
-from amp_compiler.fx.torch_private import exporting, new_graph_module, transform_of
+from amp_compiler.fx.torch_private import (
+    exporting,
+    inference_mode_as_no_grad,
+    new_graph_module,
+    transform_of,
+)
 from amp_compiler.fx.transformers_caches import register_caches
 
 
@@ -141,7 +146,7 @@ def tracing_context() -> Iterator[None]:
     """No ambient autocast, casts kept apart, and the warnings that tracing gives to every model muted."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with autocast_off(), KeepCastsApart():
+        with autocast_off(), inference_mode_as_no_grad(), KeepCastsApart():
             yield
 
 

@@ -16,6 +16,7 @@ from amp_compiler.fx.capture import tracing_context
 from amp_compiler.fx.capture_errors import user_frame
 from amp_compiler.fx.graph import rename_placeholder, user_source
 from amp_compiler.fx.meta import CUSTOM_REGION, Key, region_pin
+from amp_compiler.fx.no_grad import detach_what_enters
 from amp_compiler.fx.regions import check_region
 from amp_compiler.fx.torch_private import new_graph_module, restored_transforms, traced_graph, transform_of
 from amp_compiler.ir.graph import ValueKind
@@ -68,6 +69,8 @@ def trace_piece(
             where=user_frame(cause),
             mend="exclude that part with torch.compiler.disable, or keep it out of the compiled module",
         ) from cause
+    if torch.is_grad_enabled():
+        detach_what_enters(traced.graph)
     if not before:
         traced.graph.eliminate_dead_code()  # checks of sizes, which have no value
     _restore_pins(traced)
