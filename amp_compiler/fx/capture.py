@@ -217,6 +217,12 @@ def capture_module(
         CaptureError: where the model cannot be taken as one graph; names the line of the model.
     """
     state = python_state(model)
+    if state.iterators:
+        raise CaptureError(
+            f"forward may read '{state.iterators[0]}', which is used up by reading it, and one graph would freeze it",
+            where=name_of(model),
+            mend="take the next value before the call, and pass it",
+        )
     watch = WriteWatch(model, state)
     with watch.active(), written_first(state) as overwritten:
         program = _export(model, args, kwargs, dynamic_shapes)
