@@ -147,8 +147,8 @@ class WriteWatch:
         """The output with the tensors that were written, behind those that are in it anyway."""
         now = _generators(self.state)
         if now != self._drawn:
-            own = zip(self.state.generators, now[2:], self._drawn[2:], strict=True)
-            lost = any(isinstance(one, random.Random) and new != old for one, new, old in own)
+            drawn = zip(self.state.generators, now[2:], self._drawn[2:], strict=True)
+            lost = any(isinstance(one, random.Random) and new != old for one, new, old in drawn)
             raise (HookError if lost else CaptureError)(  # a random.Random of its own Dynamo freezes too
                 "forward draws from Python's or NumPy's random numbers, which one graph would freeze",
                 mend="draw from torch, or draw before the call and pass a tensor",
@@ -277,7 +277,7 @@ def _extend(holder: Holder, values: list[Any]) -> None:
 def restored(state: PythonState) -> Iterator[None]:
     """Whatever is written within it to what `state` holds is as before behind it."""
     saved = [(holder, holder.items()) for holder in state.holders.values()]
-    tables = [
+    tables: list[tuple[dict[str, Any], dict[str, Any]]] = [
         (table, dict(table))
         for module in state.modules
         for table in (module._parameters, module._buffers, module._modules)

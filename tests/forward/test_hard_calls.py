@@ -243,3 +243,17 @@ def test_a_weight_that_is_first_read_under_no_grad_has_its_gradient_in_pieces(ba
 
     model = Lambda(function)
     assert check(model, X, backend=backend).in_pieces and model.fc.weight.grad is not None
+
+
+def test_a_piece_that_reads_an_index_runs_as_it_is_written(caplog):
+    place = torch.tensor(1)
+
+    def function(fc, x):
+        h = fc(x)
+        if h.sum() > 1e9:
+            return h
+        return h[:, place] * 2
+
+    with caplog.at_level("WARNING", "amp_compiler"):
+        assert check(Lambda(function), X).in_pieces
+    assert "without a plan" in caplog.text and "test_hard_calls.py" in caplog.text
