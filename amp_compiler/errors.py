@@ -60,6 +60,10 @@ class CaptureError(AmpError):
     """A model cannot be turned into a graph."""
 
 
+class ValuesReadError(CaptureError):
+    """A graph reads the values of a tensor while it is made; what reads them runs as it is written."""
+
+
 class HookError(CaptureError):
     """A module carries a hook, or is of a kind, that no graph can hold, whole or in pieces."""
 

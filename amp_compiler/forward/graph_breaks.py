@@ -13,7 +13,7 @@ import torch
 import torch.utils.checkpoint
 from torch import fx, nn
 
-from amp_compiler.errors import AmpError, CaptureError, CustomFunctionError, first_line
+from amp_compiler.errors import AmpError, CaptureError, CustomFunctionError, ValuesReadError, first_line
 from amp_compiler.forward.program import build_run, rewrite_piece
 from amp_compiler.forward.settings import AUTO, Settings, device_of
 from amp_compiler.fx.capture_errors import name_of, user_frame
@@ -112,7 +112,11 @@ class Pieces:
                 raise
 
     def _backend(self, piece: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        run, plan, rewritten, stages = compile_piece(piece, inputs, self._settings)
+        try:
+            run, plan, rewritten, stages = compile_piece(piece, inputs, self._settings)
+        except ValuesReadError as cause:
+            logger.warning("a piece of %s runs in the model's types, without a plan: %s", self._model, cause)
+            return piece.forward
         self.plans.append((plan, rewritten))
         name = f"piece{len(self.plans) - 1}"
         for stage in stages:

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
+from types import FunctionType, MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from amp_compiler.forward.same_objects import SameObjects
-from amp_compiler.fx.python_state import OPENED, Holder, Kind, PythonState, is_plain
+from amp_compiler.fx.code_names import Origin, functions_of, origin_of
+from amp_compiler.fx.python_state import BY_NAME, OPENED, Holder, Kind, PythonState, content_of, is_plain
 
 Check = Callable[[Any], bool]
+_CONTAINERS = (list, deque, tuple, dict, set, MappingProxyType)
 
 
 class ValueGuards:
@@ -42,29 +46,35 @@ class ValueGuards:
         self._kept: list[tuple[Holder, Any, Check]] = []
         self._deep: list[tuple[Callable[[], Any], Check]] = []
         places = {(id(holder.value), key): (holder, key, value) for holder, key, value in state.loaded()}
+        constants = list(constants)
         for tensor in constants:
             if (place := state.place_of(tensor)) is not None:
                 places.setdefault((id(place[0].value), place[1]), (*place, tensor))
         for holder, key, value in places.values():
-            if holder.kind not in (Kind.TABLE, Kind.CELL, Kind.CLASS):
+            if holder.kind not in (Kind.TABLE, Kind.CELL, *BY_NAME):
                 continue  # compared as part of what holds it
-            if _is_told_by_identity(value):
+            if holder.kind is not Kind.OBJECT and _is_told_by_identity(value):
                 self._kept.append((holder, key, _expected(value, ())))
             else:
                 self._deep.append((holder.getter(key), _expected(value, ())))
         for function in state.functions:
-            for defaults in (function.__defaults__, function.__kwdefaults__):
+            for name in ("__defaults__", "__kwdefaults__"):
+                defaults = getattr(function, name)
                 if defaults and not is_plain(defaults):  # a list that is a default may change
-                    self._deep.append((lambda defaults=defaults: defaults, _expected(defaults, ())))  # type: ignore[misc]
+                    self._deep.append((partial(getattr, function, name), _expected(defaults, ())))
         for module in state.beside:
             self._deep.append((partial(getattr, module, "training"), _expected(module.training, ())))
+        for value in state.arrays:
+            if not any(_lies_in(tensor, value) for tensor in constants):  # the graph reads its memory
+                self._deep.append((partial(content_of, value), content_of(value).__eq__))
         self._absent = [(holder.value, key) for holder, key in state.absent()]
         self._same = _identity_test(self._kept, self._absent)
+        self._code = _code_test(state)
 
     def hold(self) -> bool:
         """Whether everything is as it was."""
         try:
-            return (self._same() or self._equal()) and all(check(get()) for get, check in self._deep)
+            return self._code() and (self._same() or self._equal()) and all(check(get()) for get, check in self._deep)
         except (KeyError, ValueError, AttributeError, IndexError):
             return False  # something is gone
 
@@ -88,8 +98,26 @@ def _identity_test(kept: list[tuple[Holder, Any, Check]], absent: list[tuple[Any
     return same.test()
 
 
+def _code_test(state: PythonState) -> Callable[[], bool]:
+    """Whether the user's functions have the code and the defaults, and the user's classes the functions, they had."""
+    same = SameObjects()
+    for function in state.functions:
+        if origin_of(str(function.__globals__.get("__name__", ""))) is Origin.USER:
+            same.attribute(function, "__code__")
+            if is_plain(function.__defaults__):
+                same.attribute(function, "__defaults__")
+    for cls in state.classes:
+        for name in sorted(state.names & set(dir(cls))):
+            base = next((base for base in cls.__mro__ if name in vars(base)), object)
+            if isinstance(vars(base).get(name), FunctionType):
+                same.attribute(cls, name)
+            elif functions_of(vars(base).get(name)):
+                same.item(vars(base), name)
+    return same.test()
+
+
 def _is_told_by_identity(value: Any) -> bool:
-    return is_plain(value) or not isinstance(value, (torch.Tensor, partial, list, deque, tuple, dict, set))
+    return is_plain(value) or not isinstance(value, (torch.Tensor, partial, *_CONTAINERS))
 
 
 def _expected(value: Any, around: tuple[int, ...]) -> Check:
@@ -112,7 +140,7 @@ def _expected(value: Any, around: tuple[int, ...]) -> Check:
     if isinstance(value, partial):
         arguments = _expected((value.args, value.keywords), around)
         return lambda now: now is value and arguments((now.args, now.keywords))
-    if id(value) in around or not isinstance(value, (list, deque, tuple, dict, set)):
+    if id(value) in around or not isinstance(value, _CONTAINERS):
         return lambda now: now is value
     return _container(value, (*around, id(value)))
 
@@ -124,8 +152,9 @@ def _container(value: Any, around: tuple[int, ...]) -> Check:
     if isinstance(value, set):
         members = frozenset(value)
         return lambda now: type(now) is kind and members == now
-    keys = tuple(value) if isinstance(value, dict) else None
-    checks = [_expected(item, around) for item in (value.values() if isinstance(value, dict) else value)]
+    keyed = isinstance(value, (dict, MappingProxyType))
+    keys = tuple(value) if keyed else None
+    checks = [_expected(item, around) for item in (value.values() if keyed else value)]
 
     def holds(now: Any) -> bool:
         if type(now) is not kind or len(now) != length or (keys is not None and tuple(now) != keys):
@@ -133,6 +162,13 @@ def _container(value: Any, around: tuple[int, ...]) -> Check:
         return all(check(item) for check, item in zip(checks, now if keys is None else now.values(), strict=True))
 
     return holds
+
+
+def _lies_in(tensor: torch.Tensor, value: Any) -> bool:
+    """Whether a tensor was made of an array's memory."""
+    if not isinstance(value, np.ndarray) or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        return False
+    return 0 <= tensor.data_ptr() - value.ctypes.data < value.nbytes
 
 
 def _form(tensor: torch.Tensor) -> tuple[Any, ...]:

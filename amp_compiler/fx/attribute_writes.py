@@ -8,6 +8,8 @@ which the model is run in Dynamo's pieces: Dynamo runs such lines in Python.
 from __future__ import annotations
 
 import contextlib
+import copy
+import pickle
 import random
 import sys
 import threading
@@ -16,13 +18,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from amp_compiler.errors import CaptureError
-from amp_compiler.fx.python_state import Holder, Kind, PythonState, is_plain
+from amp_compiler.errors import CaptureError, HookError
+from amp_compiler.fx.generators import generators_kept
+from amp_compiler.fx.python_state import BY_NAME, Holder, Kind, PythonState, content_of, is_plain
 
 _ABSENT = object()
 _COPIED = 1024  # elements; torch computes with constants of one element while it traces, and lets the others be
@@ -96,6 +100,7 @@ class WriteWatch:
     out_spec: pytree.TreeSpec | None = None
     _before: list[tuple[Holder, dict[Any, Any]]] = field(default_factory=list)
     _drawn: Any = None
+    _arrays: list[bytes] = field(default_factory=list)
     _depth: int = 0
     _tables: list[tuple[nn.Module, dict[str, dict[str, Any]]]] = field(default_factory=list)
 
@@ -130,7 +135,8 @@ class WriteWatch:
             end.remove()
 
     def _begin(self) -> None:
-        self._drawn = _generators()
+        self._drawn = _generators(self.state)
+        self._arrays = [content_of(one) for one in self.state.arrays]
         self._before = [(holder, holder.items()) for holder in self.state.holders.values()]
         self._tables = [
             (module, {name: dict(module.__dict__[name]) for name in ("_parameters", "_buffers", "_modules")})
@@ -139,10 +145,18 @@ class WriteWatch:
 
     def _end(self, output: Any) -> Any:
         """The output with the tensors that were written, behind those that are in it anyway."""
-        if _generators() != self._drawn:
-            raise CaptureError(
+        now = _generators(self.state)
+        if now != self._drawn:
+            drawn = zip(self.state.generators, now[2:], self._drawn[2:], strict=True)
+            lost = any(isinstance(one, random.Random) and new != old for one, new, old in drawn)
+            raise (HookError if lost else CaptureError)(  # a random.Random of its own Dynamo freezes too
                 "forward draws from Python's or NumPy's random numbers, which one graph would freeze",
                 mend="draw from torch, or draw before the call and pass a tensor",
+            )
+        if [content_of(one) for one in self.state.arrays] != self._arrays:
+            raise CaptureError(
+                "forward writes to an array that is no tensor, which one graph would freeze",
+                mend="keep what it holds in a tensor",
             )
         own = pytree.tree_leaves(output)
         results = _Results(own)
@@ -249,7 +263,7 @@ def _put(holder: Holder, key: Any, value: Any) -> None:
     target = holder.get()
     if holder.kind is Kind.CELL:
         target.cell_contents = value
-    elif holder.kind is Kind.CLASS:
+    elif holder.kind in BY_NAME:
         setattr(target, key, value)
     else:
         target[key] = value
@@ -263,24 +277,49 @@ def _extend(holder: Holder, values: list[Any]) -> None:
 def restored(state: PythonState) -> Iterator[None]:
     """Whatever is written within it to what `state` holds is as before behind it."""
     saved = [(holder, holder.items()) for holder in state.holders.values()]
+    tables: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (table, dict(table))
+        for module in state.modules
+        for table in (module._parameters, module._buffers, module._modules)
+    ]
+    transient = [(module, set(module._non_persistent_buffers_set)) for module in state.modules]
+    misses = [(cache, cache.cache_info().misses) for cache in state.caches]
     # A tensor that is no buffer is a constant to the tracer, which computes with constants where it can.
     tensors = {id(value): value for _, items in saved for value in items.values() if _is_real(value)}
     copies = {key: tensor.detach().clone() for key, tensor in tensors.items()}
-    drawn = _generators()
+    arrays = [(one, copy.copy(one)) for one in state.arrays if content_of(one)]
+    drawn = _default_generators()
     try:
-        yield
+        with generators_kept(state.generators):
+            yield
     finally:
-        if _generators() != drawn:
+        if _default_generators() != drawn:
             _set_generators(drawn)
         for holder, items in saved:
             _restore(holder, items)
+        for array, before in arrays:
+            if content_of(array) != content_of(before):
+                array[... if isinstance(array, np.ndarray) else slice(None)] = before
+        for table, held in tables:
+            if table.keys() != held.keys() or any(table[key] is not held[key] for key in held):
+                table.clear()
+                table.update(held)
+        for module, names in transient:
+            module._non_persistent_buffers_set = names
+        for cache, before in misses:
+            if cache.cache_info().misses != before:
+                cache.cache_clear()  # what the trace put there is no real tensor
         for key, tensor in tensors.items():
             if not torch.equal(tensor, copies[key]):
                 tensor.detach().copy_(copies[key])
 
 
-def _generators() -> tuple[Any, ...]:
-    """The states of Python's and NumPy's own generators; NumPy's where it is loaded."""
+def _generators(state: PythonState) -> tuple[Any, ...]:
+    """The states of Python's and NumPy's own generators, NumPy's where it is loaded, and of those of the model's."""
+    return (*_default_generators(), *(pickle.dumps(one) for one in state.generators))
+
+
+def _default_generators() -> tuple[Any, ...]:
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return random.getstate(), ()
@@ -316,10 +355,10 @@ def _restore(holder: Holder, items: dict[Any, Any]) -> None:
             del value.cell_contents
     else:
         for key in [key for key in now if key not in items]:
-            delattr(value, key) if holder.kind is Kind.CLASS else value.pop(key)
+            delattr(value, key) if holder.kind in BY_NAME else value.pop(key)
         for key, old in items.items():
             if now.get(key, _ABSENT) is not old:
-                setattr(value, key, old) if holder.kind is Kind.CLASS else value.__setitem__(key, old)
+                setattr(value, key, old) if holder.kind in BY_NAME else value.__setitem__(key, old)
 
 
 def _refused(label: str, what: str, line: str = "") -> CaptureError:

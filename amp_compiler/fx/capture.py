@@ -30,7 +30,12 @@ from amp_compiler.fx.graph import user_source
 from amp_compiler.fx.hooks import SavedTensorHooks, refuse_module_hooks, refuse_tensor_hook
 from amp_compiler.fx.python_state import PythonState
 from amp_compiler.fx.python_walk import python_state
-from amp_compiler.fx.torch_private import exporting, new_graph_module, transform_of
+from amp_compiler.fx.torch_private import (
+    exporting,
+    inference_mode_as_no_grad,
+    new_graph_module,
+    transform_of,
+)
 from amp_compiler.fx.transformers_caches import register_caches
 
 
@@ -141,7 +146,7 @@ def tracing_context() -> Iterator[None]:
     """No ambient autocast, casts kept apart, and the warnings that tracing gives to every model muted."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with autocast_off(), KeepCastsApart():
+        with autocast_off(), inference_mode_as_no_grad(), KeepCastsApart():
             yield
 
 
@@ -212,6 +217,12 @@ def capture_module(
         CaptureError: where the model cannot be taken as one graph; names the line of the model.
     """
     state = python_state(model)
+    if state.iterators:
+        raise CaptureError(
+            f"forward may read '{state.iterators[0]}', which is used up by reading it, and one graph would freeze it",
+            where=name_of(model),
+            mend="take the next value before the call, and pass it",
+        )
     watch = WriteWatch(model, state)
     with watch.active(), written_first(state) as overwritten:
         program = _export(model, args, kwargs, dynamic_shapes)

@@ -19,7 +19,8 @@ _LOADS = frozenset(
 _LOADS_OF_GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 _STORES_TO_GLOBALS = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
 _GLOBALS_BY_NAME = frozenset({"globals", "eval", "exec"})
-_BY_NAME = frozenset({"getattr", "hasattr", "__dict__", "vars", "setattr", "delattr"})
+_BY_NAME = frozenset({"getattr", "hasattr", "__dict__", "vars", "setattr", "delattr", "__getattribute__"})
+CACHED = functools._lru_cache_wrapper
 
 
 class Origin(enum.Enum):
@@ -44,6 +45,8 @@ def functions_of(member: Any) -> list[types.FunctionType]:
     """The functions behind a member of a class: a method, a property, …; none where it is a value."""
     if isinstance(member, (staticmethod, classmethod)):
         member = member.__func__
+    if isinstance(member, CACHED):
+        member = member.__wrapped__
     found: list[Any] = [member]
     if isinstance(member, property):
         found = [member.fget, member.fset]

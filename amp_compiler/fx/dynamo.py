@@ -11,11 +11,12 @@ import torch.fx.traceback as fx_traceback
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
-from amp_compiler.errors import CaptureError
+from amp_compiler.errors import CaptureError, ValuesReadError
 from amp_compiler.fx.capture import tracing_context
 from amp_compiler.fx.capture_errors import user_frame
 from amp_compiler.fx.graph import rename_placeholder, user_source
 from amp_compiler.fx.meta import CUSTOM_REGION, Key, region_pin
+from amp_compiler.fx.no_grad import detach_what_enters
 from amp_compiler.fx.regions import check_region
 from amp_compiler.fx.torch_private import new_graph_module, restored_transforms, traced_graph, transform_of
 from amp_compiler.ir.graph import ValueKind
@@ -68,6 +69,15 @@ def trace_piece(
             where=user_frame(cause),
             mend="exclude that part with torch.compiler.disable, or keep it out of the compiled module",
         ) from cause
+    for node in traced.graph.find_nodes(op="call_function", target=torch.ops.aten.item.default):
+        if "val" not in node.meta:
+            raise ValuesReadError(
+                "an index or a size is read from a tensor while the graph is made",
+                where=user_source(node.meta.get("stack_trace")),
+                mend="index with a tensor of one dimension, or use index_select",
+            )
+    if torch.is_grad_enabled():
+        detach_what_enters(traced.graph)
     if not before:
         traced.graph.eliminate_dead_code()  # checks of sizes, which have no value
     _restore_pins(traced)

@@ -16,7 +16,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from amp_compiler.errors import CaptureError, LoweringError
+from amp_compiler.errors import LoweringError, ValuesReadError
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import new_graph_module, own_decompositions, traced_graph
 from amp_compiler.ir.dtypes import DType
@@ -418,7 +418,7 @@ class _Propagator(FakeTensorProp):
             return super().run_node(n)
         except Exception as cause:  # any op may raise anything on types that it does not take
             if type(cause).__name__ in _READS_VALUES or "data is not allocated" in str(cause):
-                raise CaptureError(
+                raise ValuesReadError(
                     f"node '{n.name}' ({canonical_op(n.target)}) reads the values of a tensor while the graph is made",
                     where=user_source(n.meta.get("stack_trace")),
                     mend="give it Python numbers, or tensors that need not be read, such as a mask in torch.where",

@@ -1,4 +1,4 @@
-"""Hooks that a graph would not run: those on modules are refused, those on tensors lead to Dynamo's pieces."""
+"""Hooks that a graph would not run: they lead to Dynamo's pieces, which do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from amp_compiler.errors import CaptureError, HookError
+from amp_compiler.errors import CaptureError
 from amp_compiler.fx.graph import shorten_path
 from amp_compiler.fx.torch_private import global_module_hooks, saved_tensor_hooks
 
@@ -25,20 +25,20 @@ HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")  # attributes of a te
 
 
 def refuse_module_hooks(model: nn.Module) -> None:
-    """Refuse backward hooks on modules, which no graph and no piece of Dynamo's runs.
+    """Refuse backward hooks on modules, which no graph runs.
 
     Raises:
-        HookError: names the module.
+        CaptureError: names the module; Dynamo's pieces run it.
     """
     for name, module in model.named_modules():
         if module._backward_hooks or module._backward_pre_hooks:
-            raise HookError(
-                f"module '{name or type(model).__name__}' has a full backward hook, which a graph does not run",
-                mend="remove it before the call, or register it on a tensor outside of the model",
+            raise CaptureError(
+                f"module '{name or type(model).__name__}' has a backward hook, which one graph cannot run",
+                mend="remove it with the handle that register_full_backward_hook gave, or hang it on a tensor outside",
             )
     if global_module_hooks(backward=True):
-        raise HookError(
-            "there is a global backward hook for all modules, which a graph does not run",
+        raise CaptureError(
+            "there is a global backward hook for all modules, which one graph cannot run",
             mend="remove the handle that torch.nn.modules.module.register_module_full_backward_hook gave",
         )
 

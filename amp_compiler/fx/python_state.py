@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -39,6 +40,13 @@ PLAIN = (
 )  # fmt: skip
 
 
+def content_of(array: Any) -> bytes:
+    """What an array of NumPy's or Python's holds; empty for a large one, and for one of objects."""
+    if isinstance(array, np.ndarray):
+        return array.tobytes() if array.size <= OPENED and not array.dtype.hasobject else b""
+    return bytes(array) if len(array) <= OPENED else b""
+
+
 def is_plain(value: Any) -> bool:
     """Whether a value is a number, a text or the like, or a tuple of such: it never changes."""
     return isinstance(value, PLAIN) or (type(value) is tuple and all(map(is_plain, value)))
@@ -54,6 +62,10 @@ class Kind(enum.Enum):
     SET = "set"
     CELL = "variable"
     CLASS = "class"
+    OBJECT = "object"  # the attributes of one that has no table of them, such as `__slots__`
+
+
+BY_NAME = (Kind.CLASS, Kind.OBJECT)  # read and written by `getattr` and `setattr`
 
 
 @dataclass(eq=False)
@@ -87,7 +99,7 @@ class Holder:
         if self.kind is Kind.TABLE:
             table = self.value
             return lambda: table[key]
-        if self.kind is Kind.CLASS:
+        if self.kind in BY_NAME:
             return lambda: getattr(self.value, key)
         return lambda: self.get()[key]
 
@@ -95,7 +107,7 @@ class Holder:
         """How a user calls one of its values."""
         if self.kind is Kind.CELL:
             return self.label
-        if self.kind in (Kind.TABLE, Kind.CLASS):
+        if self.kind in (Kind.TABLE, *BY_NAME):
             return f"{self.label}.{key}".removeprefix(".")
         return f"{self.label}[{key!r}]"
 
@@ -111,6 +123,8 @@ def items_of(kind: Kind, value: Any, keys: set[str] | None = None) -> dict[Any, 
         return {"": frozenset(value)}
     if kind in (Kind.LIST, Kind.TUPLE):
         return dict(enumerate(value))
+    if kind is Kind.OBJECT:
+        return {name: getattr(value, name) for name in keys or () if hasattr(value, name)}
     if kind is Kind.CLASS:
         value = vars(value)
     if keys is not None:
@@ -135,6 +149,10 @@ class PythonState:
         absent_globals: names that code asks for by a text among globals where there are none such, by `id` of these.
         stored: names that the user's code assigns to.
         classes: the user's classes.
+        caches: functions that keep their results (`functools.lru_cache`).
+        generators: of random numbers, Python's and NumPy's.
+        arrays: of NumPy's and Python's, with numbers that can be read one by one.
+        iterators: what is used up by reading it, by its label.
         overwritten: attributes that a capture wrote before it read them, as `fx.first_uses` gives them.
     """
 
@@ -148,6 +166,10 @@ class PythonState:
     absent_globals: dict[int, set[str]] = field(default_factory=dict)
     stored: set[str] = field(default_factory=set)
     classes: set[type] = field(default_factory=set)
+    caches: list[Any] = field(default_factory=list)
+    generators: list[Any] = field(default_factory=list)
+    arrays: list[Any] = field(default_factory=list)
+    iterators: list[str] = field(default_factory=list)
     overwritten: set[tuple[int, str]] = field(default_factory=set)
 
     def loaded(self) -> Iterator[tuple[Holder, Any, Any]]:

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import array
 import collections
+import collections.abc
 import functools
+import io
+import queue
+import random
+import threading
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from amp_compiler.fx.code_names import Origin, functions_of, names_of, origin_of
+from amp_compiler.fx.code_names import CACHED, Origin, functions_of, names_of, origin_of
 from amp_compiler.fx.python_state import MODULE_TABLES, OPENED, PLAIN, Holder, Kind, PythonState, items_of
 
 _OPEN_TYPES = (argparse.Namespace, types.SimpleNamespace)  # of the standard library, and full of a user's settings
+_STORES = (collections.UserDict, collections.UserList)  # keep what they hold in an attribute
+_KEPT = (*_STORES, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, queue.Queue, threading.local)
 _NO_CODE_OF_A_CALL = frozenset({"__init__", "__new__", "__repr__", "__reduce__", "__getstate__", "__setstate__"})
 
 
@@ -29,6 +39,7 @@ def python_state(model: nn.Module) -> PythonState:
     while True:  # names lead to functions, and functions to names
         known = _size(state)
         state.holders, state.modules, state.beside = {}, [], []
+        state.caches, state.generators, state.arrays, state.iterators = [], [], [], []
         _Walk(state, model).run()
         if known == _size(state):
             return state
@@ -70,6 +81,17 @@ class _Walk:
             self._add(value.func, label)
             self._add(value.args, f"{label}.args")
             self._add(value.keywords, f"{label}.keywords")
+        elif isinstance(value, CACHED):
+            self.state.caches.append(value)
+            self._add(value.__wrapped__, label)
+        elif isinstance(value, (random.Random, np.random.Generator, np.random.RandomState)):
+            self.state.generators.append(value)
+        elif isinstance(value, (np.ndarray, array.array, bytearray)):
+            self.state.arrays.append(value)
+        elif isinstance(value, collections.abc.Iterator) and not isinstance(value, (io.IOBase, *_KEPT)):
+            self.state.iterators.append(label)
+        elif isinstance(value, (weakref.ref, *_KEPT)):
+            self._held_within(value, label)
         elif isinstance(value, type):
             self._class(value)
         elif isinstance(value, types.ModuleType):
@@ -81,7 +103,25 @@ class _Walk:
             origin_of(type(value).__module__) is not Origin.FOREIGN and hasattr(value, "__dict__")
         ):
             self._class(type(value))
-            self._table(vars(value), label, type(value))
+            self._table(vars(value), label, type(value), every=isinstance(value, _STORES))
+        if slots := _slots(type(value)):
+            self._class(type(value))
+            self._attributes(value, label, slots & self.state.names)
+
+    def _held_within(self, value: Any, label: str) -> None:
+        """What stands behind a reference, in a variable of a context or of a thread, or in a container of Python's."""
+        if isinstance(value, weakref.ref):
+            self._add(value(), label)
+        elif isinstance(value, threading.local):
+            self._attributes(value, label, set(self.state.names))
+        else:
+            self._table(vars(value), label, type(value), every=True)
+
+    def _attributes(self, value: Any, label: str, names: set[str]) -> None:
+        self._hold(Kind.OBJECT, value, lambda: value, label, names)
+        for name in sorted(names):
+            if (held := getattr(value, name, None)) is not None:
+                self._add(held, f"{label}.{name}", functools.partial(getattr, value, name))
 
     def _add(self, value: Any, label: str, get: Callable[[], Any] | None = None) -> None:
         self.pending.append((value, get or (lambda: value), label))
@@ -157,6 +197,8 @@ class _Walk:
             if name not in self.state.names and (not special or name in _NO_CODE_OF_A_CALL):
                 continue
             functions = functions_of(member)
+            if isinstance(member, CACHED):
+                self.state.caches.append(member)
             for function in functions:
                 self._function(function)
             if not functions and not special:
@@ -183,6 +225,8 @@ class _Walk:
 
     def _function(self, function: types.FunctionType) -> None:
         self.state.functions.add(function)
+        if named := self.state.names & vars(function).keys():
+            self._named(vars(function), named, function.__qualname__)
         if origin_of(str(function.__globals__.get("__name__", ""))) is Origin.USER:
             found, table = names_of(function.__code__), function.__globals__
             self.state.names |= found.loaded
@@ -201,6 +245,17 @@ class _Walk:
                 self._add(content, name, functools.partial(_content, cell))
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self._add(value, f"a default of {function.__qualname__}")
+
+
+def _slots(cls: type) -> set[str]:
+    """The names in the `__slots__` of a user's class."""
+    if origin_of(cls.__module__) is Origin.FOREIGN:
+        return set()
+    names: list[str] = []
+    for base in cls.__mro__:
+        slots = vars(base).get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else list(slots)
+    return {name for name in names if not name.startswith("__")}
 
 
 def _item(get: Callable[[], Any], key: Any) -> Any:

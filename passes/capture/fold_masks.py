@@ -12,6 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 
 from amp_compiler.fx.graph import node_tensor, schema_argument
+from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import without_fake_tensors
 from amp_compiler.passes.base import InPlacePass, PassResult
 
@@ -175,8 +176,8 @@ class _Constants:
 
     def _number(self, node: fx.Node) -> int | None:
         target, value = node.target, node.meta.get("val")
-        if node.op != "call_function" or any(_changes(user) for user in node.users):
-            return None
+        if node.op != "call_function" or node.meta.get(Key.VOLATILE):
+            return None  # it is written to later on, itself or through a view
         if target is not operator.getitem:
             if not isinstance(target, torch._ops.OpOverload) or _changes(node):
                 return None

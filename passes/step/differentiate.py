@@ -147,6 +147,7 @@ class Differentiate(FunctionalPass[fx.GraphModule]):
         for made, original in zip(traced.graph.find_nodes(op="placeholder"), placeholders, strict=True):
             rename_placeholder(made, original.name)
             made.meta.update({key: value for key, value in original.meta.items() if key != "val"})
+            made.meta.setdefault("val", original.meta["val"])  # a trace has none of numbers and texts
             sources[made.name] = original
         _drop_detach(traced.graph)
         _narrow(traced.graph, [asked[name] for name in self.wrt])

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import functools
+import itertools
 import random
+import threading
 from dataclasses import dataclass
-from queue import SimpleQueue
+from queue import Queue, SimpleQueue
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -286,6 +291,124 @@ def test_random_numbers_of_python_are_drawn_at_every_call() -> None:
         results.append([run(X) for _ in range(3)])
     for ours, theirs in zip(*results, strict=True):
         close(ours, theirs)
+
+
+class Slots:
+    """Has no table of its attributes."""
+
+    __slots__ = ("last", "n")
+
+    def __init__(self) -> None:
+        self.n, self.last = 0, None
+
+    def count(self, h: torch.Tensor) -> float:
+        self.n, self.last = self.n + 1, h.detach()
+        return self.n
+
+
+class Cached:
+    @functools.lru_cache  # noqa: B019  # what is tested
+    def table(self, n: int) -> torch.Tensor:
+        return torch.arange(n).float()
+
+
+def local() -> threading.local:
+    made = threading.local()
+    made.n = 0
+    return made
+
+
+def counted(array, h):
+    array[0] += 1
+    return float(array[0])
+
+
+def kept(store, h):
+    store["n"] = store.get("n", 0) + 1
+    return store["n"]
+
+
+def put(queue, h):
+    queue.put(h.detach())
+    return queue.qsize()
+
+
+def called(function, h):
+    function.calls += 1
+    return function.calls
+
+
+def function():
+    def inner():
+        pass
+
+    inner.calls = 0
+    return inner
+
+
+def of_thread(local, h):
+    local.n += 1
+    return local.n
+
+
+HELD = {
+    "slots": (Slots, lambda held, h: held.count(h), lambda held: held.last),
+    "cached results": (Cached, lambda held, h: held.table(4), lambda held: held.table(4)),
+    "array of NumPy": (lambda: np.zeros(2), counted, lambda held: held[0]),
+    "bytes": (lambda: bytearray(2), counted, lambda held: held[0]),
+    "generator of NumPy": (lambda: np.random.default_rng(0), lambda held, h: held.random(), lambda held: held.random()),
+    "iterator": (lambda: itertools.count(1), lambda held, h: next(held), next),
+    "a dict of its own": (collections.UserDict, kept, lambda held: held["n"]),
+    "queue": (Queue, put, lambda held: held.get()),
+    "attribute of a function": (function, called, lambda held: held.calls),
+    "thread": (local, of_thread, lambda held: held.n),
+}  # fmt: skip
+
+
+class Holding(nn.Module):
+    def __init__(self, held, factor) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc, self.held, self.factor = nn.Linear(4, 4), held, factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.fc(x)
+        return h * self.factor(self.held, h)
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_what_no_table_of_attributes_holds_is_seen(name: str) -> None:
+    make, factor, look = HELD[name]
+    model, plain = Holding(make(), factor), Holding(make(), factor)
+    compiled = amp.compile(model, dtype="bf16", backend="eager")
+    for _ in range(3):
+        close(compiled(X), plain(X))
+    left = look(model.held)
+    assert not isinstance(left, FakeTensor)
+    close(torch.as_tensor(left).double(), torch.as_tensor(look(plain.held)).double())
+
+
+def test_a_buffer_that_is_made_late_is_real() -> None:
+    class Late(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not hasattr(self, "late"):
+                self.register_buffer("late", x.mean(0), persistent=False)
+            return x + self.late
+
+    model = Late()
+    compiled = amp.compile(model, dtype="bf16", backend="eager")
+    close(compiled(X), X + X.mean(0))
+    assert type(model.late) is torch.Tensor
+    with pytest.raises(amp.CaptureError):
+        amp.explain(Late(), X)
+
+
+def test_a_generator_that_dynamo_freezes_is_refused() -> None:
+    model = Holding(random.Random(0), lambda held, h: held.random())
+    before = model.held.getstate()
+    with pytest.raises(amp.CaptureError, match="random numbers"):
+        amp.compile(model, dtype="bf16", backend="eager")(X)
+    assert model.held.getstate() == before
 
 
 def test_explain_writes_nothing() -> None:

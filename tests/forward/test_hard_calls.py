@@ -215,3 +215,45 @@ def test_a_plan_of_a_forward_that_sets_a_seed_is_refused_with_its_line():
     with pytest.raises(amp.CaptureError, match=r"test_hard_calls\.py:\d+: .* seed"):
         amp.explain(Lambda(seeded), X)
     assert type(torch.random.default_generator) is torch.Generator
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_inference_mode_in_forward_keeps_gradients_out(in_pieces):
+    def function(fc, x):
+        if in_pieces and x.sum() > 1e9:
+            return x
+        with torch.inference_mode():
+            h = fc(x)
+        return fc(x) + h.clone()
+
+    compiled = check(Lambda(function), X)
+    assert compiled.in_pieces is in_pieces
+    with torch.inference_mode():
+        assert compiled(X).is_inference() and not amp.compile(Lambda(function), backend="eager")(X).requires_grad
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_weight_that_is_first_read_under_no_grad_has_its_gradient_in_pieces(backend):
+    def function(fc, x):
+        if x.sum() > 1e9:
+            return x
+        with torch.no_grad():
+            h = fc(x)
+        return fc(x) * h
+
+    model = Lambda(function)
+    assert check(model, X, backend=backend).in_pieces and model.fc.weight.grad is not None
+
+
+def test_a_piece_that_reads_an_index_runs_as_it_is_written(caplog):
+    place = torch.tensor(1)
+
+    def function(fc, x):
+        h = fc(x)
+        if h.sum() > 1e9:
+            return h
+        return h[:, place] * 2
+
+    with caplog.at_level("WARNING", "amp_compiler"):
+        assert check(Lambda(function), X).in_pieces
+    assert "without a plan" in caplog.text and "test_hard_calls.py" in caplog.text

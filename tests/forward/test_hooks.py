@@ -13,7 +13,6 @@ from torch.autograd.graph import register_multi_grad_hook, save_on_cpu, saved_te
 from torch.nn.modules import module as all_modules
 
 import amp_compiler as amp
-from amp_compiler.errors import HookError
 
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
 
@@ -101,15 +100,33 @@ def test_global_forward_hooks_are_traced_while_they_are_there(kind: str) -> None
     assert torch.equal(compiled(X), before) and len(compiled._programs) == 2
 
 
-def test_global_backward_hooks_are_refused() -> None:
-    compiled = amp.compile(nn.Linear(4, 4), dtype="bf16", backend="eager")
-    compiled(X)
-    handle = all_modules.register_module_full_backward_hook(lambda *_: None)
+@pytest.mark.parametrize("kind", ["full_backward_hook", "full_backward_pre_hook", "every module"])
+def test_backward_hooks_on_modules_run_in_pieces(kind: str) -> None:
+    model, calls = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), []
+
+    def tripled(module: nn.Module, *gradients: Any) -> Any:
+        calls.append(module)
+        return tuple(3 * gradient for gradient in gradients[0]) if module is model[1] else None
+
+    compiled = amp.compile(model, dtype="bf16", backend="eager")
+    compiled(X).sum().backward()
+    plain = model[0].weight.grad.clone()
+    register = (
+        all_modules.register_module_full_backward_hook
+        if kind == "every module"
+        else getattr(model[1], f"register_{kind}")
+    )
+    handle = register(tripled)
     try:
-        with pytest.raises(HookError, match="global backward hook"):
-            compiled(X)
+        model.zero_grad()
+        compiled(X).sum().backward()
     finally:
         handle.remove()
+    close(model[0].weight.grad, 3 * plain)
+    assert compiled.in_pieces and calls.count(model[1]) == 1
+    model.zero_grad()
+    compiled(X).sum().backward()
+    assert torch.equal(model[0].weight.grad, plain) and not compiled.in_pieces
 
 
 def test_what_a_forward_hook_does_in_python_is_done_at_every_call() -> None:

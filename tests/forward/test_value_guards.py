@@ -7,6 +7,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -41,7 +42,7 @@ class Reader(nn.Module):
         self.k, self.unread, self.act = 1.0, 1.0, torch.relu
         self.sizes, self.settings = [1, 1], Settings()
         self.partial = functools.partial(torch.mul, other=1.0)
-        self.weights = torch.ones(4)
+        self.weights, self.array = torch.ones(4), np.ones(2)
 
     @property
     def product(self) -> float:
@@ -50,7 +51,10 @@ class Reader(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.drop(self.act(self.fc(x))) * self.product * self.kind * self.weights
         x = self.partial(x) * self.settings.scale * TABLE["scale"][0] * SETTINGS.scale * getattr(self, "late", 1.0)
-        return helper(x)
+        return self.last(helper(x)) * self.array[0]
+
+    def last(self, x: torch.Tensor) -> torch.Tensor:
+        return x
 
 
 def set_global(name: str, value: Any) -> None:
@@ -75,12 +79,18 @@ CHANGES: dict[str, Callable[[Reader], Any]] = {
     "global": lambda m: set_global("FACTOR", 3.0),
     "namespace": lambda m: setattr(SETTINGS, "scale", 3.0),
     "class": lambda m: setattr(Reader, "kind", 3.0),
+    "method of the class": lambda m: setattr(Reader, "last", lambda self, x: x * 3.0),
+    "code of a function": lambda m: setattr(helper, "__code__", (lambda x, gains=None: x * 3.0).__code__),
+    "defaults of a function": lambda m: setattr(helper, "__defaults__", ([3.0],)),
+    "array": lambda m: m.array.fill(3.0),
 }
 
 
 @pytest.fixture(autouse=True)
 def as_before() -> Any:
+    code, defaults, last = helper.__code__, helper.__defaults__, Reader.last
     yield
+    helper.__code__, helper.__defaults__, Reader.last = code, defaults, last  # type: ignore[method-assign]
     set_global("FACTOR", 2.0)
     helper.__defaults__[0][0] = TABLE["scale"][0] = SETTINGS.scale = Reader.kind = 1.0
 

@@ -55,6 +55,12 @@ def text_of(module: nn.Module) -> str:
     return str(compiled.stages["fold_masks"].text)
 
 
+def written(mask: Tensor, value: float, *place: slice | int) -> Tensor:
+    """A mask that is written to in place."""
+    mask[place] = value
+    return mask
+
+
 CAUSAL = {
     "bool": lambda x: below(),
     "of any batch": lambda x: below().expand(x.shape[0], 1, -1, -1),
@@ -77,6 +83,8 @@ OTHER = {
     "a bias": lambda x: added(below(), float("-inf")) + 0.5,
     "not low enough": lambda x: added(below(), -1e4),
     "an input": lambda x: (x[:, None, None, :, 0] < 1e9) & below(),
+    "written through a view": lambda x: written(torch.zeros(2, ROWS), -3.0, slice(None), 3)[:, None, None],
+    "written behind a view": lambda x: written(torch.zeros(ROWS, ROWS), -3.0, 3).view(1, 1, ROWS, ROWS),
     "random": lambda x: (torch.rand(ROWS, ROWS) >= 0) & below(),
 }
 

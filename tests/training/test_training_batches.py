@@ -49,6 +49,26 @@ def test_a_batch_of_another_form_is_refused(form, text):
     assert len(step._programs) >= 2
 
 
+@pytest.mark.parametrize("value", [True, 3, 2.5, "a text", None], ids=str)
+def test_what_is_no_tensor_in_a_batch_is_given_to_the_loss(value):
+    def loss_fn(model, x, options):
+        return model(x).square().mean() * len(str(options["value"]))
+
+    steps = []
+    for compiled in (True, False):
+        model = small()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        if compiled:
+            step = amp.training_step(model, loss_fn, optimizer, enabled=False, backend="eager")
+            loss = step(X[0], {"value": value})
+        else:
+            loss = loss_fn(model, X[0], {"value": value})
+            loss.backward()
+            optimizer.step()
+        steps.append([loss.detach(), *(parameter.detach() for parameter in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*steps, strict=True))
+
+
 def test_a_first_batch_that_failed_fixes_nothing():
     model = nn.Linear(8, 5)
     step = amp.training_step(model, of_dict, torch.optim.SGD(model.parameters(), 0.1), dtype="bf16", backend="eager")
