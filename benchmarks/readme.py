@@ -330,6 +330,22 @@ def scale_table() -> str:
     return "\n".join(lines)
 
 
+def ranks_table() -> str:
+    """The step of several ranks beside torch's ways, over gloo."""
+    data = _load("ranks_cpu")
+    lines = [
+        f"{data['rows'][0]['ranks']} ranks with a thread each, {data['cpu']}, torch {data['versions']['torch']}:",
+        "",
+        "| model | | step, ms (10% to 90%) | ours / this | between steps, MB | at most, MB | sent, MB |",
+        f"|---|---|{'---:|' * 5}",
+    ]
+    for row in data["rows"]:
+        times = f"{row['step_ms']:.0f} ({row['step_ms_10']:.0f} to {row['step_ms_90']:.0f}) | {row['ours_to_this']:.2f}"
+        sizes = " | ".join(f"{row[key] / 1e6:.0f}" for key in ("state_bytes", "peak_bytes", "sent_bytes"))
+        lines.append(f"| {row['model']} | {row['variant']} | {times} | {sizes} |")
+    return "\n".join(lines)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "casts": casts_table,
     "cuda_model": cuda_model_table,
@@ -346,6 +362,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "update": update_table,
     "profile": profile_table,
     "range_profile": range_profile_table,
+    "ranks": ranks_table,
     "reduction": reduction_table,
     "scale": scale_table,
 }

@@ -16,7 +16,7 @@ aten = torch.ops.aten
 # Ops that may return their operand itself though their schema does not say so.
 _MAY_RETURN_OPERAND = frozenset(
     {"dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "pad", "einsum", "atleast_1d",
-     "atleast_2d", "atleast_3d", "meshgrid", "broadcast_tensors", "sum_to_size", "type_as"}
+     "atleast_2d", "atleast_3d", "data", "meshgrid", "broadcast_tensors", "sum_to_size", "type_as"}
 )  # fmt: skip
 # Written without a mark in the schema: batch_norm and instance_norm update their running statistics.
 _STATISTICS = frozenset({"batch_norm", "instance_norm"})
@@ -59,7 +59,8 @@ def alias_sources(node: fx.Node) -> list[fx.Node]:
     name = schema.name.removeprefix("aten::")
     sources = []
     for declared in schema.arguments:
-        shares = declared.alias_info is not None and bool(marks & set(declared.alias_info.before_set))
+        info = declared.alias_info  # "(a -> *)" is shared with a list of results, which has no mark of its own
+        shares = info is not None and (bool(marks & set(info.before_set)) or "*" in info.after_set)
         if shares or (name in _MAY_RETURN_OPERAND and declared.name in ("input", "self", "tensors")):
             sources += _nodes(schema_argument(node, declared.name))
     return sources

@@ -106,13 +106,14 @@ class StandIn(nn.Module):
 _CASTS = frozenset(
     getattr(torch.Tensor, name) for name in ("float", "half", "bfloat16", "double", "to", "type", "type_as")
 )
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]  # of `x.data`, as a mode sees it
 
 
 class KeepCastsApart(TorchFunctionMode):
     """Gives every explicit cast an operand of its own while a model is traced.
 
     On an FP32 tensor `x.float()` returns `x` itself, so a tracer would take every later use of `x` for a use of the
-    cast. With an alias in between, only what the user cast is cast.
+    cast. With an alias in between, only what the user cast is cast. `x.data` is `x.detach()`.
     """
 
     def __init__(self) -> None:
@@ -124,6 +125,8 @@ class KeepCastsApart(TorchFunctionMode):
         kwargs = kwargs or {}
         refuse_tensor_hook(func, args)
         self._saved.refuse_others()
+        if func == _DATA:  # which no tracer takes note of
+            return args[0].detach()
         if func in _CASTS and args and isinstance(args[0], torch.Tensor):
             if func is torch.Tensor.to and _only_moves(args[0], *args[1:], **kwargs):
                 return args[0]

@@ -92,7 +92,7 @@ def trace_piece(
 
 
 def _without_autocast_calls(piece: fx.GraphModule, kind: str, low: torch.dtype) -> fx.GraphModule:
-    """A copy in which autocast regions are marks on nodes, not calls that would act while tracing."""
+    """A copy in which autocast regions are marks on nodes, not calls that would act while tracing; data is detached."""
     graph = fx.Graph()
     environment: dict[fx.Node, fx.Node] = {}
     regions: list[tuple[Any, bool]] = []
@@ -107,6 +107,8 @@ def _without_autocast_calls(piece: fx.GraphModule, kind: str, low: torch.dtype) 
             regions.pop()
             continue
         copied = graph.node_copy(node, lambda old: environment[old])
+        if called == "_get_data_attr":  # of `x.data`, which no tracer takes note of
+            copied.target = torch.Tensor.detach
         environment[node] = copied
         if regions and not regions[-1][1]:
             copied.meta["custom"] = {**copied.meta.get("custom", {}), CUSTOM_REGION: str(regions[-1][0])}

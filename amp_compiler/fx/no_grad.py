@@ -41,7 +41,8 @@ def detach_what_enters(graph: fx.Graph) -> None:
                 for one in node.all_input_nodes:
                     tensor = node_tensor(one)
                     floats = tensor is not None and (tensor.is_floating_point() or tensor.is_complex())
-                    if floats and one not in off and one not in entered and groups.root(one) not in written:
+                    known = one.op == "get_attr" or one in off or one in entered  # a constant has no gradient
+                    if floats and not known and groups.root(one) not in written:
                         entered[one] = graph.call_function(torch.ops.aten.detach.default, (one,))
                         entered[one].meta = {key: held for key, held in one.meta.items() if key != Key.PIN}
             node.args, node.kwargs = fx.node.map_arg((node.args, node.kwargs), functools.partial(_now, entered))

@@ -10,6 +10,7 @@ from torch import fx
 
 from amp_compiler.fx.alias import AliasGroups, written_operands
 from amp_compiler.fx.graph import flat_arguments, node_tensor
+from amp_compiler.fx.torch_private import SET_GRAD_ENABLED
 from amp_compiler.passes.base import InPlacePass, PassResult
 
 
@@ -30,7 +31,8 @@ class Functionalize(InPlacePass):
         add: fp32[2, 8] = aten.add.Tensor(relu_, 1)
 
     Left alone: an op that changes an input of the graph, a view of which is read later, or whose functional form would
-    have another type.
+    have another type; one without gradients (`no_grad`) that changes what was made with them, and leaves these as they
+    were.
     """
 
     name: ClassVar[str] = "functionalize"
@@ -52,12 +54,17 @@ def _make_functional(graph: fx.Graph) -> bool:
     members = groups.members(graph)
     order = {node: position for position, node in enumerate(graph.nodes)}
     modified = False
+    outside: int | None = None  # where the region without gradients begins
     for node in list(graph.nodes):
+        if node.target is SET_GRAD_ENABLED:
+            outside = None if node.args[0] else order[node] if outside is None else outside
         variant = _functional_variant(node)
         changed = written_operands(node) if variant is not None else []
         if variant is None or len(changed) != 1:
             continue
         target = changed[0]
+        if outside is not None and order[groups.root(target)] < outside:
+            continue
         if not _only_name_of_fresh_memory(members[groups.root(target)], target, node, order) or not _keeps_type(node):
             continue
         node.target = variant

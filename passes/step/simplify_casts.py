@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from amp_compiler.fx.alias import AliasGroups, written_roots
 from amp_compiler.fx.graph import CAST, node_tensor
 from amp_compiler.fx.meta import Key
 from amp_compiler.passes.base import InPlacePass, PassResult
@@ -36,7 +37,7 @@ class SimplifyCasts(InPlacePass):
 
         up = aten._to_copy(x16, dtype=float32);  y = aten.mul(up, 2.0)      # readers of `down` read x16
 
-    Left alone: a down-cast followed by an up-cast, which rounds.
+    Left alone: a down-cast followed by an up-cast, which rounds; what is changed in place.
     """
 
     name: ClassVar[str] = "simplify_casts"
@@ -47,9 +48,12 @@ class SimplifyCasts(InPlacePass):
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""
         graph = subject.graph
-        modified = _skip_redundant(graph)
-        modified |= _repeat_in_backward(graph)
-        modified |= _merge_equal(graph)
+        groups = AliasGroups(graph)
+        roots = written_roots(graph, groups)
+        written = {node for node in graph.nodes if groups.root(node) in roots}
+        modified = _skip_redundant(graph, written)
+        modified |= _repeat_in_backward(graph, written)
+        modified |= _merge_equal(graph, written)
         modified |= _erase_unread(graph)
         if modified:
             subject.recompile()
@@ -91,39 +95,34 @@ def _is_upcast(node: fx.Node) -> bool:
     return cast_type(node) is torch.float32 and _type(_source(node)) in _LOW
 
 
-def _skip_redundant(graph: fx.Graph) -> bool:
+def _skip_redundant(graph: fx.Graph, written: set[fx.Node]) -> bool:
     modified = False
     for node in list(graph.nodes):
         dtype = cast_type(node)
         if dtype is None:
             continue
         source = _source(node)
-        if _is_upcast(source):
+        if _is_upcast(source) and written.isdisjoint((source, _source(source))):
             node.update_arg(0, source := _source(source))
             modified = True
-        if _type(source) is dtype and not _reads_back(node, source):
+        if _type(source) is dtype and written.isdisjoint((node, source)) and not _is_returned_input(node, source):
             node.replace_all_uses_with(source)
             graph.erase_node(node)
             modified = True
     return modified
 
 
-def _reads_back(node: fx.Node, source: fx.Node) -> bool:
-    # A graph input must not be returned, or changed in place, in the place of a copy of it.
-    written = any(_writes(user) for user in (*node.users, *source.users))
-    return written or (source.op == "placeholder" and any(user.op == "output" for user in node.users))
+def _is_returned_input(node: fx.Node, source: fx.Node) -> bool:
+    # A graph input must not be returned in the place of a copy of it.
+    return source.op == "placeholder" and any(user.op == "output" for user in node.users)
 
 
-def _writes(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
-
-
-def _repeat_in_backward(graph: fx.Graph) -> bool:
+def _repeat_in_backward(graph: fx.Graph, written: set[fx.Node]) -> bool:
     modified = False
     order = {node: place for place, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         chain = _from_upcast(node)
-        if not chain or node.meta.get(Key.PHASE) != "forward":
+        if not chain or node.meta.get(Key.PHASE) != "forward" or not written.isdisjoint((*chain, _source(chain[0]))):
             continue
         later = sorted((user for user in node.users if user.meta.get(Key.PHASE) == "backward"), key=order.__getitem__)
         if not later:
@@ -158,12 +157,12 @@ def _only_moves(node: fx.Node) -> bool:
     return is_view or node.target in _LAYOUTS
 
 
-def _merge_equal(graph: fx.Graph) -> bool:
+def _merge_equal(graph: fx.Graph, written: set[fx.Node]) -> bool:
     seen: dict[tuple[Any, ...], fx.Node] = {}
     modified = False
     for node in list(graph.nodes):
         dtype = cast_type(node)
-        if dtype is None or any(_writes(user) for user in node.users):
+        if dtype is None or not written.isdisjoint((node, _source(node))):
             continue
         key = (_source(node), dtype, node.meta.get(Key.PHASE))
         first = seen.setdefault(key, node)
