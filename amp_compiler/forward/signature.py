@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from numbers import Number
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -16,8 +14,6 @@ from amp_compiler.errors import CaptureError
 from amp_compiler.fx.capture import StandIn
 from amp_compiler.fx.hooks import MODULE_HOOKS, has_hooks, hook_numbers
 from amp_compiler.fx.torch_private import global_module_hooks
-
-_SHOWN = 400  # characters of a batch's form in a message
 
 
 def module_key(model: nn.Module, by_identity: bool = False) -> tuple[Any, ...]:
@@ -112,68 +108,6 @@ def _order(tensor: torch.Tensor) -> tuple[int, ...]:
         return tuple(range(tensor.dim()))
     strides = tensor.stride()
     return tuple(sorted(range(tensor.dim()), key=lambda place: -strides[place]))
-
-
-class BatchForm:
-    """How the batches of a training step are built: which containers, which keys, and where tensors stand.
-
-    The first batch fixes it. Shapes and types of tensors may change, values of numbers too. Lists and tuples are alike.
-
-    Example:
-        >>> form = BatchForm()
-        >>> form.fix((torch.ones(2), {"mask": torch.ones(2)}))
-        >>> form.check((torch.ones(2), {"mask": None}))
-        Traceback (most recent call last):
-        ...
-        amp_compiler.errors.CaptureError: batch[1]['mask'] is None, in the first call it was Tensor; ...
-    """
-
-    def __init__(self) -> None:
-        self._kinds: dict[str, str] | None = None
-        self._text = ""
-
-    def fix(self, batch: tuple[Any, ...]) -> None:
-        """Take the form of this batch, where none is fixed yet."""
-        if self._kinds is None:
-            self._kinds, self._text = _kinds(batch)
-
-    def check(self, batch: tuple[Any, ...]) -> None:
-        """Compare with the first batch.
-
-        Raises:
-            CaptureError: names the first place that differs, and both forms.
-        """
-        if self._kinds is None:
-            return
-        kinds, text = _kinds(batch)
-        for path in [*kinds, *self._kinds]:
-            now, then = kinds.get(path, "missing"), self._kinds.get(path, "missing")
-            if now != then:
-                raise CaptureError(
-                    f"{path} is {now}, in the first call it was {then}; the batch is {text}, the first {self._text}",
-                    mend="pass batches built like the first, or make a second training_step for the others",
-                )
-
-
-def _kinds(batch: tuple[Any, ...]) -> tuple[dict[str, str], str]:
-    """What stands at each path of a batch, and the whole as text."""
-    found, spec = pytree.tree_flatten_with_path(batch)
-    kinds = {f"batch{pytree.keystr(path)}": _kind(leaf) for path, leaf in found}
-    text = repr(pytree.tree_unflatten([_Name(kind) for kind in kinds.values()], spec))
-    return kinds, text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
-
-
-class _Name(str):
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def _kind(leaf: Any) -> str:
-    if isinstance(leaf, torch.Tensor):
-        return "Tensor"
-    return "None" if leaf is None else "number" if isinstance(leaf, Number) else type(leaf).__name__
 
 
 def like_forward_of(model: nn.Module, run: Callable[..., Any], doc: str | None) -> Callable[..., Any]:

@@ -24,7 +24,7 @@ from amp_compiler.forward.counting import CountingProgram
 from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.program_table import ProgramTable
 from amp_compiler.forward.settings import AUTO, device_of, make_settings
-from amp_compiler.forward.signature import BatchForm, leaves_key
+from amp_compiler.forward.signature import leaves_key
 from amp_compiler.forward.unwrap import unwrapped_model
 from amp_compiler.fx.capture import autocast_off
 from amp_compiler.fx.capture_errors import shapes_do_not_fit
@@ -232,7 +232,7 @@ class TrainingStep(StepReadings):
         self._log = StepLog(callbacks if ranks is None or ranks.is_first else (), self._low.short)
         low = torch_dtype(self._low)
         check_parameters(self._module, self._optimizers, low, enabled)
-        self._watch, self._form = StuckWatch(self._device), BatchForm()
+        self._watch = StuckWatch(self._device)
         self._captures = Captures("the training step", self._settings, "batch")
         self._programs: ProgramTable[StepProgram] = ProgramTable()
         self._fits: dict[Any, StepProgram] = {}  # programs of dynamic shapes for batches of other shapes
@@ -305,8 +305,7 @@ class TrainingStep(StepReadings):
             The detached loss, or `(loss, aux)`.
 
         Raises:
-            CaptureError: the loss cannot be captured, neither as one graph nor in pieces, or the batch is built
-                otherwise than the first.
+            CaptureError: the loss cannot be captured, neither as one graph nor in pieces.
             LoweringError: the graph cannot be compiled.
             LossScaleError: the gradients stay non-finite at the lowest loss scale; on a GPU some calls later.
         """
@@ -381,14 +380,16 @@ class TrainingStep(StepReadings):
             return self._piece_program(self._in_pieces(cause), spec, gather, leaves)
         if self._pieces is not None:
             return self._piece_program(self._pieces, spec, gather, leaves)
-        with TENSORS:
-            form = leaves_key(leaves)
+        try:
+            with TENSORS:
+                form = leaves_key(leaves)
+        except CaptureError as cause:  # a dataclass, an array: Dynamo looks into them
+            return self._piece_program(self._in_pieces(cause), spec, gather, leaves)
         key = (spec, module, owners, gather, self._scale_config, form)
         program = self._programs.find(key) or self._dynamic(key, leaves)
         whole = program is not None and not program.flags_changed(self._standing)
         if program is not None and whole and self._may_run(program, leaves, gather):
             return program
-        self._form.check(batch)
         stale, options = program, self._options(gather, leaves)
         if program is None and len(self._programs) >= MOST_SIGNATURES:
             raise CaptureError(
@@ -425,7 +426,6 @@ class TrainingStep(StepReadings):
             self._programs.drop(stale)
             self._fits.clear()
         self._programs.add((spec, now, owners, gather, self._scale_config, form), program)
-        self._form.fix(batch)
         if self._together is not None:
             offer = self._offer(program.offered, program.written, leaves, gather)
             self._together.settle(offer, program.shared)
