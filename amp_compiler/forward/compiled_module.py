@@ -11,7 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-from amp_compiler.errors import AmpError, CaptureError, HookError
+from amp_compiler.errors import AmpError, CaptureError, HookError, UnknownFormError
 from amp_compiler.forward.captures import Captures
 from amp_compiler.forward.graph_breaks import Pieces
 from amp_compiler.forward.kinds import forwarding_members, kinds_of
@@ -158,10 +158,15 @@ class CompiledModule(StandIn):
                 mend="export `model.original`, the module behind it",
             )
         with autocast_off():
-            with TENSORS:
-                key = (spec, module_key(self.original)), leaves_key(leaves)
-                runner = self._programs.find(key)
-                inputs = None if runner is None else runner.inputs(leaves)
+            try:
+                with TENSORS:
+                    mode = spec, module_key(self.original)
+                    key = mode, leaves_key(leaves)
+                    runner = self._programs.find(key)
+                    inputs = None if runner is None else runner.inputs(leaves)
+            except UnknownFormError as cause:  # of a dataclass, an array: Dynamo looks into them
+                unknown = cause
+                return self._run_in_pieces(mode, args, kwargs, lambda: self._in_pieces(unknown, leaves))
             if runner is None or inputs is None:
                 return self._build_and_run(key, args, kwargs, leaves)
             return self._noted(runner, runner.run_on(inputs))
@@ -171,10 +176,18 @@ class CompiledModule(StandIn):
         with BUILDING:
             runner = self._programs.find(key) or self._pieces.get(key[0]) or self._capture(key, args, kwargs, leaves)
             if isinstance(runner, Pieces):
-                result = runner(args, kwargs)
-                self._pieces[key[0]] = runner  # only now: a call that failed must not decide for later ones
-                return self._noted(runner, result)
+                return self._run_in_pieces(key[0], args, kwargs, lambda: runner)
         return self._noted(runner, runner(leaves))
+
+    def _run_in_pieces(self, mode: Any, args: Any, kwargs: Any, made: Callable[[], Pieces]) -> Any:
+        with BUILDING:
+            runner = self._pieces.get(mode) or made()
+            result = runner(args, kwargs)
+            self._pieces[mode] = runner  # only now: a call that failed must not decide for later ones
+            return self._noted(runner, result)
+
+    def _in_pieces(self, cause: CaptureError, leaves: Sequence[Any]) -> Pieces:
+        return Pieces(self.original, self.settings, cause, device_of([*leaves, *self.original.parameters()]))
 
     def _noted(self, runner: Program | Pieces, result: Any) -> Any:
         """Remember what ran, and say once which rules match nothing."""
@@ -206,7 +219,7 @@ class CompiledModule(StandIn):
             if asked_for and captures_whole(self.original, args, kwargs):
                 name = type(self.original).__name__
                 logger.warning("%s runs in pieces: %s", name, shapes_do_not_fit("the model", cause))
-            return Pieces(self.original, self.settings, cause, device_of([*leaves, *self.original.parameters()]))
+            return self._in_pieces(cause, leaves)
         self._programs.add(key, program)
         # A model may hang hooks on its modules when it first runs; they were in place while it was traced.
         self._programs.add(((key[0][0], module_key(self.original)), key[1]), program)

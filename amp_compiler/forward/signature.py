@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from amp_compiler.errors import CaptureError
+from amp_compiler.errors import UnknownFormError
 from amp_compiler.fx.capture import StandIn
 from amp_compiler.fx.hooks import MODULE_HOOKS, has_hooks, hook_numbers
 from amp_compiler.fx.torch_private import global_module_hooks
@@ -65,7 +65,7 @@ def leaves_key(leaves: Sequence[Any]) -> tuple[Any, ...]:
     """Exact form of the flattened inputs: shapes, strides, types, values of what is no tensor, and who is who.
 
     Raises:
-        CaptureError: for an input that cannot be a key, such as an object that is not hashable.
+        UnknownFormError: for an input that cannot be a key, such as an object that is not hashable.
     """
     first: dict[int, int] = {}
     key = tuple(
@@ -78,7 +78,7 @@ def leaves_key(leaves: Sequence[Any]) -> tuple[Any, ...]:
         hash(key)
     except TypeError as cause:
         kinds = sorted({type(leaf).__name__ for leaf in leaves if type(leaf).__hash__ is None})
-        raise CaptureError(
+        raise UnknownFormError(
             f"an input of type {', '.join(kinds)} is not hashable, so calls cannot be told apart",
             mend="pass tensors, numbers, strings, or containers of them",
         ) from cause

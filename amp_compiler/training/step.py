@@ -18,7 +18,7 @@ from amp_compiler.backends.cuda_capture import TorchGraphs
 from amp_compiler.backends.cuda_graph import GraphSettings
 from amp_compiler.distributed.group import ranks_of
 from amp_compiler.distributed.ranks import Ranks
-from amp_compiler.errors import AmpError, CaptureError, HookError, LoweringError, OptimizerError
+from amp_compiler.errors import AmpError, CaptureError, HookError, LoweringError, OptimizerError, UnknownFormError
 from amp_compiler.forward.captures import Captures
 from amp_compiler.forward.counting import CountingProgram
 from amp_compiler.forward.program import EAGER
@@ -383,7 +383,7 @@ class TrainingStep(StepReadings):
         try:
             with TENSORS:
                 form = leaves_key(leaves)
-        except CaptureError as cause:  # a dataclass, an array: Dynamo looks into them
+        except UnknownFormError as cause:  # of a dataclass, an array: Dynamo looks into them
             return self._piece_program(self._in_pieces(cause), spec, gather, leaves)
         key = (spec, module, owners, gather, self._scale_config, form)
         program = self._programs.find(key) or self._dynamic(key, leaves)

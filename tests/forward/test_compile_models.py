@@ -265,13 +265,18 @@ def test_the_same_tensor_twice_is_another_signature():
     check_close(compiled(one, one), model(two, two))
 
 
-def test_unhashable_arguments_are_named():
+def test_arguments_that_are_not_hashable_lead_to_pieces():
     class Options:
         __hash__ = None
+        factor = 2.0
 
-    compiled = amp.compile(Lambda(lambda m, x, o: m.fc(x), fc=linear()), dtype="bf16", backend="eager")
-    with pytest.raises(amp.CaptureError, match="Options is not hashable"):
-        compiled(X, Options())
+    model = Lambda(lambda m, x, o: m.fc(x) * o.factor, fc=linear())
+    compiled = amp.compile(model, dtype="bf16", backend="eager")
+    options = Options()
+    check_close(compiled(X, options), model(X, options))
+    options.factor = 5.0
+    check_close(compiled(X, options), model(X, options))
+    assert compiled.in_pieces
 
 
 def test_hugging_face_models_with_a_cache():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -257,3 +258,28 @@ def test_a_piece_that_reads_an_index_runs_as_it_is_written(caplog):
     with caplog.at_level("WARNING", "amp_compiler"):
         assert check(Lambda(function), X).in_pieces
     assert "without a plan" in caplog.text and "test_hard_calls.py" in caplog.text
+
+
+@dataclasses.dataclass
+class Held:
+    x: object
+    rows: object
+
+
+class OfHeld(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, held):
+        return self.layer(torch.as_tensor(held.x)[held.rows])
+
+
+def test_inputs_that_no_graph_can_be_told_by_run_in_pieces():
+    """A dataclass, with a slice or an array in it: torch.compile looks into them."""
+    model = OfHeld()
+    compiled = amp.compile(model, dtype="bf16", backend="eager")
+    x = torch.randn(6, 4)
+    for held in (Held(x, slice(4)), Held(x * 2, slice(4)), Held(x, slice(2)), Held(x.numpy(), slice(2))):
+        torch.testing.assert_close(compiled(held).float(), model(held), rtol=0.05, atol=0.05)
+    assert compiled.in_pieces and any(node.precision == "low" for node in compiled.plan.nodes)
