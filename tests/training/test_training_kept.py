@@ -110,5 +110,5 @@ def test_the_backward_reads_no_fp32_copy_of_a_16_bit_value_that_the_forward_made
 
 
 def test_without_the_repeated_casts_there_would_be_such_a_copy(monkeypatch):
-    monkeypatch.setattr(simplify_casts, "_repeat_in_backward", lambda graph: False)
+    monkeypatch.setattr(simplify_casts, "_repeat_in_backward", lambda graph, written: False)
     assert len(kept(graph_of("sines"))) == 1
