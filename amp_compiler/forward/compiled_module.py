@@ -244,7 +244,14 @@ class CompiledModule(StandIn):
     def graph_module(self) -> fx.GraphModule:
         """The rewritten graph of the last forward (of the last piece, for a model in pieces)."""
         last = self._called()
-        return last.plans[-1][1] if isinstance(last, Pieces) else last.graph_module
+        if not isinstance(last, Pieces):
+            return last.graph_module
+        if not last.plans:
+            raise AmpError(
+                "the model runs as it is written: there is no graph of any piece",
+                mend="mend what the warning of the logger 'amp_compiler' names",
+            )
+        return last.plans[-1][1]
 
     @property
     def stages(self) -> Stages:

@@ -72,7 +72,8 @@ class Pieces:
         self.plans: list[tuple[PrecisionPlan, fx.GraphModule]] = []
         self.stages = Stages()
         self._told = False  # that functions run without a plan
-        short = settings.low(device).short
+        self._unplanned = 0  # pieces that no plan could be made for
+        self._device, short = device, settings.low(device).short
         self._settings = replace(settings, dtype=short)
         self._model = name_of(model)
         self._forms = MOST_FORMS + max(Counter(map(type, model.modules())).values()) - 1
@@ -116,6 +117,7 @@ class Pieces:
             run, plan, rewritten, stages = compile_piece(piece, inputs, self._settings)
         except ValuesReadError as cause:
             logger.warning("a piece of %s runs in the model's types, without a plan: %s", self._model, cause)
+            self._unplanned += 1
             return piece.forward
         self.plans.append((plan, rewritten))
         name = f"piece{len(self.plans) - 1}"
@@ -141,7 +143,7 @@ class Pieces:
                 result = self._run(*args, **kwargs)
         except dynamo_errors() as error:
             raise self._error(error) from error
-        if not self.plans:
+        if not self.plans and not self._unplanned:
             raise CaptureError(
                 f"nothing of {self._model} was captured: Dynamo gave up on its forward; export: {self.cause.what}",
                 where=self.cause.where,
@@ -181,7 +183,9 @@ class Pieces:
 
     @property
     def plan(self) -> PrecisionPlan:
-        """The plans of all pieces as one; names carry the number of their piece."""
+        """The plans of all pieces as one, empty where none has one; names carry the number of their piece."""
+        if not self.plans:
+            return PrecisionPlan(self._settings.dtype, self._settings.rules.name, self._device.type, (), ())
         first = self.plans[0][0]
         nodes = tuple(
             replace(

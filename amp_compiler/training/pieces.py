@@ -339,8 +339,8 @@ class PieceProgram:
     def execution(self) -> str:
         """How it ran and why, in words."""
         pieces = self.step.pieces
-        if pieces is None:
-            how = "as they are written, in FP32"
+        if pieces is None or not pieces.plans:
+            how = f"as they are written, in {'FP32' if pieces is None else 'the types of the model'}"
         else:
             how = f"in {len(pieces.plans)} piece{'s' * (len(pieces.plans) > 1)}"
         return f"forward and backward {how}, the update as one graph, because: {self.step.cause.what}"

@@ -283,3 +283,43 @@ def test_inputs_that_no_graph_can_be_told_by_run_in_pieces():
     for held in (Held(x, slice(4)), Held(x * 2, slice(4)), Held(x, slice(2)), Held(x.numpy(), slice(2))):
         torch.testing.assert_close(compiled(held).float(), model(held), rtol=0.05, atol=0.05)
     assert compiled.in_pieces and any(node.precision == "low" for node in compiled.plan.nodes)
+
+
+class Split(nn.Module):
+    """Its only graph reads a size from a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 8)
+
+    def forward(self, x):
+        left, right = torch.tensor_split(self.layer(x), torch.tensor([5]), 1)
+        return left.square().mean() + 2 * right.square().mean()
+
+
+def test_a_model_of_which_no_piece_can_be_planned_runs_as_it_is_written(caplog):
+    torch.manual_seed(0)
+    model, x = Split(), torch.randn(3, 4)
+    plain, stepped = copy.deepcopy(model), copy.deepcopy(model)
+    compiled = amp.compile(model, dtype="bf16", backend="eager")
+    with caplog.at_level("WARNING", "amp_compiler"):
+        made = compiled(x)
+    assert "without a plan" in caplog.text and "test_hard_calls.py" in caplog.text
+    expected = plain(x)
+    torch.testing.assert_close(made, expected, rtol=0, atol=0)
+    assert compiled.in_pieces and compiled.plan.nodes == ()
+    with pytest.raises(amp.AmpError, match="no graph of any piece"):
+        _ = compiled.graph_module
+    step = amp.training_step(
+        stepped, lambda m, x: m(x), torch.optim.SGD(stepped.parameters(), 0.1), dtype="bf16", backend="eager"
+    )
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1)
+    for _ in range(2):
+        loss = plain(x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        torch.testing.assert_close(step(x), loss.detach())
+    assert "as they are written" in step.execution
+    for ours, theirs in zip(stepped.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
