@@ -420,7 +420,7 @@ def _described(name: str) -> str:
 def _refuse_scripted(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
-            raise HookError(
+            raise CaptureError(
                 f"{_described(name)} is scripted (torch.jit), which a graph cannot look into",
                 mend="put the module that it was made of in its place",
             )
