@@ -408,7 +408,7 @@ class _Buffers:
             known = self._known.get(modes)
             found = {}
             for path, table, name, buffer, version, old in held:
-                now = table[name] if name in table else None  # noqa: SIM401  # that of a scripted module has no get
+                now: Any = table[name] if name in table else None  # noqa: SIM401  # a scripted module's has no get
                 told = now is not buffer or buffer._version != version
                 if not isinstance(now, Tensor) or now.shape != buffer.shape or now.dtype is not buffer.dtype:
                     continue  # another one, which it is to keep
