@@ -45,6 +45,7 @@ from amp_compiler.distributed.ranks import Ranks
 from amp_compiler.errors import AmpError, first_line
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
+_DELETE = "delete the folder, and the checkpoint before it is the newest"
 
 
 @dataclass(frozen=True, eq=False)
@@ -205,7 +206,7 @@ def load(state: dict[str, Any], folder: Path, ranks: Ranks | None) -> None:
     def run() -> None:
         dcp_load(rest, storage_reader=FileSystemReader(folder), planner=_Loading(slices), **_group(ranks))
 
-    _run(run, folder, ranks, "delete the folder, and the checkpoint before it is the newest")
+    _run(run, folder, ranks, _DELETE)
     state.update(rest)
 
 
@@ -231,7 +232,7 @@ def contents(folder: Path) -> Contents:
     try:
         found = FileSystemReader(folder).read_metadata()
     except Exception as cause:  # unpickling raises whatever it likes
-        raise AmpError(f"cannot be read: {first_line(cause)}", where=str(folder / ".metadata")) from cause
+        raise AmpError(f"cannot be read: {first_line(cause)}", where=str(folder / ".metadata"), mend=_DELETE) from cause
     tensors = {
         name: (one.size, one.properties.dtype)
         for name, one in found.state_dict_metadata.items()

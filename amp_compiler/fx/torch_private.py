@@ -437,18 +437,24 @@ def transform_of(node: fx.Node) -> str:
 def compile_in_pieces(model: Any, backend: Callable[..., Any], dynamic: bool | None) -> Callable[..., Any]:
     """A model as Dynamo compiles it: with a count of its own of how often each of its functions may be compiled.
 
-    Other models of the same class have the same functions; torch before 2.13 counts them together.
+    Other models of the same class have the same functions; torch before 2.13 counts them together, see
+    `recompile_limit`.
     """
-    options: dict[str, Any] = {}
-    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
-        options["isolate_recompiles"] = True
+    options: dict[str, Any] = {"isolate_recompiles": True} if _ISOLATES else {}
     with BUILDING:  # while any thread exports, torch.compile takes another backend than it is given
+        _MODELS[0] += 1
         return torch.compile(model, backend=backend, dynamic=dynamic, **options)
+
+
+_ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters
+_MODELS = [0]  # number of models that this process has compiled in pieces
 
 
 @contextlib.contextmanager
 def recompile_limit(least: int) -> Iterator[int]:
     """Within it Dynamo compiles a function for at least so many forms of its inputs, and then raises.
+
+    A torch that counts the models of a class together counts up to as many for each model there was.
 
     Left alone it stops at 8, and runs what it has no code for as it is, without a word.
 
@@ -459,7 +465,7 @@ def recompile_limit(least: int) -> Iterator[int]:
         The limit: the user's own where that is higher.
     """
     config = torch._dynamo.config
-    limit = max(least, config.recompile_limit)
+    limit = max(least, config.recompile_limit) * (1 if _ISOLATES else max(_MODELS[0], 1))
     wanted = {
         "recompile_limit": limit,
         "accumulated_recompile_limit": max(_ALL_MODELS * limit, config.accumulated_recompile_limit),

@@ -8,6 +8,7 @@ from torch import nn
 
 import amp_compiler as amp
 import amp_compiler.forward.graph_breaks as graph_breaks
+import amp_compiler.fx.torch_private as torch_private
 
 pytestmark = pytest.mark.long
 
@@ -50,6 +51,17 @@ def test_ten_models_of_one_class_all_run_in_16_bits():
         model = compiled()
         assert low(model(X), model)
         assert model.in_pieces and model.plan.low_nodes > 0
+
+
+def test_where_torch_counts_the_models_of_a_class_together_each_has_its_limit(monkeypatch):
+    """As torch before 2.13 does."""
+    monkeypatch.setattr(torch_private, "_ISOLATES", False)
+    monkeypatch.setattr(torch_private, "_MODELS", [0])
+    monkeypatch.setattr(graph_breaks, "MOST_FORMS", 2)  # Dynamo's own is 8
+    torch._dynamo.reset()
+    for _ in range(12):
+        model = compiled()
+        assert low(model(X), model)
 
 
 def test_past_the_limit_an_error_names_it(monkeypatch):
