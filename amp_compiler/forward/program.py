@@ -24,6 +24,7 @@ from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import copy_graph, sparse_node, torch_dtype
 from amp_compiler.fx.lower import lower, lower_graph
 from amp_compiler.fx.meta import Key
+from amp_compiler.fx.prints import prints_refused
 from amp_compiler.fx.torch_private import TENSORS
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import ValueKind
@@ -64,7 +65,7 @@ def plan_captured(
 def captures_whole(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a module can be captured as one graph for the shapes of these arguments alone."""
     try:
-        with refused_checkpoints(), generators_kept(model, args, kwargs):
+        with refused_checkpoints(), prints_refused(), generators_kept(model, args, kwargs):
             capture_module(model, args, kwargs)
     except CaptureError:
         return False
@@ -312,7 +313,7 @@ def _build_program(
     stages: Stages,
 ) -> Program:
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    with refused_checkpoints():
+    with refused_checkpoints(), prints_refused():
         captured = capture_module(model, args, kwargs, settings.dynamic_shapes)
     users = sum(entry.source is Source.USER for entry in captured.inputs)
     if users != len(leaves) or captured.in_spec != spec:

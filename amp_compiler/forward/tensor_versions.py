@@ -20,9 +20,10 @@ class StepCounter:
         """Start counting; later calls change nothing."""
         if not self._watching:
             self._watching = True
-            register_optimizer_step_post_hook(lambda *_: self._note())
+            register_optimizer_step_post_hook(self.note)
 
-    def _note(self) -> None:
+    def note(self, *_: object) -> None:
+        """Count one."""
         self.count += 1
 
 

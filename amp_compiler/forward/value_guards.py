@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
+from operator import is_
 from types import FunctionType, MappingProxyType
 from typing import Any
 
@@ -12,9 +14,20 @@ import numpy as np
 import torch
 from torch import nn
 
+from amp_compiler.forward.notices import logger
 from amp_compiler.forward.same_objects import SameObjects
 from amp_compiler.fx.code_names import Origin, functions_of, origin_of
-from amp_compiler.fx.python_state import BY_NAME, OPENED, Holder, Kind, PythonState, content_of, is_plain
+from amp_compiler.fx.python_state import (
+    BY_NAME,
+    COMPARED,
+    OPENED,
+    Holder,
+    Kind,
+    PythonState,
+    content_of,
+    environment,
+    is_plain,
+)
 
 Check = Callable[[Any], bool]
 _CONTAINERS = (list, deque, tuple, dict, set, MappingProxyType)
@@ -51,9 +64,9 @@ class ValueGuards:
             if (place := state.place_of(tensor)) is not None:
                 places.setdefault((id(place[0].value), place[1]), (*place, tensor))
         for holder, key, value in places.values():
-            if holder.kind not in (Kind.TABLE, Kind.CELL, *BY_NAME):
+            if holder.kind not in (Kind.TABLE, Kind.CELL, Kind.CONTEXT, *BY_NAME):
                 continue  # compared as part of what holds it
-            if holder.kind is not Kind.OBJECT and _is_told_by_identity(value):
+            if holder.kind not in (Kind.OBJECT, Kind.CONTEXT) and _is_told_by_identity(value):
                 self._kept.append((holder, key, _expected(value, ())))
             else:
                 self._deep.append((holder.getter(key), _expected(value, ())))
@@ -66,7 +79,9 @@ class ValueGuards:
             self._deep.append((partial(getattr, module, "training"), _expected(module.training, ())))
         for value in state.arrays:
             if not any(_lies_in(tensor, value) for tensor in constants):  # the graph reads its memory
-                self._deep.append((partial(content_of, value), content_of(value).__eq__))
+                self._deep.append((lambda value=value: value, _array(value)))  # type: ignore[misc]
+        if state.environment:
+            self._deep.append((environment, dict(environment()).__eq__))
         self._absent = [(holder.value, key) for holder, key in state.absent()]
         self._same = _identity_test(self._kept, self._absent)
         self._code = _code_test(state)
@@ -148,7 +163,8 @@ def _expected(value: Any, around: tuple[int, ...]) -> Check:
 def _container(value: Any, around: tuple[int, ...]) -> Check:
     kind, length = type(value), len(value)
     if length > OPENED:
-        return lambda now: now is value and len(now) == length
+        before = copy.copy(value)
+        return lambda now: now is value and _equal(now, before)
     if isinstance(value, set):
         members = frozenset(value)
         return lambda now: type(now) is kind and members == now
@@ -162,6 +178,32 @@ def _container(value: Any, around: tuple[int, ...]) -> Check:
         return all(check(item) for check, item in zip(checks, now if keys is None else now.values(), strict=True))
 
     return holds
+
+
+def _equal(now: Any, before: Any) -> bool:
+    try:
+        return bool(now == before)
+    except RuntimeError:  # of tensors
+        return False
+
+
+def _array(value: Any) -> Check:
+    size = value.nbytes if isinstance(value, np.ndarray) else memoryview(value).nbytes
+    if size > COMPARED:
+        logger.warning(
+            "forward may read an array of %.0f MB that is no tensor: what changes in it between calls is not noticed;"
+            " pass it as an argument, or keep it as a tensor",
+            size / 1e6,
+        )
+        return lambda now: True
+    if isinstance(value, np.ndarray) and value.dtype.hasobject:
+        kept = value.copy()
+        return lambda now: now.shape == kept.shape and all(map(is_, now.flat, kept.flat))
+    if isinstance(value, np.ndarray) and value.size > OPENED and value.flags.c_contiguous:
+        words = value.reshape(-1).view(np.uint8).copy()
+        return lambda now: np.array_equal(now.reshape(-1).view(np.uint8), words)
+    content = content_of(value)
+    return lambda now: content_of(now) == content
 
 
 def _lies_in(tensor: torch.Tensor, value: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import pickle
 import random
 import sys
@@ -26,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from amp_compiler.errors import CaptureError, HookError
 from amp_compiler.fx.generators import generators_kept
-from amp_compiler.fx.python_state import BY_NAME, Holder, Kind, PythonState, content_of, is_plain
+from amp_compiler.fx.python_state import BY_NAME, Holder, Kind, PythonState, content_of, environment, is_plain
 
 _ABSENT = object()
 _COPIED = 1024  # elements; torch computes with constants of one element while it traces, and lets the others be
@@ -101,6 +102,7 @@ class WriteWatch:
     _before: list[tuple[Holder, dict[Any, Any]]] = field(default_factory=list)
     _drawn: Any = None
     _arrays: list[bytes] = field(default_factory=list)
+    _environment: Any = None
     _depth: int = 0
     _tables: list[tuple[nn.Module, dict[str, dict[str, Any]]]] = field(default_factory=list)
 
@@ -137,6 +139,7 @@ class WriteWatch:
     def _begin(self) -> None:
         self._drawn = _generators(self.state)
         self._arrays = [content_of(one) for one in self.state.arrays]
+        self._environment = dict(environment()) if self.state.environment else None
         self._before = [(holder, holder.items()) for holder in self.state.holders.values()]
         self._tables = [
             (module, {name: dict(module.__dict__[name]) for name in ("_parameters", "_buffers", "_modules")})
@@ -158,6 +161,8 @@ class WriteWatch:
                 "forward writes to an array that is no tensor, which one graph would freeze",
                 mend="keep what it holds in a tensor",
             )
+        if self.state.environment and environment() != self._environment:
+            raise _refused("os.environ", "changes")
         own = pytree.tree_leaves(output)
         results = _Results(own)
         assignments = []
@@ -263,6 +268,8 @@ def _put(holder: Holder, key: Any, value: Any) -> None:
     target = holder.get()
     if holder.kind is Kind.CELL:
         target.cell_contents = value
+    elif holder.kind is Kind.CONTEXT:
+        target.set(value)
     elif holder.kind in BY_NAME:
         setattr(target, key, value)
     else:
@@ -288,6 +295,7 @@ def restored(state: PythonState) -> Iterator[None]:
     tensors = {id(value): value for _, items in saved for value in items.values() if _is_real(value)}
     copies = {key: tensor.detach().clone() for key, tensor in tensors.items()}
     arrays = [(one, copy.copy(one)) for one in state.arrays if content_of(one)]
+    variables = dict(os.environ) if state.environment else None
     drawn = _default_generators()
     try:
         with generators_kept(state.generators):
@@ -300,6 +308,9 @@ def restored(state: PythonState) -> Iterator[None]:
         for array, before in arrays:
             if content_of(array) != content_of(before):
                 array[... if isinstance(array, np.ndarray) else slice(None)] = before
+        if variables is not None and variables != os.environ:
+            os.environ.clear()
+            os.environ.update(variables)
         for table, held in tables:
             if table.keys() != held.keys() or any(table[key] is not held[key] for key in held):
                 table.clear()
@@ -348,6 +359,8 @@ def _restore(holder: Holder, items: dict[Any, Any]) -> None:
     elif holder.kind is Kind.SET:
         value.clear()
         value.update(items[""])
+    elif holder.kind is Kind.CONTEXT:
+        value.set(items[""])  # one that had none is back in the caller's context, see `capture_module`
     elif holder.kind is Kind.CELL:
         if items:
             value.cell_contents = items[""]

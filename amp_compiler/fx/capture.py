@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import enum
 import io
 import logging
@@ -21,6 +22,7 @@ from torch.export.graph_signature import InputKind
 from torch.overrides import TorchFunctionMode
 
 from amp_compiler.errors import AmpError, CaptureError, CustomFunctionError, HookError
+from amp_compiler.fx.asked_names import names_asked
 from amp_compiler.fx.attribute_writes import Writes, WriteWatch, restored
 from amp_compiler.fx.capture_errors import capture_error, name_of
 from amp_compiler.fx.custom_functions import recorded_functions
@@ -219,7 +221,19 @@ def capture_module(
     Raises:
         CaptureError: where the model cannot be taken as one graph; names the line of the model.
     """
-    state = python_state(model)
+    asked: set[str] = set()
+    while True:  # names that only the running code tells lead to more that it reads
+        more, captured = _captured(model, args, kwargs, dynamic_shapes, asked)
+        if more <= asked:
+            return captured
+        asked |= more
+
+
+def _captured(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None, dynamic_shapes: Any, asked: set[str]
+) -> tuple[set[str], Captured]:
+    """As `capture_module`, with the names that the code asked for and the walk over its state did not know."""
+    state = python_state(model, asked)
     if state.iterators:
         raise CaptureError(
             f"forward may read '{state.iterators[0]}', which is used up by reading it, and one graph would freeze it",
@@ -227,14 +241,15 @@ def capture_module(
             mend="take the next value before the call, and pass it",
         )
     watch = WriteWatch(model, state)
-    with watch.active(), written_first(state) as overwritten:
-        program = _export(model, args, kwargs, dynamic_shapes)
+    with watch.active(), written_first(state) as overwritten, names_asked(state) as more:
+        # In a context of its own: what is set in a context variable that had no value cannot be taken back.
+        program = contextvars.copy_context().run(_export, model, args, kwargs, dynamic_shapes)
     state.overwritten = overwritten
     captured = captured_from_program(program, dynamic=dynamic_shapes is not None)
     captured.state, captured.writes = state, watch.writes
     if watch.out_spec is not None:
         captured.out_spec = watch.out_spec
-    return captured
+    return more, captured
 
 
 def export_module(

@@ -19,7 +19,12 @@ _LOADS = frozenset(
 _LOADS_OF_GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 _STORES_TO_GLOBALS = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
 _GLOBALS_BY_NAME = frozenset({"globals", "eval", "exec"})
-_BY_NAME = frozenset({"getattr", "hasattr", "__dict__", "vars", "setattr", "delattr", "__getattribute__"})
+_BY_NAME = frozenset(
+    {"getattr", "hasattr", "__dict__", "vars", "setattr", "delattr", "__getattribute__", "attrgetter", "methodcaller"}
+)
+# What reads the attributes of an object one and all, or by names that no code shows.
+_ALL_OF_AN_OBJECT = frozenset({"__dict__", "asdict", "astuple", "attrgetter", "deepcopy"})
+_ALL_AS_GLOBALS = frozenset({"vars", "replace", "copy", "dataclasses"})
 CACHED = functools._lru_cache_wrapper
 
 
@@ -65,6 +70,7 @@ class Names(NamedTuple):
         of_globals: of globals alone, that it loads.
         to_globals: of globals alone, that it assigns to or deletes.
         asks_globals: whether `asked` may name globals.
+        reads_all: whether it may read attributes by names that do not stand in it, as `vars(self)[key]` does.
     """
 
     loaded: frozenset[str]
@@ -73,6 +79,7 @@ class Names(NamedTuple):
     of_globals: frozenset[str]
     to_globals: frozenset[str]
     asks_globals: bool
+    reads_all: bool
 
 
 @functools.lru_cache(maxsize=4096)
@@ -84,6 +91,7 @@ def names_of(code: types.CodeType) -> Names:
     of_globals = {str(one.argval) for one in found if one.opname in _LOADS_OF_GLOBALS}
     to_globals = {str(one.argval) for one in found if one.opname in _STORES_TO_GLOBALS}
     asks_globals = not of_globals.isdisjoint(_GLOBALS_BY_NAME)
+    reads_all = not (loaded.isdisjoint(_ALL_OF_AN_OBJECT) and of_globals.isdisjoint(_ALL_AS_GLOBALS))
     asked: set[str] = set()
     if asks_globals or loaded & _BY_NAME:
         asked = {text for text in code.co_consts if isinstance(text, str) and text.isidentifier()}
@@ -92,7 +100,7 @@ def names_of(code: types.CodeType) -> Names:
             more = names_of(inner)
             loaded, stored, asked = loaded | more.loaded, stored | more.stored, asked | more.asked
             of_globals, to_globals = of_globals | more.of_globals, to_globals | more.to_globals
-            asks_globals = asks_globals or more.asks_globals
+            asks_globals, reads_all = asks_globals or more.asks_globals, reads_all or more.reads_all
     return Names(
         frozenset(loaded | asked),
         frozenset(stored),
@@ -100,6 +108,7 @@ def names_of(code: types.CodeType) -> Names:
         frozenset(of_globals),
         frozenset(to_globals),
         asks_globals,
+        reads_all,
     )
 
 

@@ -11,9 +11,11 @@ read, each for its own attributes. The user's own code is followed wherever it l
 from __future__ import annotations
 
 import enum
+import os
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +24,8 @@ from torch import nn
 
 from amp_compiler.fx.code_names import Origin, line_that_stores, origin_of
 
-OPENED = 10_000  # items: longer containers are told apart by identity and length alone
+OPENED = 10_000  # items: what is in longer containers is not looked into
+COMPARED = 1 << 24  # bytes: of longer arrays nothing is compared
 # What torch itself keeps in a module; the lists of a recurrent layer follow its parameters.
 MODULE_TABLES = frozenset(
     {
@@ -41,10 +44,15 @@ PLAIN = (
 
 
 def content_of(array: Any) -> bytes:
-    """What an array of NumPy's or Python's holds; empty for a large one, and for one of objects."""
+    """What an array of NumPy's or Python's holds; empty for a very large one, and for one of objects."""
     if isinstance(array, np.ndarray):
-        return array.tobytes() if array.size <= OPENED and not array.dtype.hasobject else b""
-    return bytes(array) if len(array) <= OPENED else b""
+        return array.tobytes() if array.nbytes <= COMPARED and not array.dtype.hasobject else b""
+    return bytes(array) if memoryview(array).nbytes <= COMPARED else b""
+
+
+def environment() -> Any:
+    """The variables of the process, to be compared or copied; cheaper than `os.environ`, which decodes each."""
+    return getattr(os.environ, "_data", os.environ)
 
 
 def is_plain(value: Any) -> bool:
@@ -62,10 +70,12 @@ class Kind(enum.Enum):
     SET = "set"
     CELL = "variable"
     CLASS = "class"
+    CONTEXT = "context variable"
     OBJECT = "object"  # the attributes of one that has no table of them, such as `__slots__`
 
 
 BY_NAME = (Kind.CLASS, Kind.OBJECT)  # read and written by `getattr` and `setattr`
+_UNSET = object()  # what a context variable without a value gives
 
 
 @dataclass(eq=False)
@@ -96,6 +106,8 @@ class Holder:
         """A quick way to what stands at a key today."""
         if self.kind is Kind.CELL:
             return lambda: self.value.cell_contents
+        if self.kind is Kind.CONTEXT:
+            return partial(self.value.get, _UNSET)
         if self.kind is Kind.TABLE:
             table = self.value
             return lambda: table[key]
@@ -105,7 +117,7 @@ class Holder:
 
     def name_of(self, key: Any) -> str:
         """How a user calls one of its values."""
-        if self.kind is Kind.CELL:
+        if self.kind in (Kind.CELL, Kind.CONTEXT):
             return self.label
         if self.kind in (Kind.TABLE, *BY_NAME):
             return f"{self.label}.{key}".removeprefix(".")
@@ -119,6 +131,8 @@ def items_of(kind: Kind, value: Any, keys: set[str] | None = None) -> dict[Any, 
             return {"": value.cell_contents}
         except ValueError:  # not assigned yet
             return {}
+    if kind is Kind.CONTEXT:
+        return {"": value.get(_UNSET)}
     if kind is Kind.SET:
         return {"": frozenset(value)}
     if kind in (Kind.LIST, Kind.TUPLE):
@@ -152,6 +166,8 @@ class PythonState:
         caches: functions that keep their results (`functools.lru_cache`).
         generators: of random numbers, Python's and NumPy's.
         arrays: of NumPy's and Python's, with numbers that can be read one by one.
+        reads_all: whether the user's code reads attributes by names that do not stand in it.
+        environment: whether it names `os.environ`.
         iterators: what is used up by reading it, by its label.
         overwritten: attributes that a capture wrote before it read them, as `fx.first_uses` gives them.
     """
@@ -169,6 +185,8 @@ class PythonState:
     caches: list[Any] = field(default_factory=list)
     generators: list[Any] = field(default_factory=list)
     arrays: list[Any] = field(default_factory=list)
+    reads_all: bool = False
+    environment: bool = False
     iterators: list[str] = field(default_factory=list)
     overwritten: set[tuple[int, str]] = field(default_factory=set)
 
@@ -183,6 +201,8 @@ class PythonState:
     def read(self, holder: Holder) -> set[str] | None:
         """The keys of a holder that code may load; `None` for all."""
         if holder.kind is not Kind.TABLE or holder.keys is not None or holder.owner is None:
+            return None
+        if self.reads_all and origin_of(holder.owner.__module__) is Origin.USER:
             return None
         if issubclass(holder.owner, nn.Module):
             return self.names | self.own.get(holder.owner, set())

@@ -6,6 +6,7 @@ import argparse
 import array
 import collections
 import collections.abc
+import contextvars
 import functools
 import io
 import queue
@@ -13,7 +14,7 @@ import random
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -26,27 +27,30 @@ from amp_compiler.fx.python_state import MODULE_TABLES, OPENED, PLAIN, Holder, K
 _OPEN_TYPES = (argparse.Namespace, types.SimpleNamespace)  # of the standard library, and full of a user's settings
 _STORES = (collections.UserDict, collections.UserList)  # keep what they hold in an attribute
 _KEPT = (*_STORES, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, queue.Queue, threading.local)
+_ENVIRONMENT = frozenset({"environ", "getenv"})
 _NO_CODE_OF_A_CALL = frozenset({"__init__", "__new__", "__repr__", "__reduce__", "__getstate__", "__setstate__"})
 
 
-def python_state(model: nn.Module) -> PythonState:
+def python_state(model: nn.Module, asked: Collection[str] = ()) -> PythonState:
     """Walk over all that the code of a model reaches.
 
     Args:
         model: the module. Of one of this project's own, such as a loss around its model, all attributes are followed.
+        asked: names that the code was seen to ask for and that do not stand in it, as `fx.asked_names` gives them.
     """
-    state = PythonState(names={"forward"})
+    state = PythonState(names={"forward", *asked}, asked={*asked})
     while True:  # names lead to functions, and functions to names
         known = _size(state)
         state.holders, state.modules, state.beside = {}, [], []
         state.caches, state.generators, state.arrays, state.iterators = [], [], [], []
         _Walk(state, model).run()
         if known == _size(state):
+            state.environment = not _ENVIRONMENT.isdisjoint(state.names)
             return state
 
 
 def _size(state: PythonState) -> tuple[int, ...]:
-    return len(state.names), len(state.functions), sum(map(len, state.own.values()))
+    return len(state.names), len(state.functions), sum(map(len, state.own.values())), state.reads_all
 
 
 class _Walk:
@@ -90,6 +94,9 @@ class _Walk:
             self.state.arrays.append(value)
         elif isinstance(value, collections.abc.Iterator) and not isinstance(value, (io.IOBase, *_KEPT)):
             self.state.iterators.append(label)
+        elif isinstance(value, contextvars.ContextVar):
+            self._hold(Kind.CONTEXT, value, lambda: value, label)
+            self._add(value.get(None), label, functools.partial(value.get, None))
         elif isinstance(value, (weakref.ref, *_KEPT)):
             self._held_within(value, label)
         elif isinstance(value, type):
@@ -109,7 +116,7 @@ class _Walk:
             self._attributes(value, label, slots & self.state.names)
 
     def _held_within(self, value: Any, label: str) -> None:
-        """What stands behind a reference, in a variable of a context or of a thread, or in a container of Python's."""
+        """What stands behind a reference, in a variable of a thread, or in a container of Python's."""
         if isinstance(value, weakref.ref):
             self._add(value(), label)
         elif isinstance(value, threading.local):
@@ -231,6 +238,7 @@ class _Walk:
             found, table = names_of(function.__code__), function.__globals__
             self.state.names |= found.loaded
             self.state.asked |= found.asked
+            self.state.reads_all |= found.reads_all
             self.state.stored |= found.stored
             asked = found.asked if found.asks_globals else frozenset()
             self._named(table, set(found.of_globals | asked), "globals")

@@ -24,6 +24,7 @@ from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import copy_graph, results_of, torch_dtype
 from amp_compiler.fx.hooks import refuse_parameter_hooks
 from amp_compiler.fx.meta import Key
+from amp_compiler.fx.prints import prints_refused
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops import native
 from amp_compiler.ops.cpu.arena import ArenaMemory, ArenaRun
@@ -143,7 +144,7 @@ def begin_step(
     check_parameters(model, options.optimizers, low, options.enabled)
     refuse_parameter_hooks((name.partition(".")[2], parameter) for name, parameter in model.named_parameters())
     with model.as_parameters(), widened(model.parameters()):
-        with refused_checkpoints():
+        with refused_checkpoints(), prints_refused():
             captured = capture_module(model, batch, {}, settings.dynamic_shapes)
         form = InputForm.of(captured, leaves)
         if not form.is_dynamic:

@@ -19,7 +19,8 @@ from amp_compiler.ops.update.rounding import Storage
 from amp_compiler.passes.step.update_group import UpdateGroup
 from amp_compiler.training.optimizer_state import laid_out, retyped
 from amp_compiler.training.parts import UNSPLIT, Parts
-from amp_compiler.training.traced_optimizers import TracedGroup, bind_traced, check_hooks, check_traceable
+from amp_compiler.training.step_hooks import check_hooks
+from amp_compiler.training.traced_optimizers import TracedGroup, bind_traced, check_traceable
 from amp_compiler.training.weights import COMPENSATION
 
 KINDS: dict[type[torch.optim.Optimizer], FusedOptimizer] = {cls: one for one in FUSED for cls in one.classes}
@@ -184,7 +185,7 @@ def check_optimizers(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
     for one in given:
         if not isinstance(one, torch.optim.Optimizer):
             raise AmpError(f"optimizer is a {type(one).__name__}", mend="pass a torch.optim object, or a dict of them")
-        check_hooks(one)
+        check_hooks([one])
         if type(one) not in KINDS:
             check_traceable(one)
         _check_l1(one)

@@ -343,7 +343,9 @@ class PieceProgram:
             how = f"as they are written, in {'FP32' if pieces is None else 'the types of the model'}"
         else:
             how = f"in {len(pieces.plans)} piece{'s' * (len(pieces.plans) > 1)}"
-        return f"forward and backward {how}, the update as one graph, because: {self.step.cause.what}"
+        cause = self.step.cause
+        where = f" ({cause.where})" if cause.where else ""
+        return f"forward and backward {how}, the update as one graph, because: {cause.what}{where}"
 
 
 def _given(made: Made) -> list[Tensor]:

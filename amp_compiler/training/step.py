@@ -54,8 +54,8 @@ from amp_compiler.training.readings import StepReadings
 from amp_compiler.training.scale_watch import StuckWatch
 from amp_compiler.training.standing import Standing
 from amp_compiler.training.state import GradientSums, LowWeights
+from amp_compiler.training.step_hooks import PostHooks, check_hooks
 from amp_compiler.training.together import SAVING, Offer, Together, batch_form, begin, settings_of, values_of
-from amp_compiler.training.traced_optimizers import check_hooks
 from amp_compiler.training.trial import StepTrials
 from amp_compiler.training.weights import OWN_KEY, WeightState, weight_storage, widened
 
@@ -311,6 +311,8 @@ class TrainingStep(StepReadings):
         """
         if self._last is None and self._together is None:
             ranks_of(self._group)
+        hooks = PostHooks(self._optimizers)
+        hooks.begin(self._scale_config, self._scale)
         with autocast_off():
             if self._together is None:
                 program, leaves, spec = self._chosen(batch)
@@ -342,6 +344,8 @@ class TrainingStep(StepReadings):
         self._log.note(
             output, self._gathered == 0, lambda: self._seen()[2], self._scale.skipped_steps, lambda: self.grad_norm
         )
+        if self._gathered == 0:
+            hooks.run(self._scale_config, self._scale)
         if self._gathered == 0 and self._watch.note(self._scale_config, self._scale):
             self.check()
         return output.loss if output.aux is None else (output.loss, output.aux)
@@ -350,8 +354,7 @@ class TrainingStep(StepReadings):
         """What runs a batch, and its leaves and tree."""
         if self._watch.arrived() and self._last is not None:
             self.check()
-        for optimizer in self._optimizers:
-            check_hooks(optimizer)
+        check_hooks(self._optimizers)
         leaves, spec = self._flat(batch)
         with TENSORS:
             self._standing.look()
@@ -505,8 +508,7 @@ class TrainingStep(StepReadings):
 
     def _counting(self, batch: tuple[Any, ...], *, with_weights: bool = False) -> CountingProgram:
         """What counts exponents for batches like this one, see `diagnose.run` and `training.counting`."""
-        for optimizer in self._optimizers:
-            check_hooks(optimizer)
+        check_hooks(self._optimizers)
         with autocast_off(), building():
             options = self._options("")
             return build_counting(self._module, batch, options, self._state, with_weights=with_weights)
@@ -518,8 +520,7 @@ class TrainingStep(StepReadings):
         return shards or self._weights.storage.low or any(one.dtype in LOW_TYPES for one in self._module.parameters())
 
     def _trials(self, batch: tuple[Any, ...]) -> StepTrials:
-        for optimizer in self._optimizers:
-            check_hooks(optimizer)
+        check_hooks(self._optimizers)
         return StepTrials(self._module, batch, self._options(""), self._state)
 
     def _autocast(self, batch: tuple[Any, ...]) -> AutocastTotals | None:
@@ -536,8 +537,7 @@ class TrainingStep(StepReadings):
     @contextmanager
     def _in_fp32(self) -> Iterator[LossModule]:
         """Within it the loss as a module, all of its parameters in FP32, as it is captured."""
-        for optimizer in self._optimizers:
-            check_hooks(optimizer)
+        check_hooks(self._optimizers)
         self._module.adopt(self._optimizers)
         with self._module.as_parameters(), widened(self._module.parameters()):
             yield self._module

@@ -23,22 +23,8 @@ from amp_compiler.training.weights import MASTER
 
 # Keys of a group that no step reads: schedulers keep their notes there.
 _NOTES = ("params", "lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", "param_names")
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 # Its step reads `param.norm().item()` and its step count, only to compute with them.
 _READS_VALUES = (torch.optim.Adafactor,)
-
-
-def check_hooks(optimizer: Optimizer) -> None:
-    """Refuse an optimizer with step hooks: its `step()` is never called.
-
-    Raises:
-        AmpError: names its class.
-    """
-    if any(getattr(optimizer, hooks, None) for hooks in _HOOKS):
-        raise AmpError(
-            f"{type(optimizer).__name__} has step hooks, which a training step never calls",
-            mend="remove them, and do what they do after the call of the training step",
-        )
 
 
 def check_traceable(optimizer: Optimizer) -> None:

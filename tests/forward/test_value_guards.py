@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextvars
+import dataclasses
 import functools
+import os
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +24,23 @@ X = torch.ones(3, 4)
 FACTOR = 2.0
 TABLE = {"scale": [1.0, 2.0]}
 SETTINGS = types.SimpleNamespace(scale=1.0, unused=1.0)
+IN_CONTEXT: contextvars.ContextVar[float] = contextvars.ContextVar("IN_CONTEXT", default=1.0)
+NOT_SET: contextvars.ContextVar[float] = contextvars.ContextVar("NOT_SET")
+LARGE = np.ones(20_000)
+LONG = [1.0] * 20_000
+OBJECTS = np.array([1.0, "one"], dtype=object)
+
+
+class PerThread(threading.local):
+    scale = 1.0
+
+
+PER_THREAD = PerThread()
+
+
+@dataclasses.dataclass
+class Options:
+    width: float = 1.0
 
 
 class Settings:
@@ -106,6 +127,110 @@ def test_another_value_is_another_capture(name: str) -> None:
     compiled(X)
     assert len(compiled._programs) == count and not compiled.in_pieces
     assert count == (1 if name == "tensor of the same type" else 2)
+
+
+READS: dict[str, tuple[Callable[[nn.Module], float], Callable[[nn.Module], Any]]] = {
+    "context variable": (lambda m: IN_CONTEXT.get(), lambda m: IN_CONTEXT.set(3.0)),
+    "context variable that was not set": (lambda m: NOT_SET.get(1.0), lambda m: NOT_SET.set(3.0)),
+    "environment": (lambda m: float(os.environ["SCALE"]), lambda m: os.environ.update(SCALE="3")),
+    "environment, a variable that was absent": (
+        lambda m: float(os.getenv("SCALE_" + m.kind, "1")),
+        lambda m: os.environ.update(SCALE_kind="3"),
+    ),
+    "variable of a thread": (lambda m: PER_THREAD.scale, lambda m: setattr(PER_THREAD, "scale", 3.0)),
+    "computed name": (lambda m: getattr(m, "scale_" + m.kind), lambda m: setattr(m, "scale_kind", 3.0)),
+    "computed name that was absent": (
+        lambda m: getattr(m, "late_" + m.kind, 1.0),
+        lambda m: setattr(m, "late_kind", 3.0),
+    ),
+    "computed name in a method that was found by another": (
+        lambda m: getattr(m, "by_" + m.kind)(),
+        lambda m: setattr(m, "scale_kind", 3.0),
+    ),
+    "names of a table": (
+        lambda m: next(value for name, value in vars(m).items() if name.startswith("scale_")),
+        lambda m: setattr(m, "scale_kind", 3.0),
+    ),
+    "fields of a dataclass": (
+        lambda m: sum(dataclasses.asdict(m.options).values()),
+        lambda m: setattr(m.options, "width", 3.0),
+    ),
+    "item of a large array": (lambda m: float(LARGE[15_000]), lambda m: LARGE.__setitem__(15_000, 3.0)),
+    "item of a long list": (lambda m: LONG[15_000], lambda m: LONG.__setitem__(15_000, 3.0)),
+    "item of an array of objects": (lambda m: OBJECTS[0], lambda m: OBJECTS.__setitem__(0, 3.0)),
+}
+
+
+class ReadsBy(nn.Module):
+    def __init__(self, read: Callable[[nn.Module], float]) -> None:
+        super().__init__()
+        self.fc, self.read, self.kind = nn.Linear(4, 4), read, "kind"
+        self.scale_kind, self.options = 1.0, Options()
+
+    def by_kind(self) -> float:
+        return getattr(self, "scale_" + self.kind)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x) * self.read(self)
+
+
+@pytest.mark.parametrize("name", READS)
+def test_what_is_read_by_no_name_in_the_code_is_compared_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCALE", "1")
+    monkeypatch.delenv("SCALE_kind", raising=False)
+    LARGE[15_000] = LONG[15_000] = OBJECTS[0] = PER_THREAD.scale = 1.0
+    read, change = READS[name]
+    model = ReadsBy(read)
+
+    def compare() -> None:
+        compiled = amp.compile(model, dtype="bf16", backend="eager")
+        torch.testing.assert_close(compiled(X), model(X), rtol=0.05, atol=0.05)
+        compiled(X)
+        assert len(compiled._programs) == 1
+        change(model)
+        torch.testing.assert_close(compiled(X), model(X), rtol=0.05, atol=0.05)
+        assert len(compiled._programs) == 2 and not compiled.in_pieces
+
+    contextvars.copy_context().run(compare)
+    os.environ.pop("SCALE_kind", None)
+
+
+def test_an_array_too_large_to_be_compared_is_told(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    monkeypatch.setattr("amp_compiler.forward.value_guards.COMPARED", 1_000)
+    amp.compile(ReadsBy(lambda m: float(LARGE[0])), dtype="bf16", backend="eager")(X)
+    assert "is not noticed" in caplog.text
+
+
+class SetsVariable(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.fc, self.how = nn.Linear(4, 4), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.fc(x)
+        if self.how == "context":
+            NOT_SET.set(x.sum())
+        else:
+            os.environ["SCALE"] = self.how
+        return x
+
+
+def test_what_is_put_into_a_context_variable_is_there_after_every_call() -> None:
+    def compare() -> None:
+        compiled = amp.compile(SetsVariable("context"), dtype="bf16", backend="eager")
+        for x in (X, X * 2):
+            y = compiled(x)
+            torch.testing.assert_close(NOT_SET.get(), y.sum(), rtol=0.02, atol=0.02, check_dtype=False)
+
+    contextvars.copy_context().run(compare)
+
+
+def test_what_is_put_into_the_environment_is_there_after_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = amp.compile(SetsVariable("7"), dtype="bf16", backend="eager")
+    for _ in range(2):
+        monkeypatch.setenv("SCALE", "1")
+        compiled(X)
+        assert os.environ["SCALE"] == "7"
 
 
 def test_what_no_code_reads_changes_nothing() -> None:

@@ -176,19 +176,6 @@ def test_weights_that_are_tied_later_have_one_gradient():
     assert len(step.gradients()) == 1
 
 
-def test_hooks_that_would_not_be_called_are_refused_at_once_and_later():
-    model = small()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = amp.training_step(model, classes, optimizer, dtype="bf16", backend="eager")
-    step(X, Y)
-    handle = optimizer.register_step_post_hook(lambda *_: None)
-    for call in (lambda: step(X, Y), lambda: amp.training_step(model, classes, optimizer)):
-        with pytest.raises(AmpError, match="SGD has step hooks"):
-            call()
-    handle.remove()
-    step(X, Y)
-
-
 def test_a_loss_without_a_gradient_and_odd_parameters_are_refused_by_name():
     model = small()
     step = amp.training_step(

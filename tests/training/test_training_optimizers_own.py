@@ -147,10 +147,6 @@ def test_what_no_step_can_do_is_refused_at_once():
     ):
         with pytest.raises(AmpError, match=words):
             amp.training_step(model, classes, optimizer)
-    hooked = O.RMSprop(model.parameters())
-    hooked.register_step_post_hook(lambda *arguments: None)
-    with pytest.raises(AmpError, match="hooks"):
-        amp.training_step(model, classes, hooked)
     low = {"extends": "default", "version": 1, "weights": {"master": "low"}}
     with pytest.raises(AmpError, match="FP32 masters"):
         amp.training_step(model, classes, O.RMSprop(model.parameters()), rules=low, dtype="bf16", backend="eager")

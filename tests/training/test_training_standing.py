@@ -442,14 +442,6 @@ def test_a_batch_is_not_kept_alive_by_what_is_remembered():
     assert gone() is None and not run.found_anew
 
 
-def test_optimizer_hooks_are_refused_in_the_midst_of_a_run():
-    run = Run(True, graphs=False)
-    run.train(4)
-    run.optimizer.register_step_post_hook(lambda *_: None)
-    with pytest.raises(amp.AmpError, match="has step hooks"):
-        run.train(1)
-
-
 def test_what_can_be_read_after_a_replay_stays_as_it_was():
     run = Run(True, graphs=True, loss_scale="dynamic")
     run.train(6)

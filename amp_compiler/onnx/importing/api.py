@@ -113,13 +113,21 @@ def trained_module(model: Any, optimizer: Any) -> tuple[Any, Any]:
         optimizer: optimizers, or a function that makes one from a list of parameters.
 
     Raises:
-        AmpError: where an ONNX model comes with an optimizer that owns none of its parameters.
+        AmpError: where an ONNX model comes with an optimizer that owns none of its parameters, or the function is of
+            another kind.
     """
     made = module_of(model)
     modules = [one for one in pytree.tree_leaves(made) if isinstance(one, nn.Module)]
     parameters = list({id(one): one for module in modules for one in module.parameters()}.values())
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
-        return made, optimizer(parameters)
+        try:
+            return made, optimizer(parameters)
+        except TypeError as cause:
+            name = getattr(optimizer, "__qualname__", str(optimizer))
+            raise AmpError(
+                f"{name} makes no optimizer of a list of parameters: {cause}",
+                mend="pass model, loss_fn and optimizer in this order",
+            ) from cause
     if made is model or not _has_onnx(model):
         return model, optimizer
     given = optimizer.values() if isinstance(optimizer, dict) else [optimizer]

@@ -1,0 +1,122 @@
+"""Hooks around `optimizer.step()`: those behind it run as in a torch loop, those before it are refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import optimizer as torch_optimizer
+
+import amp_compiler as amp
+
+X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 3
+
+
+def classes(model, x, y):
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def small():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def clamp(optimizer, args, kwargs):
+    """As a Lipschitz constraint writes the weights behind every update."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.data.clamp_(-0.25, 0.25)
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, 0.3, momentum=0.9),
+    "AdamW": lambda p: torch.optim.AdamW(p, 0.05),
+    "NAdam": lambda p: torch.optim.NAdam(p, 0.05),  # traced
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("when", ["before the step is made", "in the midst of training"])
+def test_a_hook_behind_the_update_writes_the_weights_as_in_a_torch_loop(name, when):
+    model = small()
+    plain = copy.deepcopy(model)
+    ours, theirs = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](plain.parameters())
+    if when.startswith("before"):
+        ours.register_step_post_hook(clamp)
+        theirs.register_step_post_hook(clamp)
+    step = amp.training_step(model, classes, ours, enabled=False, backend="eager")
+    for number in range(5):
+        if number == 2 and not when.startswith("before"):
+            ours.register_step_post_hook(clamp)
+            theirs.register_step_post_hook(clamp)
+        step(X, Y)
+        theirs.zero_grad()
+        classes(plain, X, Y).backward()
+        theirs.step()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    assert max(float(p.detach().abs().max()) for p in model.parameters()) <= 0.25
+
+
+def test_it_runs_at_updates_alone_and_not_where_one_is_skipped():
+    """As under `GradScaler`; in a batch that is gathered there is no update."""
+    model, seen = small(), []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.register_step_post_hook(lambda one, args, kwargs: seen.append((one, args, kwargs)))
+    step = amp.training_step(
+        model, classes, optimizer, dtype="fp16", backend="eager", accumulate=2, loss_scale="dynamic"
+    )
+    for number, x in enumerate([X, X, X, torch.full_like(X, torch.inf), X, X]):
+        step(x, Y)
+        assert len(seen) == [0, 1, 1, 1, 1, 2][number]
+    assert seen[0] == (optimizer, (), {}) and int(step.skipped_steps) == 1
+
+
+def test_what_a_hook_writes_past_autograd_is_read_by_the_next_step():
+    """The 16-bit copies of the weights follow."""
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    optimizer.register_step_post_hook(lambda *_: [p.data.zero_() for p in model[2].parameters()])
+    step = amp.training_step(model, classes, optimizer, dtype="bf16", backend="eager")
+    first = float(step(X, Y))
+    for _ in range(2):
+        assert float(step(X, Y)) == pytest.approx(float(torch.tensor(3.0).log()), rel=1e-6) != first
+
+
+def test_a_hook_of_all_optimizers_runs_too():
+    seen = []
+    handle = torch_optimizer.register_optimizer_step_post_hook(lambda one, args, kwargs: seen.append(one))
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    try:
+        amp.training_step(model, classes, optimizer, dtype="bf16", backend="eager")(X, Y)
+    finally:
+        handle.remove()
+    assert seen == [optimizer]
+
+
+def test_a_hook_before_the_update_is_refused_at_once_and_later():
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = amp.training_step(model, classes, optimizer, dtype="bf16", backend="eager")
+    step(X, Y)
+    handle = optimizer.register_step_pre_hook(lambda *_: None)
+    for call in (lambda: step(X, Y), lambda: amp.training_step(model, classes, optimizer)):
+        with pytest.raises(amp.AmpError, match="SGD has hooks that run before its steps"):
+            call()
+    handle.remove()
+    step(X, Y)
+    handle = torch_optimizer.register_optimizer_step_pre_hook(lambda *_: None)
+    try:
+        with pytest.raises(amp.AmpError, match="hooks that run before"):
+            step(X, Y)
+    finally:
+        handle.remove()
+
+
+def test_arguments_in_another_order_are_told():
+    model = small()
+    with pytest.raises(amp.AmpError, match=r"makes no optimizer.*model, loss_fn and optimizer in this order"):
+        amp.training_step(model, torch.optim.SGD(model.parameters(), 0.1), classes)
