@@ -41,6 +41,21 @@ def wrong(actual: torch.Tensor, expected: torch.Tensor) -> bool:
         return bool((actual.double() - expected.double()).norm() > 2 * BF16_ERROR * expected.double().norm())
 
 
+def trained_as(model, reference):
+    """A step of the one, seen to train it as a torch loop trains the other."""
+    optimizer, theirs = torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(reference.parameters(), 0.1)
+    step = amp.training_step(model, lambda m, x: m(x).square().mean(), optimizer, dtype="bf16", backend="eager")
+    for _ in range(3):
+        loss, expected = step(X), reference(X).square().mean()
+        assert not wrong(loss, expected.detach())
+        theirs.zero_grad()
+        expected.backward()
+        theirs.step()
+    for ours, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert not wrong(ours, other)
+    return step
+
+
 @KINDS
 def test_a_model_that_holds_one(around):
     reference, model = plain(), around(plain())
@@ -59,16 +74,7 @@ def test_a_model_that_holds_one(around):
 @KINDS
 def test_a_step_over_a_model_that_holds_one(around):
     reference, model = plain(), around(plain())
-    optimizer, theirs = torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(reference.parameters(), 0.1)
-    step = amp.training_step(model, lambda m, x: m(x).square().mean(), optimizer, dtype="bf16", backend="eager")
-    for _ in range(3):
-        loss, expected = step(X), reference(X).square().mean()
-        assert not wrong(loss, expected.detach())
-        theirs.zero_grad()
-        expected.backward()
-        theirs.step()
-    for ours, other in zip(model.parameters(), reference.parameters(), strict=True):
-        assert not wrong(ours, other)
+    trained_as(model, reference)
 
 
 def with_trace(model: nn.Sequential) -> nn.Module:
@@ -84,16 +90,7 @@ def test_what_is_around_a_scripted_module_is_planned(around):
     compiled = amp.compile(model, dtype="bf16", backend="eager")
     assert not wrong(compiled(X), reference(X)) and compiled.in_pieces
     assert [node.precision for node in compiled.plan.nodes if node.op == "aten.linear"] == ["low"]
-    optimizer, theirs = torch.optim.SGD(trained.parameters(), 0.1), torch.optim.SGD(reference.parameters(), 0.1)
-    step = amp.training_step(trained, lambda m, x: m(x).square().mean(), optimizer, dtype="bf16", backend="eager")
-    for _ in range(3):
-        loss, expected = step(X), reference(X).square().mean()
-        assert not wrong(loss, expected.detach())
-        theirs.zero_grad()
-        expected.backward()
-        theirs.step()
-    for ours, other in zip(trained.parameters(), reference.parameters(), strict=True):
-        assert not wrong(ours, other)
+    step = trained_as(trained, reference)
     assert "module 'model.0' is scripted" in step.execution
 
 

@@ -35,20 +35,26 @@ def of_any_form(model, batch, *more):
     return made.square().mean() if batch["y"] is None else F.cross_entropy(made, batch["y"]) * (1 + len(more))
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_a_batch_of_another_form_is_captured_anew(name):
+def trained_as_by_torch(loss_fn, batches):
+    """A step in FP32, seen to train a layer on these batches as a torch loop does."""
     model = nn.Linear(8, 5)
     plain = copy.deepcopy(model)
     ours, theirs = (torch.optim.SGD(one.parameters(), 0.1) for one in (model, plain))
-    step = amp.training_step(model, of_any_form, ours, enabled=False, backend="eager")
-    for batch in FORMS[name]:
-        expected = of_any_form(plain, *batch)
+    step = amp.training_step(model, loss_fn, ours, enabled=False, backend="eager")
+    for batch in batches:
+        expected = loss_fn(plain, *batch)
         theirs.zero_grad()
         expected.backward()
         theirs.step()
         torch.testing.assert_close(step(*batch), expected.detach())
     for now, then in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(now, then)
+    return step
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_batch_of_another_form_is_captured_anew(name):
+    trained_as_by_torch(of_any_form, FORMS[name])
 
 
 @dataclasses.dataclass
@@ -75,18 +81,8 @@ def of_held(model, held):
 
 @pytest.mark.parametrize("name", HELD)
 def test_what_holds_a_batch_may_be_looked_into_by_dynamo(name):
-    model = nn.Linear(8, 5)
-    plain = copy.deepcopy(model)
-    ours, theirs = (torch.optim.SGD(one.parameters(), 0.1) for one in (model, plain))
-    step = amp.training_step(model, of_held, ours, enabled=False, backend="eager")
-    for number, rows in ((1, 16), (2, 16), (2, 7)):
-        expected = of_held(plain, HELD[name](X[0] * number, rows))
-        theirs.zero_grad()
-        expected.backward()
-        theirs.step()
-        torch.testing.assert_close(step(HELD[name](X[0] * number, rows)), expected.detach())
-    for now, then in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(now, then)
+    held = [(HELD[name](X[0] * number, rows),) for number, rows in ((1, 16), (2, 16), (2, 7))]
+    step = trained_as_by_torch(of_held, held)
     assert "not hashable" in step.execution
 
 
