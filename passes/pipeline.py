@@ -347,6 +347,16 @@ COUNT = Pipeline(
     ("count_exponents",),
     "Behind a step without its update, for reading what goes through it: `amp.profile`.",
 )
+HOLD = Pipeline(
+    "HOLD",
+    ("hold_products",),
+    "Behind a step whose products are read again: `amp.profile`.",
+)
+TAKE = Pipeline(
+    "TAKE",
+    ("take_products",),
+    "On what reads them, behind COUNT.",
+)
 ONNX_CAPTURE = Pipeline(
     "ONNX_CAPTURE",
     ("drop_idle_dropout", "write_out_attention"),
@@ -357,7 +367,21 @@ ONNX_EXPORT = Pipeline(
     ("apply_plan", "mark_math", "widen_math", "fold_stored_casts", "open_ends"),
     "The plan carried out, and the graph fitted to ONNX: `amp.export_onnx`.",
 )
-PIPELINES = (CAPTURE, PLAN, FORWARD, INFERENCE, STEP, UPDATE, DEVICE, PIECE, COUNT, ONNX_CAPTURE, ONNX_EXPORT)
+PIPELINES = (
+    CAPTURE,
+    PLAN,
+    FORWARD,
+    INFERENCE,
+    STEP,
+    UPDATE,
+    DEVICE,
+    PIECE,
+    COUNT,
+    HOLD,
+    TAKE,
+    ONNX_CAPTURE,
+    ONNX_EXPORT,
+)
 
 
 def pipelines_with(given: Any, allowed: Sequence[Pipeline]) -> dict[str, Pipeline]:

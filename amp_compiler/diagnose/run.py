@@ -60,10 +60,11 @@ def profile(
     """Run some batches, and count the binary exponents of all that is computed.
 
     A training step trains: every step is `step(*batch)`; weights, states and the loss scale move on, and to the bit as
-    they would otherwise. In front of each its forward and backward run once more, compiled with counters in them
-    (pipeline COUNT). Of a model, the forward of which is run node by node as `amp.compile` rewrites it, activations and
-    weights are counted, and nothing is changed; with `loss_fn` its backward runs as well, and the gradients of
-    activations and weights are counted too. The counts are as large for a thousand batches as for one.
+    they would otherwise. Behind each its forward and backward run once more, compiled with counters in them (pipeline
+    COUNT) and, on a CPU, with the products that the step has made (HOLD, TAKE). Of a model, the forward of which is run
+    node by node as `amp.compile` rewrites it, activations and weights are counted, and nothing is changed; with
+    `loss_fn` its backward runs as well, and the gradients of activations and weights are counted too. The counts are as
+    large for a thousand batches as for one.
 
     Args:
         subject: a training step; a module, of `amp.compile` or plain; or an ONNX model, a path or a `ModelProto`.
@@ -136,14 +137,21 @@ class _Run(ABC):
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, one) for name, one in self.model.named_parameters() if one.is_floating_point())
 
-    def count(self, tree: Any, build: Callable[[], CountingProgram], shift: int) -> None:
-        """Count what the nodes make of a batch, by a program for batches like it."""
+    def program_for(self, tree: Any, build: Callable[[], CountingProgram]) -> tuple[CountingProgram, list[Any]]:
+        """The program for batches like this one, and what is in the batch."""
         leaves, spec = pytree.tree_flatten(tree)
         form = (spec, leaves_key(leaves), tuple(module.training for module in self.model.modules()))
         if form not in self.programs:
             self.programs[form] = build()
-        program = self.programs[form]
-        counts = program(leaves)
+        return self.programs[form], leaves
+
+    def count(self, tree: Any, build: Callable[[], CountingProgram], shift: int) -> None:
+        """Count what the nodes make of a batch, by a program for batches like it."""
+        program, leaves = self.program_for(tree, build)
+        self.add_counts(program, program(leaves), shift)
+
+    def add_counts(self, program: CountingProgram, counts: Tensor | None, shift: int) -> None:
+        """Take in what a program has counted."""
         rows = [] if counts is None else list(counts.cpu().numpy())
         names = self.onnx_names(program) if self.onnx_nodes else {}
         for node, row in zip(program.nodes, rows[: len(program.nodes)], strict=True):
@@ -202,15 +210,20 @@ class _StepRun(_Run):
         arguments = positional(batch)
         shift = _exponent_of(self.step.loss_scale)
         before = {name: parameter.detach().clone() for name, parameter in self.parameters()}
+        kept = {id(parameter): before[name] for name, parameter in self.parameters()}
         with _told_of("this step"):
-            self.count((arguments, {}), lambda: self.step._counting(arguments), shift)
-        self.step(*arguments)
+            counting, leaves = self.program_for((arguments, {}), lambda: self.step._counting(arguments))
+        taken = counting.take(leaves, kept)
+        with self.step._holding(counting.products):
+            self.step(*arguments)
         program, output, _ = self.step._seen()
         if not isinstance(program, StepProgram):
             raise AmpError(
                 f"the step runs {self.step.execution}: what its pieces compute is not counted",
                 mend="profile a loss that is one graph",
             )
+        with _told_of("this step"):
+            self.add_counts(counting, counting.count(taken, output.held), shift)
         self.batches += 1
         gradients = [one if isinstance(one, Tensor) else one.tensor() for one in output.gradients]
         for name, value, counts in zip(program.updated, gradients, _count(gradients), strict=True):

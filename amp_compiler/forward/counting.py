@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,22 @@ from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import TENSORS
 from amp_compiler.ops.exponents import COUNT as COUNT_OPERATOR
 from amp_compiler.passes.diagnose.count_exponents import counted
-from amp_compiler.passes.pipeline import COUNT, Stages
+from amp_compiler.passes.pipeline import COUNT, TAKE, Stages
+
+Run = Callable[..., Sequence[Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Taken:
+    """What a program counts with, as it was before the step.
+
+    Args:
+        inputs: of the graph.
+        random: the states of the generators, the CPU's first.
+    """
+
+    inputs: list[Any]
+    random: tuple[Tensor, ...]
 
 
 @dataclass(eq=False)
@@ -28,17 +43,23 @@ class CountingProgram:
         nodes: what is counted, one for each row.
         scaled: those of them that are gradients, and so carry the loss scale.
         weights: name and type of the gradients of parameters that are counted in the rows behind those of the nodes.
-        run: the graph, which gives the counts alone; `None` where there is nothing to count.
+        graph_module: gives the counts alone; `None` where there is nothing to count.
+        compile: makes what runs a graph, from it and its inputs.
         inputs: gives its inputs for a flat batch.
         device: whose random numbers it draws, beside the CPU's.
+        products: names of nodes whose values it can be given, so that it need not make them.
     """
 
     nodes: list[fx.Node]
-    run: Callable[..., Sequence[Any]] | None
+    graph_module: fx.GraphModule | None
+    compile: Callable[[fx.GraphModule, Sequence[Any]], Run]
     inputs: Callable[[Sequence[Any]], list[Any]]
     device: torch.device
     scaled: set[fx.Node] = field(default_factory=set)
     weights: tuple[tuple[str, torch.dtype], ...] = ()
+    products: tuple[str, ...] = ()
+    _runs: dict[tuple[str, ...], Run] = field(default_factory=dict, repr=False)
+    _read: set[int] | None = field(default=None, repr=False)  # places of the inputs that the last of them reads
 
     def __call__(self, leaves: Sequence[Any]) -> Tensor | None:
         """The counts for one batch, int64 [nodes and weights, `BINS`]. Nothing is changed, random numbers neither.
@@ -46,14 +67,60 @@ class CountingProgram:
         Args:
             leaves: the batch, flat.
         """
-        if self.run is None:
-            return None
-        devices = [self.device] if self.device.type == "cuda" else []
         with TENSORS:
             inputs = self.inputs(leaves)
-        with torch.no_grad(), torch.random.fork_rng(devices=devices):
-            counts = self.run(*inputs)
+        return self.count(Taken(inputs, self._random()))
+
+    def take(self, leaves: Sequence[Any], kept: Mapping[int, Tensor]) -> Taken:
+        """What it needs of a batch that a step is about to train on: copies of all that the step writes.
+
+        Args:
+            leaves: the batch, flat.
+            kept: copies that there are, by `id` of the tensor.
+        """
+        own = {id(leaf) for leaf in leaves}
+        with TENSORS:
+            inputs = self.inputs(leaves)
+        for place, value in enumerate(inputs):
+            if isinstance(value, Tensor) and id(value) not in own and (self._read is None or place in self._read):
+                inputs[place] = kept[id(value)] if id(value) in kept else value.detach().clone()
+        return Taken(inputs, self._random())
+
+    def count(self, taken: Taken, products: Mapping[str, Tensor] | None = None) -> Tensor | None:
+        """The counts for what was taken; see `__call__`.
+
+        Args:
+            taken: of one batch.
+            products: what the step made, by name.
+        """
+        if self.graph_module is None:
+            return None
+        products = products or {}
+        inputs = [*taken.inputs, *products.values()]
+        names = tuple(products)
+        if names not in self._runs:
+            self._runs[names] = self._built(self.graph_module, names, inputs)
+        with torch.no_grad(), torch.random.fork_rng(devices=self._devices):
+            torch.set_rng_state(taken.random[0])
+            for device, state in zip(self._devices, taken.random[1:], strict=True):
+                torch.cuda.set_rng_state(state, device)
+            counts = self._runs[names](*inputs)
         return torch.cat(list(counts))
+
+    def _built(self, whole: fx.GraphModule, names: tuple[str, ...], inputs: list[Any]) -> Run:
+        graph_module = copy_graph(whole)
+        TAKE.run(graph_module, {"held": names})
+        placeholders = graph_module.graph.find_nodes(op="placeholder")
+        self._read = {place for place, node in enumerate(placeholders) if node.users}
+        with torch.no_grad():
+            return self.compile(graph_module, inputs)
+
+    @property
+    def _devices(self) -> list[torch.device]:
+        return [self.device] if self.device.type == "cuda" else []
+
+    def _random(self) -> tuple[Tensor, ...]:
+        return torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)
 
 
 def add_counters(graph_module: fx.GraphModule, gradients: Sequence[fx.Node] = ()) -> list[fx.Node]:
@@ -101,7 +168,6 @@ def build_counting(
         if node.op != "output":
             node.meta[Key.PHASE] = "forward"
     nodes = add_counters(graph_module)
-    run = build_run(graph_module, [], settings, True, Stages()) if nodes else None
     written = written_roots(graph_module.graph, AliasGroups(graph_module.graph))
     writes = [node in written for node in graph_module.graph.find_nodes(op="placeholder")]
 
@@ -109,4 +175,7 @@ def build_counting(
         """Statistics that the graph moves on, and what it changes of its arguments, are copies."""
         return [one.clone() if copied else one for one, copied in zip(program.inputs(leaves), writes, strict=True)]
 
-    return CountingProgram(nodes, run, inputs, device)
+    def compiled(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Run:
+        return build_run(graph_module, [], settings, True, Stages())
+
+    return CountingProgram(nodes, graph_module if nodes else None, compiled, inputs, device)

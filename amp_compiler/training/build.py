@@ -29,7 +29,8 @@ from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops import native
 from amp_compiler.ops.cpu.arena import ArenaMemory, ArenaRun
 from amp_compiler.ops.loss_scale import LossScale
-from amp_compiler.passes.pipeline import Late, Pipeline, Stages
+from amp_compiler.passes.diagnose.hold_products import products
+from amp_compiler.passes.pipeline import HOLD, Late, Pipeline, Stages
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.passes.step.separate_buffers import written_placeholders
 from amp_compiler.training.events import Events, Places
@@ -65,6 +66,7 @@ class StepOptions:
     divisor: int = 1
     gather: str = ""
     reduction: Reduction | None = None
+    held: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,9 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
     settings, captured, stages, results = options.settings, begun.captured, begun.stages, begun.results
     pipeline = settings.pipelines["STEP" if begun.gradients is None else "UPDATE"]
     step, weights = run_step_passes(model, begun, options, state, pipeline)
+    held = tuple(node.name for node in products(step.graph) if node.name in options.held)
+    if held:
+        HOLD.run(step, {"held": held}, stages)
     resolve = weights.resolvers(step, state.kept)
     static = settings.dynamic_shapes is None or begun.gradients is not None
     examples = [one.get(begun.leaves) for one in resolve] if static else _values(step)
@@ -248,6 +253,7 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
         begun.written,
         options.divisor,
         weights.parts,
+        held,
     )
 
 

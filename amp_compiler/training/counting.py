@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx
 
-from amp_compiler.forward.counting import CountingProgram, add_counters
+from amp_compiler.backends.backend import DEFAULT
+from amp_compiler.backends.step_runner import is_on_cpu
+from amp_compiler.forward.counting import CountingProgram, Run, add_counters
 from amp_compiler.forward.program import build_run
 from amp_compiler.forward.settings import device_of
 from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import results_of
 from amp_compiler.fx.meta import Key
+from amp_compiler.fx.torch_private import building
+from amp_compiler.passes.diagnose.hold_products import products
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.step.fold_loss_scale import SCALE
 from amp_compiler.training.build import StepOptions, StepState, begin_step, run_step_passes
@@ -44,16 +48,30 @@ def build_counting(
         scaled = _scaled(joint.graph)
         gradients = results_of(joint.graph)[-len(weights.updated) :] if with_weights else []
         named = tuple(zip(weights.names(), (node.meta["val"].dtype for node in gradients), strict=False))
+        # Elsewhere a compiler may make one kernel of a product and what follows it.
+        holds = is_on_cpu(joint) and settings.mode == DEFAULT and not gradients
+        held = products(joint.graph) if holds else []
         nodes = add_counters(joint, gradients)
         for node in joint.graph.find_nodes(op="placeholder"):
             if node.name == SCALE:
                 node.meta[Key.STATE] = ("scale", "scale", 0)
         resolve = weights.resolvers(joint, state.kept)
-        examples = [one.get(begun.leaves) for one in resolve]
-        with torch.no_grad():
-            run = build_run(joint, examples, settings, begun.emulated, stages) if nodes or gradients else None
     device = device_of([*begun.leaves, *model.parameters()])
-    return CountingProgram(nodes, run, lambda leaves: [one.get(leaves) for one in resolve], device, scaled, named)
+
+    def compiled(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Run:
+        with building():
+            return build_run(graph_module, inputs, settings, begun.emulated, stages)
+
+    return CountingProgram(
+        nodes,
+        joint if nodes or gradients else None,
+        compiled,
+        lambda leaves: [one.get(leaves) for one in resolve],
+        device,
+        scaled,
+        named,
+        tuple(node.name for node in held),
+    )
 
 
 def _scaled(graph: fx.Graph) -> set[fx.Node]:

@@ -146,6 +146,7 @@ class StepOutput:
             looked at none.
         gradients: raw (scaled) gradients per parameter of `StepProgram.updated`.
         scale: the loss scale that it ran with, FP32 scalar; `None` where that never changes.
+        held: by name, what else of the graph it was asked for.
 
     All but loss and aux are overwritten by the next run where a graph is replayed.
     """
@@ -156,6 +157,7 @@ class StepOutput:
     flags: Tensor
     gradients: tuple[Tensor | Product, ...]
     scale: Tensor | None
+    held: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def checked(self) -> bool:
@@ -187,6 +189,7 @@ class StepProgram:
         written: placeholders of the buffers that it writes.
         divisor: number of batches, on all ranks together, whose gradients its own are the sums of.
         parts: of how many of `updated`, the first ones, a rank has a part of the gradient only.
+        held: names of nodes whose values it gives behind the gradients.
 
     Attributes:
         found_anew: whether the last call had to find its tensors.
@@ -212,6 +215,7 @@ class StepProgram:
     written: tuple[str, ...] = ()
     divisor: int = 1
     parts: int = 0
+    held: tuple[str, ...] = ()
     found_anew: bool = field(default=True, init=False, repr=False)
     behind: tuple[Tensor, ...] = field(default=(), init=False, repr=False)
     _seen: _Seen | None = field(default=None, init=False, repr=False)
@@ -277,8 +281,10 @@ class StepProgram:
         loss, aux = leaves_of_result if self._is_pair else pytree.tree_unflatten(leaves_of_result, self.out_spec)
         norm, _, flags = flat[self.results : self.results + 3]
         scale = flat[-1] if self.gives_scale else None
-        gradients = flat[self.results + 3 : len(flat) - self.gives_scale]
-        return StepOutput(loss, aux, norm, flags, tuple(gradients), scale)
+        end = len(flat) - self.gives_scale
+        gradients = flat[self.results + 3 : end - len(self.held)]
+        held = dict(zip(self.held, flat[end - len(self.held) : end], strict=True))
+        return StepOutput(loss, aux, norm, flags, tuple(gradients), scale, held)
 
     def _refresh(self, standing: Standing | None) -> None:
         """Bring changed numbers of the optimizers to the device."""

@@ -237,6 +237,7 @@ class TrainingStep(StepReadings):
         self._programs: ProgramTable[StepProgram] = ProgramTable()
         self._fits: dict[Any, StepProgram] = {}  # programs of dynamic shapes for batches of other shapes
         self._pieces: PieceStep | None = None
+        self._held_nodes: tuple[str, ...] = ()
         self._told = False  # which rules match nothing
         self._specs: dict[int, Any] = {}  # trees of batches of tensors alone, by their number
         self._last, self._leaves, self._spec = None, [], None
@@ -388,7 +389,7 @@ class TrainingStep(StepReadings):
                 form = leaves_key(leaves)
         except UnknownFormError as cause:  # of a dataclass, an array: Dynamo looks into them
             return self._piece_program(self._in_pieces(cause), spec, gather, leaves)
-        key = (spec, module, owners, gather, self._scale_config, form)
+        key = (spec, module, owners, gather, (self._scale_config, self._held_nodes), form)
         program = self._programs.find(key) or self._dynamic(key, leaves)
         whole = program is not None and not program.flags_changed(self._standing)
         if program is not None and whole and self._may_run(program, leaves, gather):
@@ -428,7 +429,7 @@ class TrainingStep(StepReadings):
         if stale is not None:  # one of dynamic shapes stands under another shape
             self._programs.drop(stale)
             self._fits.clear()
-        self._programs.add((spec, now, owners, gather, self._scale_config, form), program)
+        self._programs.add((spec, now, owners, gather, (self._scale_config, self._held_nodes), form), program)
         if self._together is not None:
             offer = self._offer(program.offered, program.written, leaves, gather)
             self._together.settle(offer, program.shared)
@@ -494,6 +495,7 @@ class TrainingStep(StepReadings):
             self._enabled,
             self._accumulate,
             gather,
+            held=self._held_nodes,
         )
         together, reduction = self._together, self._reduction
         if together is None or reduction is None or leaves is None:
@@ -512,6 +514,15 @@ class TrainingStep(StepReadings):
         with autocast_off(), building():
             options = self._options("")
             return build_counting(self._module, batch, options, self._state, with_weights=with_weights)
+
+    @contextmanager
+    def _holding(self, names: tuple[str, ...]) -> Iterator[None]:
+        """Within it a call gives the values of these nodes too, see `diagnose.run`."""
+        self._held_nodes = names if self._together is None else ()
+        try:
+            yield
+        finally:
+            self._held_nodes = ()
 
     @property
     def _changes_weights_first(self) -> bool:

@@ -66,7 +66,7 @@ class CountExponents(InPlacePass):
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""
         graph = subject.graph
-        apart = _weight_gradients(graph)
+        apart = weight_gradients(graph)
         watched = [node for node in graph.nodes if node not in apart and _is_watched(node)]
         if not watched:
             return PassResult(subject, False)
@@ -120,8 +120,8 @@ def _widens(node: fx.Node, value: torch.Tensor) -> bool:
     return source is not None and source.is_floating_point() and source.dtype.itemsize <= value.dtype.itemsize
 
 
-def _weight_gradients(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that make what the update takes."""
+def weight_gradients(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that make the gradients of weights, and nothing else."""
     found: set[fx.Node] = set()
     pending = [node for node in results_of(graph) if isinstance(node, fx.Node)]
     while pending:

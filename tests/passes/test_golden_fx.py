@@ -105,6 +105,8 @@ OPTIONS: dict[str, Any] = {
     "channels_last/a_copy_that_other_programs_have_not_turned_is_left_alone": {
         "results": 1, "laid_out": {"w_low0": False}
     },
+    "hold_products": {"held": ("conv", "mm", "one")},
+    "take_products": {"held": ("conv", "mm")},
     "sum_gradients": {"owner": ("w", "w")},
     "sum_gradients/one_gradient_a_weight": {"owner": ("a", "b")},
     "gather_gradients": {"updated": ("a",), "gather": "use"},
