@@ -9,6 +9,7 @@ from torch import nn
 
 from amp_compiler.diagnose.losses import LossCall, LossFunction, arguments, check_given, positional
 from amp_compiler.diagnose.model_trials import Backward, ModelTrials
+from amp_compiler.diagnose.piece_trials import ModelPieceTrials
 from amp_compiler.errors import AmpError, CaptureError, HookError, OptimizerError
 from amp_compiler.forward.api import is_onnx
 from amp_compiler.forward.compiled_module import CompiledModule
@@ -51,7 +52,7 @@ def find_nonfinite(
         A report that is false where all is finite; print it.
 
     Raises:
-        AmpError: `subject` is none of these, is a module that is no one graph, or its batch does not fit.
+        AmpError: `subject` is none of these, or its batch does not fit.
 
     Example:
         >>> import torch, amp_compiler as amp
@@ -81,7 +82,12 @@ def find_nonfinite(
         if loss_fn is not None:
             call = LossCall(model, loss_fn, given)
             given, start = call.given, Backward(call.of, loss_scale)
-        return ModelTrials(model, *given, settings, start).report()
+        try:
+            return ModelTrials(model, *given, settings, start).report()
+        except HookError:
+            raise
+        except CaptureError as cause:
+            return ModelPieceTrials(model, *given, settings, start, cause).report()
     if not is_onnx(subject):
         raise AmpError(
             f"nothing can be found in a {type(subject).__name__}",

@@ -25,7 +25,7 @@ from amp_compiler.policy.rules import RuleSet
 from amp_compiler.training.nonfinite import described, in_order
 from amp_compiler.training.piece_replay import PieceReplay
 
-_OUTPUT = "the output"
+OUTPUT = "the output"
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class ModelTrials:
         count = program.captured.out_spec.num_leaves
         paths = pytree.tree_flatten_with_path(pytree.tree_unflatten([0] * count, program.captured.out_spec))[0]
         named = {
-            f"{_OUTPUT}{pytree.keystr(path)}": node
+            f"{OUTPUT}{pytree.keystr(path)}": node
             for (path, _), node in zip(paths, results_of(graph)[:count], strict=True)
             if isinstance(node, torch.fx.Node)
         }

@@ -266,6 +266,41 @@ def test_a_step_in_pieces_gets_a_rule_too(tmp_path):
     assert not cured.nonfinite_report()
 
 
+class BrokenWithStatistics(Broken):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.calls = nn.BatchNorm1d(X.shape[1]), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(self.norm(x)) + 0 * torch.rand(())
+
+
+@pytest.mark.parametrize("way", ["forward", "loss_fn"])
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_model_in_pieces_gets_a_rule_too(way, compiled, tmp_path):
+    def search(rules, x):
+        given = amp.compile(model, dtype="fp16", rules=rules, backend="eager") if compiled else model
+        options = {} if compiled else {"dtype": "fp16", "rules": rules}
+        if way == "loss_fn":
+            options["loss_fn"] = lambda model, x: model(x).square().mean()
+        return amp.find_nonfinite(given, x, **options)
+
+    torch.manual_seed(0)
+    model = BrokenWithStatistics()
+    with torch.no_grad():
+        model.norm.weight.fill_(float(X.abs().max()))
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    random = torch.get_rng_state()
+    report = search("default", X)
+    assert report.results == ("the output",)
+    assert report.nodes[0].planned.startswith("piece") and "matmul" in report.nodes[0].planned and report.rule
+    (tmp_path / "cured.yaml").write_text(report.rule)
+    assert not search(str(tmp_path / "cured.yaml"), X)
+    assert all(torch.equal(before[name], one) for name, one in model.state_dict().items())
+    assert torch.equal(random, torch.get_rng_state()) and model.calls == 0
+
+
 @pytest.mark.parametrize("has_run", [False, True])
 def test_any_batch_of_a_step_in_pieces(has_run, tmp_path):
     model = Broken()
