@@ -8,6 +8,7 @@ import inspect
 import os
 import re
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, ModuleType
 from typing import Any, ParamSpec, TypeVar
@@ -513,6 +514,23 @@ def is_recompile_limit(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def recompile_reason(error: BaseException | None) -> str:
+    """What did not hold of the last form before the limit, such as `len(G['log']) == 63`; empty where it is not told.
+
+    Dynamo says it in a warning of its logger alone, and keeps it in a variable of the function that raises.
+    """
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if isinstance(said := frame.f_locals.get("recompile_reason"), str):
+                found = _FAILED_GUARD.match(said)
+                return found[1].strip() if found else ""
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+_FAILED_GUARD = re.compile(r"\d+/\d+: (.+?)(?:  +#|$)", re.MULTILINE)
 
 
 def dynamo_errors() -> tuple[type[Exception], ...]:
