@@ -158,6 +158,32 @@ def test_what_wraps_a_whole_model_is_taken_off():
     assert list(compiled.state_dict()) == list(model.state_dict())
 
 
+@pytest.mark.parametrize("around", ["amp", "torch"])
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
+def test_hooks_of_what_is_taken_off_are_not_lost(around, kind):
+    model = plain()
+    wrapped = amp.compile(model, backend="eager") if around == "amp" else torch.compile(model, backend="eager")
+    handle = getattr(wrapped, f"register_{kind}")(lambda *_: None)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for call in (
+        lambda: amp.compile(wrapped, backend="eager"),
+        lambda: amp.training_step(wrapped, lambda m, x: m(x).sum(), optimizer, backend="eager"),
+    ):
+        with pytest.raises(amp.AmpError, match="hooks of its own that would be lost; put that on the Sequential"):
+            call()
+    handle.remove()
+    assert amp.compile(wrapped, backend="eager").original is model
+
+
+def test_a_forward_of_what_is_taken_off_is_not_lost():
+    wrapped = amp.compile(plain(), backend="eager")
+    wrapped.forward = lambda x: 2 * x
+    with pytest.raises(amp.AmpError, match="a forward of its own that would be lost"):
+        amp.compile(wrapped, backend="eager")
+    del wrapped.forward
+    assert amp.compile(wrapped, backend="eager").original is wrapped.original
+
+
 def test_a_parallel_model_is_named():
     with pytest.raises(amp.AmpError, match=r"DataParallel.*amp\.compile\(model\.module\)"):
         amp.compile(nn.DataParallel(plain()), dtype="bf16", backend="eager")
