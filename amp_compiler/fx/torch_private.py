@@ -533,6 +533,16 @@ def recompile_reason(error: BaseException | None) -> str:
 _FAILED_GUARD = re.compile(r"\d+/\d+: (.+?)(?:  +#|$)", re.MULTILINE)
 
 
+def reads_values(error: BaseException | None) -> bool:
+    """Whether an error, or what it was raised from, says that values are needed while only shapes are known."""
+    kind = getattr(torch._subclasses.fake_tensor, "DataDependentOutputException", ())
+    while error is not None:
+        if isinstance(error, kind):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def dynamo_errors() -> tuple[type[Exception], ...]:
     """What Dynamo raises of its own."""
     limit = getattr(torch._dynamo.exc, "FailOnRecompileLimitHit", None)
