@@ -89,6 +89,9 @@ def compile_graph(
             f"torch {torch.__version__} has no Inductor that this version knows", mend="use backend='eager'"
         )
     options = _options(graph_module, round_exactly) | (_TUNING if tuned else {})
+    for node in graph_module.graph.nodes:
+        # Names of sizes that depend on data, in the capture: Inductor's trace gives them others, and knows no old ones.
+        node.meta.pop("unbacked_bindings", None)
     try:
         with torch_private.cpu_allocation(allocator), torch_private.vector_probes(vector_probes.remembered):
             return torch_private.compile_with_inductor(

@@ -25,7 +25,7 @@ from amp_compiler.forward.shape_guards import InputForm
 from amp_compiler.forward.signature import traits_key
 from amp_compiler.passes.pipeline import Stages
 
-_MARK = "_dynamo_"  # how the names begin of what torch writes on a tensor
+_MARKS = ("_dynamo_", "_has_dynamo_", "_specialize_on")  # how the names begin of what torch writes on a tensor
 _LEAST = 2  # the smallest size that a dynamic dimension can stand for
 
 
@@ -85,8 +85,8 @@ class Captures:
         program, why = None, ""
         if dimensions := self._dynamic(family, leaves):
             try:
-                with _marks_kept(leaves):
-                    program = self._run(build, replace(self._settings, dynamic_shapes=_shapes(leaves, dimensions)))
+                shapes = _shapes(leaves, dimensions)
+                program = self._run(build, leaves, replace(self._settings, dynamic_shapes=shapes))
             except (HookError, RankError):
                 raise
             except Exception as cause:  # noqa: BLE001  # torch, a pass or the compiler knows numbers only: these sizes alone it is
@@ -96,14 +96,14 @@ class Captures:
         if program is None:
             auto = self._settings.dynamic_shapes == AUTO
             settings = replace(self._settings, dynamic_shapes=None) if auto else self._settings
-            program = self._run(build, settings)
+            program = self._run(build, leaves, settings)
         self._say(mode, tree, leaves, program.form, why, time.perf_counter() - begin)
         return program
 
-    def _run(self, build: Callable[[Settings, Stages], Made], settings: Settings) -> Made:
+    def _run(self, build: Callable[[Settings, Stages], Made], leaves: Sequence[Any], settings: Settings) -> Made:
         stages = Stages()
         try:
-            with telling(self._name, stages):
+            with _marks_kept(leaves), telling(self._name, stages):
                 return build(settings, stages)
         finally:
             stages.texts.clear()  # it would keep every graph that was made on the way
@@ -160,12 +160,12 @@ class Captures:
 def _marks_kept(leaves: Sequence[Any]) -> Iterator[None]:
     """Take back what torch.export writes on tensors that are dynamic to it, and leaves there where it fails."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    before = [{name: value for name, value in vars(one).items() if name.startswith(_MARK)} for one in tensors]
+    before = [{name: value for name, value in vars(one).items() if name.startswith(_MARKS)} for one in tensors]
     try:
         yield
     finally:
         for tensor, marks in zip(tensors, before, strict=True):
-            for name in [name for name in vars(tensor) if name.startswith(_MARK)]:
+            for name in [name for name in vars(tensor) if name.startswith(_MARKS)]:
                 delattr(tensor, name)
             vars(tensor).update(marks)
 

@@ -29,7 +29,7 @@ from amp_compiler.policy.unused import warn_of_unused
 
 MANY_SIGNATURES = 16
 # Assigned to the wrapper itself, and not to what it wraps: tools that put themselves around a model write these.
-_OWN = ("forward", "__class__")
+_OWN = ("forward", "__class__", "__dict__")
 
 
 class CompiledModule(StandIn):
@@ -84,8 +84,13 @@ class CompiledModule(StandIn):
             delattr(self.__dict__["original"], name)
 
     def _is_own(self, name: str) -> bool:
+        if name in _OWN:
+            return True
         note = name.startswith("_") and not isinstance(getattr(type(self), name, None), property)
-        return name in _OWN or (note and not hasattr(self.__dict__["original"], name))
+        if not note or name in self._SHARED:
+            return False
+        # What nn.Module keeps for each module, its hooks above all, is the wrapper's own.
+        return name in self.__dict__ or not hasattr(self.__dict__["original"], name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run `forward` with the hooks around it."""

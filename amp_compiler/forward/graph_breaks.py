@@ -33,6 +33,7 @@ from amp_compiler.fx.torch_private import (
     is_recompile_limit,
     no_saved_tensor_hooks,
     recompile_limit,
+    recompile_reason,
     restored_transforms,
     unrolled_recurrence,
     unspecialised_integers,
@@ -42,6 +43,12 @@ from amp_compiler.passes.pipeline import Stages
 
 Run = Callable[..., Any]
 logger = logging.getLogger("amp_compiler")
+_TOLD_AFTER = 8  # calls in a row that compiled
+_FEWER_FORMS = (
+    "keep lists that grow and numbers that count out of it (return what they gather, or write them in a function under"
+    " torch.compiler.disable), pass numbers that change as tensors, pad the inputs to fewer shapes or pass"
+    " dynamic_shapes="
+)
 MOST_FORMS = 64  # of the inputs of one piece, each of which is compiled anew; layers of one kind may be one piece
 
 
@@ -73,6 +80,7 @@ class Pieces:
         self.stages = Stages()
         self._told = False  # that functions run without a plan
         self._unplanned = 0  # pieces that no plan could be made for
+        self._anew = 0  # calls in a row that compiled
         self._device, short = device, settings.low(device).short
         self._settings = replace(settings, dtype=short)
         self._model = name_of(model)
@@ -109,7 +117,7 @@ class Pieces:
                 yield
             except dynamo_errors() as error:
                 if is_recompile_limit(error):
-                    raise self._too_many_forms(limit) from error
+                    raise self._too_many_forms(limit, recompile_reason(error)) from error
                 raise
 
     def _backend(self, piece: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
@@ -132,7 +140,7 @@ class Pieces:
             CaptureError: Dynamo cannot take any of it.
             LoweringError: a piece cannot be rewritten or compiled.
         """
-        before = functions_given_up()
+        before, made = functions_given_up(), len(self.plans)
         try:
             with (
                 BUILDING,  # what is set for Dynamo here is set for the process
@@ -149,6 +157,7 @@ class Pieces:
                 where=self.cause.where,
                 mend="call amp.compile on the submodules that can be captured, or change what export names",
             )
+        self._tell_if_compiled_anew(made)
         if not self._told and functions_given_up() > before:
             self._told = True
             logger.warning(
@@ -159,14 +168,25 @@ class Pieces:
             )
         return result
 
-    def _too_many_forms(self, limit: int) -> CaptureError:
+    def _too_many_forms(self, limit: int, reason: str) -> CaptureError:
+        last = f", the last one because this no longer held: {reason}" if reason else ""
         return CaptureError(
             f"{self._model} runs in pieces, and one of them was compiled for {limit} forms of its inputs (Dynamo's"
-            " recompile_limit): the next would run without a plan, in FP32",
+            f" recompile_limit){last}; the next would run without a plan, in FP32",
             where=self.cause.where,
-            mend="pass numbers that change as tensors, pad the inputs to fewer shapes, pass dynamic_shapes=, or raise"
-            " torch._dynamo.config.recompile_limit",
+            mend=f"{_FEWER_FORMS}, or raise torch._dynamo.config.recompile_limit",
         )
+
+    def _tell_if_compiled_anew(self, made: int) -> None:
+        """Say once that every call compiles, with how many pieces there were before this one."""
+        self._anew = self._anew + 1 if len(self.plans) > made else 0
+        if self._anew == _TOLD_AFTER:
+            logger.warning(
+                "%s compiled pieces anew in each of its last %d calls: %s; TORCH_LOGS=recompiles says what changes",
+                self._model,
+                _TOLD_AFTER,
+                _FEWER_FORMS,
+            )
 
     def _error(self, error: BaseException) -> AmpError:
         inner: BaseException | None = error

@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import fx, nn
 
 from amp_compiler.backends import find_backend
-from amp_compiler.errors import CaptureError
+from amp_compiler.errors import CaptureError, LoweringError
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.shape_guards import InputForm
 from amp_compiler.forward.tensor_versions import write_mark
@@ -25,7 +25,7 @@ from amp_compiler.fx.graph import copy_graph, sparse_node, torch_dtype
 from amp_compiler.fx.lower import lower, lower_graph
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.prints import prints_refused
-from amp_compiler.fx.torch_private import TENSORS
+from amp_compiler.fx.torch_private import TENSORS, reads_values
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import ValueKind
 from amp_compiler.ir.plan import PrecisionPlan
@@ -164,11 +164,18 @@ def build_run(
             "a graph runs node by node, not compiled: '%s' is a sparse tensor, for which Inductor has no code", sparse
         )
         return find_backend(EAGER).build(graph_module, examples, True)
-    if backend.compiled:
-        graph_module = copy_graph(graph_module)
-        stages.begin_piece(stages.texts.of(graph_module))
-        settings.pipelines["PIECE"].run(graph_module, {}, stages)
-    return settings.builder(graph_module, examples, round_exactly)
+    if not backend.compiled:
+        return settings.builder(graph_module, examples, round_exactly)
+    compiled = copy_graph(graph_module)
+    stages.begin_piece(stages.texts.of(compiled))
+    settings.pipelines["PIECE"].run(compiled, {}, stages)
+    try:
+        return settings.builder(compiled, examples, round_exactly)
+    except LoweringError as cause:
+        if not reads_values(cause):
+            raise
+        logger.info("a graph runs node by node, not compiled: an operator reads the values of a tensor as numbers")
+        return find_backend(EAGER).build(graph_module, examples, True)
 
 
 def _emulates(graph_module: fx.GraphModule, plan: PrecisionPlan, stages: Stages) -> bool:

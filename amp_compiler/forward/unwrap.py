@@ -11,6 +11,7 @@ from amp_compiler.errors import AmpError
 from amp_compiler.fx.capture import StandIn
 
 _COMPILED = "_orig_mod"  # where `torch.compile` keeps what it compiles
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def unwrapped_model(model: Any, mend: str) -> Any:
@@ -21,8 +22,8 @@ def unwrapped_model(model: Any, mend: str) -> Any:
         mend: what to do about a model that is spread over devices or processes.
 
     Raises:
-        AmpError: for a model in `DataParallel` or `DistributedDataParallel`: a graph of it would lose what those add;
-            for one of `torch.jit`.
+        AmpError: where what was put around it has hooks or a forward of its own; for a model in `DataParallel` or
+            `DistributedDataParallel`, as a graph of it would lose what those add; for one of `torch.jit`.
 
     Example:
         >>> model = nn.Linear(4, 2)
@@ -37,6 +38,11 @@ def unwrapped_model(model: Any, mend: str) -> Any:
         inner = model.original if isinstance(model, StandIn) else getattr(model, _COMPILED, None)
         if not isinstance(inner, nn.Module):
             break
+        if added := _added(model):
+            raise AmpError(
+                f"the model is in a {type(model).__name__}, which has {added} of its own that would be lost",
+                mend=f"put that on the {type(inner).__name__} inside and pass it, or into a module around it",
+            )
         model = inner
     if isinstance(model, torch.jit.ScriptModule):
         raise AmpError(
@@ -49,3 +55,10 @@ def unwrapped_model(model: Any, mend: str) -> Any:
             mend=mend,
         )
     return model
+
+
+def _added(wrapper: nn.Module) -> str:
+    """What was added to a wrapper itself, in words; empty where nothing was."""
+    if any(vars(wrapper).get(table) for table in _HOOKS):
+        return "hooks"
+    return "a forward" if isinstance(wrapper, StandIn) and "forward" in vars(wrapper) else ""

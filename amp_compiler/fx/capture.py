@@ -30,6 +30,7 @@ from amp_compiler.fx.first_uses import written_first
 from amp_compiler.fx.generators import seeds_refused
 from amp_compiler.fx.graph import user_source
 from amp_compiler.fx.hooks import SavedTensorHooks, refuse_module_hooks, refuse_tensor_hook
+from amp_compiler.fx.named_keywords import keywords_named
 from amp_compiler.fx.python_state import PythonState
 from amp_compiler.fx.python_walk import python_state
 from amp_compiler.fx.torch_private import (
@@ -280,8 +281,9 @@ def _export(
             _silent_here(),
             _quiet("torch.fx.experimental.symbolic_shapes"),
             _quiet("torch._subclasses.fake_tensor"),
+            keywords_named(model, kwargs or {}, dynamic_shapes) as shapes,
         ):
-            program = torch.export.export(model, args, kwargs or {}, dynamic_shapes=dynamic_shapes, strict=False)
+            program = torch.export.export(model, args, kwargs or {}, dynamic_shapes=shapes, strict=False)
     except AmpError:
         raise  # said by our own code behind the model, such as a wrong loss
     except Exception as cause:  # torch.export raises whatever the model's own code or a guard raised

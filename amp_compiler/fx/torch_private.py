@@ -8,6 +8,7 @@ import inspect
 import os
 import re
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType, ModuleType
 from typing import Any, ParamSpec, TypeVar
@@ -508,6 +509,33 @@ def functions_given_up() -> int:
 def is_recompile_limit(error: BaseException | None) -> bool:
     """Whether an error, or what it was raised from, says that the limit is reached."""
     kind = getattr(torch._dynamo.exc, "FailOnRecompileLimitHit", ())
+    while error is not None:
+        if isinstance(error, kind):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def recompile_reason(error: BaseException | None) -> str:
+    """What did not hold of the last form before the limit, such as `len(G['log']) == 63`; empty where it is not told.
+
+    Dynamo says it in a warning of its logger alone, and keeps it in a variable of the function that raises.
+    """
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if isinstance(said := frame.f_locals.get("recompile_reason"), str):
+                found = _FAILED_GUARD.match(said)
+                return found[1].strip() if found else ""
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+_FAILED_GUARD = re.compile(r"\d+/\d+: (.+?)(?:  +#|$)", re.MULTILINE)
+
+
+def reads_values(error: BaseException | None) -> bool:
+    """Whether an error, or what it was raised from, says that values are needed while only shapes are known."""
+    kind = getattr(torch._subclasses.fake_tensor, "DataDependentOutputException", ())
     while error is not None:
         if isinstance(error, kind):
             return True

@@ -115,7 +115,11 @@ class LossModule(nn.Module):
 
 
 def _describe(loss: Any) -> str:
-    return f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+    return (
+        f"a tensor of shape {tuple(loss.shape)} and type {loss.dtype}"
+        if isinstance(loss, Tensor)
+        else f"a {type(loss).__name__}"
+    )
 
 
 @dataclass(frozen=True, slots=True)

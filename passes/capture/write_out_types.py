@@ -19,25 +19,29 @@ _LIKE_FACTORIES = frozenset(
      "new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"}
 )  # fmt: skip
 _CASTING = frozenset({"to", "type_as", "_to_copy"})
+_SPARSE = "the model asks for a sparse gradient of its table, for which casts have no backward"
 
 
 @dataclass(frozen=True)
 class WriteOutTypes(InPlacePass):
     """Write the element type into every op that would take it from an operand, and casts as `to.dtype`.
 
-    A cast, and an op that the model gave a type, gets a pin: plans obey it.
+    A cast, and an op that the model gave a type, gets a pin: plans obey it. So does a lookup with `sparse=True`: the
+    gradient of its table is a sparse tensor, for which a cast in front of the lookup has no backward.
 
     Before::
 
         zeros_like: fp32[4] = aten.zeros_like.default(x)
         half: fp16[4] = aten.to.dtype_layout(x, dtype=torch.float16)
         sum_1: fp32[] = aten.sum.default(x, dtype=torch.float32)
+        embedding: fp32[2, 8] = aten.embedding.default(table, rows, -1, False, True)
 
     After::
 
         zeros_like: fp32[4] = aten.zeros_like.default(x, dtype=torch.float32)
         half: fp16[4] = aten.to.dtype(x, torch.float16)  # pin=cast
         sum_1: fp32[] = aten.sum.default(x, dtype=torch.float32)  # pin=cast
+        embedding: fp32[2, 8] = aten.embedding.default(table, rows, -1, False, True)  # pin=keep
 
     Left alone: a cast that moves to another device as well, or asks for a memory format, keeps its form.
     """
@@ -61,6 +65,8 @@ def _write_out_types(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
+        if schema_argument(node, "sparse") is True:
+            node.meta.setdefault(Key.PIN, Pin("keep", _SPARSE))
         made = node_tensor(node)
         if made is None:
             continue

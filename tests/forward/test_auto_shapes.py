@@ -272,3 +272,30 @@ def test_shapes_that_do_not_fit_the_model_are_told(caplog):
         model(torch.ones(16, 3))
     (told,) = [record.message for record in caplog.records if "asked for" in record.message]
     assert told.startswith("Sixteen runs in pieces") and "rows" in told and "'auto'" in told
+
+
+class Reads(nn.Module):
+    """Has no dynamic sizes: it makes a number of one."""
+
+    def forward(self, x, y):
+        return x @ torch.eye(x.shape[1]) * len("k" * x.shape[0]) + y
+
+
+@pytest.mark.parametrize("dynamic_shapes", ["auto", ({0: torch.export.Dim.DYNAMIC}, None)])
+def test_tensors_of_a_capture_that_failed_carry_no_marks(dynamic_shapes):
+    """With half of torch's marks on it, a tensor makes Dynamo raise wherever it comes next."""
+    compiled = amp.compile(Reads(), dtype="bf16", backend="eager", dynamic_shapes=dynamic_shapes)
+    for size in (4, 3, 5):
+        x, y = batch(size, 8), batch(size, 8)
+        compiled(x, y)
+        assert not vars(x) and not vars(y)
+        assert torch.equal(torch.compile(lambda z: 2 * z, backend="eager")(x), 2 * x)
+
+
+def test_tensors_that_no_model_takes_carry_no_marks():
+    compiled = amp.compile(model(), dtype="bf16", backend="eager")
+    compiled(batch(4, 8))
+    x = batch(5, 7)
+    with pytest.raises(amp.AmpError):
+        compiled(x)
+    assert not vars(x) and torch.equal(torch.compile(lambda z: 2 * z, backend="eager")(x), 2 * x)

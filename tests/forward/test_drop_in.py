@@ -92,6 +92,22 @@ def test_hooks_on_the_wrapper_run_around_it():
     assert seen == [(4, 4)]
 
 
+@pytest.mark.parametrize("kind", ["full_backward_hook", "full_backward_pre_hook", "backward_hook"])
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing", "ignore:Using a non-full backward hook")
+def test_backward_hooks_on_the_wrapper_run_around_it(kind):
+    model, seen = compiled(), []
+    handle = getattr(model, f"register_{kind}")(
+        lambda module, *gradients: seen.append((module, gradients[-1][0].shape))
+    )
+    model(X).sum().backward()
+    assert seen == [(model, (4, 4))] and not model.in_pieces
+    assert model.original._is_full_backward_hook is None  # nothing was written to what it wraps
+    model.original(X).sum().backward()
+    handle.remove()
+    model(X).sum().backward()
+    assert len(seen) == 1
+
+
 class Counted(nn.Module):
     """Keeps a number that is no tensor in its state."""
 

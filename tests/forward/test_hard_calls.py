@@ -157,6 +157,34 @@ def test_sizes_that_depend_on_values(name):
     check(Lambda(SIZES[name]), X)
 
 
+SIZES_WITH_GRADIENTS = {
+    "mask": lambda fc, x: fc(x)[x.sum(1) > 0].square(),
+    "nonzero": lambda fc, x: fc(x).index_add(0, (i := (x.sum(1) > 0).nonzero().squeeze(1)), fc(x)[i]),
+    "repeat_interleave": lambda fc, x: torch.repeat_interleave(fc(x), (x.sum(1) > 0).long() + 1, dim=0),
+    "unique": lambda fc, x: fc(x) * torch.unique((x * 3).long()).numel(),
+    "tensor_split by a number": lambda fc, x: torch.tensor_split(fc(x), torch.tensor(1), dim=1)[0],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["inductor"])
+@pytest.mark.parametrize("name", SIZES_WITH_GRADIENTS)
+def test_sizes_that_depend_on_values_are_compiled(name, backend):
+    """Inductor's trace has names of its own for such sizes; what reads a value outright runs node by node."""
+    model = Lambda(SIZES_WITH_GRADIENTS[name])
+    plain = copy.deepcopy(model)
+    compiled = amp.compile(model, dtype="bf16", backend=backend)
+    for seed in range(3):
+        x = torch.randn(6, 8, generator=torch.Generator().manual_seed(seed))
+        result, expected = compiled(x), plain(x)
+        assert result.shape == expected.shape and not wrong(result, expected)
+        for one in (model, plain):
+            one.zero_grad()
+        result.sum().backward()
+        expected.sum().backward()
+        assert not wrong(model.fc.weight.grad, plain.fc.weight.grad)
+
+
 @pytest.mark.parametrize("name", ["numel", "tensor_split"])
 def test_sizes_that_depend_on_values_in_a_step(name):
     """Trained, or refused with the line."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -77,6 +79,32 @@ def test_a_step_over_a_model_that_holds_one(around):
     trained_as(model, reference)
 
 
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.fc(x).relu()
+
+
+def test_a_step_over_a_model_that_holds_one_with_layers_of_its_own():
+    torch.manual_seed(0)
+    reference = nn.Sequential(Inner(), nn.Linear(8, 8))
+    model = with_amp(copy.deepcopy(reference))
+    optimizer, theirs = torch.optim.SGD(model.parameters(), 0.1), torch.optim.SGD(reference.parameters(), 0.1)
+    step = amp.training_step(model, lambda m, x: m(x).square().mean(), optimizer, dtype="bf16", backend="eager")
+    for _ in range(3):
+        loss, expected = step(X), reference(X).square().mean()
+        assert not wrong(loss, expected.detach())
+        theirs.zero_grad()
+        expected.backward()
+        theirs.step()
+    for ours, other in zip(model.parameters(), reference.parameters(), strict=True):
+        assert not wrong(ours, other)
+    assert "pieces" not in step.execution
+
+
 def with_trace(model: nn.Sequential) -> nn.Module:
     model[0] = torch.jit.trace(model[0], X)
     return model
@@ -125,6 +153,32 @@ def test_what_wraps_a_whole_model_is_taken_off():
     compiled = amp.compile(torch.compile(model, backend="eager"), dtype="bf16", backend="eager")
     assert compiled.original is model and not wrong(compiled(X), reference(X))
     assert list(compiled.state_dict()) == list(model.state_dict())
+
+
+@pytest.mark.parametrize("around", ["amp", "torch"])
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"])
+def test_hooks_of_what_is_taken_off_are_not_lost(around, kind):
+    model = plain()
+    wrapped = amp.compile(model, backend="eager") if around == "amp" else torch.compile(model, backend="eager")
+    handle = getattr(wrapped, f"register_{kind}")(lambda *_: None)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for call in (
+        lambda: amp.compile(wrapped, backend="eager"),
+        lambda: amp.training_step(wrapped, lambda m, x: m(x).sum(), optimizer, backend="eager"),
+    ):
+        with pytest.raises(amp.AmpError, match="hooks of its own that would be lost; put that on the Sequential"):
+            call()
+    handle.remove()
+    assert amp.compile(wrapped, backend="eager").original is model
+
+
+def test_a_forward_of_what_is_taken_off_is_not_lost():
+    wrapped = amp.compile(plain(), backend="eager")
+    wrapped.forward = lambda x: 2 * x
+    with pytest.raises(amp.AmpError, match="a forward of its own that would be lost"):
+        amp.compile(wrapped, backend="eager")
+    del wrapped.forward
+    assert amp.compile(wrapped, backend="eager").original is wrapped.original
 
 
 def test_a_parallel_model_is_named():

@@ -75,6 +75,53 @@ def test_past_the_limit_an_error_names_it(monkeypatch):
     assert torch._dynamo.config.recompile_limit == 8 and not torch._dynamo.config.fail_on_recompile_limit_hit
 
 
+class Gathers(nn.Module):
+    """Keeps a number of every call in a list: Dynamo compiles for each length of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.seen = nn.Linear(4, 4), []
+
+    def forward(self, x):
+        y = self.fc(x)
+        if y.sum() > 1e9:
+            y = -y
+        self.note(y)
+        return y
+
+    def note(self, y):
+        self.seen.append(y.sum().item())
+
+
+class GathersOutside(Gathers):
+    """The same as the message says to write it."""
+
+    @torch.compiler.disable
+    def note(self, y):
+        self.seen.append(y.sum().item())
+
+
+def test_a_list_that_grows_is_told_early_and_named_at_the_limit(monkeypatch, caplog):
+    monkeypatch.setattr(graph_breaks, "MOST_FORMS", 12)
+    model = amp.compile(Gathers(), dtype="bf16", backend="eager")
+    for _ in range(9):
+        model(X)
+    told = [record.getMessage() for record in caplog.records if "compiled pieces anew" in record.getMessage()]
+    assert len(told) == 1 and "lists that grow" in told[0]
+    with pytest.raises(
+        amp.CaptureError, match=r"no longer held: len\(.*seen.*\) == \d+.*under torch\.compiler\.disable"
+    ):
+        for _ in range(10):
+            model(X)
+
+
+def test_the_mend_of_that_holds(caplog):
+    model = amp.compile(GathersOutside(), dtype="bf16", backend="eager")
+    for _ in range(80):
+        model(X)
+    assert len(model.seen) == 80 and not [one for one in caplog.records if "anew" in one.getMessage()]
+
+
 class Loop(nn.Module):
     """Dynamo gives up a function that breaks within a loop, and takes what it calls."""
 
