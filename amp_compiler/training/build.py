@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from amp_compiler.backends.cuda_graph import GraphedRun, GraphSettings, graph_obstacle
-from amp_compiler.backends.step_runner import is_on_cpu, kernels_for, most_inner, run_cut_step
+from amp_compiler.backends.step_runner import adds_sums, is_on_cpu, kernels_for, most_inner, run_cut_step
 from amp_compiler.forward.program import build_run, captures_whole, normalize, plan_captured, rewrite
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.shape_guards import InputForm
@@ -78,6 +78,8 @@ class Reduction:
         broadcast_buffers: whether all ranks take the first one's buffers.
         shards: whether masters, moments and the update are split over the ranks.
         exchange: as for `ShardUpdate`.
+        alone_bytes: as for `buckets_of`.
+        rank: which of them this process is.
         agree: `agree(gradients, buffers)` gives what all of them have a gradient of, by that of which this one has, and
             the buffers that it writes.
     """
@@ -89,6 +91,8 @@ class Reduction:
     broadcast_buffers: bool
     shards: bool = False
     exchange: bool = False
+    alone_bytes: int = 0
+    rank: int = 0
     agree: Callable[..., tuple[SharedGradient, ...]] = lambda gradients, buffers: gradients
 
 
@@ -334,7 +338,13 @@ def _reduction_options(
         "ranks": reduction.ranks,
         "buckets": Late(
             lambda graph_module: weights.split(
-                graph_module, agree, keeps, parts, reduction.bucket_bytes, reduction.in_fp32
+                graph_module,
+                agree,
+                keeps,
+                parts,
+                reduction.bucket_bytes,
+                reduction.in_fp32,
+                reduction.alone_bytes,
             )
         ),
         "parts": Late(lambda _: weights.parts),
@@ -342,6 +352,8 @@ def _reduction_options(
         "bucket_bytes": reduction.bucket_bytes,
         "reduce_in_fp32": reduction.in_fp32,
         "exchange": reduction.exchange,
+        "alone_bytes": reduction.alone_bytes,
+        "rank": reduction.rank,
         "broadcast_buffers": reduction.broadcast_buffers,
     }
 
@@ -368,7 +380,7 @@ def _compile(
         if not settings.runs_on.compiled:
             return build(step, examples)
         kernels = kernels_for(step)
-        options = {"most_inner": most_inner(kernels), "kernels": tuple(kernels)}
+        options = {"most_inner": most_inner(kernels), "kernels": tuple(kernels), "adds": adds_sums(kernels)}
         cut = settings.pipelines["DEVICE"].run(copy_graph(step), options, stages)
         return run_cut_step(cut, examples, build, kernels)
 

@@ -33,6 +33,7 @@ from amp_compiler.fx.torch_private import TENSORS, building, saved_tensor_hooks
 from amp_compiler.ir.nonfinite import NonfiniteReport
 from amp_compiler.ir.plan import AutocastTotals
 from amp_compiler.onnx.importing.api import trained_module
+from amp_compiler.ops.cpu import update as cpu_update
 from amp_compiler.ops.loss_scale import LossScale, NoLossScale, make_loss_scale
 from amp_compiler.ops.update.rounding import WeightStorage
 from amp_compiler.passes.pipeline import CAPTURE, DEVICE, FORWARD, PIECE, PLAN, STEP, UPDATE
@@ -66,6 +67,7 @@ PARALLEL = (
     "pass model.module, and process_group= to average the gradients of several ranks; or train"
     " DistributedDataParallel(amp.compile(model.module)) in a loop"
 )
+ALONE_BYTES = 2**20  # of a gradient that goes by itself, where the loops of the update take it as it comes
 _TENSORS_ALONE = {Tensor}
 MOST_KNOWN = 4096  # shapes of which it is kept in mind which program of dynamic shapes takes them
 RUN = (CAPTURE, PLAN, FORWARD, STEP, UPDATE, DEVICE, PIECE)  # the pipelines of a step
@@ -272,14 +274,18 @@ class TrainingStep(StepReadings):
         begin(ranks, model, optimizers, settings.rules, options)
         ranks.broadcast([self._weights.rounding.tensor])
         self._together = Together(ranks, lambda: values_of(model, optimizers))
+        bucket_bytes, exchange = int(float(section.get("bucket_mb", BUCKET_MB)) * 2**20), ranks.uses_gloo(self._device)
+        loops = exchange and self._device.type == "cpu" and cpu_update.available()
         self._reduction = Reduction(
             ranks.name,
             ranks.size,
-            int(float(section.get("bucket_mb", BUCKET_MB)) * 2**20),
+            bucket_bytes,
             section.get("precision") == "fp32",
             broadcast_buffers,
             shards,
-            ranks.uses_gloo(self._device),
+            exchange,
+            min(ALONE_BYTES, bucket_bytes) if loops else 0,
+            ranks.rank,
         )
         if shards:
             for one in self._optimizers:

@@ -6,6 +6,7 @@ in the same few processes, because starting one takes longer than most scenarios
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import datetime
 import tempfile
@@ -20,6 +21,7 @@ import torch.multiprocessing as processes
 from torch import Tensor, nn
 
 import amp_compiler as amp
+from amp_compiler.distributed.ranks import Ranks
 
 STEPS, ROWS = 50, 8  # steps, and rows of a batch of all ranks together
 F = nn.functional
@@ -58,6 +60,8 @@ class Place:
 Scenario = Callable[[Place], dict[str, Any]]
 SCENARIOS: dict[str, Scenario] = {}
 COMPILED = ("compiled",)  # takes Inductor's seconds
+SEEDED = ("low_types_of_seeds",)  # takes many trainings
+SEEDS = 8
 FOUR = ("in_fp32", "accumulated")  # of four ranks
 FEW_OF_FOUR = ("low_weights", "differences_later")  # which take little
 WAITING = ("a_rank_that_never_comes",)  # takes a timeout's seconds
@@ -139,8 +143,8 @@ def words(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y)
 
 
-def rows(steps: int = STEPS) -> list[tuple[Tensor, ...]]:
-    generator = torch.Generator().manual_seed(1)
+def rows(steps: int = STEPS, seed: int = 1) -> list[tuple[Tensor, ...]]:
+    generator = torch.Generator().manual_seed(seed)
     return [
         (torch.randn(ROWS, 8, generator=generator), torch.randn(ROWS, 4, generator=generator)) for _ in range(steps)
     ]
@@ -262,7 +266,7 @@ def accumulated(place: Place) -> dict[str, Any]:
     texts = [program.graph_module.print_readable(print_output=False) for program in step._programs.values()]
     found = {
         "same": same_everywhere(step, model),
-        "messages": sorted(text.count("all_reduce.default(") for text in texts),
+        "messages": sorted(text.count("all_to_all_single.default(") for text in texts),
     }
     exact, _ = trained_together(place, case, enabled=False)
     if place.rank == 0:
@@ -291,8 +295,26 @@ def overflowing(place: Place, of_one: int, of_the_sum: int) -> Iterator[Tensor]:
         yield x
 
 
+@contextlib.contextmanager
+def sums_in_messages() -> Iterator[None]:
+    """Within it steps are made as for a group that does not go through gloo: messages add, in the type of gradients."""
+    known = Ranks.uses_gloo
+    Ranks.uses_gloo = lambda self, device: False  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Ranks.uses_gloo = known  # type: ignore[method-assign]
+
+
 @scenario
 def overflows(place: Place) -> dict[str, Any]:
+    """As the ranks add by themselves, and as messages do."""
+    found = overflowed(place)
+    with sums_in_messages():
+        return {**found, "in messages": overflowed(place)}
+
+
+def overflowed(place: Place) -> dict[str, Any]:
     """FP16: at the third step one rank alone overflows, at the fifth the sum alone."""
     model = nn.Linear(4, 1, bias=False)
     nn.init.ones_(model.weight)
@@ -419,8 +441,46 @@ def low_types(place: Place) -> dict[str, Any]:
     return found
 
 
-def _with_autocast(place: Place, case: Case, dtype: torch.dtype) -> list[Tensor]:
-    torch.manual_seed(0)
+@scenario
+def low_types_of_seeds(place: Place) -> dict[str, Any]:
+    """How far 16-bit types lead from FP32, by the weights and batches of several seeds: L2 norms of the difference."""
+    found: dict[str, Any] = {}
+    for seed, name in ((seed, name) for seed in range(SEEDS) for name in ("sgd", "adamw")):
+        case = replace(CASES[name], batches=lambda seed=seed: rows(STEPS, 1000 + seed))
+        exact = [weight.double() for weight in _trained(place, case, seed, enabled=False)]
+        for dtype, short in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
+            low = replace(case, options={"loss_scale": amp.DynamicLossScale(128.0), "dtype": short})
+            ways = {
+                "theirs": _with_autocast(place, low, dtype, seed),
+                "whole": _trained(place, low, seed),
+                "split": _trained(place, low, seed, rules={"version": 1, "extends": "default", "reduce": SPLIT}),
+                "in messages": _in_messages(place, low, seed),
+            }
+            for way, weights in ways.items():
+                off = torch.cat([(a.double() - b).flatten() for a, b in zip(weights, exact, strict=True)])
+                found.setdefault((short, name, way), []).append(float(off.norm()))
+    return found
+
+
+SPLIT: dict[str, Any] = {"shard": "update"}
+
+
+def _trained(place: Place, case: Case, seed: int, **options: Any) -> list[Tensor]:
+    """The FP32 weights, or masters, that ranks have trained."""
+    model, step = case.made(seed, process_group=place.group, **options)
+    for batch in case.batches():
+        step(*map(place.part, batch))
+    states = step._optimizers[0].state_dict()["state"]
+    return [states[n].get("master", one).detach().view(one.shape) for n, one in enumerate(model.parameters())]
+
+
+def _in_messages(place: Place, case: Case, seed: int) -> list[Tensor]:
+    with sums_in_messages():
+        return _trained(place, case, seed)
+
+
+def _with_autocast(place: Place, case: Case, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    torch.manual_seed(seed)
     model = case.model()
     wrapped = nn.parallel.DistributedDataParallel(model, process_group=place.group)
     optimizer = case.optimizer(model.parameters())
