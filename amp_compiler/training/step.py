@@ -40,7 +40,16 @@ from amp_compiler.passes.pipeline import CAPTURE, DEVICE, FORWARD, PIECE, PLAN, 
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.policy.unused import warn_of_unused
 from amp_compiler.training.autocast import autocast_of
-from amp_compiler.training.build import Reduction, StepOptions, StepState, build_step, check_parameters, is_one_graph
+from amp_compiler.training.build import (
+    Reduction,
+    StepGraph,
+    StepOptions,
+    StepState,
+    build_graph,
+    build_step,
+    check_parameters,
+    is_one_graph,
+)
 from amp_compiler.training.counting import build_counting
 from amp_compiler.training.events import events_on
 from amp_compiler.training.fused_optimizers import check_optimizers, check_split, check_storage
@@ -508,6 +517,32 @@ class TrainingStep(StepReadings):
         reduction = replace(reduction, agree=agree)
         ranks = 1 if gather == "add" else reduction.ranks
         return replace(options, divisor=self._accumulate * ranks, reduction=reduction)
+
+    def graph_for(self, *batch: Any) -> StepGraph:
+        """The graph of a step for a batch, which is neither compiled nor run; for reading, of any size.
+
+        Model and batch may lie on torch's meta device. Weights are converted as the first call does it. Of several
+        ranks nothing is sent, so that the others may be those of a fake process group.
+
+        Args:
+            batch: what stands behind `model` in `loss_fn`.
+
+        Raises:
+            CaptureError: the loss cannot be captured as one graph.
+
+        Example:
+            >>> import torch, amp_compiler as amp
+            >>> model = torch.nn.Linear(4096, 4096, device="meta")
+            >>> step = amp.training_step(model, lambda m, x: m(x).mean(), torch.optim.SGD(model.parameters(), 0.1),
+            ...                          dtype="bf16")
+            >>> graph = step.graph_for(torch.empty(8, 4096, device="meta")).graph_module.graph
+            >>> sum(node.target is torch.ops.amp_compiler.sgd_update.default for node in graph.nodes)
+            1
+        """
+        for optimizer in self._optimizers:
+            check_hooks(optimizer)
+        with autocast_off(), building():
+            return build_graph(self._module, batch, self._options("", []), self._state)
 
     def _counting(self, batch: tuple[Any, ...], *, with_weights: bool = False) -> CountingProgram:
         """What counts exponents for batches like this one, see `diagnose.run` and `training.counting`."""

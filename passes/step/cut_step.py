@@ -149,7 +149,7 @@ class _Cut:
 
 
 def _readers(nodes: Sequence[fx.Node], kernels: Sequence[fx.Node]) -> set[fx.Node]:
-    """The nodes that read what a kernel in front of them wrote, what is made of that, and who reads what these write."""
+    """The nodes that read what a kernel in front of them, or another of them, wrote; and what is made of that."""
     found: set[fx.Node] = set()
     written: set[fx.Node] = set()
     for node in nodes:

@@ -645,6 +645,64 @@ def in_pieces(place: Place) -> dict[str, Any]:
     return found
 
 
+@dataclass
+class Sample:
+    """A batch of a type of one's own."""
+
+    x: Tensor
+    y: Tensor
+
+
+BATCHES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "list": lambda x, y: [x, y],
+    "dict": lambda x, y: {"x": x, "y": y},
+    "nested": lambda x, y: {"pair": [x, (y,)]},
+    "dataclass": Sample,
+    "list of dataclasses": lambda x, y: [Sample(x, y)],
+}
+
+
+def of_any_kind(model: Any, batch: Any) -> Tensor:
+    """The loss of a batch of one of `BATCHES`."""
+    if isinstance(batch, list) and len(batch) == 1:
+        (batch,) = batch
+    if isinstance(batch, Sample):
+        return squares(model, batch.x, batch.y)
+    if isinstance(batch, list):
+        return squares(model, *batch)
+    if "pair" in batch:
+        return squares(model, batch["pair"][0], *batch["pair"][1])
+    return squares(model, batch["x"], batch["y"])
+
+
+@scenario
+def batches_of_other_kinds(place: Place) -> dict[str, Any]:
+    """Batches in containers and classes, the same kind on all ranks, and another one on the second."""
+    found: dict[str, Any] = {}
+    case = replace(CASES["sgd"], options={"dtype": "bf16"}, batches=lambda: rows(4))
+    found["tensors"] = weights_of(trained_together(place, case)[0])
+    other = replace(case, loss=of_any_kind)
+    kinds = {name: (name, name) for name in BATCHES}
+    kinds |= {f"{name} beside a list": ("list", name) for name in BATCHES if name != "list"}
+    for name, given in kinds.items():
+        model, step = other.made(place.rank, process_group=place.group)
+
+        def run(step: Any = step, make: Any = BATCHES[given[place.rank]]) -> None:
+            for batch in case.batches():
+                step(make(*map(place.part, batch)))
+
+        found[name] = {"told": told(run), "weights": weights_of(model), "by": step.execution if step._last else ""}
+    for name, make in BATCHES.items():
+        model, step = other.made(place.rank, process_group=place.group)
+        x, y = map(place.part, case.batches()[0])
+        end = 4 - place.rank
+        uneven = told(lambda: step(make(x[:end], y[:end])))  # noqa: B023  # called at once
+        step(make(x, y))
+        again = told(lambda: step(make(x[:end], y[:end])))  # noqa: B023
+        found[f"uneven {name}"] = {"told": uneven, "again": again, "weights": weights_of(model)}
+    return found
+
+
 # What goes wrong: each returns what this rank was told, by what it was.
 
 

@@ -9,7 +9,7 @@ import statistics
 import pytest
 import torch
 import torch.distributed as dist
-from rank_scenarios import CASES, COMPILED, FEW_OF_FOUR, FOUR, SCENARIOS, SEEDED, run_ranks
+from rank_scenarios import BATCHES, CASES, COMPILED, FEW_OF_FOUR, FOUR, SCENARIOS, SEEDED, run_ranks
 
 pytestmark = [
     pytest.mark.long,
@@ -155,6 +155,36 @@ def test_a_step_in_pieces_sums_too(found):
     assert "in 1 piece" in first["execution"] or "pieces" in first["execution"]
     assert equal(first["same"], second["same"])
     assert equal(first["wide"], second["wide"]) and equal(first["wide"], first["alone"])
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_batches_in_containers_and_classes_train_as_tensors_do(found, kind):
+    first, second = of(found, "batches_of_other_kinds")
+    assert first[kind]["told"] == second[kind]["told"] == ""
+    assert ("pieces" in first[kind]["by"]) == ("dataclass" in kind)
+    for one in (first, second):
+        assert equal(one[kind]["weights"], first[kind]["weights"])
+        # pieces round the same products, and may add their gradients in another order
+        assert equal(one[kind]["weights"], one["tensors"])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in BATCHES if kind != "list"])
+def test_another_kind_of_batch_on_one_rank_is_right_or_an_error_on_each(found, kind):
+    first, second = (one[f"{kind} beside a list"] for one in of(found, "batches_of_other_kinds"))
+    assert first["told"] == second["told"]
+    assert equal(first["weights"], second["weights"])
+    assert bool(first["told"]) == ("dataclass" in kind)
+    if not first["told"]:
+        assert equal(first["weights"], of(found, "batches_of_other_kinds")[0]["tensors"])
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_uneven_batches_of_any_kind_are_an_error_on_each(found, kind):
+    first, second = (one[f"uneven {kind}"] for one in of(found, "batches_of_other_kinds"))
+    for key in ("told", "again"):
+        assert "rank 1 has fp32[3, 8], rank 0 has fp32[4, 8]" in first[key]
+        assert first[key] == second[key]
+    assert equal(first["weights"], second["weights"])
 
 
 def test_weights_without_masters_are_rounded_alike_on_all_ranks(found):
