@@ -54,9 +54,10 @@ void with_types(int64_t grad_type, int64_t low_type, const Body& body) {
 inline void add_wide(const Row& tensor, int64_t start, int64_t count, float* line) {
   with_types(tensor.grad_type, kNone, [&](auto grad, auto) {
     using G = decltype(grad);
-    widen(reinterpret_cast<const G*>(tensor.grad) + start, line, count, 1.0f);
-    for (int64_t k = 0; k < tensor.added; ++k)
-      add_to(line, reinterpret_cast<const G*>(reinterpret_cast<const int64_t*>(tensor.others)[k]) + start, count);
+    const int64_t* others = reinterpret_cast<const int64_t*>(tensor.others);
+    const auto at = [&](int64_t address) { return reinterpret_cast<const G*>(address) + start; };
+    add_pair(at(tensor.grad), at(others[0]), line, count);
+    for (int64_t k = 1; k < tensor.added; ++k) add_to(line, at(others[k]), count);
   });
 }
 
