@@ -161,7 +161,7 @@ def test_a_step_in_pieces_sums_too(found):
 def test_batches_in_containers_and_classes_train_as_tensors_do(found, kind):
     first, second = of(found, "batches_of_other_kinds")
     assert first[kind]["told"] == second[kind]["told"] == ""
-    assert ("pieces" in first[kind]["by"]) == ("dataclass" in kind)
+    assert ("backward in 1 piece" in first[kind]["by"]) == ("dataclass" in kind)
     for one in (first, second):
         assert equal(one[kind]["weights"], first[kind]["weights"])
         # pieces round the same products, and may add their gradients in another order
