@@ -30,7 +30,7 @@ def add_wide(given: Sequence[Tensor]) -> Tensor:
 class WideSum:
     """`add_wide` as a gradient that lies nowhere in memory: the check and the update add it where they read it.
 
-    That saves the FP32 sum's memory, one write of it, and half of each read where two 16-bit gradients are added.
+    That saves the FP32 sum's memory and the pass that writes it; of two 16-bit gradients each reads as many bytes.
 
     Args:
         given: the gradients that are added, of one float type and shape.
