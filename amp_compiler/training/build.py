@@ -374,20 +374,11 @@ def _reduction_options(
         return {}
     keeps = options.gather == "add"  # these gradients stay here
     agree = functools.partial(reduction.agree, buffers=written)
+    sizes = reduction.bucket_bytes, reduction.in_fp32, reduction.alone_bytes
     return {
         "group": reduction.group,
         "ranks": reduction.ranks,
-        "buckets": Late(
-            lambda graph_module: weights.split(
-                graph_module,
-                agree,
-                keeps,
-                parts,
-                reduction.bucket_bytes,
-                reduction.in_fp32,
-                reduction.alone_bytes,
-            )
-        ),
+        "buckets": Late(lambda graph_module: weights.split(graph_module, agree, keeps, parts, *sizes)),
         "parts": Late(lambda _: weights.parts),
         "shared": Late(lambda graph_module: weights.share(graph_module, agree, keeps)),
         "bucket_bytes": reduction.bucket_bytes,
