@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +28,6 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import amp_compiler as amp
-from amp_compiler.passes.pipeline import Stages
-from amp_compiler.training.build import begin_step, run_step_passes
-from amp_compiler.training.traffic import traffic_of
 
 WORDS, WIDTH, INNER, HEADS = 32000, 4096, 11008, 32
 
@@ -87,13 +83,11 @@ def measured(layers: int, ranks: int, shard: str, rules: str, tokens: int) -> tu
             process_group=dist.group.WORLD,
         )
         begun = time.perf_counter()
-        options = step._options("", [])
-        reduction = replace(options.reduction, agree=lambda gradients, buffers: gradients)  # all ranks are alike
-        options = replace(options, reduction=reduction)
-        found, options = begin_step(step._module, batch, options, Stages())
-        graph, weights = run_step_passes(step._module, found, options, step._state, options.settings.pipelines["STEP"])
+        found = step.graph_for(*batch)
         seconds = time.perf_counter() - begun
-        traffic, events = traffic_of(graph.graph, ranks, weights.updated), events_of(graph.graph, ranks)
+        traffic, events = found.traffic, events_of(found.graph_module.graph, ranks)
+        if traffic is None:
+            raise SystemExit("--ranks takes numbers from 2 on")
         row = {
             "system": f"{rules}, {'whole update' if shard == 'none' else 'shard: update'}",
             "ranks": ranks,

@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from amp_compiler.backends.cuda_graph import GraphedRun, GraphSettings, graph_obstacle
-from amp_compiler.backends.step_runner import is_on_cpu, kernels_for, most_inner, run_cut_step
+from amp_compiler.backends.step_runner import adds_sums, is_on_cpu, kernels_for, most_inner, run_cut_step
 from amp_compiler.forward.program import build_run, captures_whole, normalize, plan_captured, rewrite
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.shape_guards import InputForm
@@ -37,7 +37,7 @@ from amp_compiler.training.events import Events, Places
 from amp_compiler.training.inputs import KeptTensors, StepInputs, TrainedWeights
 from amp_compiler.training.parts import Parts
 from amp_compiler.training.program import ROOT, LossModule, StepProgram
-from amp_compiler.training.traffic import traffic_of
+from amp_compiler.training.traffic import Traffic, traffic_of
 from amp_compiler.training.weights import check_types, widened
 
 _SCALE, _SKIPPED = ("scale", "scale", 0), ("scale", "skipped_steps", 0)
@@ -81,6 +81,8 @@ class Reduction:
         broadcast_buffers: whether all ranks take the first one's buffers.
         shards: whether masters, moments and the update are split over the ranks.
         exchange: as for `ShardUpdate`.
+        alone_bytes: as for `buckets_of`.
+        rank: which of them this process is.
         agree: `agree(gradients, buffers)` gives what all of them have a gradient of, by that of which this one has, and
             the buffers that it writes.
     """
@@ -92,6 +94,8 @@ class Reduction:
     broadcast_buffers: bool
     shards: bool = False
     exchange: bool = False
+    alone_bytes: int = 0
+    rank: int = 0
     agree: Callable[..., tuple[SharedGradient, ...]] = lambda gradients, buffers: gradients
 
 
@@ -133,6 +137,47 @@ def build_step(
     with generators_kept(model.__dict__["loss_fn"], model, batch):
         begun, options = begin_step(model, batch, options, Stages() if stages is None else stages)
         return finish(model, begun, options, state)
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """The graph of a step that is not run.
+
+    Args:
+        graph_module: the whole step, as all passes of STEP leave it.
+        stages: the text behind each pass.
+        traffic: what a rank sends and holds; `None` for one process.
+    """
+
+    graph_module: fx.GraphModule
+    stages: Stages
+    traffic: Traffic | None
+
+
+@without_full_collections()
+def build_graph(model: LossModule, batch: tuple[Any, ...], options: StepOptions, state: StepState) -> StepGraph:
+    """Build a step's graph and nothing that runs it.
+
+    Nothing is sent: all ranks are taken to have gradients of the same weights.
+
+    Args:
+        model: the loss as a module.
+        batch: arguments of the loss function behind the model.
+        options: what to build.
+        state: the tensors that it would work on.
+
+    Raises:
+        CaptureError: the loss cannot be captured as one graph, or depends on no parameter of the optimizers.
+        PassError: a pass of the user's broke the contract.
+    """
+    if options.reduction is not None:
+        options = replace(options, reduction=replace(options.reduction, agree=Reduction.agree))
+    stages = Stages()
+    with generators_kept(model.__dict__["loss_fn"], model, batch):
+        begun, options = begin_step(model, batch, options, stages)
+        step, weights = run_step_passes(model, begun, options, state, options.settings.pipelines["STEP"])
+    ranks = 1 if options.reduction is None else options.reduction.ranks
+    return StepGraph(step, stages, traffic_of(step.graph, ranks, weights.updated) if ranks > 1 else None)
 
 
 def begin_step(
@@ -336,19 +381,18 @@ def _reduction_options(
         return {}
     keeps = options.gather == "add"  # these gradients stay here
     agree = functools.partial(reduction.agree, buffers=written)
+    sizes = reduction.bucket_bytes, reduction.in_fp32, reduction.alone_bytes
     return {
         "group": reduction.group,
         "ranks": reduction.ranks,
-        "buckets": Late(
-            lambda graph_module: weights.split(
-                graph_module, agree, keeps, parts, reduction.bucket_bytes, reduction.in_fp32
-            )
-        ),
+        "buckets": Late(lambda graph_module: weights.split(graph_module, agree, keeps, parts, *sizes)),
         "parts": Late(lambda _: weights.parts),
         "shared": Late(lambda graph_module: weights.share(graph_module, agree, keeps)),
         "bucket_bytes": reduction.bucket_bytes,
         "reduce_in_fp32": reduction.in_fp32,
         "exchange": reduction.exchange,
+        "alone_bytes": reduction.alone_bytes,
+        "rank": reduction.rank,
         "broadcast_buffers": reduction.broadcast_buffers,
     }
 
@@ -375,7 +419,7 @@ def _compile(
         if not settings.runs_on.compiled:
             return build(step, examples)
         kernels = kernels_for(step)
-        options = {"most_inner": most_inner(kernels), "kernels": tuple(kernels)}
+        options = {"most_inner": most_inner(kernels), "kernels": tuple(kernels), "adds": adds_sums(kernels)}
         cut = settings.pipelines["DEVICE"].run(copy_graph(step), options, stages)
         return run_cut_step(cut, examples, build, kernels)
 

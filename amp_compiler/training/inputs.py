@@ -149,6 +149,7 @@ class TrainedWeights:
         offered: what this rank has a gradient of; empty for one process.
         shared: what all ranks together have a gradient of.
         buckets: what of that is sent so that each rank gets a part.
+        alone: numbers of the buckets of one gradient, where such are sent by themselves.
         parts: number of those gradients; they stand first.
     """
 
@@ -160,6 +161,7 @@ class TrainedWeights:
     offered: tuple[SharedGradient, ...] = ()
     shared: tuple[SharedGradient, ...] = ()
     buckets: tuple[Bucket, ...] = ()
+    alone: tuple[int, ...] = ()
     parts: int = 0
 
     def wrt(self, graph_module: fx.GraphModule) -> tuple[str, ...]:
@@ -192,7 +194,14 @@ class TrainedWeights:
         return owners
 
     def split(
-        self, graph_module: fx.GraphModule, agree: Agree, keeps: bool, parts: Parts, most_bytes: int, in_fp32: bool
+        self,
+        graph_module: fx.GraphModule,
+        agree: Agree,
+        keeps: bool,
+        parts: Parts,
+        most_bytes: int,
+        in_fp32: bool,
+        alone_bytes: int,
     ) -> tuple[Bucket, ...]:
         """What is sent by `ShardUpdate`, in front of which the ranks agree on what they have a gradient of.
 
@@ -203,6 +212,7 @@ class TrainedWeights:
             parts: which weights are split.
             most_bytes: as for `buckets_of`.
             in_fp32: as for `buckets_of`.
+            alone_bytes: as for `buckets_of`.
         """
         self._agree(graph_module, agree)
         names = self.inputs.of_parts(parts)
@@ -211,7 +221,8 @@ class TrainedWeights:
             return ()
         weights = {node.name: node for node in graph_module.graph.find_nodes(op="placeholder")}
         sizes = [weights[one.name].meta["val"].numel() for one in split]
-        self.buckets, self.parts = buckets_of(split, sizes, most_bytes, in_fp32), len(split)
+        self.buckets, self.parts = buckets_of(split, sizes, most_bytes, in_fp32, alone_bytes), len(split)
+        self.alone = tuple(place for place, one in enumerate(self.buckets) if alone_bytes and len(one.gradients) == 1)
         order = in_order(graph_module.graph, split)
         self.updated = (*order, *(name for name in self.updated if name not in order))
         return self.buckets
@@ -254,7 +265,7 @@ class TrainedWeights:
         stored = {id(p): self.storage for p in low_only if self.storage is not None}
         sent = [(one.name, place) for place, bucket in enumerate(self.buckets) for one in bucket.gradients]
         buckets = {id(parameters[name]): place for name, place in sent}
-        self.groups = bind(self.inputs.optimizers, masters, lows, stored, parts, buckets)
+        self.groups = bind(self.inputs.optimizers, masters, lows, stored, parts, buckets, self.alone)
         return tuple(group.spec for group in self.groups)
 
     def names(self) -> tuple[str, ...]:

@@ -33,13 +33,23 @@ from amp_compiler.fx.torch_private import TENSORS, building, saved_tensor_hooks
 from amp_compiler.ir.nonfinite import NonfiniteReport
 from amp_compiler.ir.plan import AutocastTotals
 from amp_compiler.onnx.importing.api import trained_module
+from amp_compiler.ops.cpu import update as cpu_update
 from amp_compiler.ops.loss_scale import LossScale, NoLossScale, make_loss_scale
 from amp_compiler.ops.update.rounding import WeightStorage
 from amp_compiler.passes.pipeline import CAPTURE, DEVICE, FORWARD, PIECE, PLAN, STEP, UPDATE
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.policy.unused import warn_of_unused
 from amp_compiler.training.autocast import autocast_of
-from amp_compiler.training.build import Reduction, StepOptions, StepState, build_step, check_parameters, is_one_graph
+from amp_compiler.training.build import (
+    Reduction,
+    StepGraph,
+    StepOptions,
+    StepState,
+    build_graph,
+    build_step,
+    check_parameters,
+    is_one_graph,
+)
 from amp_compiler.training.counting import build_counting
 from amp_compiler.training.events import events_on
 from amp_compiler.training.fused_optimizers import check_optimizers, check_split, check_storage
@@ -66,6 +76,7 @@ PARALLEL = (
     "pass model.module, and process_group= to average the gradients of several ranks; or train"
     " DistributedDataParallel(amp.compile(model.module)) in a loop"
 )
+ALONE_BYTES = 2**20  # of a gradient that goes by itself, where the loops of the update take it as it comes
 _TENSORS_ALONE = {Tensor}
 MOST_KNOWN = 4096  # shapes of which it is kept in mind which program of dynamic shapes takes them
 RUN = (CAPTURE, PLAN, FORWARD, STEP, UPDATE, DEVICE, PIECE)  # the pipelines of a step
@@ -273,14 +284,18 @@ class TrainingStep(StepReadings):
         begin(ranks, model, optimizers, settings.rules, options)
         ranks.broadcast([self._weights.rounding.tensor])
         self._together = Together(ranks, lambda: values_of(model, optimizers))
+        bucket_bytes, exchange = int(float(section.get("bucket_mb", BUCKET_MB)) * 2**20), ranks.uses_gloo(self._device)
+        loops = exchange and self._device.type == "cpu" and cpu_update.available()
         self._reduction = Reduction(
             ranks.name,
             ranks.size,
-            int(float(section.get("bucket_mb", BUCKET_MB)) * 2**20),
+            bucket_bytes,
             section.get("precision") == "fp32",
             broadcast_buffers,
             shards,
-            ranks.uses_gloo(self._device),
+            exchange,
+            min(ALONE_BYTES, bucket_bytes) if loops else 0,
+            ranks.rank,
         )
         if shards:
             for one in self._optimizers:
@@ -507,6 +522,32 @@ class TrainingStep(StepReadings):
         reduction = replace(reduction, agree=agree)
         ranks = 1 if gather == "add" else reduction.ranks
         return replace(options, divisor=self._accumulate * ranks, reduction=reduction)
+
+    def graph_for(self, *batch: Any) -> StepGraph:
+        """The graph of a step for a batch, which is neither compiled nor run; for reading, of any size.
+
+        Model and batch may lie on torch's meta device. Weights are converted as the first call does it. Of several
+        ranks nothing is sent, so that the others may be those of a fake process group.
+
+        Args:
+            batch: what stands behind `model` in `loss_fn`.
+
+        Raises:
+            CaptureError: the loss cannot be captured as one graph.
+
+        Example:
+            >>> import torch, amp_compiler as amp
+            >>> model = torch.nn.Linear(4096, 4096, device="meta")
+            >>> step = amp.training_step(model, lambda m, x: m(x).mean(), torch.optim.SGD(model.parameters(), 0.1),
+            ...                          dtype="bf16")
+            >>> graph = step.graph_for(torch.empty(8, 4096, device="meta")).graph_module.graph
+            >>> sum(node.target is torch.ops.amp_compiler.sgd_update.default for node in graph.nodes)
+            1
+        """
+        for optimizer in self._optimizers:
+            check_hooks(optimizer)
+        with autocast_off(), building():
+            return build_graph(self._module, batch, self._options("", []), self._state)
 
     def _counting(self, batch: tuple[Any, ...], *, with_weights: bool = False) -> CountingProgram:
         """What counts exponents for batches like this one, see `diagnose.run` and `training.counting`."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from importlib.metadata import version
 from itertools import chain
 from pathlib import PurePath
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor
 
 from amp_compiler.distributed.ranks import Ranks, check_equal, token
@@ -224,8 +225,29 @@ def _joined(said: Sequence[Sequence[tuple[str, str, tuple[int, ...]]]]) -> Share
 
 
 def batch_form(leaves: Sequence[Any]) -> tuple[str, ...]:
-    """Types and shapes of the tensors of a batch."""
-    return tuple(_typed(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+    """Types and shapes of the tensors of a batch, those in objects of other classes too.
+
+    Args:
+        leaves: of the batch, flat.
+
+    Example:
+        >>> batch_form([torch.ones(2, 3), 1])
+        ('fp32[2, 3]',)
+    """
+    return tuple(_typed(one) for leaf in leaves for one in _tensors_in(leaf, set()))
+
+
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif id(value) not in seen and not isinstance(value, (type, torch.nn.Module)):
+        seen.add(id(value))
+        inner = pytree.tree_leaves(value)
+        if len(inner) == 1 and inner[0] is value:  # no container that torch knows
+            held = [getattr(value, one.name, None) for one in fields(value)] if is_dataclass(value) else []
+            inner = held or list(getattr(value, "__dict__", {}).values())
+        for one in inner:
+            yield from _tensors_in(one, seen)
 
 
 def settings_of(optimizers: Sequence[torch.optim.Optimizer]) -> tuple[str, ...]:

@@ -17,8 +17,16 @@ _SENT = {  # of a message: how often a rank sends its bytes, by the number of ra
     "all_gather_into_tensor": lambda ranks: float(ranks - 1),
     "all_to_all_single": lambda ranks: (ranks - 1) / ranks,
     "broadcast": lambda ranks: (ranks - 1) / ranks,
+    "spread_part": lambda ranks: float(ranks - 1),
 }
-_NUMBERS = ("scale", "hyper", "started", "rng", "step")  # columns of single numbers
+_NOT_HELD = (
+    "scale",
+    "hyper",
+    "started",
+    "rng",
+    "step",
+    "part",
+)  # columns of single numbers, and of what lies in a weight
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,7 @@ def traffic_of(graph: fx.Graph, ranks: int, updated: Sequence[str]) -> Traffic:
     messages = list(_messages(graph))
     sent = sum(_SENT[name](ranks) * _bytes(value) for name, value in messages)
     placeholders = graph.find_nodes(op="placeholder")
-    kept = [node for node in placeholders if Key.STATE in node.meta and node.meta[Key.STATE][0] not in _NUMBERS]
+    kept = [node for node in placeholders if Key.STATE in node.meta and node.meta[Key.STATE][0] not in _NOT_HELD]
     masters = [node for node in placeholders if Key.MASTER in node.meta]
     parameters = [node for node in placeholders if node.name in updated and node not in masters]
     lows = [node for node in placeholders if Key.LOW in node.meta and node.meta[Key.LOW][0] in updated]
@@ -88,7 +96,7 @@ def traffic_of(graph: fx.Graph, ranks: int, updated: Sequence[str]) -> Traffic:
 def _messages(graph: fx.Graph) -> Iterator[tuple[str, Tensor]]:
     for node in graph.nodes:
         name = getattr(getattr(node.target, "_schema", None), "name", "")
-        short = name.removeprefix("_c10d_functional::")
+        short = name.removeprefix("_c10d_functional::").removeprefix("amp_compiler::")
         if name != short and short in _SENT:
             yield short, node.args[0].meta["val"]
 

@@ -15,12 +15,13 @@ from amp_compiler.fx.graph import copy_graph, is_single_number, node_tensor, res
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import new_graph_module, traced_graph
 from amp_compiler.ops.cpu.update import complete_norm
-from amp_compiler.ops.update.operators import ADD_ROWS, CHECK, COMMIT, GATHER, OPERATORS, decomposition
+from amp_compiler.ops.update.operators import ADD_ROWS, ADD_WIDE, CHECK, COMMIT, GATHER, OPERATORS, decomposition
 from amp_compiler.ops.update.product import Product
+from amp_compiler.ops.update.wide_sum import WideSum
 from amp_compiler.passes.base import FunctionalPass, PassResult
 
 BEFORE, BEHIND = "before_check", "behind_check"
-_OPENED = (CHECK, GATHER, ADD_ROWS, COMMIT, *OPERATORS.values())
+_OPENED = (CHECK, GATHER, ADD_ROWS, ADD_WIDE, COMMIT, *OPERATORS.values())
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class CutStep(FunctionalPass[fx.GraphModule]):
     one launch::
 
         before_check: forward, backward, sums of gradients       a graph
-        Product, grad_check                                       kernels
+        Product, WideSum, grad_check                              kernels
         behind_check: clipping, scale, traced code               a graph
         adam_update, sgd_update                                   kernels
         messages with new weights, see `GatherWeights`            as they are, each behind its update
@@ -148,7 +149,7 @@ class _Cut:
 
 
 def _readers(nodes: Sequence[fx.Node], kernels: Sequence[fx.Node]) -> set[fx.Node]:
-    """The nodes that read what a kernel in front of them wrote, and what is made of that."""
+    """The nodes that read what a kernel in front of them, or another of them, wrote; and what is made of that."""
     found: set[fx.Node] = set()
     written: set[fx.Node] = set()
     for node in nodes:
@@ -156,6 +157,7 @@ def _readers(nodes: Sequence[fx.Node], kernels: Sequence[fx.Node]) -> set[fx.Nod
             written.update(written_operands(node))
         elif any(source in written or source in found for source in node.all_input_nodes):
             found.add(node)
+            written.update(written_operands(node))
     return found
 
 
@@ -189,8 +191,8 @@ def _is_own_copy(value: Any) -> bool:
 
 
 def _is_product(node: fx.Node) -> bool:
-    """Whether a node writes a `Product`, or another form of one."""
-    return node.target in (Product, Product.zeros) or node.op == "call_method"
+    """Whether a node writes a `Product`, another form of one, or a `WideSum`."""
+    return node.target in (Product, Product.zeros, WideSum) or node.op == "call_method"
 
 
 def _input(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from amp_compiler.fx.alias import readers
 from amp_compiler.fx.graph import call_before, results_of, trace_before
 from amp_compiler.fx.meta import Key
+from amp_compiler.ops.update.operators import ADD_WIDE
 from amp_compiler.passes.base import InPlacePass, PassResult
 
 MEGABYTE = 2**20
@@ -67,7 +68,7 @@ class Bucket:
 
 
 def buckets_of(
-    shared: Sequence[SharedGradient], sizes: Sequence[int], most_bytes: int, in_fp32: bool
+    shared: Sequence[SharedGradient], sizes: Sequence[int], most_bytes: int, in_fp32: bool, alone_bytes: int = 0
 ) -> tuple[Bucket, ...]:
     """The buckets, in the order in which they become full; one holds gradients of one type.
 
@@ -76,12 +77,16 @@ def buckets_of(
         sizes: number of elements of each.
         most_bytes: a bucket that has reached them is full.
         in_fp32: sum in FP32 also what is made in 16 bits.
+        alone_bytes: a gradient that has them is sent by itself, from where it lies; 0 where all are packed.
     """
     full: list[Bucket] = []
     filling: dict[torch.dtype, list[SharedGradient]] = {}
     held: dict[torch.dtype, int] = {}
     for one, size in zip(shared, sizes, strict=True):
         dtype = torch.float32 if in_fp32 else one.dtype
+        if 0 < alone_bytes <= size * dtype.itemsize:
+            full.append(Bucket(dtype, (one,)))
+            continue
         filling.setdefault(dtype, []).append(one)
         held[dtype] = held.get(dtype, 0) + size * dtype.itemsize
         if held[dtype] >= most_bytes:
@@ -114,6 +119,9 @@ class ReduceGradients(InPlacePass):
         view_1: bf16[4] = aten.view.default(wait_tensor, [4])
         return loss, view_1
 
+    With `exchange`, two ranks give each other their gradients, as many bytes as an all-reduce sends, and the sum is
+    FP32 and never rounded: `add_wide`.
+
     Left alone: a step of one process, and the batches that are only gathered (`gather="add"`); gradients that
     `ShardUpdate` has summed.
 
@@ -128,6 +136,10 @@ class ReduceGradients(InPlacePass):
         reduce_in_fp32: sum in FP32 also what is made in 16 bits.
         broadcast_buffers: whether all ranks take the first one's buffers.
         parts: how many of the gradients, the first ones, `ShardUpdate` has summed.
+        ranks: number of ranks.
+        rank: which of them this one is.
+        exchange: whether gradients are exchanged and added here, where there are two ranks.
+        alone_bytes: as for `buckets_of`, where they are exchanged.
     """
 
     updated: tuple[str, ...]
@@ -140,6 +152,10 @@ class ReduceGradients(InPlacePass):
     reduce_in_fp32: bool = False
     broadcast_buffers: bool = True
     parts: int = 0
+    ranks: int = 1
+    rank: int = 0
+    exchange: bool = False
+    alone_bytes: int = 0
     name: ClassVar[str] = "reduce_gradients"
     exact: ClassVar[bool] = False
 
@@ -220,13 +236,15 @@ class _Builder:
     def __init__(self, options: ReduceGradients, graph: fx.Graph) -> None:
         self.options, self.graph, self.messages = options, graph, Messages(graph)
         self.weights, self.output, self.first = self.messages.weights, self.messages.output, self.messages.place
+        self.exchanges = options.exchange and options.ranks == 2
 
     def build(self) -> None:
         options, outputs = self.options, results_of(self.graph)
         behind = options.results + len(options.buffers)
         own: dict[str, fx.Node] = dict(zip(options.updated, outputs[behind:], strict=True))
         sizes = [self.weights[one.name].meta["val"].numel() for one in options.shared]
-        buckets = buckets_of(options.shared, sizes, options.bucket_bytes, options.reduce_in_fp32)
+        alone = options.alone_bytes if self.exchanges else 0
+        buckets = buckets_of(options.shared, sizes, options.bucket_bytes, options.reduce_in_fp32, alone)
         given = outputs[options.results : behind] if options.broadcast_buffers else []
         broadcast = [(part, self._broadcast(part)) for part in _by_type(given)]
         reduced = list(self._reduced(buckets, own))
@@ -235,7 +253,7 @@ class _Builder:
             values.update(self._taken(part, self.messages.awaited(message)))
         sums: dict[str, fx.Node] = {}
         for bucket, message in reduced:
-            sums.update(self._summed(bucket, self.messages.awaited(message)))
+            sums.update(self._summed(bucket, self.messages.awaited(message), own))
         written = [values.get(value, value) for value in outputs[options.results : behind]]
         gradients = [sums[name] for name in in_order(self.graph, options.shared)]
         parts = outputs[behind : behind + options.parts]
@@ -250,11 +268,17 @@ class _Builder:
                 return _flat([_turned(tensor.to(bucket.dtype), one.order) for tensor, one in pairs])
 
             place, whole = self.messages.packed(bucket.gradients, own, flat)
-            arguments = [whole, "sum", self.options.group]
-            yield bucket, call_before(place, torch.ops._c10d_functional.all_reduce.default, arguments, "update")
+            if self.exchanges:
+                sizes = [0, 0]
+                sizes[1 - self.options.rank] = whole.meta["val"].numel()  # all of it to the other rank
+                target = torch.ops._c10d_functional.all_to_all_single.default
+                yield bucket, call_before(place, target, [whole, sizes, sizes, self.options.group], "update")
+            else:
+                arguments = [whole, "sum", self.options.group]
+                yield bucket, call_before(place, torch.ops._c10d_functional.all_reduce.default, arguments, "update")
 
-    def _summed(self, bucket: Bucket, flat: fx.Node) -> dict[str, fx.Node]:
-        """The gradients of a bucket that was summed, by weight."""
+    def _summed(self, bucket: Bucket, flat: fx.Node, own: dict[str, fx.Node]) -> dict[str, fx.Node]:
+        """The sums of the gradients of a bucket, by weight, from what came."""
         shapes = [self.weights[one.name].meta["val"].shape for one in bucket.gradients]
 
         def parts(whole: Tensor) -> list[Tensor]:
@@ -262,8 +286,19 @@ class _Builder:
             cut = _cut(whole, ordered)
             return [_turned(part, _inverse(one.order)) for part, one in zip(cut, bucket.gradients, strict=True)]
 
-        made = trace_before(self.output, parts, [flat], "update")
-        return {one.name: node for one, node in zip(bucket.gradients, made, strict=True)}
+        names = [one.name for one in bucket.gradients]
+        kept = [name for name in names if name in own] if self.exchanges else []
+
+        def added(whole: Tensor, *given: Tensor) -> list[Tensor]:
+            mine = dict(zip(kept, given, strict=True))
+            came = dict(zip(names, parts(whole), strict=True))
+            zeros = {name: torch.zeros_like(came[name]) for name in names if name not in mine}
+            return [ADD_WIDE([{**mine, **zeros}[name].to(bucket.dtype), came[name]]) for name in names]
+
+        made = trace_before(
+            self.output, added if self.exchanges else parts, [flat, *(own[name] for name in kept)], "update"
+        )
+        return dict(zip(names, made, strict=True))
 
     def _broadcast(self, values: Sequence[fx.Node]) -> fx.Node:
         """The message that gives all ranks these values of the first one, which the forward may write to its end."""

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from amp_compiler.fx.graph import call_before, results_of, trace_before
+from amp_compiler.ops.update.operators import ADD_WIDE
 from amp_compiler.passes.base import InPlacePass, PassResult
 from amp_compiler.passes.step.reduce_gradients import Bucket, Messages, in_order
 
@@ -21,8 +22,8 @@ class ShardUpdate(InPlacePass):
 
     The elements of a weight, filled up with zeros to a multiple of the number of ranks, are cut into equal parts,
     one for each rank. A bucket of gradients is sent by a reduce-scatter as soon as its last one is made, so that no
-    rank ever holds a whole sum; or all ranks give each other their parts of it, and add what they were given in
-    FP32, which rounds once and not with every rank. `FuseUpdate` updates this rank's parts of masters and moments,
+    rank ever holds a whole sum; or all ranks give each other their parts of it, and the sum is FP32 and never rounded:
+    `add_wide`. `FuseUpdate` updates this rank's parts of masters and moments,
     which are all it has, and `GatherWeights` gives all ranks the new 16-bit weights.
 
     Before (`ranks=2`)::
@@ -79,7 +80,7 @@ class ShardUpdate(InPlacePass):
         sent = [(bucket, self._sent(bucket, own, messages)) for bucket in self.buckets]
         parts: dict[str, fx.Node] = {}
         for bucket, message in sent:
-            parts.update(self._parts(bucket, self._summed(bucket, messages.awaited(message), messages), messages))
+            parts.update(self._parts(bucket, messages.awaited(message), messages))
         order = in_order(graph, [one for bucket in self.buckets for one in bucket.gradients])
         whole = [node for name, node in own.items() if name not in parts]
         graph.output_node().args = ((*outputs[:first], *(parts[name] for name in order), *whole),)
@@ -99,24 +100,22 @@ class ShardUpdate(InPlacePass):
         target = torch.ops._c10d_functional.reduce_scatter_tensor.default
         return call_before(place, target, [whole, "sum", self.ranks, self.group], "update")
 
-    def _summed(self, bucket: Bucket, given: fx.Node, messages: Messages) -> fx.Node:
-        """This rank's part of the sum: what came, or the sum of that where every rank gave its own."""
-        if not self.exchange:
-            return given
-
-        def added(rows: Tensor) -> Tensor:
-            return rows.view(self.ranks, -1).sum(0, dtype=torch.float32).to(bucket.dtype)
-
-        (made,) = trace_before(messages.output, added, [given], "update")
-        return made
-
-    def _parts(self, bucket: Bucket, flat: fx.Node, messages: Messages) -> dict[str, fx.Node]:
-        """This rank's part of each gradient of a bucket that was summed, by weight."""
+    def _parts(self, bucket: Bucket, given: fx.Node, messages: Messages) -> dict[str, fx.Node]:
+        """This rank's part of the sum of each gradient of a bucket, by weight, from what came."""
         names = [one.name for one in bucket.gradients]
-        if len(names) == 1:
-            return {names[0]: flat}
         sizes = [part_of(messages.weights[name].meta["val"], self.ranks) for name in names]
-        made = trace_before(messages.output, lambda one: one.split(sizes), [flat], "update")
+
+        def added(flat: Tensor) -> list[Tensor]:
+            rows = flat.view(self.ranks, -1)
+            each = rows.split(sizes, dim=1) if len(sizes) > 1 else [rows]
+            return [ADD_WIDE(list(one.unbind())) for one in each]
+
+        if self.exchange:
+            made = trace_before(messages.output, added, [given], "update")
+        elif len(names) > 1:
+            made = trace_before(messages.output, lambda flat: flat.split(sizes), [given], "update")
+        else:
+            made = [given]
         return dict(zip(names, made, strict=True))
 
 

@@ -6,6 +6,7 @@ in the same few processes, because starting one takes longer than most scenarios
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import datetime
 import tempfile
@@ -20,6 +21,7 @@ import torch.multiprocessing as processes
 from torch import Tensor, nn
 
 import amp_compiler as amp
+from amp_compiler.distributed.ranks import Ranks
 
 STEPS, ROWS = 50, 8  # steps, and rows of a batch of all ranks together
 F = nn.functional
@@ -58,6 +60,8 @@ class Place:
 Scenario = Callable[[Place], dict[str, Any]]
 SCENARIOS: dict[str, Scenario] = {}
 COMPILED = ("compiled",)  # takes Inductor's seconds
+SEEDED = ("low_types_of_seeds",)  # takes many trainings
+SEEDS = 8
 FOUR = ("in_fp32", "accumulated")  # of four ranks
 FEW_OF_FOUR = ("low_weights", "differences_later")  # which take little
 WAITING = ("a_rank_that_never_comes",)  # takes a timeout's seconds
@@ -139,8 +143,8 @@ def words(model: Any, x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(model(x), y)
 
 
-def rows(steps: int = STEPS) -> list[tuple[Tensor, ...]]:
-    generator = torch.Generator().manual_seed(1)
+def rows(steps: int = STEPS, seed: int = 1) -> list[tuple[Tensor, ...]]:
+    generator = torch.Generator().manual_seed(seed)
     return [
         (torch.randn(ROWS, 8, generator=generator), torch.randn(ROWS, 4, generator=generator)) for _ in range(steps)
     ]
@@ -262,7 +266,7 @@ def accumulated(place: Place) -> dict[str, Any]:
     texts = [program.graph_module.print_readable(print_output=False) for program in step._programs.values()]
     found = {
         "same": same_everywhere(step, model),
-        "messages": sorted(text.count("all_reduce.default(") for text in texts),
+        "messages": sorted(text.count("all_to_all_single.default(") for text in texts),
     }
     exact, _ = trained_together(place, case, enabled=False)
     if place.rank == 0:
@@ -291,8 +295,26 @@ def overflowing(place: Place, of_one: int, of_the_sum: int) -> Iterator[Tensor]:
         yield x
 
 
+@contextlib.contextmanager
+def sums_in_messages() -> Iterator[None]:
+    """Within it steps are made as for a group that does not go through gloo: messages add, in the type of gradients."""
+    known = Ranks.uses_gloo
+    Ranks.uses_gloo = lambda self, device: False  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Ranks.uses_gloo = known  # type: ignore[method-assign]
+
+
 @scenario
 def overflows(place: Place) -> dict[str, Any]:
+    """As the ranks add by themselves, and as messages do."""
+    found = overflowed(place)
+    with sums_in_messages():
+        return {**found, "in messages": overflowed(place)}
+
+
+def overflowed(place: Place) -> dict[str, Any]:
     """FP16: at the third step one rank alone overflows, at the fifth the sum alone."""
     model = nn.Linear(4, 1, bias=False)
     nn.init.ones_(model.weight)
@@ -419,8 +441,46 @@ def low_types(place: Place) -> dict[str, Any]:
     return found
 
 
-def _with_autocast(place: Place, case: Case, dtype: torch.dtype) -> list[Tensor]:
-    torch.manual_seed(0)
+@scenario
+def low_types_of_seeds(place: Place) -> dict[str, Any]:
+    """How far 16-bit types lead from FP32, by the weights and batches of several seeds: L2 norms of the difference."""
+    found: dict[str, Any] = {}
+    for seed, name in ((seed, name) for seed in range(SEEDS) for name in ("sgd", "adamw")):
+        case = replace(CASES[name], batches=lambda seed=seed: rows(STEPS, 1000 + seed))
+        exact = [weight.double() for weight in _trained(place, case, seed, enabled=False)]
+        for dtype, short in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
+            low = replace(case, options={"loss_scale": amp.DynamicLossScale(128.0), "dtype": short})
+            ways = {
+                "theirs": _with_autocast(place, low, dtype, seed),
+                "whole": _trained(place, low, seed),
+                "split": _trained(place, low, seed, rules={"version": 1, "extends": "default", "reduce": SPLIT}),
+                "in messages": _in_messages(place, low, seed),
+            }
+            for way, weights in ways.items():
+                off = torch.cat([(a.double() - b).flatten() for a, b in zip(weights, exact, strict=True)])
+                found.setdefault((short, name, way), []).append(float(off.norm()))
+    return found
+
+
+SPLIT: dict[str, Any] = {"shard": "update"}
+
+
+def _trained(place: Place, case: Case, seed: int, **options: Any) -> list[Tensor]:
+    """The FP32 weights, or masters, that ranks have trained."""
+    model, step = case.made(seed, process_group=place.group, **options)
+    for batch in case.batches():
+        step(*map(place.part, batch))
+    states = step._optimizers[0].state_dict()["state"]
+    return [states[n].get("master", one).detach().view(one.shape) for n, one in enumerate(model.parameters())]
+
+
+def _in_messages(place: Place, case: Case, seed: int) -> list[Tensor]:
+    with sums_in_messages():
+        return _trained(place, case, seed)
+
+
+def _with_autocast(place: Place, case: Case, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    torch.manual_seed(seed)
     model = case.model()
     wrapped = nn.parallel.DistributedDataParallel(model, process_group=place.group)
     optimizer = case.optimizer(model.parameters())
@@ -582,6 +642,64 @@ def in_pieces(place: Place) -> dict[str, Any]:
     alone, _ = trained_alone(place, case, dtype="bf16", rules=wide)
     found["wide"] = [p.detach() for p in model.parameters()]
     found["alone"] = [p.detach() for p in alone.parameters()]
+    return found
+
+
+@dataclass
+class Sample:
+    """A batch of a type of one's own."""
+
+    x: Tensor
+    y: Tensor
+
+
+BATCHES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "list": lambda x, y: [x, y],
+    "dict": lambda x, y: {"x": x, "y": y},
+    "nested": lambda x, y: {"pair": [x, (y,)]},
+    "dataclass": Sample,
+    "list of dataclasses": lambda x, y: [Sample(x, y)],
+}
+
+
+def of_any_kind(model: Any, batch: Any) -> Tensor:
+    """The loss of a batch of one of `BATCHES`."""
+    if isinstance(batch, list) and len(batch) == 1:
+        (batch,) = batch
+    if isinstance(batch, Sample):
+        return squares(model, batch.x, batch.y)
+    if isinstance(batch, list):
+        return squares(model, *batch)
+    if "pair" in batch:
+        return squares(model, batch["pair"][0], *batch["pair"][1])
+    return squares(model, batch["x"], batch["y"])
+
+
+@scenario
+def batches_of_other_kinds(place: Place) -> dict[str, Any]:
+    """Batches in containers and classes, the same kind on all ranks, and another one on the second."""
+    found: dict[str, Any] = {}
+    case = replace(CASES["sgd"], options={"dtype": "bf16"}, batches=lambda: rows(4))
+    found["tensors"] = weights_of(trained_together(place, case)[0])
+    other = replace(case, loss=of_any_kind)
+    kinds = {name: (name, name) for name in BATCHES}
+    kinds |= {f"{name} beside a list": ("list", name) for name in BATCHES if name != "list"}
+    for name, given in kinds.items():
+        model, step = other.made(place.rank, process_group=place.group)
+
+        def run(step: Any = step, make: Any = BATCHES[given[place.rank]]) -> None:
+            for batch in case.batches():
+                step(make(*map(place.part, batch)))
+
+        found[name] = {"told": told(run), "weights": weights_of(model), "by": step.execution if step._last else ""}
+    for name, make in BATCHES.items():
+        model, step = other.made(place.rank, process_group=place.group)
+        x, y = map(place.part, case.batches()[0])
+        end = 4 - place.rank
+        uneven = told(lambda: step(make(x[:end], y[:end])))  # noqa: B023  # called at once
+        step(make(x, y))
+        again = told(lambda: step(make(x[:end], y[:end])))  # noqa: B023
+        found[f"uneven {name}"] = {"told": uneven, "again": again, "weights": weights_of(model)}
     return found
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
+import statistics
 
 import pytest
 import torch
 import torch.distributed as dist
-from rank_scenarios import CASES, COMPILED, FEW_OF_FOUR, FOUR, SCENARIOS, run_ranks
+from rank_scenarios import BATCHES, CASES, COMPILED, FEW_OF_FOUR, FOUR, SCENARIOS, SEEDED, run_ranks
 
 pytestmark = [
     pytest.mark.long,
@@ -19,7 +21,7 @@ pytestmark = [
 def found():
     """What each rank of two returned, by scenario."""
     own = (name for name, function in SCENARIOS.items() if function.__module__ == "rank_scenarios")
-    return run_ranks(2, [name for name in own if name not in COMPILED])
+    return run_ranks(2, [name for name in own if name not in (*COMPILED, *SEEDED)])
 
 
 def of(found, name):
@@ -66,9 +68,13 @@ def test_gathered_batches_are_reduced_once(found):
 
 def test_no_rank_updates_where_one_of_them_or_the_sum_overflows(found):
     first, second = of(found, "overflows")
-    assert equal(first["weights"], second["weights"]) and equal(first["same"], second["same"])
-    assert first["skipped"] == second["skipped"] == [0, 0, 1, 1, 2, 2]
-    assert first["scales"] == second["scales"] == [1024.0, 1024.0, 512.0, 512.0, 256.0, 256.0]
+    for one, other in ((first, second), (first["in messages"], second["in messages"])):
+        assert equal(one["weights"], other["weights"]) and equal(one["same"], other["same"])
+        assert one["skipped"] == other["skipped"] and one["scales"] == other["scales"]
+    assert first["skipped"] == [0, 0, 1, 1, 1, 1]  # their sum is FP32, which holds that of the fifth
+    assert first["scales"] == [1024.0, 1024.0, 512.0, 512.0, 512.0, 512.0]
+    assert first["in messages"]["skipped"] == [0, 0, 1, 1, 2, 2]
+    assert first["in messages"]["scales"] == [1024.0, 1024.0, 512.0, 512.0, 256.0, 256.0]
 
 
 def test_a_gan_of_two_steps_stays_the_same_on_all_ranks(found):
@@ -96,8 +102,25 @@ def test_low_types_lead_no_further_from_fp32_than_autocast_in_ddp(found, dtype, 
     assert equal(first["same"], second["same"])
     theirs, ours, wide = (distance(first[name], first["fp32"]) for name in ("theirs", "ours", "ours, sums in FP32"))
     print(f"\n{dtype} {optimizer}: {theirs:.2e} {ours:.2e} {wide:.2e}")
-    assert 0 < ours <= 1.5 * theirs and 0 < wide <= 1.5 * theirs
-    assert ours != wide
+    assert 0 < ours <= 1.5 * theirs
+    assert ours == wide  # two ranks add what was made in 16 bits in FP32
+
+
+@pytest.mark.slow
+def test_over_many_seeds_low_types_lead_no_further_from_fp32_than_autocast_in_ddp():
+    found, _ = of(run_ranks(2, SEEDED), "low_types_of_seeds")
+    seen = {}
+    for (dtype, optimizer, way), distances in found.items():
+        pairs = zip(distances, found[dtype, optimizer, "theirs"], strict=True)
+        ratios = [ours / theirs for ours, theirs in pairs]
+        error = statistics.stdev(ratios) / math.sqrt(len(ratios))
+        seen[dtype, optimizer, way] = statistics.mean(ratios), error
+        print(f"{dtype} {optimizer:6} {way:12} {statistics.mean(distances):.2e} {seen[dtype, optimizer, way]}")
+    for (_, _, way), (ratio, error) in seen.items():
+        if way in ("whole", "split"):
+            assert ratio <= 1 + max(error, 1e-3)  # of BF16 the bits are the same, so that there is no error
+    # What messages add in 16 bits does lead further, so that these bounds can tell.
+    assert any(ratio > 1 + max(error, 1e-3) for (_, _, way), (ratio, error) in seen.items() if way == "in messages")
 
 
 def test_what_a_rank_has_no_gradient_of_counts_as_zero(found):
@@ -132,6 +155,36 @@ def test_a_step_in_pieces_sums_too(found):
     assert "in 1 piece" in first["execution"] or "pieces" in first["execution"]
     assert equal(first["same"], second["same"])
     assert equal(first["wide"], second["wide"]) and equal(first["wide"], first["alone"])
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_batches_in_containers_and_classes_train_as_tensors_do(found, kind):
+    first, second = of(found, "batches_of_other_kinds")
+    assert first[kind]["told"] == second[kind]["told"] == ""
+    assert ("backward in 1 piece" in first[kind]["by"]) == ("dataclass" in kind)
+    for one in (first, second):
+        assert equal(one[kind]["weights"], first[kind]["weights"])
+        # pieces round the same products, and may add their gradients in another order
+        assert equal(one[kind]["weights"], one["tensors"])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in BATCHES if kind != "list"])
+def test_another_kind_of_batch_on_one_rank_is_right_or_an_error_on_each(found, kind):
+    first, second = (one[f"{kind} beside a list"] for one in of(found, "batches_of_other_kinds"))
+    assert first["told"] == second["told"]
+    assert equal(first["weights"], second["weights"])
+    assert bool(first["told"]) == ("dataclass" in kind)
+    if not first["told"]:
+        assert equal(first["weights"], of(found, "batches_of_other_kinds")[0]["tensors"])
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+def test_uneven_batches_of_any_kind_are_an_error_on_each(found, kind):
+    first, second = (one[f"uneven {kind}"] for one in of(found, "batches_of_other_kinds"))
+    for key in ("told", "again"):
+        assert "rank 1 has fp32[3, 8], rank 0 has fp32[4, 8]" in first[key]
+        assert first[key] == second[key]
+    assert equal(first["weights"], second["weights"])
 
 
 def test_weights_without_masters_are_rounded_alike_on_all_ranks(found):

@@ -115,6 +115,9 @@ OPTIONS: dict[str, Any] = {
     "gather_gradients/on_a_gpu_of_several": {"updated": ("a",), "gather": "use", "ranks": 2},
     "reduce_gradients": {**REDUCE, "group": "0"},
     "reduce_gradients/all_in_fp32": {**REDUCE, "group": "0", "reduce_in_fp32": True, "broadcast_buffers": False},
+    "reduce_gradients/two_ranks_give_each_other_theirs": {
+        **REDUCE, "group": "0", "broadcast_buffers": False, "ranks": 2, "exchange": True, "alone_bytes": 100
+    },
     "reduce_gradients/one_process_is_left_alone": {"updated": ("a",), "results": 1, "buffers": ()},
     "reduce_gradients/a_batch_that_is_only_gathered_is_left_alone": {
         "updated": ("a",), "results": 1, "buffers": (), "group": "0", "gather": "add"
@@ -125,6 +128,9 @@ OPTIONS: dict[str, Any] = {
     },
     "shard_update/one_process_is_left_alone": {"updated": ("a", "b", "c")},
     "gather_weights": {"groups": (replace(SGD, masters=("a", "b"), ranks=2),), "group": "0"},
+    "gather_weights/parts_are_given_from_where_they_lie": {
+        "groups": (replace(SGD, masters=("a", "b"), ranks=2, in_place=True),), "group": "0"
+    },
     "gather_weights/masters_that_are_whole_are_left_alone": {"groups": (SGD,), "group": "0"},
     "fuse_update/parts_of_masters_and_a_norm_over_all_ranks": {
         **UPDATE, "updated": ("a", "b"), "groups": (replace(SGD, ranks=2), replace(SGD, masters=("b",))),
@@ -135,6 +141,7 @@ OPTIONS: dict[str, Any] = {
     "fuse_update/gradients_on_a_gpu_are_gathered_at_once_add": {**UPDATE, "groups": (SGD,), "gather": "add"},
     "fuse_update/gradients_on_a_gpu_are_gathered_at_once_use": {**UPDATE, "groups": (SGD,), "gather": "use"},
     "defer_gradients": {"most_inner": 64, "kernels": KERNELS},
+    "defer_gradients/sums_that_check_and_update_read": {"most_inner": 0, "kernels": KERNELS, "adds": True},
     "cut_step": {"kernels": KERNELS},
     "cut_step/without_kernels_the_operators_are_opened": {"kernels": ()},
     "write_out_attention": {"low": DType.FLOAT16, "opset": 20},

@@ -21,6 +21,7 @@ constexpr int64_t kPackedTogether = 1 << 19;  // elements of packed factors that
 struct Row {
   int64_t count, grad_type, low_type;
   int64_t grad, weight, first, second, largest, low, step, product;
+  int64_t others, added;  // addresses of what is added to the gradient in fp32, each typed as it; their number
 };
 
 // What a check of some elements finds.
@@ -36,12 +37,45 @@ struct Piece {
   int64_t type;   // of the gradients
 };
 
+// Calls `body` with a value of the gradient's type and one of the 16-bit copy's type.
+template <class Body>
+void with_types(int64_t grad_type, int64_t low_type, const Body& body) {
+  const auto low = [&](auto grad) {
+    if (low_type == kBf16) return body(grad, Bf16{});
+    if (low_type == kHalf) return body(grad, Half{});
+    return body(grad, None{});
+  };
+  if (grad_type == kBf16) return low(Bf16{});
+  if (grad_type == kHalf) return low(Half{});
+  return low(0.0f);
+}
+
+// The sum of a gradient and the others in fp32, in their order.
+inline void add_wide(const Row& tensor, int64_t start, int64_t count, float* line) {
+  with_types(tensor.grad_type, kNone, [&](auto grad, auto) {
+    using G = decltype(grad);
+    const int64_t* others = reinterpret_cast<const int64_t*>(tensor.others);
+    const auto at = [&](int64_t address) { return reinterpret_cast<const G*>(address) + start; };
+    add_pair(at(tensor.grad), at(others[0]), line, count);
+    for (int64_t k = 1; k < tensor.added; ++k) add_to(line, at(others[k]), count);
+  });
+}
+
 // Calls `body(piece, finding)` for the pieces of [start, end) of a tensor whose gradient lies in memory.
 template <class Body>
 void for_run(const Row& tensor, int64_t row, int64_t start, int64_t end, Finding* finding, const Body& body) {
   const int64_t size = tensor.grad_type == kFloat ? 4 : 2;
-  for (; start < end; start += kPiece)
-    body(Piece{row, start, std::min(kPiece, end - start), tensor.grad + start * size, tensor.grad_type}, finding);
+  if (tensor.added == 0) {
+    for (; start < end; start += kPiece)
+      body(Piece{row, start, std::min(kPiece, end - start), tensor.grad + start * size, tensor.grad_type}, finding);
+    return;
+  }
+  alignas(64) float line[kPiece];
+  for (; start < end; start += kPiece) {
+    const int64_t count = std::min(kPiece, end - start);
+    add_wide(tensor, start, count, line);
+    body(Piece{row, start, count, reinterpret_cast<int64_t>(line), kFloat}, finding);
+  }
 }
 
 // A part of a product that one thread makes.
@@ -156,19 +190,6 @@ Findings for_all(const Row* rows, int64_t tensors, int threads, const Body& body
     for_run(rows[runs[i].row], runs[i].row, runs[i].start, runs[i].end, &parts[i], body);
   for (size_t i = 0; i < runs.size(); ++i) add(parts[i], &result[runs[i].row]);
   return result;
-}
-
-// Calls `body` with a value of the gradient's type and one of the 16-bit copy's type.
-template <class Body>
-void with_types(int64_t grad_type, int64_t low_type, const Body& body) {
-  const auto low = [&](auto grad) {
-    if (low_type == kBf16) return body(grad, Bf16{});
-    if (low_type == kHalf) return body(grad, Half{});
-    return body(grad, None{});
-  };
-  if (grad_type == kBf16) return low(Bf16{});
-  if (grad_type == kHalf) return low(Half{});
-  return low(0.0f);
 }
 
 inline double total(const Findings& findings) {

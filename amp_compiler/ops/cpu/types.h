@@ -47,6 +47,16 @@ void widen(const G* __restrict grads, float* __restrict out, int64_t count, floa
   for (int64_t i = 0; i < count; ++i) out[i] = load(grads[i]) * coef;
 }
 
+template <class G>
+void add_pair(const G* __restrict first, const G* __restrict second, float* __restrict line, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) line[i] = load(first[i]) + load(second[i]);
+}
+
+template <class G>
+void add_to(float* __restrict line, const G* __restrict grads, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) line[i] += load(grads[i]);
+}
+
 template <class L>
 void narrow(const float* __restrict weights, L* __restrict lows, int64_t count) {
   for (int64_t i = 0; i < count; ++i) store(weights[i], lows + i);
@@ -62,6 +72,28 @@ inline void widen<Half>(const Half* __restrict grads, float* __restrict out, int
     _mm256_storeu_ps(out + i, _mm256_mul_ps(_mm256_cvtph_ps(half), factor));
   }
   for (; i < count; ++i) out[i] = load(grads[i]) * coef;
+}
+
+template <>
+inline void add_pair<Half>(const Half* __restrict first, const Half* __restrict second, float* __restrict line,
+                           int64_t count) {
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8) {
+    const __m256 one = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(first + i)));
+    const __m256 two = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(second + i)));
+    _mm256_storeu_ps(line + i, _mm256_add_ps(one, two));
+  }
+  for (; i < count; ++i) line[i] = load(first[i]) + load(second[i]);
+}
+
+template <>
+inline void add_to<Half>(float* __restrict line, const Half* __restrict grads, int64_t count) {
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8) {
+    const __m256 wide = _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(grads + i)));
+    _mm256_storeu_ps(line + i, _mm256_add_ps(_mm256_loadu_ps(line + i), wide));
+  }
+  for (; i < count; ++i) line[i] += load(grads[i]);
 }
 
 template <>

@@ -25,12 +25,28 @@ from amp_compiler.ops.layout import is_dense, laid_out_like, same_layout
 from amp_compiler.ops.update.fused import MOST_STATES, FusedOptimizer, Update
 from amp_compiler.ops.update.operators import FUSED
 from amp_compiler.ops.update.product import Product
+from amp_compiler.ops.update.wide_sum import WideSum
 
 Tensors = Sequence[Tensor]
-Gradients = Sequence[Tensor | Product]
+Gradient = Tensor | Product | WideSum
+Gradients = Sequence[Gradient]
 TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # that gradients may have, by their code in C++
 # The columns of a `Row` in cpu_pieces.h.
-_COLUMNS = ("count", "grad_type", "low_type", "grad", "weight", "first", "second", "largest", "low", "step", "product")
+_COLUMNS = (
+    "count",
+    "grad_type",
+    "low_type",
+    "grad",
+    "weight",
+    "first",
+    "second",
+    "largest",
+    "low",
+    "step",
+    "product",
+    "others",
+    "added",
+)
 _CACHED = 64
 
 
@@ -42,7 +58,7 @@ def grad_check(grads: Gradients, inv_scale: Tensor) -> tuple[Tensor, Tensor, Ten
     flags = torch.zeros(len(grads), dtype=torch.uint8, device="cpu")
     table = np.zeros((len(grads), len(_COLUMNS)), np.int64)
     table[:, 0] = [grad.numel() for grad in grads]
-    dense = [grad if isinstance(grad, Product) or is_dense(grad) else grad.contiguous() for grad in grads]
+    dense = [_dense(grad) for grad in grads]
     _set_gradients(table, dense)
     inverse = ctypes.c_float(_number(inv_scale))
     with record_function("amp_compiler::grad_check"):
@@ -110,6 +126,13 @@ def _threads() -> int:
     return torch.get_num_threads()
 
 
+def _dense(grad: Gradient) -> Gradient:
+    """A gradient whose elements can be read one after another, in whatever order."""
+    if isinstance(grad, WideSum):
+        return grad if grad.lies_like() else grad.tensor()
+    return grad if isinstance(grad, Product) or is_dense(grad) else grad.contiguous()
+
+
 def _address(tensor: Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(tensor.data_ptr())
 
@@ -131,22 +154,34 @@ def _scalar(number: float) -> Tensor:
 
 def _set_gradients(table: Any, grads: Gradients) -> None:
     """Enter the gradients into a table; they must outlive its use."""
-    made = [(0, grad.fields.ctypes.data) if isinstance(grad, Product) else (grad.data_ptr(), 0) for grad in grads]
-    table[:, _COLUMNS.index("grad")] = [gradient for gradient, _ in made]
-    table[:, _COLUMNS.index("product")] = [product for _, product in made]
+    for column, row in zip(
+        ("grad", "product", "others", "added"), zip(*map(_places, grads), strict=True), strict=False
+    ):
+        table[:, _COLUMNS.index(column)] = row
     table[:, _COLUMNS.index("grad_type")] = [_type(grad) for grad in grads]
 
 
-def _laid_out_like(grads: Gradients, masters: Tensors, factor: float) -> tuple[list[Tensor | Product], float]:
+def _places(grad: Gradient) -> tuple[int, int, int, int]:
+    """Addresses of a gradient, of how it is made as a product, and of what is added to it; and how many these are."""
+    if isinstance(grad, Product):
+        return 0, grad.fields.ctypes.data, 0, 0
+    if isinstance(grad, WideSum):
+        return grad.given[0].data_ptr(), 0, grad.others.ctypes.data, len(grad.others)
+    return grad.data_ptr(), 0, 0, 0
+
+
+def _laid_out_like(grads: Gradients, masters: Tensors, factor: float) -> tuple[list[Gradient], float]:
     """The gradients as their weights lie in memory; a product can be made row by row or column by column.
 
     A weight whose layout has changed since the step was built gets its product made whole. Where the check has left the
     squares of such a product out, the update will not count them either: their sum is returned with the gradients.
     """
-    result: list[Tensor | Product] = []
+    result: list[Gradient] = []
     squares = 0.0
     for grad, master in zip(grads, masters, strict=True):
-        if not isinstance(grad, Product):
+        if isinstance(grad, WideSum):
+            result += [grad] if grad.lies_like(master) else laid_out_like([grad.tensor()], [master])
+        elif not isinstance(grad, Product):
             result += laid_out_like([grad], [master])
         elif master.is_contiguous():
             result.append(grad)
@@ -159,7 +194,9 @@ def _laid_out_like(grads: Gradients, masters: Tensors, factor: float) -> tuple[l
     return result, squares
 
 
-def _type(tensor: Tensor | Product) -> int:
+def _type(tensor: Gradient) -> int:
+    if isinstance(tensor, WideSum):
+        return _type(tensor.given[0])
     code, place = TYPES.get(tensor.dtype), tensor.left if isinstance(tensor, Product) else tensor
     if code is None or not place.is_cpu:
         raise LoweringError(f"the CPU updates take no {tensor.dtype} on {place.device}")
