@@ -25,7 +25,7 @@ from torch.nn import functional as F
 import amp_compiler as amp
 
 SIZE, MOST, CLASSES = 24, 2, 11  # pixels of a scene, digits in it, the digits and the background, which is 0
-SCENES, JUDGED = 768, 128  # to learn from, and of the test
+SCENES, JUDGED = 768, 1024  # to learn from, and of the test
 BATCH, NEGATIVES = 16, 3
 ANCHORS_OF_ALL = 256 * 8732  # of which this process has BATCH * 90
 MAPS = ((6, (9.0, 12.0)), (3, (13.0, 16.0)))  # places in a row, and the sides of the anchors
@@ -46,8 +46,8 @@ def anchors() -> torch.Tensor:
 
 
 def overlaps(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
-    """Intersection over union of boxes by middle and size; (N, 4) and (M, 4) to (N, M)."""
-    first, second = one[:, None], two[None]
+    """Intersection over union of boxes by middle and size; (..., N, 4) and (..., M, 4) to (..., N, M)."""
+    first, second = one[..., :, None, :], two[..., None, :, :]
     begin = torch.maximum(first[..., :2] - first[..., 2:] / 2, second[..., :2] - second[..., 2:] / 2)
     end = torch.minimum(first[..., :2] + first[..., 2:] / 2, second[..., :2] + second[..., 2:] / 2)
     both = (end - begin).clamp(min=0).prod(-1)
@@ -136,18 +136,23 @@ def multibox(model: nn.Module, images: torch.Tensor, named: torch.Tensor, moved:
     return (losses * (matched | hard) + away * matched).sum() / ANCHORS_OF_ALL
 
 
-def found(logits: torch.Tensor, moves: torch.Tensor) -> list[tuple[float, int, torch.Tensor]]:
-    """How sure, what and where, of one scene; of boxes of one digit that overlap, the surest alone."""
+def found(logits: torch.Tensor, moves: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """How sure, what and where, of the surest of each scene; (N, 40) twice, and (N, 40, 4).
+
+    Of boxes of one digit that overlap the surest alone counts; the others are surely not (-1).
+    """
     here, moves = anchors(), moves / SCALE
-    boxes = torch.cat([here[:, :2] + moves[:, :2] / 2 * here[:, 2:], here[:, 2:] * moves[:, 2:].clamp(max=4).exp()], -1)
-    sure, order = logits.softmax(-1)[:, 1:].flatten().topk(KEPT)
+    boxes = torch.cat(
+        [here[:, :2] + moves[..., :2] / 2 * here[:, 2:], here[:, 2:] * moves[..., 2:].clamp(max=4).exp()], -1
+    )
+    sure, order = logits.softmax(-1)[..., 1:].flatten(1).topk(KEPT)
     which, digit = order // (CLASSES - 1), 1 + order % (CLASSES - 1)
-    same = (overlaps(boxes[which], boxes[which]) > SAME) & (digit[:, None] == digit)
-    chosen: list[int] = []
-    for number in range(KEPT):
-        if not same[number, chosen].any():
-            chosen.append(number)
-    return [(float(sure[number]), int(digit[number]), boxes[which[number]]) for number in chosen]
+    boxes = boxes.gather(1, which[..., None].expand(-1, -1, 4))
+    same = (overlaps(boxes, boxes) > SAME) & (digit[:, :, None] == digit[:, None])
+    chosen = torch.ones_like(sure, dtype=torch.bool)
+    for number in range(1, KEPT):
+        chosen[:, number] = ~(same[:, number, :number] & chosen[:, :number]).any(1)
+    return sure.where(chosen, -1.0), digit, boxes
 
 
 def average_precision(right: torch.Tensor, there: int) -> float:
@@ -158,23 +163,38 @@ def average_precision(right: torch.Tensor, there: int) -> float:
     return float((best * right).sum()) / max(there, 1)
 
 
+@functools.cache
+def judged() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of the test: images, boxes (N, 2, 4) and what they hold (N, 2), nothing (0) where a scene has one digit."""
+    images, boxes, held = zip(*scenes(JUDGED, True), strict=True)
+    sizes = [MOST - len(one) for one in held]
+    boxes = [F.pad(one, (0, 0, 0, size)) for one, size in zip(boxes, sizes, strict=True)]
+    return (
+        torch.stack(images),
+        torch.stack(boxes),
+        torch.stack([F.pad(one, (0, n)) for one, n in zip(held, sizes, strict=True)]),
+    )
+
+
 @torch.no_grad()
 def quality(model: nn.Module) -> float:
     """The mean of the average precision of the digits, in per cent."""
-    judge, judged = copy.deepcopy(model).float().eval(), scenes(JUDGED, True)
-    outputs = judge(torch.stack([image for image, *_ in judged]))
-    boxes = [(*one, at) for at, output in enumerate(zip(*outputs, strict=True)) for one in found(*output)]
-    right: dict[int, list[bool]] = {digit: [] for digit in range(1, CLASSES)}
-    taken: set[tuple[int, int]] = set()
-    for _, digit, box, at in sorted(boxes, key=lambda one: -one[0]):
-        _, there, held = judged[at]
-        shared = overlaps(box[None], there)[0] * (held == digit)
-        best = int(shared.argmax())
-        hit = float(shared[best]) >= OVERLAP and (at, best) not in taken
-        right[digit].append(hit)
-        taken |= {(at, best)} if hit else set()
-    counts = torch.cat([held for *_, held in judged]).bincount(minlength=CLASSES).tolist()
-    return 10 * sum(average_precision(torch.tensor(right[digit]).float(), counts[digit]) for digit in right)
+    judge, (images, there, held) = copy.deepcopy(model).float().eval(), judged()
+    sure, digit, boxes = found(*judge(images))
+    shared, best = (overlaps(boxes, there) * (digit[..., None] == held[:, None])).max(-1)
+    over, which = (
+        (shared >= OVERLAP).flatten().tolist(),
+        (best + MOST * torch.arange(len(best))[:, None]).flatten().tolist(),
+    )
+    named = digit.flatten().tolist()
+    right: dict[int, list[bool]] = {number: [] for number in range(1, CLASSES)}
+    taken: set[int] = set()
+    for place in sure.flatten().argsort(descending=True, stable=True)[: int((sure >= 0).sum())].tolist():
+        hit = over[place] and which[place] not in taken
+        right[named[place]].append(hit)
+        taken |= {which[place]} if hit else set()
+    counts = held.flatten().bincount(minlength=CLASSES).tolist()
+    return 10 * sum(average_precision(torch.tensor(right[number]).float(), counts[number]) for number in right)
 
 
 def start(seed: int, options: Options) -> Training:
