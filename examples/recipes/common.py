@@ -43,7 +43,15 @@ GOOD = (BOTH, BF16_MASTERS, DEFAULT)  # the ways that have to come out as FP32 d
 NO_MASTERS = {"version": 1, "extends": "default", "weights": {"master": "low"}}
 KINDS = ("activation", "activation gradient", "weight gradient", "weight")
 PROFILED = (0.0, 0.25, 0.5, 0.75)  # parts of a training behind which a step is profiled
-HEADINGS = ("way", "{measure}", "difference to FP32", "better by standard errors", "seed by seed", "steps skipped")
+HEADINGS = (
+    "way",
+    "{measure}",
+    "difference to FP32",
+    "better by standard errors",
+    "seed by seed",
+    "better by its standard errors",
+    "steps skipped",
+)
 POINTS = 12  # of a curve
 SHORT = 2  # steps of a short run
 
@@ -175,6 +183,11 @@ def advantage(way: Sequence[float], reference: Sequence[float], higher: bool = T
     return better / error if error else math.copysign(math.inf, better) if better else 0.0
 
 
+def paired(way: Sequence[float], reference: Sequence[float], higher: bool = True) -> float:
+    """How much better one list is than another seed by seed, in standard errors of the mean of the differences."""
+    return advantage([a - b for a, b in zip(way, reference, strict=True)], [0.0], higher)
+
+
 def measure(recipe: Recipe, length: int, seeds: int, console: Console) -> dict[str, Any]:
     """Train every way with every seed: the results as plain data."""
     profiles: list[amp.Profile] = []
@@ -183,9 +196,9 @@ def measure(recipe: Recipe, length: int, seeds: int, console: Console) -> dict[s
     first = train(recipe.start(0, {"enabled": False}), length, profiles)
     ranges = measured_ranges(profiles, recipe.low)
     for name, options in recipe.ways(ranges["scale"]).items():
-        again = [] if options == {"enabled": False} else [0]
-        runs[name] = [] if again else [first]
-        for seed in [*again, *range(1, seeds)]:
+        others = [] if name == FP32 else [0]
+        runs[name] = [] if others else [first]
+        for seed in [*others, *range(1, seeds)]:
             runs[name].append(train(recipe.start(seed, options), length))
         console.print(f"{recipe.name}: {name}: {[round(run['quality'][-1], 4) for run in runs[name]]}", style="dim")
     facts = {
@@ -217,7 +230,7 @@ def rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
     """Of each way: name, quality, the difference to FP32, how many standard errors better that is, steps skipped.
 
     Behind a mean and a difference stands the standard error, 0 of one seed alone. "Seed by seed" is the mean of the
-    differences of runs with the same seed.
+    differences of runs with the same seed; behind it that in standard errors of its own.
     """
     reference, made = last(results, FP32), []
     for way, runs in results["runs"].items():
@@ -226,11 +239,12 @@ def rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
         quality = f"{statistics.fmean(values):.4g} ± {standard_error(values):.2g}"
         difference = statistics.fmean(values) - statistics.fmean(reference)
         error = math.hypot(standard_error(values), standard_error(reference))
-        paired = [a - b for a, b in zip(values, reference, strict=True)]
+        higher, each = results["higher"], [a - b for a, b in zip(values, reference, strict=True)]
         apart = (
             f"{difference:+.3g} ± {error:.2g}",
-            f"{advantage(values, reference, results['higher']):+.1f}",
-            f"{statistics.fmean(paired):+.3g} ± {standard_error(paired):.2g}",
+            f"{advantage(values, reference, higher):+.1f}",
+            f"{statistics.fmean(each):+.3g} ± {standard_error(each):.2g}",
+            f"{paired(values, reference, higher):+.1f}",
         )
         skipped = str(sum(run["skipped"] for run in runs))
         made.append((name, quality, *(("",) * len(apart) if way == FP32 else apart), skipped))

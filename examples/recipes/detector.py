@@ -18,20 +18,27 @@ import itertools
 
 import torch
 from classify import TRAINED, digits
-from common import MASTERS, NEITHER, Options, Recipe, Training, main, six_ways
+from common import MASTERS, NEITHER, Options, Recipe, Training, four_ways, main
 from torch import nn
 from torch.nn import functional as F
 
 import amp_compiler as amp
 
 SIZE, MOST, CLASSES = 24, 2, 11  # pixels of a scene, digits in it, the digits and the background, which is 0
-SCENES, JUDGED = 768, 1024  # to learn from, and of the test
+SCENES, JUDGED = 768, 512  # to learn from, and of the test
 BATCH, NEGATIVES = 16, 3
 ANCHORS_OF_ALL = 256 * 8732  # of which this process has BATCH * 90
 MAPS = ((6, (9.0, 12.0)), (3, (13.0, 16.0)))  # places in a row, and the sides of the anchors
 WIDTH = 32
 SCALE = 5.0  # by which SSD multiplies the offsets of boxes; their sizes by as much
 OVERLAP, SAME, KEPT = 0.5, 0.45, 40  # of a scene, the boxes that are surest
+AGAIN, AUTOCAST, HEADS = "FP32, begun otherwise", "BF16, torch.autocast", "BF16, heads in FP32"
+APART = 2.0**-8  # by which part of it a first weight is another, where the training is begun otherwise
+FP32_HEADS = {
+    "version": 1,
+    "extends": "default",
+    "rules": [{"match": {"module": "heads.*"}, "precision": "fp32", "why": "what is read off as a box and a class"}],
+}
 
 
 @functools.cache
@@ -197,17 +204,54 @@ def quality(model: nn.Module) -> float:
     return 10 * sum(average_precision(torch.tensor(right[number]).float(), counts[number]) for number in right)
 
 
+class Autocast:
+    """A step by `torch.autocast` and `torch.optim` alone, to compare with."""
+
+    loss_scale, skipped_steps = 1.0, 0
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
+        self.model, self.optimizer, self.dtype = model, optimizer, dtype
+
+    def __call__(self, *batch: torch.Tensor) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        with torch.autocast("cpu", self.dtype):
+            loss = multibox(self.model, *batch)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
 def start(seed: int, options: Options) -> Training:
+    """Beside those of `amp.training_step`: `autocast`, a type, and `apart`, of the first weights from the seed's."""
     torch.manual_seed(seed)
     model, data = Detector(), learnt()
+    apart, low = (options.get(name) for name in ("apart", "autocast"))
+    options = {name: value for name, value in options.items() if name not in ("apart", "autocast")}
+    if apart:
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(1 + apart * torch.randn_like(weight))
 
     def batch(number: int) -> tuple[torch.Tensor, ...]:
         chosen = torch.randint(0, SCENES, (BATCH,), generator=torch.Generator().manual_seed(100_000 * seed + number))
         return tuple(part[chosen] for part in data)
 
     optimizer = torch.optim.Adam(model.parameters(), 2e-3, eps=1e-14)
-    step = amp.training_step(model, multibox, optimizer, backend="eager", **options)
+    if low:
+        step = Autocast(model, optimizer, low)
+    else:
+        step = amp.training_step(model, multibox, optimizer, backend="eager", **options)
     return Training([step], [optimizer], batch, functools.partial(quality, model))
+
+
+def ways(scale: float) -> dict[str, Options]:
+    """The four, masters alone, and what tells chance and BF16 apart."""
+    return four_ways(scale) | {
+        MASTERS: {"dtype": "fp16", "loss_scale": None},
+        AGAIN: {"enabled": False, "apart": APART},
+        AUTOCAST: {"autocast": torch.bfloat16},
+        HEADS: {"dtype": "bf16", "rules": FP32_HEADS},
+    }
 
 
 RECIPE = Recipe(
@@ -217,7 +261,7 @@ RECIPE = Recipe(
     start,
     length=500,
     fails=(NEITHER, MASTERS),
-    ways=six_ways,
+    ways=ways,
     seeds=6,
 )
 

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from common import FOLDER, HEADINGS, rows, why
+from common import FOLDER, FP32, GOOD, HEADINGS, last, paired, rows, why
 from pictures import picture
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -31,9 +31,26 @@ def machines(found: list[dict[str, Any]]) -> str:
     )
 
 
+def chance(found: list[dict[str, Any]]) -> str:
+    """How the ways that have to come out as FP32 does lie about it, over all recipes."""
+    apart = [
+        paired(last(results, way), last(results, FP32), results["higher"])
+        for results in found
+        for way in results["runs"]
+        if way in GOOD
+    ]
+    worse, better = sum(one < -1 for one in apart), sum(one > 1 for one in apart)
+    return (
+        f"Of all {len(apart)} ways that have to come out as FP32 does, {worse} are worse seed by seed by more than one "
+        f"standard error, and {better} better. Chance alone puts about a fifth on each side, of so few seeds."
+    )
+
+
 def render(text: str, found: dict[str, dict[str, Any]]) -> str:
     """The page with every table made anew, between `<!-- recipe: NAME -->` and `<!-- end -->`."""
-    parts = {name: section(results) for name, results in found.items()} | {"machine": machines(list(found.values()))}
+    every = list(found.values())
+    parts = {name: section(results) for name, results in found.items()}
+    parts |= {"machine": machines(every), "chance": chance(every)}
     for name, made in parts.items():
         block = f"<!-- recipe: {name} -->\n{made}\n<!-- end -->"
         text = re.sub(rf"<!-- recipe: {name} -->.*?<!-- end -->", lambda _, block=block: block, text, flags=re.DOTALL)

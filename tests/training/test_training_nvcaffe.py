@@ -202,7 +202,7 @@ def test_sag_is_an_optimizer_of_ones_own():
 
 
 class Larc(torch.optim.Optimizer):
-    """NVCaffe's SGD with `larc: true`, `larc_policy: "clip"` and `regularization_type: "WD"`, as anyone may write it."""
+    """NVCaffe's SGD with `larc: true`, `larc_policy: "clip"` and `regularization_type: "WD"`."""
 
     def __init__(self, params, lr, momentum, weight_decay, eta):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "eta": eta})
