@@ -114,13 +114,14 @@ def four_ways(scale: float) -> dict[str, Options]:
     }
 
 
+def five_ways(scale: float) -> dict[str, Options]:
+    """The four, and FP16 with masters alone."""
+    return four_ways(scale) | {MASTERS: {"dtype": "fp16", "loss_scale": None}}
+
+
 def six_ways(scale: float) -> dict[str, Options]:
     """The four, and FP16 with one of the two alone."""
-    alone = {
-        MASTERS: {"dtype": "fp16", "loss_scale": None},
-        SCALED: {"dtype": "fp16", "loss_scale": scale, "rules": NO_MASTERS},
-    }
-    return four_ways(scale) | alone
+    return five_ways(scale) | {SCALED: {"dtype": "fp16", "loss_scale": scale, "rules": NO_MASTERS}}
 
 
 def train(training: Training, length: int, profiles: list[amp.Profile] | None = None) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import itertools
 
 import torch
 from classify import TRAINED, digits
-from common import MASTERS, NEITHER, Options, Recipe, Training, four_ways, main
+from common import MASTERS, NEITHER, Options, Recipe, Training, five_ways, main
 from torch import nn
 from torch.nn import functional as F
 
@@ -245,9 +245,8 @@ def start(seed: int, options: Options) -> Training:
 
 
 def ways(scale: float) -> dict[str, Options]:
-    """The four, masters alone, and what tells chance and BF16 apart."""
-    return four_ways(scale) | {
-        MASTERS: {"dtype": "fp16", "loss_scale": None},
+    """The five, and what tells chance and BF16 apart."""
+    return five_ways(scale) | {
         AGAIN: {"enabled": False, "apart": APART},
         AUTOCAST: {"autocast": torch.bfloat16},
         HEADS: {"dtype": "bf16", "rules": FP32_HEADS},

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import trials as tried
 from common import FOLDER, FP32, GOOD, HEADINGS, last, paired, rows, why
 from pictures import picture
 
@@ -19,6 +20,13 @@ def section(results: dict[str, Any]) -> str:
     lines = ["| " + " | ".join(HEADINGS).format(**results) + " |", "|---" * len(HEADINGS) + "|"]
     lines += ["| " + " | ".join(row) + " |" for row in rows(results)]
     return "\n".join([*lines, "", why(results)])
+
+
+def trials() -> str:
+    """The table of the settings in which the dates were tried."""
+    lines = ["| " + " | ".join(tried.HEADINGS) + " |", "|---" * len(tried.HEADINGS) + "|"]
+    results = json.loads(tried.RESULT.read_text(encoding="utf-8"))
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in tried.rows(results))])
 
 
 def machines(found: list[dict[str, Any]]) -> str:
@@ -50,7 +58,7 @@ def render(text: str, found: dict[str, dict[str, Any]]) -> str:
     """The page with every table made anew, between `<!-- recipe: NAME -->` and `<!-- end -->`."""
     every = list(found.values())
     parts = {name: section(results) for name, results in found.items()}
-    parts |= {"machine": machines(every), "chance": chance(every)}
+    parts |= {"machine": machines(every), "chance": chance(every), "trials": trials()}
     for name, made in parts.items():
         block = f"<!-- recipe: {name} -->\n{made}\n<!-- end -->"
         text = re.sub(rf"<!-- recipe: {name} -->.*?<!-- end -->", lambda _, block=block: block, text, flags=re.DOTALL)
