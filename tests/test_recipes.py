@@ -71,6 +71,24 @@ def test_standard_errors(load):
     assert common.advantage([2.0, 3.0, 4.0], [1.0, 2.0, 3.0]) == pytest.approx(1 / math.sqrt(2 / 3))
     assert common.advantage([2.0, 3.0, 4.0], [1.0, 2.0, 3.0], higher=False) == pytest.approx(-1 / math.sqrt(2 / 3))
     assert common.advantage([1.0], [1.0]) == 0 and common.advantage([1.0], [2.0]) == -math.inf
+    # Differences 1, 1 and 4: their mean is 2, its standard error 1.
+    assert common.paired([2.0, 12.0, 24.0], [1.0, 11.0, 20.0]) == pytest.approx(2)
+    assert common.paired([2.0, 12.0, 24.0], [1.0, 11.0, 20.0], higher=False) == pytest.approx(-2)
+
+
+def test_a_way_by_autocast_casts_as_autocast_does_and_one_begun_otherwise_has_other_weights(load, monkeypatch):
+    detector = load("detector")
+    monkeypatch.setattr(detector, "SCENES", 32)
+    plain, cast, apart = (
+        detector.start(3, options)
+        for options in ({"enabled": False}, {"autocast": torch.bfloat16}, {"enabled": False, "apart": 2.0**-8})
+    )
+    first, other = (one.quality.args[0].near[0][0].weight for one in (plain, apart))
+    assert 0 < float((other / first - 1).abs().max()) < 6 * 2.0**-8
+    seen = []
+    cast.steps[0].model.heads[0].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    losses = [float(one.steps[0](*one.batch(0))) for one in (plain, cast)]
+    assert seen == [torch.bfloat16] and losses[0] == pytest.approx(losses[1], rel=2**-7) and losses[0] != losses[1]
 
 
 class Knows(torch.nn.Module):
