@@ -29,7 +29,7 @@ from amp_compiler.forward.settings import make_settings
 from amp_compiler.ops.exponents import LOWEST
 
 FOLDER = Path(__file__).parent / "results"
-FP32, NEITHER, MASTERS, SCALED, BOTH, BF16, BF16_MASTERS, DEFAULT = (
+FP32, NEITHER, MASTERS, SCALED, BOTH, BF16, BF16_MASTERS, HEADS, DEFAULT = (
     "FP32",
     "FP16, neither",
     "FP16, masters alone",
@@ -37,9 +37,10 @@ FP32, NEITHER, MASTERS, SCALED, BOTH, BF16, BF16_MASTERS, DEFAULT = (
     "FP16, scale and masters",
     "BF16, no masters",
     "BF16, masters",
+    "BF16, heads in FP32",
     "by default",
 )
-GOOD = (BOTH, BF16_MASTERS, DEFAULT)  # the ways that have to come out as FP32 does
+GOOD = (BOTH, BF16_MASTERS, HEADS, DEFAULT)  # the ways that have to come out as FP32 does
 NO_MASTERS = {"version": 1, "extends": "default", "weights": {"master": "low"}}
 KINDS = ("activation", "activation gradient", "weight gradient", "weight")
 PROFILED = (0.0, 0.25, 0.5, 0.75)  # parts of a training behind which a step is profiled
@@ -189,17 +190,16 @@ def paired(way: Sequence[float], reference: Sequence[float], higher: bool = True
     return advantage([a - b for a, b in zip(way, reference, strict=True)], [0.0], higher)
 
 
-def measure(recipe: Recipe, length: int, seeds: int, console: Console) -> dict[str, Any]:
-    """Train every way with every seed: the results as plain data."""
+def measure(recipe: Recipe, length: int, seeds: Sequence[int], console: Console) -> dict[str, Any]:
+    """Train every way with every seed: the results as plain data. The first seed's FP32 run is profiled."""
     profiles: list[amp.Profile] = []
     runs: dict[str, list[dict[str, Any]]] = {}
     began = time.time()
-    first = train(recipe.start(0, {"enabled": False}), length, profiles)
+    first = train(recipe.start(seeds[0], {"enabled": False}), length, profiles)
     ranges = measured_ranges(profiles, recipe.low)
     for name, options in recipe.ways(ranges["scale"]).items():
-        others = [] if name == FP32 else [0]
-        runs[name] = [] if others else [first]
-        for seed in [*others, *range(1, seeds)]:
+        runs[name] = [first] if name == FP32 else []
+        for seed in seeds[len(runs[name]) :]:
             runs[name].append(train(recipe.start(seed, options), length))
         console.print(f"{recipe.name}: {name}: {[round(run['quality'][-1], 4) for run in runs[name]]}", style="dim")
     facts = {
@@ -285,13 +285,14 @@ def main(*recipes: Recipe, arguments: Sequence[str] | None = None) -> list[dict[
     parser = argparse.ArgumentParser(description="; ".join(recipe.title for recipe in recipes))
     parser.add_argument("--short", action="store_true", help="a few steps of one seed, and nothing is written")
     parser.add_argument("--seeds", type=int, help="how many seeds (default: the recipe's, 3 of most)")
+    parser.add_argument("--first", type=int, default=0, help="the first seed (default: 0, as the docs have it)")
     parser.add_argument("--only", choices=[recipe.name for recipe in recipes], help="one of several recipes")
     parser.add_argument("--into", type=Path, default=FOLDER, help="the folder of the results (default: results/)")
     given = parser.parse_args(arguments)
     console, found = Console(), []
     for recipe in [one for one in recipes if given.only in (None, one.name)]:
         length, seeds = (SHORT, 1) if given.short else (recipe.length, given.seeds or recipe.seeds)
-        results = measure(recipe, length, seeds, console)
+        results = measure(recipe, length, range(given.first, given.first + seeds), console)
         console.print(table(results), why(results))
         if not given.short:
             given.into.mkdir(exist_ok=True)
