@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "examples" / "recipes"
 PAGE = ROOT / "docs" / "zoo.md"
 RESULTS = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in (FOLDER / "results").glob("*.json")}
-HELPERS = {"common", "pictures", "text", "zoo"}
+HELPERS = {"common", "pictures", "text", "trials", "zoo"}
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in HELPERS)
 
 
@@ -65,12 +65,56 @@ def test_the_results_hold_what_the_recipe_claims(load, name):
             assert better >= -1, way
 
 
+def test_the_trials_fail_where_the_page_says_so(load):
+    trials = load("trials")
+    results = json.loads(trials.RESULT.read_text(encoding="utf-8"))
+    assert list(results["rows"]) == list(trials.SETTINGS)
+    lost = {name: row["quality"][trials.FP32] - row["quality"][trials.NEITHER] for name, row in results["rows"].items()}
+    failing = {"the same, a rate as many times as large", "Adam on the recipe's"}
+    assert {name for name, points in lost.items() if points > 20} == failing
+    assert all(points < 3 for name, points in lost.items() if name not in failing)
+
+
+def test_with_its_heads_in_fp32_the_detector_comes_out_as_in_fp32_seed_by_seed(load):
+    common, results = load("common"), RESULTS["detector"]
+    exact, cured = (common.last(results, way) for way in (common.FP32, common.HEADS))
+    assert len(exact) >= 6 and common.paired(cured, exact) >= -1
+
+
 def test_standard_errors(load):
     common = load("common")
     assert common.standard_error([1.0, 2.0, 3.0]) == pytest.approx(1 / math.sqrt(3))
     assert common.advantage([2.0, 3.0, 4.0], [1.0, 2.0, 3.0]) == pytest.approx(1 / math.sqrt(2 / 3))
     assert common.advantage([2.0, 3.0, 4.0], [1.0, 2.0, 3.0], higher=False) == pytest.approx(-1 / math.sqrt(2 / 3))
     assert common.advantage([1.0], [1.0]) == 0 and common.advantage([1.0], [2.0]) == -math.inf
+    # Differences 1, 1 and 4: their mean is 2, its standard error 1.
+    assert common.paired([2.0, 12.0, 24.0], [1.0, 11.0, 20.0]) == pytest.approx(2)
+    assert common.paired([2.0, 12.0, 24.0], [1.0, 11.0, 20.0], higher=False) == pytest.approx(-2)
+
+
+@pytest.mark.slow
+def test_a_way_by_autocast_casts_as_autocast_does_and_one_begun_otherwise_has_other_weights(load, monkeypatch):
+    detector = load("detector")
+    monkeypatch.setattr(detector, "SCENES", 32)
+    plain, cast, low, apart = (
+        detector.start(3, options)
+        for options in (
+            {"enabled": False},
+            {"autocast": torch.bfloat16},
+            {"dtype": "bf16"},
+            {"enabled": False, "apart": 2.0**-8},
+        )
+    )
+    first, other = (one.quality.args[0].near[0][0].weight for one in (plain, apart))
+    assert 0 < float((other / first - 1).abs().max()) < 6 * 2.0**-8
+    seen = []
+    cast.steps[0].model.heads[0].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    losses = [float(one.steps[0](*one.batch(0))) for one in (plain, cast, low)]
+    assert seen == [torch.bfloat16] and losses[0] == pytest.approx(losses[1], rel=2**-7) and losses[0] != losses[1]
+    # By default it is autocast's computation: loss and gradients to the bit.
+    assert losses[1] == losses[2]
+    for mine, weight in zip(low.steps[0]._last[1].gradients, cast.steps[0].model.parameters(), strict=True):
+        assert torch.equal(mine.float(), weight.grad)
 
 
 class Knows(torch.nn.Module):

@@ -29,7 +29,7 @@ from amp_compiler.forward.settings import make_settings
 from amp_compiler.ops.exponents import LOWEST
 
 FOLDER = Path(__file__).parent / "results"
-FP32, NEITHER, MASTERS, SCALED, BOTH, BF16, BF16_MASTERS, DEFAULT = (
+FP32, NEITHER, MASTERS, SCALED, BOTH, BF16, BF16_MASTERS, HEADS, DEFAULT = (
     "FP32",
     "FP16, neither",
     "FP16, masters alone",
@@ -37,13 +37,22 @@ FP32, NEITHER, MASTERS, SCALED, BOTH, BF16, BF16_MASTERS, DEFAULT = (
     "FP16, scale and masters",
     "BF16, no masters",
     "BF16, masters",
+    "BF16, heads in FP32",
     "by default",
 )
-GOOD = (BOTH, BF16_MASTERS, DEFAULT)  # the ways that have to come out as FP32 does
+GOOD = (BOTH, BF16_MASTERS, HEADS, DEFAULT)  # the ways that have to come out as FP32 does
 NO_MASTERS = {"version": 1, "extends": "default", "weights": {"master": "low"}}
 KINDS = ("activation", "activation gradient", "weight gradient", "weight")
 PROFILED = (0.0, 0.25, 0.5, 0.75)  # parts of a training behind which a step is profiled
-HEADINGS = ("way", "{measure}", "difference to FP32", "better by standard errors", "seed by seed", "steps skipped")
+HEADINGS = (
+    "way",
+    "{measure}",
+    "difference to FP32",
+    "better by standard errors",
+    "seed by seed",
+    "better by its standard errors",
+    "steps skipped",
+)
 POINTS = 12  # of a curve
 SHORT = 2  # steps of a short run
 
@@ -106,13 +115,14 @@ def four_ways(scale: float) -> dict[str, Options]:
     }
 
 
+def five_ways(scale: float) -> dict[str, Options]:
+    """The four, and FP16 with masters alone."""
+    return four_ways(scale) | {MASTERS: {"dtype": "fp16", "loss_scale": None}}
+
+
 def six_ways(scale: float) -> dict[str, Options]:
     """The four, and FP16 with one of the two alone."""
-    alone = {
-        MASTERS: {"dtype": "fp16", "loss_scale": None},
-        SCALED: {"dtype": "fp16", "loss_scale": scale, "rules": NO_MASTERS},
-    }
-    return four_ways(scale) | alone
+    return five_ways(scale) | {SCALED: {"dtype": "fp16", "loss_scale": scale, "rules": NO_MASTERS}}
 
 
 def train(training: Training, length: int, profiles: list[amp.Profile] | None = None) -> dict[str, Any]:
@@ -175,17 +185,21 @@ def advantage(way: Sequence[float], reference: Sequence[float], higher: bool = T
     return better / error if error else math.copysign(math.inf, better) if better else 0.0
 
 
-def measure(recipe: Recipe, length: int, seeds: int, console: Console) -> dict[str, Any]:
-    """Train every way with every seed: the results as plain data."""
+def paired(way: Sequence[float], reference: Sequence[float], higher: bool = True) -> float:
+    """How much better one list is than another seed by seed, in standard errors of the mean of the differences."""
+    return advantage([a - b for a, b in zip(way, reference, strict=True)], [0.0], higher)
+
+
+def measure(recipe: Recipe, length: int, seeds: Sequence[int], console: Console) -> dict[str, Any]:
+    """Train every way with every seed: the results as plain data. The first seed's FP32 run is profiled."""
     profiles: list[amp.Profile] = []
     runs: dict[str, list[dict[str, Any]]] = {}
     began = time.time()
-    first = train(recipe.start(0, {"enabled": False}), length, profiles)
+    first = train(recipe.start(seeds[0], {"enabled": False}), length, profiles)
     ranges = measured_ranges(profiles, recipe.low)
     for name, options in recipe.ways(ranges["scale"]).items():
-        again = [] if options == {"enabled": False} else [0]
-        runs[name] = [] if again else [first]
-        for seed in [*again, *range(1, seeds)]:
+        runs[name] = [first] if name == FP32 else []
+        for seed in seeds[len(runs[name]) :]:
             runs[name].append(train(recipe.start(seed, options), length))
         console.print(f"{recipe.name}: {name}: {[round(run['quality'][-1], 4) for run in runs[name]]}", style="dim")
     facts = {
@@ -217,7 +231,7 @@ def rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
     """Of each way: name, quality, the difference to FP32, how many standard errors better that is, steps skipped.
 
     Behind a mean and a difference stands the standard error, 0 of one seed alone. "Seed by seed" is the mean of the
-    differences of runs with the same seed.
+    differences of runs with the same seed; behind it that in standard errors of its own.
     """
     reference, made = last(results, FP32), []
     for way, runs in results["runs"].items():
@@ -226,11 +240,12 @@ def rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
         quality = f"{statistics.fmean(values):.4g} ± {standard_error(values):.2g}"
         difference = statistics.fmean(values) - statistics.fmean(reference)
         error = math.hypot(standard_error(values), standard_error(reference))
-        paired = [a - b for a, b in zip(values, reference, strict=True)]
+        higher, each = results["higher"], [a - b for a, b in zip(values, reference, strict=True)]
         apart = (
             f"{difference:+.3g} ± {error:.2g}",
-            f"{advantage(values, reference, results['higher']):+.1f}",
-            f"{statistics.fmean(paired):+.3g} ± {standard_error(paired):.2g}",
+            f"{advantage(values, reference, higher):+.1f}",
+            f"{statistics.fmean(each):+.3g} ± {standard_error(each):.2g}",
+            f"{paired(values, reference, higher):+.1f}",
         )
         skipped = str(sum(run["skipped"] for run in runs))
         made.append((name, quality, *(("",) * len(apart) if way == FP32 else apart), skipped))
@@ -270,13 +285,14 @@ def main(*recipes: Recipe, arguments: Sequence[str] | None = None) -> list[dict[
     parser = argparse.ArgumentParser(description="; ".join(recipe.title for recipe in recipes))
     parser.add_argument("--short", action="store_true", help="a few steps of one seed, and nothing is written")
     parser.add_argument("--seeds", type=int, help="how many seeds (default: the recipe's, 3 of most)")
+    parser.add_argument("--first", type=int, default=0, help="the first seed (default: 0, as the docs have it)")
     parser.add_argument("--only", choices=[recipe.name for recipe in recipes], help="one of several recipes")
     parser.add_argument("--into", type=Path, default=FOLDER, help="the folder of the results (default: results/)")
     given = parser.parse_args(arguments)
     console, found = Console(), []
     for recipe in [one for one in recipes if given.only in (None, one.name)]:
         length, seeds = (SHORT, 1) if given.short else (recipe.length, given.seeds or recipe.seeds)
-        results = measure(recipe, length, seeds, console)
+        results = measure(recipe, length, range(given.first, given.first + seeds), console)
         console.print(table(results), why(results))
         if not given.short:
             given.into.mkdir(exist_ok=True)

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import torch
-from common import MASTERS, NEITHER, Options, Recipe, Training, main, six_ways
+from common import MASTERS, NEITHER, Options, Recipe, Training, five_ways, main
 from text import paragraphs, split, windows, words
 from torch import nn
 from torch.nn import functional as F
@@ -99,7 +99,7 @@ LSTM = Recipe(
     higher=False,
     length=300,
     fails=(NEITHER, MASTERS),
-    ways=six_ways,
+    ways=five_ways,
 )
 TRANSFORMER = Recipe(
     "language_transformer",

@@ -8,7 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from common import FOLDER, HEADINGS, rows, why
+import trials as tried
+from common import FOLDER, FP32, GOOD, HEADINGS, last, paired, rows, why
 from pictures import picture
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -21,6 +22,13 @@ def section(results: dict[str, Any]) -> str:
     return "\n".join([*lines, "", why(results)])
 
 
+def trials() -> str:
+    """The table of the settings in which the dates were tried."""
+    lines = ["| " + " | ".join(tried.HEADINGS) + " |", "|---" * len(tried.HEADINGS) + "|"]
+    results = json.loads(tried.RESULT.read_text(encoding="utf-8"))
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in tried.rows(results))])
+
+
 def machines(found: list[dict[str, Any]]) -> str:
     """Where it was measured."""
     one, cpus = found[0], " and ".join(sorted({results["cpu"] for results in found}))
@@ -31,9 +39,26 @@ def machines(found: list[dict[str, Any]]) -> str:
     )
 
 
+def chance(found: list[dict[str, Any]]) -> str:
+    """How the ways that have to come out as FP32 does lie about it, over all recipes."""
+    apart = [
+        paired(last(results, way), last(results, FP32), results["higher"])
+        for results in found
+        for way in results["runs"]
+        if way in GOOD
+    ]
+    worse, better = sum(one < -1 for one in apart), sum(one > 1 for one in apart)
+    return (
+        f"Of all {len(apart)} ways that have to come out as FP32 does, {worse} are worse seed by seed by more than one "
+        f"standard error, and {better} better. Chance alone puts about a fifth on each side, of so few seeds."
+    )
+
+
 def render(text: str, found: dict[str, dict[str, Any]]) -> str:
     """The page with every table made anew, between `<!-- recipe: NAME -->` and `<!-- end -->`."""
-    parts = {name: section(results) for name, results in found.items()} | {"machine": machines(list(found.values()))}
+    every = list(found.values())
+    parts = {name: section(results) for name, results in found.items()}
+    parts |= {"machine": machines(every), "chance": chance(every), "trials": trials()}
     for name, made in parts.items():
         block = f"<!-- recipe: {name} -->\n{made}\n<!-- end -->"
         text = re.sub(rf"<!-- recipe: {name} -->.*?<!-- end -->", lambda _, block=block: block, text, flags=re.DOTALL)

@@ -124,8 +124,13 @@ def test_a_solver_says_the_type_of_the_weights(tmp_path):
         assert told in notes
     rules, made = imported(tmp_path, solver.replace("net.proto", "none.proto"), "solver.prototxt")
     assert rules.weights["master"] == "fp32" and "none.prototxt is not there" in made.notes[0]
-    rules, made = imported(tmp_path, f'base_lr: 1 type: "SAG" net_param {{ {NET} }}', "solver.prototxt")
-    assert asked(rules, "fc[1]")[:2] == ("low", "fp32") and "SAG has no counterpart" in "\n".join(made.notes)
+    sag = f'base_lr: 1 type: "SAG" momentum: 0.9 larc: true regularization_type: "WD" net_param {{ {NET} }}'
+    rules, made = imported(tmp_path, sag, "solver.prototxt")
+    assert asked(rules, "fc[1]")[:2] == ("low", "fp32")
+    notes = "\n".join(made.notes)
+    for told in ("type: SAG", "larc: true (solver.prototxt:1)", "regularization_type: WD"):
+        (note,) = [note for note in made.notes if note.startswith(told)]
+        assert "not in torch.optim" in note and "an optimizer of your own" in note
 
 
 def test_extends_stands_below(tmp_path):

@@ -278,3 +278,11 @@ def test_torch_amp_gives_what_autocast_gives():
     with torch.autocast("cpu", BF16):
         wanted = torch.autograd.grad(model(x).sum(), list(model.parameters()))
     assert all(torch.allclose(one, two, rtol=2**-6, atol=1e-6) for one, two in zip(grads, wanted, strict=True))
+
+
+def test_tensorflow_with_cudnn_8_has_depthwise_convolutions_low():
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Conv2d(4, 4, 3, groups=4), torch.nn.Conv2d(4, 2, 1))
+    since = {"version": 1, "extends": "tensorflow", "rules": [{"match": {"depthwise": True}, "precision": "low"}]}
+    for rules, wanted in (("tensorflow", ["low", "keep", "low"]), (since, ["low"] * 3)):
+        plan = amp.explain(model, (X,), rules=rules, dtype="fp16")
+        assert [node.precision for node in plan.nodes if node.op == "aten.conv2d"] == wanted

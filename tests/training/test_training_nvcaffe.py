@@ -165,3 +165,103 @@ def test_weights_in_16_bits_are_clipped_as_nvcaffe_clips_them():
     assert np.array_equal(step_of_ours(rates, gradients, low=True, scale=1.0), theirs)
     # What is infinite already is no matter of storage: such a step is skipped, where NVCaffe would store 65504.
     assert not step_of_ours(rates, [np.full((2, 2), np.inf, F)], low=True).any()
+
+
+# ---- what torch.optim lacks
+
+
+class Sag(torch.optim.Optimizer):
+    """NVCaffe's SAG, as anyone may write it: the momentum is a running mean."""
+
+    def __init__(self, params, lr, momentum, weight_decay):
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                history = self.state[p].setdefault("history", torch.zeros_like(p))
+                history.lerp_(p.grad + group["weight_decay"] * p, 1 - group["momentum"])
+                p.sub_(group["lr"] * history)
+
+
+def test_sag_is_an_optimizer_of_ones_own():
+    """`SAGRegUpdateAllAndClear`: history = m*history + (1-m)*(g + decay*w), and w -= rate*history."""
+    model = Two((1.0, -2.0))
+    optimizer = Sag(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+    step = amp.training_step(
+        model, lambda m, x: m(x), optimizer, rules="nvcaffe", dtype="fp16", loss_scale=1024.0, backend="eager"
+    )
+    weight, history = np.array([[1.0, 1.0], [-2.0, -2.0]], F), np.zeros((2, 2), F)
+    for gradient in GRADIENTS:
+        step(torch.from_numpy(gradient))
+        history = F(0.9) * history + F(0.1) * (gradient + F(0.01) * weight)
+        weight = weight - F(0.05) * history
+        found = torch.stack([model.a, model.b]).detach().numpy()
+        assert np.allclose(found, weight, rtol=8 * np.finfo(F).eps, atol=0)  # some roundings a step
+
+
+class Larc(torch.optim.Optimizer):
+    """NVCaffe's SGD with `larc: true`, `larc_policy: "clip"` and `regularization_type: "WD"`."""
+
+    def __init__(self, params, lr, momentum, weight_decay, eta):
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "eta": eta})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                history = self.state[p].setdefault("history", torch.zeros_like(p))
+                own = (1 - group["momentum"]) * group["eta"] * p.norm() / p.grad.norm()
+                rate = own.clamp(max=group["lr"])
+                history.mul_(group["momentum"]).add_(rate * p.grad)
+                p.sub_(history + group["weight_decay"] * rate * p)
+
+
+def test_wd_and_larc_are_an_optimizer_of_ones_own_which_sees_unscaled_gradients():
+    """`SGDWdUpdateAllAndClear` behind `SGDSolver::GetLocalRate`; of one parameter the rate is clipped."""
+    model = Two((1.0, -2000.0))
+    optimizer = Larc(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01, eta=0.02)
+    step = amp.training_step(
+        model, lambda m, x: m(x), optimizer, rules="nvcaffe", dtype="fp16", loss_scale=1024.0, backend="eager"
+    )
+    weights, histories = [np.full(2, one, F) for one in (1.0, -2000.0)], [np.zeros(2, F)] * 2
+    clipped = set()
+    for gradients in GRADIENTS:
+        step(torch.from_numpy(gradients))
+        for place, gradient in enumerate(gradients):
+            own = F(0.1) * F(0.02) * np.linalg.norm(weights[place]) / np.linalg.norm(gradient)
+            rate = min(F(0.05), own)
+            clipped.add((place, bool(rate < own)))
+            histories[place] = F(0.9) * histories[place] + rate * gradient
+            weights[place] = weights[place] - (histories[place] + F(0.01) * rate * weights[place])
+        found = torch.stack([model.a, model.b]).detach().numpy()
+        assert np.allclose(found, np.stack(weights), rtol=16 * np.finfo(F).eps, atol=0)  # some roundings a step
+    assert clipped == {(0, False), (1, True)}
+
+
+@pytest.mark.parametrize("rules", ["nvcaffe", {"version": 1, "extends": "nvcaffe", "weights": {"master": "low"}}])
+def test_an_activation_beyond_fp16_is_infinite_and_told(rules):
+    """As on a GPU that has FP16 arithmetic: nothing saturates but what is stored in weights."""
+
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2, bias=False)
+            nn.init.constant_(self.layer.weight, 150.0)
+
+        def forward(self, x):
+            return (self.layer(x) + 30000.0).log()
+
+    step = amp.training_step(
+        model := Sum(),
+        lambda m, x: m(x).square().sum(),
+        sgd(model, momentum=0.0),
+        rules=rules,
+        dtype="fp16",
+        backend="eager",
+    )
+    for size, overflows in ((100.0, False), (200.0, True)):  # 150 * 2 * 100 = 30000
+        step(torch.full((1, 2), size))
+        told = [(node.op, node.output.infinite > 0) for node in step.nonfinite_report().nodes]
+        assert told == ([("aten.add", True)] if overflows else []), told

@@ -24,7 +24,8 @@ _FORMS = ("net", "solver")
 _LOSS_FUNCTION = "<loss_fn>"
 _OPTIMIZERS = {"SGD": "SGD", "Nesterov": "SGD(nesterov=True)", "AdaGrad": "Adagrad", "RMSProp": "RMSprop",
                "AdaDelta": "Adadelta", "Adam": "Adam"}  # fmt: skip
-_SCHEDULES = ("lr_policy", "momentum_policy", "weight_decay_policy", "larc")
+_SCHEDULES = ("lr_policy", "momentum_policy", "weight_decay_policy")
+_OWN = "is not in torch.optim; an optimizer of your own that does it is taken as it stands"
 
 
 def import_nvcaffe(path: Path, *, extends: str | None = None) -> Imported:
@@ -355,7 +356,7 @@ class _Solver:
         self.notes.append(
             f"the optimizer is torch.optim.{optimizer} with {values or 'its defaults'}"
             if optimizer
-            else f"type: {kind} has no counterpart in torch.optim"
+            else f"type: {kind} {_OWN}"
         )
         taken = []
         clip, batches = self.solver.number("clip_gradients", -1.0), self.solver.number("iter_size", 1.0)
@@ -374,11 +375,14 @@ class _Solver:
             field = self.solver.one(name)
             if field is not None and field.value not in ("fixed", "false"):
                 self.notes.append(f"{self.solver.told(field)} is a scheduler's, and no rule")
+        larc = self.solver.one("larc")
+        if larc is not None and larc.value == "true":
+            self.notes.append(f"{self.solver.told(larc)} {_OWN}")
 
 
 _REGULARIZATION = {
     "L1": "regularization_type: L1 is `l1_decay` in a param_group of the optimizer",
-    "WD": "regularization_type: WD decays weights beside the momentum, which torch.optim.SGD does not",
+    "WD": f"regularization_type: WD, which decays weights beside the momentum, {_OWN}",
     "L2_unitary": "regularization_type: L2_unitary is L2 to the optimizer",
 }
 
