@@ -544,8 +544,7 @@ class TrainingStep(StepReadings):
             >>> sum(node.target is torch.ops.amp_compiler.sgd_update.default for node in graph.nodes)
             1
         """
-        for optimizer in self._optimizers:
-            check_hooks(optimizer)
+        check_hooks(self._optimizers)
         with autocast_off(), building():
             return build_graph(self._module, batch, self._options("", []), self._state)
 

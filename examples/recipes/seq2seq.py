@@ -5,10 +5,10 @@ Luong, Pham and Manning (2015), the reader goes in both directions, the writer's
 matters, and a letter is chosen from both. A test date counts where all ten letters are right, each chosen after those
 that the network has written itself.
 
-The loss is a mean over 3.2 million letters, as many as GPT-3 had tokens in a batch (Brown et al., 2020); of which this
-process has 320, as one of many has. In FP16 most gradients of weights are zero then, and nothing is learnt; with a loss
-scale it is learnt as in FP32. By Adam nothing fails with 8 times fewer letters, by SGD it learns less: `trials.py` tells
-which settings were tried.
+The loss is a mean over 3.2 million letters, as many as GPT-3 had tokens in a batch (Brown et al., 2020); of which
+this process has 320, as one of many has. In FP16 most gradients of weights are zero then, and nothing is learnt; with
+a loss scale it is learnt as in FP32. By Adam nothing fails with 8 times fewer letters, by SGD it learns less:
+`trials.py` tells which settings were tried.
 
     python examples/recipes/seq2seq.py             # --short: a few steps
 """
