@@ -231,7 +231,7 @@ def rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
     """Of each way: name, quality, the difference to FP32, how many standard errors better that is, steps skipped.
 
     Behind a mean and a difference stands the standard error, 0 of one seed alone. "Seed by seed" is the mean of the
-    differences of runs with the same seed; behind it that in standard errors of its own.
+    differences of runs with the same seed; behind it that in standard errors of its own, where the seeds do not agree.
     """
     reference, made = last(results, FP32), []
     for way, runs in results["runs"].items():
@@ -245,7 +245,7 @@ def rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
             f"{difference:+.3g} ± {error:.2g}",
             f"{advantage(values, reference, higher):+.1f}",
             f"{statistics.fmean(each):+.3g} ± {standard_error(each):.2g}",
-            f"{paired(values, reference, higher):+.1f}",
+            f"{paired(values, reference, higher):+.1f}" if standard_error(each) else "",
         )
         skipped = str(sum(run["skipped"] for run in runs))
         made.append((name, quality, *(("",) * len(apart) if way == FP32 else apart), skipped))

@@ -50,7 +50,7 @@ def chance(found: list[dict[str, Any]]) -> str:
     worse, better = sum(one < -1 for one in apart), sum(one > 1 for one in apart)
     return (
         f"Of all {len(apart)} ways that have to come out as FP32 does, {worse} are worse seed by seed by more than one "
-        f"standard error, and {better} better. Chance alone puts about a fifth on each side, of so few seeds."
+        f"standard error, and {better} better. Chance alone would put about a fifth on each side, of so few seeds."
     )
 
 
