@@ -108,7 +108,7 @@ def start(seed: int, options: Options) -> Training:
     return Training(steps, optimizers, batch, quality)
 
 
-RECIPE = Recipe("dcgan", "A DCGAN that draws digits", "Fréchet distance", start, higher=False, length=250)
+RECIPE = Recipe("dcgan", "A DCGAN that draws digits", "Fréchet distance", start, higher=False, length=250, seeds=6)
 
 if __name__ == "__main__":
     main(RECIPE)
