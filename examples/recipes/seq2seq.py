@@ -137,6 +137,7 @@ RECIPE = Recipe(
     functools.partial(start, optimizer_of=ADAM, dates_of_all=DATES_OF_ALL),
     length=400,
     fails=(NEITHER,),
+    seeds=6,
 )
 
 if __name__ == "__main__":
