@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 
@@ -154,6 +154,21 @@ def _first(names: tuple[str, ...], shown: int = 5) -> str:
     """The first names as text, with the number of those left out."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more
+
+
+def with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error, and one by one what it was raised from, or in whose handling.
+
+    Example:
+        >>> try:
+        ...     raise AmpError("it cannot be read") from OSError("gone")
+        ... except AmpError as error:
+        ...     [type(one).__name__ for one in with_causes(error)]
+        ['AmpError', 'OSError']
+    """
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def first_line(error: BaseException) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from amp_compiler.diagnose.losses import LossCall, LossFunction, arguments, check_given, positional
-from amp_compiler.diagnose.model_trials import Backward, ModelTrials
+from amp_compiler.diagnose.model_trials import Backward, ModelTrials, Tried
 from amp_compiler.diagnose.piece_trials import ModelPieceTrials
 from amp_compiler.errors import AmpError, CaptureError, HookError, OptimizerError
 from amp_compiler.forward.api import is_onnx
@@ -82,12 +82,14 @@ def find_nonfinite(
         if loss_fn is not None:
             call = LossCall(model, loss_fn, given)
             given, start = call.given, Backward(call.of, loss_scale)
+        tried = Tried(model, *given, settings, start)
         try:
-            return ModelTrials(model, *given, settings, start).report()
+            return ModelTrials(tried).report()
         except HookError:
             raise
-        except CaptureError as cause:
-            return ModelPieceTrials(model, *given, settings, start, cause).report()
+        except CaptureError as error:
+            cause = error
+        return ModelPieceTrials(tried, cause).report()
     if not is_onnx(subject):
         raise AmpError(
             f"nothing can be found in a {type(subject).__name__}",

@@ -78,8 +78,9 @@ class _Seen:
     names: dict[str, str]
 
 
-class ModelTrials:
-    """Runs one batch again and again, under several rules.
+@dataclass(frozen=True)
+class Tried:
+    """What is run again and again, under several rules.
 
     Args:
         model: the module, in the mode in which it is to run.
@@ -89,18 +90,34 @@ class ModelTrials:
         backward: where the backward starts from; `None` for the forward alone.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        settings: Settings,
-        backward: Backward | None,
-    ) -> None:
-        self._model, self._args, self._kwargs = model, args, dict(sorted(kwargs.items()))
-        self._settings, self._backward = replace(settings, dynamic_shapes=None, backend=EAGER, mode=DEFAULT), backward
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    settings: Settings
+    backward: Backward | None
+
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return device_of([*pytree.tree_leaves((self.args, self.kwargs)), *self.model.parameters()])
+
+    def under(self, rules: RuleSet) -> Settings:
+        """The options to run it node by node, under these rules."""
+        return replace(self.settings, rules=rules, dynamic_shapes=None, backend=EAGER, mode=DEFAULT)
+
+
+class ModelTrials:
+    """Runs one batch through one graph.
+
+    Args:
+        tried: model, batch and options.
+    """
+
+    def __init__(self, tried: Tried) -> None:
+        self._tried, self._model, self._args = tried, tried.model, tried.args
+        self._kwargs, self._backward = dict(sorted(tried.kwargs.items())), tried.backward
         self._leaves, _ = pytree.tree_flatten((self._args, self._kwargs))
-        self._device = device_of([*self._leaves, *model.parameters()])
+        self._device = tried.device
 
     def report(self) -> NonfiniteReport:
         """What is not finite, and what mends it.
@@ -108,7 +125,7 @@ class ModelTrials:
         Raises:
             CaptureError: the module is no one graph.
         """
-        rules = self._settings.rules
+        rules = self._tried.settings.rules
         seen = self._run(rules)
         if not seen.results and not seen.parameters:
             if not seen.swallowed:
@@ -127,8 +144,8 @@ class ModelTrials:
         return Trial(seen.plan, seen.swallowed if swallowed else seen.nodes)
 
     def _run(self, rules: RuleSet) -> _Seen:
-        settings = replace(self._settings, rules=rules)
         with autocast_off(), building():
+            settings = self._tried.under(rules)
             program = build_program(self._model, self._args, self._kwargs, settings, keep_weights=False)
             with TENSORS:
                 inputs = program.inputs(self._leaves)

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from amp_compiler.backends.backend import DEFAULT
-from amp_compiler.diagnose.model_trials import OUTPUT, Backward
-from amp_compiler.errors import AmpError, CaptureError
+from amp_compiler.diagnose.model_trials import OUTPUT, Tried
+from amp_compiler.errors import AmpError, CaptureError, first_line
 from amp_compiler.forward.graph_breaks import Pieces
-from amp_compiler.forward.program import EAGER
-from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.fx.attribute_writes import restored
 from amp_compiler.fx.capture import autocast_off
-from amp_compiler.fx.capture_errors import name_of
+from amp_compiler.fx.capture_errors import name_of, user_frame
 from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.python_walk import python_state
 from amp_compiler.ir.nonfinite import NonfiniteNode, NonfiniteReport
@@ -38,29 +35,17 @@ class _Seen:
 
 
 class ModelPieceTrials:
-    """Runs one batch again and again, under several rules; `ModelTrials` is for a model that is one graph.
+    """Runs one batch through the pieces; `ModelTrials` is for a model that is one graph.
+
+    What stands between the pieces runs as it is written.
 
     Args:
-        model: the module, in the mode in which it is to run. What stands between its pieces runs as it is written.
-        args: positional arguments.
-        kwargs: keyword arguments.
-        settings: the options.
-        backward: where the backward starts from; `None` for the forward alone.
+        tried: model, batch and options.
         cause: why it is no one graph.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        settings: Settings,
-        backward: Backward | None,
-        cause: CaptureError,
-    ) -> None:
-        self._model, self._args, self._kwargs, self._cause = model, args, kwargs, cause
-        self._settings, self._backward = replace(settings, dynamic_shapes=None, backend=EAGER, mode=DEFAULT), backward
-        self._device = device_of([*pytree.tree_leaves((args, kwargs)), *model.parameters()])
+    def __init__(self, tried: Tried, cause: CaptureError) -> None:
+        self._tried, self._model, self._backward, self._cause = tried, tried.model, tried.backward, cause
 
     def report(self) -> NonfiniteReport:
         """What is not finite, and what mends it.
@@ -68,11 +53,12 @@ class ModelPieceTrials:
         Raises:
             AmpError: the model cannot be run in pieces either.
         """
-        seen = self._run(self._settings.rules)
+        rules = self._tried.settings.rules
+        seen = self._run(rules)
         if not seen.results and not seen.parameters:
             return NonfiniteReport()  # what only forward has, and nothing comes of
         first = Trial(seen.plan, seen.nodes)
-        cure = spoilt_inputs(seen.nodes, {}) or find_cure(self._settings.rules, first, self._trial)
+        cure = spoilt_inputs(seen.nodes, {}) or find_cure(rules, first, self._trial)
         return NonfiniteReport(seen.parameters, seen.nodes, True, seen.results, cure.rule, cure.told)
 
     def _trial(self, rules: RuleSet) -> Trial:
@@ -85,11 +71,11 @@ class ModelPieceTrials:
         def around(name: str, graph_module: torch.fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
             return lambda *inputs: replay.run(name, graph_module, inputs)
 
-        pieces = Pieces(self._model, replace(self._settings, rules=rules), self._cause, self._device, around)
+        pieces = Pieces(self._model, self._tried.under(rules), self._cause, self._tried.device, around)
         try:
             with autocast_off(), generators_kept(self._model), _unchanged(self._model):
                 with torch.set_grad_enabled(self._backward is not None):
-                    output = pieces(self._args, self._kwargs)
+                    output = pieces(self._tried.args, self._tried.kwargs)
                 results = tuple(
                     f"{OUTPUT}{pytree.keystr(path)}"
                     for path, one in pytree.tree_flatten_with_path(output)[0]
@@ -99,7 +85,11 @@ class ModelPieceTrials:
         except AmpError:
             raise
         except Exception as error:  # the model's own code may raise anything
-            raise AmpError(f"{name_of(self._model)} raised {type(error).__name__}: {error}") from error
+            raise AmpError(
+                f"{name_of(self._model)} raised {type(error).__name__}: {first_line(error)}",
+                where=user_frame(error),
+                mend="call the model itself with this batch first",
+            ) from error
         return _Seen(pieces.plan, replay.origins(pieces.plan), results, parameters)
 
     def _gradients(self, loss: Tensor) -> tuple[str, ...]:
@@ -117,8 +107,10 @@ class ModelPieceTrials:
 def _unchanged(model: nn.Module) -> Iterator[None]:
     """What the model writes to its buffers and attributes is undone."""
     buffers = [(one, one.detach().clone()) for one in model.buffers()]
-    with restored(python_state(model)):
-        yield
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
+    try:
+        with restored(python_state(model)):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)

@@ -59,7 +59,6 @@ class CountingProgram:
     weights: tuple[tuple[str, torch.dtype], ...] = ()
     products: tuple[str, ...] = ()
     _runs: dict[tuple[str, ...], Run] = field(default_factory=dict, repr=False)
-    _read: set[int] | None = field(default=None, repr=False)  # places of the inputs that the last of them reads
 
     def __call__(self, leaves: Sequence[Any]) -> Tensor | None:
         """The counts for one batch, int64 [nodes and weights, `BINS`]. Nothing is changed, random numbers neither.
@@ -82,7 +81,7 @@ class CountingProgram:
         with TENSORS:
             inputs = self.inputs(leaves)
         for place, value in enumerate(inputs):
-            if isinstance(value, Tensor) and id(value) not in own and (self._read is None or place in self._read):
+            if isinstance(value, Tensor) and id(value) not in own:
                 inputs[place] = kept[id(value)] if id(value) in kept else value.detach().clone()
         return Taken(inputs, self._random())
 
@@ -110,8 +109,6 @@ class CountingProgram:
     def _built(self, whole: fx.GraphModule, names: tuple[str, ...], inputs: list[Any]) -> Run:
         graph_module = copy_graph(whole)
         TAKE.run(graph_module, {"held": names})
-        placeholders = graph_module.graph.find_nodes(op="placeholder")
-        self._read = {place for place, node in enumerate(placeholders) if node.users}
         with torch.no_grad():
             return self.compile(graph_module, inputs)
 

@@ -164,7 +164,7 @@ def _container(value: Any, around: tuple[int, ...]) -> Check:
     kind, length = type(value), len(value)
     if length > OPENED:
         before = copy.copy(value)
-        return lambda now: now is value and _equal(now, before)
+        return lambda now: now is value and _same_items(now, before)
     if isinstance(value, set):
         members = frozenset(value)
         return lambda now: type(now) is kind and members == now
@@ -180,7 +180,7 @@ def _container(value: Any, around: tuple[int, ...]) -> Check:
     return holds
 
 
-def _equal(now: Any, before: Any) -> bool:
+def _same_items(now: Any, before: Any) -> bool:
     try:
         return bool(now == before)
     except RuntimeError:  # of tensors

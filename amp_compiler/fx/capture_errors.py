@@ -5,12 +5,11 @@ from __future__ import annotations
 import linecache
 import re
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from amp_compiler.errors import CaptureError
+from amp_compiler.errors import CaptureError, with_causes
 from amp_compiler.fx.graph import shorten_path
 
 
@@ -112,7 +111,7 @@ def capture_error(cause: Exception, model: object) -> CaptureError:
     """
     where, line = _user_place(cause)
     name = name_of(model)
-    for error in _chain(cause):
+    for error in with_causes(cause):
         for kind in _KINDS:
             if kind.holds(error, line):
                 shown = f" (`{line}`)" if line else ""
@@ -157,20 +156,13 @@ def _user_place(cause: BaseException) -> tuple[str, str]:
     """The place as `user_frame` gives it, and the line that stands there."""
     torch_root = torch.__file__.rpartition("/")[0]
     place = line = ""
-    for error in _chain(cause):
+    for error in with_causes(cause):
         for frame in traceback.extract_tb(error.__traceback__):
             outside = not frame.filename.startswith((torch_root, "<")) and "/amp_compiler/" not in frame.filename
             if outside and not frame.filename.endswith(("contextlib.py", "functools.py")):
                 place = f"{shorten_path(frame.filename)}:{frame.lineno}"
                 line = linecache.getline(frame.filename, frame.lineno or 0).strip()
     return place, line
-
-
-def _chain(cause: BaseException) -> Iterator[BaseException]:
-    error: BaseException | None = cause
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def _said(error: BaseException) -> str:
@@ -180,4 +172,4 @@ def _said(error: BaseException) -> str:
 
 def _is_torchs(error: BaseException) -> bool:
     """Whether a class of torch's own stands behind an exception, not one of Python's."""
-    return any(type(one).__module__.partition(".")[0] == "torch" for one in _chain(error))
+    return any(type(one).__module__.partition(".")[0] == "torch" for one in with_causes(error))

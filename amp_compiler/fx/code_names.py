@@ -22,9 +22,10 @@ _GLOBALS_BY_NAME = frozenset({"globals", "eval", "exec"})
 _BY_NAME = frozenset(
     {"getattr", "hasattr", "__dict__", "vars", "setattr", "delattr", "__getattribute__", "attrgetter", "methodcaller"}
 )
-# What reads the attributes of an object one and all, or by names that no code shows.
-_ALL_OF_AN_OBJECT = frozenset({"__dict__", "asdict", "astuple", "attrgetter", "deepcopy"})
-_ALL_AS_GLOBALS = frozenset({"vars", "replace", "copy", "dataclasses"})
+# What reads the attributes of an object one and all, or by names that no code shows: of any, and of plain objects.
+_TABLES = frozenset({"__dict__", "vars", "attrgetter"})
+_WHOLE_OBJECTS = frozenset({"asdict", "astuple", "deepcopy"})
+_WHOLE_AS_GLOBALS = frozenset({"replace", "copy", "dataclasses"})
 CACHED = functools._lru_cache_wrapper
 
 
@@ -70,7 +71,8 @@ class Names(NamedTuple):
         of_globals: of globals alone, that it loads.
         to_globals: of globals alone, that it assigns to or deletes.
         asks_globals: whether `asked` may name globals.
-        reads_all: whether it may read attributes by names that do not stand in it, as `vars(self)[key]` does.
+        reads_tables: whether it may read attributes by names that do not stand in it, as `vars(self)[key]` does.
+        reads_objects: the same for objects that are no modules, as `dataclasses.asdict` and `copy.copy` do.
     """
 
     loaded: frozenset[str]
@@ -79,7 +81,8 @@ class Names(NamedTuple):
     of_globals: frozenset[str]
     to_globals: frozenset[str]
     asks_globals: bool
-    reads_all: bool
+    reads_tables: bool
+    reads_objects: bool
 
 
 @functools.lru_cache(maxsize=4096)
@@ -91,7 +94,8 @@ def names_of(code: types.CodeType) -> Names:
     of_globals = {str(one.argval) for one in found if one.opname in _LOADS_OF_GLOBALS}
     to_globals = {str(one.argval) for one in found if one.opname in _STORES_TO_GLOBALS}
     asks_globals = not of_globals.isdisjoint(_GLOBALS_BY_NAME)
-    reads_all = not (loaded.isdisjoint(_ALL_OF_AN_OBJECT) and of_globals.isdisjoint(_ALL_AS_GLOBALS))
+    reads_tables = not loaded.isdisjoint(_TABLES)
+    reads_objects = not (loaded.isdisjoint(_WHOLE_OBJECTS) and of_globals.isdisjoint(_WHOLE_AS_GLOBALS))
     asked: set[str] = set()
     if asks_globals or loaded & _BY_NAME:
         asked = {text for text in code.co_consts if isinstance(text, str) and text.isidentifier()}
@@ -100,7 +104,8 @@ def names_of(code: types.CodeType) -> Names:
             more = names_of(inner)
             loaded, stored, asked = loaded | more.loaded, stored | more.stored, asked | more.asked
             of_globals, to_globals = of_globals | more.of_globals, to_globals | more.to_globals
-            asks_globals, reads_all = asks_globals or more.asks_globals, reads_all or more.reads_all
+            asks_globals = asks_globals or more.asks_globals
+            reads_tables, reads_objects = reads_tables or more.reads_tables, reads_objects or more.reads_objects
     return Names(
         frozenset(loaded | asked),
         frozenset(stored),
@@ -108,7 +113,8 @@ def names_of(code: types.CodeType) -> Names:
         frozenset(of_globals),
         frozenset(to_globals),
         asks_globals,
-        reads_all,
+        reads_tables,
+        reads_objects,
     )
 
 

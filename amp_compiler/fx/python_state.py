@@ -166,7 +166,8 @@ class PythonState:
         caches: functions that keep their results (`functools.lru_cache`).
         generators: of random numbers, Python's and NumPy's.
         arrays: of NumPy's and Python's, with numbers that can be read one by one.
-        reads_all: whether the user's code reads attributes by names that do not stand in it.
+        reads_tables: whether the user's code reads attributes by names that do not stand in it.
+        reads_objects: the same for objects that are no modules.
         environment: whether it names `os.environ`.
         iterators: what is used up by reading it, by its label.
         overwritten: attributes that a capture wrote before it read them, as `fx.first_uses` gives them.
@@ -185,7 +186,8 @@ class PythonState:
     caches: list[Any] = field(default_factory=list)
     generators: list[Any] = field(default_factory=list)
     arrays: list[Any] = field(default_factory=list)
-    reads_all: bool = False
+    reads_tables: bool = False
+    reads_objects: bool = False
     environment: bool = False
     iterators: list[str] = field(default_factory=list)
     overwritten: set[tuple[int, str]] = field(default_factory=set)
@@ -202,9 +204,11 @@ class PythonState:
         """The keys of a holder that code may load; `None` for all."""
         if holder.kind is not Kind.TABLE or holder.keys is not None or holder.owner is None:
             return None
-        if self.reads_all and origin_of(holder.owner.__module__) is Origin.USER:
+        is_module = issubclass(holder.owner, nn.Module)
+        whole = self.reads_tables or (self.reads_objects and not is_module)
+        if whole and origin_of(holder.owner.__module__) is Origin.USER:
             return None
-        if issubclass(holder.owner, nn.Module):
+        if is_module:
             return self.names | self.own.get(holder.owner, set())
         return (
             self.names.union(*self.own.values())

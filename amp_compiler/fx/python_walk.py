@@ -50,7 +50,8 @@ def python_state(model: nn.Module, asked: Collection[str] = ()) -> PythonState:
 
 
 def _size(state: PythonState) -> tuple[int, ...]:
-    return len(state.names), len(state.functions), sum(map(len, state.own.values())), state.reads_all
+    whole = state.reads_tables + state.reads_objects
+    return len(state.names), len(state.functions), sum(map(len, state.own.values())), whole
 
 
 class _Walk:
@@ -238,7 +239,8 @@ class _Walk:
             found, table = names_of(function.__code__), function.__globals__
             self.state.names |= found.loaded
             self.state.asked |= found.asked
-            self.state.reads_all |= found.reads_all
+            self.state.reads_tables |= found.reads_tables
+            self.state.reads_objects |= found.reads_objects
             self.state.stored |= found.stored
             asked = found.asked if found.asks_globals else frozenset()
             self._named(table, set(found.of_globals | asked), "globals")

@@ -19,7 +19,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-from amp_compiler.errors import AmpError
+from amp_compiler.errors import AmpError, with_causes
 from amp_compiler.fx.generators import generators_kept
 
 _P = ParamSpec("_P")
@@ -506,41 +506,32 @@ def functions_given_up() -> int:
     return int(counted["total"] - counted["ok"])
 
 
-def is_recompile_limit(error: BaseException | None) -> bool:
+def is_recompile_limit(error: BaseException) -> bool:
     """Whether an error, or what it was raised from, says that the limit is reached."""
     kind = getattr(torch._dynamo.exc, "FailOnRecompileLimitHit", ())
-    while error is not None:
-        if isinstance(error, kind):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return any(isinstance(one, kind) for one in with_causes(error))
 
 
-def recompile_reason(error: BaseException | None) -> str:
+def recompile_reason(error: BaseException) -> str:
     """What did not hold of the last form before the limit, such as `len(G['log']) == 63`; empty where it is not told.
 
     Dynamo says it in a warning of its logger alone, and keeps it in a variable of the function that raises.
     """
-    while error is not None:
-        for frame, _ in traceback.walk_tb(error.__traceback__):
+    for one in with_causes(error):
+        for frame, _ in traceback.walk_tb(one.__traceback__):
             if isinstance(said := frame.f_locals.get("recompile_reason"), str):
                 found = _FAILED_GUARD.match(said)
                 return found[1].strip() if found else ""
-        error = error.__cause__ or error.__context__
     return ""
 
 
 _FAILED_GUARD = re.compile(r"\d+/\d+: (.+?)(?:  +#|$)", re.MULTILINE)
 
 
-def reads_values(error: BaseException | None) -> bool:
+def reads_values(error: BaseException) -> bool:
     """Whether an error, or what it was raised from, says that values are needed while only shapes are known."""
     kind = getattr(torch._subclasses.fake_tensor, "DataDependentOutputException", ())
-    while error is not None:
-        if isinstance(error, kind):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    return any(isinstance(one, kind) for one in with_causes(error))
 
 
 def dynamo_errors() -> tuple[type[Exception], ...]:

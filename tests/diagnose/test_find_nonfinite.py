@@ -301,6 +301,22 @@ def test_a_model_in_pieces_gets_a_rule_too(way, compiled, tmp_path):
     assert torch.equal(random, torch.get_rng_state()) and model.calls == 0
 
 
+class Raises(BrokenWithStatistics):
+    def forward(self, x):
+        if float(super().forward(x).detach().sum()) == float(x.sum()):
+            return x
+        raise ValueError("no such batch")
+
+
+def test_a_model_in_pieces_that_raises_is_told_and_left_as_it_was():
+    model = Raises()
+    line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "raise ValueError(" in text)
+    words = rf"test_find_nonfinite.py:{line}: Raises raised ValueError: no such batch; call the model itself"
+    with pytest.raises(amp.AmpError, match=words):
+        amp.find_nonfinite(model, X * 1e-3, dtype="fp16")
+    assert not model.norm.running_mean.any() and model.calls == 0
+
+
 @pytest.mark.parametrize("has_run", [False, True])
 def test_any_batch_of_a_step_in_pieces(has_run, tmp_path):
     model = Broken()

@@ -195,6 +195,15 @@ def test_what_is_read_by_no_name_in_the_code_is_compared_too(name: str, monkeypa
     os.environ.pop("SCALE_kind", None)
 
 
+def test_what_is_counted_on_a_module_is_read_by_no_copy_of_another_object() -> None:
+    model = ReadsBy(lambda m: dataclasses.replace(m.options, width=2.0).width)
+    compiled = amp.compile(model, dtype="bf16", backend="eager")
+    for number in range(3):
+        model.calls = number  # by a training loop
+        torch.testing.assert_close(compiled(X), model(X), rtol=0.05, atol=0.05)
+    assert len(compiled._programs) == 1 and not compiled.in_pieces
+
+
 def test_an_array_too_large_to_be_compared_is_told(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
     monkeypatch.setattr("amp_compiler.forward.value_guards.COMPARED", 1_000)
     amp.compile(ReadsBy(lambda m: float(LARGE[0])), dtype="bf16", backend="eager")(X)
