@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from amp_compiler.errors import AmpError
 from amp_compiler.forward.program import EAGER, build_program, build_run
 from amp_compiler.forward.settings import Settings
 from amp_compiler.fx.alias import AliasGroups, written_roots
@@ -29,10 +30,22 @@ class Taken:
     Args:
         inputs: of the graph.
         random: the states of the generators, the CPU's first.
+        products: the names of those that it has to be given, for what only makes these was not copied; `None` where
+            everything was.
     """
 
     inputs: list[Any]
     random: tuple[Tensor, ...]
+    products: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Reader:
+    """A compiled graph that counts: the products that it is given, the places of the inputs that it reads."""
+
+    products: tuple[str, ...]
+    reads: frozenset[int]
+    run: Run
 
 
 @dataclass(eq=False)
@@ -58,7 +71,8 @@ class CountingProgram:
     scaled: set[fx.Node] = field(default_factory=set)
     weights: tuple[tuple[str, torch.dtype], ...] = ()
     products: tuple[str, ...] = ()
-    _runs: dict[tuple[str, ...], Run] = field(default_factory=dict, repr=False)
+    _runs: dict[tuple[str, ...], _Reader] = field(default_factory=dict, repr=False)  # by the products given
+    _last: _Reader | None = field(default=None, repr=False)  # the last one behind a step
 
     def __call__(self, leaves: Sequence[Any]) -> Tensor | None:
         """The counts for one batch, int64 [nodes and weights, `BINS`]. Nothing is changed, random numbers neither.
@@ -81,9 +95,10 @@ class CountingProgram:
         with TENSORS:
             inputs = self.inputs(leaves)
         for place, value in enumerate(inputs):
-            if isinstance(value, Tensor) and id(value) not in own:
+            read = self._last is None or place in self._last.reads
+            if isinstance(value, Tensor) and id(value) not in own and read:
                 inputs[place] = kept[id(value)] if id(value) in kept else value.detach().clone()
-        return Taken(inputs, self._random())
+        return Taken(inputs, self._random(), None if self._last is None else self._last.products)
 
     def count(self, taken: Taken, products: Mapping[str, Tensor] | None = None) -> Tensor | None:
         """The counts for what was taken; see `__call__`.
@@ -91,26 +106,37 @@ class CountingProgram:
         Args:
             taken: of one batch.
             products: what the step made, by name.
+
+        Raises:
+            AmpError: the step no longer gives what it gave for batches like this one.
         """
         if self.graph_module is None:
             return None
         products = products or {}
-        inputs = [*taken.inputs, *products.values()]
-        names = tuple(products)
+        names = tuple(products) if taken.products is None else taken.products
+        if gone := [name for name in names if name not in products]:
+            raise AmpError(
+                f"the step was captured anew while it was profiled, and no longer gives '{gone[0]}'",
+                mend="profile it again, from this batch on",
+            )
+        inputs = [*taken.inputs, *(products[name] for name in names)]
         if names not in self._runs:
             self._runs[names] = self._built(self.graph_module, names, inputs)
+        self._last = self._runs[names] if products else self._last
         with torch.no_grad(), torch.random.fork_rng(devices=self._devices):
             torch.set_rng_state(taken.random[0])
             for device, state in zip(self._devices, taken.random[1:], strict=True):
                 torch.cuda.set_rng_state(state, device)
-            counts = self._runs[names](*inputs)
+            counts = self._runs[names].run(*inputs)
         return torch.cat(list(counts))
 
-    def _built(self, whole: fx.GraphModule, names: tuple[str, ...], inputs: list[Any]) -> Run:
+    def _built(self, whole: fx.GraphModule, names: tuple[str, ...], inputs: list[Any]) -> _Reader:
         graph_module = copy_graph(whole)
         TAKE.run(graph_module, {"held": names})
+        placeholders = graph_module.graph.find_nodes(op="placeholder")
+        reads = frozenset(place for place, node in enumerate(placeholders) if node.users)
         with torch.no_grad():
-            return self.compile(graph_module, inputs)
+            return _Reader(names, reads, self.compile(graph_module, inputs))
 
     @property
     def _devices(self) -> list[torch.device]:

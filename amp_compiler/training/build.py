@@ -37,7 +37,7 @@ from amp_compiler.training.events import Events, Places
 from amp_compiler.training.inputs import KeptTensors, StepInputs, TrainedWeights
 from amp_compiler.training.parts import Parts
 from amp_compiler.training.program import ROOT, LossModule, StepProgram
-from amp_compiler.training.traffic import Traffic, traffic_of
+from amp_compiler.training.traffic import traffic_of
 from amp_compiler.training.weights import check_types, widened
 
 _SCALE, _SKIPPED = ("scale", "scale", 0), ("scale", "skipped_steps", 0)
@@ -137,47 +137,6 @@ def build_step(
     with generators_kept(model.__dict__["loss_fn"], model, batch):
         begun, options = begin_step(model, batch, options, Stages() if stages is None else stages)
         return finish(model, begun, options, state)
-
-
-@dataclass(frozen=True)
-class StepGraph:
-    """The graph of a step that is not run.
-
-    Args:
-        graph_module: the whole step, as all passes of STEP leave it.
-        stages: the text behind each pass.
-        traffic: what a rank sends and holds; `None` for one process.
-    """
-
-    graph_module: fx.GraphModule
-    stages: Stages
-    traffic: Traffic | None
-
-
-@without_full_collections()
-def build_graph(model: LossModule, batch: tuple[Any, ...], options: StepOptions, state: StepState) -> StepGraph:
-    """Build a step's graph and nothing that runs it.
-
-    Nothing is sent: all ranks are taken to have gradients of the same weights.
-
-    Args:
-        model: the loss as a module.
-        batch: arguments of the loss function behind the model.
-        options: what to build.
-        state: the tensors that it would work on.
-
-    Raises:
-        CaptureError: the loss cannot be captured as one graph, or depends on no parameter of the optimizers.
-        PassError: a pass of the user's broke the contract.
-    """
-    if options.reduction is not None:
-        options = replace(options, reduction=replace(options.reduction, agree=Reduction.agree))
-    stages = Stages()
-    with generators_kept(model.__dict__["loss_fn"], model, batch):
-        begun, options = begin_step(model, batch, options, stages)
-        step, weights = run_step_passes(model, begun, options, state, options.settings.pipelines["STEP"])
-    ranks = 1 if options.reduction is None else options.reduction.ranks
-    return StepGraph(step, stages, traffic_of(step.graph, ranks, weights.updated) if ranks > 1 else None)
 
 
 def begin_step(

@@ -42,15 +42,14 @@ from amp_compiler.policy.unused import warn_of_unused
 from amp_compiler.training.autocast import autocast_of
 from amp_compiler.training.build import (
     Reduction,
-    StepGraph,
     StepOptions,
     StepState,
-    build_graph,
     build_step,
     check_parameters,
     is_one_graph,
 )
 from amp_compiler.training.counting import build_counting
+from amp_compiler.training.dry import DryStep, build_dry
 from amp_compiler.training.events import events_on
 from amp_compiler.training.fused_optimizers import check_optimizers, check_split, check_storage
 from amp_compiler.training.held_scale import HeldScale
@@ -523,7 +522,7 @@ class TrainingStep(StepReadings):
         ranks = 1 if gather == "add" else reduction.ranks
         return replace(options, divisor=self._accumulate * ranks, reduction=reduction)
 
-    def graph_for(self, *batch: Any) -> StepGraph:
+    def graph_for(self, *batch: Any) -> DryStep:
         """The graph of a step for a batch, which is neither compiled nor run; for reading, of any size.
 
         Model and batch may lie on torch's meta device. Weights are converted as the first call does it. Of several
@@ -546,7 +545,7 @@ class TrainingStep(StepReadings):
         """
         check_hooks(self._optimizers)
         with autocast_off(), building():
-            return build_graph(self._module, batch, self._options("", []), self._state)
+            return build_dry(self._module, batch, self._options("", []), self._state)
 
     def _counting(self, batch: tuple[Any, ...], *, with_weights: bool = False) -> CountingProgram:
         """What counts exponents for batches like this one, see `diagnose.run` and `training.counting`."""

@@ -114,6 +114,25 @@ def test_profiling_a_compiled_step_changes_no_number(make: Callable[[], nn.Modul
         assert torch.equal(one, two), name
 
 
+def test_products_that_a_step_gives_leave_the_counts_as_they_are() -> None:
+    """And where it gives fewer than before, nothing is counted with the weights that it has updated."""
+    step = step_of(Net())
+    (x, y), more, other = batches(3)
+    counting = step._counting((x, y))
+    for names, given in ((counting.products, (x, y)), (counting.products, more), (counting.products[:1], other)):
+        whole = counting(given)  # all of it made again, before the step
+        taken = counting.take(given, {})
+        with step._holding(names):
+            step(*given)
+        held = step._seen()[1].held
+        assert tuple(held) == names
+        if names == counting.products:
+            assert torch.equal(counting.count(taken, held), whole)
+        else:
+            with pytest.raises(amp.AmpError, match="captured anew while it was profiled"):
+                counting.count(taken, held)
+
+
 def test_weight_gradients_are_counted_as_numpy_counts_them() -> None:
     digits = load_digits(train_images=128)
     torch.manual_seed(0)
