@@ -72,6 +72,21 @@ class HookError(CaptureError):
     """A module carries a hook, or is of a kind, that no graph can hold, whole or in pieces."""
 
 
+class NumberError(CaptureError):
+    """A number that was to be an input of a graph cannot be one: more than arithmetic is done with it.
+
+    Args:
+        what: what was done.
+        labels: what the user calls the numbers that it was done with; empty where that is not known.
+        where: the line.
+        mend: what to do.
+    """
+
+    def __init__(self, what: str, *, labels: frozenset[str] = frozenset(), where: str = "", mend: str = "") -> None:
+        self.labels = labels
+        super().__init__(what, where=where, mend=mend)
+
+
 class CustomFunctionError(CaptureError):
     """A model applies a `torch.autograd.Function`, whose backward an exported graph would lose.
 

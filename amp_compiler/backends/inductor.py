@@ -93,13 +93,19 @@ def compile_graph(
         # Names of sizes that depend on data, in the capture: Inductor's trace gives them others, and knows no old ones.
         node.meta.pop("unbacked_bindings", None)
     try:
-        with torch_private.cpu_allocation(allocator), torch_private.vector_probes(vector_probes.remembered):
+        with (
+            torch_private.cpu_allocation(allocator),
+            torch_private.vector_probes(vector_probes.remembered),
+            torch_private.whole_powers(),
+        ):
             return torch_private.compile_with_inductor(
                 graph_module, inputs, options, own_decompositions, IDENTITY, _not_compiled
             )
     except LoweringError:
         raise
     except Exception as cause:  # Inductor and the C++ compiler behind it raise many types
+        if torch_private.is_restart(cause):
+            raise
         raise _not_compiled(cause) from cause
 
 

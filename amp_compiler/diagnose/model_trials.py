@@ -203,6 +203,8 @@ class ModelTrials:
         return {
             entry.name: f"the batch itself (argument {_argument(paths[entry.index])})"
             if entry.source is Source.USER
+            else f"the number {program.captured.numbers[entry.name].label}"
+            if entry.source is Source.NUMBER
             else f"{kinds.get(entry.source, 'the constant')} {entry.target or entry.name}"
             for entry in program.captured.inputs
         }

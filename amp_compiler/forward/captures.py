@@ -3,14 +3,14 @@
 With `dynamic_shapes="auto"` the first sizes are taken as they are. Where a call differs from earlier ones in sizes
 alone, the dimensions that differ are captured as dynamic, so that the program fits whatever size they have next. Sizes
 of 0 and 1 stay as they are (torch treats them apart), and so does all of it where the model cannot be captured
-otherwise.
+otherwise. A number of Python (`float`) that differs from that of an earlier capture becomes an input in the same way.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
@@ -18,14 +18,16 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.utils._pytree as pytree
 
-from amp_compiler.errors import HookError, RankError
+from amp_compiler.errors import CaptureError, HookError, NumberError, RankError
 from amp_compiler.forward.notices import logger, telling
 from amp_compiler.forward.settings import AUTO, Settings
 from amp_compiler.forward.shape_guards import InputForm
-from amp_compiler.forward.signature import traits_key
+from amp_compiler.forward.signature import traits_key, without_numbers
+from amp_compiler.fx.numbers import ARGUMENTS, Changing
 from amp_compiler.passes.pipeline import Stages
 
 _MARKS = ("_dynamo_", "_has_dynamo_", "_specialize_on")  # how the names begin of what torch writes on a tensor
+_NUMBERS_TRIED = 8  # captures for the sake of numbers that cannot be inputs, before the model is run in pieces
 _LEAST = 2  # the smallest size that a dynamic dimension can stand for
 
 
@@ -36,6 +38,7 @@ class Built(Protocol):
 
 
 Made = TypeVar("Made", bound=Built)
+Build = Callable[[Settings, Stages, Changing], Made]
 Dimensions = dict[int, tuple[int, ...]]  # place among the leaves, dimensions
 
 
@@ -47,9 +50,11 @@ class _Family:
         first: the sizes of the first, by leaf; `None` for what is no tensor.
         changed: the dimensions in which a later one differed.
         fixed: whether a capture with dynamic dimensions failed.
+        numbers: the numbers among the inputs of the first.
     """
 
     first: list[tuple[int, ...] | None]
+    numbers: list[str]
     changed: set[tuple[int, int]] = field(default_factory=set)
     fixed: bool = False
 
@@ -67,27 +72,66 @@ class Captures:
         self._name, self._settings, self._first = name, settings, first
         self._families: dict[Hashable, _Family] = {}
         self._last: tuple[Hashable, list[str]] | None = None
+        self._changing: set[str] = set()  # numbers that were seen to change
+        self._refused: set[str] = set()  # those of them that cannot be inputs
+        self._anew = 0  # captures for their sake
 
-    def make(self, mode: Hashable, tree: Any, leaves: Sequence[Any], build: Callable[[Settings, Stages], Made]) -> Made:
+    def make(
+        self, mode: Hashable, tree: Any, leaves: Sequence[Any], build: Build[Made], changed: Iterable[str] = ()
+    ) -> Made:
         """Capture for a new signature.
 
         Args:
             mode: what a program depends on besides the inputs.
             tree: the inputs.
             leaves: the same, flattened.
-            build: captures and compiles with these settings, noting stages.
+            build: captures and compiles with these settings, noting stages, with these numbers as inputs.
+            changed: the numbers for whose sake no earlier program fits, as `ProgramTable.changed` gives them.
 
         Raises:
-            AmpError: what `build` raises for these sizes alone.
+            CaptureError: numbers change at every call, and cannot be inputs: pieces hold for more of them.
+            AmpError: what `build` raises for these sizes and numbers alone.
         """
-        begin = time.perf_counter()
-        family = self._family(mode, leaves)
-        program, why = None, ""
+        family, changed = self._family(mode, leaves), {*changed}
+        if family.numbers != _numbers(leaves):
+            changed.add(ARGUMENTS)
+        self._changing |= changed
+        if refused := sorted(changed & self._refused):
+            self._anew += 1
+            if self._anew > _NUMBERS_TRIED:
+                raise CaptureError(
+                    f"a number that changes ({', '.join(refused)}) cannot be an input of one graph: more than"
+                    " arithmetic is done with it",
+                    mend="pass it as a tensor, or compute with it outside",
+                )
+        while taken := self._changing - self._refused:
+            changing = Changing(frozenset(taken - {ARGUMENTS}), ARGUMENTS in taken)
+            try:
+                made = _with(build, changing)
+                return self._make(mode, tree, leaves, family, made, changed)
+            except (HookError, RankError):
+                raise
+            except Exception as cause:  # noqa: BLE001  # torch, a pass or the compiler wants the number itself
+                logger.debug("%s: a number that changes is no input: %s", self._name, cause)
+                named = cause.labels if isinstance(cause, NumberError) else frozenset[str]()
+                self._refused |= named & taken or taken
+        return self._make(mode, tree, leaves, family, _with(build, Changing()), changed)
+
+    def _make(
+        self,
+        mode: Hashable,
+        tree: Any,
+        leaves: Sequence[Any],
+        family: _Family,
+        build: Callable[[Settings, Stages], Made],
+        changed: set[str],
+    ) -> Made:
+        begin, program, why = time.perf_counter(), None, ""
         if dimensions := self._dynamic(family, leaves):
             try:
                 shapes = _shapes(leaves, dimensions)
                 program = self._run(build, leaves, replace(self._settings, dynamic_shapes=shapes))
-            except (HookError, RankError):
+            except (HookError, NumberError, RankError):
                 raise
             except Exception as cause:  # noqa: BLE001  # torch, a pass or the compiler knows numbers only: these sizes alone it is
                 family.fixed, why = True, str(cause).strip().splitlines()[0] if str(cause).strip() else repr(cause)
@@ -97,7 +141,7 @@ class Captures:
             auto = self._settings.dynamic_shapes == AUTO
             settings = replace(self._settings, dynamic_shapes=None) if auto else self._settings
             program = self._run(build, leaves, settings)
-        self._say(mode, tree, leaves, program.form, why, time.perf_counter() - begin)
+        self._say(mode, tree, leaves, program.form, why, time.perf_counter() - begin, changed)
         return program
 
     def _run(self, build: Callable[[Settings, Stages], Made], leaves: Sequence[Any], settings: Settings) -> Made:
@@ -110,7 +154,8 @@ class Captures:
 
     def _family(self, mode: Hashable, leaves: Sequence[Any]) -> _Family:
         sizes = [tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
-        family = self._families.setdefault((mode, traits_key(leaves)), _Family(sizes))
+        key = mode, traits_key(without_numbers(leaves))
+        family = self._families.setdefault(key, _Family(sizes, _numbers(leaves)))
         for place, (now, before) in enumerate(zip(sizes, family.first, strict=True)):
             if now is not None and before is not None:
                 family.changed |= {
@@ -128,14 +173,30 @@ class Captures:
                 found[place] = (*found.get(place, ()), dimension)
         return found
 
-    def _say(self, mode: Hashable, tree: Any, leaves: Sequence[Any], form: InputForm, why: str, seconds: float) -> None:
+    def _say(
+        self,
+        mode: Hashable,
+        tree: Any,
+        leaves: Sequence[Any],
+        form: InputForm,
+        why: str,
+        seconds: float,
+        changed: set[str],
+    ) -> None:
         before, self._last = self._last, (mode, [_described(leaf) for leaf in leaves])
         if before is None:
             logger.info("captured %s in %.1f s", self._name, seconds)
             return
         level, mend = logging.INFO, "keep modes and parameters as they are between calls"
         new = "modes, hooks or parameters of the model, or the form of its inputs"
-        if before[0] == mode and len(before[1]) == len(self._last[1]):
+        if changed:
+            new = f"numbers that it read have changed ({', '.join(sorted(changed))})"
+            mend = (
+                "pass them as tensors, or compute with them outside"
+                if changed & self._refused
+                else "from now on they are inputs"
+            )
+        elif before[0] == mode and len(before[1]) == len(self._last[1]):
             pairs = list(zip(self._last[1], before[1], strict=True))
             place = next((place for place, (now, then) in enumerate(pairs) if now != then), 0)
             new = f"{self._path(tree, place)} is {pairs[place][0]}, it was {pairs[place][1]}"
@@ -168,6 +229,14 @@ def _marks_kept(leaves: Sequence[Any]) -> Iterator[None]:
             for name in [name for name in vars(tensor) if name.startswith(_MARKS)]:
                 delattr(tensor, name)
             vars(tensor).update(marks)
+
+
+def _with(build: Build[Made], changing: Changing) -> Callable[[Settings, Stages], Made]:
+    return lambda settings, stages: build(settings, stages, changing)
+
+
+def _numbers(leaves: Sequence[Any]) -> list[str]:
+    return [repr(leaf) for leaf in leaves if type(leaf) is float]
 
 
 def _shapes(leaves: Sequence[Any], dimensions: Dimensions) -> torch.export.ShapesCollection:

@@ -167,7 +167,7 @@ class CompiledModule(StandIn):
                 with TENSORS:
                     mode = spec, module_key(self.original)
                     key = mode, leaves_key(leaves)
-                    runner = self._programs.find(key)
+                    runner = self._programs.find(key, leaves)
                     inputs = None if runner is None else runner.inputs(leaves)
             except UnknownFormError as cause:  # of a dataclass, an array: Dynamo looks into them
                 unknown = cause
@@ -179,7 +179,9 @@ class CompiledModule(StandIn):
     def _build_and_run(self, key: Any, args: Any, kwargs: Any, leaves: Sequence[Any]) -> Any:
         """A call for which there is no program, or none alone: one thread at a time."""
         with BUILDING:
-            runner = self._programs.find(key) or self._pieces.get(key[0]) or self._capture(key, args, kwargs, leaves)
+            runner = (
+                self._programs.find(key, leaves) or self._pieces.get(key[0]) or self._capture(key, args, kwargs, leaves)
+            )
             if isinstance(runner, Pieces):
                 return self._run_in_pieces(key[0], args, kwargs, lambda: runner)
         return self._noted(runner, runner(leaves))
@@ -206,7 +208,7 @@ class CompiledModule(StandIn):
         if self.settings.dynamic_shapes is not None:
             for (mode, _), other in list(self._programs.items()):
                 if mode == key[0] and other.form.accepts(leaves) and other.values.hold():
-                    self._programs.add(key, other)
+                    self._programs.add(key, other, leaves)
                     return other  # type: ignore[no-any-return]
         keep = not torch.is_grad_enabled() and not self.original.training
         try:
@@ -215,7 +217,8 @@ class CompiledModule(StandIn):
                     key[0],
                     (args, kwargs),
                     leaves,
-                    lambda s, stages: build_program(self.original, args, kwargs, s, keep, stages),
+                    lambda s, stages, changing: build_program(self.original, args, kwargs, s, keep, stages, changing),
+                    self._programs.changed(),
                 )
         except HookError:
             raise  # Dynamo's pieces would lose it as well
@@ -225,9 +228,9 @@ class CompiledModule(StandIn):
                 name = type(self.original).__name__
                 logger.warning("%s runs in pieces: %s", name, shapes_do_not_fit("the model", cause))
             return self._in_pieces(cause, leaves)
-        self._programs.add(key, program)
+        self._programs.add(key, program, leaves)
         # A model may hang hooks on its modules when it first runs; they were in place while it was traced.
-        self._programs.add(((key[0][0], module_key(self.original)), key[1]), program)
+        self._programs.add(((key[0][0], module_key(self.original)), key[1]), program, leaves)
         if len({id(one) for one in self._programs.values()}) == MANY_SIGNATURES:
             logger.warning(
                 "%s was captured for %d input signatures; pad the inputs, or pass dynamic_shapes= to amp.compile",

@@ -21,7 +21,7 @@ from amp_compiler.fx.checkpoints import compiled_checkpoints
 from amp_compiler.fx.custom_functions import OpaqueFunctions
 from amp_compiler.fx.dynamo import trace_piece
 from amp_compiler.fx.garbage import without_full_collections
-from amp_compiler.fx.generators import generators_kept
+from amp_compiler.fx.generators import generators_kept, random_state, set_random_state
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_layers import layers_taken
 from amp_compiler.fx.torch_private import (
@@ -34,9 +34,11 @@ from amp_compiler.fx.torch_private import (
     no_saved_tensor_hooks,
     recompile_limit,
     recompile_reason,
+    restart_with_plain_numbers,
     restored_transforms,
     unrolled_recurrence,
     unspecialised_integers,
+    whole_powers,
 )
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
@@ -52,8 +54,15 @@ _FEWER_FORMS = (
 MOST_FORMS = 64  # of the inputs of one piece, each of which is compiled anew; layers of one kind may be one piece
 
 
+class _TooManyForms(CaptureError):
+    """One piece was compiled for as many forms as it may be."""
+
+
 class Pieces:
     """A model run in the pieces that Dynamo gives.
+
+    Where one of them was compiled `MOST_FORMS` times, as for a list that grows with every call, the model runs under
+    `torch.autocast` from then on, and a warning says so: no plan holds for what no graph can be kept of.
 
     Args:
         model: the module.
@@ -65,6 +74,7 @@ class Pieces:
     Attributes:
         plans: plan and rewritten graph of every piece, in the order in which they were made.
         stages: the text of every piece behind each pass; names carry the number of the piece.
+        given_up: why it runs under `torch.autocast`; empty while it does not.
     """
 
     def __init__(
@@ -87,6 +97,7 @@ class Pieces:
         self._forms = MOST_FORMS + max(Counter(map(type, model.modules())).values()) - 1
         functions = cause.functions if isinstance(cause, CustomFunctionError) else ()
         self._opaque = OpaqueFunctions(one for one in functions if one is not torch.utils.checkpoint.CheckpointFunction)
+        self.given_up, self._original = "", model
         self._run = self._compile(model)
         logger.info("torch.export could not take %s whole, Dynamo takes it in pieces: %s", self._model, cause)
 
@@ -111,6 +122,7 @@ class Pieces:
             unspecialised_integers(),
             broken_at_tensor_hooks(),
             restored_transforms(),
+            whole_powers(),
             recompile_limit(self._forms) as limit,
         ):
             try:
@@ -123,7 +135,10 @@ class Pieces:
     def _backend(self, piece: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         try:
             run, plan, rewritten, stages = compile_piece(piece, inputs, self._settings)
-        except ValuesReadError as cause:
+        except AmpError as cause:
+            restart_with_plain_numbers(piece)
+            if not isinstance(cause, ValuesReadError):
+                raise
             logger.warning("a piece of %s runs in the model's types, without a plan: %s", self._model, cause)
             self._unplanned += 1
             return piece.forward
@@ -140,6 +155,29 @@ class Pieces:
             CaptureError: Dynamo cannot take any of it.
             LoweringError: a piece cannot be rewritten or compiled.
         """
+        if self.given_up:
+            return self._under_autocast(args, kwargs)
+        if len(self.plans) + self._unplanned + 1 < self._forms:
+            return self._in_pieces(args, kwargs)
+        buffers = [(one, one.clone()) for one in self._original.buffers()]  # the next piece may be one too many
+        drawn = random_state(self._device)
+        try:
+            return self._in_pieces(args, kwargs)
+        except _TooManyForms as error:
+            self.given_up = error.what
+            logger.warning("%s: from now on it runs under torch.autocast, which knows no rules", error)
+        with torch.no_grad():  # pieces before the one that was not compiled may have run
+            for one, before in buffers:
+                one.copy_(before)
+        set_random_state(self._device, drawn)
+        return self._under_autocast(args, kwargs)
+
+    def _under_autocast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        low = torch_dtype(self._settings.low(self._device))
+        with torch.autocast(self._device.type, dtype=low):
+            return self._original(*args, **kwargs)
+
+    def _in_pieces(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before, made = functions_given_up(), len(self.plans)
         try:
             with (
@@ -168,11 +206,11 @@ class Pieces:
             )
         return result
 
-    def _too_many_forms(self, limit: int, reason: str) -> CaptureError:
+    def _too_many_forms(self, limit: int, reason: str) -> _TooManyForms:
         last = f", the last one because this no longer held: {reason}" if reason else ""
-        return CaptureError(
+        return _TooManyForms(
             f"{self._model} runs in pieces, and one of them was compiled for {limit} forms of its inputs (Dynamo's"
-            f" recompile_limit){last}; the next would run without a plan, in FP32",
+            f" recompile_limit){last}",
             where=self.cause.where,
             mend=f"{_FEWER_FORMS}, or raise torch._dynamo.config.recompile_limit",
         )

@@ -24,6 +24,7 @@ from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import copy_graph, sparse_node, torch_dtype
 from amp_compiler.fx.lower import lower, lower_graph
 from amp_compiler.fx.meta import Key
+from amp_compiler.fx.numbers import Changing
 from amp_compiler.fx.prints import prints_refused
 from amp_compiler.fx.torch_private import TENSORS, reads_values
 from amp_compiler.ir.dtypes import DType
@@ -204,7 +205,7 @@ class Program:
         plan: what was decided.
         run: the graph as a function of the flat inputs.
         weights: low-precision copies of weights that are kept between calls (inference only).
-        fetch: for each placeholder, how to get its tensor; `None` for a user input.
+        fetch: for each placeholder, how to get its tensor; `None` for what comes from the arguments, and for numbers.
         form: which inputs it can be used for.
         stages: the text of the graph behind each pass.
         values: the Python values that it holds for.
@@ -232,10 +233,7 @@ class Program:
 
     def inputs(self, leaves: Sequence[Any]) -> list[Any]:
         """What the graph is given: the user's arguments and today's tensors of the module. Hold `TENSORS` meanwhile."""
-        return [
-            leaves[entry.index] if get is None else get()
-            for entry, get in zip(self.captured.inputs, self.fetch, strict=True)
-        ]
+        return _given(self.captured, self.fetch, leaves)
 
     def run_on(self, inputs: list[Any]) -> Any:
         """Run on what `inputs` gave."""
@@ -243,6 +241,17 @@ class Program:
         self.captured.writes.put(results)
         spec = self.captured.out_spec
         return pytree.tree_unflatten(results[: spec.num_leaves], spec)
+
+
+def _given(captured: Captured, fetch: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+    return [
+        get()
+        if get is not None
+        else leaves[entry.index]
+        if entry.source is Source.USER
+        else captured.numbers[entry.name].tensor(leaves)
+        for entry, get in zip(captured.inputs, fetch, strict=True)
+    ]
 
 
 class KeptWeights:
@@ -292,6 +301,7 @@ def build_program(
     settings: Settings,
     keep_weights: bool,
     stages: Stages | None = None,
+    changing: Changing = Changing(),  # noqa: B008  # it is frozen
 ) -> Program:
     """Capture, plan, rewrite and compile a module for these arguments.
 
@@ -302,13 +312,15 @@ def build_program(
         settings: the options.
         keep_weights: keep low-precision weights between calls (no autograd).
         stages: takes the text behind each pass; new ones where it is `None`.
+        changing: as for `capture_module`.
 
     Raises:
         CaptureError: the module cannot be taken as one graph.
         LoweringError: it cannot be rewritten or compiled.
     """
     with generators_kept(model, args, kwargs):
-        return _build_program(model, args, kwargs, settings, keep_weights, Stages() if stages is None else stages)
+        stages = Stages() if stages is None else stages
+        return _build_program(model, args, kwargs, settings, keep_weights, stages, changing)
 
 
 def _build_program(
@@ -318,10 +330,11 @@ def _build_program(
     settings: Settings,
     keep_weights: bool,
     stages: Stages,
+    changing: Changing,
 ) -> Program:
     leaves, spec = pytree.tree_flatten((args, kwargs))
     with refused_checkpoints(), prints_refused():
-        captured = capture_module(model, args, kwargs, settings.dynamic_shapes)
+        captured = capture_module(model, args, kwargs, settings.dynamic_shapes, changing)
     users = sum(entry.source is Source.USER for entry in captured.inputs)
     if users != len(leaves) or captured.in_spec != spec:
         raise CaptureError(
@@ -341,7 +354,8 @@ def _build_program(
         emulated = rewrite(captured.graph_module, plan, settings, stages)
     weights = kept_weights(captured)
     fetch = tuple(
-        None if entry.source is Source.USER else tensor_getter(model, captured, entry) for entry in captured.inputs
+        None if entry.source in (Source.USER, Source.NUMBER) else tensor_getter(model, captured, entry)
+        for entry in captured.inputs
     )
     examples = _examples(captured, leaves, fetch, weights, settings)
     run = build_run(captured.graph_module, examples, settings, emulated, stages)
@@ -353,7 +367,7 @@ def _examples(
     captured: Captured, leaves: Sequence[Any], fetch: Sequence[Any], weights: KeptWeights, settings: Settings
 ) -> list[Any]:
     """Inputs to compile for: the real ones, or the symbolic ones of the capture where shapes are dynamic."""
-    real = [leaves[entry.index] if get is None else get() for entry, get in zip(captured.inputs, fetch, strict=True)]
+    real = _given(captured, fetch, leaves)
     if settings.dynamic_shapes is None:
         return [*real, *weights.current(real)]
     nodes = captured.graph_module.graph.find_nodes(op="placeholder")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+from amp_compiler.forward.shape_guards import InputForm
+from amp_compiler.forward.signature import leaves_key, without_numbers
 from amp_compiler.forward.value_guards import ValueGuards
 
 
@@ -15,6 +17,10 @@ class Guarded(Protocol):
     def values(self) -> ValueGuards:
         """The values that it was captured with."""
 
+    @property
+    def form(self) -> InputForm:
+        """Which inputs it can be used for."""
+
 
 P = TypeVar("P", bound=Guarded)
 
@@ -24,16 +30,36 @@ class ProgramTable(Generic[P]):
 
     def __init__(self) -> None:
         self._programs: dict[Hashable, list[P]] = {}
+        self._any_number = False
 
-    def find(self, key: Hashable) -> P | None:
-        """A program for this key that was captured with the values of now."""
+    def find(self, key: tuple[Any, ...], leaves: Sequence[Any] = ()) -> P | None:
+        """A program for this key that was captured with the values of now.
+
+        Args:
+            key: ends with the form of the inputs.
+            leaves: these, where programs for any `float` among them will do as well.
+        """
         for program in self._programs.get(key, ()):
             if program.values.hold():
                 return program
+        if self._any_number and any(type(leaf) is float for leaf in leaves):
+            return self.find((*key[:-1], leaves_key(without_numbers(leaves))))
         return None
 
-    def add(self, key: Hashable, program: P) -> None:
-        """Put a program under a key; it is asked before those that are there."""
+    def changed(self) -> set[str]:
+        """The numbers that are no longer what they were when some program was captured, by their names."""
+        return {name for program in self.values() for name in program.values.changed()}
+
+    def add(self, key: tuple[Any, ...], program: P, leaves: Sequence[Any] = ()) -> None:
+        """Put a program under a key; it is asked before those that are there.
+
+        Args:
+            key: as for `find`.
+            program: the program.
+            leaves: the inputs that it was captured for.
+        """
+        if program.form.any_number:
+            self._any_number, key = True, (*key[:-1], leaves_key(without_numbers(leaves)))
         programs = self._programs.setdefault(key, [])
         if program not in programs:
             programs.insert(0, program)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from amp_compiler.forward.signature import traits_key
+from amp_compiler.forward.signature import traits_key, without_numbers
 from amp_compiler.fx.capture import Captured, Source
 
 
@@ -20,11 +20,18 @@ class InputForm:
         traits: form of the flattened inputs besides their sizes.
         inputs: for each input its place among the leaves, and its stand-in of symbolic shape.
         guards: raises an `AssertionError` for leaves that the capture does not hold for; `None` where it noted nothing.
+        numbers: where it holds for any `float` among the leaves, those of the capture.
     """
 
     traits: tuple[Any, ...]
     inputs: tuple[tuple[int, Any], ...]
     guards: Callable[..., Any] | None
+    numbers: tuple[Any, ...] = ()
+
+    @property
+    def any_number(self) -> bool:
+        """Whether it holds for any `float` among the leaves."""
+        return bool(self.numbers)
 
     @property
     def is_dynamic(self) -> bool:
@@ -46,11 +53,14 @@ class InputForm:
             for node, entry in zip(placeholders, captured.inputs, strict=True)
             if entry.source is Source.USER
         )
-        return cls(traits_key(leaves), inputs, captured.guards)
+        if not any(one.of_arguments for one in captured.numbers.values()):
+            return cls(traits_key(leaves), inputs, captured.guards)
+        numbers = tuple(leaf if type(leaf) is float else None for leaf in leaves)
+        return cls(traits_key(without_numbers(leaves)), inputs, captured.guards, numbers)
 
     def accepts(self, leaves: Sequence[Any]) -> bool:
         """True where the program was captured for inputs of these shapes, symbolic dimensions bound consistently."""
-        if traits_key(leaves) != self.traits:
+        if traits_key(without_numbers(leaves) if self.any_number else leaves) != self.traits:
             return False
         bound: dict[str, int] = {}
         if not all(_matches(value, leaves[place], bound) for place, value in self.inputs):
@@ -59,10 +69,16 @@ class InputForm:
             return False
         try:
             if self.guards is not None:
-                self.guards(*leaves)
+                self.guards(*self._known(leaves))
         except AssertionError:
             return False
         return True
+
+    def _known(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """The leaves with the numbers of the capture, which `guards` compares as it does all that is no tensor."""
+        if not self.any_number:
+            return leaves
+        return [now if before is None else before for now, before in zip(leaves, self.numbers, strict=True)]
 
     def _holds(self, bound: dict[str, int]) -> bool:
         """Whether the sizes are such as tracing and compiling took for granted, after the capture too."""

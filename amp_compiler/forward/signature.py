@@ -85,6 +85,14 @@ def leaves_key(leaves: Sequence[Any]) -> tuple[Any, ...]:
     return key
 
 
+_ANY_NUMBER = object()
+
+
+def without_numbers(leaves: Sequence[Any]) -> list[Any]:
+    """The flattened inputs with one and the same thing in the place of every `float`."""
+    return [_ANY_NUMBER if type(leaf) is float else leaf for leaf in leaves]
+
+
 def _plain_key(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.shape, leaf.layout, leaf.dtype, leaf.device, leaf.requires_grad

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from functools import partial
 from operator import is_
 from types import FunctionType, MappingProxyType
@@ -17,6 +18,7 @@ from torch import nn
 from amp_compiler.forward.notices import logger
 from amp_compiler.forward.same_objects import SameObjects
 from amp_compiler.fx.code_names import Origin, functions_of, origin_of
+from amp_compiler.fx.numbers import is_number
 from amp_compiler.fx.python_state import (
     BY_NAME,
     COMPARED,
@@ -58,25 +60,31 @@ class ValueGuards:
     def __init__(self, state: PythonState, constants: Iterable[torch.Tensor] = ()) -> None:
         self._kept: list[tuple[Holder, Any, Check]] = []
         self._deep: list[tuple[Callable[[], Any], Check]] = []
+        self._numbers: list[tuple[Holder, Any, str]] = []
+        taken = state.numbers
         places = {(id(holder.value), key): (holder, key, value) for holder, key, value in state.loaded()}
         constants = list(constants)
         for tensor in constants:
             if (place := state.place_of(tensor)) is not None:
                 places.setdefault((id(place[0].value), place[1]), (*place, tensor))
-        for holder, key, value in places.values():
+        for (owner, _), (holder, key, value) in places.items():
+            if is_number(value) and (owner, key) not in taken:
+                self._numbers.append((holder, key, repr(value)))
             if holder.kind not in (Kind.TABLE, Kind.CELL, Kind.CONTEXT, *BY_NAME):
                 continue  # compared as part of what holds it
-            if holder.kind not in (Kind.OBJECT, Kind.CONTEXT) and _is_told_by_identity(value):
-                self._kept.append((holder, key, _expected(value, ())))
+            if (owner, key) in taken:
+                self._deep.append((holder.getter(key), partial(_is_like, type(value))))
+            elif holder.kind not in (Kind.OBJECT, Kind.CONTEXT) and _is_told_by_identity(value):
+                self._kept.append((holder, key, _expected(value, (), taken)))
             else:
-                self._deep.append((holder.getter(key), _expected(value, ())))
+                self._deep.append((holder.getter(key), _expected(value, (), taken)))
         for function in state.functions:
             for name in ("__defaults__", "__kwdefaults__"):
                 defaults = getattr(function, name)
                 if defaults and not is_plain(defaults):  # a list that is a default may change
-                    self._deep.append((partial(getattr, function, name), _expected(defaults, ())))
+                    self._deep.append((partial(getattr, function, name), _expected(defaults, (), taken)))
         for module in state.beside:
-            self._deep.append((partial(getattr, module, "training"), _expected(module.training, ())))
+            self._deep.append((partial(getattr, module, "training"), _expected(module.training, (), taken)))
         for value in state.arrays:
             if not any(_lies_in(tensor, value) for tensor in constants):  # the graph reads its memory
                 self._deep.append((lambda value=value: value, _array(value)))  # type: ignore[misc]
@@ -92,6 +100,16 @@ class ValueGuards:
             return self._code() and (self._same() or self._equal()) and all(check(get()) for get, check in self._deep)
         except (KeyError, ValueError, AttributeError, IndexError):
             return False  # something is gone
+
+    def changed(self) -> set[str]:
+        """What the user calls those numbers that are others now."""
+        found = set()
+        for holder, key, before in self._numbers:
+            with contextlib.suppress(KeyError, ValueError, AttributeError, IndexError, TypeError):  # something is gone
+                now = holder.getter(key)()
+                if is_number(now) and repr(now) != before:
+                    found.add(holder.name_of(key))
+        return found
 
     def _equal(self) -> bool:
         """By value: another object may be the same number."""
@@ -135,12 +153,17 @@ def _is_told_by_identity(value: Any) -> bool:
     return is_plain(value) or not isinstance(value, (torch.Tensor, partial, *_CONTAINERS))
 
 
-def _expected(value: Any, around: tuple[int, ...]) -> Check:
+def _is_like(kind: type, now: Any) -> bool:
+    return type(now) is kind and is_number(now)
+
+
+def _expected(value: Any, around: tuple[int, ...], taken: Set[tuple[int, Any]]) -> Check:
     """A test for a value like this one.
 
     Args:
         value: what stood there.
         around: `id` of the containers that it is in; one that holds itself is told by identity.
+        taken: `id` of the container and key of numbers that may be any.
     """
     if isinstance(value, nn.Parameter):
         return lambda now: isinstance(now, nn.Parameter)  # those of the model are compared elsewhere
@@ -153,14 +176,14 @@ def _expected(value: Any, around: tuple[int, ...]) -> Check:
     if is_plain(value):
         return lambda now: now is value or (type(now) is type(value) and bool(now == value))
     if isinstance(value, partial):
-        arguments = _expected((value.args, value.keywords), around)
+        arguments = _expected((value.args, value.keywords), around, taken)
         return lambda now: now is value and arguments((now.args, now.keywords))
     if id(value) in around or not isinstance(value, _CONTAINERS):
         return lambda now: now is value
-    return _container(value, (*around, id(value)))
+    return _container(value, (*around, id(value)), taken)
 
 
-def _container(value: Any, around: tuple[int, ...]) -> Check:
+def _container(value: Any, around: tuple[int, ...], taken: Set[tuple[int, Any]]) -> Check:
     kind, length = type(value), len(value)
     if length > OPENED:
         before = copy.copy(value)
@@ -170,7 +193,10 @@ def _container(value: Any, around: tuple[int, ...]) -> Check:
         return lambda now: type(now) is kind and members == now
     keyed = isinstance(value, (dict, MappingProxyType))
     keys = tuple(value) if keyed else None
-    checks = [_expected(item, around) for item in (value.values() if keyed else value)]
+    checks = [
+        partial(_is_like, type(item)) if (id(value), key) in taken else _expected(item, around, taken)
+        for key, item in (value.items() if keyed else enumerate(value))
+    ]
 
     def holds(now: Any) -> bool:
         if type(now) is not kind or len(now) != length or (keys is not None and tuple(now) != keys):

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from amp_compiler.errors import CaptureError, HookError
 from amp_compiler.fx.generators import generators_kept
-from amp_compiler.fx.python_state import BY_NAME, Holder, Kind, PythonState, content_of, environment, is_plain
+from amp_compiler.fx.python_state import BY_NAME, Holder, Kind, PythonState, content_of, environment, is_plain, put
 
 _ABSENT = object()
 _COPIED = 1024  # elements; torch computes with constants of one element while it traces, and lets the others be
@@ -247,7 +247,7 @@ def _assignments(
         read = loaded is None or key in loaded
         if counts and read and isinstance(old, (int, float, complex)) and not isinstance(old, bool):
             raise _refused(label, f"changes the number {old!r} to {value!r} in", state.line_that_stores(key))
-        found.append(_write(label, partial(_put, holder, key), value, results, state.line_that_stores(key)))
+        found.append(_write(label, partial(put, holder, key), value, results, state.line_that_stores(key)))
     return found
 
 
@@ -262,18 +262,6 @@ def _write(label: str, put: Callable[[Any], None], value: Any, results: _Results
         else:
             raise _refused(label, f"assigns a {type(leaf).__name__} to", line)
     return Write(label, put, spec, tuple(found))
-
-
-def _put(holder: Holder, key: Any, value: Any) -> None:
-    target = holder.get()
-    if holder.kind is Kind.CELL:
-        target.cell_contents = value
-    elif holder.kind is Kind.CONTEXT:
-        target.set(value)
-    elif holder.kind in BY_NAME:
-        setattr(target, key, value)
-    else:
-        target[key] = value
 
 
 def _extend(holder: Holder, values: list[Any]) -> None:

@@ -31,6 +31,7 @@ from amp_compiler.fx.generators import seeds_refused
 from amp_compiler.fx.graph import user_source
 from amp_compiler.fx.hooks import SavedTensorHooks, refuse_module_hooks, refuse_tensor_hook
 from amp_compiler.fx.named_keywords import keywords_named
+from amp_compiler.fx.numbers import Changing, Number, NumberInputs
 from amp_compiler.fx.python_state import PythonState
 from amp_compiler.fx.python_walk import python_state
 from amp_compiler.fx.torch_private import (
@@ -49,6 +50,7 @@ class Source(enum.Enum):
     BUFFER = "buffer"
     CONSTANT = "constant"
     USER = "user"
+    NUMBER = "number"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class Input:
         name: the placeholder.
         source: where its tensor comes from.
         target: qualified name of the parameter, buffer or constant; empty for a user input.
-        index: position among the flattened user arguments; -1 for the rest.
+        index: position among the flattened user arguments; -1 for the rest, and for numbers.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Captured:
         guards: raises `AssertionError` for flat user inputs that a dynamic capture does not hold for.
         writes: what is assigned after a call; their tensors are results of the graph behind those of `out_spec`.
         state: the Python values that it was captured with.
+        numbers: what gives the placeholders that are numbers of Python their values, by name.
     """
 
     graph_module: fx.GraphModule
@@ -91,6 +94,7 @@ class Captured:
     guards: Callable[..., Any] | None = None
     writes: Writes = field(default_factory=Writes)
     state: PythonState = field(default_factory=PythonState)
+    numbers: dict[str, Number] = field(default_factory=dict)
 
     def is_rewritten(self, entry: Input) -> bool:
         """Whether an input is a tensor in whose place a call leaves another one, as a state in an attribute is."""
@@ -209,7 +213,11 @@ def _autocast_off(kinds: Sequence[str]) -> Iterator[None]:
 
 
 def capture_module(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, dynamic_shapes: Any = None
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    changing: Changing = Changing(),  # noqa: B008  # it is frozen
 ) -> Captured:
     """Capture a module's forward with `torch.export`, in its present train or eval mode.
 
@@ -218,20 +226,26 @@ def capture_module(
         args: example positional arguments.
         kwargs: example keyword arguments.
         dynamic_shapes: as for `torch.export.export`.
+        changing: the numbers of Python that are to be inputs.
 
     Raises:
         CaptureError: where the model cannot be taken as one graph; names the line of the model.
     """
     asked: set[str] = set()
     while True:  # names that only the running code tells lead to more that it reads
-        more, captured = _captured(model, args, kwargs, dynamic_shapes, asked)
+        more, captured = _captured(model, args, kwargs, dynamic_shapes, changing, asked)
         if more <= asked:
             return captured
         asked |= more
 
 
 def _captured(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None, dynamic_shapes: Any, asked: set[str]
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    dynamic_shapes: Any,
+    changing: Changing,
+    asked: set[str],
 ) -> tuple[set[str], Captured]:
     """As `capture_module`, with the names that the code asked for and the walk over its state did not know."""
     state = python_state(model, asked)
@@ -241,13 +255,25 @@ def _captured(
             where=name_of(model),
             mend="take the next value before the call, and pass it",
         )
-    watch = WriteWatch(model, state)
-    with watch.active(), written_first(state) as overwritten, names_asked(state) as more:
+    watch, numbers = WriteWatch(model, state), NumberInputs(model, state, changing)
+    with (
+        watch.active(),
+        written_first(state) as overwritten,
+        names_asked(state) as more,
+        numbers.active(args, kwargs or {}),
+    ):
         # In a context of its own: what is set in a context variable that had no value cannot be taken back.
         program = contextvars.copy_context().run(_export, model, args, kwargs, dynamic_shapes)
     state.overwritten = overwritten
     captured = captured_from_program(program, dynamic=dynamic_shapes is not None)
     captured.state, captured.writes = state, watch.writes
+    captured.inputs = tuple(
+        Input(entry.name, Source.NUMBER, entry.target) if entry.target in numbers.numbers else entry
+        for entry in captured.inputs
+    )
+    captured.numbers = {
+        entry.name: numbers.numbers[entry.target] for entry in captured.inputs if entry.source is Source.NUMBER
+    }
     if watch.out_spec is not None:
         captured.out_spec = watch.out_spec
     return more, captured

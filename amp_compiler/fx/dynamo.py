@@ -18,7 +18,14 @@ from amp_compiler.fx.graph import rename_placeholder, user_source
 from amp_compiler.fx.meta import CUSTOM_REGION, Key, region_pin
 from amp_compiler.fx.no_grad import detach_what_enters
 from amp_compiler.fx.regions import check_region
-from amp_compiler.fx.torch_private import new_graph_module, restored_transforms, traced_graph, transform_of
+from amp_compiler.fx.torch_private import (
+    TENSOR_OF_NUMBER,
+    is_restart,
+    new_graph_module,
+    restored_transforms,
+    traced_graph,
+    transform_of,
+)
 from amp_compiler.ir.graph import ValueKind
 
 
@@ -64,6 +71,8 @@ def trace_piece(
             run = fx.Interpreter(body).run
             traced = traced_graph(run, *examples, pre_dispatch=before, _allow_non_fake_inputs=True)
     except Exception as cause:  # tracing runs the model's own calls, which may raise anything
+        if is_restart(cause):
+            raise
         raise CaptureError(
             f"a piece of the model cannot be traced to ATen: {type(cause).__name__}: {cause}",
             where=user_frame(cause),
@@ -109,10 +118,23 @@ def _without_autocast_calls(piece: fx.GraphModule, kind: str, low: torch.dtype) 
         copied = graph.node_copy(node, lambda old: environment[old])
         if called == "_get_data_attr":  # of `x.data`, which no tracer takes note of
             copied.target = torch.Tensor.detach
+        if node.target is TENSOR_OF_NUMBER:  # Dynamo's for `torch.tensor` of a number that is an input
+            _as_scalar_tensor(copied)
         environment[node] = copied
         if regions and not regions[-1][1]:
             copied.meta["custom"] = {**copied.meta.get("custom", {}), CUSTOM_REGION: str(regions[-1][0])}
     return new_graph_module(piece, graph)
+
+
+def _as_scalar_tensor(node: fx.Node) -> None:
+    number = node.args[0].meta.get("example_value") if isinstance(node.args[0], fx.Node) else node.args[0]
+    if isinstance(number, (float, int, torch.SymFloat, torch.SymInt)) and not isinstance(number, bool):
+        given = {
+            name: value for name, value in node.kwargs.items() if name in ("dtype", "device") and value is not None
+        }
+        whole = isinstance(number, (int, torch.SymInt))
+        node.target = torch.scalar_tensor
+        node.kwargs = {"dtype": torch.int64 if whole else torch.get_default_dtype(), **given}
 
 
 def _inside(entry: fx.Node) -> Iterator[fx.Node]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any
@@ -39,6 +39,19 @@ def generators_kept(*given: Any) -> Iterator[None]:
         state = random.getstate()
         stack.callback(lambda: random.setstate(state))
         yield
+
+
+def random_state(device: torch.device) -> list[torch.Tensor]:
+    """The state of torch's own generators, of the CPU and of one device."""
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def set_random_state(device: torch.device, states: Sequence[torch.Tensor]) -> None:
+    """Put back what `random_state` gave."""
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1], device)
 
 
 class SeedIsSetError(Exception):

@@ -409,7 +409,9 @@ class _Propagator(FakeTensorProp):
                 return super().call_function(run, args, kwargs)
 
     def run_node(self, n: fx.Node) -> Any:
-        """Run one node on fake tensors; an error says where."""
+        """Run one node on fake tensors; an error says where. A number that is read stays what it was captured as."""
+        if n.target is torch.ops.aten.item.default and isinstance(n.meta.get("val"), (torch.SymFloat, torch.SymInt)):
+            return n.meta["val"]
         try:
             if n.target is torch.ops.aten.view.default:
                 with contextlib.suppress(RuntimeError, ValueError):

@@ -30,6 +30,7 @@ _KINDS = {
     Source.BUFFER: ValueKind.BUFFER,
     Source.CONSTANT: ValueKind.CONSTANT,
     Source.USER: ValueKind.INPUT,
+    Source.NUMBER: ValueKind.INPUT,
 }
 
 

@@ -148,6 +148,19 @@ def items_of(kind: Kind, value: Any, keys: set[str] | None = None) -> dict[Any, 
     return dict(value)
 
 
+def put(holder: Holder, key: Any, value: Any) -> None:
+    """Assign to what stands at a key of a holder today."""
+    target = holder.get()
+    if holder.kind is Kind.CELL:
+        target.cell_contents = value
+    elif holder.kind is Kind.CONTEXT:
+        target.set(value)
+    elif holder.kind in BY_NAME:
+        setattr(target, key, value)
+    else:
+        target[key] = value
+
+
 @dataclass
 class PythonState:
     """What the code behind a model reaches.
@@ -171,6 +184,7 @@ class PythonState:
         environment: whether it names `os.environ`.
         iterators: what is used up by reading it, by its label.
         overwritten: attributes that a capture wrote before it read them, as `fx.first_uses` gives them.
+        numbers: what became an input of the graph, by the `id` of what holds it and the key, see `fx.numbers`.
     """
 
     holders: dict[int, Holder] = field(default_factory=dict)
@@ -191,6 +205,7 @@ class PythonState:
     environment: bool = False
     iterators: list[str] = field(default_factory=list)
     overwritten: set[tuple[int, str]] = field(default_factory=set)
+    numbers: set[tuple[int, Any]] = field(default_factory=set)
 
     def loaded(self) -> Iterator[tuple[Holder, Any, Any]]:
         """Every value that the code may load, with its holder and key."""

@@ -329,7 +329,7 @@ def _states_of_lstm() -> Iterator[None]:
 @contextlib.contextmanager
 def exporting() -> Iterator[None]:
     """Within it this thread alone exports, and no other reads the tensors of modules; torch is left as it was found."""
-    with building(), TENSORS, restored_transforms(), _lazily():
+    with building(), TENSORS, restored_transforms(), _lazily(), whole_powers():
         depth = getattr(_CAPTURING, "depth", 0)
         _CAPTURING.depth = depth + 1
         try:
@@ -338,6 +338,7 @@ def exporting() -> Iterator[None]:
             _CAPTURING.depth = depth
 
 
+TENSOR_OF_NUMBER: Any = torch._refs.tensor  # how Dynamo writes `torch.tensor` of a number that is an input
 SET_GRAD_ENABLED = torch._C._set_grad_enabled  # how a graph switches gradients off and on
 
 
@@ -472,7 +473,7 @@ def recompile_limit(least: int) -> Iterator[int]:
         "accumulated_recompile_limit": max(_ALL_MODELS * limit, config.accumulated_recompile_limit),
         "fail_on_recompile_limit_hit": True,
         "suppress_errors": False,
-        "specialize_float": True,  # otherwise a number that changes comes as a tensor that the graph has to read
+        "specialize_float": False,  # a number that changes becomes an input, which the graph reads
     }
     with config.patch({name: value for name, value in wanted.items() if hasattr(config, name)}):
         yield limit
@@ -538,6 +539,52 @@ def dynamo_errors() -> tuple[type[Exception], ...]:
     """What Dynamo raises of its own."""
     limit = getattr(torch._dynamo.exc, "FailOnRecompileLimitHit", None)
     return (torch._dynamo.exc.TorchDynamoException, *([] if limit is None else [limit]))
+
+
+def is_restart(error: Exception) -> bool:
+    """Whether a compiler lets Dynamo capture anew, such as with a number as it is that cannot be an input."""
+    return isinstance(error, torch._dynamo.exc.RestartAnalysis)
+
+
+@contextlib.contextmanager
+def whole_powers() -> Iterator[None]:
+    """Within it a number that is an input may be negative in `number ** 2`; torch takes every base for positive."""
+    theirs: Any = torch.SymFloat.__pow__
+
+    def power(base: Any, exponent: Any) -> Any:
+        whole = isinstance(exponent, (int, float)) and exponent > 0 and float(exponent).is_integer()
+        return base.__float_pow__(exponent) if whole else theirs(base, exponent)
+
+    torch.SymFloat.__pow__ = power  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.SymFloat.__pow__ = theirs  # type: ignore[method-assign]
+
+
+def is_taken_for_granted(number: torch.SymFloat | torch.SymInt) -> bool:
+    """Whether a trace has put down something that must hold of a number, as `**` does of its base."""
+    environment, symbol = number.node.shape_env, number.node.expr
+    asserted = [one.expr for several in environment.deferred_runtime_asserts.values() for one in several]
+    return any(symbol in expression.free_symbols for expression in asserted)
+
+
+def restart_with_plain_numbers(piece: fx.GraphModule) -> None:
+    """Let Dynamo capture a piece anew, in which the numbers that became inputs are taken as they are.
+
+    Args:
+        piece: Dynamo's graph; without such inputs nothing happens.
+    """
+    from torch._dynamo.symbolic_convert import TensorifyState
+
+    read = [
+        getattr(node.meta.get("example_value"), "item_memo", None) for node in piece.graph.find_nodes(op="placeholder")
+    ]
+    names = [one.node._expr.name for one in read if one is not None and hasattr(one.node._expr, "name")]
+    if plain := [name for name in names if not TensorifyState.should_specialize(name)]:
+        for name in plain:
+            TensorifyState.specialize(name)
+        raise torch._dynamo.exc.TensorifyScalarRestartAnalysis
 
 
 def needs_double_backward(error: BaseException) -> bool:

@@ -24,6 +24,7 @@ from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import copy_graph, results_of, torch_dtype
 from amp_compiler.fx.hooks import refuse_parameter_hooks
 from amp_compiler.fx.meta import Key
+from amp_compiler.fx.numbers import Changing
 from amp_compiler.fx.prints import prints_refused
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops import native
@@ -56,6 +57,8 @@ class StepOptions:
         divisor: number of batches, on all ranks together, whose gradients are averaged.
         gather: as for `GatherGradients`.
         reduction: how the gradients of several ranks are summed; `None` for one process.
+        held: names of nodes whose values it gives as well.
+        changing: the numbers of Python that are to be inputs.
     """
 
     settings: Settings
@@ -67,6 +70,7 @@ class StepOptions:
     gather: str = ""
     reduction: Reduction | None = None
     held: tuple[str, ...] = ()
+    changing: Changing = field(default_factory=Changing)
 
 
 @dataclass(frozen=True)
@@ -151,7 +155,7 @@ def begin_step(
     refuse_parameter_hooks((name.partition(".")[2], parameter) for name, parameter in model.named_parameters())
     with model.as_parameters(), widened(model.parameters()):
         with refused_checkpoints(), prints_refused():
-            captured = capture_module(model, batch, {}, settings.dynamic_shapes)
+            captured = capture_module(model, batch, {}, settings.dynamic_shapes, options.changing)
         form = InputForm.of(captured, leaves)
         if not form.is_dynamic:
             settings = replace(settings, dynamic_shapes=None)

@@ -73,6 +73,7 @@ class StepInputs:
         getters: today's tensor of every parameter, buffer and constant, by placeholder.
         trained: placeholders of the parameters that require a gradient and belong to an optimizer.
         buffers: placeholders of the buffers.
+        numbers: what gives the placeholders of numbers their values.
         moving: placeholders of tensors in whose place every step leaves another one.
 
     Raises:
@@ -81,11 +82,11 @@ class StepInputs:
 
     def __init__(self, model: LossModule, captured: Captured, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.entries = {entry.name: entry for entry in captured.inputs}
-        self.optimizers = optimizers
+        self.optimizers, self.numbers = optimizers, captured.numbers
         self.getters: Getters = {
             name: tensor_getter(model, captured, entry)
             for name, entry in self.entries.items()
-            if entry.source is not Source.USER
+            if entry.source not in (Source.USER, Source.NUMBER)
         }
         self.moving = {name for name in self.getters if captured.is_rewritten(self.entries[name])}
         self.buffers = tuple(name for name in self.getters if self.entries[name].source is Source.BUFFER)
@@ -308,6 +309,8 @@ class TrainedWeights:
             if node.name in self.inputs.trained:
                 return Resolver(lambda leaves: as_real(get().detach()), get)
             return Resolver(lambda leaves: get().detach(), get)
+        if node.name in self.inputs.numbers:
+            return Resolver(self.inputs.numbers[node.name].tensor, leaf=True)
         return Resolver(itemgetter(self.inputs.entries[node.name].index), leaf=True)
 
     def _master(self, parameter: Tensor, kept: KeptTensors) -> Tensor:

@@ -20,7 +20,7 @@ from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.fx.capture import Captured, Input, Source
 from amp_compiler.fx.capture_errors import user_frame
 from amp_compiler.fx.garbage import without_full_collections
-from amp_compiler.fx.generators import generators_kept
+from amp_compiler.fx.generators import generators_kept, random_state, set_random_state
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private import building, needs_double_backward
 from amp_compiler.ir.nonfinite import NonfiniteNode
@@ -106,7 +106,7 @@ class PieceStep:
         try:
             made = self._run(batch, optimizers)
             if self._lows is not None and self._lows.convert(set(map(id, _trained(self.model, optimizers).values()))):
-                _set_random_state(self._device, drawn)
+                set_random_state(self._device, drawn)
                 made = self._run(batch, optimizers)
             return made
         except AmpError:
@@ -115,7 +115,7 @@ class PieceStep:
             if needs_double_backward(error) and self._settings.runs_on.compiled:
                 self._settings = replace(self._settings, backend="eager")  # whose pieces autograd goes through itself
                 self.pieces = self._in_pieces()
-                _set_random_state(self._device, drawn)
+                set_random_state(self._device, drawn)
                 return self.forward_and_backward(batch, optimizers)
             raise self._failed(error) from error
 
@@ -145,10 +145,15 @@ class PieceStep:
         """
         if self.pieces is None:
             raise self.cause
+        if self.pieces.given_up:
+            raise CaptureError(
+                f"the step runs under torch.autocast, where no node can be looked into: {self.pieces.given_up}",
+                mend="do what the warning of the logger 'amp_compiler' says",
+            )
         self._replay = PieceReplay()
         try:
             with generators_kept():
-                _set_random_state(self._device, self._drawn)
+                set_random_state(self._device, self._drawn)
                 made = self._run(batch, optimizers, scale)
             return self._replay.origins(self.pieces.plan), made
         except AmpError:
@@ -160,7 +165,7 @@ class PieceStep:
 
     def note_random_state(self) -> None:
         """Let `replayed` draw what a call would draw now."""
-        self._drawn = _random_state(self._device)
+        self._drawn = random_state(self._device)
 
     def under(self, rules: RuleSet) -> PieceStep:
         """The same under other rules, to be run node by node."""
@@ -341,6 +346,8 @@ class PieceProgram:
         pieces = self.step.pieces
         if pieces is None or not pieces.plans:
             how = f"as they are written, in {'FP32' if pieces is None else 'the types of the model'}"
+        elif pieces.given_up:
+            how = f"under torch.autocast, for {pieces.given_up}"
         else:
             how = f"in {len(pieces.plans)} piece{'s' * (len(pieces.plans) > 1)}"
         cause = self.step.cause
@@ -356,17 +363,6 @@ def _given(made: Made) -> list[Tensor]:
 def _placeholder_of(parameter: str) -> str:
     """The name that a captured graph gives a parameter."""
     return f"p_{parameter}".replace(".", "_")
-
-
-def _random_state(device: torch.device) -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
-
-
-def _set_random_state(device: torch.device, states: Sequence[Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    if len(states) > 1:
-        torch.cuda.set_rng_state(states[1], device)
 
 
 def _trained(model: LossModule, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:

@@ -404,17 +404,20 @@ class TrainingStep(StepReadings):
         except UnknownFormError as cause:  # of a dataclass, an array: Dynamo looks into them
             return self._piece_program(self._in_pieces(cause), spec, gather, leaves)
         key = (spec, module, owners, gather, (self._scale_config, self._held_nodes), form)
-        program = self._programs.find(key) or self._dynamic(key, leaves)
+        program = self._programs.find(key, leaves) or self._dynamic(key, leaves)
         whole = program is not None and not program.flags_changed(self._standing)
         if program is not None and whole and self._may_run(program, leaves, gather):
             return program
         stale, options = program, self._options(gather, leaves)
         if program is None and len(self._programs) >= MOST_SIGNATURES:
-            raise CaptureError(
+            many = CaptureError(
                 f"the step was captured for {MOST_SIGNATURES} signatures (shapes and types of the batch, model modes, "
                 "Python values that loss and model read)",
                 mend="pad the batches to fewer shapes, and pass numbers that change as tensors",
             )
+            if self._together is not None:
+                raise many
+            return self._piece_program(self._in_pieces(many), spec, gather, leaves)
         if self._together is not None:
             self._together.builds()
         try:
@@ -423,9 +426,10 @@ class TrainingStep(StepReadings):
                     key[:-1],
                     (batch, {}),
                     leaves,
-                    lambda settings, stages: build_step(
-                        self._module, batch, replace(options, settings=settings), self._state, stages
+                    lambda settings, stages, changing: build_step(
+                        self._module, batch, replace(options, settings=settings, changing=changing), self._state, stages
                     ),
+                    self._programs.changed(),
                 )
         except (CaptureError, LoweringError) as cause:
             if isinstance(cause, (HookError, OptimizerError)) or (
@@ -443,7 +447,7 @@ class TrainingStep(StepReadings):
         if stale is not None:  # one of dynamic shapes stands under another shape
             self._programs.drop(stale)
             self._fits.clear()
-        self._programs.add((spec, now, owners, gather, (self._scale_config, self._held_nodes), form), program)
+        self._programs.add((spec, now, owners, gather, (self._scale_config, self._held_nodes), form), program, leaves)
         if self._together is not None:
             offer = self._offer(program.offered, program.written, leaves, gather)
             self._together.settle(offer, program.shared)

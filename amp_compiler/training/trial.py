@@ -219,6 +219,8 @@ def _names(captured: Captured, batch: tuple[Any, ...]) -> dict[str, str]:
     return {
         entry.name: f"the batch itself (batch{paths[entry.index]})"
         if entry.source is Source.USER
+        else f"the number {captured.numbers[entry.name].label}"
+        if entry.source is Source.NUMBER
         else f"{kinds.get(entry.source, 'the constant')} {entry.target.partition('.')[2] or entry.name}"
         for entry in captured.inputs
     }

@@ -1,0 +1,174 @@
+"""Python numbers that change between calls (a weight that is annealed, a temperature) as inputs of a captured graph.
+
+A capture takes what it reads from attributes, globals, closures and arguments for granted. A number that is seen to
+change becomes an input of the next capture: while the forward is traced, a number read from a tensor stands in its
+place. What is more than arithmetic with it (a branch, `math.exp`, a dropout probability) cannot be traced so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import itemgetter
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from amp_compiler.errors import AmpError, NumberError, first_line
+from amp_compiler.fx.capture_errors import user_frame
+from amp_compiler.fx.python_state import Holder, Kind, PythonState, put
+from amp_compiler.fx.torch_private import is_taken_for_granted
+
+_INT64 = 2**63
+ARGUMENTS = "the arguments"
+_NAME = "number_{}_that_changes"
+_WRITABLE = frozenset({Kind.TABLE, Kind.DICT, Kind.LIST, Kind.CELL, Kind.CLASS, Kind.OBJECT})
+
+
+@dataclass(frozen=True)
+class Changing:
+    """Which numbers were seen to change.
+
+    Args:
+        labels: of what stands in attributes, variables, lists and dicts, as `Holder.name_of` calls it.
+        arguments: whether numbers among the arguments do.
+    """
+
+    labels: frozenset[str] = frozenset()
+    arguments: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.labels) or self.arguments
+
+
+@dataclass(frozen=True)
+class Number:
+    """One that is an input.
+
+    Args:
+        label: how a user calls it.
+        read: gives today's, from the flattened arguments of a call.
+        of_arguments: whether it is one of these.
+    """
+
+    label: str
+    read: Callable[[Sequence[Any]], float]
+    of_arguments: bool = False
+
+    def tensor(self, leaves: Sequence[Any]) -> Tensor:
+        """FP64 or INT64 [] on the CPU, from which a graph reads it without waiting for a device."""
+        return _tensor(self.read(leaves))
+
+
+@dataclass
+class NumberInputs:
+    """Puts stand-ins in the places of numbers for one capture.
+
+    Args:
+        model: the module that is captured.
+        state: what its code reaches.
+        changing: which numbers.
+    """
+
+    model: nn.Module
+    state: PythonState
+    changing: Changing
+    numbers: dict[str, Number] = field(default_factory=dict)
+    _places: list[tuple[str, Holder, Any]] = field(default_factory=list)
+    _leaves: list[tuple[str, int]] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def active(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """Within it the module can be traced once: its forward finds the stand-ins.
+
+        Args:
+            args: positional arguments of the capture.
+            kwargs: keyword arguments.
+        """
+        buffers, own, first = self.model._buffers, self.model.__dict__, len(self.numbers)
+        values: list[Tensor] = []
+        for holder, key, value in list(self.state.loaded()):
+            label = holder.name_of(key)
+            if is_number(value) and label in self.changing.labels and holder.kind in _WRITABLE:
+                self._places.append((_NAME.format(len(values)), holder, key))
+                self.numbers[_NAME.format(len(values))] = Number(label, _from_place(holder.getter(key)))
+                self.state.numbers.add((id(holder.value), key))
+                values.append(_tensor(value))
+        leaves = pytree.tree_flatten((args, kwargs))[0] if self.changing.arguments else []
+        for index, value in enumerate(leaves):
+            if type(value) is float:
+                self._leaves.append((_NAME.format(len(values)), index))
+                self.numbers[_NAME.format(len(values))] = Number(ARGUMENTS, itemgetter(index), of_arguments=True)
+                values.append(_tensor(value))
+        if len(self.numbers) == first:
+            yield
+            return
+        given = own.get("forward")
+        own["forward"] = self._with_stand_ins(self.model.forward)
+        buffers.update(zip(self.numbers, values, strict=True))
+        try:
+            yield
+        finally:
+            for name in self.numbers:
+                del buffers[name]
+            own.pop("forward", None) if given is None else own.update(forward=given)
+
+    def _with_stand_ins(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def with_stand_ins(*args: Any, **kwargs: Any) -> Any:
+            buffers = self.model._buffers
+            read: dict[str, Any] = {name: buffers[name].item() for name in self.numbers}  # type: ignore[union-attr]
+            leaves, spec = pytree.tree_flatten((args, kwargs))
+            for name, index in self._leaves:
+                leaves[index] = read[name]
+            args, kwargs = pytree.tree_unflatten(leaves, spec)
+            before = [(holder, key, _now(holder, key)) for _, holder, key in self._places]
+            for name, holder, key in self._places:
+                put(holder, key, read[name])
+            try:
+                result = forward(*args, **kwargs)
+                places = [(holder.name_of(key), _now(holder, key), read[name]) for name, holder, key in self._places]
+                if written := [label for label, now, given in places if now is not given]:
+                    raise NumberError(f"forward assigns to '{written[0]}'", labels=frozenset(written))
+                if bound := [self.numbers[name].label for name, one in read.items() if is_taken_for_granted(one)]:
+                    raise NumberError(f"'{bound[0]}' must lie in a range", labels=frozenset(bound))
+                return result
+            except AmpError:
+                raise
+            except Exception as error:  # the model's own code may raise anything
+                symbols = {str(value.node.expr): name for name, value in read.items()}
+                named = {symbols[one] for one in set(re.findall(r"\w+", str(error))) & symbols.keys()}
+                if not named:
+                    raise
+                raise NumberError(
+                    f"more than arithmetic is done with it: {first_line(error)}",
+                    labels=frozenset(self.numbers[name].label for name in named),
+                    where=user_frame(error),
+                ) from error
+            finally:
+                for holder, key, value in before:
+                    put(holder, key, value)
+
+        return with_stand_ins
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is one that an input can stand for."""
+    return type(value) is float or (type(value) is int and abs(value) < _INT64)
+
+
+def _tensor(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64 if type(value) is float else torch.int64)
+
+
+def _now(holder: Holder, key: Any) -> Any:
+    return holder.getter(key)()
+
+
+def _from_place(get: Callable[[], float]) -> Callable[[Sequence[Any]], float]:
+    return lambda leaves: get()

@@ -1,0 +1,217 @@
+"""Numbers of Python that change between calls become inputs of the graph: one more capture, whatever values follow."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import amp_compiler as amp
+
+X = torch.linspace(-1, 1, 24).reshape(3, 8)
+VALUES = [0.5 + 0.07 * number for number in range(12)]
+SCALE = 0.5
+
+
+class Settings:
+    __slots__ = ("scale",)
+
+    def __init__(self):
+        self.scale = 0.5
+
+
+class Scaled(nn.Module):
+    """Two products with `self.scaled(h)` between them."""
+
+    shared = 0.5
+
+    def __init__(self, scaled):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.scale, self.steps, self.table, self.items = 0.5, 0, {"scale": 0.5}, [1.0, 0.5]
+        self.settings = Settings()
+        self.__dict__["scaled"] = scaled
+
+    def forward(self, x, weight=1.0):
+        return self.last(self.scaled(self, self.first(x), weight))
+
+
+def set_global(model, value):
+    global SCALE
+    SCALE = value
+
+
+PLACES = {
+    "attribute": (lambda m, h, w: h * m.scale, lambda m, v: setattr(m, "scale", v)),
+    "dict": (lambda m, h, w: h * m.table["scale"], lambda m, v: m.table.update(scale=v)),
+    "list": (lambda m, h, w: h * m.items[1], lambda m, v: m.items.__setitem__(1, v)),
+    "another list": (lambda m, h, w: h * m.items[1], lambda m, v: setattr(m, "items", [1.0, v])),
+    "slot": (lambda m, h, w: h * m.settings.scale, lambda m, v: setattr(m.settings, "scale", v)),
+    "class": (lambda m, h, w: h * m.shared, lambda m, v: setattr(Scaled, "shared", v)),
+    "global": (lambda m, h, w: h * SCALE, set_global),
+    "counter": (lambda m, h, w: h * (1 - m.steps / 1000), lambda m, v: setattr(m, "steps", round(100 * v))),
+    "arithmetic": (
+        lambda m, h, w: h * (1 - m.scale) ** 2 + m.scale / 2 - h.clamp(-m.scale, m.scale),
+        lambda m, v: setattr(m, "scale", v),
+    ),
+    "a constant": (
+        lambda m, h, w: h + torch.full_like(h, m.scale) + torch.full((8,), m.scale),
+        lambda m, v: setattr(m, "scale", v),
+    ),
+}
+
+
+def captures(caplog):
+    return sum(record.getMessage().startswith("captured") for record in caplog.records)
+
+
+@pytest.fixture
+def log(caplog):
+    caplog.set_level(logging.INFO, "amp_compiler")
+    return caplog
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_after_the_second_capture_there_is_no_other(place, log):
+    scaled, change = PLACES[place]
+    model = amp.compile(Scaled(scaled), dtype="bf16", backend="eager")
+    for value in VALUES:
+        change(model.original, value)
+        fresh = amp.compile(model.original, dtype="bf16", backend="eager")
+        seen = len(log.records)
+        expected = fresh(X)
+        del log.records[seen:]
+        assert torch.equal(model(X), expected)  # as with the number written into the graph
+        assert not model.in_pieces
+    assert captures(log) == 2
+
+
+def test_an_argument(log):
+    model = amp.compile(Scaled(lambda m, h, w: h * w), dtype="bf16", backend="eager")
+    for value in VALUES:
+        seen = len(log.records)
+        expected = amp.compile(model.original, dtype="bf16", backend="eager")(X, value)
+        del log.records[seen:]
+        assert torch.equal(model(X, value), expected)
+        assert torch.equal(model(X, weight=value), expected)
+    assert captures(log) == 4  # by place and by name
+
+
+def test_sizes_and_numbers_change_together(log):
+    model = amp.compile(Scaled(lambda m, h, w: h * w + m.scale), dtype="bf16", backend="eager")
+    for number, value in enumerate(VALUES):
+        model.original.scale = value
+        x = torch.ones(2 + number, 8)
+        expected = amp.compile(model.original, dtype="bf16", backend="eager")(x, value)
+        assert torch.equal(model(x, value), expected)
+    assert sum("captured Scaled again" in record.getMessage() for record in log.records) <= 2
+
+
+def test_the_message_names_the_number(log):
+    model = amp.compile(Scaled(PLACES["dict"][0]), dtype="bf16", backend="eager")
+    for value in VALUES[:2]:
+        model.original.table["scale"] = value
+        model(X)
+    assert "numbers that it read have changed (table['scale']); from now on they are inputs" in log.text
+
+
+def test_another_type_or_another_length_is_captured_anew():
+    model = amp.compile(Scaled(lambda m, h, w: h * m.items[-1]), dtype="bf16", backend="eager")
+    for items in ([1.0, 0.5], [1.0, 0.7], [1.0, 2], [1.0, 0.5, 0.3], [torch.tensor(0.4)], [0.1], [0.2], [True]):
+        model.original.items = items
+        expected = amp.compile(model.original, dtype="bf16", backend="eager")(X)
+        assert torch.equal(model(X), expected)
+
+
+BEYOND = {
+    "branch": lambda m, h, w: h * 2 if m.scale > 0.9 else h * m.scale,
+    "function": lambda m, h, w: h * math.exp(-m.scale),
+    "root": lambda m, h, w: h * (1.3 - m.scale) ** 0.5,
+    "tensor": lambda m, h, w: h * torch.tensor(m.scale),
+    "probability": lambda m, h, w: functional.dropout(h, m.scale / 100, training=False) * m.scale,
+    "size": lambda m, h, w: h * h[:, : round(4 * m.scale)].sum(1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("kind", BEYOND)
+def test_more_than_arithmetic_is_computed_with_the_number_itself(kind):
+    """As one graph for a few values, then in pieces; always with a plan, and beside it another number is an input."""
+    model = amp.compile(Scaled(lambda m, h, w: BEYOND[kind](m, h, w) + m.steps / 7.0), dtype="bf16", backend="eager")
+    for number, value in enumerate(VALUES):
+        model.original.scale, model.original.steps = value, number
+        with torch.no_grad():
+            expected, result = model.original(X), model(X)
+        error = (result - expected).norm() / expected.norm()
+        assert 0 < error < 2e-2, (value, float(error))
+    assert model.plan.low_nodes > 0
+
+
+def test_the_number_at_fault_is_told_from_the_others(log):
+    model = amp.compile(
+        Scaled(lambda m, h, w: functional.dropout(h, m.scale / 100, training=True) * m.items[0]),
+        dtype="bf16",
+        backend="eager",
+    )
+    model.original.scale, model.original.items = 0.1, [1.0, 0.5]
+    model(X)
+    model.original.scale, model.original.items[0] = 0.2, 0.8
+    model(X)
+    begin = captures(log)
+    for value in VALUES:
+        model.original.items[0] = value
+        model(X)
+    assert captures(log) == begin and not model.in_pieces
+
+
+def test_what_forward_assigns_to_is_no_input():
+    class Counts(Scaled):
+        def forward(self, x):
+            self.scale += 0.125
+            return self.last(self.first(x) * self.scale)
+
+    model = amp.compile(Counts(None), dtype="bf16", backend="eager")
+    reference = Counts(None)
+    with torch.no_grad():
+        for number in range(6):
+            if number == 3:
+                model.original.scale = reference.scale = 0.25
+            expected = reference(X)
+            assert (model(X) - expected).norm() < 2e-2 * expected.norm()
+            assert model.original.scale == reference.scale
+
+
+def test_two_threads_with_numbers_of_their_own():
+    model = amp.compile(Scaled(lambda m, h, w: h * w), dtype="bf16", backend="eager")
+    with torch.no_grad():
+        expected = {value: amp.compile(model.original, dtype="bf16", backend="eager")(X, value) for value in VALUES[:4]}
+        for value in VALUES[:3]:
+            model(X, value)
+    wrong = []
+
+    def call(value):
+        with torch.no_grad():
+            wrong.extend(value for _ in range(50) if not torch.equal(model(X, value), expected[value]))
+
+    threads = [threading.Thread(target=call, args=(value,)) for value in expected]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.compiles
+def test_compiled():
+    model = amp.compile(Scaled(PLACES["arithmetic"][0]), dtype="bf16")
+    with torch.no_grad():
+        for value in VALUES:
+            model.original.scale = value
+            expected = model.original(X)
+            assert (model(X) - expected).norm() < 2e-2 * expected.norm()
+    assert not model.in_pieces and len(model._programs) == 2

@@ -1,0 +1,91 @@
+"""Numbers of Python that a loss reads and that change at every step: the weight of a term, a temperature, a penalty."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import amp_compiler as amp
+
+X = torch.linspace(-1, 1, 48).reshape(6, 8)
+STEPS = 10
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
+        self.temperature = 1.0
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)) / self.temperature)
+
+
+def trained(step_of, breaks, **options):
+    """Weights behind `STEPS` steps over which three numbers change, and the step."""
+    model, weight = Net(), [0.0]
+
+    def loss_fn(model, x, penalty):
+        y = model(x)
+        if breaks and float(y.detach().sum()) > 1e9:
+            return y.sum()
+        return y.square().mean() + weight[0] * y.abs().mean() + penalty * model.last.weight.square().sum()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = step_of(model, loss_fn, optimizer, **options)
+    for number in range(STEPS):
+        weight[0], model.temperature = number / STEPS, 1.0 + math.sin(number) / 3
+        step(X, 0.01 * number)
+    return [p.detach().clone() for p in model.parameters()], step
+
+
+def torchs(model, loss_fn, optimizer):
+    def step(*batch):
+        optimizer.zero_grad()
+        loss_fn(model, *batch).backward()
+        optimizer.step()
+
+    return step
+
+
+@pytest.mark.parametrize("breaks", [False, True], ids=["one graph", "pieces"])
+def test_a_step_in_fp32_is_torchs(breaks, caplog):
+    caplog.set_level(logging.INFO, "amp_compiler")
+    expected, _ = trained(torchs, breaks)
+    found, step = trained(amp.training_step, breaks, enabled=False, backend="eager")
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(found, expected, strict=True))
+    assert ("piece" in step.execution or "as they are written" in step.execution) == breaks
+    if not breaks:
+        assert sum(record.getMessage().startswith("captured") for record in caplog.records) == 2
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("breaks", [False, True], ids=["one graph", "pieces"])
+def test_in_16_bits_it_is_near(dtype, breaks):
+    expected, _ = trained(torchs, breaks)
+    found, step = trained(amp.training_step, breaks, dtype=dtype, backend="eager", loss_scale="none")
+    start = [p.detach() for p in Net().parameters()]
+    moved = sum(float((a - b).norm()) for a, b in zip(expected, start, strict=True))
+    off = sum(float((a - b).norm()) for a, b in zip(found, expected, strict=True))
+    assert 0 < off < 3e-2 * moved
+    assert step.plan.low_nodes > 0
+
+
+def test_in_pieces_there_is_one_more_form_and_no_other():
+    _, step = trained(amp.training_step, True, dtype="bf16", backend="eager")
+    assert len(step._pieces.pieces.plans) <= 6  # two pieces: with the first numbers, with 0 and 1 apart, with any
+
+
+@pytest.mark.compiles
+def test_compiled():
+    expected, _ = trained(torchs, False)
+    found, step = trained(amp.training_step, False, dtype="bf16")
+    start = [p.detach() for p in Net().parameters()]
+    moved = sum(float((a - b).norm()) for a, b in zip(expected, start, strict=True))
+    assert 0 < sum(float((a - b).norm()) for a, b in zip(found, expected, strict=True)) < 3e-2 * moved
+    assert len(step._programs) == 2
