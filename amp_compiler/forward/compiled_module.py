@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from amp_compiler.errors import AmpError, CaptureError, HookError, UnknownFormError
 from amp_compiler.forward.captures import Captures
+from amp_compiler.forward.fallback import run_under_autocast
 from amp_compiler.forward.graph_breaks import Pieces
 from amp_compiler.forward.kinds import forwarding_members, kinds_of
 from amp_compiler.forward.notices import logger
@@ -22,7 +23,15 @@ from amp_compiler.forward.settings import AUTO, Settings, device_of
 from amp_compiler.forward.signature import leaves_key, like_forward_of, module_key
 from amp_compiler.fx.capture import StandIn, autocast_off
 from amp_compiler.fx.capture_errors import shapes_do_not_fit
-from amp_compiler.fx.torch_private import BUILDING, TENSORS, building, captures_here, exports_here, skipped_by_dynamo
+from amp_compiler.fx.torch_private import (
+    BUILDING,
+    TENSORS,
+    building,
+    captures_here,
+    exports_here,
+    skipped_by_dynamo,
+    transforms_here,
+)
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.policy.unused import warn_of_unused
@@ -63,6 +72,7 @@ class CompiledModule(StandIn):
         for name in self._SHARED:
             own[name] = model.__dict__[name]
         own["_programs"], own["_pieces"], own["_last"], own["_told"] = ProgramTable(), {}, None, False
+        own["_transforms_told"] = False
         own["_captures"] = Captures(type(model).__name__, settings, "args")
 
     def __getattr__(self, name: str) -> Any:
@@ -162,6 +172,8 @@ class CompiledModule(StandIn):
                 "a compiled module cannot be exported by torch.export",
                 mend="export `model.original`, the module behind it",
             )
+        if transforms_here():
+            return self._transformed(args, kwargs, leaves)
         with autocast_off():
             try:
                 with TENSORS:
@@ -175,6 +187,18 @@ class CompiledModule(StandIn):
             if runner is None or inputs is None:
                 return self._build_and_run(key, args, kwargs, leaves)
             return self._noted(runner, runner.run_on(inputs))
+
+    def _transformed(self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]) -> Any:
+        """A call that torch.func or `torch.autograd.forward_ad` is around: compiled code knows no such way."""
+        if not self._transforms_told:
+            self.__dict__["_transforms_told"] = True
+            logger.warning(
+                "%s runs under torch.autocast, which knows no rules, where torch.func or forward_ad is around the call;"
+                " compile a module whose forward has the transform in it",
+                type(self.original).__name__,
+            )
+        device = device_of([*leaves, *self.original.parameters()])
+        return run_under_autocast(self.original, self.settings, device, args, kwargs)
 
     def _build_and_run(self, key: Any, args: Any, kwargs: Any, leaves: Sequence[Any]) -> Any:
         """A call for which there is no program, or none alone: one thread at a time."""

@@ -14,6 +14,7 @@ import torch.utils.checkpoint
 from torch import fx, nn
 
 from amp_compiler.errors import AmpError, CaptureError, CustomFunctionError, ValuesReadError, first_line
+from amp_compiler.forward.fallback import run_under_autocast
 from amp_compiler.forward.program import build_run, rewrite_piece
 from amp_compiler.forward.settings import AUTO, Settings, device_of
 from amp_compiler.fx.capture_errors import name_of, user_frame
@@ -156,7 +157,7 @@ class Pieces:
             LoweringError: a piece cannot be rewritten or compiled.
         """
         if self.given_up:
-            return self._under_autocast(args, kwargs)
+            return run_under_autocast(self._original, self._settings, self._device, args, kwargs)
         if len(self.plans) + self._unplanned + 1 < self._forms:
             return self._in_pieces(args, kwargs)
         buffers = [(one, one.clone()) for one in self._original.buffers()]  # the next piece may be one too many
@@ -170,12 +171,7 @@ class Pieces:
             for one, before in buffers:
                 one.copy_(before)
         set_random_state(self._device, drawn)
-        return self._under_autocast(args, kwargs)
-
-    def _under_autocast(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        low = torch_dtype(self._settings.low(self._device))
-        with torch.autocast(self._device.type, dtype=low):
-            return self._original(*args, **kwargs)
+        return run_under_autocast(self._original, self._settings, self._device, args, kwargs)
 
     def _in_pieces(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before, made = functions_given_up(), len(self.plans)

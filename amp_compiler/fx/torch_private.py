@@ -379,6 +379,14 @@ def captures_here() -> bool:
     return getattr(_CAPTURING, "depth", 0) > 0
 
 
+def transforms_here() -> bool:
+    """Whether this call stands within a transform of torch.func, or a level of forward-mode differentiation."""
+    within = getattr(torch._C._functorch, "peek_interpreter_stack", None)
+    return (within is not None and within() is not None) or (
+        getattr(torch.autograd.forward_ad, "_current_level", -1) >= 0
+    )
+
+
 def skipped_by_dynamo(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """A function that Dynamo runs as it is, while it still looks into what that calls.
 
