@@ -22,12 +22,13 @@ def build(graph_module: fx.GraphModule, inputs: Sequence[Any], round_exactly: bo
     if not upcasts:
         return forward
     places = {node.name for node in upcasts}
+    emulated = {user.name for node in upcasts for user in node.users}
 
     def run(*given: Any) -> Any:
         recorded = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given)
         if not recorded or transforms_functions():  # the hooks know nothing of torch.func
             return forward(*given)
-        kept = _KeptNarrow(places)
+        kept = _KeptNarrow(places, emulated)
         pack, unpack = kept.hooks(saved_tensor_hooks())
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             return _Noting(graph_module, kept).run(*given)
@@ -44,6 +45,7 @@ class _Noting(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node."""
+        self.kept.within = n.name in self.kept.emulated
         made = super().run_node(n)
         if n.name in self.kept.places:
             self.kept.note(made, self.env[n.args[0]])  # type: ignore[index]
@@ -65,10 +67,14 @@ class _KeptNarrow:
 
     Args:
         places: names of the nodes that widen.
+        emulated: names of the nodes that read what these made.
+
+    Attributes:
+        within: whether one of the latter runs; what it keeps may be a copy of an operand, as `matmul` makes one.
     """
 
-    def __init__(self, places: set[str]) -> None:
-        self.places = places
+    def __init__(self, places: set[str], emulated: set[str]) -> None:
+        self.places, self.emulated, self.within = places, emulated, False
         self._low: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}
 
     def note(self, wide: Tensor, low: Tensor) -> None:
@@ -85,11 +91,13 @@ class _KeptNarrow:
         def pack(tensor: Tensor) -> Any:
             place = _place(tensor)
             _, low = (None, None) if place is None else self._low.get(place, (None, None))
-            if low is None or tensor.dtype is not torch.float32:
+            if tensor.dtype is not torch.float32 or place is None:
                 return before(tensor)
-            return _Narrow(
-                before(low), low._version, tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset())
-            )
+            if low is None:
+                plain = self.within and type(tensor) is Tensor and tensor.is_cpu  # comparing waits for another device
+                copied = self._copy(tensor) if plain else None
+                return before(tensor) if copied is None else _narrow(before(copied), copied, copied)
+            return _narrow(before(low), low, tensor)
 
         def unpack(packed: Any) -> Tensor:
             if not isinstance(packed, _Narrow):
@@ -103,6 +111,19 @@ class _KeptNarrow:
             return low.float().as_strided(packed.size, packed.stride, packed.offset)  # type: ignore[no-any-return]
 
         return pack, unpack
+
+    def _copy(self, tensor: Tensor) -> Tensor | None:
+        """A 16-bit tensor that widens to exactly this one, dense; `None` where there is none."""
+        lows = {low.dtype for _, low in self._low.values()}
+        for low in lows:
+            narrow = tensor.detach().to(low, memory_format=torch.contiguous_format)
+            if torch.equal(narrow.float(), tensor):
+                return narrow
+        return None
+
+
+def _narrow(kept: Any, low: Tensor, tensor: Tensor) -> _Narrow:
+    return _Narrow(kept, low._version, tuple(tensor.size()), tuple(tensor.stride()), int(tensor.storage_offset()))
 
 
 def _place(tensor: Tensor) -> int | None:

@@ -19,7 +19,6 @@ from amp_compiler.ops.update.rounding import Storage
 from amp_compiler.passes.step.update_group import PART, UpdateGroup
 from amp_compiler.training.optimizer_state import laid_out, retyped
 from amp_compiler.training.parts import UNSPLIT, Parts
-from amp_compiler.training.step_hooks import check_hooks
 from amp_compiler.training.traced_optimizers import TracedGroup, bind_traced, check_traceable
 from amp_compiler.training.weights import COMPENSATION
 
@@ -179,7 +178,7 @@ def check_optimizers(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
         optimizer: a `torch.optim` object or a dict of them; what Accelerate or Lightning put around one is taken off.
 
     Raises:
-        AmpError: for anything else, for an optimizer that can be neither fused nor traced or has step hooks, for a
+        AmpError: for anything else, for an optimizer that can be neither fused nor traced, for a
             parameter in two optimizers, and for an L1 decay that is no number of at least 0.
     """
     given = tuple(map(_innermost, optimizer.values() if isinstance(optimizer, Mapping) else [optimizer]))
@@ -187,7 +186,6 @@ def check_optimizers(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
     for one in given:
         if not isinstance(one, torch.optim.Optimizer):
             raise AmpError(f"optimizer is a {type(one).__name__}", mend="pass a torch.optim object, or a dict of them")
-        check_hooks([one])
         if type(one) not in KINDS:
             check_traceable(one)
         _check_l1(one)

@@ -35,6 +35,7 @@ from amp_compiler.training.piece_replay import PieceReplay
 from amp_compiler.training.piece_weights import LowReads
 from amp_compiler.training.program import LossModule, StepOutput, StepProgram
 from amp_compiler.training.standing import Standing
+from amp_compiler.training.step_hooks import hooks_before, with_hooks
 from amp_compiler.training.weights import is_stored_low, widened
 
 Decide = Callable[[tuple[SharedGradient, ...], tuple[str, ...]], tuple[SharedGradient, ...]]
@@ -211,6 +212,28 @@ class PieceStep:
         aux = pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, aux)
         return Made(loss.detach(), aux, gradients, written)
 
+    def hooked(self, made: Made, options: StepOptions) -> Made:
+        """As the hooks before the update leave it; of a step that is skipped, they are not run.
+
+        Args:
+            made: of this batch.
+            options: what the update is built for.
+        """
+        hooks = hooks_before(options.optimizers)
+        if not hooks:
+            return made
+        parameters, scale = dict(self.model.named_parameters()), self.state.kept.scale().scale
+        finite = (torch.isfinite(one).all() for one in made.gradients.values())
+        if options.scale.checks_finite and not all(map(bool, finite)):
+            return made
+        with torch.no_grad():
+            unscaled = {
+                name: _like_parameter(one.to(torch.promote_types(one.dtype, torch.float32)) / scale, parameters[name])
+                for name, one in made.gradients.items()
+            }
+            left = with_hooks(hooks, parameters, unscaled)
+            return replace(made, gradients={name: as_real(one) * scale for name, one in left.items()})
+
     def completed(self, made: Made, gather: str) -> Made:
         """With zeros for the parameters that only batches before this one have a gradient of, where these are used up.
 
@@ -293,7 +316,7 @@ class PieceProgram:
         """
         batch, _ = pytree.tree_unflatten(list(leaves), self._spec)
         made = self.step.forward_and_backward(batch, self._options.optimizers)
-        made = self.step.completed(made, self._options.gather)
+        made = self.step.completed(self.step.hooked(made, self._options), self._options.gather)
         if self._decide is not None:
             made = self.step.shared(made, self._decide, self._options.gather)
         with building():
@@ -353,6 +376,10 @@ class PieceProgram:
         cause = self.step.cause
         where = f" ({cause.where})" if cause.where else ""
         return f"forward and backward {how}, the update as one graph, because: {cause.what}{where}"
+
+
+def _like_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:
+    return torch.view_as_complex(gradient) if parameter.is_complex() else gradient.to(parameter.dtype)
 
 
 def _given(made: Made) -> list[Tensor]:

@@ -63,7 +63,7 @@ from amp_compiler.training.readings import StepReadings
 from amp_compiler.training.scale_watch import StuckWatch
 from amp_compiler.training.standing import Standing
 from amp_compiler.training.state import GradientSums, LowWeights
-from amp_compiler.training.step_hooks import PostHooks, check_hooks
+from amp_compiler.training.step_hooks import PostHooks, check_hooks, hooks_before
 from amp_compiler.training.together import SAVING, Offer, Together, batch_form, begin, settings_of, values_of
 from amp_compiler.training.trial import StepTrials
 from amp_compiler.training.weights import OWN_KEY, WeightState, weight_storage, widened
@@ -369,7 +369,7 @@ class TrainingStep(StepReadings):
         """What runs a batch, and its leaves and tree."""
         if self._watch.arrived() and self._last is not None:
             self.check()
-        check_hooks(self._optimizers)
+        check_hooks(self._optimizers, self._between)
         leaves, spec = self._flat(batch)
         with TENSORS:
             self._standing.look()
@@ -394,6 +394,12 @@ class TrainingStep(StepReadings):
                 "hooks for saved tensors stand around the step (saved_tensors_hooks, save_on_cpu), which the backward"
                 " of one graph would lose",
                 mend="leave them out: a step keeps no more than it needs",
+            )
+            return self._piece_program(self._in_pieces(cause), spec, gather, leaves)
+        if self._pieces is None and hooks_before(self._optimizers):
+            cause = CaptureError(
+                "an optimizer has hooks that run before its steps, for which gradients have to stand in `.grad`",
+                mend="write what they do to the loss, clip by clip_norm=, and read step.gradients()",
             )
             return self._piece_program(self._in_pieces(cause), spec, gather, leaves)
         if self._pieces is not None:
@@ -472,6 +478,14 @@ class TrainingStep(StepReadings):
         )
 
     @property
+    def _between(self) -> str:
+        """What is done to gradients behind the backward of a call, inside of its graph."""
+        accumulates = "accumulate=" if self._accumulate > 1 else ""
+        clips = "clip_norm=" if self._clip_norm is not None else ""
+        ranks = "the sum over the ranks" if self._ranks is not None else ""
+        return accumulates or clips or ranks
+
+    @property
     def _speaks(self) -> bool:
         """Whether notices are this process's to give: of several ranks the first one gives them."""
         return self._ranks is None or self._ranks.is_first
@@ -547,13 +561,13 @@ class TrainingStep(StepReadings):
             >>> sum(node.target is torch.ops.amp_compiler.sgd_update.default for node in graph.nodes)
             1
         """
-        check_hooks(self._optimizers)
+        check_hooks(self._optimizers, self._between)
         with autocast_off(), building():
             return build_dry(self._module, batch, self._options("", []), self._state)
 
     def _counting(self, batch: tuple[Any, ...], *, with_weights: bool = False) -> CountingProgram:
         """What counts exponents for batches like this one, see `diagnose.run` and `training.counting`."""
-        check_hooks(self._optimizers)
+        check_hooks(self._optimizers, self._between)
         with autocast_off(), building():
             options = self._options("")
             return build_counting(self._module, batch, options, self._state, with_weights=with_weights)
@@ -574,7 +588,7 @@ class TrainingStep(StepReadings):
         return shards or self._weights.storage.low or any(one.dtype in LOW_TYPES for one in self._module.parameters())
 
     def _trials(self, batch: tuple[Any, ...]) -> StepTrials:
-        check_hooks(self._optimizers)
+        check_hooks(self._optimizers, self._between)
         return StepTrials(self._module, batch, self._options(""), self._state)
 
     def _autocast(self, batch: tuple[Any, ...]) -> AutocastTotals | None:
@@ -591,7 +605,7 @@ class TrainingStep(StepReadings):
     @contextmanager
     def _in_fp32(self) -> Iterator[LossModule]:
         """Within it the loss as a module, all of its parameters in FP32, as it is captured."""
-        check_hooks(self._optimizers)
+        check_hooks(self._optimizers, self._between)
         self._module.adopt(self._optimizers)
         with self._module.as_parameters(), widened(self._module.parameters()):
             yield self._module

@@ -46,6 +46,35 @@ def test_as_many_bytes_are_kept_as_by_autocast(backend):
     assert saved_bytes(model, compiled) <= saved_bytes(model, autocast) < 0.6 * saved_bytes(model, model)
 
 
+class Attention(nn.Module):
+    """Written out, with operands that `matmul` copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(32, 96)
+
+    def forward(self, x):
+        q, k, v = (one.view(4, 64, 4, 8).transpose(1, 2) for one in self.fc(x).chunk(3, -1))
+        return torch.relu(q @ k.transpose(-1, -2)) @ v
+
+
+def test_copies_of_operands_are_kept_in_16_bits_too():
+    model, plain = Attention(), Attention()
+    compiled = amp.compile(model, dtype="fp16", backend="eager")
+    assert saved_bytes(model, compiled) < 0.6 * saved_bytes(model, model)
+    compiled(X).square().mean().backward()
+
+    def wide(one, other):
+        return (one.float() @ other.float()).half()
+
+    y = nn.functional.linear(*(one.half().float() for one in (X, plain.fc.weight, plain.fc.bias))).half()
+    q, k, v = (one.view(4, 64, 4, 8).transpose(1, 2) for one in y.chunk(3, -1))
+    wide(torch.relu(wide(q, k.transpose(-1, -2))), v).float().square().mean().backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine.grad, theirs.grad)
+
+
 def test_the_gradients_are_those_of_the_emulated_products():
     model, plain = net(), net()
     amp.compile(model, dtype="fp16", backend="eager")(X).square().mean().backward()
