@@ -15,15 +15,15 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def unwrapped_model(model: Any, mend: str) -> Any:
-    """A model without what `torch.compile` and `amp.compile` put around it.
+    """A model without what `torch.compile`, `amp.compile` and a `DataParallel` of one device put around it.
 
     Args:
         model: an `nn.Module`, or a dict, list or tuple of them; anything else is returned as it is.
         mend: what to do about a model that is spread over devices or processes.
 
     Raises:
-        AmpError: where what was put around it has hooks or a forward of its own; for a model in `DataParallel` or
-            `DistributedDataParallel`, as a graph of it would lose what those add; for one of `torch.jit`.
+        AmpError: where what was put around it has hooks or a forward of its own; for a model in `DataParallel` over
+            devices or `DistributedDataParallel`, as a graph of it would lose what those add; for one of `torch.jit`.
 
     Example:
         >>> model = nn.Linear(4, 2)
@@ -35,7 +35,7 @@ def unwrapped_model(model: Any, mend: str) -> Any:
     if type(model) in (list, tuple):
         return type(model)(unwrapped_model(one, mend) for one in model)
     while isinstance(model, nn.Module):
-        inner = model.original if isinstance(model, StandIn) else getattr(model, _COMPILED, None)
+        inner = _inside(model)
         if not isinstance(inner, nn.Module):
             break
         if added := _added(model):
@@ -55,6 +55,14 @@ def unwrapped_model(model: Any, mend: str) -> Any:
             mend=mend,
         )
     return model
+
+
+def _inside(model: nn.Module) -> Any:
+    if isinstance(model, StandIn):
+        return model.original
+    if isinstance(model, nn.DataParallel):
+        return model.module if len(model.device_ids) <= 1 else None
+    return getattr(model, _COMPILED, None)
 
 
 def _added(wrapper: nn.Module) -> str:

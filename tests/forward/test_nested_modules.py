@@ -172,6 +172,9 @@ def test_a_forward_of_what_is_taken_off_is_not_lost():
     assert amp.compile(wrapped, backend="eager").original is wrapped.original
 
 
-def test_a_parallel_model_is_named():
+def test_a_parallel_model_of_one_device_is_what_is_in_it_and_over_several_it_is_named():
+    model = nn.DataParallel(plain())
+    assert amp.compile(model, dtype="bf16", backend="eager").original is model.module
+    model.device_ids = [0, 1]
     with pytest.raises(amp.AmpError, match=r"DataParallel.*amp\.compile\(model\.module\)"):
-        amp.compile(nn.DataParallel(plain()), dtype="bf16", backend="eager")
+        amp.compile(model, dtype="bf16", backend="eager")

@@ -85,7 +85,11 @@ def test_compiled_models_in_a_nest_are_unwrapped():
     assert not torch.equal(before[0].weight, model[0].weight)
 
 
-def test_a_parallel_model_is_named():
+def test_a_parallel_model_of_one_device_is_what_is_in_it_and_over_several_it_is_named():
     model = nn.DataParallel(plain())
+    step = amp.training_step(model, loss_fn, torch.optim.SGD(model.parameters(), 0.1), dtype="bf16", backend="eager")
+    step(X)
+    assert step.model is model.module
+    model.device_ids = [0, 1]
     with pytest.raises(amp.AmpError, match=r"DataParallel.*model\.module"):
         amp.training_step(model, loss_fn, torch.optim.SGD(model.parameters(), 0.1))
