@@ -121,7 +121,10 @@ class NonfiniteReport:
 
     def __str__(self) -> str:
         if not self:
-            return "all gradients were finite; what becomes zero or coarse in 16 bits is counted by amp.profile"
+            return (
+                "all gradients were finite; what becomes zero or coarse in 16 bits is counted by amp.profile,"
+                " and amp.tune writes the rules that mend it"
+            )
         title = "first made by" if self.repeated else "gradients made by"
         what = self._what() or "values between, and what is made of them is finite all the same, and may be wrong"
         told = f"not finite: {what}\n" + "".join(f"  {title} {node}\n" for node in self.nodes)
