@@ -49,7 +49,8 @@ def find_nonfinite(
         loss_scale: what that loss is multiplied by: `scaler.get_scale()`. A step has its own.
 
     Returns:
-        A report that is false where all is finite; print it.
+        A report that is false where all is finite; print it. Of a step it also names parameters whose gradient
+        becomes zero in 16 bits alone, with what loses it.
 
     Raises:
         AmpError: `subject` is none of these, or its batch does not fit.

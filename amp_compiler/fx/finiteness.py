@@ -99,6 +99,17 @@ class Finiteness:
         """All nodes whose value is infinite or NaN, and no mask."""
         return [node for node, state in self._states.items() if state is _State.BAD]
 
+    @property
+    def vanished(self) -> list[fx.Node]:
+        """All nodes that made zeros alone of inputs that hold other numbers."""
+        zero = {node for node, one in self.ranges.items() if one.is_zero}
+        made = (node for node in zero if node.op == "call_function")
+        return [node for node in made if zero.isdisjoint(read := node.all_input_nodes) and self.ranges.keys() & {*read}]
+
+    def is_zero(self, node: fx.Node) -> bool:
+        """Whether its value holds zeros and nothing else."""
+        return node in self.ranges and self.ranges[node].is_zero
+
     def _may_mask(self, node: fx.Node) -> bool:
         states = self._states
         if node.op != "call_function" or node.target is operator.getitem:

@@ -1,7 +1,8 @@
-"""What is not finite in a run, as a value: which nodes made it, of what, and the rule that mends it."""
+"""What is not finite in a run, or lost in zeros: which nodes made it, of what, and the rule that mends it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 INPUT = "input"  # the op of a node that is none
@@ -28,6 +29,11 @@ class ValueRange:
     nan: int
     dtype: str
     zeros: int = 0
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether it holds zeros and nothing else."""
+        return self.zeros > 0 and self.greatest == 0 and not self.spoilt
 
     @property
     def spoilt(self) -> str:
@@ -107,6 +113,8 @@ class NonfiniteReport:
         rule: rules in YAML, ready for a file, with which the same batch was run again and was finite; empty where none
             was found or none mends it.
         cure: in a sentence, what mends it, or why no rule does; empty where that was not asked for.
+        zeros: qualified names of the parameters whose gradient is zero and would not be in FP32; all is finite then,
+            and `nodes` are the first that made zeros of other numbers.
     """
 
     parameters: tuple[str, ...] = ()
@@ -115,9 +123,10 @@ class NonfiniteReport:
     results: tuple[str, ...] = ()
     rule: str = ""
     cure: str = ""
+    zeros: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.parameters or self.results or self.nodes)
+        return bool(self.parameters or self.results or self.nodes or self.zeros)
 
     def __str__(self) -> str:
         if not self:
@@ -127,10 +136,14 @@ class NonfiniteReport:
             )
         title = "first made by" if self.repeated else "gradients made by"
         what = self._what() or "values between, and what is made of them is finite all the same, and may be wrong"
-        told = f"not finite: {what}\n" + "".join(f"  {title} {node}\n" for node in self.nodes)
+        told = f"zero, and not so in FP32: {_gradients(self.zeros)}\n" if self.zeros else f"not finite: {what}\n"
+        told += "".join(f"  {title} {node}\n" for node in self.nodes)
         return told + "".join(f"{part}\n" for part in (self.cure, self.rule) if part)
 
     def _what(self) -> str:
-        rest = len(self.parameters) - SHOWN
-        names = ", ".join(self.parameters[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
-        return ", ".join([*self.results, *([f"the gradients of {names}"] if names else [])])
+        return ", ".join([*self.results, *([_gradients(self.parameters)] if self.parameters else [])])
+
+
+def _gradients(parameters: Sequence[str]) -> str:
+    rest = len(parameters) - SHOWN
+    return f"the gradients of {', '.join(parameters[:SHOWN])}" + (f" and {rest} more" if rest > 0 else "")

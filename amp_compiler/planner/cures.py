@@ -108,7 +108,8 @@ class _Search:
     def _found(self) -> Cure:
         several = len(self.why) > 1
         told = f"{len(self.why)} node{'s' * several} in FP32 mend{'s' * (not several)} it"
-        return Cure(rules_text(self.rules, self._entries()), f"{told}: run again with these rules it is finite")
+        mended = "it is not" if all(map(_is_lost, self.first.nodes)) else "it is finite"
+        return Cure(rules_text(self.rules, self._entries()), f"{told}: run again with these rules {mended}")
 
     def _tried(self, entries: Sequence[Mapping[str, Any]]) -> Trial:
         return self.attempt(extended(self.rules, entries))
@@ -129,11 +130,16 @@ class _Search:
         forward = [one for one in trial.nodes if one.phase == "forward"]
         for one in forward or trial.nodes:  # what the backward makes of a forward that is finite is seen then
             backward = one.phase == "backward"
-            own = f"{'its gradient is ' if backward else ''}not finite: {one.seen}"
-            beside = f"{'the gradient at ' if backward else ''}{one.planned} beside it is not finite: {one.seen}"
+            what = "lost in zeros" if _is_lost(one) else "not finite"
+            own = f"{'its gradient is ' if backward else ''}{what}: {one.seen}"
+            beside = f"{'the gradient at ' if backward else ''}{one.planned} beside it is {what}: {one.seen}"
             for name in near.to_blame(one):
                 found.setdefault(name, own if name == one.planned else beside)
         return found
+
+
+def _is_lost(one: NonfiniteNode) -> bool:
+    return one.output is not None and one.output.is_zero
 
 
 class _Near:

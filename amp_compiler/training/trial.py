@@ -24,12 +24,13 @@ from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.loss_scale import DynamicLossScale
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.step.fold_loss_scale import SCALE
-from amp_compiler.planner.cures import Cure, Trial, find_cure, spoilt_inputs
+from amp_compiler.planner.cures import Cure, Trial, extended, find_cure, spoilt_inputs
 from amp_compiler.policy.rules import RuleSet
 from amp_compiler.training.build import StepOptions, StepState, begin_step, run_step_passes
 from amp_compiler.training.nonfinite import described, in_order
 from amp_compiler.training.program import LossModule, Resolver
 
+_DOUBLINGS, _MOST_DOUBLINGS = 4, 24  # of the loss scale, tried where gradients are lost in zeros
 _LAST_BEFORE_UPDATE = "sum_gradients"
 
 
@@ -64,7 +65,7 @@ class StepTrials:
         graph = self._build(self._options.settings.rules)
         seen = graph.run(self._leaves, scale)
         if not seen.spoilt:
-            return self._swallowed(graph, seen, scale)
+            return self._swallowed(graph, seen, scale) or self._vanished(graph, seen, scale)
         cure = self._cure(graph, seen, scale)
         parameters = tuple(name for name in graph.updated if name in seen.spoilt)
         loss = tuple(name for name in seen.spoilt if name == LOSS)
@@ -81,6 +82,35 @@ class StepTrials:
             if cure.rule
             else NonfiniteReport()
         )
+
+    def _vanished(self, graph: _Joint, seen: _Seen, scale: Tensor) -> NonfiniteReport:
+        """Gradients that 16 bits lose in zeros altogether, as far as FP32 does not."""
+        rules = self._options.settings.rules
+        if graph.plan is None or not seen.zeros:
+            return NonfiniteReport()
+        plain = self._build(extended(rules, [{"match": {}, "precision": "fp32"}])).run(self._leaves, scale)
+        lost = tuple(name for name in seen.zeros if name not in plain.zeros)
+        if not lost:
+            return NonfiniteReport()
+        known = {(one.planned, one.phase) for one in plain.vanished}
+
+        def trial(plan: PrecisionPlan | None, now: _Seen) -> Trial:
+            nodes = tuple(one for one in now.vanished if (one.planned, one.phase) not in known)
+            return Trial(plan, nodes if set(now.zeros) - set(plain.zeros) else ())  # type: ignore[arg-type]
+
+        def attempt(others: RuleSet) -> Trial:
+            tried = self._build(others)
+            return trial(tried.plan, tried.run(self._leaves, scale))
+
+        first = trial(graph.plan, seen)
+        cure = find_cure(rules, first, attempt)
+        for doublings in range(_DOUBLINGS, _MOST_DOUBLINGS + 1, _DOUBLINGS):
+            larger = graph.run(self._leaves, scale * 2.0**doublings)
+            if not larger.spoilt and set(larger.zeros) <= set(plain.zeros):
+                told = f"{cure.told}; a loss scale of {float(scale) * 2.0**doublings:g} mends it too"
+                cure = replace(cure, told=told)
+                break
+        return NonfiniteReport((), first.nodes[:SHOWN], True, (), cure.rule, cure.told, lost)
 
     def cure(self, scale: Tensor) -> Cure:
         """What mends a step that was not finite; see `report`."""
@@ -159,11 +189,15 @@ class _Seen:
         spoilt: the loss, and the parameters whose gradient is not finite, by name.
         nodes: the first nodes that these go back to, in execution order.
         swallowed: the same of all that is not finite, whether anything came of it or not.
+        zeros: the parameters whose gradient is zero everywhere, by name.
+        vanished: nodes that made nothing but zeros of other numbers, in execution order.
     """
 
     spoilt: tuple[str, ...]
     nodes: tuple[NonfiniteNode, ...]
     swallowed: tuple[NonfiniteNode, ...]
+    zeros: tuple[str, ...]
+    vanished: tuple[NonfiniteNode, ...]
 
 
 @dataclass(frozen=True)
@@ -196,10 +230,14 @@ class _Joint:
         origins = {name: seen.origins([node]) for name, node in named.items()}
         broken = {node for found in origins.values() for node in found}
         told = {node: self._described(node, seen) for node in broken | seen.origins(seen.bad)}
+        zeros = tuple(name for name, node in named.items() if name != LOSS and seen.is_zero(node))
+        vanished = seen.vanished if zeros else []
         return _Seen(
             tuple(name for name, found in origins.items() if found),
             tuple(told[node] for node in in_order(graph, broken)),
             tuple(told[node] for node in in_order(graph, told)),
+            zeros,
+            tuple(self._described(node, seen) for node in in_order(graph, vanished)),
         )
 
     def _described(self, node: fx.Node, seen: Finiteness) -> NonfiniteNode:
