@@ -25,6 +25,7 @@ from amp_compiler.fx.python_state import Holder, Kind, PythonState, put
 from amp_compiler.fx.torch_private import is_taken_for_granted
 
 _INT64 = 2**63
+_MOST = 256  # numbers of one capture, each of which is an input of its own
 ARGUMENTS = "the arguments"
 _NAME = "number_{}_that_changes"
 _WRITABLE = frozenset({Kind.TABLE, Kind.DICT, Kind.LIST, Kind.CELL, Kind.CLASS, Kind.OBJECT})
@@ -89,16 +90,27 @@ class NumberInputs:
         Args:
             args: positional arguments of the capture.
             kwargs: keyword arguments.
+
+        Raises:
+            NumberError: one stands where it cannot be exchanged, such as in a tuple, or they are too many.
         """
         buffers, own, first = self.model._buffers, self.model.__dict__, len(self.numbers)
         values: list[Tensor] = []
-        for holder, key, value in list(self.state.loaded()):
-            label = holder.name_of(key)
-            if is_number(value) and label in self.changing.labels and holder.kind in _WRITABLE:
-                self._places.append((_NAME.format(len(values)), holder, key))
-                self.numbers[_NAME.format(len(values))] = Number(label, _from_place(holder.getter(key)))
-                self.state.numbers.add((id(holder.value), key))
-                values.append(_tensor(value))
+        found = [
+            (holder, key, value, holder.name_of(key)) for holder, key, value in self.state.loaded() if is_number(value)
+        ]
+        found = [one for one in found if one[-1] in self.changing.labels]
+        fixed = sorted({label for holder, _, _, label in found if holder.kind not in _WRITABLE})
+        if fixed or len(found) > _MOST:
+            raise NumberError(
+                f"'{fixed[0]}' cannot be exchanged" if fixed else f"{len(found)} numbers change",
+                labels=frozenset(fixed),
+            )
+        for holder, key, value, label in found:
+            self._places.append((_NAME.format(len(values)), holder, key))
+            self.numbers[_NAME.format(len(values))] = Number(label, _from_place(holder.getter(key)))
+            self.state.numbers.add((id(holder.value), key))
+            values.append(_tensor(value))
         leaves = pytree.tree_flatten((args, kwargs))[0] if self.changing.arguments else []
         for index, value in enumerate(leaves):
             if type(value) is float:

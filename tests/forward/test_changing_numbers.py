@@ -134,6 +134,7 @@ BEYOND = {
     "function": lambda m, h, w: h * math.exp(-m.scale),
     "root": lambda m, h, w: h * (1.3 - m.scale) ** 0.5,
     "tensor": lambda m, h, w: h * torch.tensor(m.scale),
+    "tuple": lambda m, h, w: h * m.pair[0],
     "probability": lambda m, h, w: functional.dropout(h, m.scale / 100, training=False) * m.scale,
     "size": lambda m, h, w: h * h[:, : round(4 * m.scale)].sum(1, keepdim=True),
 }
@@ -144,7 +145,7 @@ def test_more_than_arithmetic_is_computed_with_the_number_itself(kind):
     """As one graph for a few values, then in pieces; always with a plan, and beside it another number is an input."""
     model = amp.compile(Scaled(lambda m, h, w: BEYOND[kind](m, h, w) + m.steps / 7.0), dtype="bf16", backend="eager")
     for number, value in enumerate(VALUES):
-        model.original.scale, model.original.steps = value, number
+        model.original.scale, model.original.steps, model.original.pair = value, number, (value, 1)
         with torch.no_grad():
             expected, result = model.original(X), model(X)
         error = (result - expected).norm() / expected.norm()
