@@ -251,7 +251,7 @@ class _Fuser:
     def _taken(self) -> set[str]:
         """The names of all values."""
         if not self._names:
-            for graph in all_graphs(self.model.ir.graph):
+            for graph in self.model.graphs():
                 self._names |= {value.name or "" for value in (*graph.inputs, *graph.initializers.values())}
                 self._names |= {value.name or "" for node in graph for value in node.outputs}
         return self._names
