@@ -13,7 +13,7 @@ from amp_compiler.ir.dtypes import DType
 from amp_compiler.onnx.lowering.compounds import GELU, LAYER_NORM, RMS_NORM, Compound, find_compounds
 from amp_compiler.onnx.model.data import array_of, release, tensor_of
 from amp_compiler.onnx.model.edit import unique
-from amp_compiler.onnx.model.model import OnnxModel, ValueType, all_graphs
+from amp_compiler.onnx.model.model import OnnxModel, ValueType
 from amp_compiler.onnx.model.terms import is_op, numbers_of, scalar_of
 
 _OPS = {LAYER_NORM: ("LayerNormalization", 17), RMS_NORM: ("RMSNormalization", 23), GELU: ("Gelu", 20)}

@@ -146,7 +146,8 @@ class _Builder:
 
     def reserve(self, graph: ir.Graph) -> None:
         """Give values of the main graph their own names, whatever values in bodies before them are called."""
-        values = [*graph.inputs, *graph.initializers.values(), *(out for node in self.held[graph] for out in node.outputs)]
+        made = (out for node in self.held[graph] for out in node.outputs)
+        values = [*graph.inputs, *graph.initializers.values(), *made]
         self._reserved = {value.name: value for value in values if value.name}
 
     def add_graph(self, graph: ir.Graph, region: str) -> None:

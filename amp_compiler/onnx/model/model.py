@@ -113,7 +113,7 @@ class OnnxModel:
         return self.contents.sparse
 
     def graphs(self) -> list[onnx_ir.Graph]:
-        """The graph and all bodies in it, in the order of the nodes; most models have none, and are not looked through."""
+        """The graph and all bodies in it, in the order of the nodes; a model without bodies is not looked through."""
         return list(all_graphs(self.ir.graph)) if self.contents.bodies else [self.ir.graph]
 
     def type_of(self, value: onnx_ir.Value) -> ValueType:
