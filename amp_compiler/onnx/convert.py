@@ -240,6 +240,8 @@ def _release(lowered: Lowered) -> None:
 
 
 def _target(opened: OnnxFile, output: str | Path) -> Path:
+    if not isinstance(output, str | Path):
+        raise OnnxError(f"amp_compiler cannot write to a {type(output).__name__}", mend="give a path, or no output")
     target, path = output_file(output, OnnxError), opened.path
     if path is not None:
         same = path.samefile(target) if path.exists() and target.exists() else path.resolve() == target

@@ -147,6 +147,32 @@ def test_a_comparison_of_inputs_needs_no_cast(dtype, op, number):
 
 
 @BOTH
+def test_a_sign_is_a_comparison_with_zero(dtype):
+    source = model([node("Sub", ["x", "one"], ["d"], "difference"), node("Sign", ["d"], ["y"], "sign")],
+                   [info("x", 4)], [info("y", 4)], [scalar("one", 1.0)])  # fmt: skip
+    feeds = {"x": np.array([1.0001, 0.9999, 1, 2], np.float32)}
+    done = check(source, dtype)
+    assert "'sign' (onnx.Sign) compares or rounds" in kept(done)["difference"]
+    assert np.array_equal(outputs(done.model, feeds)[0], [1, -1, 0, 1])
+
+
+def test_a_number_of_elements_may_be_beyond_fp16():
+    """A mean as a sum over `Size`: 70,000 is infinite in FP16, and what is divided by it zero."""
+    nodes = [
+        node("MatMul", ["x", "w"], ["p"], "product"), node("ReduceMax", ["p"], ["m"], keepdims=0),
+        node("Size", ["p"], ["count"]), node("Cast", ["count"], ["wide"], to=T.FLOAT),
+        node("Div", ["m", "wide"], ["y"], "quotient"),
+    ]  # fmt: skip
+    source = model(nodes, [info("x", "n", 8)], [info("y")], [weight("w", 8, 8)])
+    feeds = {"x": RNG.standard_normal((8750, 8)).astype(np.float32)}
+    done = check(source, "fp16")
+    found = {entry.name: entry for entry in done.plan.nodes}
+    assert found["product"].precision == "low" and found["quotient"].precision == "fp32"
+    assert "a number of elements, which may be beyond fp16" in found["quotient"].reason
+    assert error(source, done.model, feeds) < 2e-3
+
+
+@BOTH
 def test_whole_numbers_made_of_data_are_made_of_what_is_there(dtype):
     """Behind an exponential in FP32 nothing is rounded on the way to whole numbers; behind a product it is low."""
 
@@ -341,6 +367,36 @@ def test_llama_of_two_thousand_tokens():
     assert np.abs(outputs(convert_onnx(source, dtype="bf16", rules=OFF).model, feeds)[0] - want).max() > 10 * bound
 
 
+@BOTH
+def test_a_difference_of_positions(dtype):
+    """ALiBi: distances of neighbours, whose positions are one number in BF16, are added to the scores."""
+    nodes = [
+        node("Cast", ["positions"], ["p"], to=T.FLOAT),
+        node("Unsqueeze", ["p", "first"], ["row"]), node("Unsqueeze", ["p", "second"], ["column"]),
+        node("Sub", ["row", "column"], ["d"], "distance"), node("Abs", ["d"], ["size"]),
+        node("Mul", ["size", "slope"], ["bias"], "bias"), node("MatMul", ["q", "k"], ["scores"], "scores"),
+        node("Add", ["scores", "bias"], ["s"], "sum"), node("Softmax", ["s"], ["y"]),
+    ]  # fmt: skip
+    source = model(
+        nodes, [info("positions", "n", kind=T.INT64), info("q", "n", 8)], [info("y", "n", "n")],
+        [weight("k", 8, 600), scalar("slope", -0.25), scalar("first", [0], np.int64), scalar("second", [1], np.int64)],
+    )  # fmt: skip
+    feeds = {"positions": np.arange(600), "q": RNG.standard_normal((600, 8)).astype(np.float32)}
+    done = check(source, dtype)
+    assert kept(done)["distance"] == "it is a difference of positions, so it stays as captured"
+    found = {entry.name: entry.precision for entry in done.plan.nodes}
+    assert [found[name] for name in ("bias", "scores", "sum")] == ["low"] * 3
+    q, k, p = (
+        torch.from_numpy(one) for one in (feeds["q"], nh.to_array(source.graph.initializer[0]), feeds["positions"])
+    )
+    bias = -0.25 * (p[None].float() - p[:, None].float()).abs()
+    want = torch.softmax(q @ k + bias, -1)
+    with torch.autocast("cpu", torch.bfloat16 if dtype == "bf16" else torch.float16):
+        bound = torch.linalg.norm(torch.softmax(q @ k + bias, -1).float() - want)
+    assert np.linalg.norm(outputs(done.model, feeds)[0] - want.numpy()) <= 4 * bound
+    assert error(source, convert_onnx(source, dtype=dtype, rules=OFF).model, feeds) > (0.05 if dtype == "bf16" else 0)
+
+
 # ---- running sums
 
 
@@ -405,6 +461,26 @@ def test_a_running_sum(dtype, kind, inner):
     )
     if dtype == "bf16":
         assert error(source, convert_onnx(source, dtype=dtype, rules=OFF).model, feeds) > 0.2
+
+
+@BOTH
+@pytest.mark.parametrize("op", ["Mul", "Div"])
+def test_a_running_product(dtype, op):
+    """A decay of 0.9999 is 1 in 16 bits, and a rounding at each of 4,000 steps is more than one at the end."""
+
+    def decayed(state, step):
+        return [node(op, [state, "decay"], ["n"], "decay")]
+
+    source = summed("Loop", decayed)
+    for index, stored in enumerate(source.graph.initializer):
+        if stored.name in ("decay", "start"):
+            number = np.float32(0.9999) if stored.name == "decay" else np.ones(8, np.float32)
+            source.graph.initializer[index].CopyFrom(nh.from_array(number, stored.name))
+    done = check(source, dtype)
+    decay = next(entry for entry in done.plan.nodes if entry.name == "decay")
+    assert decay.precision == "fp32" and "running product 's' that 'sum'" in decay.reason
+    feeds = {"x": np.zeros((4000, 8), np.float32)}
+    assert error(source, done.model, feeds) < 1e-6  # nothing that is low has a part in it
 
 
 @BOTH

@@ -13,6 +13,7 @@ _GROWING = frozenset(
     {"onnx.Add", "onnx.Sub", "onnx.Max", "onnx.Min", "onnx.Clip", "onnx.Sum", "onnx.ReduceSum", "onnx.ReduceMean"}
 )
 _ENDING = frozenset({"onnx.Sqrt", "onnx.Reciprocal", "onnx.Div", "onnx.Log", "onnx.Pow"})
+_COUNTING = frozenset({"onnx.Size", "onnx.ReduceProd"})
 _REACH = 12  # nodes between an op that overflows and the one that brings its result back into range
 
 
@@ -20,7 +21,7 @@ class Overflows(Walker):
     """Pins the patterns, each up to the op that brings its numbers back into range."""
 
     def patterns(self) -> None:
-        """Squares and exponentials."""
+        """Squares, exponentials and numbers of elements."""
         for node in self.graph.nodes.values():
             if node.part == GELU:
                 continue  # an infinite cube is the argument of a tanh, which is then 1
@@ -30,6 +31,9 @@ class Overflows(Walker):
                 self._overflows(node, "sums of squares leave the range of fp16")
             elif self._sums_squares(node):
                 self._overflows(node, "its squares are summed, which leaves the range of fp16")
+            elif node.op == "onnx.Cast" and self._counts(node):
+                for user in self.users(node):
+                    self.pin(user, f"it reads what '{node.name}' makes, a number of elements, which may be beyond fp16")
             elif node.op == "onnx.Exp" and not self._is_bounded(node):
                 self._overflows(node, "exponentials of more than 11 leave the range of fp16")
 
@@ -91,6 +95,11 @@ class Overflows(Walker):
                     if user.op == "onnx.Reciprocal" or (user.op == "onnx.Div" and self.scalar(user, 0) is not None):
                         following.append(user)
         return found
+
+    def _counts(self, node: Node) -> bool:
+        """True for a number of elements that is cast, which is a whole number before."""
+        maker = self.graph.producer(node.inputs[0].value)
+        return maker is not None and maker.op in _COUNTING and not self._float_result(maker)
 
     def _scales(self, node: Node) -> bool:
         return node.op == "onnx.Mul" and any(self.scalar(node, index) is not None for index in range(2))
