@@ -17,7 +17,7 @@ from amp_compiler.policy.reduction_size import reduction_size
 from amp_compiler.policy.rules import OpInfo, OpTable, RuleSet
 
 _BODIES = frozenset({"onnx.If", "onnx.Loop", "onnx.Scan"})
-_DIFFERENCES = frozenset({"onnx.Sub", "aten.sub", "aten.subtract", "aten.rsub"})
+_DIFFERENCES = frozenset({"onnx.Sub", "aten.sub", "aten.subtract", "aten.rsub", "onnx.Add", "aten.add"})
 _COORDINATES = 4  # a product that sums up to this many numbers makes other coordinates of them
 _INTEGERS = frozenset(
     {DType.INT8, DType.INT16, DType.INT32, DType.INT64, DType.UINT8, DType.UINT16, DType.UINT32, DType.UINT64}
@@ -154,7 +154,7 @@ class _Analysis:
             self._back(node, f"{_told(node)} compares or rounds what is made of it")
 
     def angles(self, node: Node, info: OpInfo) -> None:
-        """Sines of anything known to every bit, any curve that positions go through, and differences of positions."""
+        """Sines of what is known to every bit, curves that positions go through, differences of places."""
         if node.op in _DIFFERENCES:
             self._difference(node)
             return
@@ -166,11 +166,25 @@ class _Analysis:
             self._back(node, f"positions go through it to {_told(node)}")
 
     def _difference(self, node: Node) -> None:
-        """Neighbours that are far from the start are one number in 16 bits, and their distance zero."""
-        read = [self.origins[name] for name in self._operands(node)]
-        if len(read) == 2 and all(origin is Origin.POSITION for origin in read):
-            self.found.kept.setdefault(node.name, "it is a difference of positions")
-            self._back(node, f"{_told(node)} is a difference of positions")
+        """Neighbours that are far from the start are one number in 16 bits; so are a place and the cell it is in."""
+        read = list(self._operands(node))
+        origins = [self.origins[name] for name in read]
+        if len(read) != 2 or not all(origin in (Origin.POSITION, Origin.GIVEN) for origin in origins):
+            return
+        adds = node.op.endswith(".Add") or node.op.endswith(".add")
+        if all(origin is Origin.POSITION for origin in origins):
+            what = "a sum or difference of positions" if adds else "a difference of positions"
+        elif not adds and any(self._is_whole(name) for name in read):
+            what = "a difference to a whole number"
+        else:
+            return
+        self.found.kept.setdefault(node.name, f"it is {what}")
+        self._back(node, f"{_told(node)} is {what}")
+
+    def _is_whole(self, name: str) -> bool:
+        """True for what is made of whole numbers alone, and for what was rounded to one."""
+        maker = self.graph.producer(name)
+        return self.origins[name] is Origin.POSITION or (maker is not None and self.infos[maker.op].steps)
 
     def _back(self, node: Node, reason: str, *, through_data: bool = False) -> None:
         """`_back_from` the floating-point operands of a node."""

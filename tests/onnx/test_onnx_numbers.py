@@ -18,6 +18,7 @@ from onnx import helper as h
 from onnx import numpy_helper as nh
 from onnx_models import DTYPES, RNG, casts, check, info, model, node, scalar, weight
 
+from amp_compiler.ir.dtypes import low_type
 from amp_compiler.onnx.check.emulate import emulate
 from amp_compiler.onnx.check.run import Runner
 from amp_compiler.onnx.convert import convert_onnx
@@ -170,6 +171,50 @@ def test_a_number_of_elements_may_be_beyond_fp16():
     assert found["product"].precision == "low" and found["quotient"].precision == "fp32"
     assert "a number of elements, which may be beyond fp16" in found["quotient"].reason
     assert error(source, done.model, feeds) < 2e-3
+
+
+@pytest.mark.parametrize("by", ["count", "number"])
+def test_a_mean_of_many_as_a_sum_and_a_count(by):
+    """Both are beyond FP16, and stay FP32 until one is divided by the other."""
+    by_number = [node("Mul", ["total", "share"], ["y"], "mean")]
+    by_count = [
+        node("ReduceSum", ["m"], ["n"], keepdims=0), node("Clip", ["n", "few"], ["c"]),
+        node("Unsqueeze", ["c", "zero"], ["d"]), node("Div", ["total", "d"], ["y"], "mean"),
+    ]  # fmt: skip
+    nodes = [
+        node("Cast", ["mask"], ["m"], to=T.FLOAT), node("Unsqueeze", ["m", "one"], ["u"]),
+        node("MatMul", ["x", "w"], ["p"], "product"), node("Mul", ["p", "u"], ["q"]),
+        node("ReduceSum", ["q", "zero"], ["total"], "total", keepdims=0),
+        *(by_count if by == "count" else by_number),
+    ]  # fmt: skip
+    source = model(
+        nodes, [info("x", "n", 8), info("mask", "n", kind=T.BOOL)], [info("y", 8)],
+        [weight("w", 8, 8), scalar("one", [1], np.int64), scalar("zero", [0], np.int64), scalar("few", 1.0),
+         scalar("share", 1 / 90_000)],
+    )  # fmt: skip
+    feeds = {"x": 1 + np.abs(RNG.standard_normal((90_000, 8))).astype(np.float32), "mask": np.ones(90_000, np.bool_)}
+    done = check(source, "fp16")
+    found = {entry.name: entry for entry in done.plan.nodes}
+    assert found["product"].precision == "low" and found["mean"].precision == "fp32"
+    assert "brings the sum 'total' back into the range of fp16" in found["mean"].reason
+    assert error(source, done.model, feeds) < 2e-3
+
+
+@BOTH
+def test_the_part_behind_the_point(dtype):
+    """A place between two cells of a table: what is left of 3,000.7 is lost in 16 bits."""
+    nodes = [
+        node("Floor", ["places"], ["f"], "floor"), node("Cast", ["f"], ["i"], to=T.INT64),
+        node("Sub", ["places", "f"], ["part"], "part"), node("Cast", ["i"], ["g"], to=T.FLOAT),
+        node("Sub", ["places", "g"], ["again"], "again"), node("Add", ["part", "again"], ["y"], "sum"),
+    ]  # fmt: skip
+    source = model(nodes, [info("places", 100)], [info("y", 100)], [])
+    done = check(source, dtype)
+    assert [kept(done)[name] for name in ("part", "again")] == [
+        "it is a difference to a whole number, so it stays as captured"
+    ] * 2
+    feeds = {"places": (3000 + 10 * RNG.random(100)).astype(np.float32)}
+    assert error(source, done.model, feeds) < 4 * low_type(dtype).format.eps
 
 
 @BOTH
@@ -365,6 +410,21 @@ def test_llama_of_two_thousand_tokens():
             bound = np.abs(module(ids, positions).float().numpy() - want).max()
     assert np.abs(outputs(convert_onnx(source, dtype="bf16").model, feeds)[0] - want).max() <= 2 * bound
     assert np.abs(outputs(convert_onnx(source, dtype="bf16", rules=OFF).model, feeds)[0] - want).max() > 10 * bound
+
+
+@BOTH
+def test_positions_added_to_negated_ones(dtype):
+    nodes = [
+        node("Cast", ["positions"], ["p"], to=T.FLOAT), node("Neg", ["p"], ["n"], "negated"),
+        node("Unsqueeze", ["p", "first"], ["row"]), node("Unsqueeze", ["n", "second"], ["column"]),
+        node("Add", ["row", "column"], ["d"], "distance"), node("MatMul", ["d", "w"], ["y"]),
+    ]  # fmt: skip
+    ends = [scalar("first", [0], np.int64), scalar("second", [1], np.int64)]
+    source = model(nodes, [info("positions", 64, kind=T.INT64)], [info("y", 64, 8)], [*ends, weight("w", 64, 8)])
+    done = check(source, dtype)
+    assert kept(done)["distance"] == "it is a sum or difference of positions, so it stays as captured"
+    feeds = {"positions": 4000 + np.arange(64)}
+    assert error(source, done.model, feeds) < 4 * low_type(dtype).format.eps
 
 
 @BOTH
