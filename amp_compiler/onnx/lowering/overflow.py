@@ -22,7 +22,7 @@ class Overflows(Walker):
     """Pins the patterns, each up to the op that brings its numbers back into range."""
 
     def patterns(self) -> None:
-        """Squares, sums, exponentials and numbers of elements."""
+        """Squares, exponentials and numbers of elements."""
         for node in self.graph.nodes.values():
             if node.part == GELU:
                 continue  # an infinite cube is the argument of a tanh, which is then 1
@@ -35,9 +35,6 @@ class Overflows(Walker):
             elif node.op == "onnx.Cast" and self._counts(node):
                 for user in self.users(node):
                     self.pin(user, f"it reads what '{node.name}' makes, a number of elements, which may be beyond fp16")
-            elif node.op == "onnx.ReduceSum":
-                for user in self._brought_back(node):
-                    self.pin(user, f"it brings the sum '{node.name}' back into the range of fp16")
             elif node.op == "onnx.Exp" and not self._is_bounded(node):
                 self._overflows(node, "exponentials of more than 11 leave the range of fp16")
 
@@ -99,6 +96,12 @@ class Overflows(Walker):
                     if user.op == "onnx.Reciprocal" or (user.op == "onnx.Div" and self.scalar(user, 0) is not None):
                         following.append(user)
         return found
+
+    def means(self) -> Iterator[tuple[Node, list[Node]]]:
+        """Each sum with what makes a mean of it, which may bring it back into range."""
+        for node in self.graph.nodes.values():
+            if node.op == "onnx.ReduceSum":
+                yield node, list(self._brought_back(node))
 
     def _brought_back(self, total: Node) -> Iterator[Node]:
         """What divides a sum by another one or by a stored number, or multiplies it by one: it makes a mean of it."""
