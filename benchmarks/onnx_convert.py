@@ -8,7 +8,8 @@ save; time per node of the longest chain is at most twice that of the shortest o
 Times are CPU seconds, ours and the peers' in turns. `convert` is what users get: with ONNX's checker on the model, its
 inference on the result, and up to 4,000 nodes one load in ONNX Runtime, none of which the peers do; `unchecked` is
 without. Casts of the result, what they move in a run, the share of nodes that make 16-bit values and the error by true
-rounding are those of `benchmarks.onnx_casts`, whose exports of transformers are converted too.
+rounding are those of `benchmarks.onnx_casts`, whose exports of transformers are converted too. A second table has the
+casts of each export beside AutoCast's: by default, which fuses nothing, and with `--fuse --opset 23`.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ PREDICTION = "140 MB: at most 2 s beside load, check and save; 100,000 nodes: at
 WIDTH = 64
 PEER_LIMIT = 120.0  # seconds that a peer may take
 TOO_SLOW = "stopped on a shorter one"
+CAREFUL = "ModelOpt AutoCast"  # the peer that has casts of its own for what FP16 does not hold
+FUSING_OPSET = 23  # the first that has `RMSNormalization`
 ONE_TURN = 10.0  # CPU seconds from which on a peer has one turn only
 
 
@@ -145,6 +148,9 @@ def measure(case: Case, folder: Path, repeats: int, peers: Path | None, slow: se
         "loaded": is_installed() and nodes <= MOST_NODES,
         **facts(source, target, case.feeds),
     }
+    if case.feeds is not None:
+        convert_onnx(source, target, dtype="fp16", fuse=True, opset=FUSING_OPSET)
+        row["fused"] = facts(source, target, case.feeds)
     if peers is not None:
         slow.update(peer for peer, told in theirs.items() if "stopped" in told.get("failed", ""))
         row["peers"] = theirs
@@ -195,6 +201,23 @@ def show(rows: list[dict[str, Any]]) -> Table:
     return table
 
 
+def show_casts(rows: list[dict[str, Any]]) -> Table:
+    """Casts, their MB a run and error of each export beside AutoCast's: by default, which fuses nothing, and fused."""
+    table = Table(title=f"casts, MB cast, error; by default nothing is fused, fused is `--fuse --opset {FUSING_OPSET}`")
+    for column in ("model", "default", CAREFUL, "default: at most its casts, bytes, error", "fused", "fused: at most"):
+        table.add_column(column)
+    for row in rows:
+        theirs = row["peers"][CAREFUL]
+        cells = [_told(row), _told(theirs), _at_most(row, theirs), _told(row["fused"]), _at_most(row["fused"], theirs)]
+        table.add_row(row["model"], *cells)
+    return table
+
+
+def _at_most(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """Whether casts, their bytes and the error are at most another converter's."""
+    return ", ".join("yes" if ours[fact] <= theirs[fact] else "no" for fact in ("casts", "cast_bytes", "error"))
+
+
 def _told(one: dict[str, Any]) -> str:
     error = f", {one['error']:.5f}" if "error" in one else ""
     return f"{one['casts']}, {one['cast_bytes'] / 1e6:.2f}{error}, {one['low']:.0%}"
@@ -230,6 +253,9 @@ def main() -> None:
             rows.append(measure(case, Path(folder), options.repeats, options.peers, slow))
             Console(stderr=True).print(f"{case.name}: done")
     Console(width=240).print(show(rows))
+    beside = [row for row in rows if "fused" in row and "casts" in row.get("peers", {}).get(CAREFUL, {})]
+    if beside:
+        Console(width=240).print(show_casts(beside))
     result = {
         "what": "conversion of ONNX models to fp16, file to file, CPU seconds", **machine_facts(),
         "onnx": onnx.__version__, "prediction": PREDICTION, "outcome": outcome(rows), "rows": rows,

@@ -26,7 +26,7 @@ from amp_compiler.onnx.lowering.norms import guard_norms
 from amp_compiler.onnx.lowering.parameters import unify_batch_norms
 from amp_compiler.onnx.model.edit import unique
 from amp_compiler.onnx.model.infer import infer, light_of, stripped
-from amp_compiler.onnx.model.model import OnnxFile, Source, all_graphs, open_model
+from amp_compiler.onnx.model.model import OnnxFile, Source, open_model
 from amp_compiler.onnx.model.save import save, to_proto
 from amp_compiler.onnx.model.validate import told_as_onnx
 from amp_compiler.onnx.plan import plan_onnx, told_late
@@ -229,10 +229,10 @@ def _release(lowered: Lowered) -> None:
     Every tensor of it holds the whole message that it was read from.
     """
     lowered.graph.magnitude_of = unknown_magnitude
-    for graph in list(all_graphs(lowered.model.ir.graph)):
+    for graph in lowered.model.graphs():
         for value in graph.initializers.values():
             value.const_value = None
-        for node in graph:
+        for node in graph if lowered.model.contents.tensors else ():
             if node.attributes.data:
                 node.attributes.data.clear()
                 for value in node.outputs:
@@ -240,6 +240,8 @@ def _release(lowered: Lowered) -> None:
 
 
 def _target(opened: OnnxFile, output: str | Path) -> Path:
+    if not isinstance(output, str | Path):
+        raise OnnxError(f"amp_compiler cannot write to a {type(output).__name__}", mend="give a path, or no output")
     target, path = output_file(output, OnnxError), opened.path
     if path is not None:
         same = path.samefile(target) if path.exists() and target.exists() else path.resolve() == target
@@ -250,7 +252,9 @@ def _target(opened: OnnxFile, output: str | Path) -> Path:
 
 def _rename_duplicates(lowered: Lowered) -> None:
     """Give each node with the name of an earlier one in its graph the name that the neutral graph has for it."""
-    graphs = list(all_graphs(lowered.model.ir.graph))
+    if not lowered.renamed:
+        return
+    graphs = lowered.model.graphs()
     names = [[node.name for node in graph] for graph in graphs]
     if all(len(set(one)) == len(one) for one in names):
         return

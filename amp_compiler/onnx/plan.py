@@ -12,7 +12,7 @@ import onnx
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import DType, low_type
-from amp_compiler.ir.graph import Node
+from amp_compiler.ir.graph import Node, Pin
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.check.loads import latest_opset, refusal_of
 from amp_compiler.onnx.lowering.compounds import mark_compounds
@@ -137,6 +137,8 @@ def plan_onnx(
             pin_running_sums(lowered)
         known = {name: largest for name, largest in (ranges or {}).items() if name in lowered.graph.values}
         _unify_norms(lowered, compounds, rules, low, known)
+        if low is DType.FLOAT16 and rules.keeps("powers"):
+            _keep_means(lowered, rules, known)
         if stages is not None:
             stages.note("capture", lowered.graph.to_text())
         plan = make_plan(lowered.graph, rules, low, ranges=known, stages=stages)
@@ -187,6 +189,18 @@ def _unify_norms(
             if asked == Precision.FP32.value:
                 pin_norm(lowered, norm, name)
                 break
+
+
+def _keep_means(lowered: Lowered, rules: RuleSet, ranges: Mapping[str, float]) -> None:
+    """Pin to FP32 what makes a mean of a sum that is FP32, and may be beyond FP16. Changes `lowered.graph`."""
+    matcher = RuleMatcher(rules, lowered.graph, Context(lowered.low, lowered.graph.device), ranges)
+    for total, makers in list(Overflows(lowered, {}).means()):
+        decision = matcher.decide(total) if total.pin is None and makers else None
+        asked = total.pin.precision if total.pin is not None else decision and decision.precision.value
+        for node in makers if asked == Precision.FP32.value else ():
+            if node.pin is None:
+                reason = f"it brings the sum '{total.name}' back into the range of fp16"
+                lowered.graph.nodes[node.name] = replace(node, pin=Pin("fp32", reason))
 
 
 def _at_opset(opened: OnnxFile, opset: int, raising: bool) -> OnnxFile:

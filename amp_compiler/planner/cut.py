@@ -53,7 +53,7 @@ def _values_at_stake(problem: FollowProblem) -> dict[str, None]:
         found.update((node.inputs[index].value, None) for index in typing.data)
         for value in typing.made:
             found[value] = None
-            for user, _ in problem.graph.users(value):
+            for user, _ in problem.graph.users(value) if problem.typing.cast_results else ():
                 found.update((out, None) for out in user.outputs if upcast_source(problem.typing, out) == value)
     return found
 

@@ -198,9 +198,11 @@ def upcast_source(typing: TypingRules, value: str) -> str | None:
 
     Reading the source instead is exact where the source has the low type. Memory that changes in place is left alone.
     """
+    if value not in typing.cast_results:
+        return None
     graph = typing.graph
     producer = graph.producer(value)
-    if producer is None or not typing[producer.name].is_cast or typing[producer.name].roles[:1] != (Role.ANY,):
+    if producer is None or typing[producer.name].roles[:1] != (Role.ANY,):
         return None
     source = graph.values[producer.inputs[0].value]
     made: Value = graph.values[value]
@@ -216,10 +218,12 @@ def cast_origin(typing: TypingRules, value: str) -> Value | None:
     beyond FP16, and BF16 is made of them by way of FP32 in every kernel. FP64 is rounded once instead of twice, so that
     is done in files alone, where nothing has to agree with eager execution.
     """
+    if value not in typing.cast_results:
+        return None
     graph = typing.graph
     producer = graph.producer(value)
     made = graph.values[value]
-    if producer is None or made.dtype is not DType.FLOAT32 or made.volatile or not typing[producer.name].is_cast:
+    if producer is None or made.dtype is not DType.FLOAT32 or made.volatile:
         return None
     source = graph.values[producer.inputs[0].value]
     if source.dtype in typing.flexible or source.volatile or source.numel != made.numel:

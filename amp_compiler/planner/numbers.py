@@ -17,6 +17,7 @@ from amp_compiler.policy.reduction_size import reduction_size
 from amp_compiler.policy.rules import OpInfo, OpTable, RuleSet
 
 _BODIES = frozenset({"onnx.If", "onnx.Loop", "onnx.Scan"})
+_DIFFERENCES = frozenset({"onnx.Sub", "aten.sub", "aten.subtract", "aten.rsub", "onnx.Add", "aten.add"})
 _COORDINATES = 4  # a product that sums up to this many numbers makes other coordinates of them
 _INTEGERS = frozenset(
     {DType.INT8, DType.INT16, DType.INT32, DType.INT64, DType.UINT8, DType.UINT16, DType.UINT32, DType.UINT64}
@@ -50,9 +51,10 @@ def find_numbers(graph: PrecisionGraph, rules: RuleSet) -> Numbers:
 
     An analysis forward says of each value what it is made of (`Origin`). Backward from what makes whole numbers, sizes,
     indices and coordinates, from comparisons and rounding, from sines, and from any curve that positions go through,
-    the nodes are collected that nothing but numbers known to every bit went into. Products, norms, softmax and pooling
-    end that; a product that sums next to nothing, as that of positions or coordinates with frequencies, does not. What
-    has been data before it becomes whole numbers is computed in the widest type of its inputs.
+    the nodes are collected that nothing but numbers known to every bit went into. So are differences of positions.
+    Products, norms, softmax and pooling end that; a product that sums next to nothing, as that of positions or
+    coordinates with frequencies, does not. What has been data before it becomes whole numbers is computed in the widest
+    type of its inputs.
 
     Args:
         graph: the captured graph.
@@ -71,7 +73,7 @@ def find_numbers(graph: PrecisionGraph, rules: RuleSet) -> Numbers:
     """
     analysis = _Analysis(graph, rules.ops)
     sizes, angles = rules.keeps("sizes"), rules.keeps("angles")
-    asking = {op for op, info in analysis.infos.items() if _may_ask(info)}
+    asking = {op for op, info in analysis.infos.items() if _may_ask(op, info)}
     nodes = [node for node in graph.nodes.values() if node.op in asking]
     # In this order, so that the reason is the weightiest one.
     for wanted, look in ((sizes, analysis.sizes), (sizes, analysis.steps), (angles, analysis.angles)):
@@ -80,10 +82,10 @@ def find_numbers(graph: PrecisionGraph, rules: RuleSet) -> Numbers:
     return analysis.found
 
 
-def _may_ask(info: OpInfo) -> bool:
+def _may_ask(op: str, info: OpInfo) -> bool:
     """Whether one of the three looks may find something at an op."""
     curved = info.periodic or info.squashes or info.family == "transcendental"
-    return bool(info.casts or info.indices or info.steps or curved)
+    return bool(info.casts or info.indices or info.steps or curved or op in _DIFFERENCES)
 
 
 class _Analysis:
@@ -152,13 +154,37 @@ class _Analysis:
             self._back(node, f"{_told(node)} compares or rounds what is made of it")
 
     def angles(self, node: Node, info: OpInfo) -> None:
-        """Sines of anything known to every bit, and any curve that positions go through."""
+        """Sines of what is known to every bit, curves that positions go through, differences of places."""
+        if node.op in _DIFFERENCES:
+            self._difference(node)
+            return
         if info.periodic and self._origin(node) < Origin.DATA:
             self.found.kept.setdefault(node.name, "its operand is an angle, of which the whole turns do not count")
             self._back(node, f"{_told(node)} takes the angles that are made of it")
         elif (info.squashes or info.family == "transcendental") and self._origin(node) is Origin.POSITION:
             self.found.kept.setdefault(node.name, "its operand is made of positions alone")
             self._back(node, f"positions go through it to {_told(node)}")
+
+    def _difference(self, node: Node) -> None:
+        """Neighbours that are far from the start are one number in 16 bits; so are a place and the cell it is in."""
+        read = list(self._operands(node))
+        origins = [self.origins[name] for name in read]
+        if len(read) != 2 or not all(origin in (Origin.POSITION, Origin.GIVEN) for origin in origins):
+            return
+        adds = node.op.endswith(".Add") or node.op.endswith(".add")
+        if all(origin is Origin.POSITION for origin in origins):
+            what = "a sum or difference of positions" if adds else "a difference of positions"
+        elif not adds and any(self._is_whole(name) for name in read):
+            what = "a difference to a whole number"
+        else:
+            return
+        self.found.kept.setdefault(node.name, f"it is {what}")
+        self._back(node, f"{_told(node)} is {what}")
+
+    def _is_whole(self, name: str) -> bool:
+        """True for what is made of whole numbers alone, and for what was rounded to one."""
+        maker = self.graph.producer(name)
+        return self.origins[name] is Origin.POSITION or (maker is not None and self.infos[maker.op].steps)
 
     def _back(self, node: Node, reason: str, *, through_data: bool = False) -> None:
         """`_back_from` the floating-point operands of a node."""

@@ -133,7 +133,7 @@ class _Counts:
                 for dtype in demand.casts:
                     if dtype is not made:
                         change.add(sign, numel * (made.itemsize + dtype.itemsize))
-        for user, _ in problem.graph.users(value):
+        for user, _ in problem.graph.users(value) if self.typing.cast_results else ():
             for out in user.outputs:
                 if upcast_source(self.typing, out) == value:
                     for region, demand in problem.demands(out).items():

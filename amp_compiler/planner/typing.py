@@ -94,11 +94,14 @@ class TypingRules:
         infos: dict[str, OpInfo] = {}
         self._known: dict[tuple[object, ...], _Operands] = {}
         self.nodes: dict[str, NodeTyping] = {}
+        self.cast_results: set[str] = set()  # what explicit casts make, which few graphs have many of
         for node in graph.nodes.values():
             info = infos.get(node.op)
             if info is None:
                 info = infos[node.op] = ops.info(node.op)
-            self.nodes[node.name] = self._type(node, info)
+            found = self.nodes[node.name] = self._type(node, info)
+            if found.is_cast:
+                self.cast_results.update(node.outputs)
 
     def fits(self, graph: PrecisionGraph, ops: OpTable, low: DType) -> bool:
         """True where these are the rules of that graph, as it is now, with that table and type."""
@@ -138,7 +141,16 @@ class TypingRules:
 
         A node that mixes (see `NodeTyping.mixes`) needs nothing of any one operand: `anchor` says what it needs.
         """
+        return self._need(node, index, self.nodes[node.name], label)
+
+    def needs(self, node: Node, label: str) -> list[DType | None]:
+        """What `need` says of each operand."""
         typing = self.nodes[node.name]
+        if label != KEEP and len(typing.data) == len(typing.roles) and not typing.mixes(label):  # as most nodes are
+            return [self.low if label == LOW else DType.FLOAT32] * len(typing.roles)
+        return [self._need(node, index, typing, label) for index in range(len(typing.roles))]
+
+    def _need(self, node: Node, index: int, typing: NodeTyping, label: str) -> DType | None:
         role = typing.roles[index]
         if role is Role.OTHER or role is Role.ANY:
             return None

@@ -98,10 +98,9 @@ class _Placer:
                 mixing.append((order, node))
             if typing.is_cast:
                 explicit += [((order, -1), cast) for cast in self._model_cast(node)]
-            for index, operand in enumerate(node.inputs):
-                needed = self.typing.need(node, index, label)
-                if needed is not None and needed is not types[operand.value]:
-                    self._require(order, node.name, index, operand.value, needed, node.region)
+            for index, needed in enumerate(self.typing.needs(node, label)):
+                if needed is not None and needed is not types[node.inputs[index].value]:
+                    self._require(order, node.name, index, node.inputs[index].value, needed, node.region)
             if typing.is_cast and typing.info.casts:
                 self._note_model_cast(node)
         for index, value in enumerate(self.graph.outputs):

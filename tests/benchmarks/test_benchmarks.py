@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -266,6 +267,30 @@ def test_the_cost_of_a_profile_from_the_command_line(tmp_path):
     (row,) = found["rows"]
     assert row["counted"] > row["parameters"] > 0 and row["ratio"] == row["profiled_ms"] / row["step_ms"] > 1
     assert "tiny-mlp" in printed
+
+
+def test_exports_cast_no_more_than_the_leanest_careful_peer_where_no_norm_is_in_parts():
+    """By default nothing is fused: each RMS norm in parts has its squares in FP32, with a cast on either side."""
+    more = {"casts": set(), "cast_bytes": set(), "error": set()}
+    for row in json.loads((BENCHMARKS / "results" / "onnx_casts.json").read_text(encoding="utf-8"))["rows"]:
+        for fact, models in more.items():
+            if row["amp_compiler"][fact] > row["ModelOpt AutoCast"][fact]:
+                models.add(row["model"])
+    assert more == {"casts": {"llama", "t5"}, "cast_bytes": {"llama", "t5"}, "error": set()}
+
+
+def test_the_table_of_casts_says_what_is_fused_and_where_the_peer_has_fewer():
+    from rich.console import Console
+
+    from benchmarks.onnx_convert import show_casts
+
+    lean = {"casts": 2, "cast_bytes": 2_000_000, "error": 0.001, "low": 0.9}
+    row = {"model": "m", **lean, "casts": 5, "fused": lean, "peers": {"ModelOpt AutoCast": {**lean, "casts": 4}}}
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(show_casts([row]))
+    said = console.export_text()
+    assert "by default nothing is fused" in said and "--fuse --opset 23" in said
+    assert "5, 2.00, 0.00100, 90%" in said and "no, yes, yes" in said and "yes, yes, yes" in said
 
 
 def test_fused_exports_cast_no_more_than_the_leanest_careful_peer():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -28,6 +29,12 @@ from amp_compiler.onnx.check.run import stored_bytes
 from amp_compiler.onnx.convert import convert_onnx
 from amp_compiler.onnx.model.model import open_model
 from amp_compiler.onnx.plan import explain_onnx
+
+
+@pytest.mark.parametrize("output", [b"out.onnx", 3, io.BytesIO()])
+def test_an_output_that_is_no_path_is_refused(output):
+    with pytest.raises(OnnxError, match=f"cannot write to a {type(output).__name__}"):
+        convert_onnx(mlp(), output)
 
 
 def test_files_are_written_whole_and_the_input_is_never_touched(tmp_path):

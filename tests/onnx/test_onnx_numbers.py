@@ -18,6 +18,7 @@ from onnx import helper as h
 from onnx import numpy_helper as nh
 from onnx_models import DTYPES, RNG, casts, check, info, model, node, scalar, weight
 
+from amp_compiler.ir.dtypes import low_type
 from amp_compiler.onnx.check.emulate import emulate
 from amp_compiler.onnx.check.run import Runner
 from amp_compiler.onnx.convert import convert_onnx
@@ -144,6 +145,76 @@ def test_a_comparison_of_inputs_needs_no_cast(dtype, op, number):
         done = check(source, dtype, rules)
         assert not casts(done.model)
         assert np.array_equal(outputs(done.model, feeds)[0], outputs(source, feeds)[0])
+
+
+@BOTH
+def test_a_sign_is_a_comparison_with_zero(dtype):
+    source = model([node("Sub", ["x", "one"], ["d"], "difference"), node("Sign", ["d"], ["y"], "sign")],
+                   [info("x", 4)], [info("y", 4)], [scalar("one", 1.0)])  # fmt: skip
+    feeds = {"x": np.array([1.0001, 0.9999, 1, 2], np.float32)}
+    done = check(source, dtype)
+    assert "'sign' (onnx.Sign) compares or rounds" in kept(done)["difference"]
+    assert np.array_equal(outputs(done.model, feeds)[0], [1, -1, 0, 1])
+
+
+def test_a_number_of_elements_may_be_beyond_fp16():
+    """A mean as a sum over `Size`: 70,000 is infinite in FP16, and what is divided by it zero."""
+    nodes = [
+        node("MatMul", ["x", "w"], ["p"], "product"), node("ReduceMax", ["p"], ["m"], keepdims=0),
+        node("Size", ["p"], ["count"]), node("Cast", ["count"], ["wide"], to=T.FLOAT),
+        node("Div", ["m", "wide"], ["y"], "quotient"),
+    ]  # fmt: skip
+    source = model(nodes, [info("x", "n", 8)], [info("y")], [weight("w", 8, 8)])
+    feeds = {"x": RNG.standard_normal((8750, 8)).astype(np.float32)}
+    done = check(source, "fp16")
+    found = {entry.name: entry for entry in done.plan.nodes}
+    assert found["product"].precision == "low" and found["quotient"].precision == "fp32"
+    assert "a number of elements, which may be beyond fp16" in found["quotient"].reason
+    assert error(source, done.model, feeds) < 2e-3
+
+
+@pytest.mark.parametrize("by", ["count", "number"])
+def test_a_mean_of_many_as_a_sum_and_a_count(by):
+    """Both are beyond FP16, and stay FP32 until one is divided by the other."""
+    by_number = [node("Mul", ["total", "share"], ["y"], "mean")]
+    by_count = [
+        node("ReduceSum", ["m"], ["n"], keepdims=0), node("Clip", ["n", "few"], ["c"]),
+        node("Unsqueeze", ["c", "zero"], ["d"]), node("Div", ["total", "d"], ["y"], "mean"),
+    ]  # fmt: skip
+    nodes = [
+        node("Cast", ["mask"], ["m"], to=T.FLOAT), node("Unsqueeze", ["m", "one"], ["u"]),
+        node("MatMul", ["x", "w"], ["p"], "product"), node("Mul", ["p", "u"], ["q"]),
+        node("ReduceSum", ["q", "zero"], ["total"], "total", keepdims=0),
+        *(by_count if by == "count" else by_number),
+    ]  # fmt: skip
+    source = model(
+        nodes, [info("x", "n", 8), info("mask", "n", kind=T.BOOL)], [info("y", 8)],
+        [weight("w", 8, 8), scalar("one", [1], np.int64), scalar("zero", [0], np.int64), scalar("few", 1.0),
+         scalar("share", 1 / 90_000)],
+    )  # fmt: skip
+    feeds = {"x": 1 + np.abs(RNG.standard_normal((90_000, 8))).astype(np.float32), "mask": np.ones(90_000, np.bool_)}
+    done = check(source, "fp16")
+    found = {entry.name: entry for entry in done.plan.nodes}
+    assert found["product"].precision == "low" and found["mean"].precision == "fp32"
+    assert "brings the sum 'total' back into the range of fp16" in found["mean"].reason
+    assert error(source, done.model, feeds) < 2e-3
+
+
+@BOTH
+def test_the_part_behind_the_point(dtype):
+    """A place between two cells of a table: what is left of 3,000.7 is lost in 16 bits."""
+    nodes = [
+        node("Floor", ["places"], ["f"], "floor"), node("Cast", ["f"], ["i"], to=T.INT64),
+        node("Sub", ["places", "f"], ["part"], "part"), node("Cast", ["i"], ["g"], to=T.FLOAT),
+        node("Sub", ["places", "g"], ["again"], "again"), node("Add", ["part", "again"], ["y"], "sum"),
+    ]  # fmt: skip
+    source = model(nodes, [info("places", 100)], [info("y", 100)], [])
+    done = check(source, dtype)
+    assert [kept(done)[name] for name in ("part", "again")] == [
+        "it is a difference to a whole number, so it stays as captured"
+    ] * 2
+    feeds = {"places": (3000 + 10 * RNG.random(100)).astype(np.float32)}
+    assert error(source, done.model, feeds) < 4 * low_type(dtype).format.eps
 
 
 @BOTH
@@ -341,6 +412,51 @@ def test_llama_of_two_thousand_tokens():
     assert np.abs(outputs(convert_onnx(source, dtype="bf16", rules=OFF).model, feeds)[0] - want).max() > 10 * bound
 
 
+@BOTH
+def test_positions_added_to_negated_ones(dtype):
+    nodes = [
+        node("Cast", ["positions"], ["p"], to=T.FLOAT), node("Neg", ["p"], ["n"], "negated"),
+        node("Unsqueeze", ["p", "first"], ["row"]), node("Unsqueeze", ["n", "second"], ["column"]),
+        node("Add", ["row", "column"], ["d"], "distance"), node("MatMul", ["d", "w"], ["y"]),
+    ]  # fmt: skip
+    ends = [scalar("first", [0], np.int64), scalar("second", [1], np.int64)]
+    source = model(nodes, [info("positions", 64, kind=T.INT64)], [info("y", 64, 8)], [*ends, weight("w", 64, 8)])
+    done = check(source, dtype)
+    assert kept(done)["distance"] == "it is a sum or difference of positions, so it stays as captured"
+    feeds = {"positions": 4000 + np.arange(64)}
+    assert error(source, done.model, feeds) < 4 * low_type(dtype).format.eps
+
+
+@BOTH
+def test_a_difference_of_positions(dtype):
+    """ALiBi: distances of neighbours, whose positions are one number in BF16, are added to the scores."""
+    nodes = [
+        node("Cast", ["positions"], ["p"], to=T.FLOAT),
+        node("Unsqueeze", ["p", "first"], ["row"]), node("Unsqueeze", ["p", "second"], ["column"]),
+        node("Sub", ["row", "column"], ["d"], "distance"), node("Abs", ["d"], ["size"]),
+        node("Mul", ["size", "slope"], ["bias"], "bias"), node("MatMul", ["q", "k"], ["scores"], "scores"),
+        node("Add", ["scores", "bias"], ["s"], "sum"), node("Softmax", ["s"], ["y"]),
+    ]  # fmt: skip
+    source = model(
+        nodes, [info("positions", "n", kind=T.INT64), info("q", "n", 8)], [info("y", "n", "n")],
+        [weight("k", 8, 600), scalar("slope", -0.25), scalar("first", [0], np.int64), scalar("second", [1], np.int64)],
+    )  # fmt: skip
+    feeds = {"positions": np.arange(600), "q": RNG.standard_normal((600, 8)).astype(np.float32)}
+    done = check(source, dtype)
+    assert kept(done)["distance"] == "it is a difference of positions, so it stays as captured"
+    found = {entry.name: entry.precision for entry in done.plan.nodes}
+    assert [found[name] for name in ("bias", "scores", "sum")] == ["low"] * 3
+    q, k, p = (
+        torch.from_numpy(one) for one in (feeds["q"], nh.to_array(source.graph.initializer[0]), feeds["positions"])
+    )
+    bias = -0.25 * (p[None].float() - p[:, None].float()).abs()
+    want = torch.softmax(q @ k + bias, -1)
+    with torch.autocast("cpu", torch.bfloat16 if dtype == "bf16" else torch.float16):
+        bound = torch.linalg.norm(torch.softmax(q @ k + bias, -1).float() - want)
+    assert np.linalg.norm(outputs(done.model, feeds)[0] - want.numpy()) <= 4 * bound
+    assert error(source, convert_onnx(source, dtype=dtype, rules=OFF).model, feeds) > (0.05 if dtype == "bf16" else 0)
+
+
 # ---- running sums
 
 
@@ -405,6 +521,26 @@ def test_a_running_sum(dtype, kind, inner):
     )
     if dtype == "bf16":
         assert error(source, convert_onnx(source, dtype=dtype, rules=OFF).model, feeds) > 0.2
+
+
+@BOTH
+@pytest.mark.parametrize("op", ["Mul", "Div"])
+def test_a_running_product(dtype, op):
+    """A decay of 0.9999 is 1 in 16 bits, and a rounding at each of 4,000 steps is more than one at the end."""
+
+    def decayed(state, step):
+        return [node(op, [state, "decay"], ["n"], "decay")]
+
+    source = summed("Loop", decayed)
+    for index, stored in enumerate(source.graph.initializer):
+        if stored.name in ("decay", "start"):
+            number = np.float32(0.9999) if stored.name == "decay" else np.ones(8, np.float32)
+            source.graph.initializer[index].CopyFrom(nh.from_array(number, stored.name))
+    done = check(source, dtype)
+    decay = next(entry for entry in done.plan.nodes if entry.name == "decay")
+    assert decay.precision == "fp32" and "running product 's' that 'sum'" in decay.reason
+    feeds = {"x": np.zeros((4000, 8), np.float32)}
+    assert error(source, done.model, feeds) < 1e-6  # nothing that is low has a part in it
 
 
 @BOTH

@@ -15,7 +15,7 @@ from amp_compiler.onnx.lowering.scopes import Scopes
 from amp_compiler.onnx.lowering.widen import widen_math
 from amp_compiler.onnx.model.data import convert, tensor_of
 from amp_compiler.onnx.model.edit import set_data, set_type, unique, with_data
-from amp_compiler.onnx.model.model import all_graphs, bodies
+from amp_compiler.onnx.model.model import bodies
 from amp_compiler.onnx.model.types import ir_type, neutral_type
 
 _IR_WITH_FREE_INITIALIZERS = 4  # the first IR version in which initializers need not be inputs
@@ -60,25 +60,19 @@ class _Writer:
         self.folded: dict[tuple[str, DType], ir.Value] = {}
         self.retired: set[str] = set()
         self.outputs: dict[int, ir.Value] = {}
-        self.order: dict[ir.Node, int] = {}
         self.scopes = Scopes(lowered.owners, {self.main: 0})
         self.home: dict[ir.Value, ir.Graph] = {}
-        self.node_names: set[str] = set()
-        self.value_names: set[str] = set()
-        for graph in all_graphs(self.main):
-            for value in (*graph.inputs, *graph.initializers.values()):
-                self._note(value, graph)
-            for position, node in enumerate(graph):
-                self.order[node] = position
-                self.node_names.add(node.name or "")
-                for value in node.outputs:
-                    self._note(value, graph)
+        self.order: dict[ir.Node, int] = {}
+        for graph in lowered.model.graphs():
+            nodes = list(graph)
+            values = [*graph.inputs, *graph.initializers.values(), *(value for node in nodes for value in node.outputs)]
+            self.home.update(dict.fromkeys(values, graph))
+            self.order.update(zip(nodes, range(len(nodes)), strict=True))
+            for node in nodes if lowered.model.contents.bodies else ():
                 for body in bodies(node).values():
                     self.scopes.depth[body] = self.scopes.depth[graph] + 1
-
-    def _note(self, value: ir.Value, graph: ir.Graph) -> None:
-        self.home[value] = graph
-        self.value_names.add(value.name or "")
+        self.node_names = {node.name or "" for node in self.order}
+        self.value_names = {value.name or "" for value in self.home}
 
     def run(self) -> bool:
         """Retype what changed, place the casts, settle outputs and stored data."""

@@ -13,7 +13,7 @@ from amp_compiler.ir.dtypes import DType
 from amp_compiler.onnx.lowering.compounds import GELU, LAYER_NORM, RMS_NORM, Compound, find_compounds
 from amp_compiler.onnx.model.data import array_of, release, tensor_of
 from amp_compiler.onnx.model.edit import unique
-from amp_compiler.onnx.model.model import OnnxModel, ValueType, all_graphs
+from amp_compiler.onnx.model.model import OnnxModel, ValueType
 from amp_compiler.onnx.model.terms import is_op, numbers_of, scalar_of
 
 _OPS = {LAYER_NORM: ("LayerNormalization", 17), RMS_NORM: ("RMSNormalization", 23), GELU: ("Gelu", 20)}
@@ -251,7 +251,7 @@ class _Fuser:
     def _taken(self) -> set[str]:
         """The names of all values."""
         if not self._names:
-            for graph in all_graphs(self.model.ir.graph):
+            for graph in self.model.graphs():
                 self._names |= {value.name or "" for value in (*graph.inputs, *graph.initializers.values())}
                 self._names |= {value.name or "" for node in graph for value in node.outputs}
         return self._names

@@ -25,12 +25,13 @@ from amp_compiler.ir.graph import Attr, Node, Operand, PrecisionGraph, Value, Va
 from amp_compiler.ir.plan import RETURN
 from amp_compiler.onnx.lowering.pins import Demanded, Demands
 from amp_compiler.onnx.model.data import examine, tensor_of
-from amp_compiler.onnx.model.model import UNKNOWN, OnnxModel, all_graphs, bodies
+from amp_compiler.onnx.model.model import UNKNOWN, OnnxModel, bodies
 from amp_compiler.onnx.model.types import canonical_op, neutral_type
 from amp_compiler.policy.op_table import op_table
 
 FOLDED = ("Constant", "ConstantOfShape")
 LOOPS = ("Loop", "Scan")
+QUANTIZING = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"})
 _EXAMINED = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT64)
 
 
@@ -59,6 +60,7 @@ class Lowered:
         late: nodes kept only since their opset does not admit the low type, with the first opset that does.
         fused: how many norms and GELUs were made one op each before the model was lowered.
         notes: what there is to say of that, in a sentence each.
+        renamed: whether a node has another name here, since an earlier one has its own.
     """
 
     model: OnnxModel
@@ -72,6 +74,7 @@ class Lowered:
     late: dict[str, int] = field(default_factory=dict)
     fused: int = 0
     notes: list[str] = field(default_factory=list)
+    renamed: bool = False
 
 
 def lower(
@@ -132,8 +135,9 @@ class _Builder:
         self.lowered, self.model, self.graph = lowered, lowered.model, lowered.graph
         self.named, self.keep_quantized = named, keep_quantized
         self.names: dict[ir.Value, str] = {}
-        graphs = all_graphs(lowered.model.ir.graph) if keep_quantized else ()
-        self.quantizes = any(is_quantizing(node) for graph in graphs for node in graph)
+        self.held = {graph: list(graph) for graph in lowered.model.graphs()}
+        ops = {node.op_type for nodes in self.held.values() for node in nodes} if keep_quantized else set()
+        self.quantizes = not ops.isdisjoint(QUANTIZING)
         self.demands = Demanded(lowered.model, lowered.low)
         self._ops: dict[tuple[str, str], tuple[str, bool]] = {}
         self._reserved: dict[str, ir.Value] = {}
@@ -142,7 +146,8 @@ class _Builder:
 
     def reserve(self, graph: ir.Graph) -> None:
         """Give values of the main graph their own names, whatever values in bodies before them are called."""
-        values = [*graph.inputs, *graph.initializers.values(), *(out for node in graph for out in node.outputs)]
+        made = (out for node in self.held[graph] for out in node.outputs)
+        values = [*graph.inputs, *graph.initializers.values(), *made]
         self._reserved = {value.name: value for value in values if value.name}
 
     def add_graph(self, graph: ir.Graph, region: str) -> None:
@@ -152,8 +157,8 @@ class _Builder:
         for value in graph.initializers.values():
             if value not in self.names:
                 self._add_source(value, ValueKind.PARAMETER)
-        for node in graph:
-            if is_folded(node, self.model):
+        for node in self.held[graph]:
+            if node.op_type in FOLDED and is_folded(node, self.model):
                 self._add_source(node.outputs[0], ValueKind.CONSTANT)
                 continue
             self._add_node(node, region)
@@ -265,6 +270,7 @@ class _Builder:
             name = f"{node.op_type}_{number}"
         if name != RETURN and name not in self.lowered.nodes:
             return name
+        self.lowered.renamed = True
         return self._unique(name, lambda wanted: wanted in self.lowered.nodes)
 
     def _unique(self, name: str, taken: Callable[[str], bool]) -> str:
@@ -286,11 +292,7 @@ def is_folded(node: ir.Node, model: OnnxModel) -> bool:
 
 def is_quantizing(node: ir.Node) -> bool:
     """True for the ops between floating-point and quantised values."""
-    return node.domain in ("", "ai.onnx", "com.microsoft") and node.op_type in (
-        "QuantizeLinear",
-        "DequantizeLinear",
-        "DynamicQuantizeLinear",
-    )
+    return node.domain in ("", "ai.onnx", "com.microsoft") and node.op_type in QUANTIZING
 
 
 def _module(node: ir.Node, props: Mapping[str, str]) -> str:

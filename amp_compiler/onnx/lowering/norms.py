@@ -12,7 +12,6 @@ from amp_compiler.onnx.lowering.compounds import GELU
 from amp_compiler.onnx.lowering.lower import Lowered
 from amp_compiler.onnx.lowering.walk import Walker, is_square
 from amp_compiler.onnx.model.edit import unique
-from amp_compiler.onnx.model.model import all_graphs
 
 _ROOTS = ("onnx.Sqrt", "onnx.Pow")
 
@@ -64,7 +63,7 @@ def guard_norms(lowered: Lowered) -> None:
     heads = [found for norm in find_norms(lowered) if (found := _cast_head(lowered, norm)) is not None]
     if not heads:
         return
-    graphs = list(all_graphs(lowered.model.ir.graph))
+    graphs = lowered.model.graphs()
     nodes = {node.name or "" for graph in graphs for node in graph}
     values = {name for graph in graphs for name in (*graph.initializers, *(value.name or "" for value in graph.inputs))}
     values |= {value.name or "" for graph in graphs for node in graph for value in node.outputs}

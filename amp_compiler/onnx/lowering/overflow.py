@@ -13,6 +13,8 @@ _GROWING = frozenset(
     {"onnx.Add", "onnx.Sub", "onnx.Max", "onnx.Min", "onnx.Clip", "onnx.Sum", "onnx.ReduceSum", "onnx.ReduceMean"}
 )
 _ENDING = frozenset({"onnx.Sqrt", "onnx.Reciprocal", "onnx.Div", "onnx.Log", "onnx.Pow"})
+_OFF_ZERO = frozenset({"onnx.Clip", "onnx.Max", "onnx.Add"})  # what keeps a divisor off zero
+_COUNTING = frozenset({"onnx.Size", "onnx.ReduceProd"})
 _REACH = 12  # nodes between an op that overflows and the one that brings its result back into range
 
 
@@ -20,7 +22,7 @@ class Overflows(Walker):
     """Pins the patterns, each up to the op that brings its numbers back into range."""
 
     def patterns(self) -> None:
-        """Squares and exponentials."""
+        """Squares, exponentials and numbers of elements."""
         for node in self.graph.nodes.values():
             if node.part == GELU:
                 continue  # an infinite cube is the argument of a tanh, which is then 1
@@ -30,6 +32,9 @@ class Overflows(Walker):
                 self._overflows(node, "sums of squares leave the range of fp16")
             elif self._sums_squares(node):
                 self._overflows(node, "its squares are summed, which leaves the range of fp16")
+            elif node.op == "onnx.Cast" and self._counts(node):
+                for user in self.users(node):
+                    self.pin(user, f"it reads what '{node.name}' makes, a number of elements, which may be beyond fp16")
             elif node.op == "onnx.Exp" and not self._is_bounded(node):
                 self._overflows(node, "exponentials of more than 11 leave the range of fp16")
 
@@ -91,6 +96,38 @@ class Overflows(Walker):
                     if user.op == "onnx.Reciprocal" or (user.op == "onnx.Div" and self.scalar(user, 0) is not None):
                         following.append(user)
         return found
+
+    def means(self) -> Iterator[tuple[Node, list[Node]]]:
+        """Each sum with what makes a mean of it, which may bring it back into range."""
+        for node in self.graph.nodes.values():
+            if node.op == "onnx.ReduceSum":
+                yield node, list(self._brought_back(node))
+
+    def _brought_back(self, total: Node) -> Iterator[Node]:
+        """What divides a sum by another one or by a stored number, or multiplies it by one: it makes a mean of it."""
+        for user in self.users(total):
+            divisor = self._divisor(user) if user.op == "onnx.Div" and self.behind(user, 0) is total else None
+            if divisor is not None or self._scales(user):
+                yield user
+                yield from divisor or ()
+            elif self.passes(user):
+                yield from self._brought_back(user)
+
+    def _divisor(self, quotient: Node) -> list[Node] | None:
+        """What lies between a sum and the quotient by it; nothing for a stored number, `None` for anything else."""
+        if self.scalar(quotient, 1) is not None:
+            return []
+        found: list[Node] = []
+        maker = self.graph.producer(quotient.inputs[1].value)
+        while maker is not None and (maker.op in _OFF_ZERO or self.passes(maker)):
+            found.append(maker)
+            maker = self.graph.producer(maker.inputs[0].value)
+        return found if maker is not None and maker.op == "onnx.ReduceSum" else None
+
+    def _counts(self, node: Node) -> bool:
+        """True for a number of elements that is cast, which is a whole number before."""
+        maker = self.graph.producer(node.inputs[0].value)
+        return maker is not None and maker.op in _COUNTING and not self._float_result(maker)
 
     def _scales(self, node: Node) -> bool:
         return node.op == "onnx.Mul" and any(self.scalar(node, index) is not None for index in range(2))

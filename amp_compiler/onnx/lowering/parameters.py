@@ -21,7 +21,6 @@ from amp_compiler.onnx.lowering.lower import Lowered
 from amp_compiler.onnx.lowering.walk import Walker
 from amp_compiler.onnx.model.data import array_of, convert, release, tensor_of
 from amp_compiler.onnx.model.edit import unique, with_data
-from amp_compiler.onnx.model.model import all_graphs
 from amp_compiler.onnx.model.types import ir_type, neutral_type
 from amp_compiler.planner.typing import LOW
 
@@ -131,7 +130,7 @@ def _rounded(lowered: Lowered, value: ir.Value, tensor: ir.TensorProtocol, taken
 
 def _names(lowered: Lowered) -> set[str]:
     found = set()
-    for graph in all_graphs(lowered.model.ir.graph):
+    for graph in lowered.model.graphs():
         found |= {value.name or "" for value in (*graph.inputs, *graph.initializers.values())}
         for node in graph:
             found |= {node.name or "", *(value.name or "" for value in node.outputs)}

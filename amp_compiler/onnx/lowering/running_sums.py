@@ -1,7 +1,7 @@
-"""Running sums that a Loop or Scan carries: what is added to at each step stays in FP32, as `CumSum` does.
+"""Running sums and products that a Loop or Scan carries: what is added to at each step stays in FP32, as `CumSum` does.
 
 A sum in 16 bits stops growing once what is added is below half of its last digit: after 4,000 additions of ones BF16
-has come to 256.
+has come to 256. A product is rounded at each step, and a decay of 0.9999 is 1.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from amp_compiler.onnx.lowering.lower import LOOPS, Lowered
 from amp_compiler.onnx.lowering.walk import Walker
 
 _ADDING = frozenset({"onnx.Add", "onnx.Sub", "onnx.Sum", "onnx.Mean"})
+_MULTIPLYING = frozenset({"onnx.Mul", "onnx.Div"})
 _SCATTERING = frozenset({"onnx.ScatterElements", "onnx.ScatterND"})
 _HOLDERS = frozenset({"onnx.If", "onnx.Loop", "onnx.Scan"})
 
 
 def pin_running_sums(lowered: Lowered) -> None:
-    """Pin to FP32 what lies between a state of a Loop or Scan and its next value, where something is added to it.
+    """Pin to FP32 what lies between a state of a Loop or Scan and its next value, where something is added to it, or
+    it is multiplied.
 
     What lies between is arithmetic, selection and moves of elements: a state that goes through a product of matrices or
     an activation, as that of a recurrent cell, is no sum. Changes `lowered.graph`.
@@ -37,9 +39,9 @@ def pin_running_sums(lowered: Lowered) -> None:
             if before not in names or after not in names:
                 continue
             path = finder.between(names[before], names[after])
-            if any(finder.adds(nodes[name]) for name in path):
-                for name in path:
-                    finder.pin(nodes[name], f"part of the running sum '{names[before]}' that {_told(holder)} carries")
+            kind = finder.kind(path)
+            for name in path if kind else ():
+                finder.pin(nodes[name], f"part of the running {kind} '{names[before]}' that {_told(holder)} carries")
     for name, reason in finder.pins.items():
         nodes[name] = replace(nodes[name], pin=Pin("fp32", reason))
 
@@ -85,7 +87,14 @@ class _Finder(Walker):
                     path.append(name)
         return [name for name in path if self.graph.nodes[name].op not in _HOLDERS]
 
-    def adds(self, node: Node) -> bool:
+    def kind(self, path: list[str]) -> str:
+        """What the nodes between a state and its next value make of it: a sum, a product, or neither."""
+        nodes = [self.graph.nodes[name] for name in path]
+        if any(self._adds(node) for node in nodes):
+            return "sum"
+        return "product" if any(node.op in _MULTIPLYING for node in nodes) else ""
+
+    def _adds(self, node: Node) -> bool:
         """True for a node that adds its operands up."""
         return node.op in _ADDING or (node.op in _SCATTERING and node.attrs.get("reduction") == "add")
 

@@ -10,7 +10,6 @@ from amp_compiler.ir.graph import Node
 from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
 from amp_compiler.onnx.lowering.lower import FOLDED, Lowered
 from amp_compiler.onnx.model.edit import set_type, unique
-from amp_compiler.onnx.model.model import all_graphs
 from amp_compiler.onnx.model.types import ir_type, neutral_type
 from amp_compiler.policy.marks import error_at
 from amp_compiler.policy.op_table import op_table
@@ -50,7 +49,7 @@ class _Writer:
         self.changed = False
         self.names = {value: name for name, value in lowered.values.items()}
         self.planned = {name: dtype_from_short(short) for node in plan.nodes for name, short in node.outputs}
-        graphs = list(all_graphs(lowered.model.ir.graph))
+        graphs = lowered.model.graphs()
         values = [
             value
             for graph in graphs

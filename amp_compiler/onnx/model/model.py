@@ -112,6 +112,10 @@ class OnnxModel:
         """Names of the initializers that were sparse, which are dense here."""
         return self.contents.sparse
 
+    def graphs(self) -> list[onnx_ir.Graph]:
+        """The graph and all bodies in it, in the order of the nodes; a model without bodies is not looked through."""
+        return list(all_graphs(self.ir.graph)) if self.contents.bodies else [self.ir.graph]
+
     def type_of(self, value: onnx_ir.Value) -> ValueType:
         """What is known of a value."""
         return self.types.get(value, UNKNOWN)
@@ -127,7 +131,7 @@ class OnnxModel:
         """Take away what reading added: names of unnamed nodes, and descriptions of initializers."""
         for node in self.unnamed:
             node.name = None
-        for graph in all_graphs(self.ir.graph):
+        for graph in self.graphs():
             for value in graph.initializers.values():
                 if value not in self.described and not value.is_graph_input() and not value.is_graph_output():
                     value.type = None
@@ -196,7 +200,7 @@ def to_ir(model: OnnxFile, contents: Contents | None = None) -> onnx_ir.Model:
     """
     with told_as_onnx(model.name, "its graph is malformed"):
         made = onnx_ir.serde.deserialize_model(dense(model.proto, contents))
-    if model.folder is not None:
+    if model.folder is not None and (contents is None or contents.outside):
         onnx_ir.external_data.set_base_dir(made.graph, model.folder)
     return made
 

@@ -26,13 +26,13 @@ def _is_ordered(graph: onnx.GraphProto, around: set[str]) -> bool:
     """Whether each node reads what stands before it. What nothing makes at all is no question of order."""
     known = around | {info.name for info in graph.input} | {tensor.name for tensor in graph.initializer}
     known |= {sparse.values.name for sparse in graph.sparse_initializer}
+    known.add("")  # what is left out is no question of order either
     makes: set[str] = set()  # filled where something is read that nothing before it makes
     for node in graph.node:
-        for name in node.input:
-            if name not in known and name:
-                makes = makes or _made(graph)
-                if name in makes:
-                    return False
+        if not known.issuperset(node.input):
+            makes = makes or _made(graph)
+            if any(name in makes and name not in known for name in node.input):
+                return False
         inner = proto_bodies(node) if node.attribute else None
         if inner:
             makes = makes or _made(graph)

@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.files import alone, output_file, publish, workspace
-from amp_compiler.onnx.model.model import OnnxModel, all_graphs, proto_graphs
+from amp_compiler.onnx.model.model import OnnxModel, proto_graphs
 from amp_compiler.onnx.model.sparse import make_sparse
 
 _INLINE_LIMIT = 1_900_000_000  # bytes; a protobuf message ends at 2 GiB
@@ -35,7 +35,7 @@ def to_proto(model: OnnxModel) -> onnx.ModelProto:
         )
     model.restore_text()
     _load_attributes(model)
-    for graph in all_graphs(model.ir.graph):
+    for graph in model.graphs():
         for value in graph.initializers.values():
             if isinstance(value.const_value, ir.ExternalTensor):
                 value.const_value = _loaded(value.const_value)
@@ -102,7 +102,7 @@ def save(model: OnnxModel, path: Path, check: Check) -> None:
 
 def _load_attributes(model: OnnxModel) -> None:
     """Let attributes hold their data, which only initializers may have in a file of their own."""
-    for graph in all_graphs(model.ir.graph) if model.contents.outside else ():
+    for graph in model.graphs() if model.contents.outside else ():
         for node in graph:
             for name, attribute in node.attributes.items():
                 if attribute.type == ir.AttributeType.TENSOR and isinstance(attribute.value, ir.ExternalTensor):
@@ -204,11 +204,11 @@ def _rename_data(proto: onnx.ModelProto, before: str, after: str) -> None:
 
 
 def _tensors(model: OnnxModel) -> Iterator[ir.TensorProtocol]:
-    for graph in all_graphs(model.ir.graph):
+    for graph in model.graphs():
         for value in graph.initializers.values():
             if value.const_value is not None:
                 yield value.const_value
-        for node in graph:
+        for node in graph if model.contents.tensors else ():
             for attribute in node.attributes.data.values():
                 if attribute.type == ir.AttributeType.TENSOR:
                     yield attribute.value

@@ -9,6 +9,9 @@ import onnx
 from onnx import AttributeProto
 
 _EXTERNAL = onnx.TensorProto.EXTERNAL
+_TENSORS = frozenset(
+    {AttributeProto.TENSOR, AttributeProto.TENSORS, AttributeProto.SPARSE_TENSOR, AttributeProto.SPARSE_TENSORS}
+)
 
 
 def proto_graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
@@ -68,16 +71,20 @@ class Contents:
     Args:
         sparse: the names of all sparse initializers, bodies included.
         outside: whether a tensor of an attribute, or an initializer, has its data in a file of its own.
+        bodies: whether a node may have a body.
+        tensors: whether an attribute may hold a tensor.
     """
 
     sparse: frozenset[str] = frozenset()
     outside: bool = False
+    bodies: bool = True
+    tensors: bool = True
 
 
 def contents_of(proto: onnx.ModelProto) -> Contents:
     """What a model holds, in its graph, in all bodies and in its functions."""
     sparse: set[str] = set()
-    outside = False
+    outside = bodies = tensors = False
     graphs, lists = [proto.graph], [function.node for function in proto.functions]
     while graphs or lists:
         if graphs:
@@ -87,13 +94,18 @@ def contents_of(proto: onnx.ModelProto) -> Contents:
             lists.append(graph.node)
         for node in lists.pop():
             for attribute in node.attribute:
-                if attribute.type == AttributeProto.GRAPH:
+                kind = attribute.type
+                if kind == AttributeProto.GRAPH:
+                    bodies = True
                     graphs.append(attribute.g)
-                elif attribute.type == AttributeProto.GRAPHS:
+                elif kind == AttributeProto.GRAPHS:
+                    bodies = True
                     graphs.extend(attribute.graphs)
-                elif not outside:
-                    outside = any(tensor.data_location == _EXTERNAL for tensor in attribute_tensors(attribute))
-    return Contents(frozenset(sparse), outside)
+                elif kind in _TENSORS:
+                    tensors = True
+                    if not outside:
+                        outside = any(tensor.data_location == _EXTERNAL for tensor in attribute_tensors(attribute))
+    return Contents(frozenset(sparse), outside, bodies, tensors)
 
 
 def all_tensors(proto: onnx.ModelProto) -> Iterator[tuple[str, onnx.TensorProto]]:
