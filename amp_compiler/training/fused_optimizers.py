@@ -23,6 +23,8 @@ from amp_compiler.training.step_hooks import check_hooks
 from amp_compiler.training.traced_optimizers import TracedGroup, bind_traced, check_traceable
 from amp_compiler.training.weights import COMPENSATION
 
+BEGUN = "begun"  # key in the optimizer's state: 0 beside zeros that a step made, until one is applied
+
 KINDS: dict[type[torch.optim.Optimizer], FusedOptimizer] = {cls: one for one in FUSED for cls in one.classes}
 
 
@@ -43,6 +45,14 @@ def _make_state(
     for one in kind.states:
         if one.used(group) and state.get(one.name) is None:
             state[one.name] = zeros(parameter)
+            if one is kind.states[0] and kind.started is not None and kind.started(group):
+                state[BEGUN] = torch.zeros((), device=parameter.device)
+
+
+def _has_begun(kind: FusedOptimizer, state: Mapping[str, Any]) -> bool:
+    """Whether a parameter has its first state, and not only the zeros that a step made for an update yet to come."""
+    begun = state.get(BEGUN)
+    return state.get(kind.states[0].name) is not None and (begun is None or bool(begun))
 
 
 def _zeros(parameter: Tensor) -> Tensor:
@@ -90,6 +100,7 @@ class BoundGroup:
     started: Tensor
     parts: Parts | None = None
     _written: tuple[Any, ...] = field(default=(), repr=False)
+    _known_begun: bool = field(default=True, repr=False)
     _checked: dict[tuple[str, int], tuple[weakref.ref[Tensor], Any]] = field(default_factory=dict, repr=False)
 
     def refresh(self) -> None:
@@ -116,16 +127,35 @@ class BoundGroup:
     def _find_started(self) -> None:
         """Whether the first step was made, where it is not like any other (SGD with dampened momentum).
 
-        It is read off the first state, zeros until a step is applied, so that the optimizer's state is all there is: it
-        holds across batch shapes, skipped steps and checkpoints.
+        As for torch it was where there is a first state, whatever its values. Beside zeros that were made here stands a
+        flag until an update was applied, so that the optimizer's state is all there is: it holds across batch shapes,
+        skipped steps and checkpoints.
         """
-        if self.asks_state:
-            if self.parts is not None:
-                name = type(self.optimizer).__name__
-                raise AmpError(f"{name} with dampening asks for a whole momentum, and it is split", mend=UNSPLIT)
-            state = self.kind.states[0].name
-            begun = [self.tensor(state, number).any() for number in range(len(self.parameters))]
-            self.started.copy_(torch.stack(begun).any())
+        if not self.asks_state:
+            return
+        if self.parts is not None:
+            name = type(self.optimizer).__name__
+            raise AmpError(f"{name} with dampening asks for a whole momentum, and it is split", mend=UNSPLIT)
+        first = self.kind.states[0].name
+        for number in range(len(self.parameters)):
+            self.tensor(first, number)
+        states = [self.optimizer.state[parameter] for parameter in self.parameters]
+        flags = {id(state.get(BEGUN)): state.get(BEGUN) for state in states}
+        if self._known_begun and flags.keys() == {id(None)}:
+            return
+        begun = {flag is None or bool(flag) for flag in flags.values()}
+        if len(begun) > 1:
+            raise AmpError(
+                f"optimizer.state holds '{first}' for some parameters of a group and not for others",
+                mend="make the training step anew, or give all of them one",
+            )
+        self._known_begun = begun.pop()
+        self.started.fill_(self._known_begun)
+        for state in states:
+            if self._known_begun:
+                state.pop(BEGUN, None)
+            else:
+                state[BEGUN] = self.started
 
     def flags_changed(self) -> bool:
         """True where a setting that is part of the graph (amsgrad, nesterov, …) is no longer what was compiled."""
@@ -291,8 +321,8 @@ def bind(
         alone: number of the buckets whose weights are updated in place, where they can be.
 
     Returns:
-        One group per optimizer group, device, type, presence of a 16-bit copy, storage and bucket; one in all for an
-        optimizer whose own code is traced.
+        One group per optimizer group, device, type, presence of a 16-bit copy, storage, bucket and, with dampening,
+        whether it has begun; one in all for an optimizer whose own code is traced.
     """
     stored, buckets = stored or {}, buckets or {}
     bound: list[BoundGroup | TracedGroup] = []
@@ -300,13 +330,16 @@ def bind(
         if type(optimizer) not in KINDS:
             bound += bind_traced(optimizer, masters, lows, stored)
             continue
+        kind = KINDS[type(optimizer)]
         for index, group in enumerate(optimizer.param_groups):
+            asks = kind.started is not None and kind.started(group)
             alike: dict[tuple[Any, ...], list[Tensor]] = {}
             for parameter in group["params"]:
                 if id(parameter) in masters:
                     number = id(parameter)
-                    key = (parameter.device, parameter.dtype, number in lows, stored.get(number), buckets.get(number))
-                    alike.setdefault(key, []).append(parameter)
+                    begun = not asks or _has_begun(kind, optimizer.state.get(parameter, {}))
+                    place = parameter.device, parameter.dtype, number in lows, stored.get(number), buckets.get(number)
+                    alike.setdefault((*place, begun), []).append(parameter)
             for some in alike.values():
                 split = parts if id(some[0]) in buckets else None
                 one = _bind_part(optimizer, index, some, masters, lows, stored.get(id(some[0])), split)
