@@ -248,7 +248,7 @@ def test_momentum_survives_skips_shapes_and_checkpoints():
 
 
 def dampened(optimizer_of_ours: bool, disturb) -> list[torch.Tensor]:
-    """Weights after steps of dampened SGD, ours or torch's; `disturb` gets number, weights and optimizer before each."""
+    """Weights after steps of dampened SGD, ours or torch's; `disturb` gets number, model and optimizer before each."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, dampening=0.5)
