@@ -23,7 +23,7 @@ from amp_compiler.training.step_hooks import check_hooks
 from amp_compiler.training.traced_optimizers import TracedGroup, bind_traced, check_traceable
 from amp_compiler.training.weights import COMPENSATION
 
-BEGUN = "begun"  # key in the optimizer's state: 0 beside zeros that a step made, until one is applied
+BEGUN = "begun"  # key in the optimizer's state: beside a state that a step made: 0 until an update
 
 KINDS: dict[type[torch.optim.Optimizer], FusedOptimizer] = {cls: one for one in FUSED for cls in one.classes}
 
@@ -59,6 +59,13 @@ def _zeros(parameter: Tensor) -> Tensor:
     """New state in the layout of a parameter, in FP32 where it is 16-bit."""
     dtype = torch.float32 if parameter.dtype in LOW_TYPES else parameter.dtype
     return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
+
+
+def _flag_of(states: Sequence[Mapping[str, Any]]) -> Tensor | None:
+    """The flag that the programs of a step share, where one of them has put it beside all the states."""
+    begun = states[0].get(BEGUN)
+    shared = isinstance(begun, Tensor) and begun.dtype == torch.float32
+    return begun if shared and all(one.get(BEGUN) is begun for one in states) else None
 
 
 def _flags(kind: FusedOptimizer, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[bool, ...]:
@@ -100,7 +107,7 @@ class BoundGroup:
     started: Tensor
     parts: Parts | None = None
     _written: tuple[Any, ...] = field(default=(), repr=False)
-    _known_begun: bool = field(default=True, repr=False)
+    _known_begun: bool = field(default=False, repr=False)
     _checked: dict[tuple[str, int], tuple[weakref.ref[Tensor], Any]] = field(default_factory=dict, repr=False)
 
     def refresh(self) -> None:
@@ -127,9 +134,9 @@ class BoundGroup:
     def _find_started(self) -> None:
         """Whether the first step was made, where it is not like any other (SGD with dampened momentum).
 
-        As for torch it was where there is a first state, whatever its values. Beside zeros that were made here stands a
-        flag until an update was applied, so that the optimizer's state is all there is: it holds across batch shapes,
-        skipped steps and checkpoints.
+        As for torch it was where there is a first state, whatever its values. Beside a state that was made here stands
+        the flag that updates set, so that the optimizer's state is all there is: it holds across batch shapes, skipped
+        steps and checkpoints.
         """
         if not self.asks_state:
             return
@@ -141,8 +148,8 @@ class BoundGroup:
             self.tensor(first, number)
         states = [self.optimizer.state[parameter] for parameter in self.parameters]
         flags = {id(state.get(BEGUN)): state.get(BEGUN) for state in states}
-        if self._known_begun and flags.keys() == {id(None)}:
-            return
+        if flags.keys() == {id(self.started)} or (self._known_begun and flags.keys() == {id(None)}):
+            return  # nothing is read from the device
         begun = {flag is None or bool(flag) for flag in flags.values()}
         if len(begun) > 1:
             raise AmpError(
@@ -151,11 +158,8 @@ class BoundGroup:
             )
         self._known_begun = begun.pop()
         self.started.fill_(self._known_begun)
-        for state in states:
-            if self._known_begun:
-                state.pop(BEGUN, None)
-            else:
-                state[BEGUN] = self.started
+        for state in states if flags.keys() != {id(None)} else []:
+            state[BEGUN] = self.started
 
     def flags_changed(self) -> bool:
         """True where a setting that is part of the graph (amsgrad, nesterov, …) is no longer what was compiled."""
@@ -359,6 +363,7 @@ def _bind_part(
 ) -> BoundGroup:
     kind, group = KINDS[type(optimizer)], optimizer.param_groups[index]
     size = len(kind.hyper)
+    begun = _flag_of([optimizer.state.get(parameter, {}) for parameter in part])
     device, dtype = part[0].device, part[0].dtype
     moment = torch.float32 if dtype in LOW_TYPES else None
     if storage is not None and kind.state_as_weight:
@@ -382,6 +387,6 @@ def _bind_part(
         index,
         tuple(part),
         torch.zeros(size, dtype=torch.float64, device=device),
-        torch.ones((), device=device),
+        torch.ones((), device=device) if begun is None else begun,
         parts,
     )
