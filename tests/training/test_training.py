@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -97,7 +98,10 @@ POISONS = [(name, poison) for name in ("momentum", "adamw") for poison in map(fl
 @pytest.mark.parametrize(
     ("name", "poison", "backend"),
     [
-        *((*case, "eager") for case in POISONS),
+        *(
+            pytest.param(*case, "eager", marks=[pytest.mark.slow] * (case[0] == "momentum" and math.isinf(case[1])))
+            for case in POISONS
+        ),
         # By default the compiled step of test_training_endurance.py meets one.
         *(pytest.param(*case, "inductor", marks=pytest.mark.slow) for case in POISONS),
     ],
