@@ -22,6 +22,8 @@ from amp_compiler.training.parts import UNSPLIT, Parts
 from amp_compiler.training.traced_optimizers import TracedGroup, bind_traced, check_traceable
 from amp_compiler.training.weights import COMPENSATION
 
+BEGUN = "begun"  # key in the optimizer's state: beside a state that a step made: 0 until an update
+
 KINDS: dict[type[torch.optim.Optimizer], FusedOptimizer] = {cls: one for one in FUSED for cls in one.classes}
 
 
@@ -42,12 +44,27 @@ def _make_state(
     for one in kind.states:
         if one.used(group) and state.get(one.name) is None:
             state[one.name] = zeros(parameter)
+            if one is kind.states[0] and kind.started is not None and kind.started(group):
+                state[BEGUN] = torch.zeros((), device=parameter.device)
+
+
+def _has_begun(kind: FusedOptimizer, state: Mapping[str, Any]) -> bool:
+    """Whether a parameter has its first state, and not only the zeros that a step made for an update yet to come."""
+    begun = state.get(BEGUN)
+    return state.get(kind.states[0].name) is not None and (begun is None or bool(begun))
 
 
 def _zeros(parameter: Tensor) -> Tensor:
     """New state in the layout of a parameter, in FP32 where it is 16-bit."""
     dtype = torch.float32 if parameter.dtype in LOW_TYPES else parameter.dtype
     return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
+
+
+def _flag_of(states: Sequence[Mapping[str, Any]]) -> Tensor | None:
+    """The flag that the programs of a step share, where one of them has put it beside all the states."""
+    begun = states[0].get(BEGUN)
+    shared = isinstance(begun, Tensor) and begun.dtype == torch.float32
+    return begun if shared and all(one.get(BEGUN) is begun for one in states) else None
 
 
 def _flags(kind: FusedOptimizer, optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[bool, ...]:
@@ -89,6 +106,7 @@ class BoundGroup:
     started: Tensor
     parts: Parts | None = None
     _written: tuple[Any, ...] = field(default=(), repr=False)
+    _known_begun: bool = field(default=False, repr=False)
     _checked: dict[tuple[str, int], tuple[weakref.ref[Tensor], Any]] = field(default_factory=dict, repr=False)
 
     def refresh(self) -> None:
@@ -115,16 +133,32 @@ class BoundGroup:
     def _find_started(self) -> None:
         """Whether the first step was made, where it is not like any other (SGD with dampened momentum).
 
-        It is read off the first state, zeros until a step is applied, so that the optimizer's state is all there is: it
-        holds across batch shapes, skipped steps and checkpoints.
+        As for torch it was where there is a first state, whatever its values. Beside a state that was made here stands
+        the flag that updates set, so that the optimizer's state is all there is: it holds across batch shapes, skipped
+        steps and checkpoints.
         """
-        if self.asks_state:
-            if self.parts is not None:
-                name = type(self.optimizer).__name__
-                raise AmpError(f"{name} with dampening asks for a whole momentum, and it is split", mend=UNSPLIT)
-            state = self.kind.states[0].name
-            begun = [self.tensor(state, number).any() for number in range(len(self.parameters))]
-            self.started.copy_(torch.stack(begun).any())
+        if not self.asks_state:
+            return
+        if self.parts is not None:
+            name = type(self.optimizer).__name__
+            raise AmpError(f"{name} with dampening asks for a whole momentum, and it is split", mend=UNSPLIT)
+        first = self.kind.states[0].name
+        for number in range(len(self.parameters)):
+            self.tensor(first, number)
+        states = [self.optimizer.state[parameter] for parameter in self.parameters]
+        flags = {id(state.get(BEGUN)): state.get(BEGUN) for state in states}
+        if flags.keys() == {id(self.started)} or (self._known_begun and flags.keys() == {id(None)}):
+            return  # nothing is read from the device
+        begun = {flag is None or bool(flag) for flag in flags.values()}
+        if len(begun) > 1:
+            raise AmpError(
+                f"optimizer.state holds '{first}' for some parameters of a group and not for others",
+                mend="make the training step anew, or give all of them one",
+            )
+        self._known_begun = begun.pop()
+        self.started.fill_(self._known_begun)
+        for state in states if flags.keys() != {id(None)} else []:
+            state[BEGUN] = self.started
 
     def flags_changed(self) -> bool:
         """True where a setting that is part of the graph (amsgrad, nesterov, …) is no longer what was compiled."""
@@ -289,8 +323,8 @@ def bind(
         alone: number of the buckets whose weights are updated in place, where they can be.
 
     Returns:
-        One group per optimizer group, device, type, presence of a 16-bit copy, storage and bucket; one in all for an
-        optimizer whose own code is traced.
+        One group per optimizer group, device, type, presence of a 16-bit copy, storage, bucket and, with dampening,
+        whether it has begun; one in all for an optimizer whose own code is traced.
     """
     stored, buckets = stored or {}, buckets or {}
     bound: list[BoundGroup | TracedGroup] = []
@@ -298,13 +332,16 @@ def bind(
         if type(optimizer) not in KINDS:
             bound += bind_traced(optimizer, masters, lows, stored)
             continue
+        kind = KINDS[type(optimizer)]
         for index, group in enumerate(optimizer.param_groups):
+            asks = kind.started is not None and kind.started(group)
             alike: dict[tuple[Any, ...], list[Tensor]] = {}
             for parameter in group["params"]:
                 if id(parameter) in masters:
                     number = id(parameter)
-                    key = (parameter.device, parameter.dtype, number in lows, stored.get(number), buckets.get(number))
-                    alike.setdefault(key, []).append(parameter)
+                    begun = not asks or _has_begun(kind, optimizer.state.get(parameter, {}))
+                    place = parameter.device, parameter.dtype, number in lows, stored.get(number), buckets.get(number)
+                    alike.setdefault((*place, begun), []).append(parameter)
             for some in alike.values():
                 split = parts if id(some[0]) in buckets else None
                 one = _bind_part(optimizer, index, some, masters, lows, stored.get(id(some[0])), split)
@@ -324,6 +361,7 @@ def _bind_part(
 ) -> BoundGroup:
     kind, group = KINDS[type(optimizer)], optimizer.param_groups[index]
     size = len(kind.hyper)
+    begun = _flag_of([optimizer.state.get(parameter, {}) for parameter in part])
     device, dtype = part[0].device, part[0].dtype
     moment = torch.float32 if dtype in LOW_TYPES else None
     if storage is not None and kind.state_as_weight:
@@ -347,6 +385,6 @@ def _bind_part(
         index,
         tuple(part),
         torch.zeros(size, dtype=torch.float64, device=device),
-        torch.ones((), device=device),
+        torch.ones((), device=device) if begun is None else begun,
         parts,
     )

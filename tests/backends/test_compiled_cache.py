@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.utils import fresh_cache
 
 import amp_compiler as amp
@@ -19,6 +20,7 @@ X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 @pytest.fixture(autouse=True)
 def empty_cache() -> Iterator[None]:
+    pick_vec_isa()  # what the compiler can do is no part of what is compiled: it is asked once for all tests
     with fresh_cache():
         yield
 

@@ -276,8 +276,15 @@ class BrokenWithStatistics(Broken):
         return super().forward(self.norm(x)) + 0 * torch.rand(())
 
 
-@pytest.mark.parametrize("way", ["forward", "loss_fn"])
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(
+    ("compiled", "way"),
+    [
+        (True, "loss_fn"),
+        (False, "forward"),
+        pytest.param(True, "forward", marks=pytest.mark.slow),
+        pytest.param(False, "loss_fn", marks=pytest.mark.slow),
+    ],
+)
 def test_a_model_in_pieces_gets_a_rule_too(way, compiled, tmp_path):
     def search(rules, x):
         given = amp.compile(model, dtype="fp16", rules=rules, backend="eager") if compiled else model

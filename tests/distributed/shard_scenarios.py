@@ -18,6 +18,7 @@ from amp_compiler.ops.cpu import update as cpu_update
 
 REDUCE: dict[str, Any] = {"shard": "update", "bucket_mb": 0.0001}  # several buckets even of these models
 SPLIT_ALONE = ("compiled_parts",)  # takes Inductor's seconds
+SLOW = ("parts_of_plain_cases",)
 
 
 def rules(**section: Any) -> dict[str, Any]:
@@ -61,6 +62,9 @@ SPLIT = {
 }
 
 
+PLAIN = ("adamw", "fp16")  # "two groups" is such an AdamW, and "accumulated" such a step in FP16
+
+
 def masters_of(model: nn.Module, step: amp.TrainingStep) -> list[Tensor]:
     """The whole FP32 value of every parameter, which all ranks ask for."""
     (optimizer,) = step._optimizers
@@ -87,16 +91,25 @@ def everything(model: nn.Module, step: amp.TrainingStep) -> dict[str, Any]:
 
 @scenario
 def parts(place: Place) -> dict[str, Any]:
-    """Every case, with the update split and whole."""
-    found: dict[str, Any] = {}
-    for name, case in SPLIT.items():
-        whole = trained_together(place, case, rules=rules(bucket_mb=REDUCE["bucket_mb"]))
-        split = trained_together(place, case, rules=rules(**REDUCE))
-        found[name] = {"whole": everything(*whole), "split": everything(*split)}
-        found[name]["held"] = {
-            key: tuple(value.shape) for key, value in split[1]._optimizers[0].state[next(split[0].parameters())].items()
-        }
-    return found
+    """Every case but the plain ones, with the update split and whole."""
+    return {name: in_both_ways(place, case) for name, case in SPLIT.items() if name not in PLAIN}
+
+
+@scenario
+def parts_of_plain_cases(place: Place) -> dict[str, Any]:
+    """Those of which another case does more."""
+    return {name: in_both_ways(place, SPLIT[name]) for name in PLAIN}
+
+
+def in_both_ways(place: Place, case: Case) -> dict[str, Any]:
+    whole = trained_together(place, case, rules=rules(bucket_mb=REDUCE["bucket_mb"]))
+    split = trained_together(place, case, rules=rules(**REDUCE))
+    state = split[1]._optimizers[0].state[next(split[0].parameters())]
+    return {
+        "whole": everything(*whole),
+        "split": everything(*split),
+        "held": {key: tuple(value.shape) for key, value in state.items()},
+    }
 
 
 @scenario

@@ -95,8 +95,7 @@ def test_buffers_are_those_of_the_first_rank_or_of_each_its_own(found):
         torch.testing.assert_close(one[kind]["buffers"][0], one[kind]["own"], rtol=0, atol=2.0**-8)  # of BF16 products
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize(("dtype", "optimizer"), [("bf16", "sgd"), ("fp16", "adamw")])
 def test_low_types_lead_no_further_from_fp32_than_autocast_in_ddp(found, dtype, optimizer):
     first, second = (one[dtype, optimizer] for one in of(found, "low_types"))
     assert equal(first["same"], second["same"])

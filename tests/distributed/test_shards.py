@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_scenarios import SCENARIOS, run_ranks
-from shard_scenarios import SPLIT, SPLIT_ALONE
+from shard_scenarios import PLAIN, SLOW, SPLIT, SPLIT_ALONE
 
 OWN = [name for name, function in SCENARIOS.items() if function.__module__ == "shard_scenarios"]
 pytestmark = [
@@ -20,7 +20,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def found():
     """What each rank of two returned, by scenario."""
-    return run_ranks(2, [name for name in OWN if name not in SPLIT_ALONE])
+    return run_ranks(2, [name for name in OWN if name not in (*SPLIT_ALONE, *SLOW)])
 
 
 def of(found, name):
@@ -38,9 +38,20 @@ def rounded_equal(some, others):
     return all(torch.equal(a.to(b.dtype), b) for a, b in zip(some, others, strict=True))
 
 
-@pytest.mark.parametrize("case", SPLIT)
+@pytest.mark.parametrize("case", [case for case in SPLIT if case not in PLAIN])
 def test_a_split_update_makes_the_weights_of_a_whole_one(found, case):
-    for one in of(found, "parts"):
+    check_a_split_update(of(found, "parts"), case)
+
+
+@pytest.mark.slow
+def test_so_it_does_of_the_plain_cases():
+    ranks = of(run_ranks(2, SLOW), *SLOW)
+    for case in PLAIN:
+        check_a_split_update(ranks, case)
+
+
+def check_a_split_update(ranks, case):
+    for one in ranks:
         whole, split = one[case]["whole"], one[case]["split"]
         if case == "clipping":  # the squares of the norm are added in another order
             torch.testing.assert_close(split["norm"], whole["norm"], rtol=1e-6, atol=0)
@@ -50,17 +61,22 @@ def test_a_split_update_makes_the_weights_of_a_whole_one(found, case):
             assert equal(whole["masters"], split["masters"]) and equal(whole["moments"], split["moments"])
             assert rounded_equal(whole["weights"], split["weights"])
         assert equal(whole["numbers"], split["numbers"])
-    first, second = of(found, "parts")
+    first, second = ranks
     for key in ("weights", "masters", "moments", "numbers"):
         assert equal(first[case]["split"][key], second[case]["split"][key])
 
 
 def test_each_rank_holds_a_part_of_master_and_moments(found):
     for one in of(found, "parts"):
-        assert one["adamw"]["held"] == {"master": (36,), "step": (), "exp_avg": (36,), "exp_avg_sq": (36,)}  # of 9 x 8
+        assert one["two groups"]["held"] == {
+            "master": (36,),
+            "step": (),
+            "exp_avg": (36,),
+            "exp_avg_sq": (36,),
+        }  # of 9 x 8
         assert one["sgd"]["split"]["weights"][0].dtype is torch.bfloat16
         assert one["sgd"]["split"]["weights"][2].dtype is torch.float32  # of a norm
-        assert float(one["fp16"]["split"]["numbers"][1]) > 0  # the first scale is too high
+        assert float(one["accumulated"]["split"]["numbers"][1]) > 0  # the first scale is too high
 
 
 def test_an_overflow_of_one_rank_or_of_the_sum_skips_the_step_of_all(found):

@@ -90,8 +90,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", LOW)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=[pytest.mark.slow] * (dtype == "fp16" and name == "encoder"))
+        for name in CASES
+        for dtype in LOW
+    ],
+)
 def test_as_many_as_autocast_makes(name, dtype):
     make, shape = CASES[name]
     model, x = make(), torch.randn(shape)

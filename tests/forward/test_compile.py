@@ -155,7 +155,7 @@ def test_double_backward_in_eager():
     assert model[0].weight.grad is not None and bool(model[0].weight.grad.abs().sum() > 0)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_dynamic_shapes_capture_once(backend):
     model = amp.compile(
         nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)),

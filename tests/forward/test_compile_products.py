@@ -51,9 +51,7 @@ def result_and_calls(backend, model):
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("without a bias", "lstm"))) for name in MODELS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "matmul")) for name in MODELS])
 def test_a_product_with_a_matrix_is_no_batch_of_products(name):
     model = MODELS[name]()
     (mine, calls), (theirs, others) = (result_and_calls(backend, model) for backend in ("inductor", "eager"))

@@ -34,6 +34,13 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 FLAGS = (False, True)
 
 
+def crossed(*columns):
+    """All combinations of values; quick is every second one, in which each pair of values of two columns is met."""
+    places = itertools.product(*(range(len(values)) for values in columns))
+    marks = [[pytest.mark.slow] * (sum(place) % 2) for place in places]
+    return [pytest.param(*values, marks=one) for values, one in zip(itertools.product(*columns), marks, strict=True)]
+
+
 def round_once(x, y, z):
     """fp32 fma: the fp64 sum rounded to odd keeps what the last rounding needs (Boldo & Melquiond 2008)."""
     product, addend = x.astype(np.float64) * y.astype(np.float64), z.astype(np.float64)
@@ -132,8 +139,9 @@ def sgd_arguments(sizes=SIZES, lows=None, weight=torch.float32, moment=torch.flo
     return [weights, grads, buffers, extra, started, *rng, *scalars, *([] if mode is None else [int(mode)]), *flags]
 
 
-@pytest.mark.parametrize("lows", [None, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("amsgrad", "maximize", "decoupled"), list(itertools.product(FLAGS, FLAGS, FLAGS)))
+@pytest.mark.parametrize(
+    ("amsgrad", "maximize", "decoupled", "lows"), crossed(FLAGS, FLAGS, FLAGS, (None, torch.float16, torch.bfloat16))
+)
 def test_adam(amsgrad, maximize, decoupled, lows):
     assert_both_agree("adam_update", adam_arguments(lows=lows, amsgrad=amsgrad, maximize=maximize, decoupled=decoupled))
 
@@ -191,13 +199,12 @@ def assert_is(first, second):
     return first
 
 
-@pytest.mark.parametrize("started", [0.0, 1.0])
-@pytest.mark.parametrize("maximize", FLAGS)
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-@pytest.mark.parametrize(
-    ("momentum", "dampening", "nesterov"), [(0.0, 0.0, False), (0.9, 0.0, False), (0.9, 0.3, False), (0.9, 0.0, True)]
-)
-def test_sgd(momentum, dampening, nesterov, decay, maximize, started):
+MOMENTA = ((0.0, 0.0, False), (0.9, 0.0, False), (0.9, 0.3, False), (0.9, 0.0, True))
+
+
+@pytest.mark.parametrize(("kind", "decay", "maximize", "started"), crossed(MOMENTA, (0.0, 0.1), FLAGS, (0.0, 1.0)))
+def test_sgd(kind, decay, maximize, started):
+    momentum, dampening, nesterov = kind
     options = {"momentum": momentum, "dampening": dampening, "nesterov": nesterov}
     lows = torch.float16 if maximize else None
     assert_both_agree(
@@ -215,9 +222,7 @@ def test_no_decay_leaves_an_infinite_weight_as_it_is():
         assert assert_both_agree(name, arguments)[0][0][1].isinf()
 
 
-@pytest.mark.parametrize("maximize", FLAGS)
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-@pytest.mark.parametrize("mode", [None, *Storage])
+@pytest.mark.parametrize(("mode", "decay", "maximize"), crossed((None, *Storage), (0.0, 0.1), FLAGS))
 def test_l1_decay(mode, decay, maximize):
     weight, suffix = (torch.float32, "") if mode is None else (torch.bfloat16, "_low")
     options = {"weight": weight, "mode": mode, "decay": decay, "maximize": maximize, "l1": 0.02}
@@ -230,9 +235,7 @@ def test_l1_decay(mode, decay, maximize):
         assert changed[0][2].isfinite().all() and not changed[0][1][:2].isnan().any()
 
 
-@pytest.mark.parametrize("mode", list(Storage))
-@pytest.mark.parametrize("weight", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("moment", FLOATS)
+@pytest.mark.parametrize(("mode", "weight", "moment"), crossed(tuple(Storage), (torch.float16, torch.bfloat16), FLOATS))
 def test_weights_without_masters(mode, weight, moment):
     sizes = (0, 1, 6, BLOCK, 2 * BLOCK + 9)
     assert_both_agree("adam_update_low", adam_arguments(sizes, weight=weight, moment=moment, mode=mode, amsgrad=True))

@@ -41,12 +41,24 @@ def run_python(arguments, **environment):
 
 
 @pytest.mark.long
-def test_under_the_interpreter(tmp_path):
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_under_the_interpreter(which, tmp_path):
     pytest.importorskip("triton")
-    arguments = ["-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "kernels_interpreted.py"]
+    arguments = [
+        "-m",
+        "pytest",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-m",
+        which,
+        "kernels_interpreted.py",
+    ]
     done = run_python(arguments, TRITON_INTERPRET="1", HYPOTHESIS_STORAGE_DIRECTORY=str(tmp_path))
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert re.search(r"\b[1-9]\d\d passed", done.stdout)
+    assert int(re.search(r"\b(\d+) passed", done.stdout)[1]) >= (40 if which == "slow" else 100)
 
 
 @pytest.mark.long

@@ -271,7 +271,7 @@ def test_the_gradients_of_all_weights_are_one_buffer():
 @pytest.mark.compiles
 def test_in_one_graph_what_is_kept_is_used_up_where_it_lies(cudnn):
     """Forward and backward of a training step are one graph: there nothing is copied so that it can be read again."""
-    layer, x, states = make("lstm", 2)
+    layer, x, states = make("lstm")
     weights = [one.detach() for one in layer._flat_weights]
 
     def gradients(x, h, c, *weights):

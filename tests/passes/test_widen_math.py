@@ -92,7 +92,7 @@ def test_eager_computes_in_fp32_to_the_bit(name: str, dtype: str) -> None:
 
 
 INDUCTOR = [
-    pytest.param(name, marks=[] if name in ("softmax", "scale") else [pytest.mark.slow])
+    pytest.param(name, marks=[] if name == "softmax" else [pytest.mark.slow])
     for name in SINGLE
     if name not in ("index", "embedding")
 ]

@@ -9,7 +9,8 @@ from toys import TOYS
 import amp_compiler as amp
 
 STEPS = 3
-QUICK = ("accumulate", "conv")  # gradients added up under a loss scale; buffers. For attention see tests/ops
+QUICK = ("accumulate",)  # gradients added up under a loss scale. For convolutions see
+# test_training_convolutions.py, for buffers tests/forward/test_compile.py, for attention tests/ops
 pytestmark = pytest.mark.compiles
 
 

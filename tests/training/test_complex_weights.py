@@ -77,8 +77,15 @@ def check_near(ours, theirs, start):
     assert (ours - theirs).norm() < 0.05 * (theirs - start).norm()
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize(
+    ("breaks", "accumulate"),
+    [
+        (False, 1),
+        (True, 2),
+        pytest.param(False, 2, marks=pytest.mark.slow),
+        pytest.param(True, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_it_trains_as_under_autocast(breaks, accumulate):
     start, theirs = models(breaks)
     ours = copy.deepcopy(start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -62,7 +63,8 @@ def test_plain_fp32_equals_a_torch_loop(name):
         else:
             assert torch.allclose(got, wanted, rtol=0, atol=1e-6)
     ours, theirs = optimizer.state_dict()["state"], plain.state_dict()["state"]
-    assert {k: set(v) for k, v in ours.items()} == {k: set(v) for k, v in theirs.items()}
+    own = {"begun"} if name == "momentum" else set()  # that of a dampened one
+    assert {k: set(v) for k, v in ours.items()} == {k: set(v) | own for k, v in theirs.items()}
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -96,7 +98,10 @@ POISONS = [(name, poison) for name in ("momentum", "adamw") for poison in map(fl
 @pytest.mark.parametrize(
     ("name", "poison", "backend"),
     [
-        *((*case, "eager") for case in POISONS),
+        *(
+            pytest.param(*case, "eager", marks=[pytest.mark.slow] * (case[0] == "momentum" and math.isinf(case[1])))
+            for case in POISONS
+        ),
         # By default the compiled step of test_training_endurance.py meets one.
         *(pytest.param(*case, "inductor", marks=pytest.mark.slow) for case in POISONS),
     ],
@@ -241,6 +246,97 @@ def test_momentum_survives_skips_shapes_and_checkpoints():
         if disturb:
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         step(X, Y)
+        return [p.detach().clone() for p in model.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(run(False), run(True), strict=True))
+
+
+def dampened(optimizer_of_ours: bool, disturb) -> list[torch.Tensor]:
+    """Weights after steps of dampened SGD, ours or torch's; `disturb` gets number, model and optimizer before each."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, dampening=0.5)
+
+    def loss_fn(model, x, gain):
+        return (model(x) * gain).square().mean()
+
+    step = amp.training_step(model, loss_fn, optimizer, backend="eager", enabled=False)
+    for number in range(4):
+        gain = disturb(number, model, optimizer) or 0.0
+        x = torch.ones(2 + number % 2, 4)  # two programs in turn
+        if optimizer_of_ours:
+            step(x, torch.tensor(gain))
+        else:
+            optimizer.zero_grad()
+            loss_fn(model, x, torch.tensor(gain)).backward()
+            optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def _momentum_of_zeros(number, model, optimizer):
+    if number == 0:
+        for parameter in model.parameters():
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return 1.0
+
+
+def _gradients_of_zero_first(number, model, optimizer):
+    return float(number > 0)
+
+
+def _a_layer_that_comes_later(number, model, optimizer):
+    model[0].requires_grad_(number > 1)
+    return 1.0
+
+
+def _saved_and_loaded(number, model, optimizer):
+    if number == 1:
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return 1.0
+
+
+def _begun_anew(number, model, optimizer):
+    if number == 2:
+        optimizer.state.clear()
+    return 1.0
+
+
+DISTURBED = (_momentum_of_zeros, _gradients_of_zero_first, _a_layer_that_comes_later, _saved_and_loaded, _begun_anew)
+
+
+@pytest.mark.parametrize("disturb", DISTURBED, ids=lambda disturb: disturb.__name__.strip("_"))
+def test_whether_there_is_a_momentum_decides_what_is_dampened(disturb):
+    for ours, theirs in zip(dampened(True, disturb), dampened(False, disturb), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)  # the order of a few sums
+
+
+def test_a_group_with_the_momentum_of_some_of_its_parameters_is_refused():
+    def disturb(number, model, optimizer):
+        if number == 2:  # its program was made with the momentum of both
+            del optimizer.state[model[0].weight]["momentum_buffer"]
+        return 1.0
+
+    with pytest.raises(amp.AmpError, match="'momentum_buffer' for some parameters of a group"):
+        dampened(True, disturb)
+
+
+@pytest.mark.parametrize("made_anew", [False, True])
+def test_a_first_step_that_is_skipped_leaves_the_first_one_to_come(made_anew):
+    def run(skips: bool) -> list[torch.Tensor]:
+        model, _ = models()
+        optimizer = OPTIMIZERS["momentum"](model.parameters())
+        options = {"dtype": "fp16", "loss_scale": 128.0, "backend": "eager"}
+        step = amp.training_step(model, classes, optimizer, **options)
+        if skips:
+            step(X * float("inf"), Y)
+        if made_anew:
+            saved = copy.deepcopy(optimizer.state_dict())
+            optimizer = OPTIMIZERS["momentum"](model.parameters())
+            optimizer.load_state_dict(saved)
+            step = amp.training_step(model, classes, optimizer, **options)
+        for _ in range(3):
+            step(X, Y)
+        assert all(set(state) == {"momentum_buffer", "begun"} for state in optimizer.state.values())
         return [p.detach().clone() for p in model.parameters()]
 
     assert all(torch.equal(a, b) for a, b in zip(run(False), run(True), strict=True))

@@ -26,7 +26,7 @@ def compilations(monkeypatch):
 
 
 def live_tensors():
-    gc.collect()
+    gc.collect(), gc.collect()  # what the first one finds may hold more, of tests before this one
     return sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
 
 
@@ -74,7 +74,7 @@ def test_many_steps_need_no_more_memory_and_no_new_program(compilations, backend
     assert growth < 32 * steps
     if before:
         assert resident_bytes() - before < 64 * 2**20
-    assert live_tensors() == tensors
+    assert live_tensors() <= tensors  # a leak is one of a thousand steps; of earlier tests one may go
     assert len(step._programs) == 1
     assert (len(compilations), dict(counters["inductor"])) == compiled
     assert int(step.skipped_steps) == 11

@@ -172,7 +172,9 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("options", [{"dtype": "bf16"}, {"dtype": "fp16"}, {"enabled": False}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"dtype": "bf16"}, pytest.param({"dtype": "fp16"}, marks=pytest.mark.slow), {"enabled": False}], ids=str
+)
 def test_products_convolutions_and_norms_of_the_backward_know_the_module_that_they_belong_to(options):
     torch.manual_seed(0)
     model = Nested()

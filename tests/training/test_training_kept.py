@@ -97,7 +97,10 @@ def kept(graph):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name == "gpt2 without fused attention")) for name in MODELS],
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("gpt2", "gpt2 without fused attention")))
+        for name in MODELS
+    ],
 )
 def test_the_backward_reads_no_fp32_copy_of_a_16_bit_value_that_the_forward_made(name):
     graph = graph_of(name)

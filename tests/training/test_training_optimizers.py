@@ -98,7 +98,9 @@ def test_a_saved_run_goes_on_bit_for_bit(shared):
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-@pytest.mark.parametrize("name", ["rmsprop", "nadam", "adafactor", "asgd"])
+@pytest.mark.parametrize(
+    "name", ["adafactor", "asgd", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rmsprop", "nadam"))]
+)
 def test_a_scheduler_changes_the_rate_without_a_recapture_and_other_numbers_with_one(name, builds):
     model, reference = models(name)
     optimizer, plain = OPTIMIZERS[name](model.parameters()), OPTIMIZERS[name](reference.parameters())
