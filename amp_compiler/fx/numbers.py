@@ -94,7 +94,7 @@ class NumberInputs:
         Raises:
             NumberError: one stands where it cannot be exchanged, such as in a tuple, or they are too many.
         """
-        buffers, own, first = self.model._buffers, self.model.__dict__, len(self.numbers)
+        buffers, own = self.model._buffers, self.model.__dict__
         values: list[Tensor] = []
         found = [
             (holder, key, value, holder.name_of(key)) for holder, key, value in self.state.loaded() if is_number(value)
@@ -117,7 +117,7 @@ class NumberInputs:
                 self._leaves.append((_NAME.format(len(values)), index))
                 self.numbers[_NAME.format(len(values))] = Number(ARGUMENTS, itemgetter(index), of_arguments=True)
                 values.append(_tensor(value))
-        if len(self.numbers) == first:
+        if not self.numbers:
             yield
             return
         given = own.get("forward")
