@@ -8,11 +8,14 @@ place. What is more than arithmetic with it (a branch, `math.exp`, a dropout pro
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
+from types import CodeType, FunctionType, MemberDescriptorType, NoneType
 from typing import Any
 
 import torch
@@ -21,14 +24,16 @@ from torch import Tensor, nn
 
 from amp_compiler.errors import AmpError, NumberError, first_line
 from amp_compiler.fx.capture_errors import user_frame
+from amp_compiler.fx.code_names import Origin, origin_of
 from amp_compiler.fx.python_state import Holder, Kind, PythonState, put
-from amp_compiler.fx.torch_private import is_taken_for_granted
+from amp_compiler.fx.torch_private import is_taken_for_granted, symbols_as_texts, symbols_asked
 
 _INT64 = 2**63
 _MOST = 256  # numbers of one capture, each of which is an input of its own
 ARGUMENTS = "the arguments"
 _NAME = "number_{}_that_changes"
-_WRITABLE = frozenset({Kind.TABLE, Kind.DICT, Kind.LIST, Kind.CELL, Kind.CLASS, Kind.OBJECT})
+_WRITABLE = frozenset({Kind.TABLE, Kind.CELL})
+_PYTHON = {torch.SymFloat: float, torch.SymInt: int, torch.SymBool: bool}
 
 
 @dataclass(frozen=True)
@@ -100,10 +105,12 @@ class NumberInputs:
             (holder, key, value, holder.name_of(key)) for holder, key, value in self.state.loaded() if is_number(value)
         ]
         found = [one for one in found if one[-1] in self.changing.labels]
-        fixed = sorted({label for holder, _, _, label in found if holder.kind not in _WRITABLE})
+        if found and any(map(_asks_classes, self.state.functions)):
+            raise NumberError("the code asks for the class of something", labels=frozenset(one[-1] for one in found))
+        fixed = sorted({label for holder, key, _, label in found if not _is_writable(holder, key)})
         if fixed or len(found) > _MOST:
             raise NumberError(
-                f"'{fixed[0]}' cannot be exchanged" if fixed else f"{len(found)} numbers change",
+                f"nothing can be put in the place of '{fixed[0]}'" if fixed else f"{len(found)} numbers change",
                 labels=frozenset(fixed),
             )
         for holder, key, value, label in found:
@@ -134,16 +141,24 @@ class NumberInputs:
         @functools.wraps(forward)
         def with_stand_ins(*args: Any, **kwargs: Any) -> Any:
             buffers = self.model._buffers
-            read: dict[str, Any] = {name: buffers[name].item() for name in self.numbers}  # type: ignore[union-attr]
+            # The model's own code may count its buffers: there are none but its own while it runs.
+            added = {name: buffers.pop(name) for name in self.numbers}
+            read: dict[str, Any] = {name: tensor.item() for name, tensor in added.items()}  # type: ignore[union-attr]
             leaves, spec = pytree.tree_flatten((args, kwargs))
             for name, index in self._leaves:
                 leaves[index] = read[name]
             args, kwargs = pytree.tree_unflatten(leaves, spec)
             before = [(holder, key, _now(holder, key)) for _, holder, key in self._places]
-            for name, holder, key in self._places:
-                put(holder, key, read[name])
+            symbols = {str(value.node.expr): name for name, value in read.items()}
             try:
-                result = forward(*args, **kwargs)
+                for name, holder, key in self._places:
+                    put(holder, key, read[name])
+                with _told_as_numbers(self.state), symbols_as_texts() as shown, symbols_asked() as asked:
+                    result = forward(*args, **kwargs)
+                if caught := [self.numbers[symbols[one]].label for one in sorted(asked & symbols.keys())]:
+                    raise NumberError(f"the value of '{caught[0]}' is asked for", labels=frozenset(caught))
+                if told := [self.numbers[symbols[one]].label for one in sorted(shown & symbols.keys())]:
+                    raise NumberError(f"'{told[0]}' becomes a text", labels=frozenset(told))
                 places = [(holder.name_of(key), _now(holder, key), read[name]) for name, holder, key in self._places]
                 if written := [label for label, now, given in places if now is not given]:
                     raise NumberError(f"forward assigns to '{written[0]}'", labels=frozenset(written))
@@ -153,7 +168,6 @@ class NumberInputs:
             except AmpError:
                 raise
             except Exception as error:  # the model's own code may raise anything
-                symbols = {str(value.node.expr): name for name, value in read.items()}
                 named = {symbols[one] for one in set(re.findall(r"\w+", str(error))) & symbols.keys()}
                 if not named:
                     raise
@@ -165,8 +179,82 @@ class NumberInputs:
             finally:
                 for holder, key, value in before:
                     put(holder, key, value)
+                buffers.update(added)
 
         return with_stand_ins
+
+
+class _OfStandIns(type):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs:
+            return _PYTHON.get(type(args[0]), type(args[0]))
+        return type(*args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, type)
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is type
+
+    def __hash__(cls) -> int:
+        return hash(type)
+
+
+class _Type(type, metaclass=_OfStandIns):
+    """`type`, by which a stand-in is a number."""
+
+
+def _isinstance(value: Any, kinds: Any) -> bool:
+    """`isinstance`, by which a stand-in is a number."""
+    kind = _PYTHON.get(type(value))
+    return isinstance(value, kinds) or (kind is not None and issubclass(kind, kinds))
+
+
+_SHADOWS = {"isinstance": _isinstance, "type": _Type}
+
+
+@contextlib.contextmanager
+def _told_as_numbers(state: PythonState) -> Iterator[None]:
+    """Within it `isinstance(k, float)` and `type(k)` in the code behind a model know what a stand-in stands for."""
+    classes = {base for module in state.modules for base in type(module).__mro__}
+    spaces = [vars(sys.modules[one.__module__]) for one in classes if one.__module__ in sys.modules]
+    spaces += [function.__globals__ for function in state.functions]
+    shadowed = []
+    try:
+        for space in {id(one): one for one in spaces}.values():
+            if origin_of(str(space.get("__name__", ""))) is not Origin.FOREIGN:
+                given = {name: value for name, value in _SHADOWS.items() if name not in space}
+                shadowed.append((space, given))
+                space.update(given)
+        yield
+    finally:
+        for space, given in shadowed:
+            for name in given:
+                del space[name]
+
+
+@functools.lru_cache(maxsize=4096)
+def _matches_classes(code: CodeType) -> bool:
+    """Whether code asks for classes in a way that cannot be answered for a stand-in: `match`, or `x.__class__`."""
+    if "__class__" in code.co_names or any(one.opname == "MATCH_CLASS" for one in dis.get_instructions(code)):
+        return True
+    return any(_matches_classes(inner) for inner in code.co_consts if isinstance(inner, CodeType))
+
+
+def _asks_classes(function: FunctionType) -> bool:
+    return _matches_classes(function.__code__)
+
+
+def _is_writable(holder: Holder, key: Any) -> bool:
+    """Whether what is put at a key stands there as it is, and can be taken back: no code of the user's decides."""
+    if holder.kind is Kind.OBJECT:
+        slot = getattr(type(holder.value), key, None)
+        return isinstance(slot, MemberDescriptorType) and type(holder.value).__setattr__ is object.__setattr__
+    if holder.kind is Kind.CLASS:
+        return type(holder.value).__setattr__ is type.__setattr__
+    if holder.kind in (Kind.DICT, Kind.LIST):
+        return not isinstance(getattr(type(holder.value), "__setitem__", None), FunctionType | NoneType)
+    return holder.kind in _WRITABLE
 
 
 def is_number(value: Any) -> bool:

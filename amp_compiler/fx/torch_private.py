@@ -7,10 +7,11 @@ import functools
 import inspect
 import os
 import re
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import CodeType, ModuleType
+from types import CodeType, FrameType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -37,6 +38,7 @@ _FORWARD_MODE = (
     "_jvp_increment_nesting", "_jvp_decrement_nesting", "_enter_dual_level", "_exit_dual_level", "_make_dual",
     "_unpack_dual",
 )  # fmt: skip
+_OF_SYMBOLS = frozenset({"torch", "sympy", "mpmath", "amp_compiler"})  # whose code writes symbols as such
 _ALL_MODELS = 64  # so many times the limit may all models of a class be compiled together
 
 
@@ -568,6 +570,68 @@ def whole_powers() -> Iterator[None]:
         yield
     finally:
         torch.SymFloat.__pow__ = theirs  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def symbols_asked() -> Iterator[set[str]]:
+    """Within it the symbols are noted whose values a trace was asked for and cannot tell, whoever catches that error.
+
+    Yields:
+        their names; to be read behind it.
+    """
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    noted: set[str] = set()
+    theirs: Any = ShapeEnv._make_data_dependent_error
+
+    def noting(environment: Any, expression: Any, *given: Any, **named: Any) -> Any:
+        noted.update(map(str, getattr(expression, "free_symbols", ())))
+        return theirs(environment, expression, *given, **named)
+
+    ShapeEnv._make_data_dependent_error = noting  # type: ignore[method-assign]
+    try:
+        yield noted
+    finally:
+        ShapeEnv._make_data_dependent_error = theirs  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def symbols_as_texts() -> Iterator[set[str]]:
+    """Within it the symbols are noted of which code that is not torch's makes texts, such as `f"{number}"`.
+
+    Yields:
+        their names; to be read behind it.
+    """
+    noted: set[str] = set()
+    theirs = [
+        (kind, name, vars(kind)[name])
+        for kind in (torch.SymFloat, torch.SymInt)
+        for name in ("__repr__", "__str__")
+        if name in vars(kind)
+    ]
+
+    def noting(text: Callable[[Any], str]) -> Callable[[Any], str]:
+        def told(number: Any) -> str:
+            frame = sys._getframe(1)
+            while frame.f_back is not None and _package_of(frame) in sys.stdlib_module_names:
+                frame = frame.f_back  # of `logging`, say: whose number it was is told by who called it
+            if _package_of(frame) not in _OF_SYMBOLS:
+                noted.update(str(one) for one in number.node.expr.free_symbols)
+            return text(number)
+
+        return told
+
+    try:
+        for kind, name, text in theirs:
+            setattr(kind, name, noting(text))
+        yield noted
+    finally:
+        for kind, name, text in theirs:
+            setattr(kind, name, text)
+
+
+def _package_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def is_taken_for_granted(number: torch.SymFloat | torch.SymInt) -> bool:

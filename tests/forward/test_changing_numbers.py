@@ -216,3 +216,89 @@ def test_compiled():
             expected = model.original(X)
             assert (model(X) - expected).norm() < 2e-2 * expected.norm()
     assert not model.in_pieces and len(model._programs) == 2
+
+
+ASKED = {
+    "isinstance": lambda m, h: h * m.scale if isinstance(m.scale, float) else h - 1,
+    "of several": lambda m, h: h * m.steps if isinstance(m.steps, (int, float)) else h - 1,
+    "type": lambda m, h: h * m.scale if type(m.scale) is float and type(m.steps) == int else h - 1,  # noqa: E721
+    "of a product": lambda m, h: h * m.scale if isinstance(m.scale * 2, float) else h - 1,
+    "its buffers": lambda m, h: h * m.scale + len(list(m.buffers())) + len(m.state_dict()),
+}
+
+
+@pytest.mark.parametrize("kind", ASKED)
+def test_code_that_asks_sees_a_number_and_the_buffers_of_the_model(kind, log):
+    model = amp.compile(Scaled(lambda m, h, w: ASKED[kind](m, h)), dtype="bf16", backend="eager")
+    for number, value in enumerate(VALUES[:4]):
+        model.original.scale, model.original.steps = value, number
+        seen = len(log.records)
+        expected = amp.compile(model.original, dtype="bf16", backend="eager")(X)
+        del log.records[seen:]
+        assert torch.equal(model(X), expected)
+    assert captures(log) == 2
+    assert not {"isinstance", "type"} & globals().keys()
+
+
+@pytest.mark.parametrize("text", [str, repr, "{}".format, lambda k: f"{k}", lambda k: f"{k * 2}", lambda k: f"{k:.3f}"])
+def test_a_text_is_made_of_the_number_itself(text):
+    class Told(nn.Linear):
+        scale = 0.5
+
+        def forward(self, x):
+            return super().forward(x) * self.scale, text(self.scale)
+
+    model = amp.compile(Told(8, 8), dtype="bf16", backend="eager")
+    for value in VALUES[:6]:  # while it is one graph
+        model.original.scale = value
+        assert model(X)[1] == text(value)
+
+
+def test_numbers_that_cannot_be_put_in_place_lead_to_pieces():
+    """A tuple takes no other number: it was captured anew for each, without an end."""
+    model = amp.compile(Scaled(lambda m, h, w: h * m.pair[0]), dtype="bf16", backend="eager")
+    for value in VALUES:
+        model.original.pair = (value, 1.0)
+        with torch.no_grad():
+            expected, result = model.original(X), model(X)
+        error = (result - expected).norm() / expected.norm()
+        assert 0 < error < 2e-2, (value, float(error))
+    assert model.in_pieces
+
+
+def test_a_dict_that_computes_what_it_keeps_is_left_alone():
+    class Doubles(dict):
+        def __setitem__(self, key, value):
+            dict.__setitem__(self, key, 2 * value)
+
+    model = amp.compile(Scaled(lambda m, h, w: h * m.weights["a"]), dtype="bf16", backend="eager")
+    model.original.weights = Doubles(a=0.5)
+    for value in VALUES:
+        dict.__setitem__(model.original.weights, "a", value)
+        model(X)
+        assert model.original.weights == {"a": value}
+
+
+def caught(value):
+    try:
+        return value if value > 0.9 else 2 * value
+    except Exception:
+        return 77.0
+
+
+def matched(value):
+    match value:
+        case float():
+            return value
+        case _:
+            return 77.0
+
+
+@pytest.mark.parametrize("asks", [caught, matched, lambda v: v if v.__class__ is float else 77.0])
+def test_what_hides_that_it_asks_for_the_number_has_it(asks):
+    model = amp.compile(Scaled(lambda m, h, w: h * asks(m.scale)), dtype="bf16", backend="eager")
+    for value in VALUES:
+        model.original.scale = value
+        with torch.no_grad():
+            expected, result = model.original(X), model(X)
+        assert (result - expected).norm() < 2e-2 * expected.norm()

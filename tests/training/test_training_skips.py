@@ -134,7 +134,7 @@ def test_a_step_with_one_value_that_is_not_finite_changes_nothing(place, name, b
     assert found == bad if bad else len(found) > 5
     step(batch(), Y)
     assert int(step.skipped_steps) == skipped + 1
-    assert changed(before, trained(model, optimizer, step)) == set(before)
+    assert changed(before, trained(model, optimizer, step)) == {name for name in before if not name.endswith(", begun")}
     assert changed(statistics, buffers(model)) == set(statistics)
 
 
@@ -157,7 +157,7 @@ def test_a_bad_middle_batch_of_three_skips_them_all_and_only_the_buffers_of_the_
     for _ in range(3):
         step(batch(), Y)
     assert int(step.skipped_steps) == skipped + 1
-    assert changed(before, trained(model, optimizer, step)) == set(before)
+    assert changed(before, trained(model, optimizer, step)) == {name for name in before if not name.endswith(", begun")}
     assert changed(first, buffers(model)) == set(first)
 
 
