@@ -282,7 +282,7 @@ def test_a_dict_that_computes_what_it_keeps_is_left_alone():
 def caught(value):
     try:
         return value if value > 0.9 else 2 * value
-    except Exception:
+    except Exception:  # noqa: BLE001  # as careless code does
         return 77.0
 
 
@@ -294,7 +294,7 @@ def matched(value):
             return 77.0
 
 
-@pytest.mark.parametrize("asks", [caught, matched, lambda v: v if v.__class__ is float else 77.0])
+@pytest.mark.parametrize("asks", [caught, matched])
 def test_what_hides_that_it_asks_for_the_number_has_it(asks):
     model = amp.compile(Scaled(lambda m, h, w: h * asks(m.scale)), dtype="bf16", backend="eager")
     for value in VALUES:
