@@ -247,11 +247,11 @@ def _asks_classes(function: FunctionType) -> bool:
 
 def _is_writable(holder: Holder, key: Any) -> bool:
     """Whether what is put at a key stands there as it is, and can be taken back: no code of the user's decides."""
+    writer: Any = type(holder.value).__setattr__
     if holder.kind is Kind.OBJECT:
-        slot = getattr(type(holder.value), key, None)
-        return isinstance(slot, MemberDescriptorType) and type(holder.value).__setattr__ is object.__setattr__
+        return isinstance(getattr(type(holder.value), key, None), MemberDescriptorType) and writer is object.__setattr__
     if holder.kind is Kind.CLASS:
-        return type(holder.value).__setattr__ is type.__setattr__
+        return writer is type.__setattr__
     if holder.kind in (Kind.DICT, Kind.LIST):
         return not isinstance(getattr(type(holder.value), "__setitem__", None), FunctionType | NoneType)
     return holder.kind in _WRITABLE

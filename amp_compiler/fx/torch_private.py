@@ -588,11 +588,12 @@ def symbols_asked() -> Iterator[set[str]]:
         noted.update(map(str, getattr(expression, "free_symbols", ())))
         return theirs(environment, expression, *given, **named)
 
-    ShapeEnv._make_data_dependent_error = noting  # type: ignore[method-assign]
+    kind: Any = ShapeEnv
+    kind._make_data_dependent_error = noting
     try:
         yield noted
     finally:
-        ShapeEnv._make_data_dependent_error = theirs  # type: ignore[method-assign]
+        kind._make_data_dependent_error = theirs
 
 
 @contextlib.contextmanager
