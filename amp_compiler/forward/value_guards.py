@@ -18,7 +18,7 @@ from torch import nn
 from amp_compiler.forward.notices import logger
 from amp_compiler.forward.same_objects import SameObjects
 from amp_compiler.fx.code_names import Origin, functions_of, origin_of
-from amp_compiler.fx.numbers import is_number
+from amp_compiler.fx.numbers import A_TENSOR, is_number
 from amp_compiler.fx.python_state import (
     BY_NAME,
     COMPARED,
@@ -33,6 +33,7 @@ from amp_compiler.fx.python_state import (
 
 Check = Callable[[Any], bool]
 _CONTAINERS = (list, deque, tuple, dict, set, MappingProxyType)
+_GONE = (KeyError, ValueError, AttributeError, IndexError, TypeError)  # what is raised where something is gone
 
 
 class ValueGuards:
@@ -88,6 +89,14 @@ class ValueGuards:
         for value in state.arrays:
             if not any(_lies_in(tensor, value) for tensor in constants):  # the graph reads its memory
                 self._deep.append((lambda value=value: value, _array(value)))  # type: ignore[misc]
+        self._read: list[tuple[Callable[[], Any], Check, str]] = []
+        for tensor in {id(one): one for one in state.tensors}.values():
+            place = state.place_of(tensor)
+            get = (lambda tensor=tensor: tensor) if place is None else place[0].getter(place[1])  # type: ignore[misc]
+            label = A_TENSOR if place is None else place[0].name_of(place[1])
+            self._read.append((get, _values(tensor), label))
+        self._deep += [(get, check) for get, check, _ in self._read]
+        self._deep.append((_defaults_of_torch, _defaults_of_torch().__eq__))
         if state.environment:
             self._deep.append((environment, dict(environment()).__eq__))
         self._absent = [(holder.value, key) for holder, key in state.absent()]
@@ -98,14 +107,18 @@ class ValueGuards:
         """Whether everything is as it was."""
         try:
             return self._code() and (self._same() or self._equal()) and all(check(get()) for get, check in self._deep)
-        except (KeyError, ValueError, AttributeError, IndexError):
-            return False  # something is gone
+        except _GONE:
+            return False
 
     def changed(self) -> set[str]:
-        """What the user calls those numbers that are others now."""
+        """What the user calls those numbers that are others now, and the tensors of which numbers were made."""
         found = set()
+        for get, check, label in self._read:
+            with contextlib.suppress(*_GONE):
+                if not check(get()):
+                    found.add(label)
         for holder, key, before in self._numbers:
-            with contextlib.suppress(KeyError, ValueError, AttributeError, IndexError, TypeError):  # something is gone
+            with contextlib.suppress(*_GONE):
                 now = holder.getter(key)()
                 if is_number(now) and repr(now) != before:
                     found.add(holder.name_of(key))
@@ -116,6 +129,11 @@ class ValueGuards:
         if any(key in table for table, key in self._absent):
             return False
         return all(check(holder.getter(key)()) for holder, key, check in self._kept)
+
+
+def _defaults_of_torch() -> tuple[Any, ...]:
+    """What code that names no type or algorithm is traced and compiled with."""
+    return torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
 
 
 def _identity_test(kept: list[tuple[Holder, Any, Check]], absent: list[tuple[Any, Any]]) -> Callable[[], bool]:
@@ -144,8 +162,11 @@ def _code_test(state: PythonState) -> Callable[[], bool]:
             base = next((base for base in cls.__mro__ if name in vars(base)), object)
             if isinstance(vars(base).get(name), FunctionType):
                 same.attribute(cls, name)
-            elif functions_of(vars(base).get(name)):
+                continue
+            if functions_of(vars(base).get(name)):
                 same.item(vars(base), name)
+            for nearer in cls.__mro__[: cls.__mro__.index(base)]:
+                same.absent(vars(nearer), name)
     return same.test()
 
 
@@ -230,6 +251,18 @@ def _array(value: Any) -> Check:
         return lambda now: np.array_equal(now.reshape(-1).view(np.uint8), words)
     content = content_of(value)
     return lambda now: content_of(now) == content
+
+
+def _values(tensor: torch.Tensor) -> Check:
+    """Whether a tensor holds, bit by bit, what this one does."""
+    kind, words = (tensor.dtype, tensor.shape), _words(tensor).clone()
+    return lambda now: (
+        isinstance(now, torch.Tensor) and kind == (now.dtype, now.shape) and torch.equal(_words(now), words)
+    )
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _lies_in(tensor: torch.Tensor, value: Any) -> bool:

@@ -8,7 +8,6 @@ which the model is run in Dynamo's pieces: Dynamo runs such lines in Python.
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import pickle
 import random
@@ -19,7 +18,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
@@ -27,7 +25,17 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from amp_compiler.errors import CaptureError, HookError
 from amp_compiler.fx.generators import generators_kept
-from amp_compiler.fx.python_state import BY_NAME, Holder, Kind, PythonState, content_of, environment, is_plain, put
+from amp_compiler.fx.python_state import (
+    BY_NAME,
+    Holder,
+    Kind,
+    PythonState,
+    content_of,
+    environment,
+    fill,
+    is_plain,
+    put,
+)
 
 _ABSENT = object()
 _COPIED = 1024  # elements; torch computes with constants of one element while it traces, and lets the others be
@@ -282,7 +290,7 @@ def restored(state: PythonState) -> Iterator[None]:
     # A tensor that is no buffer is a constant to the tracer, which computes with constants where it can.
     tensors = {id(value): value for _, items in saved for value in items.values() if _is_real(value)}
     copies = {key: tensor.detach().clone() for key, tensor in tensors.items()}
-    arrays = [(one, copy.copy(one)) for one in state.arrays if content_of(one)]
+    arrays = [(one, content) for one in state.arrays if (content := content_of(one))]
     variables = dict(os.environ) if state.environment else None
     drawn = _default_generators()
     try:
@@ -294,8 +302,8 @@ def restored(state: PythonState) -> Iterator[None]:
         for holder, items in saved:
             _restore(holder, items)
         for array, before in arrays:
-            if content_of(array) != content_of(before):
-                array[... if isinstance(array, np.ndarray) else slice(None)] = before
+            if content_of(array) != before:
+                fill(array, before)
         if variables is not None and variables != os.environ:
             os.environ.clear()
             os.environ.update(variables)

@@ -41,6 +41,7 @@ from amp_compiler.fx.torch_private import (
     transform_of,
 )
 from amp_compiler.fx.transformers_caches import register_caches
+from amp_compiler.fx.values_read import values_read
 
 
 class Source(enum.Enum):
@@ -260,6 +261,7 @@ def _captured(
         watch.active(),
         written_first(state) as overwritten,
         names_asked(state) as more,
+        values_read() as state.tensors,
         numbers.active(args, kwargs or {}),
     ):
         # In a context of its own: what is set in a context variable that had no value cannot be taken back.

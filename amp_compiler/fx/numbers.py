@@ -31,6 +31,7 @@ from amp_compiler.fx.torch_private import is_taken_for_granted, symbols_as_texts
 _INT64 = 2**63
 _MOST = 256  # numbers of one capture, each of which is an input of its own
 ARGUMENTS = "the arguments"
+A_TENSOR = "a tensor"  # that stands in no place, and is read as a number
 _NAME = "number_{}_that_changes"
 _WRITABLE = frozenset({Kind.TABLE, Kind.CELL})
 _PYTHON = {torch.SymFloat: float, torch.SymInt: int, torch.SymBool: bool}
@@ -101,10 +102,12 @@ class NumberInputs:
         """
         buffers, own = self.model._buffers, self.model.__dict__
         values: list[Tensor] = []
-        found = [
-            (holder, key, value, holder.name_of(key)) for holder, key, value in self.state.loaded() if is_number(value)
-        ]
+        found = [(holder, key, value, holder.name_of(key)) for holder, key, value in self.state.loaded()]
         found = [one for one in found if one[-1] in self.changing.labels]
+        read = {label for _, _, value, label in found if isinstance(value, Tensor)}
+        if read := read | (self.changing.labels & {A_TENSOR}):
+            raise NumberError("a tensor is read as a number", labels=frozenset(read))
+        found = [one for one in found if is_number(one[2])]
         if found and any(map(_asks_classes, self.state.functions)):
             raise NumberError("the code asks for the class of something", labels=frozenset(one[-1] for one in found))
         fixed = sorted({label for holder, key, _, label in found if not _is_writable(holder, key)})

@@ -10,9 +10,11 @@ read, each for its own attributes. The user's own code is followed wherever it l
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import os
 import types
+from array import array as Array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,10 +46,21 @@ PLAIN = (
 
 
 def content_of(array: Any) -> bytes:
-    """What an array of NumPy's or Python's holds; empty for a very large one, and for one of objects."""
+    """What an array of NumPy's, Python's or C's holds; empty for a very large one, and for one of objects."""
     if isinstance(array, np.ndarray):
         return array.tobytes() if array.nbytes <= COMPARED and not array.dtype.hasobject else b""
-    return bytes(array) if memoryview(array).nbytes <= COMPARED else b""
+    memory = memoryview(array)
+    return memory.tobytes() if memory.nbytes <= COMPARED else b""
+
+
+def fill(array: Any, content: bytes) -> None:
+    """Put into an array what `content_of` gave of it."""
+    if isinstance(array, np.ndarray):
+        array[...] = np.frombuffer(content, array.dtype).reshape(array.shape)
+    elif isinstance(array, memoryview | bytearray | Array):
+        memoryview(array).cast("B")[:] = content
+    else:
+        ctypes.memmove(ctypes.addressof(array), content, len(content))
 
 
 def environment() -> Any:
@@ -178,13 +191,14 @@ class PythonState:
         classes: the user's classes.
         caches: functions that keep their results (`functools.lru_cache`).
         generators: of random numbers, Python's and NumPy's.
-        arrays: of NumPy's and Python's, with numbers that can be read one by one.
+        arrays: of NumPy's, Python's and C's, with numbers that can be read one by one.
         reads_tables: whether the user's code reads attributes by names that do not stand in it.
         reads_objects: the same for objects that are no modules.
         environment: whether it names `os.environ`.
         iterators: what is used up by reading it, by its label.
         overwritten: attributes that a capture wrote before it read them, as `fx.first_uses` gives them.
         numbers: what became an input of the graph, by the `id` of what holds it and the key, see `fx.numbers`.
+        tensors: those that a capture made numbers of, see `fx.values_read`.
     """
 
     holders: dict[int, Holder] = field(default_factory=dict)
@@ -206,6 +220,7 @@ class PythonState:
     iterators: list[str] = field(default_factory=list)
     overwritten: set[tuple[int, str]] = field(default_factory=set)
     numbers: set[tuple[int, Any]] = field(default_factory=set)
+    tensors: list[torch.Tensor] = field(default_factory=list)
 
     def loaded(self) -> Iterator[tuple[Holder, Any, Any]]:
         """Every value that the code may load, with its holder and key."""

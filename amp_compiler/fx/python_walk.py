@@ -6,15 +6,19 @@ import argparse
 import array
 import collections
 import collections.abc
+import configparser
 import contextvars
+import ctypes
 import functools
 import io
+import operator
 import queue
 import random
 import threading
 import types
 import weakref
 from collections.abc import Callable, Collection
+from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any
 
 import numpy as np
@@ -25,8 +29,16 @@ from amp_compiler.fx.code_names import CACHED, Origin, functions_of, names_of, o
 from amp_compiler.fx.python_state import MODULE_TABLES, OPENED, PLAIN, Holder, Kind, PythonState, items_of
 
 _OPEN_TYPES = (argparse.Namespace, types.SimpleNamespace)  # of the standard library, and full of a user's settings
-_STORES = (collections.UserDict, collections.UserList)  # keep what they hold in an attribute
+# Keep what they hold in attributes.
+_STORES = (
+    collections.UserDict, collections.UserList, collections.UserString, collections.ChainMap,
+    configparser.RawConfigParser, threading.Event,
+)  # fmt: skip
 _KEPT = (*_STORES, weakref.WeakKeyDictionary, weakref.WeakValueDictionary, queue.Queue, threading.local)
+# What lies in memory as it does in C.
+_ARRAYS = (
+    np.ndarray, array.array, bytearray, memoryview, ctypes.Array, ctypes.Structure, ctypes.Union, ctypes._SimpleCData,
+)  # fmt: skip
 _ENVIRONMENT = frozenset({"environ", "getenv"})
 _NO_CODE_OF_A_CALL = frozenset({"__init__", "__new__", "__repr__", "__reduce__", "__getstate__", "__setstate__"})
 
@@ -91,13 +103,17 @@ class _Walk:
             self._add(value.__wrapped__, label)
         elif isinstance(value, (random.Random, np.random.Generator, np.random.RandomState)):
             self.state.generators.append(value)
-        elif isinstance(value, (np.ndarray, array.array, bytearray)):
+        elif isinstance(value, _ARRAYS):
             self.state.arrays.append(value)
         elif isinstance(value, collections.abc.Iterator) and not isinstance(value, (io.IOBase, *_KEPT)):
             self.state.iterators.append(label)
         elif isinstance(value, contextvars.ContextVar):
             self._hold(Kind.CONTEXT, value, lambda: value, label)
             self._add(value.get(None), label, functools.partial(value.get, None))
+        elif isinstance(value, SynchronizedBase):  # of `multiprocessing.Value` and `Array`
+            self._add(value.get_obj(), label)
+        elif isinstance(value, (operator.attrgetter, operator.methodcaller)):
+            self._names_of(value)
         elif isinstance(value, (weakref.ref, *_KEPT)):
             self._held_within(value, label)
         elif isinstance(value, type):
@@ -115,6 +131,12 @@ class _Walk:
         if slots := _slots(type(value)):
             self._class(type(value))
             self._attributes(value, label, slots & self.state.names)
+
+    def _names_of(self, getter: Any) -> None:
+        """The attributes that something of `operator` asks for."""
+        asked = getter.__reduce__()[1]
+        texts = [text for text in asked if isinstance(text, str)]
+        self.state.names |= {name for text in texts for name in text.split(".")}
 
     def _held_within(self, value: Any, label: str) -> None:
         """What stands behind a reference, in a variable of a thread, or in a container of Python's."""
@@ -188,6 +210,8 @@ class _Walk:
 
     def _class(self, cls: type) -> None:
         """The methods of a class that the code names, and the values that stand on the class itself."""
+        if type(cls) is not type:
+            self._class(type(cls))
         for base in cls.__mro__:
             origin = origin_of(base.__module__)
             if base is nn.Module or (origin is Origin.FOREIGN and not issubclass(base, nn.Module)):

@@ -572,6 +572,35 @@ def whole_powers() -> Iterator[None]:
         torch.SymFloat.__pow__ = theirs  # type: ignore[method-assign]
 
 
+def is_stand_in(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of a trace, which has no values."""
+    return torch._subclasses.fake_tensor.is_fake(tensor)
+
+
+@contextlib.contextmanager
+def reads_noted(note: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Within it a trace tells of the tensors with values of their own that it takes a number from.
+
+    Args:
+        note: takes each of them.
+    """
+    module: Any = torch.fx.experimental.proxy_tensor
+    theirs = module.proxy_call
+
+    def noting(mode: Any, operator: Any, pre_dispatch: Any, args: Any, kwargs: Any) -> Any:
+        if torch.Tag.data_dependent_output in operator.tags:
+            for one in torch.utils._pytree.tree_leaves((args, kwargs)):
+                if isinstance(one, torch.Tensor) and not is_stand_in(one):
+                    note(one)
+        return theirs(mode, operator, pre_dispatch, args, kwargs)
+
+    module.proxy_call = noting
+    try:
+        yield
+    finally:
+        module.proxy_call = theirs
+
+
 @contextlib.contextmanager
 def symbols_asked() -> Iterator[set[str]]:
     """Within it the symbols are noted whose values a trace was asked for and cannot tell, whoever catches that error.

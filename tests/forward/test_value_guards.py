@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import collections
+import configparser
 import contextvars
+import ctypes
 import dataclasses
 import functools
+import multiprocessing
+import operator
 import os
 import threading
 import types
@@ -29,6 +34,35 @@ NOT_SET: contextvars.ContextVar[float] = contextvars.ContextVar("NOT_SET")
 LARGE = np.ones(20_000)
 LONG = [1.0] * 20_000
 OBJECTS = np.array([1.0, "one"], dtype=object)
+THREE = torch.tensor(3.0)
+CHAIN = collections.ChainMap({}, {"scale": 1.0})
+PARSED = configparser.ConfigParser()
+PARSED.read_string("[all]\nscale = 1")
+EVENT = threading.Event()
+SHARED = multiprocessing.Value("d", 1.0)
+IN_C = (ctypes.c_double * 2)()
+MEMORY = memoryview(bytearray(b"\1"))
+SCALE_KIND = operator.attrgetter("scale_kind")
+
+
+class Settings:
+    scale = 1.0
+
+
+class Nearer(Settings):
+    pass
+
+
+class Meta(type):
+    given = 1.0
+
+    @property
+    def scale(cls) -> float:
+        return cls.given
+
+
+class WithMeta(metaclass=Meta):
+    pass
 
 
 class PerThread(threading.local):
@@ -41,10 +75,6 @@ PER_THREAD = PerThread()
 @dataclasses.dataclass
 class Options:
     width: float = 1.0
-
-
-class Settings:
-    scale = 1.0
 
 
 def helper(x: torch.Tensor, gains: list[float] = [1.0]) -> torch.Tensor:  # noqa: B006  # changed by a test
@@ -158,6 +188,23 @@ READS: dict[str, tuple[Callable[[nn.Module], float], Callable[[nn.Module], Any]]
     "item of a large array": (lambda m: float(LARGE[15_000]), lambda m: LARGE.__setitem__(15_000, 3.0)),
     "item of a long list": (lambda m: LONG[15_000], lambda m: LONG.__setitem__(15_000, 3.0)),
     "item of an array of objects": (lambda m: OBJECTS[0], lambda m: OBJECTS.__setitem__(0, 3.0)),
+    "number of a tensor": (lambda m: float(m.single), lambda m: m.single.fill_(3.0)),
+    "number of a tensor that is another one": (lambda m: m.single.item(), lambda m: setattr(m, "single", THREE)),
+    "numbers of a tensor": (lambda m: sum(m.tensor.tolist()), lambda m: m.tensor.fill_(3.0)),
+    "tensor as an index": (lambda m: X[:, : m.index].sum(), lambda m: m.index.fill_(3)),
+    "chained dicts": (lambda m: CHAIN["scale"], lambda m: CHAIN.maps[1].update(scale=3.0)),
+    "parsed settings": (lambda m: PARSED.getfloat("all", "scale"), lambda m: PARSED.set("all", "scale", "3")),
+    "event": (lambda m: 3.0 if EVENT.is_set() else 1.0, lambda m: EVENT.set()),
+    "number that processes share": (lambda m: SHARED.value, lambda m: setattr(SHARED, "value", 3.0)),
+    "array of C": (lambda m: IN_C[1], lambda m: IN_C.__setitem__(1, 3.0)),
+    "view of memory": (lambda m: MEMORY[0], lambda m: MEMORY.__setitem__(0, 3)),
+    "attribute by a getter": (lambda m: SCALE_KIND(m), lambda m: setattr(m, "scale_kind", 3.0)),
+    "attribute that a nearer class comes to have": (lambda m: Nearer.scale, lambda m: setattr(Nearer, "scale", 3.0)),
+    "property of a metaclass": (lambda m: WithMeta.scale, lambda m: setattr(WithMeta, "given", 3.0)),
+    "deterministic algorithms": (
+        lambda m: 3.0 if torch.are_deterministic_algorithms_enabled() else 1.0,
+        lambda m: torch.use_deterministic_algorithms(True),
+    ),
 }
 
 
@@ -166,6 +213,7 @@ class ReadsBy(nn.Module):
         super().__init__()
         self.fc, self.read, self.kind = nn.Linear(4, 4), read, "kind"
         self.scale_kind, self.options = 1.0, Options()
+        self.tensor, self.single, self.index = torch.ones(2), torch.ones(()), torch.tensor(2)
 
     def by_kind(self) -> float:
         return getattr(self, "scale_" + self.kind)
@@ -191,8 +239,20 @@ def test_what_is_read_by_no_name_in_the_code_is_compared_too(name: str, monkeypa
         torch.testing.assert_close(compiled(X), model(X), rtol=0.05, atol=0.05)
         assert len(compiled._programs) == 2 and not compiled.in_pieces
 
-    contextvars.copy_context().run(compare)
-    os.environ.pop("SCALE_kind", None)
+    try:
+        contextvars.copy_context().run(compare)
+    finally:
+        os.environ.pop("SCALE_kind", None)
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_tensor_of_which_numbers_are_made_may_hold_others_at_every_call() -> None:
+    model = ReadsBy(lambda m: m.single.item())
+    compiled = amp.compile(model, dtype="bf16", backend="eager")
+    for number in range(14):
+        model.single.fill_(number)
+        torch.testing.assert_close(compiled(X), model(X), rtol=0.05, atol=0.05)
+    assert compiled.in_pieces and len(compiled._programs) < 14
 
 
 def test_what_is_counted_on_a_module_is_read_by_no_copy_of_another_object() -> None:
