@@ -54,15 +54,13 @@ class Nearer(Settings):
 
 
 class Meta(type):
-    given = 1.0
-
     @property
     def scale(cls) -> float:
         return cls.given
 
 
 class WithMeta(metaclass=Meta):
-    pass
+    given = 1.0
 
 
 class PerThread(threading.local):
