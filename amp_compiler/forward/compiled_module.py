@@ -231,7 +231,7 @@ class CompiledModule(StandIn):
     def _capture(self, key: Any, args: Any, kwargs: Any, leaves: Sequence[Any]) -> Program | Pieces:
         if self.settings.dynamic_shapes is not None:
             for (mode, _), other in list(self._programs.items()):
-                if mode == key[0] and other.form.accepts(leaves) and other.values.hold():
+                if mode == key[0] and other.form.accepts(leaves) and other.values.hold(leaves):
                     self._programs.add(key, other, leaves)
                     return other  # type: ignore[no-any-return]
         keep = not torch.is_grad_enabled() and not self.original.training

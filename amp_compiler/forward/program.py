@@ -359,7 +359,7 @@ def _build_program(
     )
     examples = _examples(captured, leaves, fetch, weights, settings)
     run = build_run(captured.graph_module, examples, settings, emulated, stages)
-    values = ValueGuards(captured.state, captured.constants.values())
+    values = ValueGuards(captured.state, captured.constants.values(), captured.numbers.values())
     return Program(captured, plan, run, weights, fetch, form, stages, values)
 
 

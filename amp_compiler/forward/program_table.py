@@ -37,13 +37,18 @@ class ProgramTable(Generic[P]):
 
         Args:
             key: ends with the form of the inputs.
-            leaves: these, where programs for any `float` among them will do as well.
+            leaves: these; programs for any `float` among them will do as well.
         """
-        for program in self._programs.get(key, ()):
-            if program.values.hold():
-                return program
+        if found := self._found(key, leaves):
+            return found
         if self._any_number and any(type(leaf) is float for leaf in leaves):
-            return self.find((*key[:-1], leaves_key(without_numbers(leaves))))
+            return self._found((*key[:-1], leaves_key(without_numbers(leaves))), leaves)
+        return None
+
+    def _found(self, key: tuple[Any, ...], leaves: Sequence[Any]) -> P | None:
+        for program in self._programs.get(key, ()):
+            if program.values.hold(leaves):
+                return program
         return None
 
     def changed(self) -> set[str]:

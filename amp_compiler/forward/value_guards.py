@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import partial
 from operator import is_
 from types import FunctionType, MappingProxyType
@@ -18,7 +18,7 @@ from torch import nn
 from amp_compiler.forward.notices import logger
 from amp_compiler.forward.same_objects import SameObjects
 from amp_compiler.fx.code_names import Origin, functions_of, origin_of
-from amp_compiler.fx.numbers import A_TENSOR, is_number
+from amp_compiler.fx.numbers import A_TENSOR, Number, is_number
 from amp_compiler.fx.python_state import (
     BY_NAME,
     COMPARED,
@@ -46,6 +46,7 @@ class ValueGuards:
     Args:
         state: what the code reaches, in the state in which it was captured.
         constants: tensors that the graph reads and that stand somewhere in there.
+        numbers: what gives the inputs of the graph that are numbers their values.
 
     Example:
         >>> from amp_compiler.fx.python_walk import python_state
@@ -58,7 +59,10 @@ class ValueGuards:
         False
     """
 
-    def __init__(self, state: PythonState, constants: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(
+        self, state: PythonState, constants: Iterable[torch.Tensor] = (), numbers: Iterable[Number] = ()
+    ) -> None:
+        self._inputs = list(numbers)
         self._kept: list[tuple[Holder, Any, Check]] = []
         self._deep: list[tuple[Callable[[], Any], Check]] = []
         self._numbers: list[tuple[Holder, Any, str]] = []
@@ -103,10 +107,15 @@ class ValueGuards:
         self._same = _identity_test(self._kept, self._absent)
         self._code = _code_test(state)
 
-    def hold(self) -> bool:
-        """Whether everything is as it was."""
+    def hold(self, leaves: Sequence[Any] = ()) -> bool:
+        """Whether everything is as it was.
+
+        Args:
+            leaves: the flattened arguments, from which numbers may be computed.
+        """
         try:
-            return self._code() and (self._same() or self._equal()) and all(check(get()) for get, check in self._deep)
+            same = self._code() and (self._same() or self._equal()) and all(check(get()) for get, check in self._deep)
+            return same and all(number.fits(leaves) for number in self._inputs)
         except _GONE:
             return False
 

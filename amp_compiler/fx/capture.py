@@ -10,7 +10,7 @@ import logging
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +31,7 @@ from amp_compiler.fx.generators import seeds_refused
 from amp_compiler.fx.graph import user_source
 from amp_compiler.fx.hooks import SavedTensorHooks, refuse_module_hooks, refuse_tensor_hook
 from amp_compiler.fx.named_keywords import keywords_named
+from amp_compiler.fx.number_arithmetic import compute_in_python
 from amp_compiler.fx.numbers import Changing, Number, NumberInputs
 from amp_compiler.fx.python_state import PythonState
 from amp_compiler.fx.python_walk import python_state
@@ -165,7 +166,7 @@ def tracing_context() -> Iterator[None]:
 def _quiet(name: str) -> Iterator[None]:
     target = logging.getLogger(name)
     level = target.level
-    target.setLevel(logging.ERROR)
+    target.setLevel(logging.CRITICAL)
     try:
         yield
     finally:
@@ -269,16 +270,22 @@ def _captured(
     state.overwritten = overwritten
     captured = captured_from_program(program, dynamic=dynamic_shapes is not None)
     captured.state, captured.writes = state, watch.writes
-    captured.inputs = tuple(
-        Input(entry.name, Source.NUMBER, entry.target) if entry.target in numbers.numbers else entry
-        for entry in captured.inputs
-    )
-    captured.numbers = {
-        entry.name: numbers.numbers[entry.target] for entry in captured.inputs if entry.source is Source.NUMBER
-    }
+    if numbers.numbers:
+        _take_numbers(captured, numbers.numbers, pytree.tree_flatten((args, kwargs or {}))[0])
     if watch.out_spec is not None:
         captured.out_spec = watch.out_spec
     return more, captured
+
+
+def _take_numbers(captured: Captured, numbers: Mapping[str, Number], leaves: Sequence[Any]) -> None:
+    """Mark the inputs that stand for numbers, by the names of their buffers, and those that are computed from these."""
+    found = {entry.name: numbers[entry.target] for entry in captured.inputs if entry.target in numbers}
+    places = {entry.name: entry.index for entry in captured.inputs if entry.source is Source.USER}
+    graph = captured.graph_module.graph
+    captured.numbers = compute_in_python(graph, found, places, leaves)
+    known = {entry.name: entry for entry in captured.inputs if entry.name not in found}
+    names = [node.name for node in graph.find_nodes(op="placeholder")]
+    captured.inputs = tuple(known.get(name) or Input(name, Source.NUMBER) for name in names)
 
 
 def export_module(

@@ -29,6 +29,7 @@ from amp_compiler.fx.python_state import Holder, Kind, PythonState, put
 from amp_compiler.fx.torch_private import is_taken_for_granted, symbols_as_texts, symbols_asked
 
 _INT64 = 2**63
+_CALLED = 1  # in the argument of LOAD_GLOBAL, where what it loads is called
 _MOST = 256  # numbers of one capture, each of which is an input of its own
 ARGUMENTS = "the arguments"
 A_TENSOR = "a tensor"  # that stands in no place, and is read as a number
@@ -60,12 +61,27 @@ class Number:
     Args:
         label: how a user calls it.
         read: gives today's, from the flattened arguments of a call.
-        of_arguments: whether it is one of these.
+        kind: `float` or `int`.
+        of_arguments: whether it is one of these, or is computed from one.
     """
 
     label: str
     read: Callable[[Sequence[Any]], float]
+    kind: type
     of_arguments: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its tensor."""
+        return torch.float64 if self.kind is float else torch.int64
+
+    def fits(self, leaves: Sequence[Any]) -> bool:
+        """Whether it is one of its kind today: `1 / k` may be none, and `2**k` too large."""
+        try:
+            value = self.read(leaves)
+        except (ArithmeticError, ValueError):
+            return False
+        return type(value) is self.kind and is_number(value)
 
     def tensor(self, leaves: Sequence[Any]) -> Tensor:
         """FP64 or INT64 [] on the CPU, from which a graph reads it without waiting for a device."""
@@ -118,14 +134,14 @@ class NumberInputs:
             )
         for holder, key, value, label in found:
             self._places.append((_NAME.format(len(values)), holder, key))
-            self.numbers[_NAME.format(len(values))] = Number(label, _from_place(holder.getter(key)))
+            self.numbers[_NAME.format(len(values))] = Number(label, _from_place(holder.getter(key)), type(value))
             self.state.numbers.add((id(holder.value), key))
             values.append(_tensor(value))
         leaves = pytree.tree_flatten((args, kwargs))[0] if self.changing.arguments else []
         for index, value in enumerate(leaves):
             if type(value) is float:
                 self._leaves.append((_NAME.format(len(values)), index))
-                self.numbers[_NAME.format(len(values))] = Number(ARGUMENTS, itemgetter(index), of_arguments=True)
+                self.numbers[_NAME.format(len(values))] = Number(ARGUMENTS, itemgetter(index), float, of_arguments=True)
                 values.append(_tensor(value))
         if not self.numbers:
             yield
@@ -196,6 +212,12 @@ class _OfStandIns(type):
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, type)
 
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return issubclass(kind, type)
+
+    def __getitem__(cls, item: Any) -> Any:
+        return type[item]
+
     def __eq__(cls, other: object) -> bool:
         return other is cls or other is type
 
@@ -232,16 +254,26 @@ def _told_as_numbers(state: PythonState) -> Iterator[None]:
         yield
     finally:
         for space, given in shadowed:
-            for name in given:
-                del space[name]
+            for name, shadow in given.items():
+                if space.get(name) is shadow:
+                    del space[name]
 
 
 @functools.lru_cache(maxsize=4096)
 def _matches_classes(code: CodeType) -> bool:
-    """Whether code asks for classes in a way that cannot be answered for a stand-in: `match`, or `x.__class__`."""
-    if "__class__" in code.co_names or any(one.opname == "MATCH_CLASS" for one in dis.get_instructions(code)):
+    """Whether code asks for classes in a way that cannot be answered for a stand-in.
+
+    That is by `match`, by `x.__class__`, and by `type` as a value, of which `type(x) is type` is an example.
+    """
+    if "__class__" in code.co_names or any(map(_asks_a_class, dis.get_instructions(code))):
         return True
     return any(_matches_classes(inner) for inner in code.co_consts if isinstance(inner, CodeType))
+
+
+def _asks_a_class(instruction: dis.Instruction) -> bool:
+    if instruction.opname == "LOAD_GLOBAL" and instruction.argval == "type":
+        return not (instruction.arg or 0) & _CALLED
+    return instruction.opname == "MATCH_CLASS"
 
 
 def _asks_classes(function: FunctionType) -> bool:

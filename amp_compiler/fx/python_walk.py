@@ -128,6 +128,8 @@ class _Walk:
         ):
             self._class(type(value))
             self._table(vars(value), label, type(value), every=isinstance(value, _STORES))
+        elif hasattr(value, "__dict__") and type(value).__module__.partition(".")[0] != "amp_compiler":
+            self._foreign(value, label)
         if slots := _slots(type(value)):
             self._class(type(value))
             self._attributes(value, label, slots & self.state.names)
@@ -137,6 +139,16 @@ class _Walk:
         asked = getter.__reduce__()[1]
         texts = [text for text in asked if isinstance(text, str)]
         self.state.names |= {name for text in texts for name in text.split(".")}
+
+    def _foreign(self, value: Any, label: str) -> None:
+        """The attributes that code names of an object of torch's or Python's, such as an optimizer's groups."""
+        table, names = vars(value), self.state.names
+        if isinstance(value, torch.optim.lr_scheduler.LRScheduler) and "get_last_lr" in names:
+            names = names | {"_last_lr"}
+        if keys := {name for name in names & table.keys() if not isinstance(table[name], types.ModuleType)}:
+            self._hold(Kind.TABLE, table, lambda: table, label, keys)
+            for key in sorted(keys):
+                self._add(table[key], f"{label}.{key}".removeprefix("."), functools.partial(table.get, key))
 
     def _held_within(self, value: Any, label: str) -> None:
         """What stands behind a reference, in a variable of a thread, or in a container of Python's."""

@@ -255,7 +255,7 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
         gives_scale,
         buffers,
         captured.writes,
-        ValueGuards(captured.state, captured.constants.values()),
+        ValueGuards(captured.state, captured.constants.values(), captured.numbers.values()),
         weights.offered,
         weights.shared,
         begun.written,

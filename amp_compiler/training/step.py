@@ -620,11 +620,11 @@ class TrainingStep(StepReadings):
         if self._settings.dynamic_shapes is None:
             return None
         found = self._fits.get(key)
-        if found is not None and found.values.hold():
+        if found is not None and found.values.hold(leaves):
             return found
         for other, program in self._programs.items():
             if other[:-1] == key[:-1] and program.form.is_dynamic and program.form.accepts(leaves):
-                if not program.values.hold():
+                if not program.values.hold(leaves):
                     continue
                 if len(self._fits) >= MOST_KNOWN:
                     self._fits.clear()

@@ -187,6 +187,57 @@ def test_what_forward_assigns_to_is_no_input():
             assert model.original.scale == reference.scale
 
 
+def or_seven(model, h, weight):
+    try:
+        return h * (1 / model.scale)
+    except ZeroDivisionError:
+        return h * 7
+
+
+# Each with numbers for which C computes something else than Python.
+AS_PYTHON = {
+    "caught": (or_seven, [0.5, 0.25, 0.0, 2.0, 0.0]),
+    "by zero": (lambda m, h, w: h * (1 / m.scale), [0.5, 0.25, 0.0, 2.0]),
+    "whole numbers by zero": (lambda m, h, w: h * (5 // m.scale + 5 % m.scale), [1, 2, 0, 3]),
+    "more than 64 bits": (
+        lambda m, h, w: h * ((m.scale**3 * 6364136223846793005 + 1) % 1000) / 1000 + h * (m.scale**4 / 1e30),
+        [1, 2, 5_000_000, -7_000_001],
+    ),
+    "with a size": (lambda m, h, w: h * (m.scale * h.shape[0] * 6364136223846793005 % 1000), [1, 2, 5_000_000]),
+    "an argument": (lambda m, h, w: h * (1 / w), [0.5, 0.25, 0.0, 2.0]),
+}
+
+
+@pytest.mark.parametrize("kind", AS_PYTHON)
+def test_arithmetic_gives_and_raises_what_python_does(kind, compiler):
+    scaled, values = AS_PYTHON[kind]
+    model = Scaled(scaled)
+    compiled = amp.compile(model, dtype="bf16")
+    for value in values:
+        model.scale = value
+        weight = [value] if kind == "an argument" else []
+        try:
+            wanted = model(X, *weight)
+        except ZeroDivisionError:
+            with pytest.raises((ZeroDivisionError, amp.AmpError), match="division|modulo"):
+                compiled(X, *weight)
+        else:
+            # The second product rounds what is up to 7 times as large to 8 bits.
+            torch.testing.assert_close(compiled(X, *weight), wanted, rtol=2**-6, atol=7 * 2**-7)
+
+
+@pytest.mark.parametrize("kind", ["more than 64 bits", "with a size"])
+def test_what_is_computed_with_numbers_alone_is_in_no_graph(kind):
+    model = Scaled(AS_PYTHON[kind][0])
+    compiled = amp.compile(model, dtype="bf16", backend="eager", dynamic_shapes={"x": {0: torch.export.Dim.AUTO}})
+    for value in (1, 2, 3):
+        model.scale = value
+        compiled(X)
+    targets = [node.target for node in compiled.graph_module.graph.nodes if node.op == "call_function"]
+    assert not [target for target in targets if getattr(target, "__module__", "") in ("_operator", "math")]
+    assert len(compiled._programs) == 2
+
+
 def test_two_threads_with_numbers_of_their_own():
     model = amp.compile(Scaled(lambda m, h, w: h * w), dtype="bf16", backend="eager")
     with torch.no_grad():

@@ -39,6 +39,9 @@ CHAIN = collections.ChainMap({}, {"scale": 1.0})
 PARSED = configparser.ConfigParser()
 PARSED.read_string("[all]\nscale = 1")
 EVENT = threading.Event()
+OPTIMIZER = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+SCHEDULE = torch.optim.lr_scheduler.LambdaLR(OPTIMIZER, lambda epoch: 1.0 + epoch)
+NORMAL = torch.distributions.Normal(torch.ones(()), 1.0)
 SHARED = multiprocessing.Value("d", 1.0)
 IN_C = (ctypes.c_double * 2)()
 MEMORY = memoryview(bytearray(b"\1"))
@@ -197,6 +200,10 @@ READS: dict[str, tuple[Callable[[nn.Module], float], Callable[[nn.Module], Any]]
     "array of C": (lambda m: IN_C[1], lambda m: IN_C.__setitem__(1, 3.0)),
     "view of memory": (lambda m: MEMORY[0], lambda m: MEMORY.__setitem__(0, 3)),
     "attribute by a getter": (lambda m: SCALE_KIND(m), lambda m: setattr(m, "scale_kind", 3.0)),
+    "learning rate": (lambda m: OPTIMIZER.param_groups[0]["lr"], lambda m: OPTIMIZER.param_groups[0].update(lr=3.0)),
+    "epoch of a schedule": (lambda m: SCHEDULE.last_epoch + 1, lambda m: (OPTIMIZER.step(), SCHEDULE.step())),
+    "rate of a schedule": (lambda m: SCHEDULE.get_last_lr()[0], lambda m: (OPTIMIZER.step(), SCHEDULE.step())),
+    "parameter of a distribution": (lambda m: NORMAL.loc, lambda m: setattr(NORMAL, "loc", torch.full((4,), 3.0))),
     "attribute that a nearer class comes to have": (lambda m: Nearer.scale, lambda m: setattr(Nearer, "scale", 3.0)),
     "property of a metaclass": (lambda m: WithMeta.scale, lambda m: setattr(WithMeta, "given", 3.0)),
     "deterministic algorithms": (
