@@ -17,6 +17,7 @@ from amp_compiler.errors import AmpError, CaptureError, CustomFunctionError, Val
 from amp_compiler.forward.fallback import run_under_autocast
 from amp_compiler.forward.program import build_run, rewrite_piece
 from amp_compiler.forward.settings import AUTO, Settings, device_of
+from amp_compiler.fx.attribute_writes import Saved
 from amp_compiler.fx.capture_errors import name_of, user_frame
 from amp_compiler.fx.checkpoints import compiled_checkpoints
 from amp_compiler.fx.custom_functions import OpaqueFunctions
@@ -24,12 +25,14 @@ from amp_compiler.fx.dynamo import trace_piece
 from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.generators import generators_kept, random_state, set_random_state
 from amp_compiler.fx.graph import torch_dtype
+from amp_compiler.fx.python_walk import python_state
 from amp_compiler.fx.torch_layers import layers_taken
 from amp_compiler.fx.torch_private import (
     BUILDING,
     broken_at_tensor_hooks,
     compile_in_pieces,
     dynamo_errors,
+    forms_of_piece,
     functions_given_up,
     is_recompile_limit,
     no_saved_tensor_hooks,
@@ -92,6 +95,7 @@ class Pieces:
         self._told = False  # that functions run without a plan
         self._unplanned = 0  # pieces that no plan could be made for
         self._anew = 0  # calls in a row that compiled
+        self._most = 0  # forms of the piece that has the most
         self._device, short = device, settings.low(device).short
         self._settings = replace(settings, dtype=short)
         self._model = name_of(model)
@@ -134,6 +138,7 @@ class Pieces:
                 raise
 
     def _backend(self, piece: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        self._most = max(self._most, forms_of_piece() or len(self.plans) + self._unplanned + 1)
         try:
             run, plan, rewritten, stages = compile_piece(piece, inputs, self._settings)
         except AmpError as cause:
@@ -158,8 +163,9 @@ class Pieces:
         """
         if self.given_up:
             return run_under_autocast(self._original, self._settings, self._device, args, kwargs)
-        if len(self.plans) + self._unplanned + 1 < self._forms:
+        if self._most + 1 < self._forms:
             return self._in_pieces(args, kwargs)
+        saved = Saved(python_state(self._original))  # pieces before the one that is not compiled write to it
         buffers = [(one, one.clone()) for one in self._original.buffers()]  # the next piece may be one too many
         drawn = random_state(self._device)
         try:
@@ -167,7 +173,8 @@ class Pieces:
         except _TooManyForms as error:
             self.given_up = error.what
             logger.warning("%s: from now on it runs under torch.autocast, which knows no rules", error)
-        with torch.no_grad():  # pieces before the one that was not compiled may have run
+        saved.put_back()
+        with torch.no_grad():
             for one, before in buffers:
                 one.copy_(before)
         set_random_state(self._device, drawn)

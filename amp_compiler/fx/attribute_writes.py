@@ -276,49 +276,64 @@ def _extend(holder: Holder, values: list[Any]) -> None:
     holder.get().extend(values)
 
 
+class Saved:
+    """What `state` holds, as it is now.
+
+    Args:
+        state: what the code of a model reaches.
+    """
+
+    def __init__(self, state: PythonState) -> None:
+        self._holders = [(holder, holder.items()) for holder in state.holders.values()]
+        self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = [
+            (table, dict(table))
+            for module in state.modules
+            for table in (module._parameters, module._buffers, module._modules)
+        ]
+        self._transient = [(module, set(module._non_persistent_buffers_set)) for module in state.modules]
+        self._misses = [(cache, cache.cache_info().misses) for cache in state.caches]
+        # A tensor that is no buffer is a constant to the tracer, which computes with constants where it can.
+        self._tensors = {id(value): value for _, items in self._holders for value in items.values() if _is_real(value)}
+        self._copies = {key: tensor.detach().clone() for key, tensor in self._tensors.items()}
+        self._arrays = [(one, content) for one in state.arrays if (content := content_of(one))]
+        self._variables = dict(os.environ) if state.environment else None
+        self._drawn = _default_generators()
+
+    def put_back(self) -> None:
+        """Undo what was written meanwhile; generators of the model's own are left as they are."""
+        if _default_generators() != self._drawn:
+            _set_generators(self._drawn)
+        for holder, items in self._holders:
+            _restore(holder, items)
+        for array, before in self._arrays:
+            if content_of(array) != before:
+                fill(array, before)
+        if self._variables is not None and self._variables != os.environ:
+            os.environ.clear()
+            os.environ.update(self._variables)
+        for table, held in self._tables:
+            if table.keys() != held.keys() or any(table[key] is not held[key] for key in held):
+                table.clear()
+                table.update(held)
+        for module, names in self._transient:
+            module._non_persistent_buffers_set = names
+        for cache, misses in self._misses:
+            if cache.cache_info().misses != misses:
+                cache.cache_clear()  # what the trace put there is no real tensor
+        for key, tensor in self._tensors.items():
+            if not torch.equal(tensor, self._copies[key]):
+                tensor.detach().copy_(self._copies[key])
+
+
 @contextlib.contextmanager
 def restored(state: PythonState) -> Iterator[None]:
     """Whatever is written within it to what `state` holds is as before behind it."""
-    saved = [(holder, holder.items()) for holder in state.holders.values()]
-    tables: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        (table, dict(table))
-        for module in state.modules
-        for table in (module._parameters, module._buffers, module._modules)
-    ]
-    transient = [(module, set(module._non_persistent_buffers_set)) for module in state.modules]
-    misses = [(cache, cache.cache_info().misses) for cache in state.caches]
-    # A tensor that is no buffer is a constant to the tracer, which computes with constants where it can.
-    tensors = {id(value): value for _, items in saved for value in items.values() if _is_real(value)}
-    copies = {key: tensor.detach().clone() for key, tensor in tensors.items()}
-    arrays = [(one, content) for one in state.arrays if (content := content_of(one))]
-    variables = dict(os.environ) if state.environment else None
-    drawn = _default_generators()
+    saved = Saved(state)
     try:
         with generators_kept(state.generators):
             yield
     finally:
-        if _default_generators() != drawn:
-            _set_generators(drawn)
-        for holder, items in saved:
-            _restore(holder, items)
-        for array, before in arrays:
-            if content_of(array) != before:
-                fill(array, before)
-        if variables is not None and variables != os.environ:
-            os.environ.clear()
-            os.environ.update(variables)
-        for table, held in tables:
-            if table.keys() != held.keys() or any(table[key] is not held[key] for key in held):
-                table.clear()
-                table.update(held)
-        for module, names in transient:
-            module._non_persistent_buffers_set = names
-        for cache, before in misses:
-            if cache.cache_info().misses != before:
-                cache.cache_clear()  # what the trace put there is no real tensor
-        for key, tensor in tensors.items():
-            if not torch.equal(tensor, copies[key]):
-                tensor.detach().copy_(copies[key])
+        saved.put_back()
 
 
 def _generators(state: PythonState) -> tuple[Any, ...]:

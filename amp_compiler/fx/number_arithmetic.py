@@ -110,10 +110,10 @@ class _Arithmetic:
 
     def source(self, node: fx.Node) -> fx.Node:
         """The placeholder of the first number in it."""
-        return self.known[node][0].args[0]  # type: ignore[return-value]
+        return self.known[node][0].all_input_nodes[0]
 
     def _of(self, node: fx.Node) -> list[Number]:
-        return [self._numbers[item.args[0].name] for item in self.known[node]]  # type: ignore[union-attr]
+        return [self._numbers[item.all_input_nodes[0].name] for item in self.known[node]]
 
     def labels(self, node: fx.Node) -> frozenset[str]:
         """How the numbers in it are called."""
@@ -137,7 +137,10 @@ class _Arithmetic:
         begin = [one for one in self._reads if one in needed]
         rest = [one for one in self.known if one in needed and one not in self._reads]
         place = {one: number for number, one in enumerate((*begin, *rest))}
-        steps = [(one.target, [(place[a], None) if a in place else (None, a) for a in one.args]) for one in rest]
+        steps = [
+            (one.target, [(place[arg], None) if isinstance(arg, fx.Node) else (None, arg) for arg in one.args])
+            for one in rest
+        ]
         return partial(_compute, [self._reads[one] for one in begin], steps)
 
 

@@ -511,6 +511,13 @@ def frames_taken(wanted: Callable[[CodeType], bool]) -> Iterator[None]:
         rules.check = theirs
 
 
+def forms_of_piece() -> int:
+    """As which of its forms Dynamo compiles a piece just now, from 1 on; 0 where that is not known."""
+    context = getattr(torch._guards, "CompileContext", None)
+    number = getattr(context and context.current_compile_id(), "frame_compile_id", None)
+    return 0 if number is None else number + 1
+
+
 def functions_given_up() -> int:
     """How many functions Dynamo has given up in this process: what they compute runs as it is."""
     counted = torch._dynamo.utils.counters["frames"]

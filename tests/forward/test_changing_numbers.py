@@ -219,7 +219,7 @@ def test_arithmetic_gives_and_raises_what_python_does(kind, compiler):
         try:
             wanted = model(X, *weight)
         except ZeroDivisionError:
-            with pytest.raises((ZeroDivisionError, amp.AmpError), match="division|modulo"):
+            with pytest.raises((ZeroDivisionError, amp.AmpError), match=r"division|modulo"):
                 compiled(X, *weight)
         else:
             # The second product rounds what is up to 7 times as large to 8 bits.

@@ -35,9 +35,9 @@ def compiled() -> amp.CompiledModule:
 X = torch.ones(2, 4)
 
 
-def low(result: torch.Tensor, model: amp.CompiledModule, *arguments) -> bool:
+def low(result: torch.Tensor, model: nn.Module, *arguments) -> bool:
     """Whether a result is that of a 16-bit product, and near the FP32 one."""
-    exact = model.original(X, *arguments)
+    exact = (model.original if isinstance(model, amp.CompiledModule) else model)(X, *arguments)
     return not torch.equal(result, exact) and bool((result - exact).norm() < 2e-2 * exact.norm())
 
 
@@ -64,6 +64,34 @@ def test_where_torch_counts_the_models_of_a_class_together_each_has_its_limit(mo
     for _ in range(12):
         model = compiled()
         assert low(model(X), model)
+
+
+class Counts(nn.Module):
+    """Counts its calls in all that can hold a number, in front of a piece compiled for each length of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(4, 4)
+        self.calls, self.table, self.seen, self.tensor = 0, {"calls": 0}, [], torch.zeros(2)
+
+    def forward(self, x):
+        self.calls += 1
+        self.table["calls"] += 1
+        self.tensor.add_(1)
+        y = self.fc(x)
+        print(end="")
+        self.seen.append(self.calls)
+        return y * len(self.seen)
+
+
+def test_the_call_that_passes_the_limit_writes_once(monkeypatch):
+    monkeypatch.setattr(graph_breaks, "MOST_FORMS", 2)  # Dynamo's own is 8
+    model = amp.compile(Counts(), dtype="bf16", backend="eager")
+    for number in range(12):
+        assert low(model(X) / (number + 1), model.original.fc), number
+    assert model.original.calls == model.original.table["calls"] == len(model.original.seen) == 12
+    assert model.original.tensor.tolist() == [12, 12] and model._last.given_up
 
 
 def test_past_the_limit_a_warning_names_it_and_autocast_takes_over(monkeypatch, caplog):
