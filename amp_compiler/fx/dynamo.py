@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 import torch.fx.traceback as fx_traceback
-from torch import fx
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from amp_compiler.errors import CaptureError, ValuesReadError
@@ -119,22 +120,31 @@ def _without_autocast_calls(piece: fx.GraphModule, kind: str, low: torch.dtype) 
         if called == "_get_data_attr":  # of `x.data`, which no tracer takes note of
             copied.target = torch.Tensor.detach
         if node.target is TENSOR_OF_NUMBER:  # Dynamo's for `torch.tensor` of a number that is an input
-            _as_scalar_tensor(copied)
+            _as_stacked_numbers(copied)
         environment[node] = copied
         if regions and not regions[-1][1]:
             copied.meta["custom"] = {**copied.meta.get("custom", {}), CUSTOM_REGION: str(regions[-1][0])}
     return new_graph_module(piece, graph)
 
 
-def _as_scalar_tensor(node: fx.Node) -> None:
-    number = node.args[0].meta.get("example_value") if isinstance(node.args[0], fx.Node) else node.args[0]
-    if isinstance(number, (float, int, torch.SymFloat, torch.SymInt)) and not isinstance(number, bool):
-        given = {
-            name: value for name, value in node.kwargs.items() if name in ("dtype", "device") and value is not None
-        }
-        whole = isinstance(number, (int, torch.SymInt))
-        node.target = torch.scalar_tensor
-        node.kwargs = {"dtype": torch.int64 if whole else torch.get_default_dtype(), **given}
+def _as_stacked_numbers(node: fx.Node) -> None:
+    """Have `torch.tensor` of numbers, in lists or not, made by what a trace can follow."""
+    told = [one.meta.get("example_value") if isinstance(one, fx.Node) else one for one in pytree.tree_leaves(node.args)]
+    if told and all(isinstance(one, (float, int, torch.SymFloat, torch.SymInt)) for one in told):
+        node.target = _stacked_numbers
+
+
+def _stacked_numbers(
+    data: Any, *, dtype: torch.dtype | None = None, device: torch.device | None = None, **unused: Any
+) -> Tensor:
+    """`torch.tensor` of numbers. Torch's own form for a trace ends in `detach_`, which a stack of several refuses."""
+    if dtype is None:
+        kinds = {type(one) for one in pytree.tree_leaves(data)}
+        real = kinds & {float, torch.SymFloat}
+        dtype = torch.get_default_dtype() if real else torch.bool if kinds == {bool} else torch.int64
+    if not isinstance(data, (list, tuple)):
+        return torch.scalar_tensor(data, dtype=dtype, device=device)
+    return torch.stack([_stacked_numbers(one, dtype=dtype, device=device) for one in data])
 
 
 def _inside(entry: fx.Node) -> Iterator[fx.Node]:
