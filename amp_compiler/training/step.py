@@ -581,12 +581,6 @@ class TrainingStep(StepReadings):
         finally:
             self._held_nodes = ()
 
-    @property
-    def _changes_weights_first(self) -> bool:
-        """Whether the first call makes masters of 16-bit parameters, or 16-bit parameters."""
-        shards = self._reduction is not None and self._reduction.shards
-        return shards or self._weights.storage.low or any(one.dtype in LOW_TYPES for one in self._module.parameters())
-
     def _trials(self, batch: tuple[Any, ...]) -> StepTrials:
         check_hooks(self._optimizers, self._between)
         return StepTrials(self._module, batch, self._options(""), self._state)

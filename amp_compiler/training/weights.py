@@ -87,6 +87,35 @@ def widened(parameters: Iterable[Tensor]) -> Iterator[None]:
             parameter.data = data
 
 
+@contextmanager
+def as_stored(parameters: Iterable[Tensor], optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
+    """Behind it parameters are stored, and states of optimizers there, as before; no value may be written within.
+
+    Args:
+        parameters: those of the model.
+        optimizers: what trains them.
+    """
+    kept = [(one, one.data, one.grad, one.grad.data if one.grad is not None else None) for one in parameters]
+    marked = {id(one) for one, *_ in kept if hasattr(one, _STORED_LOW)}
+    states = [(one.state, {parameter: dict(state) for parameter, state in one.state.items()}) for one in optimizers]
+    try:
+        yield
+    finally:
+        for parameter, data, gradient, its_data in kept:
+            if parameter.dtype is not data.dtype:
+                parameter.data = data
+                if gradient is not None:
+                    gradient.data = its_data
+            if hasattr(parameter, _STORED_LOW) and id(parameter) not in marked:
+                delattr(parameter, _STORED_LOW)
+        for state, before in states:
+            for parameter in [one for one in state if one not in before]:
+                del state[parameter]
+            for parameter, entries in before.items():
+                state[parameter].clear()
+                state[parameter].update(entries)
+
+
 def check_types(named: Iterable[tuple[str, Tensor]], owned: set[int], low: torch.dtype, enabled: bool) -> None:
     """Refuse parameters of types that a step cannot train.
 

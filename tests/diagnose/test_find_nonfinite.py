@@ -189,6 +189,48 @@ def test_nothing_is_changed():
     assert all(one.grad is None for one in model.parameters()) and not step._optimizers[0].state
 
 
+@pytest.mark.parametrize("stored", ["fp16", "low", "kahan"])
+def test_a_step_that_stores_its_weights_in_16_bits_needs_no_call_first(stored, tmp_path):
+    """The first call makes masters of FP16 parameters, or FP16 of FP32 ones without masters."""
+
+    def model() -> nn.Module:
+        made = nn.Sequential(nn.RMSNorm(4), Channel())
+        return made.half() if stored == "fp16" else made
+
+    weights = {"master": "low", "rounding": "kahan" if stored == "kahan" else "nearest"}
+    rules = {"version": 1, "extends": "default", **({} if stored == "fp16" else {"weights": weights})}
+    x = X.half() if stored == "fp16" else X
+
+    def made() -> tuple[amp.TrainingStep, nn.Module]:
+        new = model()
+        options = {"dtype": "fp16", "loss_scale": None, "backend": "eager", "rules": rules}
+        return amp.training_step(new, loss_fn, torch.optim.AdamW(new.parameters(), 1e-3), **options), new
+
+    step, asked = made()
+    before = [(one, one.dtype, one.data_ptr(), one.detach().clone()) for one in asked.parameters()]
+    report = amp.find_nonfinite(step, x)
+    assert report.nodes[0].planned == "linear" and report.rule
+    assert not step._optimizers[0].state
+    assert all(
+        one.dtype is dtype and one.data_ptr() == place and torch.equal(one, value) for one, dtype, place, value in before
+    )
+    assert asked.state_dict().keys() == model().state_dict().keys() and not hasattr(before[0][0], "amp_stored_low")
+
+    rules = {**rules, "rules": yaml.safe_load(report.rule)["rules"]}
+    (asked_step, asked), (step, other) = made(), made()
+    assert not amp.find_nonfinite(asked_step, x)
+    for _ in range(2):
+        assert torch.equal(asked_step(x), step(x))
+        assert not amp.find_nonfinite(asked_step, x)
+    assert all(torch.equal(one, two) for one, two in zip(asked.parameters(), other.parameters(), strict=True))
+
+
+def test_a_gradient_that_is_errors_of_rounding_in_fp32_is_not_lost():
+    """The bias of the keys has no other gradient, as a softmax takes no note of it: in FP16 here it is zero."""
+    report = amp.find_nonfinite(step_of(nn.Sequential(linear(4, 4), nn.LayerNorm(4), Logits()), "default"), X)
+    assert not report, report
+
+
 def test_a_batch_that_is_finite_gives_a_report_that_is_false():
     report = amp.find_nonfinite(step_of(linear(4, 2), "default"), X)
     assert not report and report.rule == report.cure == ""
