@@ -176,6 +176,34 @@ def test_an_overflow_that_fp32_has_too_and_nothing_comes_of_is_none():
     assert not amp.find_nonfinite(Guarded(), X, dtype="fp16")
 
 
+class Large(nn.Module):
+    """What overflows goes through a view and a ReLU to the next product."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.head = linear(4, 4, 4e4), linear(4, 2)
+
+    def forward(self, x):
+        return self.head(F.relu(self.up(x).reshape(-1, 4))) * 1e-5
+
+
+def test_a_rule_names_no_node_that_goes_with_its_neighbours():
+    report = amp.find_nonfinite(step_of(Large(), "default"), X)
+    matches = [one["match"] for one in yaml.safe_load(report.rule)["rules"]]
+    assert matches == [{"module": name, "op": "aten.linear"} for name in ("up", "head")], report.rule
+
+
+def test_a_weight_that_is_rounded_to_infinity_is_told_with_what_reads_it():
+    model = Large()
+    with torch.no_grad():
+        model.up.weight.mul_(10)
+    report = amp.find_nonfinite(step_of(model, "default"), X * 1e-6)
+    (node,) = report.nodes
+    assert (node.op, node.module, node.phase, node.planned) == ("input", "up", "forward", "p_model_up_weight")
+    assert node.decision.startswith("read by linear, low by default.yaml:") and Path(__file__).name in node.where
+    assert yaml.safe_load(report.rule)["rules"][0]["match"] == {"module": "up", "op": "aten.linear"}
+
+
 def test_nothing_is_changed():
     torch.manual_seed(0)
     model = nn.Sequential(linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), Steep())
