@@ -28,7 +28,7 @@ from amp_compiler.forward.signature import leaves_key
 from amp_compiler.forward.unwrap import unwrapped_model
 from amp_compiler.fx.capture import autocast_off
 from amp_compiler.fx.capture_errors import shapes_do_not_fit
-from amp_compiler.fx.graph import LOW_TYPES, torch_dtype
+from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private import TENSORS, building, saved_tensor_hooks
 from amp_compiler.ir.nonfinite import NonfiniteReport
 from amp_compiler.ir.plan import AutocastTotals

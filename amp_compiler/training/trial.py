@@ -183,7 +183,9 @@ class StepTrials:
                     node.meta[Key.STATE] = ("scale", "scale", 0)
             # Now, as the weights are stored as this plan has them in here alone.
             leaves, scales = pytree.tree_leaves((self._batch, {})), _scales(joint.graph)
-            pairs = zip(joint.graph.find_nodes(op="placeholder"), weights.resolvers(joint, self._state.kept), strict=True)
+            pairs = zip(
+                joint.graph.find_nodes(op="placeholder"), weights.resolvers(joint, self._state.kept), strict=True
+            )
             resolve = {node: one for node, one in pairs if node not in scales}
             given = {node: one.get(leaves) for node, one in resolve.items()}
         behind = {node: one.behind() for node, one in resolve.items() if one.behind is not None}
@@ -253,7 +255,7 @@ class _Joint:
         )
 
     def rounding_alone(self, names: set[str], scale: Tensor) -> set[str]:
-        """The parameters, of these, whose gradient is nothing but errors of rounding: that is in proportion to no scale.
+        """Those of some parameters whose gradient is errors of rounding alone: it is in proportion to no loss scale.
 
         The bias of the keys of an attention has such a gradient, and what stands in front of a norm.
         """

@@ -240,7 +240,8 @@ def test_a_step_that_stores_its_weights_in_16_bits_needs_no_call_first(stored, t
     assert report.nodes[0].planned == "linear" and report.rule
     assert not step._optimizers[0].state
     assert all(
-        one.dtype is dtype and one.data_ptr() == place and torch.equal(one, value) for one, dtype, place, value in before
+        one.dtype is dtype and one.data_ptr() == place and torch.equal(one, value)
+        for one, dtype, place, value in before
     )
     assert asked.state_dict().keys() == model().state_dict().keys() and not hasattr(before[0][0], "amp_stored_low")
 
@@ -438,6 +439,9 @@ def test_the_backward_of_a_loop_of_the_users_own(tmp_path):
     assert not amp.find_nonfinite(compiled, X)  # the forward alone
     report = amp.find_nonfinite(compiled, X, loss_fn=lambda model, x: model(x).square().mean(), loss_scale=4.0)
     assert "head.weight" in report.parameters and {node.phase for node in report.nodes} == {"backward"}
+    first = report.nodes[0]
+    ((given, range_given),) = first.inputs
+    assert given == f"the gradient of {first.name}" and not range_given.spoilt and first.output.infinite
     assert all(one.grad is None for one in model.parameters())
     (tmp_path / "cured.yaml").write_text(report.rule)
     cured = amp.compile(model, rules=str(tmp_path / "cured.yaml"), dtype="fp16", backend="eager")
