@@ -100,9 +100,7 @@ class OnnxTrials:
         if bad:
             return Cure(told=f"{'; '.join(bad)}: no precision mends that")
         if not seen.nodes:
-            return Cure(
-                told="the file has 16-bit parts already: converted with these rules it is finite"
-            )
+            return Cure(told="the file has 16-bit parts already: converted with these rules it is finite")
         first, outputs = Trial(seen.plan, seen.nodes), bool(seen.outputs)
         cure = find_cure(rules, first, lambda others: self._trial(others, outputs))
         if cure.rule and self._is_low:
