@@ -95,17 +95,17 @@ def as_stored(parameters: Iterable[Tensor], optimizers: Iterable[torch.optim.Opt
         parameters: those of the model.
         optimizers: what trains them.
     """
-    kept = [(one, one.data, one.grad, one.grad.data if one.grad is not None else None) for one in parameters]
-    marked = {id(one) for one, *_ in kept if hasattr(one, _STORED_LOW)}
+    given = list(parameters)
+    kept = [(one, one.data) for one in (*given, *(one.grad for one in given if one.grad is not None))]
+    marked = {id(one) for one in given if hasattr(one, _STORED_LOW)}
     states = [(one.state, {parameter: dict(state) for parameter, state in one.state.items()}) for one in optimizers]
     try:
         yield
     finally:
-        for parameter, data, gradient, its_data in kept:
-            if parameter.dtype is not data.dtype:
-                parameter.data = data
-                if gradient is not None:
-                    gradient.data = its_data
+        for one, data in kept:  # parameters, then gradients
+            if one.dtype is not data.dtype:
+                one.data = data
+        for parameter in given:
             if hasattr(parameter, _STORED_LOW) and id(parameter) not in marked:
                 delattr(parameter, _STORED_LOW)
         for state, before in states:

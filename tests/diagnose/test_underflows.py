@@ -145,7 +145,7 @@ def test_narrowed_state_of_a_traced_optimizer_is_refused():
     optimizer = torch.optim.RMSprop(model.parameters(), 1e-3)
     optimizer.state[model.weight] = {"step": torch.tensor(3.0), "square_avg": torch.zeros_like(model.weight)}
     step = amp.training_step(model, lambda model, x: model(x).float().mean(), optimizer, dtype="fp16", backend="eager")
-    with pytest.raises(amp.AmpError, match="optimizer.state holds 'square_avg' in float16"):
+    with pytest.raises(amp.AmpError, match=r"optimizer\.state holds 'square_avg' in float16"):
         step(X.half())
 
 
