@@ -37,7 +37,7 @@ class Fractions:
         return self.zero + self.infinite
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Histogram:
     """How often each binary exponent, `floor(log2|x|)`, occurs.
 
@@ -50,6 +50,8 @@ class Histogram:
         >>> found = Histogram(reference(torch.tensor([0.0, 1.0, 3.0, 2.0**-20])).numpy())
         >>> found.lowest, found.highest, found.zeros
         (-20, 1, 1)
+        >>> found
+        <Histogram of 4 elements: 2**-20 to 2**1, 1 zeros>
         >>> found.fractions("fp16").subnormal
         0.3333333333333333
     """
@@ -60,6 +62,10 @@ class Histogram:
     def empty(cls) -> Histogram:
         """Of nothing."""
         return cls(np.zeros(BINS, dtype=np.int64))
+
+    def __repr__(self) -> str:
+        parts = [] if self.highest is None else [f"2**{self.lowest} to 2**{self.highest}"]
+        return f"<Histogram of {self.total} elements: {', '.join([*parts, f'{self.zeros} zeros'])}>"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Histogram) and bool((self.counts == other.counts).all())

@@ -107,11 +107,6 @@ def find_nonfinite(
 
 
 def _of_step(step: TrainingStep, batch: tuple[Any, ...]) -> NonfiniteReport:
-    if step._last is None and step._changes_weights_first:
-        raise AmpError(
-            "the first call of this step changes how its weights are stored, which nothing here may do",
-            mend="call the step once first",
-        )
     try:
         return step._trials(batch).report(step.loss_scale)
     except (HookError, OptimizerError):

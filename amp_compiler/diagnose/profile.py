@@ -101,7 +101,7 @@ class Advice:
     hopeless: tuple[str, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Profile:
     """What `amp.profile` found.
 
@@ -162,7 +162,8 @@ class Profile:
         dtype = self.dtype if self.dtype in RANGES else "fp16"
         advice = self.loss_scale(dtype)
         lines = [
-            f"{len(self.rows)} tensors over {self.batches} batches, {self.skipped} of them skipped; as {dtype}:",
+            f"{len(self.rows)} tensors over {self.batches} batch{'es' * (self.batches != 1)},"
+            f" {self.skipped} of them skipped; as {dtype}:",
             f"  a static loss scale of {advice.scale:g} loses {advice.lost:.2%} of the gradients of weights, "
             f"none {advice.lost_without:.2%}",
         ]
@@ -174,6 +175,8 @@ class Profile:
                 f"  {found.zero:6.2%} zero {found.subnormal:6.2%} subnormal {found.infinite:6.2%} infinite  {row}"
             )
         return "\n".join(lines)
+
+    __repr__ = __str__  # a prompt is no place for thousands of counts
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""

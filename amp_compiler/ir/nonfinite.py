@@ -131,7 +131,7 @@ class NonfiniteReport:
     def __str__(self) -> str:
         if not self:
             return (
-                "all gradients were finite; what becomes zero or coarse in 16 bits is counted by amp.profile,"
+                "all was finite; what becomes zero or coarse in 16 bits is counted by amp.profile,"
                 " and amp.tune writes the rules that mend it"
             )
         title = "first made by" if self.repeated else "gradients made by"

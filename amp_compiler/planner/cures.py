@@ -24,6 +24,7 @@ from amp_compiler.policy.sources import FROM_DICT
 MOST_TRIALS = 8
 MOST_NODES = 16
 _FP32 = Precision.FP32.value
+_FOLLOWING = {Precision.WIDEST.value, Precision.FOLLOW.value}
 _UP = 4  # FP32 nodes between a node that broke and the one whose rounding is to blame
 _PIECE = re.compile(r"^piece\d+/")
 _GLOB = re.compile(r"[*?\[\]]")
@@ -106,10 +107,20 @@ class _Search:
         return Cure(told=f"no rule for {MOST_NODES} nodes or fewer was found that mends it; {everywhere}")
 
     def _found(self) -> Cure:
+        self._leave_out_followers()
         several = len(self.why) > 1
         told = f"{len(self.why)} node{'s' * several} in FP32 mend{'s' * (not several)} it"
         mended = "it is not" if all(map(_is_lost, self.first.nodes)) else "it is finite"
         return Cure(rules_text(self.rules, self._entries()), f"{told}: run again with these rules {mended}")
+
+    def _leave_out_followers(self) -> None:
+        """Name no node that goes with its neighbours, a view say, where it does so by itself."""
+        asked = {node.name: node.asked for node in self.first.plan.nodes}
+        fewer = {name: why for name, why in self.why.items() if asked[name] not in _FOLLOWING}
+        if fewer and len(fewer) < len(self.why):
+            self.why, all_of_them = fewer, self.why
+            if self._tried(self._entries()).nodes:
+                self.why = all_of_them
 
     def _tried(self, entries: Sequence[Mapping[str, Any]]) -> Trial:
         return self.attempt(extended(self.rules, entries))

@@ -89,23 +89,23 @@ def described(
         plan: of the forward; of several pieces, that of all of them.
     """
     prefix = f"{piece}/" if piece else ""
-    name, low = f"{prefix}{node.name}", rounds(node)
-    if node.op != "call_function":
-        planned = f"{prefix}{planned_for(node, {})}" if low else ""
-        return NonfiniteNode(name, INPUT, "", "forward", planned=planned, output=ranges.get(node), rounding=low)
-    phase, where = "forward" if is_forward else "backward", user_source(node.meta.get("stack_trace"))
-    mine = [] if plan is None else [one for one in plan.nodes if one.name.startswith(prefix)]
-    known = {one.name.removeprefix(prefix): one for one in mine}
-    found = planned_for(node, known) if known else str(node.meta.get(Key.PLANNED, ""))
-    decided = known.get(found)
+    low, is_op = rounds(node), node.op == "call_function"
+    mine = () if plan is None else plan.nodes
+    known = {one.name.removeprefix(prefix): one for one in mine if one.name.startswith(prefix)}
+    found = planned_for(node, known) if known or not is_op else str(node.meta.get(Key.PLANNED, ""))
+    decided, read = known.get(found), ""
+    if decided is None and low:  # an input that is rounded: for the first node that reads it
+        names = {found, prefix + found}
+        decided = next((one for one in known.values() if names & {*one.inputs}), None)
+        read = f"read by {decided.name}, " if decided is not None else ""
     return NonfiniteNode(
-        name,
-        canonical_op(node.target),
-        module_of(node)[0] or (decided.module if decided is not None else ""),
-        phase,
-        where,
-        f"{prefix}{found}" if found else "",
-        "" if decided is None else decided.decision,
+        prefix + node.name,
+        canonical_op(node.target) if is_op else INPUT,
+        (module_of(node)[0] if is_op else "") or (decided.module if decided is not None else ""),
+        "forward" if is_forward or not is_op else "backward",
+        user_source(node.meta.get("stack_trace")) or (decided.source if decided is not None else ""),
+        prefix + found if found and (is_op or low) else "",
+        read + decided.decision if decided is not None else "",
         tuple((source.name, ranges[source]) for source in node.all_input_nodes if source in ranges),
         ranges.get(node),
         low,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from amp_compiler.fx.finiteness import Finiteness
+from amp_compiler.fx.finiteness import Finiteness, range_of
 from amp_compiler.ir.nonfinite import SHOWN, NonfiniteNode, ValueRange
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.training.nonfinite import described
@@ -36,7 +36,7 @@ class PieceReplay:
         self._made: list[_Place] = []  # what made a bad value of finite ones, in order
         self._spoilt = False  # whether a piece has given a bad value
         self._gradients: list[_Place] = []  # of which the gradient is bad, in the order of the backward
-        self._reached: set[tuple[int, fx.Node]] = set()  # what got a gradient
+        self._reached: dict[tuple[int, fx.Node], ValueRange] = {}  # what got a gradient, and which
 
     def run(self, piece: str, graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Run a piece.
@@ -65,7 +65,7 @@ class PieceReplay:
 
     def note_gradient(self, place: _Place, gradient: Tensor) -> None:
         """Look at the gradient of a node's value."""
-        self._reached.add((place.run, place.node))
+        self._reached[place.run, place.node] = range_of(gradient)
         if not bool(torch.isfinite(gradient).all()):
             self._gradients.append(place)
 
@@ -87,8 +87,11 @@ class PieceReplay:
             returned = any(user.op == "output" for user in one.node.users)
             if any((one.run, user) in bad for user in users) or ((returned or not users) and place):
                 continue  # it comes of another one
+            made = self._reached[one.run, one.node]
             for node in users or [one.node]:
-                found.setdefault((one.piece, node), described(node, is_forward=False, piece=one.piece, plan=plan))
+                told = described(node, is_forward=False, piece=one.piece, plan=plan)
+                given = ((f"the gradient of {node.name}", self._reached[one.run, node]),) if users else ()
+                found.setdefault((one.piece, node), replace(told, inputs=given, output=made))
         return tuple(found.values())[:SHOWN]
 
 

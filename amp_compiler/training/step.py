@@ -28,7 +28,7 @@ from amp_compiler.forward.signature import leaves_key
 from amp_compiler.forward.unwrap import unwrapped_model
 from amp_compiler.fx.capture import autocast_off
 from amp_compiler.fx.capture_errors import shapes_do_not_fit
-from amp_compiler.fx.graph import LOW_TYPES, torch_dtype
+from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private import TENSORS, building, saved_tensor_hooks
 from amp_compiler.ir.nonfinite import NonfiniteReport
 from amp_compiler.ir.plan import AutocastTotals
@@ -580,12 +580,6 @@ class TrainingStep(StepReadings):
             yield
         finally:
             self._held_nodes = ()
-
-    @property
-    def _changes_weights_first(self) -> bool:
-        """Whether the first call makes masters of 16-bit parameters, or 16-bit parameters."""
-        shards = self._reduction is not None and self._reduction.shards
-        return shards or self._weights.storage.low or any(one.dtype in LOW_TYPES for one in self._module.parameters())
 
     def _trials(self, batch: tuple[Any, ...]) -> StepTrials:
         check_hooks(self._optimizers, self._between)

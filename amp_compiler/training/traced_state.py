@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from amp_compiler.errors import OptimizerError
 from amp_compiler.fx.graph import LOW_TYPES
 from amp_compiler.ops.update.operators import FUSED_NAMES
+from amp_compiler.training.optimizer_state import narrowed
 from amp_compiler.training.weights import MASTER
 
 # Switches of how torch computes an update, with what a traced one needs.
@@ -58,7 +59,10 @@ def initialise(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
 
     Raises:
         OptimizerError: the state begins from the gradient, or its code fails.
+        AmpError: state of a 16-bit parameter has been narrowed.
     """
+    for parameter in parameters:
+        _widen(parameter, optimizer.state.get(parameter, {}))
     wanted = set(map(id, parameters))
     groups = [{**group, "params": [p for p in group["params"] if id(p) in wanted]} for group in optimizer.param_groups]
     make = _init_groups if hasattr(type(optimizer), "_init_group") else _record_first_step
@@ -76,6 +80,16 @@ def initialise(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
         state = optimizer.state[parameter]
         for key, value in entries.items():
             state.setdefault(key, value.to(parameter.device) if isinstance(value, Tensor) else value)
+
+
+def _widen(parameter: Tensor, state: State) -> None:
+    """Make FP32 what the optimizer's constructor made in the type of a 16-bit parameter, as Adagrad does its sum."""
+    begun = state.get("step", 0)
+    for key, value in state.items():
+        if parameter.dtype in LOW_TYPES and isinstance(value, Tensor) and value.dtype in LOW_TYPES:
+            if begun:
+                raise narrowed(key, value)
+            state[key] = value.float()
 
 
 def _present(optimizer: Optimizer, parameter: Tensor) -> State:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,9 +28,11 @@ from amp_compiler.planner.cures import Cure, Trial, extended, find_cure, spoilt_
 from amp_compiler.policy.rules import RuleSet
 from amp_compiler.training.build import StepOptions, StepState, begin_step, run_step_passes
 from amp_compiler.training.nonfinite import described, in_order
-from amp_compiler.training.program import LossModule, Resolver
+from amp_compiler.training.program import LossModule
+from amp_compiler.training.weights import as_stored
 
 _DOUBLINGS, _MOST_DOUBLINGS = 4, 24  # of the loss scale, tried where gradients are lost in zeros
+_NO_POWER_OF_TWO, _IN_PROPORTION = 1.37, 0.05  # a gradient with another loss scale, and how near it has to be
 _LAST_BEFORE_UPDATE = "sum_gradients"
 
 
@@ -50,7 +52,6 @@ class StepTrials:
         self._model, self._batch, self._state = model, batch, state
         # The scale is an input of every trial, so that one graph serves for many.
         self._options = replace(options, settings=settings, scale=DynamicLossScale(), gather="", divisor=1)
-        self._leaves, _ = pytree.tree_flatten((batch, {}))
         self._at: float | None = None  # the loss scale with which the last trial was finite, where it had to fall
 
     def report(self, scale: Tensor) -> NonfiniteReport:
@@ -63,7 +64,7 @@ class StepTrials:
             AmpError: the loss is no one graph.
         """
         graph = self._build(self._options.settings.rules)
-        seen = graph.run(self._leaves, scale)
+        seen = graph.run(scale)
         if not seen.spoilt:
             return self._swallowed(graph, seen, scale) or self._vanished(graph, seen, scale)
         cure = self._cure(graph, seen, scale)
@@ -88,25 +89,27 @@ class StepTrials:
         rules = self._options.settings.rules
         if graph.plan is None or not seen.zeros:
             return NonfiniteReport()
-        plain = self._build(extended(rules, [{"match": {}, "precision": "fp32"}])).run(self._leaves, scale)
-        lost = tuple(name for name in seen.zeros if name not in plain.zeros)
+        in_fp32 = self._build(extended(rules, [{"match": {}, "precision": "fp32"}]))
+        plain = in_fp32.run(scale)
+        rightly = {*plain.zeros, *in_fp32.rounding_alone(set(seen.zeros), scale)}
+        lost = tuple(name for name in seen.zeros if name not in rightly)
         if not lost:
             return NonfiniteReport()
         known = {(one.planned, one.phase) for one in plain.vanished}
 
         def trial(plan: PrecisionPlan | None, now: _Seen) -> Trial:
             nodes = tuple(one for one in now.vanished if (one.planned, one.phase) not in known)
-            return Trial(plan, nodes if set(now.zeros) - set(plain.zeros) else ())  # type: ignore[arg-type]
+            return Trial(plan, nodes if set(now.zeros) - rightly else ())  # type: ignore[arg-type]
 
         def attempt(others: RuleSet) -> Trial:
             tried = self._build(others)
-            return trial(tried.plan, tried.run(self._leaves, scale))
+            return trial(tried.plan, tried.run(scale))
 
         first = trial(graph.plan, seen)
         cure = find_cure(rules, first, attempt)
         for doublings in range(_DOUBLINGS, _MOST_DOUBLINGS + 1, _DOUBLINGS):
-            larger = graph.run(self._leaves, scale * 2.0**doublings)
-            if not larger.spoilt and set(larger.zeros) <= set(plain.zeros):
+            larger = graph.run(scale * 2.0**doublings)
+            if not larger.spoilt and set(larger.zeros) <= rightly:
                 told = f"{cure.told}; a loss scale of {float(scale) * 2.0**doublings:g} mends it too"
                 cure = replace(cure, told=told)
                 break
@@ -116,7 +119,7 @@ class StepTrials:
         """What mends a step that was not finite; see `report`."""
         try:
             graph = self._build(self._options.settings.rules)
-            seen = graph.run(self._leaves, scale)
+            seen = graph.run(scale)
             if not seen.spoilt:
                 return Cure(told="run again it is finite: it draws random numbers, or its batch was overwritten")
             return self._cure(graph, seen, scale)
@@ -143,7 +146,7 @@ class StepTrials:
         """The greatest scale from 1 on, in steps of two, with which all is finite; `None` where there is none."""
 
         def is_finite(halvings: int) -> bool:
-            return not graph.run(self._leaves, scale * 2.0**-halvings).spoilt
+            return not graph.run(scale * 2.0**-halvings).spoilt
 
         most = 0
         while float(scale) * 2.0 ** -(most + 1) >= 1:
@@ -160,7 +163,7 @@ class StepTrials:
         graph = self._build(rules)
         if graph.plan is None:
             raise AmpError("there is no plan with enabled=False", mend="leave enabled at True")
-        seen = graph.run(self._leaves, scale)
+        seen = graph.run(scale)
         if swallowed:
             return Trial(graph.plan, seen.swallowed)
         only_backward = bool(seen.nodes) and all(one.phase == "backward" for one in seen.nodes)
@@ -170,15 +173,28 @@ class StepTrials:
     def _build(self, rules: RuleSet) -> _Joint:
         options = replace(self._options, settings=replace(self._options.settings, rules=rules))
         stages = Stages()
-        with autocast_off(), building(), generators_kept(self._model.__dict__["loss_fn"], self._model, self._batch):
+        kept = generators_kept(self._model.__dict__["loss_fn"], self._model, self._batch)
+        with autocast_off(), building(), kept, as_stored(self._model.parameters(), options.optimizers):
             begun, options = begin_step(self._model, self._batch, options, stages)
             first = options.settings.pipelines["STEP"].stop_after(_LAST_BEFORE_UPDATE)
             joint, weights = run_step_passes(self._model, begun, options, self._state, first)
             for node in joint.graph.find_nodes(op="placeholder"):
                 if node.name == SCALE:
                     node.meta[Key.STATE] = ("scale", "scale", 0)
-            resolve = weights.resolvers(joint, self._state.kept)
-        return _Joint(joint, resolve, begun.plan, weights.names(), _names(begun.captured, self._batch))
+            # Now, as the weights are stored as this plan has them in here alone.
+            leaves, scales = pytree.tree_leaves((self._batch, {})), _scales(joint.graph)
+            pairs = zip(
+                joint.graph.find_nodes(op="placeholder"), weights.resolvers(joint, self._state.kept), strict=True
+            )
+            resolve = {node: one for node, one in pairs if node not in scales}
+            given = {node: one.get(leaves) for node, one in resolve.items()}
+        behind = {node: one.behind() for node, one in resolve.items() if one.behind is not None}
+        return _Joint(joint, given, behind, begun.plan, weights.names(), _names(begun.captured, self._batch))
+
+
+def _scales(graph: fx.Graph) -> list[fx.Node]:
+    """The placeholders of the loss scale."""
+    return [node for node in graph.find_nodes(op="placeholder") if Key.STATE in node.meta]
 
 
 @dataclass(frozen=True)
@@ -206,27 +222,25 @@ class _Joint:
 
     Args:
         graph_module: the graph; its first result is the loss, its last ones are the gradients.
-        resolve: one per placeholder.
+        given: the values of its placeholders, but for the loss scale.
+        behind: per placeholder the parameter or buffer that its value is made of, where there is one.
         plan: of the forward; `None` in plain FP32.
         updated: names of the parameters, in the order of the gradients.
         names: what each placeholder is, in words.
     """
 
     graph_module: fx.GraphModule
-    resolve: list[Resolver]
+    given: Mapping[fx.Node, Any]
+    behind: Mapping[fx.Node, Tensor]
     plan: PrecisionPlan | None
     updated: tuple[str, ...]
     names: dict[str, str]
 
-    def run(self, leaves: Sequence[Any], scale: Tensor) -> _Seen:
+    def run(self, scale: Tensor) -> _Seen:
         """Run it node by node."""
         graph = self.graph_module.graph
-        pairs = zip(graph.find_nodes(op="placeholder"), self.resolve, strict=True)
-        given = {node: scale if Key.STATE in node.meta else resolve.get(leaves) for node, resolve in pairs}
-        seen = Replay(self.graph_module).run_again(given, scale.device)
-        results = results_of(graph)
-        named = {LOSS: results[0]}
-        named |= zip(self.updated, results[len(results) - len(self.updated) :], strict=True)
+        seen = self._replayed(scale).seen
+        named = {LOSS: results_of(graph)[0], **self._gradients()}
         origins = {name: seen.origins([node]) for name, node in named.items()}
         broken = {node for found in origins.values() for node in found}
         told = {node: self._described(node, seen) for node in broken | seen.origins(seen.bad)}
@@ -240,13 +254,31 @@ class _Joint:
             tuple(self._described(node, seen) for node in in_order(graph, vanished)),
         )
 
+    def rounding_alone(self, names: set[str], scale: Tensor) -> set[str]:
+        """Those of some parameters whose gradient is errors of rounding alone: it is in proportion to no loss scale.
+
+        The bias of the keys of an attention has such a gradient, and what stands in front of a norm.
+        """
+        once, again = (self._replayed(scale * factor).env for factor in (1.0, _NO_POWER_OF_TWO))
+        of = {name: node for name, node in self._gradients().items() if name in names}
+        pairs = {name: (once[node].float(), again[node].float() / _NO_POWER_OF_TWO) for name, node in of.items()}
+        return {name for name, (one, other) in pairs.items() if (one - other).norm() > _IN_PROPORTION * one.norm()}
+
+    def _replayed(self, scale: Tensor) -> Replay:
+        replay = Replay(self.graph_module)
+        replay.run_again({**self.given, **dict.fromkeys(_scales(self.graph_module.graph), scale)}, scale.device)
+        return replay
+
+    def _gradients(self) -> dict[str, Any]:
+        """The nodes that make the gradients, by the parameters' names."""
+        results = results_of(self.graph_module.graph)
+        return dict(zip(self.updated, results[len(results) - len(self.updated) :], strict=True))
+
     def _described(self, node: fx.Node, seen: Finiteness) -> NonfiniteNode:
         made = described(node, is_forward=is_forward(node), ranges=seen.ranges, plan=self.plan)
-        behind = None
-        if made.op == INPUT and made.rounding:  # it may be that the parameter was not finite before it was rounded
-            places = {one: place for place, one in enumerate(self.graph_module.graph.find_nodes(op="placeholder"))}
-            behind = self.resolve[places[node]].behind
-        is_data = behind is not None and not bool(torch.isfinite(behind()).all())
+        # It may be that the parameter was not finite before it was rounded.
+        behind = self.behind.get(node) if made.op == INPUT and made.rounding else None
+        is_data = behind is not None and not bool(torch.isfinite(behind).all())
         return replace(made, name=made.planned, rounding=False) if is_data else made
 
 

@@ -176,6 +176,34 @@ def test_an_overflow_that_fp32_has_too_and_nothing_comes_of_is_none():
     assert not amp.find_nonfinite(Guarded(), X, dtype="fp16")
 
 
+class Large(nn.Module):
+    """What overflows goes through a view and a ReLU to the next product."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.head = linear(4, 4, 4e4), linear(4, 2)
+
+    def forward(self, x):
+        return self.head(F.relu(self.up(x).reshape(-1, 4))) * 1e-5
+
+
+def test_a_rule_names_no_node_that_goes_with_its_neighbours():
+    report = amp.find_nonfinite(step_of(Large(), "default"), X)
+    matches = [one["match"] for one in yaml.safe_load(report.rule)["rules"]]
+    assert matches == [{"module": name, "op": "aten.linear"} for name in ("up", "head")], report.rule
+
+
+def test_a_weight_that_is_rounded_to_infinity_is_told_with_what_reads_it():
+    model = Large()
+    with torch.no_grad():
+        model.up.weight.mul_(10)
+    report = amp.find_nonfinite(step_of(model, "default"), X * 1e-6)
+    (node,) = report.nodes
+    assert (node.op, node.module, node.phase, node.planned) == ("input", "up", "forward", "p_model_up_weight")
+    assert node.decision.startswith("read by linear, low by default.yaml:") and Path(__file__).name in node.where
+    assert yaml.safe_load(report.rule)["rules"][0]["match"] == {"module": "up", "op": "aten.linear"}
+
+
 def test_nothing_is_changed():
     torch.manual_seed(0)
     model = nn.Sequential(linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), Steep())
@@ -187,6 +215,49 @@ def test_nothing_is_changed():
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     assert torch.equal(torch.get_rng_state(), drawn) and int(step.skipped_steps) == 0
     assert all(one.grad is None for one in model.parameters()) and not step._optimizers[0].state
+
+
+@pytest.mark.parametrize("stored", ["fp16", "low", "kahan"])
+def test_a_step_that_stores_its_weights_in_16_bits_needs_no_call_first(stored, tmp_path):
+    """The first call makes masters of FP16 parameters, or FP16 of FP32 ones without masters."""
+
+    def model() -> nn.Module:
+        made = nn.Sequential(nn.RMSNorm(4), Channel())
+        return made.half() if stored == "fp16" else made
+
+    weights = {"master": "low", "rounding": "kahan" if stored == "kahan" else "nearest"}
+    rules = {"version": 1, "extends": "default", **({} if stored == "fp16" else {"weights": weights})}
+    x = X.half() if stored == "fp16" else X
+
+    def made() -> tuple[amp.TrainingStep, nn.Module]:
+        new = model()
+        options = {"dtype": "fp16", "loss_scale": None, "backend": "eager", "rules": rules}
+        return amp.training_step(new, loss_fn, torch.optim.AdamW(new.parameters(), 1e-3), **options), new
+
+    step, asked = made()
+    before = [(one, one.dtype, one.data_ptr(), one.detach().clone()) for one in asked.parameters()]
+    report = amp.find_nonfinite(step, x)
+    assert report.nodes[0].planned == "linear" and report.rule
+    assert not step._optimizers[0].state
+    assert all(
+        one.dtype is dtype and one.data_ptr() == place and torch.equal(one, value)
+        for one, dtype, place, value in before
+    )
+    assert asked.state_dict().keys() == model().state_dict().keys() and not hasattr(before[0][0], "amp_stored_low")
+
+    rules = {**rules, "rules": yaml.safe_load(report.rule)["rules"]}
+    (asked_step, asked), (step, other) = made(), made()
+    assert not amp.find_nonfinite(asked_step, x)
+    for _ in range(2):
+        assert torch.equal(asked_step(x), step(x))
+        assert not amp.find_nonfinite(asked_step, x)
+    assert all(torch.equal(one, two) for one, two in zip(asked.parameters(), other.parameters(), strict=True))
+
+
+def test_a_gradient_that_is_errors_of_rounding_in_fp32_is_not_lost():
+    """The bias of the keys has no other gradient, as a softmax takes no note of it: in FP16 here it is zero."""
+    report = amp.find_nonfinite(step_of(nn.Sequential(linear(4, 4), nn.LayerNorm(4), Logits()), "default"), X)
+    assert not report, report
 
 
 def test_a_batch_that_is_finite_gives_a_report_that_is_false():
@@ -368,6 +439,9 @@ def test_the_backward_of_a_loop_of_the_users_own(tmp_path):
     assert not amp.find_nonfinite(compiled, X)  # the forward alone
     report = amp.find_nonfinite(compiled, X, loss_fn=lambda model, x: model(x).square().mean(), loss_scale=4.0)
     assert "head.weight" in report.parameters and {node.phase for node in report.nodes} == {"backward"}
+    first = report.nodes[0]
+    ((given, range_given),) = first.inputs
+    assert given == f"the gradient of {first.name}" and not range_given.spoilt and first.output.infinite
     assert all(one.grad is None for one in model.parameters())
     (tmp_path / "cured.yaml").write_text(report.rule)
     cured = amp.compile(model, rules=str(tmp_path / "cured.yaml"), dtype="fp16", backend="eager")

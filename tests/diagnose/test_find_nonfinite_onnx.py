@@ -22,9 +22,9 @@ def weights(name: str, rows: int, columns: int, gain: float) -> TensorProto:
     return numpy_helper.from_array(made * (1 - 2 * (np.arange(columns) % 2)).astype(np.float32), name)
 
 
-def model(nodes, stored, x=X, result="y"):
-    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, list(x.shape))]
-    outputs = [helper.make_tensor_value_info(result, TensorProto.FLOAT, None)]
+def model(nodes, stored, x=X, result="y", kind=TensorProto.FLOAT):
+    inputs = [helper.make_tensor_value_info("x", kind, list(x.shape))]
+    outputs = [helper.make_tensor_value_info(result, kind, None)]
     graph = helper.make_graph(nodes, "planted", inputs, outputs, stored)
     made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
     return onnx.shape_inference.infer_shapes(made)
@@ -159,10 +159,39 @@ def test_what_fp32_makes_too_gets_no_rule():
     assert report.nodes[0].op == "onnx.Log" and report.rule == "" and "FP32 makes it too" in report.cure
 
 
-def test_a_file_that_is_in_16_bits_already_is_run_as_it_is():
+@pytest.mark.parametrize("stored", ["casts", "whole"])
+def test_a_file_that_is_in_16_bits_already_gets_a_rule_too(stored, tmp_path):
+    """It is run as it is; the rule is for its conversion, which widens the nodes."""
     low = amp.convert_onnx(channel(), dtype="fp16").model
-    report = amp.find_nonfinite(low, {"x": X})
-    assert report.nodes[0].name == "the_h" and report.rule == "" and "16-bit parts already" in report.cure
+    if stored == "whole":  # 16 bits from input to output
+        low = model(
+            [node("MatMul", ["x", "w"], "h"), node("Mul", ["h", "small"], "s"), node("Relu", ["s"], "y")],
+            [one("w", np.full((4, 4), 4e4)), one("small", 1e-5)],
+            kind=TensorProto.FLOAT16,
+        )
+    batch = {"x": X.astype(np.float16 if stored == "whole" else np.float32)}
+    report = amp.find_nonfinite(low, batch)
+    assert report.nodes[0].planned == "the_h" and report.results and "convert it with them" in report.cure
+    (tmp_path / "cured.yaml").write_text(report.rule)
+    assert not amp.find_nonfinite(low, batch, rules=str(tmp_path / "cured.yaml")).rule
+    done = amp.convert_onnx(low, rules=str(tmp_path / "cured.yaml"), dtype="fp16").model
+    assert not amp.find_nonfinite(done, batch)
+    widened = amp.find_nonfinite(low, batch, rules=str(tmp_path / "cured.yaml"))
+    assert widened.results and "converted with these rules it is finite" in widened.cure
+
+
+def one(name, value):
+    return numpy_helper.from_array(np.array(value, np.float16), name)
+
+
+def test_a_node_without_a_name_is_told_by_its_own_node_of_the_plan():
+    """Its value has another name where a cast stands behind it."""
+    nodes = [node("MatMul", ["x", "w"], "h"), node("Softmax", ["h"], "p", axis=-1), node("Log", ["p"], "y")]
+    for one in nodes:
+        one.ClearField("name")
+    made = model(nodes, [weights("w", 4, 4, 6.0)])
+    report = amp.find_nonfinite(made, {"x": X}, rules={"version": 1, "extends": "apex-o3"}, dtype="fp16")
+    assert report.nodes[0].op == "onnx.Log" and report.nodes[0].planned == "Log_0"
 
 
 def test_wrong_batches_are_refused():

@@ -117,6 +117,22 @@ def test_a_small_model_and_its_result(compiled, tmp_path):
     assert found.rules.startswith("# Made by amp.tune.") and "without it; it makes" in found.rules
 
 
+@pytest.mark.parametrize("kind", ["outputs", "step"])
+def test_a_model_in_16_bits_is_compared_with_fp32(kind, tmp_path):
+    """With `model.half()`, whose parameters the update keeps masters of, too."""
+    model, x, path = Small().half(), X.half(), tmp_path / "tuned.yaml"
+    if kind == "step":
+        found = amp.tune(step_of(model, loss_scale=None), [(x,)], output=path)
+    else:
+        found = amp.tune(model, [x], dtype="fp16", output=path)
+    assert "wide" in {node.module for node in found.nodes} and len(found.nodes) <= 2
+    assert found.error <= found.tolerance < found.before
+    exact = Small()
+    exact.load_state_dict({name: one.float() for name, one in model.state_dict().items()})
+    assert relative(amp.compile(model, rules=str(path), dtype="fp16", backend="eager")(x), exact(x.float())) < 1e-2
+    assert relative(amp.compile(model, dtype="fp16", backend="eager")(x), exact(x.float())) > 0.1
+
+
 def test_a_loss_function_compares_loss_and_gradients():
     found = amp.tune(Small(), [X], dtype="fp16", loss_fn=loss_fn, loss_scale=256.0)
     assert found.what == "loss and gradients" and [node.module for node in found.nodes] == ["wide"]

@@ -114,6 +114,41 @@ def test_a_second_moment_below_the_range_of_fp16_is_kept_in_fp32():
     assert all(2 * row.histogram.highest < -24 for row in rows if row.histogram.highest is not None)
 
 
+@pytest.mark.parametrize("name", ["Adagrad", "RMSprop"])
+def test_state_of_16_bit_parameters_is_fp32_whoever_makes_it(name):
+    """Adagrad's constructor makes its sum of squares in the type of the parameter: in FP16 it stayed zero."""
+    x = X * 1e-3
+
+    def trained(model, **options):
+        optimizer = getattr(torch.optim, name)(model.parameters(), 1e-3)
+        step = amp.training_step(
+            model, lambda model, x: model(x).float().mean() * 1e-3, optimizer, backend="eager", **options
+        )
+        for _ in range(3):
+            step(x.to(model.weight.dtype))
+        return optimizer.state[model.weight], model
+
+    state, low = trained(linear(8, 2, seed=1).half(), dtype="fp16", loss_scale=2.0**16)
+    assert all(one.dtype is torch.float32 for one in state.values())
+    assert any(bool((one != 0).any() and (one.half() == 0).all()) for one in state.values() if one.shape == (2, 8))
+    exact = linear(8, 2, seed=1)
+    with torch.no_grad():
+        exact.weight.copy_(exact.weight.half())
+    before = exact.weight.detach().clone()
+    _, exact = trained(exact, enabled=False)
+    moved, wanted = state["master"] - before, exact.weight.detach() - before
+    assert (moved - wanted).norm() < 1e-2 * wanted.norm() and torch.equal(low.weight, state["master"].half())
+
+
+def test_narrowed_state_of_a_traced_optimizer_is_refused():
+    model = linear(8, 2, seed=1).half()
+    optimizer = torch.optim.RMSprop(model.parameters(), 1e-3)
+    optimizer.state[model.weight] = {"step": torch.tensor(3.0), "square_avg": torch.zeros_like(model.weight)}
+    step = amp.training_step(model, lambda model, x: model(x).float().mean(), optimizer, dtype="fp16", backend="eager")
+    with pytest.raises(amp.AmpError, match=r"optimizer\.state holds 'square_avg' in float16"):
+        step(X.half())
+
+
 def test_the_same_in_a_step_that_trains_an_onnx_file():
     step = step_of(imported(), loss_scale=None)
     rows = amp.profile(step, [X]).of("weight gradient")

@@ -26,7 +26,7 @@ from amp_compiler.fx.alias import AliasGroups, written_roots
 from amp_compiler.fx.capture import Captured, Source, autocast_off, capture_module, tensor_getter
 from amp_compiler.fx.checkpoints import refused_checkpoints
 from amp_compiler.fx.generators import generators_kept
-from amp_compiler.fx.graph import canonical_op, copy_graph, module_of, torch_dtype, user_source
+from amp_compiler.fx.graph import LOW_TYPES, canonical_op, copy_graph, module_of, torch_dtype, user_source
 from amp_compiler.fx.lower import lower
 from amp_compiler.fx.torch_private import TENSORS, building
 from amp_compiler.ir.plan import PrecisionPlan
@@ -175,11 +175,11 @@ class TorchSubject(Subject):
         form = self._form(batch)
         graph_module = form.captured.graph_module
         watched = {node: node.name for node in graph_module.graph.nodes if node.name in names}
-        goal = self._goal
+        goal, wide = self._goal, not _casts_itself(graph_module)
         run = ProfiledRun(
             graph_module, watched, torch_dtype(self.low), sums, backward=goal is not None, device=self._device
         )
-        inputs = self._inputs(form, graph_module, batch)
+        inputs = [one.float() if wide and _is_low(one) else one for one in self._inputs(form, graph_module, batch)]
         # Of this form of attention the backward has a derivative too.
         with self._seeded(number), torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
             results = list(run.run(*inputs))
@@ -314,6 +314,17 @@ class TorchSubject(Subject):
 
 def _calls(form: _Form) -> list[fx.Node]:
     return [node for node in form.captured.graph_module.graph.nodes if node.op == "call_function"]
+
+
+def _is_low(value: Any) -> bool:
+    """Whether it is a tensor in 16 bits, as a parameter of `model.half()` is."""
+    return isinstance(value, Tensor) and value.dtype in LOW_TYPES
+
+
+def _casts_itself(graph_module: fx.GraphModule) -> bool:
+    """Whether the model says itself what is 16-bit: with FP32 inputs its types would not fit one another."""
+    given = (one for node in graph_module.graph.nodes for one in (*node.args, *node.kwargs.values()))
+    return any(isinstance(one, torch.dtype) and one in LOW_TYPES for one in given)
 
 
 def _getter(model: nn.Module, captured: Captured, entry: Any) -> Callable[[Sequence[Any]], Any]:

@@ -24,10 +24,12 @@ from amp_compiler.onnx.check.types import Types, graph_types, infer_types, opset
 from amp_compiler.onnx.check.verify import Side
 from amp_compiler.onnx.convert import convert_onnx
 from amp_compiler.onnx.model.model import OnnxFile, Source
-from amp_compiler.planner.cures import Cure, Trial, find_cure
+from amp_compiler.planner.cures import Cure, Trial, extended, find_cure
+from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.rules import RuleSet
 
 _MADE_UP = frozenset({"Constant", "ConstantOfShape"})  # infinities in them were put in on purpose
+_CASTS = frozenset({"Cast", "Identity"})  # the latter where an output has the type that it is cast to
 _SHORT: dict[int, str] = {
     onnx.TensorProto.FLOAT: "fp32",
     onnx.TensorProto.DOUBLE: "fp64",
@@ -41,13 +43,13 @@ class _Seen:
     """What a run showed.
 
     Args:
-        plan: what was converted; `None` where the file was run as it is.
+        plan: of the conversion.
         nodes: the first nodes that broke, of those that outputs that are not finite go back to; of all where there are
             none.
         outputs: those that are not finite.
     """
 
-    plan: PrecisionPlan | None
+    plan: PrecisionPlan
     nodes: tuple[NonfiniteNode, ...]
     outputs: tuple[str, ...]
 
@@ -69,8 +71,11 @@ class OnnxTrials:
         self._is_low = has_low_types(self._opened.proto)
         self._low = low
         (self._batch,) = iterate_batches([batch], self._opened)
-        side = Side(self._opened, True, None, as_twin=False) if not self._is_low else None
-        self._before = {} if side is None else side.ranges(side.run(self._batch))
+        original = self._opened
+        if self._is_low:  # what it would be without rounding
+            original = self._made(extended(load_rules("default"), [{"match": {}, "precision": "fp32"}]))[0]
+        side = Side(original, True, None, as_twin=self._is_low)
+        self._before = side.ranges(side.run(self._batch))
 
     def report(self, rules: RuleSet) -> NonfiniteReport:
         """What is not finite, and what mends it.
@@ -78,11 +83,13 @@ class OnnxTrials:
         Args:
             rules: that the model is converted with.
         """
-        seen = self._seen(self._opened, None) if self._is_low else self._converted(rules)
+        seen = converted = self._converted(rules)
+        if self._is_low:
+            seen = self._seen(self._opened, converted.plan)
         if not seen.nodes:
             return NonfiniteReport()
         results = tuple(f"the output {name}" for name in seen.outputs)
-        cure = self._cure(seen, rules)
+        cure = self._cure(converted, rules)
         if not results and not cure.rule:
             return NonfiniteReport()  # FP32 has it too, and nothing comes of it
         return NonfiniteReport((), seen.nodes[:SHOWN], True, results, cure.rule, cure.told)
@@ -92,26 +99,29 @@ class OnnxTrials:
         bad = [f"the batch itself (input {name}) holds {one.spoilt}" for name, one in held.items() if one.spoilt]
         if bad:
             return Cure(told=f"{'; '.join(bad)}: no precision mends that")
-        if seen.plan is None:
-            return Cure(
-                told="the file has 16-bit parts already: convert the FP32 model that it was made of, with this node in"
-                " FP32; given that model, the rule is found here"
-            )
+        if not seen.nodes:
+            return Cure(told="the file has 16-bit parts already: converted with these rules it is finite")
         first, outputs = Trial(seen.plan, seen.nodes), bool(seen.outputs)
-        return find_cure(rules, first, lambda others: self._trial(others, outputs))
+        cure = find_cure(rules, first, lambda others: self._trial(others, outputs))
+        if cure.rule and self._is_low:
+            return replace(cure, told=f"{cure.told}; the file has 16-bit parts already: convert it with them")
+        return cure
 
     def _trial(self, rules: RuleSet, outputs: bool) -> Trial:
         """What a conversion breaks; of a search for outputs that are not finite nothing where these are."""
         seen = self._converted(rules)
-        return Trial(seen.plan, () if outputs and not seen.outputs else seen.nodes)  # type: ignore[arg-type]
+        return Trial(seen.plan, () if outputs and not seen.outputs else seen.nodes)
 
     def _converted(self, rules: RuleSet) -> _Seen:
+        return self._seen(*self._made(rules))
+
+    def _made(self, rules: RuleSet) -> tuple[OnnxFile, PrecisionPlan]:
         done = convert_onnx(self._opened, rules=rules, dtype=self._low.short, check=False)
         if done.model is None:
             raise OnnxError("the conversion gave no model", where=self._opened.name)
-        return self._seen(replace(self._opened, proto=done.model), done.plan)
+        return replace(self._opened, proto=done.model), done.plan
 
-    def _seen(self, model: OnnxFile, plan: PrecisionPlan | None) -> _Seen:
+    def _seen(self, model: OnnxFile, plan: PrecisionPlan) -> _Seen:
         side = Side(model, True, None, as_twin=True)
         after = side.ranges(side.run(self._batch))
         in_fp32 = any(math.isinf(self._before.get(one.name, 0.0)) for one in model.proto.graph.output)
@@ -188,9 +198,9 @@ def _causes(node: onnx.NodeProto, bad: set[str], masks: set[str], makers: Mappin
 
 
 def _described(
-    node: onnx.NodeProto, proto: onnx.ModelProto, plan: PrecisionPlan | None, ranges: Mapping[str, ValueRange]
+    node: onnx.NodeProto, proto: onnx.ModelProto, plan: PrecisionPlan, ranges: Mapping[str, ValueRange]
 ) -> NonfiniteNode:
-    planned = None if plan is None else _planned(node, proto, plan)
+    planned = _planned(node, proto, plan)
     output = next((ranges[name] for name in node.output if name in ranges), None)
     source = next((ranges[name] for name in node.input if name in ranges), None)
     narrows = node.op_type == "Cast" and output is not None and source is not None and output.dtype != source.dtype
@@ -211,12 +221,14 @@ def _planned(node: onnx.NodeProto, proto: onnx.ModelProto, plan: PrecisionPlan) 
     """The node of the plan that a node is; that whose value it casts, for a cast that was put in."""
     named, known = {one.name: one for one in plan.nodes}, {value: one for one in plan.nodes for value, _ in one.outputs}
     makers = {name: one for one in proto.graph.node for name in one.output}
+    casts = {one.input[0]: one.output[0] for one in proto.graph.node if one.op_type in _CASTS}
     found: onnx.NodeProto | None = node
     while found is not None:
-        planned = named.get(found.name) or known.get(found.output[0])
-        if planned is not None:
+        made = found.output[0]  # of another name where a cast behind it makes what had this one
+        planned = named.get(found.name) or known.get(made) or known.get(casts.get(made, ""))
+        if planned is not None or found.op_type not in _CASTS:
             return planned
-        found = makers.get(found.input[0]) if found.input else None
+        found = makers.get(found.input[0])
     return None
 
 
