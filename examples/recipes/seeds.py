@@ -31,6 +31,7 @@ def measured(recipe: Recipe, length: int, count: int) -> dict[str, object]:
     for seed in range(FIRST, FIRST + count):
         for way, options in WAYS.items():
             found[way].append(train(recipe.start(seed, options), length, points=1)["quality"][-1])
+        print(f"{recipe.name}, seed {seed}: {[values[-1] for values in found.values()]}", flush=True)
     facts = {"title": recipe.title, "measure": recipe.measure, "higher": recipe.higher, "steps": length}
     return {**facts, "quality": found}
 
