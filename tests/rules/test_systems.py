@@ -110,7 +110,7 @@ NORMS = {
 @pytest.mark.parametrize("preset", ["apex-o2", "apex-o3", "deepspeed"])
 @pytest.mark.parametrize("norm", NORMS)
 def test_other_norms_are_halved_with_their_parameters(norm, preset):
-    """Apex keeps batch norms alone, and DeepSpeed nothing; in BF16 to the bit, and FP32 where a rule file keeps them."""
+    """Apex keeps batch norms alone, DeepSpeed nothing: to the bit, and otherwise where a rule file keeps them."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), copy.deepcopy(NORMS[norm]))
     for parameter in model[1].parameters():
