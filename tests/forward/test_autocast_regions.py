@@ -88,10 +88,21 @@ def test_the_plan_tells_of_the_region_and_a_step_takes_it(dtype, named):
     assert torch.allclose(trained(model, dtype), wanted, rtol=2**-7)
 
 
-def test_a_region_without_a_type_has_torchs_default():
-    called(Region(), "bf16")
-    kept = [node for node in explained(Region(), "fp16").nodes if "dtype=torch.bfloat16) region" in node.reason]
-    assert kept
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("dtype", LOWS)
+def test_a_region_without_a_type_has_the_plans_as_in_nested_autocast(dtype, whole):
+    torch.manual_seed(0)
+    model, default = Region(whole), torch.get_autocast_dtype("cpu")
+    with torch.autocast("cpu", LOWS[dtype]):
+        wanted = model(X)
+    with torch.autocast("cpu", LOWS["fp16" if dtype == "bf16" else "bf16"]):  # the caller's counts for nothing
+        found = called(model, dtype)
+    # FP16 products on a CPU are FP32 ones of rounded operands, rounded once.
+    assert torch.allclose(found, wanted, rtol=2 * torch.finfo(LOWS[dtype]).eps, atol=1e-3)
+    assert torch.equal(found, found.to(LOWS[dtype]).float()) and torch.get_autocast_dtype("cpu") is default
+    if whole:
+        precisions = [node.precision for node in explained(model, dtype).nodes if node.op == "aten.linear"]
+        assert precisions == ["low", "low"]
 
 
 class NestedInPieces(Nested):
