@@ -320,7 +320,7 @@ class _Config:
             if key not in known:
                 self.unknown(f"'{key}'", at.line, key, known)
 
-    def unknown(self, what: str, line: int, key: str, known: Sequence[str]) -> None:
+    def unknown(self, what: str, line: int | None, key: str, known: Sequence[str]) -> None:
         """Notes a key that is passed over."""
         mend = nearest(key, known).removesuffix("?")
         near = f" ({mend}?)" if mend.startswith("did") else ""
