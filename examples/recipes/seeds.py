@@ -1,6 +1,6 @@
 """Whether what BF16 by default costs seed by seed is chance: more seeds, of the two recipes that take seconds each.
 
-The seeds are none of those of the recipes, and their number was fixed before the first was run. `torch.autocast` stands
+The seeds are none of those of the recipes, and their number is fixed before the first is run. `torch.autocast` stands
 beside, which computes the same as BF16 by default but for the last bits.
 
     python examples/recipes/seeds.py               # --short: a few steps of two seeds, and nothing is written
