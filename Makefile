@@ -137,7 +137,7 @@ bench-onnx: $(PEERS)/.installed ## ONNX conversion and amp.tune beside other con
 	$(BIN)/python -m benchmarks.onnx_convert --peers $(PEERS)/bin/python
 	$(BIN)/python -m benchmarks.tune --peers $(PEERS)/bin/python
 
-RECIPES := $(filter-out common pictures text trials zoo,$(basename $(notdir $(wildcard examples/recipes/*.py))))
+RECIPES := $(filter-out common pictures seeds text trials zoo,$(basename $(notdir $(wildcard examples/recipes/*.py))))
 examples: $(STAMP) ## the recipes in full, one after the other, half an hour to an hour on one core: their tables, and examples/recipes/results/
 	$(foreach recipe,$(RECIPES),OMP_NUM_THREADS=1 $(BIN)/python examples/recipes/$(recipe).py &&) true
 

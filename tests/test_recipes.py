@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "examples" / "recipes"
 PAGE = ROOT / "docs" / "zoo.md"
 RESULTS = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in (FOLDER / "results").glob("*.json")}
-HELPERS = {"common", "pictures", "text", "trials", "zoo"}
+HELPERS = {"common", "pictures", "seeds", "text", "trials", "zoo"}
 SCRIPTS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in HELPERS)
 
 

@@ -22,6 +22,7 @@ from amp_compiler.forward.program import plan_captured
 from amp_compiler.forward.settings import AUTO, Settings, device_of, make_settings
 from amp_compiler.forward.unwrap import unwrapped_model
 from amp_compiler.fx.capture import capture_module, captured_from_graph_module, split_example
+from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private import has_native_bf16
 from amp_compiler.ir.dtypes import DType, low_type
 from amp_compiler.ir.plan import PrecisionPlan
@@ -172,8 +173,8 @@ def explain(
             mend="pass an nn.Module, an FX GraphModule, or an ONNX path or ModelProto",
         )
     args, kwargs = split_example(example_args)
-    captured = capture_module(model, args, kwargs, dynamic_shapes)
     low = settings.low(device_of([*pytree.tree_leaves((args, kwargs)), *model.parameters()]))
+    captured = capture_module(model, args, kwargs, dynamic_shapes, low=torch_dtype(low))
     plan = plan_captured(captured, settings, low, device=device or "")
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     return replace(plan, autocast=autocast_totals(captured, low, plan.device, frozen))

@@ -333,8 +333,9 @@ def _build_program(
     changing: Changing,
 ) -> Program:
     leaves, spec = pytree.tree_flatten((args, kwargs))
+    low = settings.low(device_of([*leaves, *model.parameters()]))
     with refused_checkpoints(), prints_refused():
-        captured = capture_module(model, args, kwargs, settings.dynamic_shapes, changing)
+        captured = capture_module(model, args, kwargs, settings.dynamic_shapes, changing, torch_dtype(low))
     users = sum(entry.source is Source.USER for entry in captured.inputs)
     if users != len(leaves) or captured.in_spec != spec:
         raise CaptureError(
@@ -345,7 +346,6 @@ def _build_program(
     form = InputForm.of(captured, leaves)
     if not form.is_dynamic:
         settings = replace(settings, dynamic_shapes=None)
-    low = settings.low(device_of([*leaves, *model.parameters()]))
     plan = plan_captured(captured, settings, low, stages)
     if keep_weights:
         held = tuple(entry.name for entry in captured.inputs if entry.source in (Source.PARAMETER, Source.BUFFER))

@@ -214,12 +214,26 @@ def _autocast_off(kinds: Sequence[str]) -> Iterator[None]:
             torch.set_autocast_enabled(kind, True)
 
 
+@contextmanager
+def _regions_in(low: torch.dtype | None) -> Iterator[None]:
+    """Regions of autocast that name no type have this one, as within `torch.autocast(dtype=low)`."""
+    before = {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")}
+    for kind, dtype in before.items():
+        torch.set_autocast_dtype(kind, low or dtype)
+    try:
+        yield
+    finally:
+        for kind, dtype in before.items():
+            torch.set_autocast_dtype(kind, dtype)
+
+
 def capture_module(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any] | None = None,
     dynamic_shapes: Any = None,
     changing: Changing = Changing(),  # noqa: B008  # it is frozen
+    low: torch.dtype | None = None,
 ) -> Captured:
     """Capture a module's forward with `torch.export`, in its present train or eval mode.
 
@@ -229,13 +243,15 @@ def capture_module(
         kwargs: example keyword arguments.
         dynamic_shapes: as for `torch.export.export`.
         changing: the numbers of Python that are to be inputs.
+        low: the low type that is planned for, which regions of autocast have that name none.
 
     Raises:
         CaptureError: where the model cannot be taken as one graph; names the line of the model.
     """
     asked: set[str] = set()
     while True:  # names that only the running code tells lead to more that it reads
-        more, captured = _captured(model, args, kwargs, dynamic_shapes, changing, asked)
+        with _regions_in(low):
+            more, captured = _captured(model, args, kwargs, dynamic_shapes, changing, asked)
         if more <= asked:
             return captured
         asked |= more

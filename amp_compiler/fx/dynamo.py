@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from amp_compiler.fx.capture_errors import user_frame
 from amp_compiler.fx.graph import rename_placeholder, user_source
 from amp_compiler.fx.meta import CUSTOM_REGION, Key, region_pin
 from amp_compiler.fx.no_grad import detach_what_enters
-from amp_compiler.fx.regions import check_region
+from amp_compiler.fx.piece_regions import Region, mark, wrap_regions
+from amp_compiler.fx.regions import names_other_type
 from amp_compiler.fx.torch_private import (
     TENSOR_OF_NUMBER,
     is_restart,
@@ -45,7 +46,7 @@ def trace_piece(
 
     Raises:
         CaptureError: where the piece cannot be traced; names the line of the model.
-        LoweringError: the model opens an autocast region of another 16-bit type; names the line of the model.
+        LoweringError: the model switches gradients in an autocast region of another 16-bit type; names its line.
     """
     placeholders = piece.graph.find_nodes(op="placeholder")
     examples = [node.meta.get("example_value", given) for node, given in zip(placeholders, inputs, strict=True)]
@@ -91,6 +92,7 @@ def trace_piece(
     if not before:
         traced.graph.eliminate_dead_code()  # checks of sizes, which have no value
     _restore_pins(traced)
+    wrap_regions(traced)
     for node, original in zip(traced.graph.find_nodes(op="placeholder"), placeholders, strict=True):
         rename_placeholder(node, original.name)
     traced.recompile()
@@ -105,13 +107,14 @@ def _without_autocast_calls(piece: fx.GraphModule, kind: str, low: torch.dtype) 
     """A copy in which autocast regions are marks on nodes, not calls that would act while tracing; data is detached."""
     graph = fx.Graph()
     environment: dict[fx.Node, fx.Node] = {}
-    regions: list[tuple[Any, bool]] = []
+    regions: list[Region] = []
+    opened = 0
     for node in piece.graph.nodes:
         called = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
         if called == "_enter_autocast":
             device, dtype, enabled = node.args[:3]
-            check_region(device, dtype, bool(enabled), kind, low, (node, *_inside(node)))
-            regions.append((device, bool(enabled)))
+            regions.append(Region(opened, str(device), dtype, bool(enabled)))
+            opened += 1
             continue
         if called == "_exit_autocast":
             regions.pop()
@@ -122,8 +125,10 @@ def _without_autocast_calls(piece: fx.GraphModule, kind: str, low: torch.dtype) 
         if node.target is TENSOR_OF_NUMBER:  # Dynamo's for `torch.tensor` of a number that is an input
             _as_stacked_numbers(copied)
         environment[node] = copied
-        if regions and not regions[-1][1]:
-            copied.meta["custom"] = {**copied.meta.get("custom", {}), CUSTOM_REGION: str(regions[-1][0])}
+        if regions and not regions[-1].enabled:
+            copied.meta["custom"] = {**copied.meta.get("custom", {}), CUSTOM_REGION: regions[-1].device}
+        other = [names_other_type(one.device, one.dtype, one.enabled, kind, low) for one in regions]
+        mark(copied, regions[other.index(True) :] if True in other else [])
     return new_graph_module(piece, graph)
 
 
@@ -145,13 +150,6 @@ def _stacked_numbers(
     if not isinstance(data, (list, tuple)):
         return torch.scalar_tensor(data, dtype=dtype, device=device)
     return torch.stack([_stacked_numbers(one, dtype=dtype, device=device) for one in data])
-
-
-def _inside(entry: fx.Node) -> Iterator[fx.Node]:
-    node = entry.next
-    while node.op != "root" and getattr(node.target, "__name__", "") != "_exit_autocast":
-        yield node
-        node = node.next
 
 
 def _restore_pins(traced: fx.GraphModule) -> None:

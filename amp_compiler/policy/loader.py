@@ -30,6 +30,7 @@ from amp_compiler.policy.sources import preset_names as preset_names
 
 MAX_CHAIN = 16  # files that may extend one another
 _ALIASES = {"whitelist": "allow", "blacklist": "deny"}
+_KEPT = ("batch_norm", "normalization")  # families whose parameters the section `keep` speaks of
 _OR_PATH = "or give the path of a .yaml file"
 
 
@@ -90,7 +91,7 @@ def _load(source: Source, chain: tuple[Source, ...]) -> RuleSet:
     return RuleSet(
         name=source.name,
         rules=(*(base.rules if base is not None else ()), *_list_rules(model, source, table), *own),
-        ops=table if keep.get("batch_norm", True) else _table_without_batch_norm(),
+        ops=_table_without_kept(tuple(family for family in _KEPT if not keep.get(family, True))),
         loss_scale=_loss_scale(model, source, base),
         weights={**(base.weights if base is not None else {}), **_given(model.weights)},
         keep=keep,
@@ -99,9 +100,9 @@ def _load(source: Source, chain: tuple[Source, ...]) -> RuleSet:
 
 
 @functools.cache
-def _table_without_batch_norm() -> OpTable:
-    """The op table in which a batch norm has no operands of its own type."""
-    return op_table().without_kept("batch_norm")
+def _table_without_kept(families: tuple[str, ...]) -> OpTable:
+    """The op table in which ops of some families have no operands of their own type."""
+    return functools.reduce(OpTable.without_kept, families, op_table())
 
 
 def _load_extended(wanted: str, source: Source, chain: tuple[Source, ...]) -> RuleSet:

@@ -112,14 +112,21 @@ class OpTable:
     def without_kept(self, family: str) -> OpTable:
         """The table in which no operand of a family's ops stays as captured: all take the type of the data.
 
-        Their kernels are those for 16-bit data alone then, between whose operands and results nothing can be cast.
+        Kernels of CUDA, which some ops lack for parameters of another type, are there then.
 
         Args:
             family: the family.
         """
         nothing: frozenset[str] = frozenset()
         changed = {
-            name: replace(info, keep=nothing, onnx_keep=nothing, accumulates=frozenset({"all"}))
+            name: replace(
+                info,
+                keep=nothing,
+                onnx_keep=nothing,
+                emulate=frozenset(pair for pair in info.emulate if not pair.startswith("cuda.")),
+                # Kernels of 16-bit statistics, which they update, are not to be surrounded by casts.
+                accumulates=frozenset({"all"}) if "running_mean" in info.keep else info.accumulates,
+            )
             for name, info in self.ops.items()
             if info.family == family
         }
@@ -316,7 +323,7 @@ class RuleSet:
         """Whether some numbers stay as captured whatever the rules say; they do unless the rules say otherwise.
 
         Args:
-            what: a key of the section `keep`: `sizes`, `angles`, `running_sums`, `powers`, `quantized` or
-                `batch_norm`.
+            what: a key of the section `keep`: `sizes`, `angles`, `running_sums`, `powers`, `quantized`,
+                `batch_norm` or `normalization`.
         """
         return self.keep.get(what, True)

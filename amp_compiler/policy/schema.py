@@ -97,6 +97,7 @@ class KeepModel(Strict):
     powers: bool = _optional("ONNX in FP16: powers, summed squares and exponentials, up to what brings them back")
     quantized: bool = _optional("ONNX: what quantises, what stands beside it, and its scales")
     batch_norm: bool = _optional("parameters and running statistics of batch norm, beside 16-bit data")
+    normalization: bool = _optional("parameters of other norms, beside 16-bit data")
 
 
 class ReduceModel(Strict):

@@ -11,6 +11,7 @@ from amp_compiler.forward.program import normalize
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.fx.capture import autocast_off, capture_module
 from amp_compiler.fx.generators import generators_kept
+from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private import building
 from amp_compiler.ir.plan import AutocastTotals
 from amp_compiler.training.program import ROOT, LossModule
@@ -32,7 +33,7 @@ def autocast_of(model: LossModule, batch: tuple[Any, ...], settings: Settings) -
     low = settings.low(device)
     with autocast_off(), building(), generators_kept(model.__dict__["loss_fn"], model, batch):
         with model.as_parameters(), widened(model.parameters()):
-            captured = capture_module(model, batch, {}, None)
+            captured = capture_module(model, batch, {}, None, low=torch_dtype(low))
         normalize(captured.graph_module, settings, None, ROOT, low)
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     return autocast_totals(captured, low, device.type, frozen)

@@ -155,7 +155,8 @@ def begin_step(
     refuse_parameter_hooks((name.partition(".")[2], parameter) for name, parameter in model.named_parameters())
     with model.as_parameters(), widened(model.parameters()):
         with refused_checkpoints(), prints_refused():
-            captured = capture_module(model, batch, {}, settings.dynamic_shapes, options.changing)
+            named = low if options.enabled else None
+            captured = capture_module(model, batch, {}, settings.dynamic_shapes, options.changing, named)
         form = InputForm.of(captured, leaves)
         if not form.is_dynamic:
             settings = replace(settings, dynamic_shapes=None)

@@ -29,7 +29,7 @@ from amp_compiler.forward.settings import make_settings
 from amp_compiler.ops.exponents import LOWEST
 
 FOLDER = Path(__file__).parent / "results"
-FP32, NEITHER, MASTERS, SCALED, BOTH, BF16, BF16_MASTERS, HEADS, DEFAULT = (
+FP32, NEITHER, MASTERS, SCALED, BOTH, BF16, BF16_MASTERS, HEADS, AUTOCAST, DEFAULT = (
     "FP32",
     "FP16, neither",
     "FP16, masters alone",
@@ -38,6 +38,7 @@ FP32, NEITHER, MASTERS, SCALED, BOTH, BF16, BF16_MASTERS, HEADS, DEFAULT = (
     "BF16, no masters",
     "BF16, masters",
     "BF16, heads in FP32",
+    "BF16, torch.autocast",
     "by default",
 )
 GOOD = (BOTH, BF16_MASTERS, HEADS, DEFAULT)  # the ways that have to come out as FP32 does
@@ -70,10 +71,40 @@ class Training:
         quality: measures what has been learned, in FP32.
     """
 
-    steps: Sequence[amp.TrainingStep]
+    steps: Sequence["amp.TrainingStep | Autocast"]
     optimizers: Sequence[torch.optim.Optimizer]
     batch: Callable[[int], tuple[Any, ...]]
     quality: Callable[[], float]
+
+
+class Autocast:
+    """A step by `torch.autocast` and `torch.optim` alone, to compare with.
+
+    Args:
+        model: as of `amp.training_step`.
+        loss_fn: likewise.
+        optimizer: likewise.
+        dtype: of autocast.
+    """
+
+    loss_scale, skipped_steps = 1.0, 0
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss_fn: Callable[..., torch.Tensor],
+        optimizer: torch.optim.Optimizer,
+        dtype: torch.dtype,
+    ) -> None:
+        self.model, self.loss_fn, self.optimizer, self.dtype = model, loss_fn, optimizer, dtype
+
+    def __call__(self, *batch: torch.Tensor) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        with torch.autocast("cpu", self.dtype):
+            loss = self.loss_fn(self.model, *batch)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
 
 
 @dataclass(frozen=True)
@@ -125,9 +156,11 @@ def six_ways(scale: float) -> dict[str, Options]:
     return five_ways(scale) | {SCALED: {"dtype": "fp16", "loss_scale": scale, "rules": NO_MASTERS}}
 
 
-def train(training: Training, length: int, profiles: list[amp.Profile] | None = None) -> dict[str, Any]:
+def train(
+    training: Training, length: int, profiles: list[amp.Profile] | None = None, points: int = POINTS
+) -> dict[str, Any]:
     """Run a training: its curve as plain data. Steps whose profiles are asked for train as they would otherwise."""
-    looked = sorted({max(round(length * point / POINTS), 1) for point in range(1, POINTS + 1)})
+    looked = sorted({max(round(length * point / points), 1) for point in range(1, points + 1)})
     counted = {int(length * part) for part in PROFILED} if profiles is not None else set()
     schedules = [torch.optim.lr_scheduler.LinearLR(one, 1.0, 0.0, length) for one in training.optimizers]
     curve: dict[str, Any] = {"at": [], "quality": [], "loss_scale": [], "stopped": ""}

@@ -12,7 +12,7 @@ import functools
 
 import torch
 from classify import digits
-from common import Options, Recipe, Training, main
+from common import Autocast, Options, Recipe, Training, main
 from torch import nn
 from torch.nn import functional as F
 
@@ -89,8 +89,11 @@ def start(seed: int, options: Options) -> Training:
     optimizers = [
         torch.optim.Adam(nets[name].parameters(), 1e-3, betas=(0.5, 0.999)) for name in ("discriminator", "generator")
     ]
+    low = options.get("autocast")  # a type, beside the options of `amp.training_step`
     steps = [
-        amp.training_step(nets, loss_fn, optimizer, backend="eager", **options)
+        Autocast(nets, loss_fn, optimizer, low)
+        if low
+        else amp.training_step(nets, loss_fn, optimizer, backend="eager", **options)
         for loss_fn, optimizer in zip((discriminator_loss, generator_loss), optimizers, strict=True)
     ]
 

@@ -22,7 +22,7 @@ import itertools
 
 import torch
 from classify import TRAINED, digits
-from common import HEADS, MASTERS, NEITHER, Options, Recipe, Training, five_ways, main
+from common import AUTOCAST, HEADS, MASTERS, NEITHER, Autocast, Options, Recipe, Training, five_ways, main
 from torch import nn
 from torch.nn import functional as F
 
@@ -36,7 +36,7 @@ MAPS = ((6, (9.0, 12.0)), (3, (13.0, 16.0)))  # places in a row, and the sides o
 WIDTH = 32
 SCALE = 5.0  # by which SSD multiplies the offsets of boxes; their sizes by as much
 OVERLAP, SAME, KEPT = 0.5, 0.45, 40  # of a scene, the boxes that are surest
-AGAIN, AUTOCAST = "FP32, begun otherwise", "BF16, torch.autocast"
+AGAIN = "FP32, begun otherwise"
 APART = 2.0**-8  # by which part of it a first weight is another, where the training is begun otherwise
 FP32_HEADS = {
     "version": 1,
@@ -208,23 +208,6 @@ def quality(model: nn.Module) -> float:
     return 10 * sum(average_precision(torch.tensor(right[number]).float(), counts[number]) for number in right)
 
 
-class Autocast:
-    """A step by `torch.autocast` and `torch.optim` alone, to compare with."""
-
-    loss_scale, skipped_steps = 1.0, 0
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
-        self.model, self.optimizer, self.dtype = model, optimizer, dtype
-
-    def __call__(self, *batch: torch.Tensor) -> torch.Tensor:
-        self.optimizer.zero_grad()
-        with torch.autocast("cpu", self.dtype):
-            loss = multibox(self.model, *batch)
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
-
-
 def start(seed: int, options: Options) -> Training:
     """Beside those of `amp.training_step`: `autocast`, a type, and `apart`, of the first weights from the seed's."""
     torch.manual_seed(seed)
@@ -242,7 +225,7 @@ def start(seed: int, options: Options) -> Training:
 
     optimizer = torch.optim.Adam(model.parameters(), 2e-3, eps=1e-14)
     if low:
-        step = Autocast(model, optimizer, low)
+        step = Autocast(model, multibox, optimizer, low)
     else:
         step = amp.training_step(model, multibox, optimizer, backend="eager", **options)
     return Training([step], [optimizer], batch, functools.partial(quality, model))

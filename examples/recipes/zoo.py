@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import seeds
 import trials as tried
 from common import FOLDER, FP32, GOOD, HEADINGS, last, paired, rows, why
 from pictures import picture
@@ -27,6 +28,12 @@ def trials() -> str:
     lines = ["| " + " | ".join(tried.HEADINGS) + " |", "|---" * len(tried.HEADINGS) + "|"]
     results = json.loads(tried.RESULT.read_text(encoding="utf-8"))
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in tried.rows(results))])
+
+
+def more_seeds() -> str:
+    """The table of the recipes that were trained with more seeds."""
+    lines = ["| " + " | ".join(seeds.HEADINGS) + " |", "|---" * len(seeds.HEADINGS) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in seeds.rows(seeds.load()))])
 
 
 def machines(found: list[dict[str, Any]]) -> str:
@@ -58,7 +65,7 @@ def render(text: str, found: dict[str, dict[str, Any]]) -> str:
     """The page with every table made anew, between `<!-- recipe: NAME -->` and `<!-- end -->`."""
     every = list(found.values())
     parts = {name: section(results) for name, results in found.items()}
-    parts |= {"machine": machines(every), "chance": chance(every), "trials": trials()}
+    parts |= {"machine": machines(every), "chance": chance(every), "trials": trials(), "seeds": more_seeds()}
     for name, made in parts.items():
         block = f"<!-- recipe: {name} -->\n{made}\n<!-- end -->"
         text = re.sub(rf"<!-- recipe: {name} -->.*?<!-- end -->", lambda _, block=block: block, text, flags=re.DOTALL)

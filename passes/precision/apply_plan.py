@@ -45,7 +45,7 @@ class ApplyPlan(InPlacePass):
         to_dtype_2: fp32[4, 8] = aten.to.dtype(linear, torch.float32)  # cast
         return to_dtype_2
 
-    Running statistics that a batch norm reads through a cast and updates are written back by a `copy_` behind it.
+    Running statistics that a norm reads through a cast and updates are written back by a `copy_` behind it.
 
     Left alone: a graph whose plan casts nothing; casts that the model wrote itself, which the plan only lists.
 
@@ -129,9 +129,10 @@ def _replace(node: fx.Node, name: str, index: int, new: fx.Node) -> fx.Node:
 
 
 def _write_back(graph: fx.Graph, users: list[fx.Node], cast: fx.Node, source: fx.Node) -> None:
-    """Where a batch norm in training updates the cast of its running statistics, write that to the statistics."""
+    """Where a norm in training updates the cast of its running statistics, write that to the statistics."""
     for node in users:
-        if schema_argument(node, "training") is True and cast in written_operands(node):
+        trains = any(schema_argument(node, name) is True for name in ("training", "use_input_stats"))
+        if trains and cast in written_operands(node):
             with graph.inserting_after(node):
                 written = graph.call_function(torch.ops.aten.copy_.default, (source, cast))
             written.meta = {**source_of(node), "val": source.meta["val"]}

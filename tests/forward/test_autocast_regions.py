@@ -88,16 +88,87 @@ def test_the_plan_tells_of_the_region_and_a_step_takes_it(dtype, named):
     assert torch.allclose(trained(model, dtype), wanted, rtol=2**-7)
 
 
-def test_a_region_without_a_type_has_torchs_default():
-    called(Region(), "bf16")
-    kept = [node for node in explained(Region(), "fp16").nodes if "dtype=torch.bfloat16) region" in node.reason]
-    assert kept
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("dtype", LOWS)
+def test_a_region_without_a_type_has_the_plans_as_in_nested_autocast(dtype, whole):
+    torch.manual_seed(0)
+    model, default = Region(whole), torch.get_autocast_dtype("cpu")
+    with torch.autocast("cpu", LOWS[dtype]):
+        wanted = model(X)
+    with torch.autocast("cpu", LOWS["fp16" if dtype == "bf16" else "bf16"]):  # the caller's counts for nothing
+        found = called(model, dtype)
+    # FP16 products on a CPU are FP32 ones of rounded operands, rounded once.
+    assert torch.allclose(found, wanted, rtol=2 * torch.finfo(LOWS[dtype]).eps, atol=1e-3)
+    assert torch.equal(found, found.to(LOWS[dtype]).float()) and torch.get_autocast_dtype("cpu") is default
+    if whole:
+        precisions = [node.precision for node in explained(model, dtype).nodes if node.op == "aten.linear"]
+        assert precisions == ["low", "low"]
 
 
-def test_it_is_refused_in_a_model_that_runs_in_pieces():
-    with pytest.raises(amp.LoweringError, match="planned for is fp16") as caught:
-        called(Region(whole=False, dtype=torch.bfloat16), "fp16")
-    assert "test_autocast_regions.py:" in caught.value.where
+class NestedInPieces(Nested):
+    """Cut in front of the region, or within it."""
+
+    def __init__(self, cut_within: bool, **region) -> None:
+        super().__init__(**region)
+        self.cut_within = cut_within
+
+    def forward(self, x):
+        y = self.before(x)
+        if not self.cut_within and y.sum() > 1e9:
+            y = -y
+        with torch.autocast("cpu", **self.region):
+            y = self.inside(y).softmax(-1)
+            if self.cut_within and y.sum() > 1e9:
+                y = -y
+            with torch.autocast("cpu", enabled=False):
+                y = self.off(y.float())
+            y = self.inside(y)
+        return self.after(y), y
+
+
+@pytest.mark.parametrize("cut_within", [False, True])
+@pytest.mark.parametrize(("dtype", "named"), [("fp16", "bf16"), ("bf16", "fp16")])
+def test_in_pieces_it_gives_what_nested_autocast_gives(dtype, named, cut_within):
+    """To the bit within the region, in FP32, as all that pieces hand on."""
+    torch.manual_seed(0)
+    model = NestedInPieces(cut_within, dtype=LOWS[named])
+    with torch.autocast("cpu", LOWS[dtype]):
+        after, within = model(X)
+        wanted = torch.autograd.grad(model(X)[0].sum(), model.before.weight)[0]
+    compiled = amp.compile(model, dtype=dtype, backend="eager")
+    found = compiled(X)
+    assert compiled.plan.nodes[0].name.startswith("piece0/")
+    assert found[1].dtype is torch.float32 and torch.equal(found[1], within.float())
+    assert torch.allclose(found[0], after.float(), rtol=2 * torch.finfo(LOWS[dtype]).eps, atol=4e-3)
+    gradient = torch.autograd.grad(compiled(X)[0].sum(), model.before.weight)[0]
+    assert torch.allclose(gradient, wanted, rtol=2**-5, atol=2**-7 * float(wanted.abs().max()))
+    told = [node for node in compiled.plan.nodes if f"dtype={LOWS[named]}) region" in node.reason]
+    assert {node.precision for node in told} == {"keep"}
+
+
+def test_a_step_in_pieces_takes_it():
+    torch.manual_seed(0)
+    model = Region(whole=False, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.float16):
+        wanted = model(X).square().mean().detach()
+    assert torch.allclose(trained(model, "fp16"), wanted, rtol=2**-7)
+
+
+class WithoutGradients(Region):
+    def forward(self, x):
+        y = self.before(x)
+        if y.sum() > 1e9:
+            y = -y
+        with torch.autocast("cpu", **self.region):
+            with torch.no_grad():
+                y = self.inside(y)
+            return self.inside(y).float()
+
+
+def test_where_gradients_are_switched_within_it_is_refused_in_pieces():
+    with pytest.raises(amp.LoweringError, match="switches gradients within") as caught:
+        called(WithoutGradients(dtype=torch.bfloat16), "fp16")
+    assert "test_autocast_regions.py:" in caught.value.where and "torch.no_grad around" in caught.value.mend
 
 
 @pytest.mark.parametrize("run", [trained, called, explained])

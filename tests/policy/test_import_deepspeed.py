@@ -96,6 +96,36 @@ def test_autocast_and_apex_have_presets_of_their_own(tmp_path):
     assert made.rules["extends"] == "fast"
 
 
+def test_of_both_names_of_bf16_deepspeed_reads_the_new_one(tmp_path):
+    rules, made = imported(tmp_path, {"bf16": ON, "bfloat16": {"enabled": False}})
+    assert rules.loss_scale["mode"] == "none" and any("'bfloat16' (line 5)" in note for note in made.notes)
+    with pytest.raises(RuleError, match="no mixed precision"):
+        imported(tmp_path, {"bf16": {"enabled": False}, "bfloat16": ON})
+    rules, _ = imported(tmp_path, {"bf16": None, "bfloat16": ON})
+    assert rules.loss_scale["mode"] == "none"
+
+
+@pytest.mark.parametrize("name", ["torch_autocast", "amp"])
+def test_what_is_asked_for_beside_the_sections_is_told(name, tmp_path):
+    _, made = imported(tmp_path, {"fp16": ON, name: ON})
+    (note,) = [note for note in made.notes if note.startswith(name)]
+    assert "(line 5)" in note and "beside fp16" in note
+    _, made = imported(tmp_path, {"fp16": ON, name: {"enabled": False}})
+    assert not any(name in note for note in made.notes)
+
+
+def test_keys_of_torch_autocast_that_are_not_known_are_told(tmp_path):
+    _, made = imported(tmp_path, {"torch_autocast": ON | {"dtyp": "float16"}})
+    assert "torch_autocast.dtyp (line 4) is no key that is known of DeepSpeed, and is passed over" in made.notes[0]
+    assert 'dtype="bf16"' in made.notes[1]
+
+
+def test_a_scale_that_begins_below_its_minimum_is_told(tmp_path):
+    fp16 = ON | {"initial_scale_power": 1, "min_loss_scale": 8}
+    _, made = imported(tmp_path, {"fp16": fp16, "zero_optimization": {"stage": 1}})
+    assert "2**1 is below min_loss_scale: the scale begins at 8" in "\n".join(made.notes)
+
+
 def test_tabs_between_values_are_json(tmp_path):
     rules, _ = imported(tmp_path, '{\n\t"fp16": {\n\t\t"enabled": true,\t"loss_scale": 8\n\t}\n}')
     assert rules.loss_scale == {"mode": "static", "init": 8}
@@ -119,6 +149,13 @@ def test_tabs_between_values_are_json(tmp_path):
         ({"fp16": ON, "zero_optimization": {"stage": 4}}, "write 0, 1, 2 or 3"),
         ({"fp16": ON, "gradient_clipping": "much"}, "gradient_clipping"),
         ({"fp16": [1]}, "no mapping"),
+        ({"fp16": ON, "zero_optimization": [2]}, "no mapping.*zero_optimization"),
+        ({"fp16": ON, "zero_optimization": {"stage": 2.0}}, "write 0, 1, 2 or 3"),
+        ({"fp16": ON, "gradient_accumulation_steps": 2.5}, "a whole number from 1.*gradient_accumulation_steps"),
+        ({"fp16": ON, "gradient_accumulation_steps": 0}, "a whole number from 1"),
+        ({"fp16": ON | {"loss_scale": 1e300}}, r"fp16\.loss_scale.*a number of FP32's"),
+        ({"torch_autocast": {"enabled": "auto"}}, r"true or false.*torch_autocast\.enabled"),
+        ({"amp": {"enabled": 1}}, r"true or false.*amp\.enabled"),
         ({"torch_autocast": {"enabled": True, "dtype": "int8"}}, "write float16 or bfloat16"),
         ({"amp": {"enabled": True, "opt_level": "O0"}}, "write O1, O2 or O3"),
         ('{"fp16": {"enabled": true}, "fp16": {}}', "a second time"),

@@ -19,6 +19,7 @@ from amp_compiler.policy.rules import Context
 
 FACTS = YAML(typ="safe").load(Path(__file__).parent.parent / "rules" / "lists" / "nvcaffe.yaml")
 HALF = "default_forward_type: FLOAT16\ndefault_backward_type: FLOAT16\n"
+TWICE = 'layer { name: "a" type: "ReLU" forward_type: FLOAT }\nlayer { name: "a" type: "ReLU" }\n'
 NET = """name: "net"
 default_forward_type:  FLOAT16
 default_backward_type: FLOAT16
@@ -95,11 +96,60 @@ def test_float_is_the_default_as_in_nvcaffe(tmp_path):
     assert asked(rules, "a")[:2] == ("low", "fp32")
 
 
+@pytest.mark.parametrize(
+    ("rule", "trained"),
+    [
+        ("include { phase: TEST }", False),
+        ("include { phase: 1 }", False),
+        ("exclude { phase: TRAIN }", False),
+        ("include { phase: TEST } include { stage: 'fine' }", True),
+        ("include { phase: TRAIN }", True),
+        ("exclude { phase: TRAIN stage: 'fine' }", True),
+        ("exclude { phase: TEST }", True),
+    ],
+)
+def test_a_layer_that_is_not_trained_is_no_rule(rule, trained, tmp_path):
+    layer = f'layer {{ name: "a" type: "Scale" forward_type: FLOAT {rule} }}'
+    rules, made = imported(tmp_path, HALF + layer)
+    assert asked(rules, "a")[0] == ("fp32" if trained else "low")
+    assert any("for tests alone" in note for note in made.notes) == (not trained)
+    # A layer of the same name that is trained keeps its types, whatever those of the other are.
+    other = f'layer {{ name: "a" type: "Scale" backward_type: FLOAT include {{ phase: TRAIN }} }}{layer}'
+    if not trained:
+        assert asked(imported(tmp_path, HALF + other)[0], "a")[:2] == ("low", "fp32")
+
+
+def test_layers_of_one_name_and_the_same_types_have_one_rule(tmp_path):
+    layer = 'layer { name: "a" type: "Scale" forward_type: FLOAT }\n'
+    _, made = imported(tmp_path, HALF + 2 * layer)
+    assert sum(rule["match"].get("module") == ["a", "*.a"] for rule in made.rules["rules"]) == 1
+
+
+def test_what_layers_say_of_the_loss_and_of_rates_is_told(tmp_path):
+    layer = "layer {{ name: '{}' type: '{}' {} }}\n"
+    text = HALF + "".join(
+        [
+            *(
+                layer.format(f"c{one}", "Convolution", "param { lr_mult: 2 } param { decay_mult: 0 }")
+                for one in range(5)
+            ),
+            layer.format("plain", "Convolution", "param { name: 'shared' }"),
+            layer.format("one", "L1Loss", "loss_weight: 0.3"),
+            layer.format("two", "L1Loss", "loss_weight: 1 loss_weight: 2 include { phase: TEST }"),
+        ]
+    )
+    notes = imported(tmp_path, text)[1].notes
+    assert notes[0] == "the loss function weighs its terms: loss_weight: 0.3 (net.prototxt:9)"
+    assert notes[1].startswith("lr_mult and decay_mult of c0, c1, c2 and 2 more are factors") and len(notes) == 2
+
+
 def test_losses_that_differ_leave_the_loss_function_to_the_user(tmp_path):
     first, second = (f'layer {{ name: "{name}" type: "L1Loss" {types} }}' for name, types in
                      (("a", "forward_type: FLOAT"), ("b", "backward_type: FLOAT")))  # fmt: skip
     rules, made = imported(tmp_path, HALF + first + second)
     assert asked(rules, "a")[:2] == ("fp32", "low") and asked(rules, "b")[:2] == ("low", "fp32")
+    assert asked(rules, "<loss_fn>")[:2] == ("low", "low") and "'<loss_fn>' is yours" in made.notes[0]
+    rules, made = imported(tmp_path, HALF + first + 'layer { name: "c" type: "SoftmaxWithLoss" }')  # as the net has it
     assert asked(rules, "<loss_fn>")[:2] == ("low", "low") and "'<loss_fn>' is yours" in made.notes[0]
 
 
@@ -131,6 +181,10 @@ def test_a_solver_says_the_type_of_the_weights(tmp_path):
     for told in ("type: SAG", "larc: true (solver.prototxt:1)", "regularization_type: WD"):
         (note,) = [note for note in made.notes if note.startswith(told)]
         assert "not in torch.optim" in note and "an optimizer of your own" in note
+    adam = "solver_type: 5 base_lr: 1 momentum2: 0.99 delta: 1e-6 larc: 1 rampup_interval: 9"
+    notes = "\n".join(imported(tmp_path, adam, "solver.prototxt")[1].notes)
+    for told in ("torch.optim.Adam with base_lr: 1, momentum2: 0.99, delta: 1e-6", "larc: 1", "rampup_interval: 9"):
+        assert told in notes
 
 
 def test_extends_stands_below(tmp_path):
@@ -153,6 +207,13 @@ def test_extends_stands_below(tmp_path):
         ("layer { forward_type: FLOAT16 }", r":1:.*no name"),
         ("global_grad_scale: 0", "write a positive number"),
         ("global_grad_scale: many", "no number"),
+        ("global_grad_scale: 1e39", "FP32's normal range"),
+        (HALF + TWICE, r":4:.*'a'.*at line 3"),
+        ("layer: 3", r":1:.*write layer"),
+        ("default_forward_type { a: 1 }", "it is a message"),
+        ("base_lr: 1 iter_size: 2.5", "a whole number from 1"),
+        ("base_lr: 1 iter_size: 0", "a whole number from 1"),
+        ('base_lr: 1\nnet_param { }\nnet: "a"', r":3:.*net_param at line 2.*name one net"),
         ("global_grad_scale_adaptive: yes", "write true or false"),
         ("default_forward_type: FLOAT\ndefault_forward_type: FLOAT16", r":2:.*a second time.*line 1"),
         ("layer {\n", r":1:8.*ends before '}'"),

@@ -99,6 +99,41 @@ def test_apex_trains_what_it_has_halved(preset, keep, fp32):
     assert same_state(model, expected) <= 3 * 2**-8
 
 
+NORMS = {
+    "layer": torch.nn.LayerNorm([4, 4, 4]),
+    "group": torch.nn.GroupNorm(2, 4),
+    "instance": torch.nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+    "rms": torch.nn.RMSNorm([4, 4, 4]),
+}
+
+
+@pytest.mark.parametrize("preset", ["apex-o2", "apex-o3", "deepspeed"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_other_norms_are_halved_with_their_parameters(norm, preset):
+    """Apex keeps batch norms alone, DeepSpeed nothing: to the bit, and otherwise where a rule file keeps them."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), copy.deepcopy(NORMS[norm]))
+    for parameter in model[1].parameters():
+        torch.nn.init.normal_(parameter, 1.0, 0.3)
+    kept, expected = copy.deepcopy(model), halved(model, keep_batchnorm_fp32=True)
+    found = amp.compile(model, rules=preset, dtype="bf16", backend="eager")(X)
+    assert torch.equal(found.float(), expected(X.to(BF16)).float())
+    for mine, theirs in zip(model.buffers(), expected.buffers(), strict=True):
+        assert torch.equal(mine.float(), theirs.float())
+    rules = {"version": 1, "extends": preset, "keep": {"normalization": True}}
+    assert not torch.equal(amp.compile(kept, rules=rules, dtype="bf16", backend="eager")(X), found)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_apex_o3_trains_the_parameters_of_every_norm_in_16_bits(norm):
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), copy.deepcopy(NORMS[norm]))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = amp.training_step(
+        model, lambda m, x: (m(x) - 1).square().mean(), optimizer, rules="apex-o3", dtype="bf16", backend="eager"
+    )
+    assert step(X).isfinite() and {value.dtype for value in model.parameters()} == {BF16}
+
+
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_16_bit_statistics_are_written_by_a_step_and_kept_by_one_that_is_skipped(backend):
     model, expected = net(), halved(net(), keep_batchnorm_fp32=False)

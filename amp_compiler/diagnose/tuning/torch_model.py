@@ -119,7 +119,7 @@ class TorchSubject(Subject):
         key = (spec, leaves_key(leaves))
         if key not in self._forms:
             with refused_checkpoints():
-                captured = capture_module(self._model, *batch, None)
+                captured = capture_module(self._model, *batch, None, low=torch_dtype(self.low))
             normalize(captured.graph_module, self._settings, None, self._root, self.low)
             form = _Form(captured)
             for entry in captured.inputs:

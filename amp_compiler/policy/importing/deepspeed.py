@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from amp_compiler.policy.marks import nearest
 from amp_compiler.policy.yaml_tree import Tree, parse_yaml
 
 PRESET = "deepspeed"
-_OLD = {"bfloat16": "bf16"}
+_OLD = "bfloat16"  # read where there is no bf16
+_BESIDE = ("torch_autocast", "amp")
+_AUTOCAST_KEYS = ("enabled", "dtype", "lower_precision_safe_modules")
+_LEAST, _MOST = 2.0**-126, 2.0**127 * (2 - 2.0**-23)  # of FP32's normal numbers
 _AUTOCAST_TYPES = {
     **dict.fromkeys(("fp16", "float16", "torch.float16", "half", "torch.half"), "fp16"),
     **dict.fromkeys(("bf16", "bfloat16", "torch.bfloat16"), "bf16"),
@@ -83,7 +87,12 @@ class _Config:
         self.notes: list[str] = []
         if not isinstance(tree.value, dict):
             raise self.place().error("it is no mapping", "name a configuration of DeepSpeed")
-        self.data: dict[str, Any] = {_OLD.get(key, key): value for key, value in tree.plain().items()}
+        self.data: dict[str, Any] = dict(tree.plain())
+        self.old = self.data.get("bf16") is None and _OLD in self.data
+        if self.old:
+            self.data["bf16"] = self.data[_OLD]
+        elif _OLD in self.data:
+            self.notes.append(f"'{_OLD}' (line {self.place(_OLD).line}) is not read beside 'bf16', as in DeepSpeed")
 
     def imported(self, extends: str | None) -> Imported:
         """The rules and notes."""
@@ -97,13 +106,20 @@ class _Config:
         else:
             rules = self.other()
         rules = {"version": 1, **rules, **({"extends": extends} if extends else {})}
-        self.tell_step("fp16" if fp16["enabled"] else "bf16" if bf16["enabled"] else "")
+        named = "fp16" if fp16["enabled"] else "bf16" if bf16["enabled"] else ""
+        self.tell_step(named)
+        for name in _BESIDE if named else ():
+            if self.asked(name) is not None:
+                line = self.place(name).line
+                self.notes.append(
+                    f"{name} (line {line}) stands beside {named}, of which the rules are, and is not read"
+                )
         self.tell_rest()
         return Imported(rules, self.notes)
 
     def place(self, *keys: str) -> Place:
         """Where a key stands."""
-        keys = tuple("bfloat16" if key == "bf16" and "bf16" not in self.tree.value else key for key in keys)
+        keys = tuple(_OLD if key == "bf16" and self.old else key for key in keys)
         at = self.tree.locate(keys, key=True) if keys else self.tree
         return Place(self.file, at.line, ".".join(keys), at.column)
 
@@ -142,6 +158,8 @@ class _Config:
     def stage(self) -> int:
         """The stage of ZeRO, 0 without it."""
         zero = self.data.get("zero_optimization")
+        if not (zero is None or isinstance(zero, (bool, dict))):
+            raise self.place("zero_optimization").error("it is no mapping", 'write {"stage": 2}')
         stage = zero.get("stage", 0) if isinstance(zero, dict) else int(zero is True)
         if stage == "auto" or isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage <= 3:
             raise self.place("zero_optimization", "stage").error(f"it is {stage!r}", "write 0, 1, 2 or 3")
@@ -154,6 +172,8 @@ class _Config:
         scale = float(options["loss_scale"])
         if scale < 0:
             raise self.place("fp16", "loss_scale").error(f"it is {scale:g}", "write 0 for a dynamic scale, or a number")
+        if scale and not _LEAST <= scale <= _MOST:
+            raise self.place("fp16", "loss_scale").error(f"it is {scale:g}", "write a number of FP32's normal range")
         section = {"mode": "static", "init": scale} if scale else self.dynamic(options)
         return {"extends": PRESET, "loss_scale": section, **self.weights("fp16", options)}
 
@@ -172,6 +192,11 @@ class _Config:
         }
         if least & (least - 1):
             self.notes.append(f"fp16.min_loss_scale: {least} is no power of two, the scale stays at the next one above")
+        if 2**power < least:
+            self.notes.append(
+                f"fp16.initial_scale_power: 2**{power} is below min_loss_scale: the scale begins at {least}, and not"
+                " only behind the first overflow"
+            )
         if self.stage:
             count = {"hysteresis": self.whole(options, "hysteresis", 1)}
             return {**section, **count, "consecutive_hysteresis": options["consecutive_hysteresis"], "patience": 1}
@@ -217,8 +242,11 @@ class _Config:
 
     def other(self) -> dict[str, Any]:
         """What `torch_autocast` or `amp` ask for, which stand without `fp16` and `bf16`."""
-        autocast, apex = self.data.get("torch_autocast"), self.data.get("amp")
-        if isinstance(autocast, dict) and autocast.get("enabled") is True:
+        autocast, apex = (self.asked(name) for name in _BESIDE)
+        if autocast is not None:
+            for key in autocast:
+                if key not in _AUTOCAST_KEYS:
+                    self.unknown(f"torch_autocast.{key}", self.place("torch_autocast", key).line, key, _AUTOCAST_KEYS)
             dtype = _AUTOCAST_TYPES.get(str(autocast.get("dtype", "bf16")).lower())
             if dtype is None:
                 raise self.place("torch_autocast", "dtype").error(
@@ -228,10 +256,24 @@ class _Config:
             if "lower_precision_safe_modules" in autocast:
                 self.notes.append("torch_autocast.lower_precision_safe_modules is about communication, and no rule")
             return {"extends": "default"}
-        if isinstance(apex, dict) and apex.get("enabled") is True:
+        if apex is not None:
             return self.apex(apex)
         where = self.place("fp16", "enabled") if "fp16" in self.data else self.place()
         raise where.error("it asks for no mixed precision", 'enable "fp16", "bf16" or "torch_autocast"')
+
+    def asked(self, name: str) -> dict[str, Any] | None:
+        """A section beside `fp16` and `bf16`, where it is enabled.
+
+        Raises:
+            RuleError: `enabled` is neither true nor false.
+        """
+        given = self.data.get(name)
+        if not isinstance(given, dict):
+            return None
+        enabled = given.get("enabled", False)
+        if not isinstance(enabled, bool):
+            raise self.place(name, "enabled").error(f"it is {enabled!r}, and must be true or false", "correct it")
+        return given if enabled else None
 
     def apex(self, options: dict[str, Any]) -> dict[str, Any]:
         """The section `amp`, whose keys are arguments of `apex.amp.initialize`."""
@@ -253,7 +295,10 @@ class _Config:
             if value == "auto":
                 self.notes.append(f"{key} is 'auto', for the Trainer to fill in; the step takes {name}=")
             elif value is not None and not (key == "gradient_clipping" and value == 0):
-                self.place(key).number(value, lambda it: it > 0, "a positive number")
+                if name == "accumulate":
+                    value = int(self.place(key).number(value, _counts, "a whole number from 1 on"))
+                else:
+                    self.place(key).number(value, lambda it: it > 0, "a positive number")
                 taken.append(f"{name}={value!r}")
         if taken:
             self.notes.append(f"the step takes: {', '.join(taken)}")
@@ -273,8 +318,14 @@ class _Config:
         known = (*_READ, *facts("deepspeed")["passed"])
         for key, at in self.tree.keys.items():
             if key not in known:
-                mend = nearest(key, known).removesuffix("?")
-                near = f" ({mend}?)" if mend.startswith("did") else ""
-                self.notes.append(
-                    f"'{key}' (line {at.line}) is no key that is known of DeepSpeed, and is passed over{near}"
-                )
+                self.unknown(f"'{key}'", at.line, key, known)
+
+    def unknown(self, what: str, line: int | None, key: str, known: Sequence[str]) -> None:
+        """Notes a key that is passed over."""
+        mend = nearest(key, known).removesuffix("?")
+        near = f" ({mend}?)" if mend.startswith("did") else ""
+        self.notes.append(f"{what} (line {line}) is no key that is known of DeepSpeed, and is passed over{near}")
+
+
+def _counts(number: float) -> bool:
+    return number >= 1 and number == int(number)

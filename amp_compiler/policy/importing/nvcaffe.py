@@ -8,7 +8,6 @@ the step takes instead of a rule, and layers of types that are not known, are no
 from __future__ import annotations
 
 import glob
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,11 @@ _FORMS = ("net", "solver")
 _LOSS_FUNCTION = "<loss_fn>"
 _OPTIMIZERS = {"SGD": "SGD", "Nesterov": "SGD(nesterov=True)", "AdaGrad": "Adagrad", "RMSProp": "RMSprop",
                "AdaDelta": "Adadelta", "Adam": "Adam"}  # fmt: skip
-_SCHEDULES = ("lr_policy", "momentum_policy", "weight_decay_policy")
+_SOLVER_TYPES = ("SGD", "NESTEROV", "ADAGRAD", "RMSPROP", "ADADELTA", "ADAM", "SAG")  # by the number of solver_type
+_SCHEDULES = ("lr_policy", "momentum_policy", "weight_decay_policy", "rampup_interval")
+_OPTIMIZER_FIELDS = ("base_lr", "momentum", "momentum2", "rms_decay", "delta", "weight_decay")
+_NETS = ("train_net_param", "net_param", "train_net", "net")
+_LEAST, _MOST = 2.0**-126, 2.0**127 * (2 - 2.0**-23)  # of FP32's normal numbers
 _OWN = "is not in torch.optim; an optimizer of your own that does it is taken as it stands"
 
 
@@ -149,6 +152,13 @@ class Message:
             raise self.place(field).error(f"it is {field.value}, and no number", "write a number") from cause
         return found
 
+    def whole(self, name: str, otherwise: int) -> int:
+        """The whole number from 1 on in a field."""
+        found = self.number(name, otherwise)
+        if not (found >= 1 and found == int(found)):
+            raise self.place(named(self.fields, name)[0]).error(f"it is {found:g}", "write a whole number from 1 on")
+        return int(found)
+
     def type(self, name: str) -> tuple[str, Field] | None:
         """The precision that a field of a type asks for, `low` or `fp32`, with the field.
 
@@ -158,6 +168,8 @@ class Message:
         field = self.one(name)
         if field is None:
             return None
+        if field.fields:
+            raise self.place(field).error("it is a message", "write FLOAT or FLOAT16")
         types: dict[str, int] = facts("caffe")["types"]
         word = next((word for word, number in types.items() if str(number) == field.value), field.value)
         if word not in types:
@@ -204,6 +216,23 @@ class _Types:
         return (self.forward, self.backward) == (other.forward, other.backward)
 
 
+@dataclass(frozen=True)
+class _Layer:
+    """A layer that is trained.
+
+    Args:
+        name: of it.
+        is_loss: whether it computes a loss.
+        types: that it has.
+        line: where it begins.
+    """
+
+    name: str
+    is_loss: bool
+    types: _Types
+    line: int
+
+
 class _Net:
     """Makes rules of a net.
 
@@ -223,20 +252,23 @@ class _Net:
 
     def rules(self) -> dict[str, Any]:
         """The sections of a rule file."""
-        layers = [
-            Message("layer", self.net.file, field.fields, field.line).checked()
-            for field in named(self.net.fields, "layer")
-        ]
+        layers = []
+        for field in named(self.net.fields, "layer"):
+            if not isinstance(field.value, tuple):
+                raise self.net.place(field).error(f"it is {field.value}", "write layer { … }")
+            layers.append(Message("layer", self.net.file, field.fields, field.line).checked())
         for layer in layers:
             for name in ("forward_math", "backward_math"):
                 layer.check_math(name)
         if self.net.one("default_cudnn_math_override") is not None:
             self.notes.append("default_cudnn_math_override: which kernels are called is up to the library")
-        own = [rule for layer in layers if (rule := self.layer(layer)) is not None]
+        trained = [rule for layer in layers if (rule := self.layer(layer)) is not None]
+        self.check_names(trained)
+        self.tell_training([layer for layer in layers if not _tests_only(layer)])
         kept, wide = facts("caffe")["kept"], facts("caffe")["wide"]
         rules = [
             {"match": {}, **self.default.actions()},
-            *self.named_once(own),
+            *self.named_once(trained),
             {
                 "match": {"family": kept},
                 "precision": "keep",
@@ -246,8 +278,8 @@ class _Net:
         ]
         return {"rules": rules, "loss_scale": self.scale()}
 
-    def layer(self, layer: Message) -> tuple[str, bool, _Types] | None:
-        """Name, whether it is a loss, and types of a layer that differs from the defaults; notes of what is told."""
+    def layer(self, layer: Message) -> _Layer | None:
+        """A layer that is trained, and notes of what is told of it; `None` for one that is not."""
         forward, backward = layer.type("forward_type"), layer.type("backward_type")
         types: dict[str, list[str]] = facts("caffe")["layers"]
         name, kind = layer.word("name"), layer.word("type")
@@ -269,30 +301,61 @@ class _Net:
             backward[0] if backward else self.default.backward,
             ", ".join(given),
         )
-        if asked.same(self.default):
-            return None
-        if not name:
+        if not name and not asked.same(self.default):
             raise Place(str(self.net.file), layer.line, "layer").error("it has types of its own and no name", "name it")
-        return name, kind in types["losses"], asked
+        return _Layer(name, kind in types["losses"], asked, layer.line)
 
-    def named_once(self, layers: Sequence[tuple[str, bool, _Types]]) -> list[dict[str, Any]]:
-        """A rule for each layer. The loss function stands for a loss layer where all that have types agree."""
-        losses = [asked for _, is_loss, asked in layers if is_loss]
-        agree = all(asked.same(losses[0]) for asked in losses)
+    def check_names(self, layers: Sequence[_Layer]) -> None:
+        """Refuses layers of one name that are to have different types: no rule can tell them apart.
+
+        Raises:
+            RuleError: names the line of the later one.
+        """
+        first: dict[str, _Layer] = {}
+        for layer in layers:
+            other = first.setdefault(layer.name, layer)
+            if layer.name and not layer.types.same(other.types):
+                place = Place(str(self.net.file), layer.line, "layer")
+                what = f"a layer of the same name, '{layer.name}', has other types at line {other.line}"
+                raise place.error(what, "give each a name of its own, here and in the model")
+
+    def named_once(self, layers: Sequence[_Layer]) -> list[dict[str, Any]]:
+        """A rule for each name of its own types. The loss function stands for the loss layers where all agree."""
+        losses = [layer for layer in layers if layer.is_loss]
+        agree = all(layer.types.same(losses[0].types) for layer in losses)
         if not agree:
             self.notes.append("the loss layers differ in their types: a rule on '<loss_fn>' is yours to write")
-        made = []
-        for name, is_loss, asked in layers:
-            modules = [glob.escape(name), f"*.{glob.escape(name)}", *([_LOSS_FUNCTION] if is_loss and agree else [])]
-            made.append({"match": {"module": modules}, **asked.actions()})
-        return made
+        made: dict[str, dict[str, Any]] = {}
+        for layer in layers:
+            if not layer.types.same(self.default):
+                name = glob.escape(layer.name)
+                modules = [name, f"*.{name}", *([_LOSS_FUNCTION] if layer.is_loss and agree else [])]
+                made.setdefault(layer.name, {"match": {"module": modules}, **layer.types.actions()})
+        return list(made.values())
+
+    def tell_training(self, layers: Sequence[Message]) -> None:
+        """Notes what layers say of the loss and of the rates of their parameters, which is no rule."""
+        weighted = [layer.told(field) for layer in layers for field in named(layer.fields, "loss_weight")]
+        if weighted:
+            self.notes.append(f"the loss function weighs its terms: {', '.join(weighted)}")
+        rated = [
+            layer.word("name")
+            for layer in layers
+            if {"lr_mult", "decay_mult"} & {field.name for one in named(layer.fields, "param") for field in one.fields}
+        ]
+        if rated:
+            more = f" and {len(rated) - 3} more" if len(rated) > 3 else ""
+            self.notes.append(
+                f"lr_mult and decay_mult of {', '.join(rated[:3])}{more} are factors of lr and weight_decay in a"
+                " param_group of the optimizer"
+            )
 
     def scale(self) -> dict[str, Any]:
         """The section `loss_scale`."""
         coefficient = self.net.number("global_grad_scale", 1.0)
         field = self.net.one("global_grad_scale")
-        if field is not None and not (coefficient > 0 and math.isfinite(coefficient)):
-            raise self.net.place(field).error(f"it is {field.value}", "write a positive number")
+        if field is not None and not _LEAST <= coefficient <= _MOST:
+            raise self.net.place(field).error(f"it is {field.value}", "write a positive number of FP32's normal range")
         if self.net.flag("global_grad_scale_adaptive"):
             self.notes.append(
                 "global_grad_scale_adaptive: K * 4 / max|g|, as from NVCaffe 0.17.1 on; `formula: l2` is the K * norm"
@@ -324,11 +387,15 @@ class _Solver:
 
     def net(self) -> Message | None:
         """The net that is trained: written out in the solver, or in a file beside it, or a folder above."""
-        for name in ("train_net_param", "net_param"):
+        given = [field for name in _NETS if (field := self.solver.one(name)) is not None]
+        if len(given) > 1:
+            what = f"{given[0].name} at line {given[0].line} says already which net is trained"
+            raise self.solver.place(given[1]).error(what, "name one net, as NVCaffe asks for")
+        for name in _NETS[:2]:
             field = self.solver.one(name)
             if field is not None:
                 return Message("net", self.solver.file, field.fields, field.line).checked()
-        for name in ("train_net", "net"):
+        for name in _NETS[2:]:
             path = self.solver.word(name)
             if path:
                 folder = self.solver.file.parent
@@ -348,10 +415,9 @@ class _Solver:
     def tell_step(self) -> None:
         """Notes what the step and the optimizer take."""
         kind = self.solver.word("type") or self.solver.word("solver_type", "SGD")
+        kind = dict(zip("0123456", _SOLVER_TYPES, strict=True)).get(kind, kind)
         optimizer = next((torch for name, torch in _OPTIMIZERS.items() if name.lower() == kind.lower()), None)
-        given = {
-            name: self.solver.word(name) for name in ("base_lr", "momentum", "weight_decay") if self.solver.one(name)
-        }
+        given = {name: self.solver.word(name) for name in _OPTIMIZER_FIELDS if self.solver.one(name)}
         values = ", ".join(f"{name}: {value}" for name, value in given.items())
         self.notes.append(
             f"the optimizer is torch.optim.{optimizer} with {values or 'its defaults'}"
@@ -359,11 +425,11 @@ class _Solver:
             else f"type: {kind} {_OWN}"
         )
         taken = []
-        clip, batches = self.solver.number("clip_gradients", -1.0), self.solver.number("iter_size", 1.0)
+        clip, batches = self.solver.number("clip_gradients", -1.0), self.solver.whole("iter_size", 1)
         if clip >= 0:
             taken.append(f"clip_norm={clip:g}")
         if batches != 1:
-            taken.append(f"accumulate={batches:g}")
+            taken.append(f"accumulate={batches}")
         if taken:
             self.notes.append(f"the step takes: {', '.join(taken)}")
         regularization = self.solver.word("regularization_type", "L2")
@@ -376,7 +442,7 @@ class _Solver:
             if field is not None and field.value not in ("fixed", "false"):
                 self.notes.append(f"{self.solver.told(field)} is a scheduler's, and no rule")
         larc = self.solver.one("larc")
-        if larc is not None and larc.value == "true":
+        if larc is not None and self.solver.flag("larc"):
             self.notes.append(f"{self.solver.told(larc)} {_OWN}")
 
 
@@ -388,6 +454,12 @@ _REGULARIZATION = {
 
 
 def _tests_only(layer: Message) -> bool:
-    """Whether a layer is in no net that is trained."""
-    phases = [field.value for include in named(layer.fields, "include") for field in named(include.fields, "phase")]
-    return bool(phases) and all(phase == "TEST" for phase in phases)
+    """Whether a layer is in no net that is trained: all that includes it is for tests, or training excludes it."""
+    included = [_phase(rule) for rule in named(layer.fields, "include")]
+    excluded = [_phase(rule) for rule in named(layer.fields, "exclude") if len(rule.fields) == 1]
+    return (bool(included) and all(phase == "TEST" for phase in included)) or "TRAIN" in excluded
+
+
+def _phase(rule: Field) -> str:
+    found = next((field.value for field in named(rule.fields, "phase")), "")
+    return {"0": "TRAIN", "1": "TEST"}.get(str(found), str(found))
