@@ -16,6 +16,7 @@ from amp_compiler.backends.step_runner import adds_sums, is_on_cpu, kernels_for,
 from amp_compiler.forward.program import build_run, captures_whole, normalize, plan_captured, rewrite
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.shape_guards import InputForm
+from amp_compiler.forward.unwrap import refuse_spread
 from amp_compiler.forward.value_guards import ValueGuards
 from amp_compiler.fx.capture import Captured, Source, capture_module
 from amp_compiler.fx.checkpoints import refused_checkpoints
@@ -41,6 +42,11 @@ from amp_compiler.training.program import ROOT, LossModule, StepProgram
 from amp_compiler.training.traffic import traffic_of
 from amp_compiler.training.weights import check_types, widened
 
+PARALLEL = (
+    "pass model.module, or a model that nothing was put around, and process_group= to average the gradients of several"
+    " ranks (`reduce: {shard: update}` in the rules splits masters and moments); or train"
+    " DistributedDataParallel(amp.compile(model)) or fully_shard(amp.compile(model)) in a loop"
+)
 _SCALE, _SKIPPED = ("scale", "scale", 0), ("scale", "skipped_steps", 0)
 
 
@@ -149,6 +155,7 @@ def begin_step(
     """The first half of a build, as `build_step` does it: what was captured and rewritten, and what else it is for."""
     settings = options.settings
     model.adopt(options.optimizers)
+    refuse_spread(model, PARALLEL)  # what the loss function holds is known only now
     leaves, _ = pytree.tree_flatten((batch, {}))
     low = torch_dtype(settings.low(device_of([*leaves, *model.parameters()])))
     check_parameters(model, options.optimizers, low, options.enabled)

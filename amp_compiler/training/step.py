@@ -25,7 +25,7 @@ from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.program_table import ProgramTable
 from amp_compiler.forward.settings import AUTO, device_of, make_settings
 from amp_compiler.forward.signature import leaves_key
-from amp_compiler.forward.unwrap import unwrapped_model
+from amp_compiler.forward.unwrap import refuse_spread, unwrapped_model
 from amp_compiler.fx.capture import autocast_off
 from amp_compiler.fx.capture_errors import shapes_do_not_fit
 from amp_compiler.fx.graph import LOW_TYPES, torch_dtype
@@ -41,6 +41,7 @@ from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.policy.unused import warn_of_unused
 from amp_compiler.training.autocast import autocast_of
 from amp_compiler.training.build import (
+    PARALLEL,
     Reduction,
     StepOptions,
     StepState,
@@ -71,10 +72,6 @@ from amp_compiler.training.weights import OWN_KEY, WeightState, weight_storage, 
 logger = logging.getLogger("amp_compiler")
 MOST_SIGNATURES = 64
 BUCKET_MB = 25  # of gradients that ranks send together, as DistributedDataParallel has it
-PARALLEL = (
-    "pass model.module, and process_group= to average the gradients of several ranks; or train"
-    " DistributedDataParallel(amp.compile(model.module)) in a loop"
-)
 ALONE_BYTES = 2**20  # of a gradient that goes by itself, where the loops of the update take it as it comes
 _TENSORS_ALONE = {Tensor}
 MOST_KNOWN = 4096  # shapes of which it is kept in mind which program of dynamic shapes takes them
@@ -226,6 +223,7 @@ class TrainingStep(StepReadings):
             dynamic_shapes = (tuple(dynamic_shapes),)
         self._settings = make_settings(rules, dtype, backend, dynamic_shapes, passes, RUN, mode)
         self._module = LossModule(model, loss_fn)
+        refuse_spread(self._module, PARALLEL)
         self._optimizers = check_optimizers(optimizer)
         self._clip_norm, self._enabled = clip_norm, enabled
         self._device = device_of(self._module.parameters())

@@ -278,7 +278,7 @@ def begin(
         options: others that must be equal, by name.
 
     Raises:
-        AmpError: a parameter is spread over processes already, or a module would talk to other ranks itself.
+        AmpError: a module would talk to other ranks itself.
         RankError: the ranks differ, or one failed.
     """
     _check_modules(model)
@@ -289,15 +289,6 @@ def begin(
 
 
 def _check_modules(model: LossModule) -> None:
-    from torch.distributed.tensor import DTensor  # here: a torch without torch.distributed lacks it
-
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter.data, DTensor):
-            raise AmpError(
-                f"parameter '{name.partition('.')[2]}' is a DTensor, spread over processes already",
-                mend="pass a model whose parameters are whole on every rank, or train fully_shard(amp.compile(model))"
-                " in a loop",
-            )
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.SyncBatchNorm):
             raise AmpError(
