@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -95,6 +95,7 @@ class Reduction:
         rank: which of them this process is.
         agree: `agree(gradients, buffers)` gives what all of them have a gradient of, by that of which this one has, and
             the buffers that it writes.
+        agree_on_parts: as for `StepInputs.split`.
     """
 
     group: str
@@ -107,6 +108,7 @@ class Reduction:
     alone_bytes: int = 0
     rank: int = 0
     agree: Callable[..., tuple[SharedGradient, ...]] = lambda gradients, buffers: gradients
+    agree_on_parts: Callable[[dict[str, bool]], Mapping[str, bool]] = lambda reads: reads
 
 
 @dataclass(frozen=True)
@@ -287,7 +289,8 @@ def run_step_passes(
         inputs.store_low(captured.graph_module.graph, low, settings.rules.ops)
     if options.reduction is not None and options.reduction.shards:
         low = torch_dtype(settings.low(device_of([*begun.leaves, *model.parameters()])))
-        inputs.split(captured.graph_module.graph, low, settings.rules.ops, state.kept.weights)
+        agree = options.reduction.agree_on_parts
+        inputs.split(captured.graph_module.graph, low, settings.rules.ops, state.kept.weights, agree)
     weights = TrainedWeights(inputs, storage.rounding if storage.low else None)
     given = _step_options(weights, begun, options, state.kept)
     return pipeline.run(captured.graph_module, given, begun.stages), weights

@@ -60,12 +60,13 @@ from amp_compiler.training.parts import UNSPLIT, Parts
 from amp_compiler.training.piece_trial import PieceTrials
 from amp_compiler.training.pieces import PieceProgram, PieceStep
 from amp_compiler.training.program import LossModule, StepProgram
+from amp_compiler.training.rank_values import RankValues
 from amp_compiler.training.readings import StepReadings
 from amp_compiler.training.scale_watch import StuckWatch
 from amp_compiler.training.standing import Standing
 from amp_compiler.training.state import GradientSums, LowWeights
 from amp_compiler.training.step_hooks import PostHooks, check_hooks, hooks_before
-from amp_compiler.training.together import SAVING, Offer, Together, batch_form, begin, settings_of, values_of
+from amp_compiler.training.together import SAVING, Offer, Together, batch_form, begin, settings_of
 from amp_compiler.training.trial import StepTrials
 from amp_compiler.training.weights import OWN_KEY, WeightState, weight_storage, widened
 
@@ -280,7 +281,8 @@ class TrainingStep(StepReadings):
         }
         begin(ranks, model, optimizers, settings.rules, options)
         ranks.broadcast([self._weights.rounding.tensor])
-        self._together = Together(ranks, lambda: values_of(model, optimizers))
+        values = RankValues(model, optimizers, lambda: self._scale_config.state_dict(self._scale))
+        self._together = Together(ranks, values, self._weights.parts if shards else None)
         bucket_bytes, exchange = int(float(section.get("bucket_mb", BUCKET_MB)) * 2**20), ranks.uses_gloo(self._device)
         loops = exchange and self._device.type == "cpu" and cpu_update.available()
         self._reduction = Reduction(
@@ -335,6 +337,8 @@ class TrainingStep(StepReadings):
                     program, leaves, spec = self._chosen(batch)
                 output = self._together.ranks.guarded(lambda: program(leaves, self._standing))
         self._standing.left()
+        if self._together is not None:
+            self._together.values.left()
         if isinstance(program, PieceProgram) and self._pieces is None:  # only now: a call that failed decides nothing
             self._pieces = program.step
             if self._speaks:
@@ -371,6 +375,8 @@ class TrainingStep(StepReadings):
         leaves, spec = self._flat(batch)
         with TENSORS:
             self._standing.look()
+        if self._together is not None:
+            self._together.look(self._standing.generation)
         program = self._program(batch, leaves, spec)
         self._last = None  # last step's gradients must not live through this one
         return program, leaves, spec
@@ -534,7 +540,7 @@ class TrainingStep(StepReadings):
         def agree(gradients: tuple[SharedGradient, ...], buffers: tuple[str, ...]) -> tuple[SharedGradient, ...]:
             return together.agree(self._offer(gradients, buffers, leaves, gather))
 
-        reduction = replace(reduction, agree=agree)
+        reduction = replace(reduction, agree=agree, agree_on_parts=together.agree_on_parts)
         ranks = 1 if gather == "add" else reduction.ranks
         return replace(options, divisor=self._accumulate * ranks, reduction=reduction)
 
@@ -648,6 +654,8 @@ class TrainingStep(StepReadings):
         """
         before = self._scale_config
         self._held.load(state)
+        if self._together is not None:
+            self._together.values.loaded()
         if before != self._scale_config:
             self._forget()
         self._weights.rounding.load_state_dict(state.get(OWN_KEY, {}))
