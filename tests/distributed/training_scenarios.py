@@ -1,227 +1,40 @@
-"""What the processes of the tests beside it do: each scenario runs on every rank, one by one.
-
-A scenario is a function of its place in a group of its own; what it returns is what the tests look at. All of them run
-in the same few processes, because starting one takes longer than most scenarios.
-"""
+"""Scenarios of trainings that several ranks do as one process does them; see `rank_harness`, which runs them."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import datetime
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as processes
+from rank_harness import (
+    CASES,
+    STEPS,
+    Case,
+    F,
+    Place,
+    overflowing,
+    rows,
+    same_everywhere,
+    scenario,
+    sgd,
+    squares,
+    sums_in_messages,
+    trained_alone,
+    trained_jointly,
+    trained_together,
+    weights_of,
+)
 from torch import Tensor, nn
 
 import amp_compiler as amp
-from amp_compiler.distributed.ranks import Ranks
 
-STEPS, ROWS = 50, 8  # steps, and rows of a batch of all ranks together
-F = nn.functional
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a scenario runs.
-
-    Args:
-        rank: of this process in the group.
-        size: of the group.
-        group: of this scenario.
-        folder: of all scenarios and ranks.
-    """
-
-    rank: int
-    size: int
-    group: Any
-    folder: Path
-
-    def part(self, batch: Tensor) -> Tensor:
-        """This rank's rows of a batch of all ranks together."""
-        return batch.chunk(self.size)[self.rank]
-
-    @property
-    def alone(self) -> Any:
-        """A group of this rank alone."""
-        return dist.new_group([self.rank], use_local_synchronization=True)
-
-    def first(self, size: int) -> Place:
-        """The place of this process in a group of the first so many; all processes ask, and those beyond have none."""
-        return replace(self, size=size, group=dist.new_group(list(range(size))))
-
-
-Scenario = Callable[[Place], dict[str, Any]]
-SCENARIOS: dict[str, Scenario] = {}
 COMPILED = ("compiled",)  # takes Inductor's seconds
 SEEDED = ("low_types_of_seeds",)  # takes many trainings, of the other pairs of type and optimizer too
 SEEDS = 8
-FOUR = ("in_fp32", "accumulated")  # of four ranks
-FEW_OF_FOUR = ("low_weights", "differences_later")  # which take little
-WAITING = ("a_rank_that_never_comes",)  # takes a timeout's seconds
-
-
-def scenario(function: Scenario) -> Scenario:
-    SCENARIOS[function.__name__] = function
-    return function
-
-
-def run_ranks(size: int, names: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
-    """Run scenarios in so many processes; what each returned, by name and rank.
-
-    They are forks of one process that has imported what they need, and done nothing else.
-    """
-    processes.set_forkserver_preload(["torch.distributed", "torch._dynamo", "amp_compiler.training.step"])
-    with tempfile.TemporaryDirectory() as folder:
-        processes.start_processes(_run, (size, list(names), folder), size, start_method="forkserver")  # type: ignore[no-untyped-call]
-        found = [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(size)]
-    return {name: [one[name] for one in found] for name in found[0]}
-
-
-def _run(rank: int, size: int, names: list[str], folder: str) -> None:
-    import checkpoint_scenarios  # noqa: F401  # adds its own to the table; here, because it imports this module
-    import shard_scenarios  # noqa: F401
-
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
-    found: dict[str, Any] = {}
-    for name in names:
-        seconds = 3 if name in WAITING else 60
-        group = dist.new_group(list(range(size)), timeout=datetime.timedelta(seconds=seconds))
-        try:
-            found[name] = SCENARIOS[name](Place(rank, size, group, Path(folder)))
-        except Exception as error:  # noqa: BLE001  # the test of this scenario shows it
-            found[name] = {"error": f"{type(error).__name__}: {error}", "is_ours": isinstance(error, amp.AmpError)}
-        dist.barrier()
-    torch.save(found, Path(folder) / f"{rank}.pt")
-    dist.destroy_process_group()
-
-
-# Models and batches: of all ranks together, from fixed seeds.
-
-
-class Tied(nn.Module):
-    """An embedding whose table is the head's weight as well."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.inner = nn.Embedding(16, 8), nn.Linear(8, 8)
-        self.head = nn.Linear(8, 16, bias=False)
-        self.head.weight = self.table.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.inner(self.table(ids))))
-
-
-class Rotated(nn.Module):
-    """A layer with a complex weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.turns = nn.Linear(8, 4), nn.Parameter(torch.randn(4, dtype=torch.complex64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.inner(x) * self.turns).abs()
-
-
-def dense(wide: int = 16) -> nn.Module:
-    return nn.Sequential(nn.Linear(8, wide), nn.GELU(), nn.LayerNorm(wide), nn.Linear(wide, 4))
-
-
-def squares(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    return (model(x) - y).square().mean()
-
-
-def words(model: Any, x: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(model(x), y)
-
-
-def rows(steps: int = STEPS, seed: int = 1) -> list[tuple[Tensor, ...]]:
-    generator = torch.Generator().manual_seed(seed)
-    return [
-        (torch.randn(ROWS, 8, generator=generator), torch.randn(ROWS, 4, generator=generator)) for _ in range(steps)
-    ]
-
-
-def ids(steps: int = STEPS) -> list[tuple[Tensor, ...]]:
-    generator = torch.Generator().manual_seed(2)
-    return [tuple(torch.randint(16, (ROWS,), generator=generator) for _ in range(2)) for _ in range(steps)]
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, 0.05, momentum=0.9)
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, 1e-2)
-
-
-def adagrad(parameters: Any) -> torch.optim.Optimizer:
-    """One whose own code is traced."""
-    return torch.optim.Adagrad(parameters, 1e-2)
-
-
-def weights_of(model: nn.Module) -> list[Tensor]:
-    return [value.detach().clone() for value in model.state_dict().values()]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A training that one process and several do alike."""
-
-    model: Callable[[], nn.Module]
-    loss: Callable[..., Tensor]
-    batches: Callable[[], list[tuple[Tensor, ...]]]
-    optimizer: Callable[[Any], torch.optim.Optimizer]
-    options: dict[str, Any]
-
-    def made(self, seed: int, **options: Any) -> tuple[nn.Module, amp.TrainingStep]:
-        torch.manual_seed(seed)
-        model = self.model()
-        options = {"backend": "eager", **self.options, **options}
-        return model, amp.training_step(model, self.loss, self.optimizer(model.parameters()), **options)
-
-
-CASES = {
-    "sgd": Case(dense, squares, rows, sgd, {}),
-    "adamw": Case(dense, squares, rows, adamw, {}),
-    "clipping": Case(dense, squares, rows, adamw, {"clip_norm": 0.1}),
-    "tied": Case(Tied, words, ids, sgd, {}),
-    "traced": Case(dense, squares, rows, adagrad, {}),
-    "complex": Case(Rotated, squares, rows, adamw, {"clip_norm": 0.1}),
-}
-
-
-def trained_together(place: Place, case: Case, **options: Any) -> tuple[nn.Module, amp.TrainingStep]:
-    """Ranks that begin with weights of their own, and train each on a part of every batch."""
-    model, step = case.made(place.rank, process_group=place.group, **options)
-    for batch in case.batches():
-        step(*map(place.part, batch))
-    return model, step
-
-
-def trained_alone(place: Place, case: Case, **options: Any) -> tuple[nn.Module, amp.TrainingStep]:
-    """One process, with the weights of rank 0, that takes the ranks' parts one after another (accumulate=)."""
-    model, step = case.made(0, process_group=place.alone, accumulate=place.size, **options)
-    for batch in case.batches():
-        for parts in zip(*(tensor.chunk(place.size) for tensor in batch), strict=True):
-            step(*parts)
-    return model, step
-
-
-def trained_jointly(place: Place, case: Case, **options: Any) -> nn.Module:
-    """One process that takes the whole batches."""
-    model, step = case.made(0, process_group=place.alone, **options)
-    for batch in case.batches():
-        step(*batch)
-    return model
+FOUR = ("in_fp32", "accumulated", "overflows", "a_gan", "low_types", "missing_gradients")  # of four ranks
+FEW_OF_FOUR = ("jointly_in_fp32", "low_weights", "differences_later")  # which take little
 
 
 @scenario
@@ -238,6 +51,18 @@ def in_fp32(place: Place) -> dict[str, Any]:
 
 
 @scenario
+def jointly_in_fp32(place: Place) -> dict[str, Any]:
+    """Two cases that have most in them: the weights of ranks, and of one process on whole batches."""
+    found: dict[str, Any] = {}
+    for name in ("clipping", "tied"):
+        ours, _ = trained_together(place, CASES[name], enabled=False)
+        found[name] = {"together": weights_of(ours)}
+        if place.rank == 0:
+            found[name]["jointly"] = weights_of(trained_jointly(place, CASES[name], enabled=False))
+    return found
+
+
+@scenario
 def seeds(place: Place) -> dict[str, Any]:
     """Dropout of two ranks on the same batch, and what one process draws from the seed of each."""
     case = replace(CASES["adamw"], model=lambda: nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4)))
@@ -250,12 +75,6 @@ def seeds(place: Place) -> dict[str, Any]:
         found[name] = {"losses": losses, "drawn": torch.get_rng_state()}
         found["same"] = found.get("same", same_everywhere(step, model))
     return found
-
-
-def same_everywhere(step: amp.TrainingStep, *models: nn.Module) -> list[Tensor]:
-    """All that must be the same on every rank."""
-    states = [tensor for one in step._optimizers for state in one.state.values() for tensor in state.values()]
-    return [*(tensor for model in models for tensor in weights_of(model)), step.loss_scale, step.skipped_steps, *states]
 
 
 @scenario
@@ -277,33 +96,6 @@ def accumulated(place: Place) -> dict[str, Any]:
                     one(*part)
         found |= {"together": weights_of(exact), "alone": weights_of(alone)}
     return found
-
-
-def overflowing(place: Place, of_one: int, of_the_sum: int) -> Iterator[Tensor]:
-    """Six batches, [1, 4], for FP16 with a scale of 1024: the third overflows on rank 1 alone, the fifth in the sum.
-
-    Args:
-        of_one: the column in which the third does.
-        of_the_sum: that of the fifth.
-    """
-    for number in range(6):
-        x = torch.ones(1, 4)
-        if number == 2 and place.rank == 1:
-            x[0, of_one] = 1000.0  # times 1024 it is beyond 65504
-        if number == 4:
-            x[0, of_the_sum] = 80.0  # times 512: 40960 on each rank is finite, their sum is not
-        yield x
-
-
-@contextlib.contextmanager
-def sums_in_messages() -> Iterator[None]:
-    """Within it steps are made as for a group that does not go through gloo: messages add, in the type of gradients."""
-    known = Ranks.uses_gloo
-    Ranks.uses_gloo = lambda self, device: False  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Ranks.uses_gloo = known  # type: ignore[method-assign]
 
 
 @scenario
@@ -641,167 +433,3 @@ def in_pieces(place: Place) -> dict[str, Any]:
     found["wide"] = [p.detach() for p in model.parameters()]
     found["alone"] = [p.detach() for p in alone.parameters()]
     return found
-
-
-@dataclass
-class Sample:
-    """A batch of a type of one's own."""
-
-    x: Tensor
-    y: Tensor
-
-
-BATCHES: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "list": lambda x, y: [x, y],
-    "dict": lambda x, y: {"x": x, "y": y},
-    "nested": lambda x, y: {"pair": [x, (y,)]},
-    "dataclass": Sample,
-    "list of dataclasses": lambda x, y: [Sample(x, y)],
-}
-
-
-def of_any_kind(model: Any, batch: Any) -> Tensor:
-    """The loss of a batch of one of `BATCHES`."""
-    if isinstance(batch, list) and len(batch) == 1:
-        (batch,) = batch
-    if isinstance(batch, Sample):
-        return squares(model, batch.x, batch.y)
-    if isinstance(batch, list):
-        return squares(model, *batch)
-    if "pair" in batch:
-        return squares(model, batch["pair"][0], *batch["pair"][1])
-    return squares(model, batch["x"], batch["y"])
-
-
-@scenario
-def batches_of_other_kinds(place: Place) -> dict[str, Any]:
-    """Batches in containers and classes, the same kind on all ranks, and another one on the second."""
-    found: dict[str, Any] = {}
-    case = replace(CASES["sgd"], options={"dtype": "bf16"}, batches=lambda: rows(4))
-    found["tensors"] = weights_of(trained_together(place, case)[0])
-    other = replace(case, loss=of_any_kind)
-    kinds = {name: (name, name) for name in BATCHES}
-    kinds |= {f"{name} beside a list": ("list", name) for name in BATCHES if name != "list"}
-    for name, given in kinds.items():
-        model, step = other.made(place.rank, process_group=place.group)
-
-        def run(step: Any = step, make: Any = BATCHES[given[place.rank]]) -> None:
-            for batch in case.batches():
-                step(make(*map(place.part, batch)))
-
-        found[name] = {"told": told(run), "weights": weights_of(model), "by": step.execution if step._last else ""}
-    for name, make in BATCHES.items():
-        model, step = other.made(place.rank, process_group=place.group)
-        x, y = map(place.part, case.batches()[0])
-        end = 4 - place.rank
-        uneven = told(lambda: step(make(x[:end], y[:end])))  # noqa: B023  # called at once
-        step(make(x, y))
-        again = told(lambda: step(make(x[:end], y[:end])))  # noqa: B023
-        found[f"uneven {name}"] = {"told": uneven, "again": again, "weights": weights_of(model)}
-    return found
-
-
-# What goes wrong: each returns what this rank was told, by what it was.
-
-
-def told(run: Callable[[], Any]) -> str:
-    try:
-        run()
-    except amp.AmpError as error:
-        return str(error)
-    return ""
-
-
-@scenario
-def differences(place: Place) -> dict[str, Any]:
-    """The second rank has something else, from the beginning."""
-    case, odd = CASES["sgd"], place.rank == 1
-
-    def made(**options: Any) -> str:
-        return told(lambda: case.made(0, process_group=place.group, dtype="bf16", **options))
-
-    found = {
-        "rules": made(rules={"version": 1, "extends": "default", "deny": ["aten.gelu"]} if odd else "default"),
-        "preset": made(rules="fast" if odd else "default"),
-        "options": made(clip_norm=1.0 if odd else None),
-        "fails": made(backend="nonsense" if odd else "eager"),
-    }
-    other = replace(case, model=lambda: dense(17 if odd else 16))
-    found["shapes"] = told(lambda: other.made(0, process_group=place.group))
-    other = replace(case, model=lambda: nn.Sequential(*dense(), nn.Tanh() if odd else nn.Sigmoid()))
-    found["modules"] = told(lambda: other.made(0, process_group=place.group))
-    other = replace(case, optimizer=adamw if odd else sgd)
-    found["optimizers"] = told(lambda: other.made(0, process_group=place.group))
-    version = torch.__version__
-    if odd:
-        torch.__version__ = "2.0.1"
-    found["torch"] = made()
-    torch.__version__ = version
-    threads = torch.get_num_threads()
-    torch.set_num_threads(threads + int(odd))
-    found["threads"] = made()
-    torch.set_num_threads(threads)
-    return found
-
-
-@scenario
-def differences_later(place: Place) -> dict[str, Any]:
-    """The second rank differs at a call; behind the error all of them go on."""
-    case, odd = CASES["sgd"], place.rank == 1
-    model, step = case.made(0, process_group=place.group, dtype="bf16")
-    batches = case.batches()
-    x, y = map(place.part, batches[0])
-    found = {"first shape": told(lambda: step(x[: 3 if odd else 4], y[: 3 if odd else 4]))}
-    step(x, y)
-    found["later shape"] = told(lambda: step(x[: 2 if odd else 4], y[: 2 if odd else 4]))
-    (optimizer,) = step._optimizers
-    optimizer.param_groups[0]["lr"] = 0.5 if odd else 0.05
-    found["rate"] = told(lambda: step(x, y))
-    optimizer.param_groups[0]["lr"] = 0.05
-    found["fails"] = told(lambda: step({"x": x}, y) if odd else step(x, y))
-    step.model.train(not odd)
-    step.model.train()
-    step(x, y)
-    found["same"] = same_everywhere(step, model)
-    other, again = case.made(0, process_group=place.group, dtype="bf16")
-    if odd:
-        other.load_state_dict(case.model().state_dict())
-    found["loaded"] = told(lambda: again(x, y))
-    return found
-
-
-@scenario
-def what_is_refused(place: Place) -> dict[str, Any]:
-    """Models that are spread over the ranks already."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-
-    mesh = init_device_mesh("cpu", (place.size,))
-
-    def step_of(model: nn.Module) -> str:
-        return told(
-            lambda: amp.training_step(model, squares, sgd(model.parameters()), process_group=place.group)(
-                *map(place.part, rows(1)[0])
-            )
-        )
-
-    plan = {"0": ColwiseParallel()}
-    return {
-        "DDP": step_of(nn.parallel.DistributedDataParallel(dense(), process_group=place.group)),
-        "FSDP": step_of(fully_shard(dense(), mesh=mesh)),
-        "DTensor": step_of(parallelize_module(nn.Sequential(nn.Linear(8, 4)), mesh, plan)),
-        "SyncBatchNorm": step_of(
-            nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)))
-        ),
-    }
-
-
-@scenario
-def a_rank_that_never_comes(place: Place) -> dict[str, Any]:
-    """The second rank stops by itself, between two steps."""
-    case = CASES["sgd"]
-    _, step = case.made(0, process_group=place.group, dtype="bf16")
-    x, y = map(place.part, case.batches()[0])
-    step(x, y)
-    return {"told": "" if place.rank == 1 else told(lambda: step(x, y))}
