@@ -344,10 +344,11 @@ def begin(
 def _check_modules(model: LossModule) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.SyncBatchNorm):
+            on_gpu = any(parameter.is_cuda for parameter in model.parameters())  # elsewhere torch has none
             raise AmpError(
                 f"module '{name.partition('.')[2]}' is a SyncBatchNorm, whose messages a captured graph would lose",
-                mend="use BatchNorm with broadcast_buffers=, or train DistributedDataParallel(amp.compile(model)) in a"
-                " loop",
+                mend="use BatchNorm with broadcast_buffers="
+                + (", or train DistributedDataParallel(amp.compile(model)) in a loop" if on_gpu else ""),
             )
 
 
