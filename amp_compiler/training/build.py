@@ -354,7 +354,7 @@ def _reduction_options(
         return {}
     keeps = options.gather == "add"  # these gradients stay here
     agree = functools.partial(reduction.agree, buffers=written)
-    sizes = reduction.bucket_bytes, reduction.in_fp32, reduction.alone_bytes
+    sizes = reduction.bucket_bytes, reduction.in_fp32 and not reduction.exchange, reduction.alone_bytes
     return {
         "group": reduction.group,
         "ranks": reduction.ranks,

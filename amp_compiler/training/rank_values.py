@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_compiler.forward.tensor_versions import write_mark
+from amp_compiler.forward.tensor_versions import OPTIMIZER_STEPS, writable
 from amp_compiler.ops.layout import as_real
 from amp_compiler.training.program import LossModule
 
@@ -16,8 +16,9 @@ from amp_compiler.training.program import LossModule
 class RankValues:
     """Weights, optimizer states and loss scale of this rank, as others are told of them.
 
-    What was written is noticed by the marks of the parameters; states and scales that are loaded are counted. No value
-    is read before the ranks compare them. `weight.data.mul_()` shows nowhere.
+    What was written is noticed by the versions of the parameters; states and scales that are loaded are counted, and
+    steps that torch's own optimizers make. No value is read before the ranks compare them. `weight.data.mul_()` shows
+    nowhere.
 
     Args:
         model: the loss as a module.
@@ -35,7 +36,9 @@ class RankValues:
         self._loads = 0
         self._generation = -1
         self._parameters: list[Tensor] = []
-        self._marks: dict[int, tuple[int, ...]] = {}
+        self._marks: dict[int, tuple[int, int]] = {}
+        self._steps = 0
+        OPTIMIZER_STEPS.watch()
         for one in optimizers:
             one.register_load_state_dict_post_hook(self.loaded)
 
@@ -51,14 +54,18 @@ class RankValues:
         """
         if generation != self._generation:
             self._generation = generation
-            self._parameters = list({id(p): p for p in (*self._model.parameters(), *self._held())}.values())
-        marks = ((self._marks.get(id(one)), one) for one in self._parameters)
-        return self._loads + sum(mark is not None and mark != write_mark(one) for mark, one in marks)
+            self._parameters = writable({id(p): p for p in (*self._model.parameters(), *self._held())}.values())
+        written = sum(self._marks.get(key, mark) != mark for key, mark in self._present().items())
+        return self._loads + written + (OPTIMIZER_STEPS.count != self._steps)
 
     def left(self) -> None:
         """At the end of a call: what was written up to now, the step wrote."""
-        self._marks = {id(one): write_mark(one) for one in self._parameters}
-        self._loads = 0
+        self._marks = self._present()
+        self._loads, self._steps = 0, OPTIMIZER_STEPS.count
+
+    def _present(self) -> dict[int, tuple[int, int]]:
+        """Where each parameter lies, and its version, by its `id`."""
+        return {id(one): (one.data_ptr(), one._version) for one in self._parameters}
 
     def said(self) -> dict[str, Any]:
         """Sums of all weights and states, and the loss scale, as texts."""

@@ -208,11 +208,8 @@ class Together:
 
     def _number(self, offer: Offer, shared: Shared) -> int:
         """What is said of a call where this rank may run; another one where anything was loaded or written."""
-        return (
-            _number(offer, shared)
-            if not self._changes and not self._asks
-            else token((_number(offer, shared), self._changes, self._asks))
-        )
+        number = _number(offer, shared)
+        return token((number, self._changes, self._asks)) if self._changes or self._asks else number
 
     @property
     def has_agreed(self) -> bool:

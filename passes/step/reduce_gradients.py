@@ -126,7 +126,7 @@ class ReduceGradients(InPlacePass):
 
     With `exchange`, two ranks give each other their gradients, as many bytes as an all-reduce sends, and the sum is
     FP32 and never rounded: `add_wide`. Of more ranks each is given all others' parts of a 16-bit bucket, adds its own
-    in FP32, and gives all the sum, which is rounded once; again as many bytes. That second message leaves when the next
+    in FP32, and gives all the sum, rounded once; again as many bytes. That second message leaves when the next
     bucket does.
 
     Left alone: a step of one process, and the batches that are only gathered (`gather="add"`); gradients that
@@ -140,7 +140,7 @@ class ReduceGradients(InPlacePass):
         group: torch's name of the group of ranks; empty for one process.
         shared: what all ranks together have a gradient of, the same on each. What this one lacks counts as zero.
         bucket_bytes: a bucket that has reached them is sent.
-        reduce_in_fp32: sum in FP32 also what is made in 16 bits.
+        reduce_in_fp32: sum in FP32 also what is made in 16 bits, and round no sum.
         broadcast_buffers: whether all ranks take the first one's buffers.
         parts: how many of the gradients, the first ones, `ShardUpdate` has summed.
         ranks: number of ranks.
@@ -250,7 +250,8 @@ class _Builder:
         own: dict[str, fx.Node] = dict(zip(options.updated, outputs[behind:], strict=True))
         sizes = [self.weights[one.name].meta["val"].numel() for one in options.shared]
         alone = options.alone_bytes if self.exchanges else 0
-        buckets = buckets_of(options.shared, sizes, options.bucket_bytes, options.reduce_in_fp32, alone)
+        in_fp32 = options.reduce_in_fp32 and not options.exchange  # else the sums are FP32 whatever is sent
+        buckets = buckets_of(options.shared, sizes, options.bucket_bytes, in_fp32, alone)
         given = outputs[options.results : behind] if options.broadcast_buffers else []
         broadcast = [(part, self._broadcast(part)) for part in _by_type(given)]
         reduced = list(self._reduced(buckets, own))
@@ -295,12 +296,13 @@ class _Builder:
             yield arriving[0], self._given_to_all(self.output, *arriving)
 
     def _given_to_all(self, place: fx.Node, bucket: Bucket, message: fx.Node) -> fx.Node:
-        """The message that gives all ranks the sum of the parts that this one was given, rounded once."""
+        """The message that gives all ranks the sum of the parts that this one was given, rounded once or not at all."""
         ranks = self.options.ranks
         arrived = call_before(place, _WAIT, [message], "update")
 
         def added(flat: Tensor) -> Tensor:
-            return functools.reduce(torch.add, flat.view(ranks, -1).float().unbind()).to(bucket.dtype)
+            total = functools.reduce(torch.add, flat.view(ranks, -1).float().unbind())
+            return total if self.options.reduce_in_fp32 else total.to(bucket.dtype)
 
         (part,) = trace_before(place, added, [arrived], "update")
         target = torch.ops._c10d_functional.all_gather_into_tensor.default

@@ -124,6 +124,10 @@ OPTIONS: dict[str, Any] = {
             SharedGradient(name, torch.bfloat16, order) for name, order in (("a", (1, 0)), ("b", (0, 1)), ("c", (0,)))
         ),
     },
+    "reduce_gradients/three_ranks_add_parts_and_never_round": {
+        "updated": ("a",), "results": 1, "buffers": (), "group": "0", "ranks": 3, "exchange": True,
+        "reduce_in_fp32": True, "shared": (SharedGradient("a", torch.bfloat16, (0,)),),
+    },
     "reduce_gradients/one_process_is_left_alone": {"updated": ("a",), "results": 1, "buffers": ()},
     "reduce_gradients/a_batch_that_is_only_gathered_is_left_alone": {
         "updated": ("a",), "results": 1, "buffers": (), "group": "0", "gather": "add"
