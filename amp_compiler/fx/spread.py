@@ -1,4 +1,4 @@
-"""Modules and parameters that are spread over devices or processes already, by whom a graph of them would lose."""
+"""Modules and parameters that are spread over devices or processes already: a graph would lose their messages."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def is_sharded(module: nn.Module) -> bool:
 
 def spread_parameters(model: nn.Module) -> Iterator[str]:
     """Names of the parameters that are DTensors."""
-    loaded = sys.modules.get("torch.distributed.tensor")
-    if hasattr(loaded, "DTensor"):
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    if kind is not None:
         for name, parameter in model.named_parameters():
-            if isinstance(parameter.data, loaded.DTensor):
+            if isinstance(parameter.data, kind):
                 yield name
