@@ -21,6 +21,7 @@ from amp_compiler.distributed.ranks import Ranks
 from amp_compiler.errors import AmpError, CaptureError, HookError, LoweringError, OptimizerError, UnknownFormError
 from amp_compiler.forward.captures import Captures
 from amp_compiler.forward.counting import CountingProgram
+from amp_compiler.forward.notices import silent
 from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.program_table import ProgramTable
 from amp_compiler.forward.settings import AUTO, device_of, make_settings
@@ -328,7 +329,7 @@ class TrainingStep(StepReadings):
             ranks_of(self._group)
         hooks = PostHooks(self._optimizers)
         hooks.begin(self._scale_config, self._scale)
-        with autocast_off():
+        with autocast_off(), silent(not self._speaks):
             if self._together is None:
                 program, leaves, spec = self._chosen(batch)
                 output = program(leaves, self._standing)

@@ -68,6 +68,13 @@ def test_each_rank_draws_from_its_own_seed(found):
     assert equal(first["same"], second["same"])
 
 
+def test_the_first_rank_alone_speaks(found):
+    first, second = (one["said"] for one in of(found, "notices"))
+    for text in ("captured the training step in", "captured the training step again", "matches no node", "piece"):
+        assert any(text in one for one in first), text
+    assert second == []
+
+
 def test_gathered_batches_are_reduced_once(found):
     first, second = of(found, "accumulated")
     assert equal(first["same"], second["same"])

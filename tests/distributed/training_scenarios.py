@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -74,6 +75,29 @@ def seeds(place: Place) -> dict[str, Any]:
         found[name] = {"losses": losses, "drawn": torch.get_rng_state()}
         found["same"] = found.get("same", same_everywhere(step, model))
     return found
+
+
+@scenario
+def notices(place: Place) -> dict[str, Any]:
+    """What each rank says of captures, of a step in pieces and of a rule that matches nothing."""
+    said: list[str] = []
+    logger, handler = logging.getLogger("amp_compiler"), logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        rules = {"version": 1, "extends": "default", "rules": [{"match": {"module": "none"}, "precision": "fp32"}]}
+        _, step = CASES["sgd"].made(0, process_group=place.group, dtype="bf16", rules=rules)
+        for length in (4, 3):
+            x, y = map(place.part, rows(1)[0])
+            step(x[:length], y[:length])
+        _, step = replace(CASES["sgd"], model=Judging).made(0, process_group=place.group, dtype="bf16")
+        step(x, y)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    return {"said": said}
 
 
 @scenario
