@@ -35,7 +35,7 @@ def each(ranks: Ranks | None, run: Callable[[], Made]) -> list[Made]:
 
 def numbers(folder: Path) -> list[int]:
     """The checkpoints of a folder that are whole, the oldest first; none where there is no folder."""
-    return sorted(int(one.name) for one in folder.iterdir() if one.name.isdigit()) if folder.is_dir() else []
+    return sorted(int(one.name) for one in folder.iterdir() if one.name.isdigit()) if folder.exists() else []
 
 
 def write(

@@ -252,6 +252,8 @@ def _run(run: Callable[[], None], folder: Path, ranks: Ranks | None, mend: str) 
             run() if ranks is None else ranks.guarded(run)
     except CheckpointException as cause:  # no subclass of Exception; the same on all ranks
         rank, (error, _) = min(cause.failures.items(), key=lambda one: one[0])
+        if "pickle" in f"{type(error).__name__} {error}":
+            mend = "pass as `extra`, and have as extra state of modules, what can be pickled"
         raise AmpError(
             f"rank {rank}: {type(error).__name__}: {first_line(error)}", where=str(folder), mend=mend
         ) from cause

@@ -59,9 +59,10 @@ def _group_of(mesh: Any, process_group: Any) -> Any:
     if not isinstance(mesh, DeviceMesh):
         raise AmpError(f"mesh is a {type(mesh).__name__}", mend="pass a DeviceMesh of one dimension")
     if mesh.ndim != 1:
-        names = mesh.mesh_dim_names or ("dp",)
+        named = " or ".join(f'mesh["{name}"]' for name in mesh.mesh_dim_names or ())
+        unnamed = 'name them, init_device_mesh(…, mesh_dim_names=("dp", …)), and pass mesh["dp"]'
         raise AmpError(
             f"the mesh has {mesh.ndim} dimensions, and gradients are averaged over one",
-            mend=f'pass the one of data parallelism, such as mesh["{names[0]}"]',
+            mend=f"pass that of data parallelism: {named}" if named else unnamed,
         )
     return mesh.get_group()

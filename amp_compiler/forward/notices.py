@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 from rich.console import Console
 
@@ -20,6 +21,7 @@ from amp_compiler.errors import AmpError
 from amp_compiler.passes.pipeline import PIECE, PLAN, Stages
 
 logger = logging.getLogger("amp_compiler")
+_SILENT = ContextVar("silent", default=False)
 PATIENCE = 2.0  # seconds of work that nothing is said of
 _EVERY = 0.25  # seconds between two looks at what is done
 _LEVELS = ("debug", "info", "warning", "error")
@@ -46,6 +48,21 @@ def set_level(wanted: str | None) -> None:
 
 
 set_level(os.environ.get("AMP_LOG"))
+logger.addFilter(lambda record: not _SILENT.get())
+
+
+@contextmanager
+def silent(on: bool = True) -> Iterator[None]:
+    """Within it nothing is said by this thread, such as by the ranks beside the first one.
+
+    Args:
+        on: whether it is so.
+    """
+    token = _SILENT.set(on or _SILENT.get())
+    try:
+        yield
+    finally:
+        _SILENT.reset(token)
 
 
 @contextmanager
@@ -59,6 +76,9 @@ def telling(name: str, stages: Stages, patience: float = PATIENCE) -> Iterator[N
         stages: those that are made meanwhile.
         patience: in seconds.
     """
+    if _SILENT.get():
+        yield
+        return
     done = threading.Event()
     thread = threading.Thread(target=_tell, args=(name, stages, patience, done), name="amp_compiler", daemon=True)
     thread.start()

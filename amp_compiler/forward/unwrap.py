@@ -9,6 +9,7 @@ from torch import nn
 
 from amp_compiler.errors import AmpError
 from amp_compiler.fx.capture import StandIn
+from amp_compiler.fx.spread import spread_over, spread_parameters
 
 _COMPILED = "_orig_mod"  # where `torch.compile` keeps what it compiles
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -55,6 +56,27 @@ def unwrapped_model(model: Any, mend: str) -> Any:
             mend=mend,
         )
     return model
+
+
+def refuse_spread(model: nn.Module, mend: str) -> None:
+    """Refuse a loss of which something is spread over devices or processes already, wherever it is in it.
+
+    Args:
+        model: the loss as a module, which holds the model under a name of its own.
+        mend: what to do about it.
+
+    Raises:
+        AmpError: names the module or the parameter.
+    """
+    for name, module in model.named_modules():
+        if spread := spread_over(module):
+            called = f"module '{name}'" if (name := name.partition(".")[2]) else "the model"
+            raise AmpError(f"{called} is {spread}, whose messages a captured graph would lose", mend=mend)
+    for name in spread_parameters(model):
+        raise AmpError(
+            f"parameter '{name.partition('.')[2]}' is a DTensor, spread over processes already",
+            mend="pass a model whose parameters are whole on every rank; tensor parallelism is not taken",
+        )
 
 
 def _inside(model: nn.Module) -> Any:

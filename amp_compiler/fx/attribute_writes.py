@@ -356,7 +356,10 @@ def _set_generators(states: tuple[Any, ...]) -> None:
 
 
 def _is_real(value: Any) -> bool:
-    return type(value) is Tensor and value.layout is torch.strided and not value.is_meta and value.numel() <= _COPIED
+    """Whether a value is a small tensor whose elements can be read; FSDP has some whose memory was given back."""
+    if type(value) is not Tensor or value.layout is not torch.strided or value.is_meta:
+        return False
+    return value.numel() <= _COPIED and (not value.numel() or value.untyped_storage().nbytes() > 0)
 
 
 def _restore(holder: Holder, items: dict[Any, Any]) -> None:

@@ -35,6 +35,7 @@ from amp_compiler.fx.number_arithmetic import compute_in_python
 from amp_compiler.fx.numbers import Changing, Number, NumberInputs
 from amp_compiler.fx.python_state import PythonState
 from amp_compiler.fx.python_walk import python_state
+from amp_compiler.fx.spread import is_sharded, spread_parameters
 from amp_compiler.fx.torch_private import (
     exporting,
     inference_mode_as_no_grad,
@@ -248,6 +249,7 @@ def capture_module(
     Raises:
         CaptureError: where the model cannot be taken as one graph; names the line of the model.
     """
+    _refuse_sharded(model)  # before anything looks into it: FSDP has tensors whose memory is given back
     asked: set[str] = set()
     while True:  # names that only the running code tells lead to more that it reads
         with _regions_in(low):
@@ -311,6 +313,7 @@ def export_module(
 
     What the forward writes to attributes is lost: it is not among the results, and is undone.
     """
+    _refuse_sharded(model)
     with restored(python_state(model)):
         return _export(model, args, kwargs, dynamic_shapes)
 
@@ -320,7 +323,6 @@ def _export(
 ) -> torch.export.ExportedProgram:
     refuse_module_hooks(model)
     _refuse_scripted(model)
-    _refuse_sharded(model)
     try:
         register_caches()
         # On failure torch.export prints the graph so far; the error that is raised says what matters.
@@ -459,15 +461,19 @@ def tensor_getter(model: nn.Module, captured: Captured, entry: Input) -> Callabl
 
 
 def _refuse_sharded(model: nn.Module) -> None:
-    loaded = sys.modules.get("torch.distributed.fsdp")  # a model that is sharded has it loaded
-    kinds = tuple(getattr(loaded, name) for name in ("FSDPModule", "FullyShardedDataParallel") if hasattr(loaded, name))
     for name, module in model.named_modules():
-        if isinstance(module, kinds):
+        if is_sharded(module):
             raise HookError(
                 f"{_described(name)} is sharded over processes (FSDP): a graph would lose the messages between them",
                 mend="compile first and shard what you get, as in fully_shard(amp.compile(module)), block by block"
                 " where the blocks are sharded",
             )
+    for name in spread_parameters(model):
+        raise HookError(
+            f"parameter '{name}' is a DTensor, spread over processes already: a graph would lose the messages",
+            mend="pass a model whose parameters are whole, and shard what you get, as in"
+            " fully_shard(amp.compile(module)); under tensor parallelism train it without amp_compiler",
+        )
 
 
 def _refuse_transforms(graph: fx.Graph) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from amp_compiler.backends.step_runner import adds_sums, is_on_cpu, kernels_for,
 from amp_compiler.forward.program import build_run, captures_whole, normalize, plan_captured, rewrite
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.shape_guards import InputForm
+from amp_compiler.forward.unwrap import refuse_spread
 from amp_compiler.forward.value_guards import ValueGuards
 from amp_compiler.fx.capture import Captured, Source, capture_module
 from amp_compiler.fx.checkpoints import refused_checkpoints
@@ -41,6 +42,11 @@ from amp_compiler.training.program import ROOT, LossModule, StepProgram
 from amp_compiler.training.traffic import traffic_of
 from amp_compiler.training.weights import check_types, widened
 
+PARALLEL = (
+    "pass model.module, or a model that nothing was put around, and process_group= to average the gradients of several"
+    " ranks (`reduce: {shard: update}` in the rules splits masters and moments); or train"
+    " DistributedDataParallel(amp.compile(model)) or fully_shard(amp.compile(model)) in a loop"
+)
 _SCALE, _SKIPPED = ("scale", "scale", 0), ("scale", "skipped_steps", 0)
 
 
@@ -89,6 +95,7 @@ class Reduction:
         rank: which of them this process is.
         agree: `agree(gradients, buffers)` gives what all of them have a gradient of, by that of which this one has, and
             the buffers that it writes.
+        agree_on_parts: as for `StepInputs.split`.
     """
 
     group: str
@@ -101,6 +108,7 @@ class Reduction:
     alone_bytes: int = 0
     rank: int = 0
     agree: Callable[..., tuple[SharedGradient, ...]] = lambda gradients, buffers: gradients
+    agree_on_parts: Callable[[dict[str, bool]], Mapping[str, bool]] = lambda reads: reads
 
 
 @dataclass(frozen=True)
@@ -149,6 +157,7 @@ def begin_step(
     """The first half of a build, as `build_step` does it: what was captured and rewritten, and what else it is for."""
     settings = options.settings
     model.adopt(options.optimizers)
+    refuse_spread(model, PARALLEL)  # what the loss function holds is known only now
     leaves, _ = pytree.tree_flatten((batch, {}))
     low = torch_dtype(settings.low(device_of([*leaves, *model.parameters()])))
     check_parameters(model, options.optimizers, low, options.enabled)
@@ -281,7 +290,8 @@ def run_step_passes(
         inputs.store_low(captured.graph_module.graph, low, settings.rules.ops)
     if options.reduction is not None and options.reduction.shards:
         low = torch_dtype(settings.low(device_of([*begun.leaves, *model.parameters()])))
-        inputs.split(captured.graph_module.graph, low, settings.rules.ops, state.kept.weights)
+        agree = options.reduction.agree_on_parts
+        inputs.split(captured.graph_module.graph, low, settings.rules.ops, state.kept.weights, agree)
     weights = TrainedWeights(inputs, storage.rounding if storage.low else None)
     given = _step_options(weights, begun, options, state.kept)
     return pipeline.run(captured.graph_module, given, begun.stages), weights
@@ -345,7 +355,7 @@ def _reduction_options(
         return {}
     keeps = options.gather == "add"  # these gradients stay here
     agree = functools.partial(reduction.agree, buffers=written)
-    sizes = reduction.bucket_bytes, reduction.in_fp32, reduction.alone_bytes
+    sizes = reduction.bucket_bytes, reduction.in_fp32 and not reduction.exchange, reduction.alone_bytes
     return {
         "group": reduction.group,
         "ranks": reduction.ranks,

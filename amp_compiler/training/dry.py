@@ -47,7 +47,10 @@ def build_dry(model: LossModule, batch: tuple[Any, ...], options: StepOptions, s
         PassError: a pass of the user's broke the contract.
     """
     if options.reduction is not None:
-        options = replace(options, reduction=replace(options.reduction, agree=Reduction.agree))
+        options = replace(
+            options,
+            reduction=replace(options.reduction, agree=Reduction.agree, agree_on_parts=Reduction.agree_on_parts),
+        )
     stages = Stages()
     with generators_kept(model.__dict__["loss_fn"], model, batch):
         begun, options = begin_step(model, batch, options, stages)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
@@ -113,7 +113,14 @@ class StepInputs:
             if parameter is not None and parameter.dtype is torch.float32 and is_read_low(node, low, ops):
                 store_low(parameter, low)
 
-    def split(self, graph: fx.Graph, low: torch.dtype, ops: OpTable, weights: WeightState) -> None:
+    def split(
+        self,
+        graph: fx.Graph,
+        low: torch.dtype,
+        ops: OpTable,
+        weights: WeightState,
+        agree: Callable[[dict[str, bool]], Mapping[str, bool]],
+    ) -> None:
         """Decide which weights are split over the ranks, and convert them to 16 bits beside their masters' parts.
 
         Args:
@@ -121,17 +128,22 @@ class StepInputs:
             low: the 16-bit type.
             ops: the op table.
             weights: what the step holds of them.
+            agree: gives which of the weights that any rank reads are read in the low type alone, by those of this one.
         """
-        for node in graph.find_nodes(op="placeholder"):
-            if node.name in self.trained and node.users:
-                parameter, name = self.getters[node.name](), self.entries[node.name].target.partition(".")[2]
-                split = weights.parts.decide(parameter, name, is_read_low_alone(node, low, ops))
+        nodes = [node for node in graph.find_nodes(op="placeholder") if node.name in self.trained]
+        names = {node.name: self.entries[node.name].target.partition(".")[2] for node in nodes}
+        reads = agree({names[node.name]: is_read_low_alone(node, low, ops) for node in nodes if node.users})
+        for node in nodes:
+            name = names[node.name]
+            if name in reads:
+                parameter = self.getters[node.name]()
+                split = weights.parts.decide(parameter, name, reads[name])
                 if split and parameter.dtype is torch.float32:
                     weights.masters.split(parameter, self.holders[id(parameter)].state[parameter], low)
 
     def of_parts(self, parts: Parts) -> tuple[str, ...]:
-        """Placeholders of the trained weights that are split over the ranks."""
-        return tuple(name for name in self.trained if self.getters[name]() in parts)
+        """Placeholders of the weights that are split over the ranks, whether this one trains them now or not."""
+        return tuple(name for name in self._parameters if self.getters[name]() in parts)
 
     def stored(self) -> dict[str, torch.dtype]:
         """Type of every parameter as it is stored now, by placeholder."""

@@ -33,7 +33,7 @@ class Parts:
         self._ranks = ranks
         self.count, self.rank = (1, 0) if ranks is None else (ranks.size, ranks.rank)
         self._split: dict[int, str] = {}
-        self._whole: set[int] = set()
+        self._whole: dict[int, str] = {}
         self.names: tuple[str, ...] = ()
 
     def __contains__(self, parameter: Tensor) -> bool:
@@ -58,8 +58,13 @@ class Parts:
             self._split[id(parameter)] = name
             self.names = tuple(sorted(self._split.values()))
         elif id(parameter) not in self._split:
-            self._whole.add(id(parameter))
+            self._whole[id(parameter)] = name
         return id(parameter) in self._split
+
+    @property
+    def decided(self) -> dict[str, bool]:
+        """Whether each weight is split that was decided on, by name."""
+        return {**dict.fromkeys(self._whole.values(), False), **dict.fromkeys(self.names, True)}
 
     def size(self, tensor: Tensor) -> int:
         """Number of elements of a part."""

@@ -21,11 +21,12 @@ from amp_compiler.distributed.ranks import Ranks
 from amp_compiler.errors import AmpError, CaptureError, HookError, LoweringError, OptimizerError, UnknownFormError
 from amp_compiler.forward.captures import Captures
 from amp_compiler.forward.counting import CountingProgram
+from amp_compiler.forward.notices import silent
 from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.program_table import ProgramTable
 from amp_compiler.forward.settings import AUTO, device_of, make_settings
 from amp_compiler.forward.signature import leaves_key
-from amp_compiler.forward.unwrap import unwrapped_model
+from amp_compiler.forward.unwrap import refuse_spread, unwrapped_model
 from amp_compiler.fx.capture import autocast_off
 from amp_compiler.fx.capture_errors import shapes_do_not_fit
 from amp_compiler.fx.graph import torch_dtype
@@ -41,6 +42,7 @@ from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.policy.unused import warn_of_unused
 from amp_compiler.training.autocast import autocast_of
 from amp_compiler.training.build import (
+    PARALLEL,
     Reduction,
     StepOptions,
     StepState,
@@ -59,22 +61,19 @@ from amp_compiler.training.parts import UNSPLIT, Parts
 from amp_compiler.training.piece_trial import PieceTrials
 from amp_compiler.training.pieces import PieceProgram, PieceStep
 from amp_compiler.training.program import LossModule, StepProgram
+from amp_compiler.training.rank_values import RankValues
 from amp_compiler.training.readings import StepReadings
 from amp_compiler.training.scale_watch import StuckWatch
 from amp_compiler.training.standing import Standing
 from amp_compiler.training.state import GradientSums, LowWeights
 from amp_compiler.training.step_hooks import PostHooks, check_hooks, hooks_before
-from amp_compiler.training.together import SAVING, Offer, Together, batch_form, begin, settings_of, values_of
+from amp_compiler.training.together import SAVING, Offer, Together, batch_form, begin, settings_of
 from amp_compiler.training.trial import StepTrials
 from amp_compiler.training.weights import OWN_KEY, WeightState, weight_storage, widened
 
 logger = logging.getLogger("amp_compiler")
 MOST_SIGNATURES = 64
 BUCKET_MB = 25  # of gradients that ranks send together, as DistributedDataParallel has it
-PARALLEL = (
-    "pass model.module, and process_group= to average the gradients of several ranks; or train"
-    " DistributedDataParallel(amp.compile(model.module)) in a loop"
-)
 ALONE_BYTES = 2**20  # of a gradient that goes by itself, where the loops of the update take it as it comes
 _TENSORS_ALONE = {Tensor}
 MOST_KNOWN = 4096  # shapes of which it is kept in mind which program of dynamic shapes takes them
@@ -226,6 +225,7 @@ class TrainingStep(StepReadings):
             dynamic_shapes = (tuple(dynamic_shapes),)
         self._settings = make_settings(rules, dtype, backend, dynamic_shapes, passes, RUN, mode)
         self._module = LossModule(model, loss_fn)
+        refuse_spread(self._module, PARALLEL)
         self._optimizers = check_optimizers(optimizer)
         self._clip_norm, self._enabled = clip_norm, enabled
         self._device = device_of(self._module.parameters())
@@ -282,7 +282,8 @@ class TrainingStep(StepReadings):
         }
         begin(ranks, model, optimizers, settings.rules, options)
         ranks.broadcast([self._weights.rounding.tensor])
-        self._together = Together(ranks, lambda: values_of(model, optimizers))
+        values = RankValues(model, optimizers, lambda: self._scale_config.state_dict(self._scale))
+        self._together = Together(ranks, values, self._weights.parts if shards else None)
         bucket_bytes, exchange = int(float(section.get("bucket_mb", BUCKET_MB)) * 2**20), ranks.uses_gloo(self._device)
         loops = exchange and self._device.type == "cpu" and cpu_update.available()
         self._reduction = Reduction(
@@ -328,7 +329,7 @@ class TrainingStep(StepReadings):
             ranks_of(self._group)
         hooks = PostHooks(self._optimizers)
         hooks.begin(self._scale_config, self._scale)
-        with autocast_off():
+        with autocast_off(), silent(not self._speaks):
             if self._together is None:
                 program, leaves, spec = self._chosen(batch)
                 output = program(leaves, self._standing)
@@ -337,6 +338,8 @@ class TrainingStep(StepReadings):
                     program, leaves, spec = self._chosen(batch)
                 output = self._together.ranks.guarded(lambda: program(leaves, self._standing))
         self._standing.left()
+        if self._together is not None:
+            self._together.values.left()
         if isinstance(program, PieceProgram) and self._pieces is None:  # only now: a call that failed decides nothing
             self._pieces = program.step
             if self._speaks:
@@ -373,6 +376,8 @@ class TrainingStep(StepReadings):
         leaves, spec = self._flat(batch)
         with TENSORS:
             self._standing.look()
+        if self._together is not None:
+            self._together.look(self._standing.generation)
         program = self._program(batch, leaves, spec)
         self._last = None  # last step's gradients must not live through this one
         return program, leaves, spec
@@ -536,7 +541,7 @@ class TrainingStep(StepReadings):
         def agree(gradients: tuple[SharedGradient, ...], buffers: tuple[str, ...]) -> tuple[SharedGradient, ...]:
             return together.agree(self._offer(gradients, buffers, leaves, gather))
 
-        reduction = replace(reduction, agree=agree)
+        reduction = replace(reduction, agree=agree, agree_on_parts=together.agree_on_parts)
         ranks = 1 if gather == "add" else reduction.ranks
         return replace(options, divisor=self._accumulate * ranks, reduction=reduction)
 
@@ -644,6 +649,8 @@ class TrainingStep(StepReadings):
         """
         before = self._scale_config
         self._held.load(state)
+        if self._together is not None:
+            self._together.values.loaded()
         if before != self._scale_config:
             self._forget()
         self._weights.rounding.load_state_dict(state.get(OWN_KEY, {}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from importlib.metadata import version
 from itertools import chain
@@ -20,7 +20,9 @@ from amp_compiler.fx.graph import neutral_dtype
 from amp_compiler.fx.python_state import is_plain
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.policy.rules import RuleSet
+from amp_compiler.training.parts import Parts
 from amp_compiler.training.program import LossModule
+from amp_compiler.training.rank_values import RankValues
 
 Shared = tuple[SharedGradient, ...]
 _SAME = "give all ranks the same model, loss function, optimizer, rules and options"
@@ -28,6 +30,7 @@ _BATCH = (
     "give all ranks batches of one shape: pad them, or drop the last one (DataLoader(drop_last=True)); else the"
     " mean over all samples would not be that of the ranks' means"
 )
+_LOADED = "load and write on all ranks alike, or on none"
 MOST_AGREED = 4096  # combinations that are kept in mind
 _FAILED = -1  # of a rank that agreed, and then could not build its program
 SAVING = "optimizer.state_dict()"
@@ -75,23 +78,43 @@ class Together:
     on before, or a rank has to capture anew, all of them say what they have. What a rank has no gradient of counts as
     zero if another has one. What must be equal and is not, or a rank that fails, is an error on every rank.
 
+    Weights, states and scales that were loaded or written between two calls are compared: before the first call, where
+    ranks did not do it as often, and where all did, but of a row of calls with such writes only the 1st, 2nd, 4th, 8th.
+
     Args:
         ranks: the processes.
-        values: gives texts of all that has to be equal before the first call, as weights that were loaded.
+        values: what has to be equal.
+        parts: which weights are split over the ranks; `None` where none are.
     """
 
-    def __init__(self, ranks: Ranks, values: Callable[[], dict[str, Any]]) -> None:
-        self.ranks, self._values = ranks, values
+    def __init__(self, ranks: Ranks, values: RankValues, parts: Parts | None) -> None:
+        self.ranks, self.values, self._parts = ranks, values, parts
         self._agreed: dict[tuple[int, ...], Shared] = {}
         self._open = self._told = False
         self._now: tuple[Offer, Shared] | None = None
+        self._reads: dict[str, bool] | None = None
+        self._changes = self._row = 0  # since the last call, and number of calls in a row that had some
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
         """Around what decides at a call what will run: where this rank fails, the others are told."""
-        self._open, self._now = False, None
+        self._open, self._now, self._reads = False, None, None
         with self.ranks.telling(self._tell):
             yield
+
+    def look(self, generation: int) -> None:
+        """See what was loaded or written since the last call, before anything is said.
+
+        Args:
+            generation: as for `RankValues.changes`.
+        """
+        self._changes = self.values.changes(generation)
+        self._row = self._row + 1 if self._changes else 0
+
+    @property
+    def _asks(self) -> bool:
+        """Whether this rank wants the values to be compared."""
+        return not self._told or self._row.bit_count() == 1
 
     def _tell(self, error: Exception) -> None:
         if self._now is not None:
@@ -140,11 +163,27 @@ class Together:
         Raises:
             RankError: the ranks differ, or one failed.
         """
-        numbers = self._numbers(_number(offer, shared))
+        numbers = self._numbers(self._number(offer, shared))
         if self._known(numbers, offer) == shared:
             return True
         self._open = True
+        if self._parts is not None and self.agree_on_parts(self._parts.decided).keys() - self._parts.decided.keys():
+            return False
         return self.agree(offer) == shared
+
+    def agree_on_parts(self, reads: Mapping[str, bool]) -> dict[str, bool]:
+        """Which weights are to be split, of those that any rank reads; asked once a call, then known.
+
+        Args:
+            reads: the weights that this rank reads, by name: whether it reads them in the low type alone.
+        """
+        if self._reads is None:
+            merged: dict[str, bool] = {}
+            for one in self.ranks.exchange({"reads": sorted(reads.items())}):
+                for name, alone in one["reads"]:
+                    merged[name] = merged.get(name, True) and alone
+            self._reads = merged
+        return self._reads
 
     def decide(self, offer: Offer) -> Shared:
         """What all ranks together have a gradient of, where this rank made its gradients already.
@@ -153,7 +192,7 @@ class Together:
             RankError: the ranks differ, or one failed.
         """
         if not self._open:
-            known = self._known(self._numbers(_number(offer, offer.gradients)), offer)
+            known = self._known(self._numbers(self._number(offer, offer.gradients)), offer)
             if known is not None:
                 return known
             self._open = True
@@ -163,7 +202,14 @@ class Together:
 
     def _known(self, numbers: tuple[int, ...], offer: Offer) -> Shared | None:
         """What was agreed on for these numbers; ranks that say the same have the same."""
+        if self._asks:
+            return None
         return offer.gradients if len({*numbers}) == 1 else self._agreed.get(numbers)
+
+    def _number(self, offer: Offer, shared: Shared) -> int:
+        """What is said of a call where this rank may run; another one where anything was loaded or written."""
+        number = _number(offer, shared)
+        return token((number, self._changes, self._asks)) if self._changes or self._asks else number
 
     @property
     def has_agreed(self) -> bool:
@@ -182,10 +228,14 @@ class Together:
                     "the graph has other gradients when it is made again", mend="this is a bug; please report it"
                 )
             return self._now[1]
-        said = self.ranks.exchange({**offer.said(), **({} if self._told else self._values())})
-        self._told = True
+        said = self.ranks.exchange({**offer.said(), "asks": self._asks, "changes": self._changes})
         check_equal([{"the batch": one["the batch"]} for one in said], _BATCH)
-        check_equal([{key: value for key, value in one.items() if key != "gradients"} for one in said], _SAME)
+        own = {"gradients", "asks", "changes"}
+        check_equal([{key: value for key, value in one.items() if key not in own} for one in said], _SAME)
+        if any(one["asks"] for one in said) or len({one["changes"] for one in said}) > 1:
+            self._told = False
+            check_equal(self.ranks.exchange(self.values.said()), _LOADED)
+            self._told = True
         self._now = offer, _joined([one["gradients"] for one in said])
         return self._now[1]
 
@@ -278,7 +328,7 @@ def begin(
         options: others that must be equal, by name.
 
     Raises:
-        AmpError: a parameter is spread over processes already, or a module would talk to other ranks itself.
+        AmpError: a module would talk to other ranks itself.
         RankError: the ranks differ, or one failed.
     """
     _check_modules(model)
@@ -289,21 +339,13 @@ def begin(
 
 
 def _check_modules(model: LossModule) -> None:
-    from torch.distributed.tensor import DTensor  # here: a torch without torch.distributed lacks it
-
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter.data, DTensor):
-            raise AmpError(
-                f"parameter '{name.partition('.')[2]}' is a DTensor, spread over processes already",
-                mend="pass a model whose parameters are whole on every rank, or train fully_shard(amp.compile(model))"
-                " in a loop",
-            )
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.SyncBatchNorm):
+            on_gpu = any(parameter.is_cuda for parameter in model.parameters())  # elsewhere torch has none
             raise AmpError(
                 f"module '{name.partition('.')[2]}' is a SyncBatchNorm, whose messages a captured graph would lose",
-                mend="use BatchNorm with broadcast_buffers=, or train DistributedDataParallel(amp.compile(model)) in a"
-                " loop",
+                mend="use BatchNorm with broadcast_buffers="
+                + (", or train DistributedDataParallel(amp.compile(model)) in a loop" if on_gpu else ""),
             )
 
 
@@ -345,30 +387,6 @@ def _sections(rules: RuleSet) -> Iterator[tuple[str, Any]]:
     }
     for name, section in sections.items():
         yield from ((f"{name}.{key}", section[key]) for key in sorted(section))
-
-
-def values_of(model: LossModule, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """Sums of all weights and states, which tell whether somebody loaded others on one rank.
-
-    Args:
-        model: the loss as a module.
-        optimizers: its optimizers.
-    """
-    names = {id(parameter): name.partition(".")[2] for name, parameter in model.named_parameters()}
-    states = []
-    for optimizer in optimizers:
-        for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor) and (not value.dim() or value.shape == parameter.shape):  # no rank's part
-                    states.append(f"{key} of {names.get(id(parameter), number)} with the sum {_sum(value)}")
-    return {
-        "weights": [f"{name.partition('.')[2]} with the sum {_sum(one)}" for name, one in model.named_parameters()],
-        "the optimizer's state": states,
-    }
-
-
-def _sum(tensor: Tensor) -> float:
-    return float(tensor.detach().double().sum())
 
 
 def _typed(tensor: Tensor) -> str:

@@ -76,7 +76,7 @@ def traffic_of(graph: fx.Graph, ranks: int, updated: Sequence[str]) -> Traffic:
         updated: placeholders of the parameters that it updates.
     """
     messages = list(_messages(graph))
-    sent = sum(_SENT[name](ranks) * _bytes(value) for name, value in messages)
+    sent = sum(_SENT[name](ranks) * size for name, size in messages)
     placeholders = graph.find_nodes(op="placeholder")
     kept = [node for node in placeholders if Key.STATE in node.meta and node.meta[Key.STATE][0] not in _NOT_HELD]
     masters = [node for node in placeholders if Key.MASTER in node.meta]
@@ -93,12 +93,15 @@ def traffic_of(graph: fx.Graph, ranks: int, updated: Sequence[str]) -> Traffic:
     )
 
 
-def _messages(graph: fx.Graph) -> Iterator[tuple[str, Tensor]]:
+def _messages(graph: fx.Graph) -> Iterator[tuple[str, int]]:
+    """Each message, with the bytes that it has."""
     for node in graph.nodes:
         name = getattr(getattr(node.target, "_schema", None), "name", "")
         short = name.removeprefix("_c10d_functional::").removeprefix("amp_compiler::")
         if name != short and short in _SENT:
-            yield short, node.args[0].meta["val"]
+            size = _bytes(node.args[0].meta["val"])
+            halves = short == "all_to_all_single" and 0 in node.args[1]
+            yield short, 2 * size if halves else size  # of two ranks that give each other all they have
 
 
 def _bytes(value: Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
 from amp_compiler.fx.alias import readers
@@ -18,6 +20,9 @@ from amp_compiler.ops.update.operators import ADD_WIDE
 from amp_compiler.passes.base import InPlacePass, PassResult
 
 MEGABYTE = 2**20
+_GIVE: Any = torch.ops._c10d_functional.all_to_all_single.default
+_REDUCE: Any = torch.ops._c10d_functional.all_reduce.default
+_WAIT: Any = torch.ops._c10d_functional.wait_tensor.default
 
 
 class SharedGradient(NamedTuple):
@@ -120,7 +125,9 @@ class ReduceGradients(InPlacePass):
         return loss, view_1
 
     With `exchange`, two ranks give each other their gradients, as many bytes as an all-reduce sends, and the sum is
-    FP32 and never rounded: `add_wide`.
+    FP32 and never rounded: `add_wide`. Of more ranks each is given all others' parts of a 16-bit bucket, adds its own
+    in FP32, and gives all the sum, rounded once; again as many bytes. That second message leaves when the next
+    bucket does.
 
     Left alone: a step of one process, and the batches that are only gathered (`gather="add"`); gradients that
     `ShardUpdate` has summed.
@@ -133,13 +140,13 @@ class ReduceGradients(InPlacePass):
         group: torch's name of the group of ranks; empty for one process.
         shared: what all ranks together have a gradient of, the same on each. What this one lacks counts as zero.
         bucket_bytes: a bucket that has reached them is sent.
-        reduce_in_fp32: sum in FP32 also what is made in 16 bits.
+        reduce_in_fp32: sum in FP32 also what is made in 16 bits, and round no sum.
         broadcast_buffers: whether all ranks take the first one's buffers.
         parts: how many of the gradients, the first ones, `ShardUpdate` has summed.
         ranks: number of ranks.
         rank: which of them this one is.
-        exchange: whether gradients are exchanged and added here, where there are two ranks.
-        alone_bytes: as for `buckets_of`, where they are exchanged.
+        exchange: whether gradients are exchanged and added here.
+        alone_bytes: as for `buckets_of`, where two ranks exchange them.
     """
 
     updated: tuple[str, ...]
@@ -228,8 +235,7 @@ class Messages:
 
     def awaited(self, message: fx.Node) -> fx.Node:
         """What a message brings, in front of the output."""
-        wait: Any = torch.ops._c10d_functional.wait_tensor.default
-        return call_before(self.output, wait, [message], "update")
+        return call_before(self.output, _WAIT, [message], "update")
 
 
 class _Builder:
@@ -244,7 +250,8 @@ class _Builder:
         own: dict[str, fx.Node] = dict(zip(options.updated, outputs[behind:], strict=True))
         sizes = [self.weights[one.name].meta["val"].numel() for one in options.shared]
         alone = options.alone_bytes if self.exchanges else 0
-        buckets = buckets_of(options.shared, sizes, options.bucket_bytes, options.reduce_in_fp32, alone)
+        in_fp32 = options.reduce_in_fp32 and not options.exchange  # else the sums are FP32 whatever is sent
+        buckets = buckets_of(options.shared, sizes, options.bucket_bytes, in_fp32, alone)
         given = outputs[options.results : behind] if options.broadcast_buffers else []
         broadcast = [(part, self._broadcast(part)) for part in _by_type(given)]
         reduced = list(self._reduced(buckets, own))
@@ -261,21 +268,45 @@ class _Builder:
 
     def _reduced(self, buckets: Sequence[Bucket], own: dict[str, fx.Node]) -> Iterator[tuple[Bucket, fx.Node]]:
         """The messages that sum buckets. All ranks send them in the same order."""
+        ranks, group = self.options.ranks, self.options.group
+        arriving: tuple[Bucket, fx.Node] | None = None
         for bucket in buckets:
+            adds_here = self.options.exchange and ranks > 2 and bucket.dtype.itemsize == 2
 
-            def flat(tensors: list[Tensor], bucket: Bucket = bucket) -> Tensor:
+            def flat(tensors: list[Tensor], bucket: Bucket = bucket, fills: bool = adds_here) -> Tensor:
                 pairs = zip(tensors, bucket.gradients, strict=True)
-                return _flat([_turned(tensor.to(bucket.dtype), one.order) for tensor, one in pairs])
+                row = _flat([_turned(tensor.to(bucket.dtype), one.order) for tensor, one in pairs])
+                return F.pad(row, (0, -row.numel() % ranks)) if fills and row.numel() % ranks else row
 
             place, whole = self.messages.packed(bucket.gradients, own, flat)
+            count = whole.meta["val"].numel()
             if self.exchanges:
                 sizes = [0, 0]
-                sizes[1 - self.options.rank] = whole.meta["val"].numel()  # all of it to the other rank
-                target = torch.ops._c10d_functional.all_to_all_single.default
-                yield bucket, call_before(place, target, [whole, sizes, sizes, self.options.group], "update")
+                sizes[1 - self.options.rank] = count  # all of it to the other rank
+                yield bucket, call_before(place, _GIVE, [whole, sizes, sizes, group], "update")
+            elif adds_here:
+                sizes = [count // ranks] * ranks
+                message = call_before(place, _GIVE, [whole, sizes, sizes, group], "update")
+                if arriving is not None:
+                    yield arriving[0], self._given_to_all(place, *arriving)
+                arriving = bucket, message
             else:
-                arguments = [whole, "sum", self.options.group]
-                yield bucket, call_before(place, torch.ops._c10d_functional.all_reduce.default, arguments, "update")
+                yield bucket, call_before(place, _REDUCE, [whole, "sum", group], "update")
+        if arriving is not None:
+            yield arriving[0], self._given_to_all(self.output, *arriving)
+
+    def _given_to_all(self, place: fx.Node, bucket: Bucket, message: fx.Node) -> fx.Node:
+        """The message that gives all ranks the sum of the parts that this one was given, rounded once or not at all."""
+        ranks = self.options.ranks
+        arrived = call_before(place, _WAIT, [message], "update")
+
+        def added(flat: Tensor) -> Tensor:
+            total = functools.reduce(torch.add, flat.view(ranks, -1).float().unbind())
+            return total if self.options.reduce_in_fp32 else total.to(bucket.dtype)
+
+        (part,) = trace_before(place, added, [arrived], "update")
+        target = torch.ops._c10d_functional.all_gather_into_tensor.default
+        return call_before(place, target, [part, ranks, self.options.group], "update")
 
     def _summed(self, bucket: Bucket, flat: fx.Node, own: dict[str, fx.Node]) -> dict[str, fx.Node]:
         """The sums of the gradients of a bucket, by weight, from what came."""
@@ -283,7 +314,8 @@ class _Builder:
 
         def parts(whole: Tensor) -> list[Tensor]:
             ordered = [[shape[d] for d in one.order] for one, shape in zip(bucket.gradients, shapes, strict=True)]
-            cut = _cut(whole, ordered)
+            count = sum(map(math.prod, ordered))
+            cut = _cut(whole[:count] if count < whole.numel() else whole, ordered)
             return [_turned(part, _inverse(one.order)) for part, one in zip(cut, bucket.gradients, strict=True)]
 
         names = [one.name for one in bucket.gradients]
@@ -316,9 +348,8 @@ class _Builder:
 
 
 def _is_message(node: fx.Node) -> bool:
-    wait = torch.ops._c10d_functional.wait_tensor.default
     is_one = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "_c10d_functional"
-    return is_one and node.target is not wait
+    return is_one and node.target is not _WAIT
 
 
 def _writes(node: fx.Node) -> bool:

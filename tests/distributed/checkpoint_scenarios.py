@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from rank_scenarios import CASES, Case, Place, rows, scenario, told, weights_of
+from rank_harness import CASES, Case, Place, rows, scenario, told, weights_of
 from shard_scenarios import BF16, SPLIT, masters_of, moments_of, odd, rules
 from torch import Tensor, nn
 

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-import rank_scenarios as ranks
+import rank_harness as ranks
 import torch
-from rank_scenarios import CASES, Case, Place, overflowing, rows, scenario, told, trained_together, weights_of
+from rank_harness import CASES, Case, Place, overflowing, rows, scenario, told, trained_together, weights_of
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from training_scenarios import Forked, Judging
 
 import amp_compiler as amp
 from amp_compiler.ops.cpu import update as cpu_update
@@ -295,11 +296,11 @@ def written_between(place: Place) -> dict[str, Any]:
 
 @scenario
 def missing_gradients_of_parts(place: Place) -> dict[str, Any]:
-    """Heads that ran before on all ranks, of which each then runs another one."""
+    """Heads of which each rank runs another one, from the first call on; then one rank freezes one that is split."""
     found = {}
     for name, section in (("whole", {}), ("split", {"shard": "update"})):
         torch.manual_seed(place.rank)
-        model = ranks.Forked()
+        model = Forked()
         step = amp.training_step(
             model,
             ranks.squares,
@@ -310,7 +311,9 @@ def missing_gradients_of_parts(place: Place) -> dict[str, Any]:
             rules=rules(**section),
         )
         for number, batch in enumerate(few()):
-            model.chosen = number if number < 2 else (place.rank + number) % 2
+            model.chosen = (place.rank + number // 2) % 2
+            if number == 4 and place.rank == 1:
+                model.base.weight.requires_grad_(False)
             step(*map(place.part, batch))
         kept = [p for name, p in model.named_parameters() if "unused" not in name]
         found[name] = {"weights": [p.detach() for p in kept], "moments": moments_of(step)}
@@ -352,7 +355,7 @@ def what_cannot_be_split(place: Place) -> dict[str, Any]:
         "traced": run(CASES["traced"]),
         "low": run(CASES["sgd"], rules=low),
         "dampening": run(damped),
-        "pieces": run(replace(CASES["sgd"], model=ranks.Judging)),
+        "pieces": run(replace(CASES["sgd"], model=Judging)),
         "gradients": run(CASES["sgd"], lambda step: step.gradients()),
         "fp32": run(CASES["sgd"], lambda step: step.gradients(), enabled=False),  # splits nothing, so it has them
     }

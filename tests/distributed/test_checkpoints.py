@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -360,6 +361,29 @@ def test_a_step_in_pieces_is_saved_behind_the_last_batch(tmp_path):
     assert equal(everything(again, resumed), everything(model, step))
 
 
+def test_what_cannot_be_pickled_is_named_and_leaves_no_checkpoint(tmp_path):
+    _, step = made(0)
+    with pytest.raises(amp.AmpError, match=r"pass as `extra`.*what can be pickled"):
+        amp.save_checkpoint(step, tmp_path, 1, extra=lambda: None)
+    assert amp.load_checkpoint(step, tmp_path) is None
+    amp.save_checkpoint(step, tmp_path, 1)
+    assert amp.load_checkpoint(step, tmp_path).number == 1
+
+
+def test_a_full_disk_is_named_and_leaves_no_checkpoint(tmp_path):
+    _, step = made(0)
+    amp.save_checkpoint(step, tmp_path, 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # bytes of a file, as if there were no more room
+    try:
+        with pytest.raises(amp.AmpError, match=r"2\.partial: .*see that there is room"):
+            amp.save_checkpoint(step, tmp_path, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert amp.load_checkpoint(step, tmp_path).number == 1
+    amp.save_checkpoint(step, tmp_path, 2)
+
+
 def test_wrong_arguments_are_named(tmp_path):
     _, step = made(0)
     wrong = {
@@ -377,5 +401,7 @@ def test_wrong_arguments_are_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(amp.AmpError, match=r"file/1.partial: (FileExistsError|NotADirectoryError)"):
         amp.save_checkpoint(step, tmp_path / "file", 1)
+    with pytest.raises(amp.AmpError, match="NotADirectoryError"):  # and not None, as where there is nothing yet
+        amp.load_checkpoint(step, tmp_path / "file")
     shutil.rmtree(tmp_path)
     assert amp.load_checkpoint(step, tmp_path) is None

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_scenarios import READ
-from rank_scenarios import SCENARIOS, run_ranks
+from rank_harness import SCENARIOS, run_ranks
 
 pytestmark = [
     pytest.mark.long,

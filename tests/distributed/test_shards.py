@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from rank_scenarios import SCENARIOS, run_ranks
+from rank_harness import SCENARIOS, run_ranks
 from shard_scenarios import PLAIN, SLOW, SPLIT, SPLIT_ALONE
 
 OWN = [name for name, function in SCENARIOS.items() if function.__module__ == "shard_scenarios"]

@@ -1,0 +1,270 @@
+"""Scenarios in which ranks have other things than one another, or models that are spread; see `rank_harness`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from rank_harness import (
+    CASES,
+    Place,
+    adamw,
+    dense,
+    rows,
+    same_everywhere,
+    scenario,
+    sgd,
+    squares,
+    told,
+    trained_together,
+    weights_of,
+)
+from torch import Tensor, nn
+
+import amp_compiler as amp
+from amp_compiler.distributed.ranks import Ranks
+
+
+@dataclass
+class Sample:
+    """A batch of a type of one's own."""
+
+    x: Tensor
+    y: Tensor
+
+
+BATCHES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "list": lambda x, y: [x, y],
+    "dict": lambda x, y: {"x": x, "y": y},
+    "nested": lambda x, y: {"pair": [x, (y,)]},
+    "dataclass": Sample,
+    "list of dataclasses": lambda x, y: [Sample(x, y)],
+}
+
+
+def of_any_kind(model: Any, batch: Any) -> Tensor:
+    """The loss of a batch of one of `BATCHES`."""
+    if isinstance(batch, list) and len(batch) == 1:
+        (batch,) = batch
+    if isinstance(batch, Sample):
+        return squares(model, batch.x, batch.y)
+    if isinstance(batch, list):
+        return squares(model, *batch)
+    if "pair" in batch:
+        return squares(model, batch["pair"][0], *batch["pair"][1])
+    return squares(model, batch["x"], batch["y"])
+
+
+@scenario
+def batches_of_other_kinds(place: Place) -> dict[str, Any]:
+    """Batches in containers and classes, the same kind on all ranks, and another one on the second."""
+    found: dict[str, Any] = {}
+    case = replace(CASES["sgd"], options={"dtype": "bf16"}, batches=lambda: rows(4))
+    found["tensors"] = weights_of(trained_together(place, case)[0])
+    other = replace(case, loss=of_any_kind)
+    kinds = {name: (name, name) for name in BATCHES}
+    kinds |= {f"{name} beside a list": ("list", name) for name in BATCHES if name != "list"}
+    for name, given in kinds.items():
+        model, step = other.made(place.rank, process_group=place.group)
+
+        def run(step: Any = step, make: Any = BATCHES[given[place.rank]]) -> None:
+            for batch in case.batches():
+                step(make(*map(place.part, batch)))
+
+        found[name] = {"told": told(run), "weights": weights_of(model), "by": step.execution if step._last else ""}
+    for name, make in BATCHES.items():
+        model, step = other.made(place.rank, process_group=place.group)
+        x, y = map(place.part, case.batches()[0])
+        end = 4 - place.rank
+        uneven = told(lambda: step(make(x[:end], y[:end])))  # noqa: B023  # called at once
+        step(make(x, y))
+        again = told(lambda: step(make(x[:end], y[:end])))  # noqa: B023
+        found[f"uneven {name}"] = {"told": uneven, "again": again, "weights": weights_of(model)}
+    return found
+
+
+# What goes wrong: each returns what this rank was told, by what it was.
+
+
+@scenario
+def differences(place: Place) -> dict[str, Any]:
+    """The second rank has something else, from the beginning."""
+    case, odd = CASES["sgd"], place.rank == 1
+
+    def made(**options: Any) -> str:
+        return told(lambda: case.made(0, process_group=place.group, dtype="bf16", **options))
+
+    found = {
+        "rules": made(rules={"version": 1, "extends": "default", "deny": ["aten.gelu"]} if odd else "default"),
+        "preset": made(rules="fast" if odd else "default"),
+        "options": made(clip_norm=1.0 if odd else None),
+        "fails": made(backend="nonsense" if odd else "eager"),
+    }
+    other = replace(case, model=lambda: dense(17 if odd else 16))
+    found["shapes"] = told(lambda: other.made(0, process_group=place.group))
+    other = replace(case, model=lambda: nn.Sequential(*dense(), nn.Tanh() if odd else nn.Sigmoid()))
+    found["modules"] = told(lambda: other.made(0, process_group=place.group))
+    other = replace(case, optimizer=adamw if odd else sgd)
+    found["optimizers"] = told(lambda: other.made(0, process_group=place.group))
+    version = torch.__version__
+    if odd:
+        torch.__version__ = "2.0.1"
+    found["torch"] = made()
+    torch.__version__ = version
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + int(odd))
+    found["threads"] = made()
+    torch.set_num_threads(threads)
+    return found
+
+
+@scenario
+def differences_later(place: Place) -> dict[str, Any]:
+    """The second rank differs at a call; behind the error all of them go on."""
+    case, odd = CASES["sgd"], place.rank == 1
+    model, step = case.made(0, process_group=place.group, dtype="bf16")
+    batches = case.batches()
+    x, y = map(place.part, batches[0])
+    found = {"first shape": told(lambda: step(x[: 3 if odd else 4], y[: 3 if odd else 4]))}
+    step(x, y)
+    found["later shape"] = told(lambda: step(x[: 2 if odd else 4], y[: 2 if odd else 4]))
+    (optimizer,) = step._optimizers
+    optimizer.param_groups[0]["lr"] = 0.5 if odd else 0.05
+    found["rate"] = told(lambda: step(x, y))
+    optimizer.param_groups[0]["lr"] = 0.05
+    found["fails"] = told(lambda: step({"x": x}, y) if odd else step(x, y))
+    step.model.train(not odd)
+    step.model.train()
+    step(x, y)
+    found["same"] = same_everywhere(step, model)
+    other, again = case.made(0, process_group=place.group, dtype="bf16")
+    if odd:
+        other.load_state_dict(case.model().state_dict())
+    found["loaded"] = told(lambda: again(x, y))
+    return found
+
+
+@scenario
+def loaded_later(place: Place) -> dict[str, Any]:
+    """Behind a call, something is loaded or written on one rank alone, or otherwise on each; then the mend is done."""
+    odd, found = place.rank == 1, dict[str, Any]()
+    x, y = map(place.part, rows(1)[0])
+
+    def made(name: str, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, amp.TrainingStep]:
+        model, step = CASES[name].made(0, process_group=place.group, **{"dtype": "bf16", **options})
+        step(x, y)
+        return model, step._optimizers[0], step
+
+    model, _, step = made("sgd")
+    before = copy.deepcopy(model.state_dict())
+    if odd:
+        model.load_state_dict(CASES["sgd"].model().state_dict())
+    found["weights"] = [told(lambda: step(x, y)) for _ in range(4)]
+    model.load_state_dict(before)
+    found["mended"] = told(lambda: step(x, y)), same_everywhere(step, model)
+    torch.manual_seed(place.rank)
+    model.load_state_dict(CASES["sgd"].model().state_dict())
+    found["of each its own"] = [told(lambda: step(x, y)) for _ in range(4)]
+
+    model, optimizer, step = made("adamw")
+    state = copy.deepcopy(optimizer.state_dict())
+    state["state"][0]["exp_avg"].mul_(2)
+    if odd:
+        optimizer.load_state_dict(state)
+    found["state"] = told(lambda: step(x, y))
+
+    model, _, step = made("adamw", dtype="fp16")
+    step.load_state_dict({**step.state_dict(), "scale": 8.0 if odd else 16.0})
+    found["scale"] = told(lambda: step(x, y))
+
+    model, _, step = made("complex")
+    with torch.no_grad():
+        model.turns.imag.add_(int(odd))
+    found["imaginary part"] = told(lambda: step(x, y))
+
+    model, _, step = made("sgd")
+    if odd:  # other weights for a while, as where one rank evaluates
+        kept = weights_of(model)
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), kept, strict=True):
+                parameter.zero_()
+                parameter.copy_(value)
+    found["for a while"] = told(lambda: step(x, y)), same_everywhere(step, model)
+    return found
+
+
+@scenario
+def written_at_every_call(place: Place) -> dict[str, Any]:
+    """Weights that all ranks clip behind every call, and how often the ranks tell one another more than a number."""
+    model, step = CASES["sgd"].made(0, process_group=place.group, dtype="bf16")
+    told_more = 0
+    exchange = Ranks.exchange
+
+    def counted(self: Ranks, said: Any) -> Any:
+        nonlocal told_more
+        told_more += 1
+        return exchange(self, said)
+
+    with mock.patch.object(Ranks, "exchange", counted):
+        for batch in rows(20):
+            step(*map(place.part, batch))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.clamp_(-0.1, 0.1)
+    return {"same": same_everywhere(step, model), "told more": told_more}
+
+
+@scenario
+def what_is_refused(place: Place) -> dict[str, Any]:
+    """Models that are spread over the ranks already, and losses that hold one."""
+    from torch.distributed._composable import replicate
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh, group = init_device_mesh("cpu", (place.size,)), place.group
+    batch = list(map(place.part, rows(1)[0]))
+
+    def step_of(model: nn.Module, loss: Any = squares) -> str:
+        return told(lambda: amp.training_step(model, loss, sgd(model.parameters()), process_group=group)(*batch))
+
+    def in_ddp(model: nn.Module) -> nn.Module:
+        return nn.parallel.DistributedDataParallel(model, process_group=group)
+
+    def in_fsdp() -> nn.Module:
+        return FullyShardedDataParallel(dense(), process_group=group, device_id=torch.device("cpu"))
+
+    def halved() -> nn.Module:
+        return parallelize_module(nn.Sequential(nn.Linear(8, 4)), mesh, {"0": ColwiseParallel()})
+
+    inner = fully_shard(dense()[0], mesh=mesh)
+    teacher = in_ddp(dense())
+    return {
+        "DDP": step_of(in_ddp(dense())),
+        "DDP inside": step_of(nn.ModuleDict({"net": in_ddp(dense())}), lambda m, x, y: squares(m["net"], x, y)),
+        "DDP in the loss": step_of(dense(), lambda m, x, y: (m(x) - teacher(x)).square().mean()),
+        "replicate": step_of(replicate(dense(), process_group=group)),
+        "FSDP": step_of(fully_shard(dense(), mesh=mesh)),
+        "FSDP inside": step_of(nn.Sequential(inner, nn.Linear(16, 4))),
+        "FSDP1": step_of(in_fsdp()),
+        "FSDP1 compiled": told(lambda: amp.compile(in_fsdp(), backend="eager")(batch[0])),
+        "DTensor": step_of(halved()),
+        "DTensor compiled": told(lambda: amp.compile(halved(), backend="eager")(batch[0])),
+        "SyncBatchNorm": step_of(
+            nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)))
+        ),
+    }
+
+
+@scenario
+def a_rank_that_never_comes(place: Place) -> dict[str, Any]:
+    """The second rank stops by itself, between two steps."""
+    case = CASES["sgd"]
+    _, step = case.made(0, process_group=place.group, dtype="bf16")
+    x, y = map(place.part, case.batches()[0])
+    step(x, y)
+    return {"told": "" if place.rank == 1 else told(lambda: step(x, y))}

@@ -1,0 +1,480 @@
+"""Scenarios of trainings that several ranks do as one process does them; see `rank_harness`, which runs them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from rank_harness import (
+    CASES,
+    STEPS,
+    Case,
+    F,
+    Place,
+    overflowing,
+    rows,
+    same_everywhere,
+    scenario,
+    sgd,
+    squares,
+    sums_in_messages,
+    trained_alone,
+    trained_jointly,
+    trained_together,
+    weights_of,
+)
+from torch import Tensor, nn
+
+import amp_compiler as amp
+
+COMPILED = ("compiled",)  # takes Inductor's seconds
+SEEDED = ("low_types_of_seeds",)  # takes many trainings, of the other pairs of type and optimizer too
+SEEDS = 8
+OF_FOUR = ("jointly_in_fp32", "accumulated", "overflows", "a_gan", "low_types", "low_weights", "differences_later")
+SLOW_OF_FOUR = ("in_fp32", "missing_gradients")
+
+
+@scenario
+def in_fp32(place: Place) -> dict[str, Any]:
+    """Every case: the weights of ranks, of one process on their parts, and of one on whole batches."""
+    found: dict[str, Any] = {}
+    for name, case in CASES.items():
+        ours, step = trained_together(place, case, enabled=False)
+        found[name] = {"together": weights_of(ours), "norm": step.grad_norm.clone(), "gradients": step.gradients()}
+        if place.rank == 0:
+            found[name]["alone"] = weights_of(trained_alone(place, case, enabled=False)[0])
+            found[name]["jointly"] = weights_of(trained_jointly(place, case, enabled=False))
+    return found
+
+
+@scenario
+def jointly_in_fp32(place: Place) -> dict[str, Any]:
+    """Every case: the weights of ranks, and of one process on whole batches."""
+    found: dict[str, Any] = {}
+    for name, case in CASES.items():
+        found[name] = {"together": weights_of(trained_together(place, case, enabled=False)[0])}
+        if place.rank == 0:
+            found[name]["jointly"] = weights_of(trained_jointly(place, case, enabled=False))
+    return found
+
+
+@scenario
+def seeds(place: Place) -> dict[str, Any]:
+    """Dropout of two ranks on the same batch, and what one process draws from the seed of each."""
+    case = replace(CASES["adamw"], model=lambda: nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.5), nn.Linear(16, 4)))
+    (batch,) = rows(1)
+    found: dict[str, Any] = {}
+    for name, group in {"together": place.group, "alone": place.alone}.items():
+        model, step = case.made(0, process_group=group, dtype="bf16")
+        torch.manual_seed(100 + place.rank)
+        losses = [step(*batch).clone() for _ in range(3)]
+        found[name] = {"losses": losses, "drawn": torch.get_rng_state()}
+        found["same"] = found.get("same", same_everywhere(step, model))
+    return found
+
+
+@scenario
+def notices(place: Place) -> dict[str, Any]:
+    """What each rank says of captures, of a step in pieces and of a rule that matches nothing."""
+    said: list[str] = []
+    logger, handler = logging.getLogger("amp_compiler"), logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        rules = {"version": 1, "extends": "default", "rules": [{"match": {"module": "none"}, "precision": "fp32"}]}
+        _, step = CASES["sgd"].made(0, process_group=place.group, dtype="bf16", rules=rules)
+        for length in (4, 3):
+            x, y = map(place.part, rows(1)[0])
+            step(x[:length], y[:length])
+        _, step = replace(CASES["sgd"], model=Judging).made(0, process_group=place.group, dtype="bf16")
+        step(x, y)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    return {"said": said}
+
+
+@scenario
+def accumulated(place: Place) -> dict[str, Any]:
+    """Batches of two parts each: the ranks reduce once for both."""
+    case = replace(CASES["adamw"], options={"accumulate": 2, "clip_norm": 0.1})
+    model, step = trained_together(place, case, dtype="fp16")
+    texts = [program.graph_module.print_readable(print_output=False) for program in step._programs.values()]
+    found = {
+        "same": same_everywhere(step, model),
+        "messages": sorted(text.count("all_to_all_single.default(") for text in texts),
+    }
+    exact, _ = trained_together(place, case, enabled=False)
+    if place.rank == 0:
+        alone, one = case.made(0, process_group=place.alone, accumulate=2 * place.size, enabled=False)
+        for first, second in zip(*[iter(case.batches())] * 2, strict=True):
+            for x, y in (first, second):
+                for part in zip(x.chunk(place.size), y.chunk(place.size), strict=True):
+                    one(*part)
+        found |= {"together": weights_of(exact), "alone": weights_of(alone)}
+    return found
+
+
+@scenario
+def overflows(place: Place) -> dict[str, Any]:
+    """As the ranks add by themselves, and as messages do."""
+    found = overflowed(place)
+    with sums_in_messages():
+        return {**found, "in messages": overflowed(place)}
+
+
+def overflowed(place: Place) -> dict[str, Any]:
+    """FP16: at the third step one rank alone overflows, at the fifth the sum alone."""
+    model = nn.Linear(4, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    step = amp.training_step(
+        model,
+        lambda m, x: m(x).sum(),
+        optimizer,
+        dtype="fp16",
+        loss_scale=1024.0,
+        process_group=place.group,
+        backend="eager",
+    )
+    scale = amp.DynamicLossScale(1024.0, growth_interval=1000)
+    dynamic = amp.training_step(
+        model,
+        lambda m, x: m(x).sum(),
+        optimizer,
+        dtype="fp16",
+        loss_scale=scale,
+        process_group=place.group,
+        backend="eager",
+    )
+    found: dict[str, Any] = {"weights": [], "skipped": [], "scales": []}
+    for x in overflowing(place, of_one=2, of_the_sum=1):
+        dynamic(x)
+        found["weights"].append(model.weight.detach().clone())
+        found["skipped"].append(int(dynamic.skipped_steps))
+        found["scales"].append(float(dynamic.loss_scale))
+    found["report"] = None
+    step(x * (1000 if place.rank == 1 else 1))
+    found["same"] = same_everywhere(step, model)
+    found["report"] = step.nonfinite_report(cure=False)
+    return found
+
+
+class Gan:
+    """Two steps with an optimizer each over shared modules.
+
+    Args:
+        seed: of the weights.
+        between: what stands in the generator behind its first layer.
+        options: of both steps.
+    """
+
+    def __init__(self, seed: int, between: Callable[[int], nn.Module], **options: Any) -> None:
+        torch.manual_seed(seed)
+        nets = self.nets = {
+            "generator": nn.Sequential(nn.Linear(4, 16, bias=False), between(16), nn.ReLU(), nn.Linear(16, 8)),
+            "judge": nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1)),
+        }
+
+        def judged(nets: Any, real: Tensor, noise: Tensor) -> Tensor:
+            made = nets["generator"](noise).detach()
+            return F.softplus(-nets["judge"](real)).mean() + F.softplus(nets["judge"](made)).mean()
+
+        def fooled(nets: Any, noise: Tensor) -> Tensor:
+            return F.softplus(-nets["judge"](nets["generator"](noise))).mean()
+
+        optimizers = {name: torch.optim.Adam(net.parameters(), 1e-3) for name, net in nets.items()}
+        self.judge = amp.training_step(nets, judged, optimizers["judge"], backend="eager", **options)
+        self.generator = amp.training_step(nets, fooled, optimizers["generator"], backend="eager", **options)
+
+    def trained(self, part: Callable[[Tensor], Tensor]) -> list[float]:
+        """The judge's losses, of parts of the batches."""
+        losses = []
+        for real, noise in rows():
+            losses.append(float(self.judge(part(real), part(noise))))
+            self.generator(part(noise))
+        return losses
+
+    def weights(self) -> list[Tensor]:
+        return [value for net in self.nets.values() for value in weights_of(net)]
+
+
+@scenario
+def a_gan(place: Place) -> dict[str, Any]:
+    """In FP16, with BatchNorm; and in FP32 without, as one process trains it on whole batches."""
+    gan = Gan(place.rank, nn.BatchNorm1d, dtype="fp16", process_group=place.group)
+    found = {"losses": gan.trained(place.part), "batches": int(gan.nets["generator"][1].num_batches_tracked)}
+    found["same"] = [*same_everywhere(gan.judge, *gan.nets.values()), *same_everywhere(gan.generator)]
+    exact = Gan(place.rank, nn.LayerNorm, enabled=False, process_group=place.group)
+    exact.trained(place.part)
+    alone = Gan(0, nn.LayerNorm, enabled=False, process_group=place.alone)
+    if place.rank == 0:
+        alone.trained(lambda batch: batch)
+    return {**found, "together": exact.weights(), "jointly": alone.weights()}
+
+
+@scenario
+def buffers(place: Place) -> dict[str, Any]:
+    """BatchNorm's statistics: those of the first rank, or each rank's own."""
+    found = {}
+    for name, broadcast in (("broadcast", True), ("local", False)):
+        torch.manual_seed(place.rank)
+        model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+        step = amp.training_step(
+            model,
+            squares,
+            sgd(model.parameters()),
+            dtype="bf16",
+            backend="eager",
+            process_group=place.group,
+            broadcast_buffers=broadcast,
+        )
+        means = [torch.zeros(8)]
+        for batch in rows(3):
+            means.append(
+                0.9 * means[-1]
+                + 0.1
+                * (
+                    place.part(batch[0]).bfloat16() @ model[0].weight.detach().bfloat16().t()
+                    + model[0].bias.detach().bfloat16()
+                )
+                .float()
+                .mean(0)
+            )
+            step(*map(place.part, batch))
+        found[name] = {
+            "weights": [p.detach().clone() for p in model.parameters()],
+            "buffers": [b.clone() for b in model.buffers()],
+            "own": means[-1],
+        }
+    return found
+
+
+@scenario
+def low_types(place: Place) -> dict[str, Any]:
+    """How far FP16 and BF16 lead from FP32: here, and with torch.autocast and DistributedDataParallel."""
+    found = {}
+    for name, dtype, short in (("sgd", torch.bfloat16, "bf16"), ("adamw", torch.float16, "fp16")):
+        case = replace(CASES[name], options={"loss_scale": amp.DynamicLossScale(128.0)})
+        ours, step = trained_together(place, case, dtype=short)
+        in_fp32, _ = trained_together(
+            place, case, dtype=short, rules={"version": 1, "extends": "default", "reduce": {"precision": "fp32"}}
+        )
+        found[short, name] = {
+            "fp32": weights_of(trained_together(place, CASES[name], enabled=False)[0]),
+            "ours": weights_of(ours),
+            "ours, sums in FP32": weights_of(in_fp32),
+            "theirs": _with_autocast(place, case, dtype),
+            "same": same_everywhere(step, ours),
+        }
+    return found
+
+
+@scenario
+def low_types_of_seeds(place: Place) -> dict[str, Any]:
+    """How far 16-bit types lead from FP32, by the weights and batches of several seeds: L2 norms of the difference."""
+    found: dict[str, Any] = {}
+    for seed, name in ((seed, name) for seed in range(SEEDS) for name in ("sgd", "adamw")):
+        case = replace(CASES[name], batches=lambda seed=seed: rows(STEPS, 1000 + seed))
+        exact = [weight.double() for weight in _trained(place, case, seed, enabled=False)]
+        for dtype, short in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
+            low = replace(case, options={"loss_scale": amp.DynamicLossScale(128.0), "dtype": short})
+            ways = {
+                "theirs": _with_autocast(place, low, dtype, seed),
+                "whole": _trained(place, low, seed),
+                "split": _trained(place, low, seed, rules={"version": 1, "extends": "default", "reduce": SPLIT}),
+                "in messages": _in_messages(place, low, seed),
+            }
+            for way, weights in ways.items():
+                off = torch.cat([(a.double() - b).flatten() for a, b in zip(weights, exact, strict=True)])
+                found.setdefault((short, name, way), []).append(float(off.norm()))
+    return found
+
+
+SPLIT: dict[str, Any] = {"shard": "update"}
+
+
+def _trained(place: Place, case: Case, seed: int, **options: Any) -> list[Tensor]:
+    """The FP32 weights, or masters, that ranks have trained."""
+    model, step = case.made(seed, process_group=place.group, **options)
+    for batch in case.batches():
+        step(*map(place.part, batch))
+    states = step._optimizers[0].state_dict()["state"]
+    return [states[n].get("master", one).detach().view(one.shape) for n, one in enumerate(model.parameters())]
+
+
+def _in_messages(place: Place, case: Case, seed: int) -> list[Tensor]:
+    with sums_in_messages():
+        return _trained(place, case, seed)
+
+
+def _with_autocast(place: Place, case: Case, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    torch.manual_seed(seed)
+    model = case.model()
+    wrapped = nn.parallel.DistributedDataParallel(model, process_group=place.group)
+    optimizer = case.optimizer(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0, enabled=dtype is torch.float16)
+    for batch in case.batches():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype):
+            loss = case.loss(wrapped, *map(place.part, batch))
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return weights_of(model)
+
+
+class Forked(nn.Module):
+    """Two heads, of which a Python value says which one runs; a third that none of the ranks runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.unused = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.heads = nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 4)])
+        self.chosen = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.heads[self.chosen](self.base(x))
+
+
+@scenario
+def missing_gradients(place: Place) -> dict[str, Any]:
+    """A rank that runs another head; then both run one; then they exchange them."""
+    found: dict[str, Any] = {"weights": []}
+    torch.manual_seed(place.rank)
+    model = Forked()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    step = amp.training_step(model, squares, optimizer, dtype="bf16", backend="eager", process_group=place.group)
+    before = model.unused.weight.detach().clone()
+    for number, batch in enumerate(rows(12)):
+        model.chosen = 0 if number % 4 == 2 else (place.rank + number // 4) % 2
+        step(*map(place.part, batch))
+        found["weights"].append(weights_of(model))
+    found["unused"] = torch.equal(before, model.unused.weight)
+    found["states"] = len(optimizer.state)
+    found["steps"] = [float(state["step"]) for _, state in sorted(optimizer.state_dict()["state"].items())]
+    return found
+
+
+@scenario
+def a_checkpoint(place: Place) -> dict[str, Any]:
+    """Saved by every rank, the same; loaded by one process, which goes on as the ranks do; and by the ranks."""
+    options = {"rules": {"version": 1, "extends": "default", "reduce": {"precision": "fp32"}}, "dtype": "fp16"}
+    case = replace(CASES["adamw"], options=options)
+    model, step = case.made(place.rank, process_group=place.group)
+    batches = case.batches()[:10]
+    for batch in batches[:5]:
+        step(*map(place.part, batch))
+    (optimizer,) = step._optimizers
+    saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step.state_dict()})
+    for batch in batches[5:]:
+        step(*map(place.part, batch))
+
+    def resumed(group: Any, accumulate: int, parts: Callable[[Tensor], Sequence[Tensor]]) -> list[Tensor]:
+        again, other = case.made(7, process_group=group, accumulate=accumulate)
+        again.load_state_dict(saved["model"])
+        other._optimizers[0].load_state_dict(copy.deepcopy(saved["optimizer"]))  # which keeps the tensors
+        other.load_state_dict(saved["step"])
+        for batch in batches[5:]:
+            for part in zip(*map(parts, batch), strict=True):
+                other(*part)
+        return weights_of(again)
+
+    return {
+        "saved": saved,
+        "went on": weights_of(model),
+        "ranks": resumed(place.group, 1, lambda tensor: [place.part(tensor)]),
+        "alone": resumed(place.alone, place.size, lambda tensor: tensor.chunk(place.size)),
+    }
+
+
+@scenario
+def compiled_in_ddp(place: Place) -> dict[str, Any]:
+    """The other way: DistributedDataParallel around amp.compile, in a loop of one's own."""
+    case = CASES["sgd"]
+    torch.manual_seed(0)
+    model = case.model()
+    wrapped = nn.parallel.DistributedDataParallel(
+        amp.compile(model, dtype="bf16", backend="eager"), process_group=place.group
+    )
+    optimizer = case.optimizer(model.parameters())
+    for batch in case.batches()[:5]:
+        optimizer.zero_grad()
+        case.loss(wrapped, *map(place.part, batch)).backward()
+        optimizer.step()
+    return {"weights": weights_of(model)}
+
+
+@scenario
+def a_mesh(place: Place) -> dict[str, Any]:
+    """A mesh of one dimension is its group; of more, the dimension has to be said."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    case = CASES["sgd"]
+    line = init_device_mesh("cpu", (place.size,))
+    model, step = case.made(place.rank, mesh=line, dtype="bf16")
+    step(*map(place.part, case.batches()[0]))
+    square = init_device_mesh("cpu", (1, place.size), mesh_dim_names=("pp", "dp"))
+    try:
+        case.made(place.rank, mesh=square)
+        told = ""
+    except amp.AmpError as error:
+        told = str(error)
+    other, again = case.made(place.rank, mesh=square["dp"], dtype="bf16")
+    again(*map(place.part, case.batches()[0]))
+    return {"line": weights_of(model), "square": weights_of(other), "told": told}
+
+
+@scenario
+def low_weights(place: Place) -> dict[str, Any]:
+    """Weights in 16 bits alone, rounded stochastically: by one random state."""
+    rules = {"version": 1, "extends": "default", "weights": {"master": "low", "rounding": "stochastic"}}
+    case = replace(CASES["adamw"], options={"rules": rules}, model=lambda: nn.Linear(8, 4), batches=lambda: rows(10))
+    model, step = trained_together(place, case, dtype="bf16")
+    return {"same": same_everywhere(step, model)}
+
+
+@scenario
+def compiled(place: Place) -> dict[str, Any]:
+    """By Inductor, in FP32, in several buckets."""
+    rules = {"version": 1, "extends": "default", "reduce": {"bucket_mb": 0.0001}}
+    case = replace(CASES["adamw"], options={"rules": rules, "clip_norm": 0.5}, batches=lambda: rows(10))
+    model, step = trained_together(place, case, enabled=False, backend="inductor")
+    eager, _ = trained_together(place, case, enabled=False)
+    return {"same": same_everywhere(step, model), "together": weights_of(model), "eager": weights_of(eager)}
+
+
+class Judging(nn.Module):
+    """A value decides which head runs, so that it is no one graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.heads = nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.heads[int(x[0, 0] > 0)](self.norm(self.base(x)))
+
+
+@scenario
+def in_pieces(place: Place) -> dict[str, Any]:
+    """A loss that is no one graph, whose ranks run other heads at other steps."""
+    case = Case(Judging, squares, lambda: rows(6), sgd, {"clip_norm": 0.5})
+    model, step = trained_together(place, case, dtype="bf16")
+    found = {
+        "same": same_everywhere(step, model),
+        "execution": step.execution,
+        "weights": [p.detach() for p in model.parameters()],
+    }
+    wide = {"version": 1, "extends": "default", "reduce": {"precision": "fp32"}}
+    model, step = trained_together(place, case, dtype="bf16", rules=wide)
+    alone, _ = trained_alone(place, case, dtype="bf16", rules=wide)
+    found["wide"] = [p.detach() for p in model.parameters()]
+    found["alone"] = [p.detach() for p in alone.parameters()]
+    return found
