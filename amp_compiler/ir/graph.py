@@ -9,11 +9,12 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from amp_compiler.errors import GraphError
 from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.value_class import value_class
 
 if TYPE_CHECKING:
     import networkx as nx  # takes a tenth of a second to import, so it is imported where a graph is asked for
@@ -35,7 +36,7 @@ STORED_KINDS = frozenset({ValueKind.PARAMETER, ValueKind.BUFFER, ValueKind.CONST
 """Kinds of values whose numbers are stored with the model."""
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Value:
     """A tensor that flows through the graph.
 
@@ -66,7 +67,7 @@ class Value:
         return self.numel * (dtype or self.dtype).itemsize
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Operand:
     """One tensor argument of a node.
 
@@ -83,7 +84,7 @@ class Operand:
     tied: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Pin:
     """What the model's own text demands of a node; no rule overrides it.
 
@@ -101,7 +102,7 @@ LOSS_FUNCTION = "<loss_fn>"  # the module of a node of a step's loss function, w
 PIN_PRECISIONS = ("fp32", "keep", "cast")
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Node:
     """One operation.
 

@@ -155,8 +155,8 @@ def convert_onnx(
         warn_of_unused(plan.unused_rules, lowered.model.ir.graph.name or "the ONNX model")
         with told_as_onnx(opened.name, "it cannot be converted"):
             _rename_duplicates(lowered)
-            labels = {node.name: node.precision for node in plan.nodes}
-            changed = apply_plan(lowered, plan, floors=found.floors(labels, low), keep_io_types=keep_io_types)
+            floors = found.floors(plan.labels, low)
+            changed = apply_plan(lowered, plan, floors=floors, keep_io_types=keep_io_types)
             if changed:
                 guard_norms(lowered)
                 unify_batch_norms(lowered, plan)

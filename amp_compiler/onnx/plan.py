@@ -68,7 +68,7 @@ def explain_onnx(
     plan, _, _ = plan_onnx(
         source, load_rules(rules), low, ranges, stages=stages, check=check, sizes=sizes, as_fp32=as_fp32
     )
-    return plan
+    return replace(plan)  # reads the verdicts, so that the plan does not hold on to the model
 
 
 def plan_onnx(
@@ -141,7 +141,7 @@ def plan_onnx(
             _keep_means(lowered, rules, known)
         if stages is not None:
             stages.note("capture", lowered.graph.to_text())
-        plan = make_plan(lowered.graph, rules, low, ranges=known, stages=stages)
+        plan = make_plan(lowered.graph, rules, low, ranges=known, stages=stages, later=True)
         return plan if fusion is None else _with_fusion(plan, lowered, fusion), lowered, found
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Node, Operand, PrecisionGraph, Value
+from amp_compiler.ir.value_class import value_class
 from amp_compiler.policy.rules import OpInfo, OpTable
 
 LOW, FP32, KEEP = "low", "fp32", "keep"
@@ -36,7 +36,7 @@ class Role(enum.Enum):
     __hash__ = object.__hash__  # that of `Enum` is written in Python
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class NodeTyping:
     """What labels mean for one node.
 

@@ -97,14 +97,11 @@ class _Writer:
         return self.lowered.values[name]
 
     def _retype(self) -> bool:
-        changed = False
         values = self.lowered.graph.values
-        for planned in self.plan.nodes:
-            for name, short in planned.outputs:
-                if values[name].dtype.short != short:
-                    set_type(self._value(name), dtype_from_short(short))
-                    changed = True
-        return changed
+        changed = [(name, dtype) for name, dtype in self.plan.types.items() if values[name].dtype is not dtype]
+        for name, dtype in changed:
+            set_type(self._value(name), dtype)
+        return bool(changed)
 
     def _place(self, cast: PlannedCast) -> None:
         source = self._value(cast.value)

@@ -23,6 +23,7 @@ from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Attr, Node, Operand, PrecisionGraph, Value, ValueKind
 from amp_compiler.ir.plan import RETURN
+from amp_compiler.ir.value_class import value_class
 from amp_compiler.onnx.lowering.pins import Demanded, Demands
 from amp_compiler.onnx.model.data import examine, tensor_of
 from amp_compiler.onnx.model.model import UNKNOWN, OnnxModel, bodies
@@ -35,7 +36,7 @@ QUANTIZING = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLi
 _EXAMINED = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT64)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Site:
     """Where an operand of a neutral node stands in the model: input `index` of `node`, or output `index` of a body."""
 

@@ -32,6 +32,8 @@ def widen_math(lowered: Lowered, plan: PrecisionPlan) -> bool:
     Raises:
         RuleError: ONNX does not define the op for FP32.
     """
+    if not plan.has_math:
+        return False
     ops = op_table()
     writer: _Writer | None = None
     for planned in plan.nodes:
@@ -48,7 +50,8 @@ class _Writer:
         self.lowered, self.low = lowered, lowered.low
         self.changed = False
         self.names = {value: name for name, value in lowered.values.items()}
-        self.planned = {name: dtype_from_short(short) for node in plan.nodes for name, short in node.outputs}
+        types = plan.types
+        self.planned = {made: types[made] for node in lowered.graph.nodes.values() for made in node.outputs}
         graphs = lowered.model.graphs()
         values = [
             value
