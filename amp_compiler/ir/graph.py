@@ -34,6 +34,7 @@ class ValueKind(enum.Enum):
 
 STORED_KINDS = frozenset({ValueKind.PARAMETER, ValueKind.BUFFER, ValueKind.CONSTANT})
 """Kinds of values whose numbers are stored with the model."""
+_FOLDED = (ValueKind.PARAMETER, ValueKind.CONSTANT)
 
 
 @value_class
@@ -186,13 +187,13 @@ class PrecisionGraph:
         Raises:
             GraphError: where a name is taken, an operand is unknown, or the outputs do not match `node.outputs`.
         """
-        made, name = list(outputs), node.name
+        made, name, users = list(outputs), node.name, self._users
         if name in self.nodes:
             raise GraphError(f"the node name '{name}' is taken", mend="give every node a name of its own")
         if tuple([value.name for value in made]) != node.outputs:
             raise GraphError(f"node '{name}' lists outputs {node.outputs} but makes other values")
         for operand in node.inputs:
-            if operand.value not in self.values:
+            if operand.value not in users:
                 raise GraphError(
                     f"node '{node.name}' reads '{operand.value}', which nothing before it makes",
                     mend="add nodes in execution order",
@@ -201,12 +202,12 @@ class PrecisionGraph:
             self.add_value(value)
             self._producer[value.name] = name
         for index, operand in enumerate(node.inputs):
-            self._users[operand.value].append((name, index))
+            users[operand.value].append((name, index))
         self.nodes[name] = node
 
     def is_folded(self, value: str) -> bool:
         """True where a cast of `value` costs nothing at run time."""
-        return self.folds and self.values[value].kind in (ValueKind.PARAMETER, ValueKind.CONSTANT)
+        return self.folds and self.values[value].kind in _FOLDED
 
     @property
     def is_file(self) -> bool:

@@ -143,11 +143,18 @@ class TypingRules:
         """
         return self._need(node, index, self.nodes[node.name], label)
 
+    def reads_one(self, node: Node, label: str) -> DType | None:
+        """The type that a node must read all operands in, as most do; `None` where it is for `need` to say of each."""
+        typing = self.nodes[node.name]
+        if label == KEEP or len(typing.data) < len(typing.roles):
+            return None
+        if label == LOW:
+            return self.low
+        return None if typing.info.promotes else DType.FLOAT32
+
     def needs(self, node: Node, label: str) -> list[DType | None]:
         """What `need` says of each operand."""
         typing = self.nodes[node.name]
-        if label != KEEP and len(typing.data) == len(typing.roles) and not typing.mixes(label):  # as most nodes are
-            return [self.low if label == LOW else DType.FLOAT32] * len(typing.roles)
         return [self._need(node, index, typing, label) for index in range(len(typing.roles))]
 
     def _need(self, node: Node, index: int, typing: NodeTyping, label: str) -> DType | None:

@@ -65,7 +65,7 @@ class _Writer:
         """Put casts around one node."""
         node = self.lowered.nodes[planned.name]
         upcasts: dict[ir.Value, ir.Value] = {}
-        for operand, site in zip(neutral.inputs, self.lowered.sites[planned.name], strict=True):
+        for operand, site in zip(neutral.inputs, self.lowered.sites_of(planned.name), strict=True):
             value = node.inputs[site.index] if site.body is None else None
             if value is None or operand.slot in untouched or self._type(value) is not self.low:
                 continue
