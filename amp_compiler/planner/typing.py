@@ -220,8 +220,11 @@ class TypingRules:
         if known is None:
             read = [(operand, values[operand.value]) for operand in node.inputs]
             known = self._known[alike] = self._look_at(read, info, is_cast)
-        flexible = self.flexible
-        made = tuple([name for name in node.outputs if values[name].dtype in flexible])
+        flexible, made = self.flexible, node.outputs
+        for name in made:
+            if values[name].dtype not in flexible:
+                made = tuple([name for name in made if values[name].dtype in flexible])
+                break
         return NodeTyping(info, known.roles, known.data, made, is_cast, known.movable)
 
     def _look_at(self, read: list[tuple[Operand, Value]], info: OpInfo, is_cast: bool) -> _Operands:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +93,8 @@ def refusal_of(
 
 def is_long(proto: onnx.ModelProto) -> bool:
     """True for a model that is not loaded, because that would take long."""
-    return sum(len(graph.node) for graph in proto_graphs(proto.graph)) > MOST_NODES
+    counts = itertools.accumulate(len(graph.node) for graph in proto_graphs(proto.graph))
+    return any(count > MOST_NODES for count in counts)
 
 
 def _load(proto: onnx.ModelProto, folder: Path | None, engine: Engine | None) -> str | None:

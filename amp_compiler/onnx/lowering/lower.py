@@ -259,21 +259,17 @@ class _Builder:
         return any(is_quantizing(user) for out in node.outputs for user, _ in out.uses())
 
     def _value(self, value: ir.Value, kind: ValueKind) -> Value:
-        known = self.model.types.get(value, UNKNOWN)
-        name = self._value_name(value)
-        self.names[value] = name
-        self.lowered.values[name] = value
-        return Value(name, known.dtype or DType.OTHER, known.shape, known.numel, kind)
-
-    def _value_name(self, value: ir.Value) -> str:
+        known, values = self.model.types.get(value, UNKNOWN), self.lowered.values
         name = value.name or "value"
-        if name not in self.graph.values and self._reserved.get(name, value) is value:
-            return name
-        return self._unique(name, lambda wanted: wanted in self._reserved or wanted in self.lowered.values)
+        if name in values or self._reserved.get(name, value) is not value:
+            name = self._unique(name, lambda wanted: wanted in self._reserved or wanted in values)
+        self.names[value] = name
+        values[name] = value
+        return Value(name, known.dtype or DType.OTHER, known.shape, known.numel, kind)
 
     def _node_name(self, node: ir.Node) -> str:
         name = node.name or ""
-        if node in self.model.unnamed or not name:  # counted by op, so that casts in between change no name
+        if not name or node in self.model.unnamed:  # counted by op, so that casts in between change no name
             number = self._unnamed[node.op_type] = self._unnamed.get(node.op_type, -1) + 1
             name = f"{node.op_type}_{number}"
         if name != RETURN and name not in self.lowered.nodes:
