@@ -6,7 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from amp_compiler.cli.usage import ALL, CAPTURED, NODE_BY_NODE, UsageError, check_pass, check_place, emit
+from amp_compiler.cli.usage import (
+    ALL,
+    CAPTURED,
+    NODE_BY_NODE,
+    UsageError,
+    check_data_files,
+    check_pass,
+    check_place,
+    emit,
+)
 from amp_compiler.errors import AmpError
 
 
@@ -101,6 +110,8 @@ def run_explain(options: ExplainOptions) -> None:
 
     loss: Any = load_loss(options.loss) if options.loss else None
     model, example = load_model(options.model, options.args, eval_mode=options.eval_mode, loss=loss)
+    places = {"--output": options.output, "--html": options.html, "--svg": options.svg}
+    check_data_files(options.model, places)
     if options.stages:
         _explain_stages(model, example, loss, options)
     else:
