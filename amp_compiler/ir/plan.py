@@ -139,17 +139,19 @@ RETURN = "return"
 
 
 class Verdicts(Protocol):
-    """What the planner knows of every node, of which `PlannedNode`s are made where somebody reads them.
+    """What the planner knows of every node, of which `PlannedNode`s are made where somebody reads them."""
 
-    Attributes:
-        labels: by node name, what it runs in.
-        types: by value name, its type after the rewrite.
-        math: whether a rule says what type some node computes in.
-    """
+    @property
+    def labels(self) -> Mapping[str, str]:
+        """By node name, what it runs in."""
 
-    labels: Mapping[str, str]
-    types: Mapping[str, DType]
-    math: bool
+    @property
+    def types(self) -> Mapping[str, DType]:
+        """By value name, its type after the rewrite."""
+
+    @property
+    def math(self) -> bool:
+        """Whether a rule says what type some node computes in."""
 
     def nodes(self) -> tuple[PlannedNode, ...]:
         """The verdicts in execution order."""
