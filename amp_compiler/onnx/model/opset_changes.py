@@ -10,6 +10,8 @@ Seen in onnx 1.23: the models load, and compute other numbers.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import onnx
 from onnx import AttributeProto, helper, numpy_helper
@@ -34,21 +36,30 @@ def keep_meaning(before: onnx.ModelProto, after: onnx.ModelProto, versions: tupl
         OnnxError: the later opset has no attribute for what an op meant, or it depends on what is not stored.
     """
     present, version = versions
-    asked = {"Resize", "Upsample"} if present < _RESIZE <= version else set()
-    if present < _HARDMAX <= version and any(node.op_type == "Hardmax" for node in all_nodes(before)):
-        asked.add("Hardmax")
+    resizes = {"Resize", "Upsample"} if present < _RESIZE <= version else set()
+    peaks = {"Hardmax"} if present < _HARDMAX <= version else set()
+    if not any(node.op_type in resizes | peaks for node in all_nodes(before)):
+        return
+    if peaks:
         before = infer(before)  # for the ranks
     outer = before.graph
-    for old, new in zip(proto_graphs(before.graph), proto_graphs(after.graph), strict=False):
-        meant = {node.output[0]: node for node in old.node if node.op_type in asked and node.domain in ("", "ai.onnx")}
-        for node in new.node if meant else ():
-            was = meant.get(node.output[0]) if node.output else None
-            if was is not None and node.op_type == "Hardmax":
-                _set(node, "axis", _last_axis(was, (old, outer)))
-            elif was is not None:
-                _set(node, "coordinate_transformation_mode", "asymmetric")
-                if _text(was, "mode") == "nearest":
-                    _set(node, "nearest_mode", _nearest(was, (old, outer)))
+    for old, new in zip(proto_graphs(before.graph), proto_graphs(after.graph), strict=True):
+        for node, was in _pairs(old, new, resizes):
+            _set(node, "coordinate_transformation_mode", "asymmetric")
+            if _text(was, "mode") == "nearest":
+                _set(node, "nearest_mode", _nearest(was, (old, outer)))
+        for node, was in _pairs(old, new, peaks):
+            _set(node, "axis", _last_axis(was, (old, outer)))
+
+
+def _pairs(
+    old: onnx.GraphProto, new: onnx.GraphProto, ops: set[str]
+) -> Iterator[tuple[onnx.NodeProto, onnx.NodeProto]]:
+    """The nodes of some ops behind the converter and before: it keeps their order, but not always their names."""
+    before, after = ([node for node in graph.node if node.op_type in ops] for graph in (old, new))
+    if len(before) != len(after):
+        raise OnnxError(f"the converter makes {len(after)} of {len(before)} nodes of {sorted(ops)}", mend=_MEND)
+    yield from zip(after, before, strict=True)
 
 
 def _nearest(node: onnx.NodeProto, graphs: tuple[onnx.GraphProto, ...]) -> str:
