@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import onnx
 from onnx import parser
 
-_HEAD = '<ir_version: 9, opset_import: ["" : 18]>\n'
+_HEAD = '<ir_version: 9, opset_import: ["" : 18, "lists" : 1]>\n'
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,15 @@ _RECURRENT = """
             [infer1] s = Sqrt(carried)
             [allow1] next = MatMul(s, s)
         }>"""
+
+_PUSH_AND_POP = """
+<domain: "lists", opset_import: ["" : 18]>
+push_and_pop (ihandle, x) => (ohandle, y) {
+    at = Constant<value_int = -1>()
+    pushed = SequenceInsert(ihandle, x)
+    y = SequenceAt(pushed, at)
+    ohandle = SequenceErase(pushed, at)
+}"""
 
 GRAPHS: dict[str, TensorFlowGraph] = {
     "NoOp": TensorFlowGraph(
@@ -293,6 +302,74 @@ GRAPHS: dict[str, TensorFlowGraph] = {
             [fetch1] fetch = Identity(d)""",
         ),
         2,
+        ("allow1", "allow2"),
+    ),
+    "TensorListPushPop": TensorFlowGraph(
+        _main(
+            _IN,
+            f"{_SQUARE} fetch1, {_SQUARE} fetch2",
+            """
+            at = Constant<value_int = -1>()
+            [tl1] empty = SequenceEmpty<dtype = 1>()
+            [tl1w1] l1 = SequenceInsert(empty, input)
+            [allow1] a = MatMul(input, input)
+            [tl1w2] l2 = SequenceInsert(l1, a)
+            [tl1r1] b = SequenceAt(l2, at)
+            [infer1] c = Tanh(b)
+            [allow2] d = MatMul(c, c)
+            [tl1w3] l3 = SequenceInsert(empty, d)
+            [tl1r2] e = SequenceAt(l3, at)
+            [tl2] empty2 = SequenceEmpty<dtype = 1>()
+            [tl2w1] m1 = SequenceInsert(empty2, input)
+            [tl2r1] f = SequenceAt(m1, at)
+            [fetch1_] fetch1 = Identity(e)
+            [fetch2_] fetch2 = Identity(f)""",
+        ),
+        2,
+        ("allow1", "allow2"),
+    ),
+    "TensorListPushBackBatchAndConcatLists": TensorFlowGraph(
+        _main(
+            _IN,
+            f"{_SQUARE} fetch",
+            """
+            at = Constant<value_int = -1>()
+            [tl1] empty = SequenceEmpty<dtype = 1>()
+            [tl2] empty2 = SequenceEmpty<dtype = 1>()
+            [allow1] a = MatMul(input, input)
+            [tl12w1] l1 = SequenceInsert(empty, a)
+            [tl12w2] l2 = SequenceInsert(empty2, a)
+            [tl3a] b = SequenceAt(l2, at)
+            [tl3] l3 = SequenceInsert(l1, b)
+            [tl3r1] c = SequenceAt(l3, at)
+            [infer1] d = Tanh(c)
+            [allow2] e = MatMul(d, d)
+            [fetch1] fetch = Identity(e)""",
+        ),
+        2,
+        ("allow1", "allow2"),
+    ),
+    # Its test counts no casts: four are what the types that it asks for come to.
+    "TensorListThroughFunction": TensorFlowGraph(
+        _main(
+            _IN,
+            f"{_SQUARE} fetch",
+            """
+            at = Constant<value_int = -1>()
+            [allow1] a = MatMul(input, input)
+            [infer1] b = Tanh(a)
+            [tl1] empty = SequenceEmpty<dtype = 1>()
+            [tl1w1] l1 = SequenceInsert(empty, b)
+            [func1] l2, unread = lists.push_and_pop(l1, b)
+            [tl1r1] c = SequenceAt(l2, at)
+            [tl2] empty2 = SequenceEmpty<dtype = 1>()
+            [tl2w1] m1 = SequenceInsert(empty2, b)
+            [tl2r1] d = SequenceAt(m1, at)
+            [allow2] e = MatMul(c, d)
+            [fetch1] fetch = Identity(e)""",
+        )
+        + _PUSH_AND_POP,
+        4,
         ("allow1", "allow2"),
     ),
 }

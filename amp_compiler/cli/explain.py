@@ -6,7 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from amp_compiler.cli.usage import ALL, CAPTURED, NODE_BY_NODE, UsageError, check_pass, check_place, emit
+from amp_compiler.cli.usage import (
+    ALL,
+    CAPTURED,
+    NODE_BY_NODE,
+    UsageError,
+    check_data_files,
+    check_pass,
+    check_place,
+    emit,
+)
 from amp_compiler.errors import AmpError
 
 
@@ -30,6 +39,8 @@ class ExplainOptions:
         loss: names the loss of a training step.
         backend: what the stages are made for.
         device: the device that is planned for: `cpu`, `cuda`, or `auto` for that of the model.
+        fuse: of an ONNX model: plan it with norms and GELUs that stand in parts as one op each.
+        opset: of an ONNX model: raise it to this opset first.
     """
 
     model: str
@@ -47,6 +58,8 @@ class ExplainOptions:
     loss: str = ""
     backend: str = NODE_BY_NODE
     device: str = "auto"
+    fuse: bool = False
+    opset: int | None = None
 
     @property
     def stages(self) -> bool:
@@ -71,6 +84,9 @@ class ExplainOptions:
         for option, page in (("--html", self.html), ("--svg", self.svg)):
             if self.stages and page is not None:
                 raise UsageError("stages are not written as a page", where=option, mend="use --output")
+        for option, plans in (("--fuse", self.fuse), ("--opset", self.opset is not None)):
+            if self.stages and plans:
+                raise UsageError("it is for the plan, not for the stages", where=option, mend="leave it out")
         if self.stages and self.device != "auto":
             raise UsageError("stages are of where the model is", where="--device", mend="leave it out")
         for option, given in (
@@ -94,6 +110,8 @@ def run_explain(options: ExplainOptions) -> None:
 
     loss: Any = load_loss(options.loss) if options.loss else None
     model, example = load_model(options.model, options.args, eval_mode=options.eval_mode, loss=loss)
+    places = {"--output": options.output, "--html": options.html, "--svg": options.svg}
+    check_data_files(options.model, places)
     if options.stages:
         _explain_stages(model, example, loss, options)
     else:
@@ -105,7 +123,10 @@ def _explain_plan(model: Any, example: Any, options: ExplainOptions) -> None:
     from amp_compiler.report.table import plan_text, print_plan
 
     device = None if options.device == "auto" else options.device
-    plan = explain(model, example, rules=options.rules, dtype=options.dtype, device=device)
+    plan = explain(
+        model, example,
+        rules=options.rules, dtype=options.dtype, device=device, fuse=options.fuse, opset=options.opset,
+    )  # fmt: skip
     if options.html is not None:
         plan.to_html(options.html)
     if options.svg is not None:

@@ -143,6 +143,10 @@ def explain(
     device: Annotated[
         Device, typer.Option("--device", help="Plan for this device, which need not be there.")
     ] = Device.AUTO,
+    fuse: Annotated[bool, typer.Option("--fuse", help="Of an ONNX file: as `convert --fuse` plans it.")] = False,
+    opset: Annotated[
+        int | None, typer.Option("--opset", metavar="N", help="Of an ONNX file: as `convert --opset` plans it.")
+    ] = None,
 ) -> None:
     """Show the precision of every node, the rule that decided it, and every cast with its bytes.
 
@@ -167,6 +171,8 @@ def explain(
             loss=loss,
             backend=backend,
             device=device.value,
+            fuse=fuse,
+            opset=opset,
         )
     )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from amp_compiler.cli.usage import UsageError, check_place
+from amp_compiler.cli.usage import UsageError, check_data_files, check_place
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ def run_tune(options: TuneOptions) -> Any:
 
     loss: Any = load_loss(options.loss) if options.loss else None
     model, example = load_model(options.model, options.args, eval_mode=options.eval_mode, loss=loss)
+    check_data_files(options.model, {"OUT.yaml": options.output})
     asked: dict[str, Any] = {
         "rules": options.rules, "tolerance": options.tolerance, "output": options.output, "start": options.start,
         "budget": options.budget, "max_runs": options.max_runs,

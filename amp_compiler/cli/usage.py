@@ -64,6 +64,28 @@ def check_place(option: str, path: Path | None, others: Mapping[str, Path | None
             raise UsageError(f"it is {name}, which it would overwrite", where=where, mend="name another file")
 
 
+def check_data_files(model: str, places: Mapping[str, Path | None]) -> None:
+    """Refuse a place where an ONNX file keeps its data.
+
+    Args:
+        model: names the model; nothing is done where that is no ONNX file.
+        places: by option, what would be written; `None` where the option was not given.
+
+    Raises:
+        UsageError: one of them is a data file of the model.
+        OnnxError: the model cannot be read.
+    """
+    if not model.endswith(".onnx") or not any(places.values()):
+        return
+    from amp_compiler.onnx.model.external import external_files
+    from amp_compiler.onnx.model.model import open_model
+
+    opened = open_model(model)
+    for file in external_files(opened.proto, opened.folder or Path()):
+        for option, place in places.items():
+            check_place(option, place, {"a data file of the model": file})
+
+
 def _same(target: Path, other: Path) -> bool:
     try:
         return target.samefile(other)

@@ -122,6 +122,8 @@ def explain(
     dtype: str = "auto",
     dynamic_shapes: Any = None,
     device: str | None = None,
+    fuse: bool = False,
+    opset: int | None = None,
 ) -> PrecisionPlan:
     """Plan the precision of a model without compiling or running it.
 
@@ -135,14 +137,16 @@ def explain(
         dynamic_shapes: as for `torch.export.export`.
         device: `"cuda"` or `"cpu"`: plan for this one, whether it is there or not, wherever the tensors are (on the
             meta device, for one). `"auto"` is BF16 for a GPU that is not there: all have it since capability 8.0.
+        fuse: of an ONNX model: the plan that `convert_onnx` has with this.
+        opset: the same.
 
     Returns:
         The plan; `print(plan)` shows every node and cast.
 
     Raises:
-        AmpError: there is no such device, or the model is of ONNX, which runs on any.
+        AmpError: there is no such device; or an option is given that is not for such a model.
         CaptureError: the model cannot be captured.
-        OnnxError: the ONNX model cannot be read.
+        OnnxError: the ONNX model cannot be read, or its opset not be raised.
         RuleError: the rules cannot be loaded.
 
     Example:
@@ -157,6 +161,9 @@ def explain(
         if dtype == AUTO:
             there = device == "cpu" or torch.cuda.is_available()
             dtype = "bf16" if not there or has_native_bf16(torch.device(device)) else "fp16"
+    if (fuse or opset is not None) and not is_onnx(model):
+        told = "fuse=True" if fuse else f"opset={opset!r}"
+        raise AmpError(f"{told} for a {type(model).__name__}", mend="leave it out: it is for ONNX models")
     settings = make_settings(rules, dtype, "eager", dynamic_shapes)
     model = unwrapped_model(model, PARALLEL)
     if isinstance(model, fx.GraphModule) and example_args is None:
@@ -166,7 +173,8 @@ def explain(
     if is_onnx(model):
         if device is not None:
             raise AmpError(f"device={device!r} for an ONNX model", mend="leave it out: a file is not of one device")
-        return _explain_onnx(model, example_args, settings, low_type("fp16" if dtype == AUTO else dtype))
+        low = low_type("fp16" if dtype == AUTO else dtype)
+        return _explain_onnx(model, example_args, settings, low, fuse=fuse, opset=opset)
     if not isinstance(model, nn.Module):
         raise AmpError(
             f"amp.explain cannot read a {type(model).__name__}",
@@ -180,16 +188,17 @@ def explain(
     return replace(plan, autocast=autocast_totals(captured, low, plan.device, frozen))
 
 
-def _explain_onnx(model: Any, example_args: Any, settings: Settings, low: DType) -> PrecisionPlan:
+def _explain_onnx(model: Any, example_args: Any, settings: Settings, low: DType, **options: Any) -> PrecisionPlan:
     from amp_compiler.onnx.check.batches import sizes_of  # here, so that nobody else waits for ONNX
     from amp_compiler.onnx.model.model import open_model
     from amp_compiler.onnx.plan import explain_onnx
 
     if example_args is None:
-        return explain_onnx(model, rules=settings.rules, dtype=low.short)
+        return explain_onnx(model, rules=settings.rules, dtype=low.short, **options)
     args, kwargs = pytree.tree_map_only(np.ndarray, _tensor, split_example(example_args))
     opened = open_model(model)
-    plan = explain_onnx(opened, rules=settings.rules, dtype=low.short, sizes=sizes_of(opened, args, kwargs))
+    sizes = sizes_of(opened, args, kwargs)
+    plan = explain_onnx(opened, rules=settings.rules, dtype=low.short, sizes=sizes, **options)
     try:
         captured = capture_module(module_of(model), args, kwargs)
         plan_captured(captured, settings, low)  # by which it is in normal form

@@ -9,11 +9,12 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from amp_compiler.errors import GraphError
 from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.value_class import value_class
 
 if TYPE_CHECKING:
     import networkx as nx  # takes a tenth of a second to import, so it is imported where a graph is asked for
@@ -33,9 +34,10 @@ class ValueKind(enum.Enum):
 
 STORED_KINDS = frozenset({ValueKind.PARAMETER, ValueKind.BUFFER, ValueKind.CONSTANT})
 """Kinds of values whose numbers are stored with the model."""
+_FOLDED = (ValueKind.PARAMETER, ValueKind.CONSTANT)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Value:
     """A tensor that flows through the graph.
 
@@ -66,7 +68,7 @@ class Value:
         return self.numel * (dtype or self.dtype).itemsize
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Operand:
     """One tensor argument of a node.
 
@@ -83,7 +85,7 @@ class Operand:
     tied: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Pin:
     """What the model's own text demands of a node; no rule overrides it.
 
@@ -101,7 +103,7 @@ LOSS_FUNCTION = "<loss_fn>"  # the module of a node of a step's loss function, w
 PIN_PRECISIONS = ("fp32", "keep", "cast")
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Node:
     """One operation.
 
@@ -185,13 +187,13 @@ class PrecisionGraph:
         Raises:
             GraphError: where a name is taken, an operand is unknown, or the outputs do not match `node.outputs`.
         """
-        made, name = list(outputs), node.name
+        made, name, users = list(outputs), node.name, self._users
         if name in self.nodes:
             raise GraphError(f"the node name '{name}' is taken", mend="give every node a name of its own")
         if tuple([value.name for value in made]) != node.outputs:
             raise GraphError(f"node '{name}' lists outputs {node.outputs} but makes other values")
         for operand in node.inputs:
-            if operand.value not in self.values:
+            if operand.value not in users:
                 raise GraphError(
                     f"node '{node.name}' reads '{operand.value}', which nothing before it makes",
                     mend="add nodes in execution order",
@@ -200,12 +202,12 @@ class PrecisionGraph:
             self.add_value(value)
             self._producer[value.name] = name
         for index, operand in enumerate(node.inputs):
-            self._users[operand.value].append((name, index))
+            users[operand.value].append((name, index))
         self.nodes[name] = node
 
     def is_folded(self, value: str) -> bool:
         """True where a cast of `value` costs nothing at run time."""
-        return self.folds and self.values[value].kind in (ValueKind.PARAMETER, ValueKind.CONSTANT)
+        return self.folds and self.values[value].kind in _FOLDED
 
     @property
     def is_file(self) -> bool:

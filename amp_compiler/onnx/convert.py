@@ -18,7 +18,7 @@ from amp_compiler.ir.files import output_file
 from amp_compiler.ir.graph import unknown_magnitude
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.check.batches import Sizes
-from amp_compiler.onnx.check.loads import MOST_NODES, Refusal, is_installed, is_long, refusal_of
+from amp_compiler.onnx.check.loads import MOST_NODES, Refusal, is_installed, is_long, refusal_of, told_crash
 from amp_compiler.onnx.check.run import Engine, make_engine
 from amp_compiler.onnx.lowering.apply import apply_plan
 from amp_compiler.onnx.lowering.lower import Lowered
@@ -155,8 +155,8 @@ def convert_onnx(
         warn_of_unused(plan.unused_rules, lowered.model.ir.graph.name or "the ONNX model")
         with told_as_onnx(opened.name, "it cannot be converted"):
             _rename_duplicates(lowered)
-            labels = {node.name: node.precision for node in plan.nodes}
-            changed = apply_plan(lowered, plan, floors=found.floors(labels, low), keep_io_types=keep_io_types)
+            floors = found.floors(plan.labels, low)
+            changed = apply_plan(lowered, plan, floors=floors, keep_io_types=keep_io_types)
             if changed:
                 guard_norms(lowered)
                 unify_batch_norms(lowered, plan)
@@ -198,6 +198,9 @@ class _Loading:
         """Load it once."""
         if is_installed() and is_long(proto):
             self.notes = (f"it was not loaded in ONNX Runtime, which takes long with more than {MOST_NODES} nodes",)
+        elif is_installed():
+            told = told_crash(proto, self.engine)
+            self.notes = (told,) if told else ()
         found = refusal_of(proto, folder, engine=self.engine)
         if found is not None:
             before = refusal_of(self.opened.proto, self.opened.folder, engine=self.engine)

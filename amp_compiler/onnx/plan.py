@@ -16,7 +16,8 @@ from amp_compiler.ir.graph import Node, Pin
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.check.loads import latest_opset, refusal_of
 from amp_compiler.onnx.lowering.compounds import mark_compounds
-from amp_compiler.onnx.lowering.fuse import Fusion, fuse, told_fusion
+from amp_compiler.onnx.lowering.fuse import Fusion, told_fusion
+from amp_compiler.onnx.lowering.fuse import fuse as fuse_compounds
 from amp_compiler.onnx.lowering.lower import Lowered, lower
 from amp_compiler.onnx.lowering.norms import find_norms, pin_norm
 from amp_compiler.onnx.lowering.overflow import Overflows
@@ -48,6 +49,8 @@ def explain_onnx(
     check: bool = True,
     sizes: Sizes | None = None,
     as_fp32: Iterable[str] | str = (),
+    opset: int | None = None,
+    fuse: bool = False,
 ) -> PrecisionPlan:
     """The plan that `convert_onnx` would carry out.
 
@@ -60,15 +63,18 @@ def explain_onnx(
         check: refuse what ONNX's full checker refuses.
         sizes: sizes of the dimensions that the model leaves open, by name, and by (input, axis) for those without one.
         as_fp32: types whose parts of the model are made FP32 first: `fp64`, `fp16`, `bf16`.
+        opset: as for `convert_onnx`.
+        fuse: as for `convert_onnx`.
 
     Raises:
-        OnnxError: the model cannot be read.
+        OnnxError: the model cannot be read, or its opset not be raised.
     """
     low = low_type(dtype)
     plan, _, _ = plan_onnx(
-        source, load_rules(rules), low, ranges, stages=stages, check=check, sizes=sizes, as_fp32=as_fp32
-    )
-    return plan
+        source, load_rules(rules), low, ranges,
+        stages=stages, check=check, opset=opset, sizes=sizes, as_fp32=as_fp32, fused=fuse,
+    )  # fmt: skip
+    return replace(plan)  # reads the verdicts, so that the plan does not hold on to the model
 
 
 def plan_onnx(
@@ -117,7 +123,7 @@ def plan_onnx(
         model = read_model(file, check=checked, sizes=sizes)
         if wide:
             make_fp32(model, wide, keep_io_types=keep_io_types)
-        fusion = fuse(model) if fused else None
+        fusion = fuse_compounds(model) if fused else None
         return lower(model, low, **options), fusion
 
     options: dict[str, Any] = {
@@ -141,7 +147,7 @@ def plan_onnx(
             _keep_means(lowered, rules, known)
         if stages is not None:
             stages.note("capture", lowered.graph.to_text())
-        plan = make_plan(lowered.graph, rules, low, ranges=known, stages=stages)
+        plan = make_plan(lowered.graph, rules, low, ranges=known, stages=stages, later=True)
         return plan if fusion is None else _with_fusion(plan, lowered, fusion), lowered, found
 
 

@@ -50,7 +50,8 @@ def _values_at_stake(problem: FollowProblem) -> dict[str, None]:
     found: dict[str, None] = {}
     for name in problem.free:
         node, typing = problem.graph.nodes[name], problem.typing[name]
-        found.update((node.inputs[index].value, None) for index in typing.data)
+        for index in typing.data:
+            found[node.inputs[index].value] = None
         for value in typing.made:
             found[value] = None
             for user, _ in problem.graph.users(value) if problem.typing.cast_results else ():
@@ -73,23 +74,24 @@ class _CutBuilder:
 
     def add_value(self, value: str) -> None:
         """The casts of one value, and that nobody sees it rounded who must not."""
-        numel = self.values[value].numel
-        origin = cast_origin(self.typing, value)
+        owner, low = self.owner, self.typing.low
+        origin = cast_origin(self.typing, value) if self.typing.cast_results else None
         if origin is not None:
             self._add_origin(value, origin.dtype)
             return
-        cost = self.owner.cast_cost(value, self.typing.low, DType.FLOAT32)
-        maker = self._maker(value)
-        source = self.owner.source(value)
-        for demand in self.owner.demands(value).values():
-            self._down(cost, demand, source)
+        cost = owner.cast_cost(value, low, DType.FLOAT32)
+        maker, source = owner.maker(value), owner.source(value)
+        above = maker if source == value else owner.maker(source)
+        for demand in owner.demands(value).values():
+            self._down(cost, demand, source, above)
             if maker is None:
-                if self.owner.fixed_type(value) is self.typing.low:
+                if demand.takers and self.typing.result(value, owner.labels) is low:
                     self._up_from_low(cost, demand)
                 continue
             variable = self.variables[maker]
-            self._explicit(numel, demand, variable)
-            if self.owner.keeps_bits(maker):
+            if demand.casts:
+                self._explicit(self.values[value].numel, demand, variable)
+            if owner.keeps_bits(maker):
                 for user in (*demand.takers, *demand.mixers):
                     self.problem.pair(self.variables[user], variable, None)
             else:
@@ -100,14 +102,10 @@ class _CutBuilder:
         down = self.owner.cast_cost(value, origin, self.typing.low)
         demands = self.owner.demands(value).values()
         for demand in demands:
-            self._down(down, demand, value)
+            self._down(down, demand, value, self.owner.maker(value))
         if not any(demand.fp32 or demand.bits or demand.casts for demand in demands):
             takers = [user for demand in demands for user in (*demand.takers, *demand.mixers)]
             self._up_from_low(self.owner.cast_cost(value, origin, DType.FLOAT32), Demand(takers=takers))
-
-    def _maker(self, value: str) -> str | None:
-        producer = self.owner.graph.producer(value)
-        return producer.name if producer is not None and producer.name in self.owner.free else None
 
     def _up(self, cost: int, demand: Demand, variable: int) -> None:
         if demand.fp32:
@@ -128,12 +126,11 @@ class _CutBuilder:
         for user in demand.takers:
             self.problem.pair(self.variables[user], shared, None)
 
-    def _down(self, cost: int, demand: Demand, source: str) -> None:
-        """Casts to the low type; `source` is low already where `value` is only its upcast."""
-        users = (*demand.takers, *demand.mixers)
-        maker = self._maker(source)
+    def _down(self, cost: int, demand: Demand, source: str, maker: str | None) -> None:
+        """Casts to the low type; `source`, made by a free `maker`, is low already where `value` is only its upcast."""
+        users = [*demand.takers, *demand.mixers]
         if maker is None:
-            if demand.low or not users or self.owner.fixed_type(source) is not DType.FLOAT32:
+            if demand.low or not users or self.typing.result(source, self.owner.labels) is not DType.FLOAT32:
                 return
             shared = self.variables[users[0]] if len(users) == 1 else self.problem.variable()
             self.problem.single(shared, if_zero=cost)

@@ -15,6 +15,7 @@ from amp_compiler.planner.typing import FP32, KEEP, LOW, TypingRules
 from amp_compiler.policy.rules import Precision
 
 _SHARED = "shares memory that is changed in place"
+_VALUES = {precision: precision.value for precision in Precision}  # `value` of an enum is looked up in Python
 
 
 @dataclass
@@ -43,10 +44,17 @@ class Semantics:
             node: the node.
             data: indices of its data operands.
         """
-        names = [node.inputs[index].value for index in data]
-        if self.stored:
-            names = [name for name in names if name not in self.stored] or names
-        return next((name for name in names if self.wide[name]), None)
+        inputs, wide, stored = node.inputs, self.wide, self.stored
+        counted = False
+        for index in data:
+            name = inputs[index].value
+            if name not in stored:
+                if wide[name]:
+                    return name
+                counted = True
+        if counted:
+            return None
+        return next((name for index in data if wide[name := inputs[index].value]), None)
 
 
 def resolve(draft: Draft, typing: TypingRules) -> Semantics:
@@ -79,6 +87,7 @@ class _Walk:
 
     def __init__(self, draft: Draft, typing: TypingRules, memory: dict[str, str], kept: set[str]) -> None:
         self.draft, self.typing, self.memory, self.kept = draft, typing, memory, kept
+        self.values, self.decisions = draft.graph.values, draft.decisions
         self.found = Semantics()
         for value in draft.graph.values.values():
             if value.kind is not ValueKind.RESULT and value.dtype in typing.flexible:
@@ -91,38 +100,36 @@ class _Walk:
 
     def visit(self, node: Node) -> None:
         """Give the node its label, or leave it free, and give its outputs their semantic type."""
-        typing, found = self.typing[node.name], self.found
-        precision = self.draft.decisions[node.name].precision
-        writes = next((self.memory[name] for name in typing.made if name in self.memory), None)
+        name, found, memory = node.name, self.found, self.memory
+        typing, precision = self.typing.nodes[name], self.decisions[name].precision
+        writes = next((memory[made] for made in typing.made if made in memory), None) if memory else None
         label: str | None
         if typing.is_cast or not typing.movable:
             label = KEEP
             if not typing.is_cast and typing.made and precision is not Precision.KEEP:
-                found.notes[node.name] = "stays as captured: " + (
+                found.notes[name] = "stays as captured: " + (
                     "it mixes in another floating-point type" if typing.data else "no operand of it can be cast"
                 )
-        elif writes in self.kept and writes is not None:
+        elif writes is not None and writes in self.kept:
             label = self._in_kept_memory(node, precision)
-        elif precision in (Precision.WIDEST, Precision.FOLLOW):
+        elif precision is Precision.WIDEST or precision is Precision.FOLLOW:
             label = self._by_operands(node, precision, writes)
         else:
-            label = precision.value
+            label = _VALUES[precision]
         if label is None:
-            found.free.append(node.name)
-            self.free.add(node.name)
-            wide = self._widest(node) is not None
+            found.free.append(name)
+            self.free.add(name)
+            wide = found.widest(node, typing.data) is not None
         else:
-            found.fixed[node.name] = label
+            found.fixed[name] = label
             wide = label == FP32
-        for name in typing.made:
-            found.wide[name] = self.draft.graph.values[name].dtype is DType.FLOAT32 if label == KEEP else wide
+        for made in typing.made:
+            found.wide[made] = self.values[made].dtype is DType.FLOAT32 if label == KEEP else wide
         if found.stored and typing.info.moves == "shape" and typing.data:
             data = [node.inputs[index].value for index in typing.data]
             found.stored.update(typing.made if found.stored.issuperset(data) else ())
-        self._agree(typing.made, writes)
-
-    def _widest(self, node: Node) -> str | None:
-        return self.found.widest(node, self.typing[node.name].data)
+        if writes is not None:
+            self._agree(typing.made, writes)
 
     def _in_kept_memory(self, node: Node, precision: Precision) -> str:
         values = self.draft.graph.values
@@ -135,15 +142,18 @@ class _Walk:
         return KEEP
 
     def _by_operands(self, node: Node, precision: Precision, writes: str | None) -> str | None:
-        data = [node.inputs[index].value for index in self.typing[node.name].data]
-        shared = next((name for name in data if self.memory.get(name) == writes), None) if writes else None
-        widest = self._widest(node)
+        memory, operands = self.memory, self.typing.nodes[node.name].data
+        if precision is Precision.FOLLOW and not memory:
+            return None
+        data = [node.inputs[index].value for index in operands]
+        shared = next((name for name in data if memory.get(name) == writes), None) if writes else None
+        widest = self.found.widest(node, operands)
         if shared is not None:
             wide = self.found.wide[shared]
             self.found.notes[node.name] = f"has the type of '{shared}', with which it {_SHARED}"
         else:
             wide = widest is not None
-            alone = writes is None and not any(name in self.memory for name in data)
+            alone = writes is None and not (memory and any(name in memory for name in data))
             if precision is Precision.FOLLOW and alone:
                 return None
             if not wide and alone and self._is_behind_free(data):
@@ -165,10 +175,10 @@ class _Walk:
         makers = (graph.producer(name) for name in data) if graph.is_file else ()
         return any(maker is not None and maker.name in self.free for maker in makers)
 
-    def _agree(self, made: tuple[str, ...], writes: str | None) -> None:
+    def _agree(self, made: tuple[str, ...], writes: str) -> None:
         """Note memory that is written in two types, or left in neither the low nor the captured type."""
         for name in made:
-            if name not in self.memory or writes is None:
+            if name not in self.memory:
                 continue
             wide = self.found.wide[name]
             if self.memory_wide.setdefault(writes, wide) != wide:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Node, PrecisionGraph, Value
 from amp_compiler.planner.fixed_labels import Semantics
-from amp_compiler.planner.typing import FP32, KEEP, NodeTyping, Role, TypingRules
+from amp_compiler.planner.typing import FP32, KEEP, LOW, NodeTyping, Role, TypingRules
 
 # What starting a cast costs where a runtime runs a file node by node, in bytes that it moves in that time. The CPU
 # provider of ONNX Runtime takes 0.3 µs a node, in which it moves about 4 KB; a GPU starts no faster, and moves more.
@@ -21,7 +21,7 @@ _WHOLE = frozenset(
 _FLOATS = frozenset({DType.FLOAT64, DType.FLOAT16, DType.BFLOAT16})
 
 
-@dataclass
+@dataclass(slots=True)
 class Demand:
     """What the users of one value in one region ask of it.
 
@@ -81,16 +81,20 @@ class FollowProblem:
             return 0
         return self.graph.values[value].numel * (src.itemsize + dst.itemsize) + self.overhead
 
+    def maker(self, value: str) -> str | None:
+        """The free node that makes a value; `None` where there is none."""
+        producer = self.graph.producer(value)
+        return producer.name if producer is not None and producer.name in self.free else None
+
     def fixed_type(self, value: str) -> DType | None:
         """The type of a value, `None` where a free node makes it."""
-        producer = self.graph.producer(value)
-        if producer is not None and producer.name in self.free and self.typing.is_flexible(value):
+        if self.maker(value) is not None and self.typing.is_flexible(value):
             return None
         return self.typing.result(value, self.labels)
 
     def source(self, value: str) -> str:
         """The value that a low reader of `value` reads: what was upcast, where `value` is nothing but an upcast."""
-        return upcast_source(self.typing, value) or value
+        return (upcast_source(self.typing, value) or value) if self.typing.cast_results else value
 
     def hold_exact_nodes(self) -> None:
         """Label fp32, from the end, the exact nodes of whose result somebody needs every bit."""
@@ -118,16 +122,18 @@ class FollowProblem:
         if value in self.returned:
             demand = demands.setdefault("", Demand())
             self._fixed_need(demand, self.graph.values[value].dtype)
+        typings, free = self.typing.nodes, self.free
         for user, index in self.graph.users(value):
-            demand = demands.setdefault(user.region, Demand())
-            typing = self.typing[user.name]
-            if typing.roles[index] is Role.ANY:
+            demand = demands.get(user.region) or demands.setdefault(user.region, Demand())
+            typing = typings[user.name]
+            role = typing.roles[index]
+            if role is Role.ANY:
                 made = self.graph.values[user.outputs[0]].dtype if user.outputs else None
                 if typing.is_cast and made is not None and made.is_float:
                     demand.casts.append(made)
                 else:
                     demand.bits = True
-            elif user.name in self.free and typing.roles[index] is Role.DATA:
+            elif role is Role.DATA and user.name in free:
                 self._free_need(demand, user, index, typing)
             else:
                 self._settled_need(demand, user, index, typing)
@@ -139,11 +145,18 @@ class FollowProblem:
             kind.append(user.name)
 
     def _settled_need(self, demand: Demand, user: Node, index: int, typing: NodeTyping) -> None:
-        label = self.labels[user.name] if typing.roles[index] is Role.DATA else KEEP
-        if typing.mixes(label) and typing.roles[index] is Role.DATA:
+        data = typing.roles[index] is Role.DATA
+        label = self.labels[user.name] if data else KEEP
+        if data and typing.mixes(label):
             if self._anchor(user) == index:
                 demand.fp32 = True
             demand.bits = True
+            return
+        if data and label != KEEP:  # as most do
+            if label == LOW:
+                demand.low = True
+            else:
+                demand.fp32 = True
             return
         needed = self.typing.need(user, index, label)
         if needed is not None:
@@ -237,6 +250,9 @@ def own_elements(typing: TypingRules, name: str) -> int:
     node, found = typing.graph.nodes[name], typing[name]
     if found.info.moves == "shape":
         return 0
-    values = typing.graph.values
-    reads = sum(values[node.inputs[index].value].numel for index in found.data)
-    return reads + sum(values[value].numel for value in found.made)
+    values, inputs, moved = typing.graph.values, node.inputs, 0
+    for index in found.data:
+        moved += values[inputs[index].value].numel
+    for value in found.made:
+        moved += values[value].numel
+    return moved

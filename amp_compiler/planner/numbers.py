@@ -96,18 +96,18 @@ class _Analysis:
         for value in graph.values.values():
             if value.kind is not ValueKind.RESULT:
                 self.origins[value.name] = _by_kind(value)
+        infos, origins, values = self.infos, self.origins, graph.values
         for node in graph.nodes.values():
-            info = self.infos.get(node.op)
+            info = infos.get(node.op)
             if info is None:
-                info = self.infos[node.op] = ops.info(node.op)
+                info = infos[node.op] = ops.info(node.op)
             origin: Origin | None = None
             for name in node.outputs:
-                dtype = graph.values[name].dtype
+                dtype = values[name].dtype
                 if dtype not in FLOATS:
-                    self.origins[name] = _by_type(dtype)
+                    origins[name] = _by_type(dtype)
                 else:
-                    origin = self._made_by(node, info) if origin is None else origin
-                    self.origins[name] = origin
+                    origin = origins[name] = self._made_by(node, info) if origin is None else origin
 
     def _made_by(self, node: Node, info: OpInfo) -> Origin:
         """What a floating-point result of a node is made of."""
@@ -122,8 +122,11 @@ class _Analysis:
         # Elsewhere whole numbers are axes, sizes and indices, which say where an element goes and not what it is.
         counting, found = info.casts or info.carries, Origin.STORED
         for operand in node.inputs:
-            if self.origins[operand.value] > found and (counting or self.graph.values[operand.value].dtype in FLOATS):
-                found = self.origins[operand.value]
+            origin = self.origins[operand.value]
+            if origin > found and (counting or self.graph.values[operand.value].dtype in FLOATS):
+                found = origin
+                if found is Origin.DATA:
+                    return found
         return max(found, Origin.GIVEN) if info.periodic or info.squashes else found
 
     def _operands(self, node: Node) -> Iterator[str]:
@@ -134,7 +137,14 @@ class _Analysis:
 
     def _origin(self, node: Node) -> Origin:
         """What the operands of a node are made of."""
-        return max((self.origins[name] for name in self._operands(node)), default=Origin.DATA)
+        found, values = None, self.graph.values
+        for operand in node.inputs:
+            if values[operand.value].dtype in FLOATS:
+                origin = self.origins[operand.value]
+                if origin is Origin.DATA:
+                    return origin
+                found = origin if found is None else max(found, origin)
+        return Origin.DATA if found is None else found
 
     # ---- what asks for such numbers
 

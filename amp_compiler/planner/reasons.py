@@ -48,6 +48,7 @@ class _Counts:
 
     def __init__(self, problem: FollowProblem, labels: Mapping[str, str]) -> None:
         self.problem, self.labels, self.typing = problem, labels, problem.typing
+        self.graph, self.casts_inside = problem.graph, bool(problem.typing.cast_results)
         self.low, self.fp32 = problem.typing.low.itemsize, DType.FLOAT32.itemsize
         self._needs: dict[tuple[str, str], tuple[int, int]] = {}
 
@@ -58,7 +59,7 @@ class _Counts:
         if self._forbidden(name, to_fp32):
             return None
         change = _Change(own_elements(self.typing, name) * (self.fp32 - self.low) * (1 if to_fp32 else -1))
-        for value in dict.fromkeys(node.inputs[index].value for index in typing.data):
+        for value in dict.fromkeys([node.inputs[index].value for index in typing.data]):
             self._as_user(change, name, value, node.region, to_fp32)
         for value in typing.made:
             self._as_maker(change, value, to_fp32)
@@ -67,14 +68,11 @@ class _Counts:
     def _forbidden(self, name: str, to_fp32: bool) -> bool:
         problem, node, typing = self.problem, self.problem.graph.nodes[name], self.typing[name]
         if to_fp32:
-            makers = (problem.graph.producer(node.inputs[index].value) for index in typing.data)
-            return any(
-                maker is not None
-                and maker.name in problem.free
-                and self.labels[maker.name] == LOW
-                and problem.keeps_bits(maker.name)
-                for maker in makers
-            )
+            for index in typing.data:
+                maker = problem.maker(node.inputs[index].value)
+                if maker is not None and self.labels[maker] == LOW and problem.keeps_bits(maker):
+                    return True
+            return False
         return problem.keeps_bits(name) and any(
             self.labels[user] == FP32
             for value in typing.made
@@ -86,9 +84,11 @@ class _Counts:
         """(users that need it low, users that need it fp32)."""
         found = self._needs.get((value, region))
         if found is None:
-            low = sum(self.labels[user] == LOW for user in {*demand.takers, *demand.mixers})
-            fp32 = sum(self.labels[user] == FP32 for user in demand.takers)
-            found = self._needs[value, region] = (low + demand.low, fp32 + demand.fp32)
+            low, fp32 = int(demand.low), int(demand.fp32)
+            if demand.takers or demand.mixers:
+                low += sum([self.labels[user] == LOW for user in {*demand.takers, *demand.mixers}])
+                fp32 += sum([self.labels[user] == FP32 for user in demand.takers])
+            found = self._needs[value, region] = (low, fp32)
         return found
 
     def _casts(
@@ -103,14 +103,16 @@ class _Counts:
             types: its own type, and that of what a low user reads.
             sign: -1 takes them away.
         """
-        if self.problem.graph.is_folded(value):
-            return
         dtype, source = types
-        numel = self.problem.graph.values[value].numel
-        if users[0] > 0 and source is DType.FLOAT32:
+        down = users[0] > 0 and source is DType.FLOAT32
+        up = users[1] > 0 and dtype is self.typing.low
+        if not (down or up) or self.graph.is_folded(value):
+            return
+        numel = self.graph.values[value].numel
+        if down:
             origin = cast_origin(self.typing, value)
             change.add(sign, numel * (self.low + (self.fp32 if origin is None else origin.dtype.itemsize)))
-        if users[1] > 0 and dtype is self.typing.low:
+        if up:
             change.add(sign, numel * (self.low + self.fp32))
 
     def _as_user(self, change: _Change, name: str, value: str, region: str, to_fp32: bool) -> None:
@@ -118,8 +120,8 @@ class _Counts:
         low, fp32 = self._needs_of(value, region, demand)
         step = 1 if to_fp32 else -1
         takes = step if name in demand.takers else 0
-        source = self.typing.result(self.problem.source(value), self.labels)
-        types = (self.typing.result(value, self.labels), source)
+        made, source = self.typing.result(value, self.labels), self.problem.source(value)
+        types = (made, made if source == value else self.typing.result(source, self.labels))
         self._casts(change, value, (low - step, fp32 + takes), types)
         self._casts(change, value, (low, fp32), types, -1)
 
@@ -133,7 +135,7 @@ class _Counts:
                 for dtype in demand.casts:
                     if dtype is not made:
                         change.add(sign, numel * (made.itemsize + dtype.itemsize))
-        for user, _ in problem.graph.users(value) if self.typing.cast_results else ():
+        for user, _ in problem.graph.users(value) if self.casts_inside else ():
             for out in user.outputs:
                 if upcast_source(self.typing, out) == value:
                     for region, demand in problem.demands(out).items():

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Node, Operand, PrecisionGraph, Value
+from amp_compiler.ir.value_class import value_class
 from amp_compiler.policy.rules import OpInfo, OpTable
 
 LOW, FP32, KEEP = "low", "fp32", "keep"
@@ -36,7 +36,7 @@ class Role(enum.Enum):
     __hash__ = object.__hash__  # that of `Enum` is written in Python
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class NodeTyping:
     """What labels mean for one node.
 
@@ -143,11 +143,18 @@ class TypingRules:
         """
         return self._need(node, index, self.nodes[node.name], label)
 
+    def reads_one(self, node: Node, label: str) -> DType | None:
+        """The type that a node must read all operands in, as most do; `None` where it is for `need` to say of each."""
+        typing = self.nodes[node.name]
+        if label == KEEP or len(typing.data) < len(typing.roles):
+            return None
+        if label == LOW:
+            return self.low
+        return None if typing.info.promotes else DType.FLOAT32
+
     def needs(self, node: Node, label: str) -> list[DType | None]:
         """What `need` says of each operand."""
         typing = self.nodes[node.name]
-        if label != KEEP and len(typing.data) == len(typing.roles) and not typing.mixes(label):  # as most nodes are
-            return [self.low if label == LOW else DType.FLOAT32] * len(typing.roles)
         return [self._need(node, index, typing, label) for index in range(len(typing.roles))]
 
     def _need(self, node: Node, index: int, typing: NodeTyping, label: str) -> DType | None:
@@ -213,8 +220,11 @@ class TypingRules:
         if known is None:
             read = [(operand, values[operand.value]) for operand in node.inputs]
             known = self._known[alike] = self._look_at(read, info, is_cast)
-        flexible = self.flexible
-        made = tuple([name for name in node.outputs if values[name].dtype in flexible])
+        flexible, made = self.flexible, node.outputs
+        for name in made:
+            if values[name].dtype not in flexible:
+                made = tuple([name for name in made if values[name].dtype in flexible])
+                break
         return NodeTyping(info, known.roles, known.data, made, is_cast, known.movable)
 
     def _look_at(self, read: list[tuple[Operand, Value]], info: OpInfo, is_cast: bool) -> _Operands:

@@ -36,6 +36,7 @@ class RuleMatcher:
     ranges: Mapping[str, float] = field(default_factory=dict)
     _by_op: dict[str, tuple[Candidate, ...]] = field(default_factory=dict, init=False, repr=False)
     _decisions: dict[tuple[Any, ...], Decision] = field(default_factory=dict, init=False, repr=False)
+    _by_op_alone: dict[str, Decision] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.view = View(self.graph, self.rules.ops, self.ranges, frozenset(self.graph.outputs))
@@ -48,15 +49,23 @@ class RuleMatcher:
         Returns:
             The decision, or `None` where no rule with a precision matches.
         """
+        settled = self._by_op_alone.get(node.op)
+        if settled is not None:
+            return settled
         refined: list[Rule] = []
+        alone = True
         for rule, conditions in self._candidates(node.op):
-            if conditions and not all(condition.holds(node, self.view) for condition in conditions):
-                continue
+            if conditions:
+                alone = False
+                if not all(condition.holds(node, self.view) for condition in conditions):
+                    continue
             refined.append(rule)
             if rule.precision is not None:
                 found = (node.op, *map(id, refined))  # what a decision is made of; most nodes share one with others
                 if found not in self._decisions:
                     self._decisions[found] = self._merge(node, rule, refined)
+                if alone:
+                    self._by_op_alone[node.op] = self._decisions[found]
                 return self._decisions[found]
         return None
 

@@ -147,9 +147,10 @@ def _why_untouchable(values: Mapping[str, Value], flexible: frozenset[DType], no
     touches = False
     for operand in node.inputs:
         dtype = values[operand.value].dtype
-        if dtype in _UNTOUCHABLE:
+        if dtype in flexible:
+            touches = True
+        elif dtype in _UNTOUCHABLE:
             return f"its input '{operand.value}' is {dtype.value}, which is never exchanged for a 16-bit type"
-        touches = touches or dtype in flexible
     touches = touches or any(values[name].dtype in flexible for name in node.outputs)
     return None if touches else "no float32 data"
 

@@ -23,6 +23,7 @@ def make_plan(
     ranges: Mapping[str, float] | None = None,
     stages: Stages | None = None,
     pipeline: Pipeline = PLAN,
+    later: bool = False,
 ) -> PrecisionPlan:
     """Plan a graph: which node runs in which type, and where casts stand.
 
@@ -33,6 +34,7 @@ def make_plan(
         ranges: calibrated largest magnitude by value name.
         stages: takes the text behind each pass.
         pipeline: the passes.
+        later: put the verdicts into words when they are first read: until then the plan holds on to the graph.
 
     Returns:
         The plan; the same for the same arguments on every run.
@@ -51,14 +53,15 @@ def make_plan(
         raise PassError(f"{low.value} is no low-precision type", mend="use DType.FLOAT16 or DType.BFLOAT16")
     graph.verify()
     draft = Draft(graph, rules, Context(low, graph.device), ranges=dict(ranges or {}))
-    return plan_of(pipeline.run(draft, {}, stages))
+    return plan_of(pipeline.run(draft, {}, stages), later=later)
 
 
-def plan_of(draft: Draft) -> PrecisionPlan:
+def plan_of(draft: Draft, *, later: bool = False) -> PrecisionPlan:
     """The plan that a finished draft says.
 
     Args:
         draft: with decisions, labels and casts.
+        later: see `make_plan`.
 
     Raises:
         PassError: where casts were not placed yet.
@@ -66,17 +69,17 @@ def plan_of(draft: Draft) -> PrecisionPlan:
     if draft.casts is None:
         raise PassError("casts were not placed yet", mend="run 'place_casts' first")
     verdicts = _Verdicts(draft)
-    nodes = tuple([verdicts.of(node) for node in draft.graph.nodes.values()])
-    return PrecisionPlan(
+    plan = PrecisionPlan(
         draft.context.low.short,
         draft.rules.name,
         draft.context.device,
-        nodes,
+        () if later else verdicts.nodes(),
         draft.casts,
         tuple((v.name, v.dtype.short) for v in draft.graph.values.values() if v.kind is ValueKind.INPUT),
         tuple(draft.graph.outputs),
         unused_rules(RuleMatcher(draft.rules, draft.graph, draft.context, draft.ranges)),
     )
+    return PrecisionPlan.of(verdicts, plan) if later else plan
 
 
 class _Verdicts:
@@ -84,11 +87,20 @@ class _Verdicts:
 
     def __init__(self, draft: Draft) -> None:
         self.draft, self.typing, self.types = draft, draft.typing.nodes, draft.types
+        self.labels = draft.labels
         self.shorts = {dtype: dtype.short for dtype in DType}
         self.said: dict[tuple[int, str, str], tuple[str, ...]] = {}
 
-    def of(self, node: Node) -> PlannedNode:
-        """The verdict on one node."""
+    @property
+    def math(self) -> bool:
+        """Whether a rule says what type some node computes in."""
+        return any(decision.math is not None for decision in self.draft.decisions.values())
+
+    def nodes(self) -> tuple[PlannedNode, ...]:
+        """The verdicts on all nodes, in execution order."""
+        return tuple([self._of(node) for node in self.draft.graph.nodes.values()])
+
+    def _of(self, node: Node) -> PlannedNode:
         draft, name = self.draft, node.name
         decision, label, note = draft.decisions[name], draft.labels[name], draft.notes.get(name, "")
         key = (id(decision), label, note)  # the draft holds the decisions, so that each has an id of its own

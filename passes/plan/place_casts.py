@@ -98,6 +98,12 @@ class _Placer:
                 mixing.append((order, node))
             if typing.is_cast:
                 explicit += [((order, -1), cast) for cast in self._model_cast(node)]
+            one = self.typing.reads_one(node, label)
+            if one is not None:
+                for index, operand in enumerate(node.inputs):
+                    if types[operand.value] is not one:
+                        self._require(order, node.name, index, operand.value, one, node.region)
+                continue  # it is no cast
             for index, needed in enumerate(self.typing.needs(node, label)):
                 if needed is not None and needed is not types[node.inputs[index].value]:
                     self._require(order, node.name, index, node.inputs[index].value, needed, node.region)
@@ -182,6 +188,9 @@ def _wrong_types(draft: Draft) -> str | None:
         read = [types[operand.value] for operand in node.inputs]
         if name in served:
             read = [reads[name, index][1] if (name, index) in reads else known for index, known in enumerate(read)]
+        one = typing.reads_one(node, draft.labels[name])
+        if one is not None and read.count(one) == len(read):
+            continue
         wrong = typing.complaint(node, draft.labels[name], read)
         if wrong is not None:
             return wrong

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 import torch
@@ -216,6 +217,33 @@ def test_options_that_an_onnx_file_has_no_use_for(run, tmp_path, option):
     code, _, err = run("explain", str(path), *option)
     assert code == 2
     assert f"{option[0]}: " in err and "ONNX file" in err
+
+
+@pytest.mark.parametrize(
+    "command", [["explain", "--html"], ["explain", "--output"], ["explain", "--svg"], ["tune", ""]], ids="-".join
+)
+def test_the_data_of_an_onnx_file_are_not_overwritten(run, tmp_path, command):
+    path, data = tmp_path / "model.onnx", tmp_path / "weights.bin"
+    text = """<ir_version: 8, opset_import: ["" : 18]> g (float[1, 2] x) => (float[1, 2] y) { y = MatMul(x, w) }"""
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones((2, 2), np.float32), "w"))
+    onnx.save(model, path, save_as_external_data=True, location=data.name, size_threshold=0)
+    before = data.read_bytes()
+    verb, option = command
+    code, _, err = run(verb, str(path), *([option] if option else []), str(data))
+    assert code == 2 and "a data file of the model" in err and data.read_bytes() == before
+
+
+def test_an_onnx_file_is_planned_as_it_is_converted(run, tmp_path):
+    path, asked = tmp_path / "model.onnx", ("--fuse", "--opset", "23")
+    text = """<ir_version: 8, opset_import: ["" : 18]> g (float[4, 8] x) => (float[4, 8] y) <float half = {0.5}, float
+        one = {1}, float root = {1.4142135}> { e = Div(x, root) f = Erf(e) g = Add(f, one) h = Mul(x, half)
+        y = Mul(h, g) }"""
+    onnx.save(onnx.parser.parse_model(text), path)
+    code, out, _ = run("explain", str(path), *asked, "--format", "json")
+    assert code == 0 and [node["op"] for node in json.loads(out)["nodes"]] == ["onnx.Gelu"]
+    code, _, err = run("explain", str(path), *asked, "--print-after", "all")
+    assert code == 2 and "--fuse" in err
 
 
 def test_an_onnx_file_with_arguments_stands_beside_autocast(run, tmp_path):

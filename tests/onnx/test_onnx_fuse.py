@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from compound_models import ERF_FORMS, RNG, TANH_FORMS, gelu, norm
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,8 @@ from onnx.reference import ReferenceEvaluator
 from onnx_corpus import built
 from onnx_models import DTYPES, check, copy, info, model, node, run, scalar, weight
 
+import amp_compiler as amp
+from amp_compiler.errors import AmpError
 from amp_compiler.onnx.check.verify import verify
 from amp_compiler.onnx.convert import convert_onnx
 from amp_compiler.onnx.lowering.fuse import fuse
@@ -281,6 +284,19 @@ def test_converted_models_hold_one_op_and_no_casts_around_it(make, dtype):
 
 def test_without_it_nothing_is_fused():
     assert "LayerNormalization" not in ops(convert_onnx(norm(centred=True, opset=17)).model)
+
+
+def test_explain_fuses_too(tmp_path):
+    source = norm(opset=18)
+    plan = amp.explain(source, dtype="bf16", fuse=True, opset=23)
+    assert "onnx.RMSNormalization" in {planned.op for planned in plan.nodes}
+    assert plan == convert_onnx(source, dtype="bf16", fuse=True, opset=23).plan != amp.explain(source, dtype="bf16")
+
+
+@pytest.mark.parametrize("options", [{"fuse": True}, {"opset": 23}])
+def test_explain_fuses_no_torch_model(options):
+    with pytest.raises(AmpError, match="for a Linear; leave it out"):
+        amp.explain(torch.nn.Linear(2, 2), (torch.ones(1, 2),), **options)
 
 
 def test_a_plan_without_casts_is_a_change_too():

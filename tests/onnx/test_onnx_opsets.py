@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import onnx
 import pytest
@@ -14,12 +16,15 @@ from onnx_models import (
     info,
     model,
     node,
+    run,
     same_numbers,
     weight,
 )
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.convert import convert_onnx
+from amp_compiler.onnx.model.model import open_model
+from amp_compiler.onnx.model.opset import raise_opset
 
 
 @pytest.mark.parametrize("opset", [9, 11, 13, 14, 15, 17, 21])
@@ -80,3 +85,75 @@ def test_raising_keeps_names_doc_strings_and_metadata():
     assert (conv.name, conv.doc_string, conv.metadata_props[0].value) == ("conv", "a note", "v")
     assert made.metadata_props[0].value == "me"
     assert nh.to_array(source.graph.initializer[0]).shape == tuple(made.graph.initializer[0].dims)
+
+
+def resizing(op, opset, mode, scales):
+    """A resize of an opset before 11, whose elements lie elsewhere than those of later ones."""
+    stored = nh.from_array(np.array(scales, np.float32), "scales")
+    attributes = {"mode": mode, "scales": [float(scale) for scale in scales]} if opset == 7 else {"mode": mode}
+    nodes = [node(op, ["x"] if opset == 7 else ["x", "scales"], ["y"], "resize", **attributes)]
+    sizes = [math.floor(size * scale) for size, scale in zip((1, 2, 6, 7), scales, strict=True)]
+    return model(nodes, [info("x", 1, 2, 6, 7)], [info("y", *sizes)], [] if opset == 7 else [stored], opset=opset)
+
+
+@pytest.mark.parametrize("scales", [(1, 1, 2, 2), (1, 1, 1.5, 1.7), (1, 1, 0.6, 0.5)])
+@pytest.mark.parametrize("mode", ["nearest", "linear"])
+@pytest.mark.parametrize(("op", "opset"), [("Resize", 10), ("Upsample", 9), ("Upsample", 7)])
+def test_what_is_resized_lies_where_it_lay(op, opset, mode, scales):
+    """ONNX's converter leaves out what later opsets call asymmetric: a linear resize was off by half of its size."""
+    if op == "Upsample" and min(scales) < 1:
+        scales = (1, 1, 3, 1.2)  # it makes nothing smaller
+    source = resizing(op, opset, mode, scales)
+    feeds = {"x": RNG.standard_normal((1, 2, 6, 7)).astype(np.float32)}
+    for later in (11, 18, 22):
+        raised = raise_opset(open_model(source), later, "a test wants it").proto
+        assert np.allclose(run(source, feeds)[0], run(raised, feeds)[0], atol=1e-6)
+
+
+def test_a_resize_that_the_converter_names_anew_keeps_its_meaning():
+    """So older exporters write `F.interpolate` in the middle of a model."""
+    source = resizing("Upsample", 9, "linear", (1, 1, 2, 2))
+    source.graph.node[0].output[0] = "big"
+    source.graph.node.append(node("Relu", ["big"], ["y"]))
+    feeds = {"x": RNG.standard_normal((1, 2, 6, 7)).astype(np.float32)}
+    raised = raise_opset(open_model(source), 22, "a test wants it").proto
+    assert "big" not in {name for entry in raised.graph.node for name in entry.output}, "else this tests nothing"
+    assert np.allclose(run(source, feeds)[0], run(raised, feeds)[0], atol=1e-6)
+
+
+def test_a_resize_in_a_body_keeps_its_meaning_too():
+    text = """<ir_version: 6, opset_import: ["" : 10]> g (bool c, float[1, 1, 2, 2] x) => (float[1, 1, 4, 4] y)
+        <float[4] scales = {1, 1, 2, 2}> { y = If (c) <
+            then_branch = then () => (float[1, 1, 4, 4] a) { a = Resize<mode = "linear">(x, scales) },
+            else_branch = other () => (float[1, 1, 4, 4] b) { b = Resize<mode = "nearest">(x, scales) }> }"""
+    source = onnx.parser.parse_model(text)
+    raised = raise_opset(open_model(source), 22, "a test wants it").proto
+    for taken in (True, False):
+        feeds = {"c": np.array(taken), "x": RNG.standard_normal((1, 1, 2, 2)).astype(np.float32)}
+        assert np.allclose(run(source, feeds)[0], run(raised, feeds)[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("scales", [(1, 1, 2, 0.5), None], ids=["both", "computed"])
+def test_a_resize_that_no_later_opset_can_say_stays_in_its_own(scales):
+    """It is FP32 then, as all is that BF16 has a type for only later, and the note says so."""
+    source = resizing("Resize", 10, "nearest", scales or (1, 1, 2, 2))
+    if scales is None:
+        del source.graph.initializer[:]
+        source.graph.input.append(info("scales", 4))
+    with pytest.raises(OnnxError, match="which neighbour is nearest"):
+        raise_opset(open_model(source), 22, "a test wants it")
+    done = convert_onnx(source, dtype="bf16")
+    assert done.model.opset_import[0].version == 10 and not done.changed
+
+
+@pytest.mark.parametrize("axis", [None, 0, 1, 2, -1, -2])
+def test_hardmax_is_raised_where_its_axis_is_the_last(axis):
+    nodes = [node("Hardmax", ["x"], ["y"], "peak", **({} if axis is None else {"axis": axis}))]
+    source = model(nodes, [info("x", 2, 3, 4)], [info("y", 2, 3, 4)], [], opset=12)
+    feeds = {"x": RNG.standard_normal((2, 3, 4)).astype(np.float32)}
+    if axis in (2, -1):
+        raised = raise_opset(open_model(source), 22, "a test wants it").proto
+        assert np.array_equal(run(source, feeds)[0], run(raised, feeds)[0])
+    else:
+        with pytest.raises(OnnxError, match="stands for all dimensions from there on"):
+            raise_opset(open_model(source), 22, "a test wants it")

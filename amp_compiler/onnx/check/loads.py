@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from amp_compiler.errors import OnnxError
+from amp_compiler.onnx.check.crashes import CRASHING, crashing_node
 from amp_compiler.onnx.check.run import Engine, check_providers, session_options
 from amp_compiler.onnx.model.infer import stripped
 from amp_compiler.onnx.model.validate import make_inputs_of_stubs
@@ -90,9 +92,24 @@ def refusal_of(
     return _read(problem)
 
 
+def told_crash(proto: onnx.ModelProto, engine: Engine) -> str:
+    """What there is to know of a model that ONNX Runtime would crash on; empty for any other one.
+
+    Args:
+        proto: the model.
+        engine: what it is loaded with.
+    """
+    place = crashing_node(proto) if engine.providers == Engine().providers else ""
+    return place and (
+        f"onnxruntime (1.31 and 1.32 at least) may crash on the CPU when it loads {place}: a Transpose stands before"
+        f" this FP16 product. It was loaded without the optimization at fault: disabled_optimizers=['{CRASHING}']"
+    )
+
+
 def is_long(proto: onnx.ModelProto) -> bool:
     """True for a model that is not loaded, because that would take long."""
-    return sum(len(graph.node) for graph in proto_graphs(proto.graph)) > MOST_NODES
+    counts = itertools.accumulate(len(graph.node) for graph in proto_graphs(proto.graph))
+    return any(count > MOST_NODES for count in counts)
 
 
 def _load(proto: onnx.ModelProto, folder: Path | None, engine: Engine | None) -> str | None:
@@ -104,9 +121,11 @@ def _load(proto: onnx.ModelProto, folder: Path | None, engine: Engine | None) ->
         options = session_options(used, folder)
         options.log_severity_level = 4
         options.intra_op_num_threads = 1
+        left_out = [CRASHING] if crashing_node(proto) else []
         session = ort.InferenceSession(
-            proto.SerializeToString(), options, providers=list(used.providers), enable_fallback=0
-        )
+            proto.SerializeToString(), options,
+            providers=list(used.providers), enable_fallback=0, disabled_optimizers=left_out,
+        )  # fmt: skip
     except OnnxError:
         raise
     except Exception as cause:  # noqa: BLE001  its errors share no base class but Exception

@@ -61,18 +61,36 @@ class _Writer:
         self.retired: set[str] = set()
         self.outputs: dict[int, ir.Value] = {}
         self.scopes = Scopes(lowered.owners, {self.main: 0})
-        self.home: dict[ir.Value, ir.Graph] = {}
-        self.order: dict[ir.Node, int] = {}
+        self._given: dict[ir.Value, ir.Graph] = {}
+        self._orders: dict[ir.Graph, dict[ir.Node, int]] = {}
+        self.node_names, self.value_names = {""}, {""}
         for graph in lowered.model.graphs():
             nodes = list(graph)
-            values = [*graph.inputs, *graph.initializers.values(), *(value for node in nodes for value in node.outputs)]
-            self.home.update(dict.fromkeys(values, graph))
-            self.order.update(zip(nodes, range(len(nodes)), strict=True))
+            given = [*graph.inputs, *graph.initializers.values()]
+            self._given.update(dict.fromkeys(given, graph))
+            self.value_names.update([value.name or "" for value in given])
+            self.value_names.update([value.name or "" for node in nodes for value in node.outputs])
+            self.node_names.update([node.name or "" for node in nodes])
             for node in nodes if lowered.model.contents.bodies else ():
                 for body in bodies(node).values():
                     self.scopes.depth[body] = self.scopes.depth[graph] + 1
-        self.node_names = {node.name or "" for node in self.order}
-        self.value_names = {value.name or "" for value in self.home}
+
+    def _home(self, value: ir.Value) -> ir.Graph:
+        """The graph that a value is made in, or given to."""
+        producer = value.producer()
+        graph = self._given[value] if producer is None else producer.graph
+        if not isinstance(graph, ir.Graph):
+            raise LoweringError(f"'{value.name}' is made in no graph", mend="plan this model again")
+        return graph
+
+    def _first(self, nodes: list[ir.Node], graph: ir.Graph) -> ir.Node:
+        """The first of some nodes of a graph."""
+        if len(nodes) == 1:
+            return nodes[0]
+        order = self._orders.get(graph)
+        if order is None:
+            order = self._orders[graph] = {node: index for index, node in enumerate(graph)}
+        return min(nodes, key=order.__getitem__)
 
     def run(self) -> bool:
         """Retype what changed, place the casts, settle outputs and stored data."""
@@ -97,18 +115,18 @@ class _Writer:
         return self.lowered.values[name]
 
     def _retype(self) -> bool:
-        changed = False
         values = self.lowered.graph.values
-        for planned in self.plan.nodes:
-            for name, short in planned.outputs:
-                if values[name].dtype.short != short:
-                    set_type(self._value(name), dtype_from_short(short))
-                    changed = True
-        return changed
+        changed = [(name, dtype) for name, dtype in self.plan.types.items() if values[name].dtype is not dtype]
+        for name, dtype in changed:
+            set_type(self._value(name), dtype)
+        return bool(changed)
 
     def _place(self, cast: PlannedCast) -> None:
         source = self._value(cast.value)
         dst = dtype_from_short(cast.dst)
+        if self._is_read_by(cast, source):
+            self._round(cast.value, dst)
+            return
         sites = list(self._sites(cast))
         returned = [index for name, index in cast.users if name == RETURN]
         if cast.src == cast.dst:
@@ -129,8 +147,8 @@ class _Writer:
         for name, index in cast.users:
             if name == RETURN:
                 continue
-            sites = self.lowered.sites.get(name)
-            if sites is None or index >= len(sites):
+            sites = self.lowered.sites_of(name)
+            if index >= len(sites):
                 raise LoweringError(
                     f"the plan casts operand {index} of '{name}', which the model lacks", mend="plan this model again"
                 )
@@ -147,7 +165,7 @@ class _Writer:
 
     def _cast(self, cast: PlannedCast, source: ir.Value, dst: DType, sites: list[Site], returned: bool) -> ir.Value:
         graphs = [self.scopes.graph_of(site) for site in sites] + [self.main] * returned
-        graph = self.scopes.common(graphs, self.home[source])
+        graph = self.scopes.common(graphs, self._home(source))
         key = (cast.value, cast.dst, graph)
         if key in self.placed:
             return self.placed[key]
@@ -162,7 +180,7 @@ class _Writer:
         )
         anchors = [anchor for site in sites if (anchor := self.scopes.anchor(site, graph)) is not None]
         if anchors:
-            graph.insert_before(min(anchors, key=self.order.__getitem__), node)
+            graph.insert_before(self._first(anchors, graph), node)
         else:
             graph.append(node)
         self.placed[key] = node.outputs[0]
@@ -224,13 +242,34 @@ class _Writer:
         producer = old.producer()
         if producer is None:
             new.const_value = made
-            self.home[old].register_initializer(new)
+            self._home(old).register_initializer(new)
         else:
             node = with_data(producer, made, new, unique(f"{producer.name}_{dst.short}", self.node_names))
-            self.home[old].insert_before(producer, node)
-            self.order[node] = self.order[producer]
+            self._home(old).insert_before(producer, node)
         self.folded[name, dst] = new
         return new
+
+    def _is_read_by(self, cast: PlannedCast, source: ir.Value) -> bool:
+        """True for an initializer that nothing reads but what a cast is for."""
+        return (
+            source.is_initializer()
+            and not self.lowered.model.contents.bodies
+            and self.lowered.graph.is_folded(cast.value)
+            and cast.src != cast.dst
+            and not source.is_graph_output()
+            and len(cast.users) == len(source.uses())
+        )
+
+    def _round(self, name: str, dst: DType) -> None:
+        """Round an initializer where it stands."""
+        value = self._value(name)
+        tensor = tensor_of(value)
+        if tensor is None:
+            raise LoweringError(f"'{name}' holds no data", mend="plan this model again")
+        unique(f"{value.name}_{dst.short}", self.value_names)  # so that names do not depend on how it is rounded
+        value.const_value = convert(tensor, dst, name=value.name or "", floor=self.floors.get(name))
+        set_type(value, dst)
+        self.retired.add(name)
 
     def _retire(self, name: str, new: ir.Value) -> None:
         """Let rounded data take the place and the name of data that nobody reads any more."""
@@ -242,13 +281,13 @@ class _Writer:
         producer = old.producer()
         if producer is None or maker is None:
             data = new.const_value
-            self.home[old].initializers.pop(new.name or "")
+            self._home(old).initializers.pop(new.name or "")
             if data is not None:
                 data.name = old.name
             old.const_value = data
         else:
             set_data(producer, maker.attributes["value"].value)
-            self.home[old].remove(maker, safe=True)
+            self._home(old).remove(maker, safe=True)
         set_type(old, neutral_type(new.dtype.value) if new.dtype is not None else self.lowered.low)
 
     def _raise(self, name: str, floor: float) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from amp_compiler.ir.dtypes import dtype_from_short
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.lowering.lower import Lowered
 
@@ -21,12 +20,10 @@ def drop_idle_casts(lowered: Lowered, plan: PrecisionPlan) -> None:
         lowered: the model, on which the plan has been carried out.
         plan: the plan.
     """
-    own = [planned for planned in plan.nodes if planned.op in _CASTS]
-    if not own:
-        return
-    planned_types = {name: dtype_from_short(short) for planned in plan.nodes for name, short in planned.outputs}
-    for planned in own:
-        node, neutral = lowered.nodes[planned.name], lowered.graph.nodes[planned.name]
+    own = [neutral for neutral in lowered.graph.nodes.values() if neutral.op in _CASTS]
+    planned_types = plan.types
+    for neutral in own:
+        node = lowered.nodes[neutral.name]
         source, result = neutral.inputs[0].value, neutral.outputs[0]
         captured = lowered.graph.values[source].dtype
         was = captured is lowered.graph.values[result].dtype

@@ -23,6 +23,7 @@ from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Attr, Node, Operand, PrecisionGraph, Value, ValueKind
 from amp_compiler.ir.plan import RETURN
+from amp_compiler.ir.value_class import value_class
 from amp_compiler.onnx.lowering.pins import Demanded, Demands
 from amp_compiler.onnx.model.data import examine, tensor_of
 from amp_compiler.onnx.model.model import UNKNOWN, OnnxModel, bodies
@@ -35,7 +36,7 @@ QUANTIZING = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLi
 _EXAMINED = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT64)
 
 
-@dataclass(frozen=True, slots=True)
+@value_class
 class Site:
     """Where an operand of a neutral node stands in the model: input `index` of `node`, or output `index` of a body."""
 
@@ -54,7 +55,7 @@ class Lowered:
         low: the 16-bit type.
         values: the value behind each neutral one.
         nodes: the node behind each neutral one.
-        sites: where the operands of each neutral node stand.
+        sites: where the operands of neutral nodes stand that leave inputs out or have bodies; see `sites_of`.
         returned: for each output of the neutral graph, its index among the outputs of the model.
         owners: by body, the node that holds it.
         late: nodes kept only since their opset does not admit the low type, with the first opset that does.
@@ -75,6 +76,13 @@ class Lowered:
     fused: int = 0
     notes: list[str] = field(default_factory=list)
     renamed: bool = False
+
+    def sites_of(self, name: str) -> list[Site]:
+        """Where the operands of a neutral node stand; none for a name that no node has."""
+        known, node = self.sites.get(name), self.nodes.get(name)
+        if known is None and node is not None:
+            known = [Site(node, index) for index in range(len(node.inputs))]
+        return known or []
 
 
 def lower(
@@ -178,7 +186,7 @@ class _Builder:
         demands = self.demands.of(node, op, named=named, quantized=self._quantized(node, quantizing))
         if demands.late is not None:
             self.lowered.late[name] = demands.late
-        operands, sites = self._operands(node, demands, inner)
+        operands = self._operands(node, name, demands, inner)
         outputs = [self._value(out, ValueKind.RESULT) for out in node.outputs if out.name]
         props = node.metadata_props
         self.graph.add_node(
@@ -196,7 +204,6 @@ class _Builder:
             outputs,
         )
         self.lowered.nodes[name] = node
-        self.lowered.sites[name] = sites
 
     def _op(self, node: ir.Node) -> tuple[str, bool]:
         """The neutral name of the op of a node, and whether it quantises."""
@@ -207,30 +214,31 @@ class _Builder:
             found = self._ops[key] = op, op_table().info(op).quantized
         return found
 
-    def _operands(
-        self, node: ir.Node, demands: Demands, inner: dict[str, ir.Graph]
-    ) -> tuple[list[Operand], list[Site]]:
-        operands, sites = [], []
-        for index, value in enumerate(node.inputs):
+    def _operands(self, node: ir.Node, name: str, demands: Demands, inner: dict[str, ir.Graph]) -> list[Operand]:
+        """The operands of a node, called `name` in the neutral graph; those of its bodies behind its own."""
+        operands, names, inputs = [], self.names, node.inputs
+        for value, (slot, allowed, tied) in zip(inputs, demands.slots, strict=True):
             if value is None:
                 continue
-            read = self.names.get(value)
+            read = names.get(value)
             if read is None:
                 raise OnnxError(
                     f"it reads '{value.name}', which nothing makes",
                     where=f"node '{node.name}' ({node.op_type})",
                     mend="run onnx.checker.check_model on the model",
                 )
-            slot, allowed, tied = demands.slots[index]
             operands.append(Operand(read, slot, allowed, tied))
-            sites.append(Site(node, index))
+        if len(operands) == len(inputs) and not inner:
+            return operands
+        sites = [Site(node, index) for index, value in enumerate(inputs) if value is not None]
+        self.lowered.sites[name] = sites
         for attribute, body in inner.items():
             for index, value in enumerate(body.outputs):
-                if value in self.names:
-                    captured = self.graph.values[self.names[value]].dtype
-                    operands.append(Operand(self.names[value], f"{attribute}.{index}", frozenset({captured})))
+                if value in names:
+                    captured = self.graph.values[names[value]].dtype
+                    operands.append(Operand(names[value], f"{attribute}.{index}", frozenset({captured})))
                     sites.append(Site(node, index, body))
-        return operands, sites
+        return operands
 
     def _quantized(self, node: ir.Node, quantizing: bool) -> str:
         """Why a node stays as it is that quantises, or stands beside one that does: its types belong to that."""
@@ -251,21 +259,17 @@ class _Builder:
         return any(is_quantizing(user) for out in node.outputs for user, _ in out.uses())
 
     def _value(self, value: ir.Value, kind: ValueKind) -> Value:
-        known = self.model.types.get(value, UNKNOWN)
-        name = self._value_name(value)
-        self.names[value] = name
-        self.lowered.values[name] = value
-        return Value(name, known.dtype or DType.OTHER, known.shape, known.numel, kind)
-
-    def _value_name(self, value: ir.Value) -> str:
+        known, values = self.model.types.get(value, UNKNOWN), self.lowered.values
         name = value.name or "value"
-        if name not in self.graph.values and self._reserved.get(name, value) is value:
-            return name
-        return self._unique(name, lambda wanted: wanted in self._reserved or wanted in self.lowered.values)
+        if name in values or self._reserved.get(name, value) is not value:
+            name = self._unique(name, lambda wanted: wanted in self._reserved or wanted in values)
+        self.names[value] = name
+        values[name] = value
+        return Value(name, known.dtype or DType.OTHER, known.shape, known.numel, kind)
 
     def _node_name(self, node: ir.Node) -> str:
         name = node.name or ""
-        if node in self.model.unnamed or not name:  # counted by op, so that casts in between change no name
+        if not name or node in self.model.unnamed:  # counted by op, so that casts in between change no name
             number = self._unnamed[node.op_type] = self._unnamed.get(node.op_type, -1) + 1
             name = f"{node.op_type}_{number}"
         if name != RETURN and name not in self.lowered.nodes:

@@ -67,7 +67,7 @@ def unify_batch_norms(lowered: Lowered, plan: PrecisionPlan) -> None:
         lowered: the model, on which the plan has been carried out.
         plan: the plan.
     """
-    labels = {node.name: node.precision for node in plan.nodes if node.op == _OP}
+    labels = plan.labels
     taken: set[str] = set()
     made: dict[ir.Value, ir.Value] = {}
     for neutral in _behind_products(lowered):

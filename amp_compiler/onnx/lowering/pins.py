@@ -168,17 +168,12 @@ class Demanded:
 
     def of(self, node: ir.Node, op: str, *, named: bool, quantized: str) -> Demands:
         """The demands on one node; the arguments are those of `pin_of`."""
-        types, held = self.model.types, node.attributes.data
+        types, held, inputs = self.model.types, node.attributes.data, node.inputs
+        kinds = [None if value is None else types.get(value, UNKNOWN).kind for value in inputs]
+        kinds += [types.get(value, UNKNOWN).kind if value.name else None for value in node.outputs]
         key: tuple[object, ...] = (
-            op,
-            node.version,
-            named,
-            quantized,
-            "output_dtype" in held,
-            *[None if value is None else types.get(value, UNKNOWN).kind for value in node.inputs],
-            len(node.inputs),
-            *[types.get(value, UNKNOWN).kind if value.name else None for value in node.outputs],
-        )
+            op, node.version, named, quantized, "output_dtype" in held, len(inputs), tuple(kinds)
+        )  # fmt: skip
         own = bool(held) and bool(bodies(node))
         found = None if own else self._known.get(key)
         if found is None:

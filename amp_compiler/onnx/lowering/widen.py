@@ -32,6 +32,8 @@ def widen_math(lowered: Lowered, plan: PrecisionPlan) -> bool:
     Raises:
         RuleError: ONNX does not define the op for FP32.
     """
+    if not plan.has_math:
+        return False
     ops = op_table()
     writer: _Writer | None = None
     for planned in plan.nodes:
@@ -48,7 +50,8 @@ class _Writer:
         self.lowered, self.low = lowered, lowered.low
         self.changed = False
         self.names = {value: name for name, value in lowered.values.items()}
-        self.planned = {name: dtype_from_short(short) for node in plan.nodes for name, short in node.outputs}
+        types = plan.types
+        self.planned = {made: types[made] for node in lowered.graph.nodes.values() for made in node.outputs}
         graphs = lowered.model.graphs()
         values = [
             value
@@ -62,7 +65,7 @@ class _Writer:
         """Put casts around one node."""
         node = self.lowered.nodes[planned.name]
         upcasts: dict[ir.Value, ir.Value] = {}
-        for operand, site in zip(neutral.inputs, self.lowered.sites[planned.name], strict=True):
+        for operand, site in zip(neutral.inputs, self.lowered.sites_of(planned.name), strict=True):
             value = node.inputs[site.index] if site.body is None else None
             if value is None or operand.slot in untouched or self._type(value) is not self.low:
                 continue

@@ -327,11 +327,19 @@ class _Binder:
                 self.model.external.append(tensor)
             if name in described:
                 self.model.described.add(value)
-        for node, message, shadow in zip(graph, proto.node, inferred.node, strict=True):
+        types, unnamed = self.model.types, self.model.unnamed
+        for node, message in zip(graph, proto.node, strict=True):
             if not message.name:
-                self.model.unnamed.add(node)
+                unnamed.add(node)
             for value in node.outputs:
-                self._note(value, known)
+                found = known.get(value.name or "")
+                if found is not None:
+                    types[value] = found
+        if self.model.contents.bodies:
+            self._bind_bodies(graph, proto, inferred)
+
+    def _bind_bodies(self, graph: onnx_ir.Graph, proto: onnx.GraphProto, inferred: onnx.GraphProto) -> None:
+        for node, message, shadow in zip(graph, proto.node, inferred.node, strict=True):
             inner = bodies(node)
             if inner:
                 first, second = proto_bodies(message), proto_bodies(shadow)
@@ -341,12 +349,14 @@ class _Binder:
     def _known(self, inferred: onnx.GraphProto) -> dict[str, ValueType]:
         """By name, what inference says. Few types are common to many values, so each is looked into once."""
         known = {}
+        seen = self.seen
         for kind in ("value_info", "input", "output"):
             for info in getattr(inferred, kind):
-                text = info.type.SerializeToString()
-                found = self.seen.get(text)
+                type_ = info.type
+                text = type_.SerializeToString()
+                found = seen.get(text)
                 if found is None:
-                    found = self.seen[text] = _value_type(info.type)
+                    found = seen[text] = _value_type(type_)
                 known[info.name] = found
         return known
 

@@ -12,6 +12,7 @@ import onnx.version_converter
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.model.infer import infer, stripped
 from amp_compiler.onnx.model.model import OnnxFile, proto_graphs
+from amp_compiler.onnx.model.opset_changes import keep_meaning
 
 
 def raise_opset(opened: OnnxFile, version: int, why: str) -> OnnxFile:
@@ -46,6 +47,10 @@ def raise_opset(opened: OnnxFile, version: int, why: str) -> OnnxFile:
         raise OnnxError(
             f"{why}, and onnx's version converter cannot raise the model from {present}: {str(cause)[:300]}", mend=mend
         ) from cause
+    try:
+        keep_meaning(light, raised, (present, version))
+    except OnnxError as wrong:
+        raise OnnxError(f"{why}, and {wrong.what}", where=wrong.where, mend=mend) from wrong
     _restore(proto, raised)
     if _is_sound(proto, folder) and not _is_sound(raised, folder):
         raise OnnxError(f"{why}, and onnx's version converter makes an invalid model of it", mend=mend)

@@ -106,12 +106,13 @@ class _Checker:
         if depth > DEEPEST:
             raise OnnxError(f"its bodies stand more than {DEEPEST} deep in one another", where=place, mend=_EXPORT)
         for node in nodes:
+            op = node.op_type
             try:
-                "".join((node.name, node.op_type, node.domain, node.overload, *node.input, *node.output))
+                "".join((node.name, op, node.domain, node.overload, *node.input, *node.output))
             except TypeError:
-                names = (node.name, node.op_type, node.domain, node.overload, *node.input, *node.output)
+                names = (node.name, op, node.domain, node.overload, *node.input, *node.output)
                 _check_names(node_place(node), iter(names))
-            if not node.op_type:
+            if not op:
                 raise OnnxError("it names no op", where=node_place(node), mend=_EXPORT)
             for attribute in node.attribute:
                 self.attribute(attribute, node, depth)

@@ -1,0 +1,126 @@
+"""What means something else in a later opset, which ONNX's version converter leaves as it is written.
+
+| op | from opset | what changed |
+|---|---|---|
+| `Resize`, `Upsample` | 11 | where an element of the result lies in the input, and which neighbour is nearest |
+| `Hardmax` | 13 | the axis is one dimension; before, all dimensions from it on were one |
+
+Seen in onnx 1.23: the models load, and compute other numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import onnx
+from onnx import AttributeProto, helper, numpy_helper
+
+from amp_compiler.errors import OnnxError
+from amp_compiler.onnx.model.infer import infer
+from amp_compiler.onnx.model.walk import all_nodes, node_place, proto_graphs
+
+_RESIZE, _HARDMAX = 11, 13  # the opsets
+_MEND = "export the model with a later opset, or give raise_opset=False (--no-raise-opset)"
+
+
+def keep_meaning(before: onnx.ModelProto, after: onnx.ModelProto, versions: tuple[int, int]) -> None:
+    """Write into a converted model what the ops meant in the opset that it comes from. Changes `after`.
+
+    Args:
+        before: the model before ONNX's converter, without large data.
+        after: the model behind it.
+        versions: the opset before, and behind.
+
+    Raises:
+        OnnxError: the later opset has no attribute for what an op meant, or it depends on what is not stored.
+    """
+    present, version = versions
+    resizes = {"Resize", "Upsample"} if present < _RESIZE <= version else set()
+    peaks = {"Hardmax"} if present < _HARDMAX <= version else set()
+    if not any(node.op_type in resizes | peaks for node in all_nodes(before)):
+        return
+    if peaks:
+        before = infer(before)  # for the ranks
+    outer = before.graph
+    for old, new in zip(proto_graphs(before.graph), proto_graphs(after.graph), strict=True):
+        for node, was in _pairs(old, new, resizes):
+            _set(node, "coordinate_transformation_mode", "asymmetric")
+            if _text(was, "mode") == "nearest":
+                _set(node, "nearest_mode", _nearest(was, (old, outer)))
+        for node, was in _pairs(old, new, peaks):
+            _set(node, "axis", _last_axis(was, (old, outer)))
+
+
+def _pairs(
+    old: onnx.GraphProto, new: onnx.GraphProto, ops: set[str]
+) -> Iterator[tuple[onnx.NodeProto, onnx.NodeProto]]:
+    """The nodes of some ops behind the converter and before: it keeps their order, but not always their names."""
+    before, after = ([node for node in graph.node if node.op_type in ops] for graph in (old, new))
+    if len(before) != len(after):
+        raise OnnxError(f"the converter makes {len(after)} of {len(before)} nodes of {sorted(ops)}", mend=_MEND)
+    yield from zip(after, before, strict=True)
+
+
+def _nearest(node: onnx.NodeProto, graphs: tuple[onnx.GraphProto, ...]) -> str:
+    """Which neighbour is taken: ONNX Runtime's rule for opsets before 11, the one below, or above where it shrinks."""
+    if node.op_type == "Upsample":
+        return "floor"
+    scales = _stored(node.input[1], graphs) if len(node.input) > 1 else None
+    if scales is not None and (scales >= 1).all():
+        return "floor"
+    if scales is not None and (scales <= 1).all():
+        return "ceil"
+    what = "it shrinks and grows at once" if scales is not None else "its scales are computed"
+    raise OnnxError(
+        f"{what}, and which neighbour is nearest in such a Resize of opset 10 no later opset can say",
+        where=node_place(node), mend=_MEND,
+    )  # fmt: skip
+
+
+def _last_axis(node: onnx.NodeProto, graphs: tuple[onnx.GraphProto, ...]) -> int:
+    """-1, where the axis is the last one: all others make one dimension of several, which opset 13 cannot say."""
+    axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
+    rank = _rank(node.input[0], graphs)
+    if axis == -1 or (rank is not None and axis == rank - 1):
+        return -1
+    raise OnnxError(
+        f"its axis {axis} stands for all dimensions from there on, which opset {_HARDMAX} cannot say",
+        where=node_place(node), mend=_MEND,
+    )  # fmt: skip
+
+
+def _text(node: onnx.NodeProto, name: str) -> str:
+    """A text among the attributes; `nearest` is the default of the one that is asked for."""
+    return next((attribute.s.decode() for attribute in node.attribute if attribute.name == name), "nearest")
+
+
+def _set(node: onnx.NodeProto, name: str, value: int | str) -> None:
+    kept = [attribute for attribute in node.attribute if attribute.name != name]
+    made: list[AttributeProto] = [*kept, helper.make_attribute(name, value)]
+    node.ClearField("attribute")
+    node.attribute.extend(made)
+
+
+def _stored(name: str, graphs: tuple[onnx.GraphProto, ...]) -> np.ndarray | None:
+    """The numbers stored under a name; `None` where they are computed."""
+    for graph in graphs:
+        for tensor in graph.initializer:
+            if tensor.name == name:
+                return numpy_helper.to_array(tensor)
+        for node in graph.node:
+            if node.op_type == "Constant" and node.output[0] == name:
+                held = next((one for one in node.attribute if one.name == "value"), None)
+                return None if held is None else numpy_helper.to_array(held.t)
+    return None
+
+
+def _rank(name: str, graphs: tuple[onnx.GraphProto, ...]) -> int | None:
+    for graph in graphs:
+        for info in (*graph.input, *graph.value_info, *graph.output):
+            if info.name == name and info.type.tensor_type.HasField("shape"):
+                return len(info.type.tensor_type.shape.dim)
+        for tensor in graph.initializer:
+            if tensor.name == name:
+                return len(tensor.dims)
+    return None
