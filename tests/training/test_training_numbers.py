@@ -13,6 +13,7 @@ import amp_compiler as amp
 
 X = torch.linspace(-1, 1, 48).reshape(6, 8)
 STEPS = 10
+IN_FP32 = {"version": 1, "extends": "default", "rules": [{"match": {"op": "*"}, "precision": "fp32"}]}
 
 
 class Net(nn.Module):
@@ -89,3 +90,23 @@ def test_compiled():
     moved = sum(float((a - b).norm()) for a, b in zip(expected, start, strict=True))
     assert 0 < sum(float((a - b).norm()) for a, b in zip(found, expected, strict=True)) < 3e-2 * moved
     assert len(step._programs) == 2
+
+
+def test_a_tensor_of_numbers_of_which_one_changes_is_made_in_pieces_too():
+    taken = []
+    for make, options in ((torchs, {}), (amp.training_step, {"rules": IN_FP32, "backend": "eager"})):
+        model, told = Net(), [1]
+
+        def loss_fn(model, x, told=told):
+            y = model(x)
+            if float(y.detach().sum()) > 1e9:
+                return y.sum()
+            return (y[:, :2] * torch.tensor([[2, told[0]], [told[0], 3.5]])[0]).square().mean()
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = make(model, loss_fn, optimizer, **options)
+        for told[0] in (1, 2, 4, 3):
+            step(X)
+        taken.append([p.detach().clone() for p in model.parameters()])
+    for ours, theirs in zip(*reversed(taken), strict=True):
+        torch.testing.assert_close(ours, theirs)
