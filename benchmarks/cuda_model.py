@@ -2,6 +2,7 @@
 
     python benchmarks/cuda_model.py --models gpt2 vit
     python benchmarks/cuda_model.py --models gpt2 --check 4      # are layers linear?
+    python benchmarks/cuda_model.py --models bert --kernels 30   # the dearest kernels of each side, at the lower depth
 
 Every kernel of a step counts: those that Inductor writes, forward and backward, the update, the gradient scaler,
 clipping. Its time is the longer of its bytes over 4.8 TB/s and its operations over 989 TFLOP/s (16 bits), and 2.5 µs a
@@ -142,6 +143,25 @@ def check_depth(name: str, dtype: str, options: argparse.Namespace) -> Table:
     return made
 
 
+def dearest(title: str, kernels: Sequence[Kernel], count: int) -> Table:
+    """The kernels that take longest by the model, those of equal name and bytes in one line."""
+    groups: dict[tuple[str, int, int], list[Kernel]] = {}
+    for one in kernels:
+        groups.setdefault((one.name, one.read, one.written), []).append(one)
+    total = sum(one.seconds(H200) for one in kernels)
+    made = Table(title=title, title_justify="left")
+    made.add_column("kernel", max_width=90, no_wrap=True)
+    for column in ("times", "MB read", "MB written", "GFLOP", "µs in all", "share"):
+        made.add_column(column, justify="right")
+    ordered = sorted(groups.values(), key=lambda group: sum(one.seconds(H200) for one in group), reverse=True)
+    for group in ordered[:count]:
+        first, seconds = group[0], sum(one.seconds(H200) for one in group)
+        sizes = (f"{value / 1e6:,.1f}" for value in (first.read, first.written))
+        rest = (f"{first.flops / 1e9:,.0f}", f"{1e6 * seconds:,.1f}", f"{seconds / total:.1%}")
+        made.add_row(first.name, str(len(group)), *sizes, *rest)
+    return made
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -152,6 +172,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--check", type=int, help="count at this depth too, and say how far it is from what is expected"
     )
+    parser.add_argument("--kernels", type=int, help="only list so many of the dearest kernels of each variant")
     parser.add_argument(
         "--skip", nargs="+", default=[], metavar="PASS", help="leave passes of ours out, to see their worth"
     )
@@ -175,6 +196,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in options.models:
             for dtype in options.dtype:
                 console.print(check_depth(name, dtype, options))
+        return 0
+    if options.kernels:
+        for name in options.models:
+            size = models.size_of(name, models.CUDA)
+            size = runs.with_layers(size, options.depths[0]) if name in _DEEP else size
+            for dtype in options.dtype:
+                for variant in options.variants:
+                    found = counted(variant, name, size, dtype, options.skip)
+                    console.print(dearest(f"{name}, {dtype}, {variant}", found, options.kernels))
         return 0
     path = options.json or (measuring.RESULTS / "cuda_model.json" if options.default else None)
     rows: list[Row] = []
