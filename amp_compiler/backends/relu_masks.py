@@ -7,6 +7,7 @@ the same operations on the same numbers, of which nothing but a few per channel 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -97,13 +98,20 @@ def _is_read_with(masked: fx.Node, data: fx.Node) -> bool:
 
 def _repeat_for_each_reader(before: list[fx.Node], masked: list[fx.Node]) -> None:
     """Copy a chain with the comparison at its end, and what is masked by it, in front of each reader of that."""
-    relu, graph = before[-1].args[0], before[-1].graph
+    relu: Any = before[-1].args[0]
+    graph = relu.graph
     for reader in list(masked[-1].users):
-        made: dict[Any, fx.Node] = {}
+        made: dict[fx.Node, fx.Node] = {}
         with graph.inserting_before(reader):
-            for node in (*before, *masked):
-                made[relu] = made.get(before[-2], relu)
-                made[node] = graph.node_copy(node, lambda one, made=made: made.get(one, one))
+            for node in before[:-1]:
+                made[node] = _copy(graph, node, made)
+            made[relu] = made[relu.args[0]]
+            for node in (before[-1], *masked):
+                made[node] = _copy(graph, node, made)
         reader.replace_input_with(masked[-1], made[masked[-1]])
     for node in reversed(masked):
         graph.erase_node(node)
+
+
+def _copy(graph: fx.Graph, node: fx.Node, made: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    return graph.node_copy(node, lambda one: made.get(one, one))
