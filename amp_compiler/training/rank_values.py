@@ -37,8 +37,8 @@ class RankValues:
         self._generation = -1
         self._parameters: list[Tensor] = []
         self._marks: dict[int, tuple[int, int]] = {}
-        self._steps = 0
         OPTIMIZER_STEPS.watch()
+        self._steps = OPTIMIZER_STEPS.count  # torch's own steps in this process before are nobody's writes
         for one in optimizers:
             one.register_load_state_dict_post_hook(self.loaded)
 

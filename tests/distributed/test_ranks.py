@@ -223,14 +223,19 @@ def test_compiled_steps_do_the_same():
     assert distance(first["together"], first["eager"]) < 1e-5
 
 
+@pytest.fixture(scope="module")
+def four_slowly():
+    """What each rank of four returned of the scenarios that are."""
+    return run_ranks(4, SLOW_OF_FOUR)
+
+
 @pytest.mark.slow
-def test_four_ranks_do_as_one_process_does_on_their_parts():
-    found = run_ranks(4, SLOW_OF_FOUR)
+def test_four_ranks_do_as_one_process_does_on_their_parts(four_slowly):
     for name in CASES:
-        first, *others = (one[name] for one in of(found, "in_fp32"))
+        first, *others = (one[name] for one in of(four_slowly, "in_fp32"))
         assert all(equal(first["together"], one["together"]) for one in others)
         assert distance(first["together"], first["alone"]) < 1e-4  # four numbers are added in another order
-    first, *others = of(found, "missing_gradients")
+    first, *others = of(four_slowly, "missing_gradients")
     assert all(equal(a, b) for one in others for a, b in zip(first["weights"], one["weights"], strict=True))
 
 
@@ -265,10 +270,11 @@ def test_on_four_ranks_low_types_lead_about_as_far_from_fp32_as_autocast_in_ddp(
     assert 0 < wide <= 1.5 * theirs
 
 
-def test_four_ranks_round_alike_and_are_told_of_what_one_does_otherwise(four):
-    first, *others = of(four, "low_weights")
+@pytest.mark.slow
+def test_four_ranks_round_alike_and_are_told_of_what_one_does_otherwise(four_slowly):
+    first, *others = of(four_slowly, "low_weights")
     assert all(equal(first["same"], one["same"]) for one in others)
-    first, _, *others = of(four, "differences_later")
+    first, _, *others = of(four_slowly, "differences_later")
     assert first["rate"] and all(
         first[key] == one[key] for one in others for key in first if key not in ("same", "fails")
     )
