@@ -2,6 +2,7 @@
 
     python benchmarks/cuda_model.py --models gpt2 vit
     python benchmarks/cuda_model.py --models gpt2 --check 4      # are layers linear?
+    python benchmarks/cuda_model.py --models bert --kernels 30   # the dearest kernels of each side, at the lower depth
 
 Every kernel of a step counts: those that Inductor writes, forward and backward, the update, the gradient scaler,
 clipping. Its time is the longer of its bytes over 4.8 TB/s and its operations over 989 TFLOP/s (16 bits), and 2.5 µs a
@@ -10,9 +11,12 @@ a GPU makes of it is another matter, and no figure here was measured on one. tor
 `reduce-overhead`, with `AdamW(fused=True)`; `max-autotune` has the same kernels but where a product of Triton's beats
 cuBLAS, which only a device can tell.
 
-BF16 runs without loss scale and clipping; FP16 with a dynamic loss scale and clipping to a norm (`GradScaler` and
-`clip_grad_norm_` there). Sizes are `CUDA_SIZES` of `models.py`. Deep models are counted at two depths, and each layer
-more costs what the layers between them do.
+Matrix products, convolutions and attention are needed whoever writes the loops around them. The lesser of what both
+sides' take is the floor of a row: of what lies above it, the last column says which share of theirs ours is.
+
+BF16 runs without loss scale and clipping, and neither side looks whether gradients are finite; FP16 with a dynamic loss
+scale and clipping to a norm (`GradScaler` and `clip_grad_norm_` there). Sizes are `CUDA_SIZES` of `models.py`. Deep
+models are counted at two depths, and each layer more costs what the layers between them do.
 
 It needs a CUDA build of torch and a GPU of any kind, on which almost nothing is run: programs are written, and neither
 compiled nor run. Elements are never read; memory is taken for weights and states of the two depths.
@@ -67,6 +71,7 @@ def at_depths(variant: str, name: str, dtype: str, depths: Sequence[int], skippe
 def rows_of(name: str, dtype: str, options: argparse.Namespace) -> list[Row]:
     """One row per variant."""
     made: list[Row] = []
+    floors: list[float] = []
     layers = models.size_of(name, models.CUDA).layers
     depths = options.depths if name in _DEEP else [layers]
     for variant in options.variants:
@@ -74,8 +79,14 @@ def rows_of(name: str, dtype: str, options: argparse.Namespace) -> list[Row]:
         made.append(
             {"model": name, "dtype": dtype, "variant": variant, "layers": layers, "depths": depths, **found.facts()}
         )
-    base = made[-1]["milliseconds"]
-    return [{**row, "ratio": row["milliseconds"] / base} for row in made]
+        floors.append(1000 * found.product_seconds)
+    base, floor = made[-1]["milliseconds"], min(floors)
+    return [{**row, **_beside(row["milliseconds"], base, floor)} for row in made]
+
+
+def _beside(milliseconds: float, base: float, floor: float) -> Row:
+    above = (milliseconds - floor) / (base - floor)
+    return {"ratio": milliseconds / base, "floor_milliseconds": floor, "ratio_above_floor": above}
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -86,7 +97,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
     made = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
     for column in ("model", "type", "variant"):
         made.add_column(column, no_wrap=True)
-    for column in ("launches", "GB", "TFLOP", "ms", "ratio", *(f"{kind},\nms" for kind in CLASSES)):
+    for column in ("launches", "GB", "TFLOP", "ms", "ratio", "above\nfloor", *(f"{kind},\nms" for kind in CLASSES)):
         made.add_column(column, justify="right")
     for row, following in zip(rows, [*rows[1:], None], strict=True):
         made.add_row(
@@ -98,20 +109,23 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
             f"{row['flops'] / 1e12:.2f}",
             f"{row['milliseconds']:.3f}",
             coloured(row["ratio"]),
+            coloured(row["ratio_above_floor"]),
             *(f"{1000 * row['seconds'].get(kind, 0.0):.3f}" for kind in CLASSES),
             end_section=following is None or (row["model"], row["dtype"]) != (following["model"], following["dtype"]),
         )
     for dtype, mean in means(rows).items():
-        made.add_row("geometric mean", dtype, OURS, *[""] * 4, coloured(mean), *[""] * len(CLASSES))
+        above = means(rows, "ratio_above_floor")[dtype]
+        blank = [""] * len(CLASSES)
+        made.add_row("geometric mean", dtype, OURS, *[""] * 4, coloured(mean), coloured(above), *blank)
     return made
 
 
-def means(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def means(rows: Sequence[Mapping[str, Any]], ratio: str = "ratio") -> dict[str, float]:
     """Geometric mean of our ratios, by type."""
     found: dict[str, list[float]] = {}
     for row in rows:
         if row["variant"] == OURS:
-            found.setdefault(row["dtype"], []).append(row["ratio"])
+            found.setdefault(row["dtype"], []).append(row[ratio])
     return {dtype: statistics.geometric_mean(ratios) for dtype, ratios in found.items()}
 
 
@@ -129,6 +143,25 @@ def check_depth(name: str, dtype: str, options: argparse.Namespace) -> Table:
     return made
 
 
+def dearest(title: str, kernels: Sequence[Kernel], count: int) -> Table:
+    """The kernels that take longest by the model, those of equal name and bytes in one line."""
+    groups: dict[tuple[str, int, int], list[Kernel]] = {}
+    for one in kernels:
+        groups.setdefault((one.name, one.read, one.written), []).append(one)
+    total = sum(one.seconds(H200) for one in kernels)
+    made = Table(title=title, title_justify="left")
+    made.add_column("kernel", max_width=90, no_wrap=True)
+    for column in ("times", "MB read", "MB written", "GFLOP", "µs in all", "share"):
+        made.add_column(column, justify="right")
+    ordered = sorted(groups.values(), key=lambda group: sum(one.seconds(H200) for one in group), reverse=True)
+    for group in ordered[:count]:
+        first, seconds = group[0], sum(one.seconds(H200) for one in group)
+        sizes = (f"{value / 1e6:,.1f}" for value in (first.read, first.written))
+        rest = (f"{first.flops / 1e9:,.0f}", f"{1e6 * seconds:,.1f}", f"{seconds / total:.1%}")
+        made.add_row(first.name, str(len(group)), *sizes, *rest)
+    return made
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -139,6 +172,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--check", type=int, help="count at this depth too, and say how far it is from what is expected"
     )
+    parser.add_argument("--kernels", type=int, help="only list so many of the dearest kernels of each variant")
     parser.add_argument(
         "--skip", nargs="+", default=[], metavar="PASS", help="leave passes of ours out, to see their worth"
     )
@@ -162,6 +196,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in options.models:
             for dtype in options.dtype:
                 console.print(check_depth(name, dtype, options))
+        return 0
+    if options.kernels:
+        for name in options.models:
+            size = models.size_of(name, models.CUDA)
+            size = runs.with_layers(size, options.depths[0]) if name in _DEEP else size
+            for dtype in options.dtype:
+                for variant in options.variants:
+                    found = counted(variant, name, size, dtype, options.skip)
+                    console.print(dearest(f"{name}, {dtype}, {variant}", found, options.kernels))
         return 0
     path = options.json or (measuring.RESULTS / "cuda_model.json" if options.default else None)
     rows: list[Row] = []

@@ -10,6 +10,7 @@ convolutions, attention) read their operands and write their results once; their
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -110,7 +111,14 @@ def kernels_of(node: Any) -> list[Kernel]:
         if isinstance(node.node, (ir.MultiOutput, ir.MultiOutputLayout)):
             return []
         return _chunks(node.node) or [_library(node, read, written)]
-    return [Kernel(node.get_name(), FUSED, read, written)]
+    return [Kernel(_told(node), FUSED, read, written)]
+
+
+def _told(node: Any) -> str:
+    """A fused kernel for people: which operators of the graph are in it, whether it reduces."""
+    nodes = [one.node for one in _parts(node) if getattr(one, "node", None) is not None]
+    names = {re.sub(r"(_\d+)+$", "", origin.name) for one in nodes for origin in getattr(one, "origins", ())}
+    return f"{'reduces: ' if node.is_reduction() else ''}{', '.join(sorted(names)) or node.get_name()}"
 
 
 def _chunks(buffer: Any) -> list[Kernel]:

@@ -16,6 +16,7 @@ import torch
 FUSED, MATMUL, CONVOLUTION, ATTENTION, RECURRENCE, UPDATE, OTHER = CLASSES = (
     "fused loops", "matrix products", "convolutions", "attention", "recurrence", "update", "other",
 )  # fmt: skip
+PRODUCTS = (MATMUL, CONVOLUTION, ATTENTION, RECURRENCE)
 PRECISION = {torch.bfloat16: "16 bits", torch.float16: "16 bits", torch.float32: "fp32", torch.float64: "fp64"}
 TF32 = "tf32"
 _SMALL = (10, 13)  # launches that a loss in chunks makes beside the chunks, without gradients and with them
@@ -122,6 +123,11 @@ class Cost:
     def total_seconds(self) -> float:
         """Of all classes."""
         return sum(self.seconds.values())
+
+    @property
+    def product_seconds(self) -> float:
+        """Of the kernels that multiply, which a step needs whoever writes its loops."""
+        return sum(self.seconds.get(kind, 0.0) for kind in PRODUCTS)
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(

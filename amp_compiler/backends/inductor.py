@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from amp_compiler.backends import vector_probes
+from amp_compiler.backends import relu_masks, vector_probes
 from amp_compiler.backends.backend import TUNED, Backend
 from amp_compiler.backends.decompositions import IDENTITY, own_decompositions
 from amp_compiler.errors import LoweringError, first_line
@@ -33,6 +33,9 @@ _ONE_KERNEL = {"combo_kernels": True, "score_fusion_memory_threshold": 1}
 # behind a change of shape, as that of every gradient which enters a matrix product, then has other loops than the
 # norm's backward before it, and becomes a kernel of its own. Merged loops fuse.
 _MERGED_LOOPS = {"loop_ordering_after_fusion": False}
+# A gradient that residual branches add up is read by two loops of each batch norm on its way, and by the next sum. Made
+# once, of three values, it is written once; else each of them adds up anew what the sums before it were made of.
+_SUMS_KEPT = {"realize_reads_threshold": 2}
 # As torch.compile's mode of that name, whose CUDA graphs a training step has in every mode.
 _TUNING = {"max_autotune": True, "coordinate_descent_tuning": True}
 _CALL = "call_function"
@@ -42,6 +45,7 @@ _BY_CUDNN = {
     torch.ops.amp_compiler.recurrent_network.default,
     *(getattr(torch.ops.amp_compiler, kind).default for kind in MODES),
 }
+_BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
 _LAST_PASS = "post_grad_custom_post_pass"
 
 
@@ -139,8 +143,10 @@ def _options(graph_module: fx.GraphModule, round_exactly: bool) -> dict[str, Any
     contraction = torch_private.inductor_option(_CONTRACTION)
     if contraction is not None and _narrow_on_cpu(graph_module):
         options[_CONTRACTION] = f"{contraction} {_NO_SLP}"
-    if any(value.device.type == "cuda" for value in _values(graph_module)):
-        options.update(_MERGED_LOOPS)
+    on_gpu = any(value.device.type == "cuda" for value in _values(graph_module))
+    normalizes = on_gpu and any(node.target is _BATCH_NORM_BACKWARD for node in graph_module.graph.nodes)
+    if on_gpu:
+        options.update(_MERGED_LOOPS | (_SUMS_KEPT if normalizes else {}))
     if _is_numbers_on_gpu(graph_module):
         known = {name: value for name, value in _ONE_KERNEL.items() if torch_private.inductor_option(name) is not None}
         options.update(known)
@@ -150,6 +156,8 @@ def _options(graph_module: fx.GraphModule, round_exactly: bool) -> dict[str, Any
         work[late.identity()] = late.rewrite
     if any(node.target is _CONVOLUTION for node in graph_module.graph.nodes):
         work[_keep_once.__name__] = _keep_once
+    if normalizes:
+        work[relu_masks.remake_masks.__name__] = relu_masks.remake_masks
     # Also where there is nothing to do: what another version of ours has put into torch's caches is not for this one.
     # And what was made for another processor is not for this one: loops count in steps of its vectors, which torch's
     # own key leaves out, so that a folder that machines share gives wrong numbers.
@@ -164,7 +172,8 @@ def _options(graph_module: fx.GraphModule, round_exactly: bool) -> dict[str, Any
 @functools.cache
 def _identity() -> str:
     """Another text whenever a graph may be compiled otherwise: our operators, decompositions and this file, hashed."""
-    return f"{sources()}, {IDENTITY}, {hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}"
+    own = b"".join(Path(str(one)).read_bytes() for one in (__file__, relu_masks.__file__))
+    return f"{sources()}, {IDENTITY}, {hashlib.sha256(own).hexdigest()}"
 
 
 def _keep_once(graph: fx.Graph) -> None:

@@ -331,13 +331,25 @@ def _states_of_lstm() -> Iterator[None]:
 @contextlib.contextmanager
 def exporting() -> Iterator[None]:
     """Within it this thread alone exports, and no other reads the tensors of modules; torch is left as it was found."""
-    with building(), TENSORS, restored_transforms(), _lazily(), whole_powers():
+    with building(), TENSORS, restored_transforms(), _kept_buffer_hooks(), _lazily(), whole_powers():
         depth = getattr(_CAPTURING, "depth", 0)
         _CAPTURING.depth = depth + 1
         try:
             yield
         finally:
             _CAPTURING.depth = depth
+
+
+@contextlib.contextmanager
+def _kept_buffer_hooks() -> Iterator[None]:
+    """Within it torch may watch what becomes a buffer. Torch 2.11 goes on doing so where it cannot trace a model."""
+    hooks = torch.nn.modules.module._global_buffer_registration_hooks
+    before = set(hooks)
+    try:
+        yield
+    finally:
+        for one in set(hooks) - before:
+            hooks.pop(one, None)
 
 
 TENSOR_OF_NUMBER: Any = torch._refs.tensor  # how Dynamo writes `torch.tensor` of a number that is an input

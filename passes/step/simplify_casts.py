@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.utils._pytree as pytree
 from torch import fx
 
 from amp_compiler.fx.alias import AliasGroups, written_roots
@@ -24,7 +25,8 @@ class SimplifyCasts(InPlacePass):
 
     1. a cast to the type that the value has -> the value
     2. a cast of an exact upcast -> a cast of the 16-bit value (`bf16 -> fp32 -> bf16` is the value itself)
-    3. the same cast of the same value twice in one phase -> once
+    3. the same cast, or view, of the same value twice in one phase -> once: where products read it, a compiler would
+       write what each view shows into memory of its own, as behind a norm for queries, keys and values
     4. an upcast, or a view or copy of one, made in the forward and read in the backward -> repeated in the backward, so
        that the 16-bit value is what is kept alive
     5. a cast that nobody reads -> nothing
@@ -150,27 +152,40 @@ def _from_upcast(node: fx.Node) -> list[fx.Node]:
 
 def _only_moves(node: fx.Node) -> bool:
     """Whether a node gives its first argument's elements and nothing else: a view, or a copy for another layout."""
+    return _is_view(node) or (node.target in _LAYOUTS and node_tensor(node) is not None)
+
+
+def _is_view(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload) or node_tensor(node) is None:
         return False
     schema = node.target._schema
-    is_view = bool(schema.arguments) and schema.arguments[0].alias_info is not None and not schema.is_mutable
-    return is_view or node.target in _LAYOUTS
+    return bool(schema.arguments) and schema.arguments[0].alias_info is not None and not schema.is_mutable
 
 
 def _merge_equal(graph: fx.Graph, written: set[fx.Node]) -> bool:
     seen: dict[tuple[Any, ...], fx.Node] = {}
     modified = False
     for node in list(graph.nodes):
-        dtype = cast_type(node)
-        if dtype is None or not written.isdisjoint((node, _source(node))):
+        what = _cast_or_view(node)
+        if what is None or not written.isdisjoint((node, _source(node))):
             continue
-        key = (_source(node), dtype, node.meta.get(Key.PHASE))
-        first = seen.setdefault(key, node)
+        first = seen.setdefault((*what, node.meta.get(Key.PHASE)), node)
         if first is not node and not any(user.op == "output" for user in node.users):
             node.replace_all_uses_with(first)
             graph.erase_node(node)
             modified = True
     return modified
+
+
+def _cast_or_view(node: fx.Node) -> tuple[Any, ...] | None:
+    """Equal for nodes that give the same cast or view of the same value; `None` for all else."""
+    dtype = cast_type(node)
+    if dtype is not None:
+        return _source(node), dtype
+    if not _is_view(node):
+        return None
+    leaves, form = pytree.tree_flatten((node.args, node.kwargs))
+    return node.target, *leaves, form
 
 
 def _erase_unread(graph: fx.Graph) -> bool:

@@ -46,6 +46,13 @@ def test_costs_are_summed_by_class(costs):
     assert total.facts()["milliseconds"] == pytest.approx(0.022)
 
 
+def test_products_are_what_a_step_needs_whoever_writes_its_loops(costs):
+    kernel = costs["kernel"]
+    kernels = [kernel.Kernel(kind, kind, 4_800_000, 0) for kind in kernel.CLASSES]
+    total = kernel.Cost.of(kernels, kernel.H200)
+    assert total.product_seconds == pytest.approx(4 * 3.5e-6) and total.total_seconds == pytest.approx(7 * 3.5e-6)
+
+
 def test_another_depth_adds_what_the_layers_between_two_depths_cost(costs):
     kernel = costs["kernel"]
 
