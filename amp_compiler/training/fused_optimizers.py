@@ -22,6 +22,7 @@ from amp_compiler.training.parts import UNSPLIT, Parts
 from amp_compiler.training.traced_optimizers import TracedGroup, bind_traced, check_traceable
 from amp_compiler.training.weights import COMPENSATION
 
+_SAVING_AS_TORCH: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 BEGUN = "begun"  # key in the optimizer's state: beside a state that a step made: 0 until an update
 
 KINDS: dict[type[torch.optim.Optimizer], FusedOptimizer] = {cls: one for one in FUSED for cls in one.classes}
@@ -52,6 +53,26 @@ def _has_begun(kind: FusedOptimizer, state: Mapping[str, Any]) -> bool:
     """Whether a parameter has its first state, and not only the zeros that a step made for an update yet to come."""
     begun = state.get(BEGUN)
     return state.get(kind.states[0].name) is not None and (begun is None or bool(begun))
+
+
+def _saves_as_torch(kind: FusedOptimizer, optimizer: torch.optim.Optimizer) -> None:
+    """Let `optimizer.state_dict()` have torch's keys alone: no flag, and no state before the first update."""
+    if optimizer in _SAVING_AS_TORCH:
+        return
+    _SAVING_AS_TORCH.add(optimizer)
+
+    def plain(_: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+        state = {}
+        for number, entries in saved["state"].items():
+            if BEGUN in entries:
+                hidden = {BEGUN} if _has_begun(kind, entries) else {BEGUN, kind.states[0].name}
+                entries = {key: value for key, value in entries.items() if key not in hidden}
+                if not entries:
+                    continue
+            state[number] = entries
+        return {**saved, "state": state}
+
+    optimizer.register_state_dict_post_hook(plain)
 
 
 def _zeros(parameter: Tensor) -> Tensor:
@@ -362,6 +383,8 @@ def _bind_part(
     kind, group = KINDS[type(optimizer)], optimizer.param_groups[index]
     size = len(kind.hyper)
     begun = _flag_of([optimizer.state.get(parameter, {}) for parameter in part])
+    if kind.started is not None:
+        _saves_as_torch(kind, optimizer)
     device, dtype = part[0].device, part[0].dtype
     moment = torch.float32 if dtype in LOW_TYPES else None
     if storage is not None and kind.state_as_weight:

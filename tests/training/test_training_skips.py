@@ -175,3 +175,15 @@ def test_a_run_with_skipped_steps_is_the_run_without_those_batches(name):
         assert int(step.skipped_steps) == 2 * len(poisoned)
         results.append(trained(model, optimizer, step) | buffers(model))
     assert not changed(*results)
+
+
+def test_a_dampened_momentum_is_saved_under_torchs_keys_and_not_before_the_first_update():
+    torch.manual_seed(0)
+    model, x = torch.nn.Linear(4, 2), torch.ones(3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, dampening=0.5)
+    step = amp.training_step(model, lambda m, x: m(x).square().mean(), optimizer, dtype="bf16", backend="eager",
+                             loss_scale="dynamic")  # fmt: skip
+    step(x * float("inf"))
+    assert int(step.skipped_steps) == 1 and optimizer.state_dict()["state"] == {}
+    step(x)
+    assert [list(state) for state in optimizer.state_dict()["state"].values()] == [["momentum_buffer"]] * 2
