@@ -14,12 +14,13 @@ def costs():
     """The modules of the cost model."""
     sys.path.insert(0, str(BENCHMARKS))
     try:
+        import cuda_model
         import cuda_model_runs
         import inductor_costs
         import kernel_costs
     finally:
         sys.path.remove(str(BENCHMARKS))
-    return {"runs": cuda_model_runs, "inductor": inductor_costs, "kernel": kernel_costs}
+    return {"model": cuda_model, "runs": cuda_model_runs, "inductor": inductor_costs, "kernel": kernel_costs}
 
 
 def test_a_kernel_takes_the_longer_of_its_bytes_and_its_operations(costs):
@@ -188,3 +189,15 @@ def test_torchs_fused_update_is_counted_from_its_arguments(costs, scaled, bytes_
     )
     assert kernel.bytes == bytes_each * 1024 + (4 if scaled else 0) + 2 * 4  # and the counts of steps
     assert (kernel.launches, kernel.in_graph) == (1, False)
+
+
+def test_the_dearest_kernels_stand_first_and_equal_ones_in_one_line(costs):
+    kernel = costs["kernel"]
+    loops = kernel.Kernel("loops", kernel.FUSED, 3_000_000, 1_800_000)  # 3.5 µs each, launch included
+    small = kernel.Kernel("small", kernel.FUSED, 0, 4_800)  # 2.501 µs
+    product = kernel.Kernel("mm", kernel.MATMUL, 3_000_000, 1_800_000, flops=989_000_000 * 7)  # 9.5 µs
+    table = costs["model"].dearest("a step", [loops, small, product, loops, loops], 2)
+    cells = [list(column.cells) for column in table.columns]
+    assert cells[0] == ["loops", "mm"] and cells[1] == ["3", "1"]
+    assert cells[2:6] == [["3.0", "3.0"], ["1.8", "1.8"], ["0", "7"], ["10.5", "9.5"]]
+    assert cells[6] == ["46.7%", "42.2%"]
