@@ -597,6 +597,17 @@ def is_stand_in(tensor: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
+def _exchanged(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within it a name of torch's stands for another value."""
+    theirs = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, theirs)
+
+
+@contextlib.contextmanager
 def reads_noted(note: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """Within it a trace tells of the tensors with values of their own that it takes a number from.
 
@@ -613,11 +624,8 @@ def reads_noted(note: Callable[[torch.Tensor], None]) -> Iterator[None]:
                     note(one)
         return theirs(mode, operator, pre_dispatch, args, kwargs)
 
-    module.proxy_call = noting
-    try:
+    with _exchanged(module, "proxy_call", noting):
         yield
-    finally:
-        module.proxy_call = theirs
 
 
 @contextlib.contextmanager
@@ -636,12 +644,8 @@ def symbols_asked() -> Iterator[set[str]]:
         noted.update(map(str, getattr(expression, "free_symbols", ())))
         return theirs(environment, expression, *given, **named)
 
-    kind: Any = ShapeEnv
-    kind._make_data_dependent_error = noting
-    try:
+    with _exchanged(ShapeEnv, "_make_data_dependent_error", noting):
         yield noted
-    finally:
-        kind._make_data_dependent_error = theirs
 
 
 @contextlib.contextmanager
