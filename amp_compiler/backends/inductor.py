@@ -46,6 +46,7 @@ _BY_CUDNN = {
     *(getattr(torch.ops.amp_compiler, kind).default for kind in MODES),
 }
 _BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
+_CONTIGUOUS = torch.ops.aten.contiguous.default
 _LAST_PASS = "post_grad_custom_post_pass"
 
 
@@ -126,7 +127,8 @@ def _widen_anew(graph: fx.Graph) -> None:
     Torch's partitioner would keep them wherever a product that is emulated in FP32 reads them on both sides.
     """
     for node in own_upcasts(graph):
-        node.meta.update(torch_private.recomputed())
+        for one in (node, *(user for user in node.users if user.target is _CONTIGUOUS)):
+            one.meta.update(torch_private.recomputed())
 
 
 def _options(graph_module: fx.GraphModule, round_exactly: bool) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """An LSTM layer on a CPU as an operator whose backward is made of operators too.
 
-In BF16 the layer is the native loop of `ops.cpu.lstm`, where it fits; else it is oneDNN's.
+In BF16 the layer is the native loop of `ops.cpu.lstm`, where it fits; in FP16 it is the steps of `ops.lstm_steps`; else
+it is oneDNN's.
 ATen's `mkldnn_rnn_layer` hands a workspace to its backward, but makes it only while autograd records, and its size is
 not known to fake tensors. So it cannot stand in a graph that holds forward and backward. The operator here always makes
 the workspace, and learns its size by running the layer once on zeros of the same shapes.
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from amp_compiler.ops import recurrent_network
+from amp_compiler.ops import lstm_steps, recurrent_network
 from amp_compiler.ops.cpu import lstm as cpu_lstm
 from amp_compiler.ops.recurrent import stacked
 
@@ -37,7 +38,7 @@ def lstm(
     """`aten.lstm.input` on a CPU, built from `amp_compiler.lstm_layer`.
 
     Args:
-        data: [steps, batch, features], or [batch, steps, features] with `batch_first`; fp32 or bf16.
+        data: [steps, batch, features], or [batch, steps, features] with `batch_first`; fp32, bf16 or fp16.
         hidden: the first hidden and cell states, [layers * directions, batch, hidden] each.
         parameters: per layer and direction: input weight, hidden weight and, with biases, two biases.
         has_biases: whether there are biases.
@@ -81,16 +82,30 @@ def _lstm_or_atens(data: Tensor, hidden: list[Tensor], *rest: Any) -> tuple[Tens
 
 def _rounds_its_states(data: Tensor) -> bool:
     """Whether ATen, which has no kernel for an LSTM with a projection, would round both states at each step."""
-    return data.device.type == "cpu" and data.dtype == torch.bfloat16
+    return data.device.type == "cpu" and data.dtype in (torch.bfloat16, torch.float16)
 
 
 _LIBRARY.impl("lstm", _lstm_or_atens, "CompositeImplicitAutograd")
 
 
 def can_run(data: Tensor, hidden: list[Tensor], *rest: Any) -> bool:
-    """True where the operator takes an LSTM: on a CPU with oneDNN, in a type of it, without a projection."""
-    fits = data.device.type == "cpu" and data.dtype in (torch.float32, torch.bfloat16)
-    return fits and torch.backends.mkldnn.is_available() and hidden[0].size(2) == hidden[1].size(2)
+    """True where the operator takes an LSTM: on a CPU, in 16 bits or, with oneDNN, in FP32, without a projection."""
+    fits = data.dtype in (torch.bfloat16, torch.float16) or (
+        data.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    )
+    return fits and data.device.type == "cpu" and hidden[0].size(2) == hidden[1].size(2)
+
+
+@functools.cache
+def _in_steps(dtype: torch.dtype) -> bool:
+    """Whether a layer in this type is that of `lstm_steps`: in FP16, and in BF16 where oneDNN has none for this CPU."""
+    if dtype != torch.bfloat16:
+        return dtype == torch.float16
+    try:
+        _workspace_size(1, 1, 1, 1, dtype)
+    except RuntimeError:  # in words that differ by version
+        return True
+    return False
 
 
 def gains(data: Tensor, *rest: Any) -> bool:
@@ -132,8 +147,11 @@ def lstm_layer(
     Returns:
         Output [steps, batch, hidden], last hidden state, last cell state (`h`'s size), oneDNN's workspace (bytes).
     """
+    inputs = [one.contiguous() for one in (data, w_ih, w_hh, b_ih, b_hh, h, c)]
+    if _in_steps(data.dtype):
+        return lstm_steps.forward(inputs, reverse)
     if cpu_lstm.can_run(data, h.shape[-1]):
-        return cpu_lstm.forward([one.contiguous() for one in (data, w_ih, w_hh, b_ih, b_hh, h, c)], reverse)
+        return cpu_lstm.forward(inputs, reverse)
     out, state, cell, workspace = _run(data, w_ih, w_hh, b_ih, b_hh, h, c, reverse)
     return out.contiguous(), state.reshape(h.shape).contiguous(), cell.reshape(c.shape).contiguous(), workspace
 
@@ -141,7 +159,9 @@ def lstm_layer(
 @lstm_layer.register_fake
 def _(data: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor, h: Tensor, c: Tensor, reverse: bool) -> Any:
     steps, batch, features = (int(size) for size in data.shape)
-    if cpu_lstm.can_run(data, int(h.shape[-1])):
+    if _in_steps(data.dtype):
+        size = lstm_steps.workspace_size(steps, batch, int(h.shape[-1]))
+    elif cpu_lstm.can_run(data, int(h.shape[-1])):
         size = cpu_lstm.workspace_size(steps, batch, int(h.shape[-1]))
     else:
         size = _workspace_size(steps, batch, features, int(h.shape[-1]), data.dtype)
@@ -203,15 +223,18 @@ def _(saved: list[Tensor], results: list[Tensor], gradients: list[Tensor], rever
 def lstm_gates_backward(
     w_hh: Tensor, c: Tensor, gradients: list[Tensor], workspace: Tensor, reverse: bool
 ) -> list[Tensor]:
-    """The backward through time of the native layer; see `ops.cpu.lstm.gates_backward`."""
+    """The backward through time of a layer that is not oneDNN's; see `ops.cpu.lstm.gates_backward`."""
     given = [gradient.contiguous() for gradient in gradients]
+    if _in_steps(w_hh.dtype):
+        return lstm_steps.gates_backward(w_hh, c, given, workspace, reverse)
     return cpu_lstm.gates_backward(w_hh.contiguous(), c.contiguous(), given, workspace, reverse)
 
 
 @lstm_gates_backward.register_fake
 def _(w_hh: Tensor, c: Tensor, gradients: list[Tensor], workspace: Tensor, reverse: bool) -> list[Tensor]:
     steps, batch, hidden = gradients[0].shape
-    return [c.new_empty(steps, batch, 4 * hidden), torch.empty_like(c), torch.empty_like(c)]
+    dtype = torch.float32 if _in_steps(w_hh.dtype) else c.dtype
+    return [torch.empty(*shape, dtype=dtype) for shape in ((steps, batch, 4 * hidden), c.shape, c.shape)]
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
@@ -225,12 +248,12 @@ def _backward(ctx: Any, *gradients: Tensor | None) -> Any:
         torch.zeros_like(result) if gradient is None else gradient
         for gradient, result in zip(gradients[:3], results[:3], strict=True)
     ]
-    if cpu_lstm.can_run(saved[0], int(saved[5].shape[-1])):
-        return *_native_backward(saved, results, given, ctx.reverse), None
+    if _in_steps(saved[0].dtype) or cpu_lstm.can_run(saved[0], int(saved[5].shape[-1])):
+        return *_backward_by_gates(saved, results, given, ctx.reverse), None
     return *torch.ops.amp_compiler.lstm_layer_backward(list(saved), list(results), given, ctx.reverse), None
 
 
-def _native_backward(
+def _backward_by_gates(
     saved: Sequence[Tensor], results: Sequence[Tensor], gradients: Sequence[Tensor], reverse: bool
 ) -> list[Tensor]:
     """What `lstm_layer_backward` gives, from the gradients of the gates: one matrix product over all steps each."""
@@ -239,9 +262,11 @@ def _native_backward(
     gates, d_h, d_c = torch.ops.amp_compiler.lstm_gates_backward(w_hh, c, list(gradients), workspace, reverse)
     before = torch.cat([out[1:], h]) if reverse else torch.cat([h, out[:-1]])
     flat = gates.flatten(0, 1)
+    read, weight, before = (one.to(flat.dtype) for one in (data, w_ih, before))
     bias = flat.sum(0)
-    d_data = (flat @ w_ih).view(data.shape)
-    return [d_data, flat.t() @ data.flatten(0, 1), flat.t() @ before.flatten(0, 1), bias, bias, d_h, d_c]
+    d_data = (flat @ weight).view(data.shape)
+    made = [d_data, flat.t() @ read.flatten(0, 1), flat.t() @ before.flatten(0, 1), bias, bias, d_h, d_c]
+    return [one.to(data.dtype) for one in made]
 
 
 lstm_layer.register_autograd(_backward, setup_context=_save)

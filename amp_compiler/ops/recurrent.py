@@ -2,8 +2,8 @@
 
 ATen runs such a layer as some ten operators per step: a compiler takes minutes for a few hundred steps, and in 16 bits
 each of them rounds the hidden state. Here one direction of one layer is one operator. In BF16 it is the native loop of
-`ops.cpu.recurrent`; where that does not run, 16-bit layers are computed in FP32. So the state is never rounded on its
-way from step to step, but for the products, and the results are rounded once.
+`ops.cpu.recurrent`; where that does not run, 16-bit layers are computed in FP32 and keep 16 bits for the backward. So
+the state is never rounded on its way from step to step, but for the products, and the results are rounded once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from amp_compiler.ops import recurrent_network, recurrent_steps
 from amp_compiler.ops.cpu import recurrent as cpu_recurrent
 
 KINDS = ("gru", "rnn_tanh", "rnn_relu")
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_LOW = (torch.bfloat16, torch.float16)
+_FLOATS = (torch.float32, torch.float64, *_LOW)
 _INPUTS = 6  # tensors that a layer reads
 
 Side = Callable[[Tensor, list[Tensor], list[Tensor], bool], tuple[Tensor, ...]]
@@ -104,12 +105,7 @@ def recurrent(
         return recurrent_network.network(kind, data, [hidden], parameters, *options)  # type: ignore[return-value]
     if not can_run(data, hidden, parameters):
         return getattr(torch.ops.aten, kind).input(data, hidden, parameters, *options)  # type: ignore[no-any-return]
-    low = data.dtype if data.dtype in (torch.bfloat16, torch.float16) else None
-    if low is None or cpu_recurrent.can_run(data):
-        return stacked(functools.partial(_side, kind), data, [hidden], parameters, *options)  # type: ignore[return-value]
-    wide = [one.float() for one in parameters]
-    out, last = stacked(functools.partial(_side, kind), data.float(), [hidden.float()], wide, *options)
-    return out.to(low), last.to(low)
+    return stacked(functools.partial(_side, kind), data, [hidden], parameters, *options)  # type: ignore[return-value]
 
 
 def _side(kind: str, data: Tensor, weights: list[Tensor], first: list[Tensor], reverse: bool) -> tuple[Tensor, ...]:
@@ -149,10 +145,11 @@ for _kind in KINDS:
 def recurrent_layer(
     data: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor, b_hh: Tensor, h: Tensor, kind: str, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One direction of one layer, in FP32, FP64 or, where `ops.cpu.recurrent` can run it, BF16.
+    """One direction of one layer: its products and its state in FP32 where the tensors are 16-bit, else in their type.
 
     Args:
-        data: [steps, batch, features], contiguous; in BF16 features and units are multiples of 32.
+        data: [steps, batch, features], contiguous; where `ops.cpu.recurrent` runs it features and units are multiples
+            of 32.
         w_ih: [gates * hidden, features]; a GRU has three gates, a plain layer one.
         w_hh: [gates * hidden, hidden].
         b_ih: [gates * hidden].
@@ -167,7 +164,14 @@ def recurrent_layer(
     inputs = [one.contiguous() for one in (data, w_ih, w_hh, b_ih, b_hh, h)]
     if cpu_recurrent.can_run(data):
         return cpu_recurrent.forward(inputs, kind, reverse)
-    return recurrent_steps.forward(inputs, kind, reverse)
+    low, wide = data.dtype, _wide(data)
+    out, last, gates, states = recurrent_steps.forward([one.to(wide) for one in inputs], kind, reverse)
+    return out.to(low), last.to(low), gates.to(low), states.to(low)
+
+
+def _wide(data: Tensor) -> torch.dtype:
+    """The type in which the steps compute what is not for the native loops."""
+    return torch.float32 if data.dtype in _LOW else data.dtype
 
 
 @recurrent_layer.register_fake
@@ -198,12 +202,15 @@ def recurrent_sums_backward(
 
     Returns:
         Gradients of the first state, and of the sums in the gates, [steps, batch, gates * hidden]: what is added to
-        them of the data and, of a GRU, what is added to them of the state; else that is the same.
+        them of the data and, of a GRU, what is added to them of the state; else that is the same. They are FP32 where
+        16-bit tensors are not for the native loops.
     """
     given = [gradient.contiguous() for gradient in gradients]
     out, _, gates, states = results
     if cpu_recurrent.can_run(out):
         return cpu_recurrent.sums_backward(w_hh.contiguous(), h.contiguous(), given, (gates, states), kind, reverse)
+    wide = _wide(out)
+    w_hh, h, out, gates, *given = (one.to(wide) for one in (w_hh, h, out, gates, *given))
     return recurrent_steps.sums_backward(w_hh, h, out, gates, given, kind, reverse)
 
 
@@ -211,8 +218,9 @@ def recurrent_sums_backward(
 def _(
     w_hh: Tensor, h: Tensor, results: list[Tensor], gradients: list[Tensor], kind: str, reverse: bool
 ) -> list[Tensor]:
-    sums = [h.new_empty(*results[0].shape[:2], w_hh.shape[0]) for _ in range(1 + (kind == "gru"))]
-    return [h.new_empty(h.shape), *sums]
+    dtype = h.dtype if cpu_recurrent.can_run(results[0]) else _wide(h)
+    sums = [h.new_empty(*results[0].shape[:2], w_hh.shape[0], dtype=dtype) for _ in range(1 + (kind == "gru"))]
+    return [h.new_empty(h.shape, dtype=dtype), *sums]
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
@@ -229,16 +237,19 @@ def _backward(ctx: Any, *gradients: Tensor | None) -> Any:
     wanted = ctx.needs_input_grad[:_INPUTS]
     if torch.is_grad_enabled():  # this backward is to be differentiated itself
         return *_through_aten(inputs, given, wanted, ctx.kind, ctx.reverse), None, None
-    data, w_ih, w_hh, _, _, h = inputs
-    d_h, *sums = torch.ops.amp_compiler.recurrent_sums_backward(w_hh, h, list(results), given, ctx.kind, ctx.reverse)
+    low, h, out = inputs[0].dtype, inputs[-1], results[0]
+    d_h, *sums = torch.ops.amp_compiler.recurrent_sums_backward(
+        inputs[2], h, list(results), given, ctx.kind, ctx.reverse
+    )
     of_data, of_state = sums[0].flatten(0, 1), sums[-1].flatten(0, 1)
-    out = results[0]
     before = torch.cat([out[1:], h]) if ctx.reverse else torch.cat([h, out[:-1]])
+    data, w_ih, before = (one.to(d_h.dtype) for one in (inputs[0], inputs[1], before))
     d_b_ih = of_data.sum(0)
     d_b_hh = of_state.sum(0) if len(sums) > 1 else d_b_ih  # Inductor (torch 2.13) cannot fuse the same sum twice
     d_data = (of_data @ w_ih).view(data.shape) if wanted[0] else None
     d_w_ih, d_w_hh = of_data.t() @ data.flatten(0, 1), of_state.t() @ before.flatten(0, 1)
-    return d_data, d_w_ih, d_w_hh, d_b_ih, d_b_hh, d_h, None, None
+    made = (d_data, d_w_ih, d_w_hh, d_b_ih, d_b_hh, d_h)
+    return *(None if one is None else one.to(low) for one in made), None, None
 
 
 def _through_aten(

@@ -30,7 +30,7 @@ def forward(inputs: Sequence[Tensor], kind: str, reverse: bool) -> tuple[Tensor,
         data_gates, data_new = (part.unbind() for part in given.split([2 * hidden, hidden], -1))
         resets, updates, news, kept = (part.unbind() for part in gates.split(hidden, -1))
         both = gates[..., : 2 * hidden].unbind()
-        for step in _times(steps, reverse):
+        for step in times(steps, reverse):
             sum_gates, sum_new = torch.addmm(b_hh, state, weight).split([2 * hidden, hidden], -1)
             torch.add(data_gates[step], sum_gates, out=both[step]).sigmoid_()
             kept[step].copy_(sum_new)
@@ -39,7 +39,7 @@ def forward(inputs: Sequence[Tensor], kind: str, reverse: bool) -> tuple[Tensor,
     else:
         run = torch.tanh if kind == "rnn_tanh" else torch.relu
         sums = given.add_(b_hh).unbind()
-        for step in _times(steps, reverse):
+        for step in times(steps, reverse):
             state = made[step].copy_(run(torch.addmm(sums[step], state, weight)))
     return out, state.clone().view(h.shape), gates, data.new_empty(0)
 
@@ -64,7 +64,7 @@ def sums_backward(
     of_state = made.unbind()
     if kind != "gru":
         slopes = (1 - out * out if kind == "rnn_tanh" else (out > 0).to(out.dtype)).unbind()
-        for step in _times(steps, not reverse):
+        for step in times(steps, not reverse):
             carried = torch.mul(d_out[step] + carried, slopes[step], out=of_state[step]) @ w_hh
         return [carried.view(h.shape), made]
     r, z, n, kept = gates.split(hidden, -1)
@@ -74,7 +74,7 @@ def sums_backward(
     given = torch.empty_like(made)
     new = given[..., 2 * hidden :].unbind()
     reset, update, kept_new = (part.unbind() for part in made.split(hidden, -1))
-    for step in _times(steps, not reverse):
+    for step in times(steps, not reverse):
         whole = d_out[step] + carried
         torch.mul(whole, to_new[step], out=new[step])
         torch.mul(new[step], to_reset[step], out=reset[step])
@@ -85,5 +85,6 @@ def sums_backward(
     return [carried.reshape(h.shape).contiguous(), given, made]
 
 
-def _times(steps: int, reverse: bool) -> range:
+def times(steps: int, reverse: bool) -> range:
+    """The numbers of the steps in the order in which a direction takes them."""
     return range(steps - 1, -1, -1) if reverse else range(steps)

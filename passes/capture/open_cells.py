@@ -1,4 +1,4 @@
-"""`OpenCells`: GRU and LSTM cells in BF16 on a CPU as the operators that they are made of."""
+"""`OpenCells`: GRU and LSTM cells on a CPU as the operators that they are made of."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class OpenCells(InPlacePass):
-    """Write a GRU or LSTM cell on a CPU out, as torch runs it there, where the low type is BF16.
+    """Write a GRU or LSTM cell on a CPU out, as torch runs it there.
 
     A cell is called once per step, and hands its state on to the next call. As one low op it would round the state each
     time. Written out, its products are low, and what updates the state runs in the widest type of its inputs: a state
@@ -36,8 +36,8 @@ class OpenCells(InPlacePass):
         mul_1: fp32[2, 4] = aten.mul.Tensor(sub, sigmoid_1)
         add_3: fp32[2, 4] = aten.add.Tensor(mul_1, tanh)
 
-    Left alone: other devices, whose cells are kernels; FP16, which is emulated in FP32 as a whole; plain cells, whose
-    state torch.autocast rounds too; a graph that is not planned.
+    Left alone: other devices, whose cells are kernels; plain cells, whose state torch.autocast rounds too; a graph that
+    is not planned.
 
     Args:
         low: the 16-bit type; `None` where nothing is planned.
@@ -51,7 +51,7 @@ class OpenCells(InPlacePass):
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""
-        cells = [node for node in subject.graph.nodes if self.low is torch.bfloat16 and _is_cell_on_cpu(node)]
+        cells = [node for node in subject.graph.nodes if self.low is not None and _is_cell_on_cpu(node)]
         for node in cells:
             _open(subject.graph, node)
         if cells:

@@ -79,7 +79,7 @@ OPTIONS: dict[str, Any] = {
     "apply_plan": lambda text: {"plan": planned(text)},
     "mark_backward": {"plan": backward("linear", "fp32")},
     "open_cells": {"low": torch.bfloat16},
-    "open_cells/in_fp16_it_is_left_alone": {"low": torch.float16},
+    "open_cells/in_fp16": {"low": torch.float16},
     "type_backward": {"ops": RULES.ops},
     "type_backward/a_cast_of_its_own_for_weights_kept_low": {"ops": RULES.ops, "past_weights": False},
     "mark_math": {"plan": computing("gelu")},
