@@ -101,6 +101,9 @@ class ValueGuards:
             self._read.append((get, _values(tensor), label))
         self._deep += [(get, check) for get, check, _ in self._read]
         self._deep.append((_defaults_of_torch, _defaults_of_torch().__eq__))
+        for name in _SETTINGS & state.names:
+            setting = getattr(torch, name)
+            self._deep.append((setting, setting().__eq__))
         if state.environment:
             self._deep.append((environment, dict(environment()).__eq__))
         self._absent = [(holder.value, key) for holder, key in state.absent()]
@@ -138,6 +141,13 @@ class ValueGuards:
         if any(key in table for table, key in self._absent):
             return False
         return all(check(holder.getter(key)()) for holder, key, check in self._kept)
+
+
+# Functions that tell what torch is set to, and that nothing else in this file or in torch's own guards covers.
+_SETTINGS = {
+    *("get_num_threads", "get_num_interop_threads", "get_float32_matmul_precision", "initial_seed"),
+    *("get_deterministic_debug_mode", "is_warn_always_enabled"),
+}
 
 
 def _defaults_of_torch() -> tuple[Any, ...]:

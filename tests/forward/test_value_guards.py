@@ -210,6 +210,11 @@ READS: dict[str, tuple[Callable[[nn.Module], float], Callable[[nn.Module], Any]]
         lambda m: 3.0 if torch.are_deterministic_algorithms_enabled() else 1.0,
         lambda m: torch.use_deterministic_algorithms(True),
     ),
+    "number of threads": (
+        lambda m: float(torch.get_num_threads()),
+        lambda m: torch.set_num_threads(3 if torch.get_num_threads() == 1 else 1),
+    ),
+    "seed": (lambda m: 1.0 + torch.initial_seed() % 7, lambda m: torch.manual_seed(torch.initial_seed() + 1)),
 }
 
 
@@ -233,7 +238,7 @@ def test_what_is_read_by_no_name_in_the_code_is_compared_too(name: str, monkeypa
     monkeypatch.delenv("SCALE_kind", raising=False)
     LARGE[15_000] = LONG[15_000] = OBJECTS[0] = PER_THREAD.scale = 1.0
     read, change = READS[name]
-    model = ReadsBy(read)
+    model, threads = ReadsBy(read), torch.get_num_threads()
 
     def compare() -> None:
         compiled = amp.compile(model, dtype="bf16", backend="eager")
@@ -249,6 +254,7 @@ def test_what_is_read_by_no_name_in_the_code_is_compared_too(name: str, monkeypa
     finally:
         os.environ.pop("SCALE_kind", None)
         torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(threads)
 
 
 def test_a_tensor_of_which_numbers_are_made_may_hold_others_at_every_call() -> None:
