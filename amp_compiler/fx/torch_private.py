@@ -11,6 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
@@ -39,6 +40,7 @@ _FORWARD_MODE = (
     "_unpack_dual",
 )  # fmt: skip
 _OF_SYMBOLS = frozenset({"torch", "sympy", "mpmath", "amp_compiler"})  # whose code writes symbols as such
+_OPERATORS = str(Path(__file__).parents[1] / "ops")
 _ALL_MODELS = 64  # so many times the limit may all models of a class be compiled together
 
 
@@ -503,7 +505,9 @@ def recompile_limit(least: int) -> Iterator[int]:
 
 @contextlib.contextmanager
 def frames_taken(wanted: Callable[[CodeType], bool]) -> Iterator[None]:
-    """Within it, Dynamo compiles functions of torch's own that it would leave as they are.
+    """Within it, Dynamo compiles functions of torch's own that it would leave as they are, and none of our operators.
+
+    Autograd runs an operator's backward as Python, which Dynamo would look into like any of the user's functions.
 
     Args:
         wanted: whether the code of a function that is about to run is to be compiled.
@@ -512,8 +516,11 @@ def frames_taken(wanted: Callable[[CodeType], bool]) -> Iterator[None]:
     theirs = rules.check
 
     def check(looked_at: Any, is_inlined_call: bool = False, *rest: Any, **options: Any) -> Any:
-        if not is_inlined_call and isinstance(looked_at, CodeType) and wanted(looked_at):
-            return False
+        if not is_inlined_call and isinstance(looked_at, CodeType):
+            if looked_at.co_filename.startswith(_OPERATORS):
+                return True
+            if wanted(looked_at):
+                return False
         return theirs(looked_at, is_inlined_call, *rest, **options)
 
     rules.check = check

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from amp_compiler.ops import lstm_steps, recurrent_network
 from amp_compiler.ops.cpu import lstm as cpu_lstm
-from amp_compiler.ops.recurrent import stacked
+from amp_compiler.ops.recurrent import stacked, through_aten
 
 _LSTM_MODE = 2
 
@@ -248,6 +248,8 @@ def _backward(ctx: Any, *gradients: Tensor | None) -> Any:
         torch.zeros_like(result) if gradient is None else gradient
         for gradient, result in zip(gradients[:3], results[:3], strict=True)
     ]
+    if torch.is_grad_enabled():  # this backward is to be differentiated itself
+        return *through_aten(torch.ops.aten.lstm.input, saved, given, ctx.needs_input_grad[:7], ctx.reverse), None
     if _in_steps(saved[0].dtype) or cpu_lstm.can_run(saved[0], int(saved[5].shape[-1])):
         return *_backward_by_gates(saved, results, given, ctx.reverse), None
     return *torch.ops.amp_compiler.lstm_layer_backward(list(saved), list(results), given, ctx.reverse), None

@@ -22,6 +22,7 @@ KINDS = ("gru", "rnn_tanh", "rnn_relu")
 _LOW = (torch.bfloat16, torch.float16)
 _FLOATS = (torch.float32, torch.float64, *_LOW)
 _INPUTS = 6  # tensors that a layer reads
+_WEIGHTS = 5  # which of them come before the first states
 
 Side = Callable[[Tensor, list[Tensor], list[Tensor], bool], tuple[Tensor, ...]]
 
@@ -236,7 +237,8 @@ def _backward(ctx: Any, *gradients: Tensor | None) -> Any:
     ]
     wanted = ctx.needs_input_grad[:_INPUTS]
     if torch.is_grad_enabled():  # this backward is to be differentiated itself
-        return *_through_aten(inputs, given, wanted, ctx.kind, ctx.reverse), None, None
+        run = getattr(torch.ops.aten, ctx.kind).input
+        return *through_aten(run, inputs, given, wanted, ctx.reverse), None, None
     low, h, out = inputs[0].dtype, inputs[-1], results[0]
     d_h, *sums = torch.ops.amp_compiler.recurrent_sums_backward(
         inputs[2], h, list(results), given, ctx.kind, ctx.reverse
@@ -252,16 +254,25 @@ def _backward(ctx: Any, *gradients: Tensor | None) -> Any:
     return *(None if one is None else one.to(low) for one in made), None, None
 
 
-def _through_aten(
-    inputs: Sequence[Tensor], gradients: Sequence[Tensor], wanted: Sequence[bool], kind: str, reverse: bool
+def through_aten(
+    run: Any, inputs: Sequence[Tensor], gradients: Sequence[Tensor], wanted: Sequence[bool], reverse: bool
 ) -> list[Tensor | None]:
-    """What `_backward` gives, by autograd through ATen's layer, which can be differentiated again; in FP32 or FP64."""
+    """Gradients of one direction of one layer by autograd through ATen's layer, which can be differentiated again.
+
+    Args:
+        run: `aten.gru.input` or its like; it computes in FP32, in FP64 where the layer does.
+        inputs: data [steps, batch, features], two weights, two biases and the first states, [1, batch, hidden] each.
+        gradients: of the output and of the last states.
+        wanted: which inputs are to have gradients.
+        reverse: whether the direction runs from the last step to the first.
+    """
     wide = torch.float64 if inputs[0].dtype == torch.float64 else torch.float32
     tensors = [one.view_as(one) for one in inputs]  # one may stand there twice
-    data, *weights, h = (one.to(wide) for one in tensors)
-    run = getattr(torch.ops.aten, kind).input
-    out, last = run(data.flip(0) if reverse else data, h, weights, True, 1, 0.0, True, False, False)
-    results = [(out.flip(0) if reverse else out).to(inputs[0].dtype), last.to(inputs[0].dtype)]
+    data, *weights = (one.to(wide) for one in tensors[:_WEIGHTS])
+    states = [one.to(wide) for one in tensors[_WEIGHTS:]]
+    hidden = states if len(states) > 1 else states[0]
+    out, *last = run(data.flip(0) if reverse else data, hidden, weights, True, 1, 0.0, True, False, False)
+    results = [one.to(inputs[0].dtype) for one in (out.flip(0) if reverse else out, *last)]
     found = iter(
         torch.autograd.grad(
             results, [one for one, asked in zip(tensors, wanted, strict=True) if asked], gradients, create_graph=True
