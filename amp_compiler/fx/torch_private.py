@@ -721,7 +721,9 @@ def restart_with_plain_numbers(piece: fx.GraphModule) -> None:
 
 def needs_double_backward(error: BaseException) -> bool:
     """Whether an error says that a compiled backward was to be differentiated; torch has no type for it."""
-    return isinstance(error, RuntimeError) and "does not currently support double backward" in str(error)
+    # In the second words, what is kept for the backward was given away to it: that is said before the first is looked at.
+    told = ("does not currently support double backward", "non-empty donated buffers which requires create_graph=False")
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in told)
 
 
 def unspecialised_integers() -> contextlib.AbstractContextManager[Any]:

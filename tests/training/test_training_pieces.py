@@ -32,6 +32,10 @@ def normed(momentum=0.1):
     return nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16, momentum=momentum), nn.Linear(16, 4))
 
 
+def convolutional():
+    return nn.Sequential(nn.Conv2d(3, 4, 2), nn.Tanh(), nn.Flatten())
+
+
 def penalized(model, x, y, kept):
     x = x.clone().requires_grad_()
     logits = model(x)
@@ -126,8 +130,16 @@ PROGRAMS = {
     "a number for logging": (mlp, logged),
     "a branch on the loss": (mlp, branching),
     "gradient penalty": (mlp, penalized),
+    "gradient penalty, with a convolution": (
+        convolutional,
+        lambda m, x, y, k: penalized(m, x.repeat(1, 3).view(32, 3, 2, 2), y.repeat(2), k),
+    ),
 }
-COMPILED = {"rows of a mask, with BatchNorm": "", "gradient penalty": "in 3 pieces"}
+COMPILED = {
+    "rows of a mask, with BatchNorm": "",
+    "gradient penalty": "in 3 pieces",
+    "gradient penalty, with a convolution": "in 4 pieces",
+}
 
 
 def trained(name, backend, steps=3):
