@@ -721,7 +721,7 @@ def restart_with_plain_numbers(piece: fx.GraphModule) -> None:
 
 def needs_double_backward(error: BaseException) -> bool:
     """Whether an error says that a compiled backward was to be differentiated; torch has no type for it."""
-    # In the second words, what is kept for the backward was given away to it: that is said before the first is looked at.
+    # By the second words what the backward reads was given away to it; they come before the first are thought of.
     told = ("does not currently support double backward", "non-empty donated buffers which requires create_graph=False")
     return isinstance(error, RuntimeError) and any(words in str(error) for words in told)
 
