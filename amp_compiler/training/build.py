@@ -287,7 +287,7 @@ def run_step_passes(
     inputs = StepInputs(model, captured, options.optimizers)
     if storage.low:
         low = torch_dtype(settings.low(device_of([*begun.leaves, *model.parameters()])))
-        inputs.store_low(captured.graph_module.graph, low, settings.rules.ops)
+        inputs.store_low(captured.graph_module.graph, low, settings.rules.ops, storage)
     if options.reduction is not None and options.reduction.shards:
         low = torch_dtype(settings.low(device_of([*begun.leaves, *model.parameters()])))
         agree = options.reduction.agree_on_parts
