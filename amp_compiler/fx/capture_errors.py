@@ -166,7 +166,11 @@ def _user_place(cause: BaseException) -> tuple[str, str]:
 
 
 def _said(error: BaseException) -> str:
+    """The first line of an exception; of a list of sizes that do not hold what the list says, for its head does not."""
     lines = str(error).strip().splitlines()
+    if lines and lines[0].startswith("Constraints violated"):
+        lines = [line.strip().removeprefix("- ") for line in lines if line.startswith("  - ")] or lines
+        lines = ["; ".join(lines)]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 

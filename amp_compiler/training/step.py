@@ -221,6 +221,11 @@ class TrainingStep(StepReadings):
         if type(accumulate) is not int or accumulate < 1:
             raise AmpError(f"accumulate={accumulate!r}", mend="pass a whole number from 1 on")
         self._accumulate, self._gathered = accumulate, 0
+        if isinstance(dynamic_shapes, Mapping):
+            raise AmpError(
+                f"dynamic_shapes= of a training step is a dict, of {', '.join(map(repr, dynamic_shapes))}",
+                mend="give a tuple, one entry for each of *batch; for a batch that is a dict: ({'x': {0: Dim('n')}},)",
+            )
         if isinstance(dynamic_shapes, (tuple, list)):  # what is captured takes the batch as `*batch`, one tuple
             dynamic_shapes = (tuple(dynamic_shapes),)
         self._settings = make_settings(rules, dtype, backend, dynamic_shapes, passes, RUN, mode)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import dataclasses
 
 import pytest
@@ -195,3 +196,24 @@ def test_one_program_serves_every_batch_size_where_shapes_are_dynamic(backend):
         torch.testing.assert_close(mine, theirs)
     with pytest.raises(CaptureError):
         step(torch.randn(65, 8), torch.randint(0, 4, (65,)))
+
+
+@pytest.mark.parametrize("shapes", [True, False, 2, "dynamic", {0, 1}])
+def test_dynamic_shapes_that_are_none_are_refused_by_themselves(shapes):
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(amp.AmpError, match=rf"dynamic_shapes={re.escape(repr(shapes))} is not known.*'auto'"):
+        amp.training_step(model, classes, optimizer, backend="eager", dynamic_shapes=shapes)
+    with pytest.raises(amp.AmpError, match=r"is not known.*'auto'"):
+        amp.compile(model, backend="eager", dynamic_shapes=shapes)
+
+
+def test_dynamic_shapes_of_a_step_that_do_not_hold_say_why():
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    size = torch.export.Dim("size")
+    with pytest.raises(amp.AmpError, match="is a dict, of 'x', 'y'; give a tuple"):
+        amp.training_step(model, classes, optimizer, backend="eager", dynamic_shapes={"x": {0: size}, "y": {0: size}})
+    step = amp.training_step(model, classes, optimizer, backend="eager", dynamic_shapes=({0: size}, {0: size}))
+    with pytest.raises(CaptureError, match=r"specialized it to be a constant \(1\)"):
+        step(torch.randn(1, 8), torch.tensor([2]))
