@@ -53,8 +53,8 @@ def told_beyond(name: str, value: Tensor, low: torch.dtype) -> str:
     """
     if value.is_meta or not outgrows(value, low):
         return ""
-    number = int((value.to(low).isinf() & value.isfinite()).sum())
-    return f"{number} of the {value.numel()} numbers of '{name}' are beyond what {str(low).removeprefix('torch.')} holds"
+    number, kind = int((value.to(low).isinf() & value.isfinite()).sum()), str(low).removeprefix("torch.")
+    return f"{number} of the {value.numel()} numbers of '{name}' are beyond what {kind} holds"
 
 
 def laid_out(state: dict[str, Any], column: str, parameter: Tensor) -> Tensor:

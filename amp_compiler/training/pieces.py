@@ -126,7 +126,8 @@ class PieceStep:
             f"the step failed in pieces: {type(error).__name__}: {first_line(error)}; and as one graph: "
             f"{self.cause.what}",
             where=user_frame(error),
-            mend="see the error that this one comes from",
+            mend="see the error that this one comes from"
+            + ("; loss_fn is called as loss_fn(model, *batch)" if isinstance(error, TypeError) else ""),
         )
 
     def replayed(

@@ -55,7 +55,9 @@ class LossModule(nn.Module):
         for path, leaf in pytree.tree_flatten_with_path(model, is_leaf=lambda x: isinstance(x, nn.Module))[0]:
             if not isinstance(leaf, nn.Module):
                 raise AmpError(
-                    f"model holds a {type(leaf).__name__} at {pytree.keystr(path)}",
+                    f"model holds a {type(leaf).__name__} at {pytree.keystr(path)}"
+                    if path
+                    else f"model is a {type(leaf).__name__}",
                     mend="pass an nn.Module, or a dict, list or tuple of them",
                 )
             self._place(path, leaf)

@@ -296,7 +296,7 @@ def test_a_weight_that_fp16_cannot_hold_is_clipped_when_it_is_stored(pieces, cap
 @pytest.mark.parametrize("pieces", [False, True])
 def test_a_weight_that_fp16_cannot_hold_is_not_stored_where_clipping_is_not_asked_for(pieces):
     model, _, step = too_large_for_fp16("skip", pieces)
-    with pytest.raises(amp.AmpError, match="2 of the 3 numbers of 'w' are beyond what float16 holds.*master: fp32"):
+    with pytest.raises(amp.AmpError, match=r"2 of the 3 numbers of 'w' are beyond .*master: fp32"):
         step(torch.zeros(3))
     assert model.w.tolist() == [1e5, -2e5, 3] and model.w.dtype is torch.float32
 
