@@ -8,8 +8,8 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from toys import classes, small
 from torch import nn
+from toys import classes, small
 
 import amp_compiler as amp
 
@@ -18,7 +18,9 @@ BATCH = torch.randn(4, 8), torch.tensor([0, 1, 2, 3])
 
 def made(model=None, loss_fn=classes, **options):
     model = small() if model is None else model
-    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters() if not isinstance(model, nn.Module) else model.parameters())
+    optimizer = torch.optim.SGD(
+        nn.Linear(1, 1).parameters() if not isinstance(model, nn.Module) else model.parameters()
+    )
     return amp.training_step(model, loss_fn, optimizer, **{"dtype": "bf16", "backend": "eager", **options})
 
 

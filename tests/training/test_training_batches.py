@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import re
 import dataclasses
+import re
 
 import pytest
 import torch

@@ -280,8 +280,10 @@ def too_large_for_fp16(overflow: str, pieces: bool, momentum: float = 0.0):
         return linear_loss(model, x)
 
     rules = {"version": 1, "extends": "nvcaffe", "weights": {"master": "low", "overflow": overflow}}
-    return model, optimizer, amp.training_step(
-        model, loss_fn, optimizer, rules=rules, dtype="fp16", loss_scale=1.0, backend="eager"
+    return (
+        model,
+        optimizer,
+        amp.training_step(model, loss_fn, optimizer, rules=rules, dtype="fp16", loss_scale=1.0, backend="eager"),
     )
 
 
