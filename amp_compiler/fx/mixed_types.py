@@ -8,25 +8,8 @@ from torch import fx
 from amp_compiler.errors import AmpError
 from amp_compiler.fx.graph import LOW_TYPES, canonical_op, node_tensor, user_source
 
-_ONE_TYPE = frozenset(
-    f"aten.{name}"
-    for name in [
-        "linear",
-        "matmul",
-        "mm",
-        "bmm",
-        "mv",
-        "dot",
-        "vdot",
-        "addmm",
-        "addmv",
-        "baddbmm",
-        "addbmm",
-        "layer_norm",
-        "group_norm",
-        "batch_norm",
-    ]
-)
+_PRODUCTS = ("linear", "matmul", "mm", "bmm", "mv", "dot", "vdot", "addmm", "addmv", "baddbmm", "addbmm")
+_ONE_TYPE = frozenset(f"aten.{name}" for name in (*_PRODUCTS, "layer_norm", "group_norm", "batch_norm"))
 _CAST = {*LOW_TYPES, torch.float32}
 
 

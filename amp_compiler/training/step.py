@@ -658,7 +658,7 @@ class TrainingStep(StepReadings):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise AmpError(
-            "a training step can be neither copied nor pickled: it holds compiled code and the optimizer of this process",
+            "a training step can be neither copied nor pickled, as it holds compiled code and the optimizer itself",
             mend="save model, optimizer and step.state_dict(), or use amp.save_checkpoint; for a copy make a step of"
             " copy.deepcopy((model, optimizer))",
         )
