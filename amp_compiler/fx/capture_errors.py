@@ -76,6 +76,12 @@ _KINDS = (
         "keep them in tensors, or give the numbers as arguments",
         _ON_VALUES,
     ),
+    _Kind(  # as pack_padded_sequence and pad_packed_sequence do with lengths
+        "needs the values of a tensor as sizes",
+        "give them as numbers that do not depend on a tensor",
+        ("TypeError",),
+        text="argument 'size'.*FakeTensor",
+    ),
     _Kind(
         "makes a tensor whose size depends on the values of another one",
         "use an operator whose result has a size that is known before, such as torch.where in place of a mask",

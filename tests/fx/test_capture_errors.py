@@ -57,6 +57,13 @@ def size(x):
     return x[: int(x.abs().sum())]
 
 
+RECURRENT = nn.GRU(8, 4, batch_first=True)
+
+
+def packed(x):
+    return RECURRENT(nn.utils.rnn.pack_padded_sequence(x[None], torch.tensor([4]), batch_first=True))[1]
+
+
 def one_hot(x):
     return F.one_hot(x.abs().long())
 
@@ -97,6 +104,7 @@ TABLE = {
     check: ("checks the values of a tensor", "torch._assert_async"),
     repeat: ("repeats something as often as the values", "torch.while_loop"),
     size: ("needs the values of a tensor as Python numbers", "keep them in tensors"),
+    packed: ("needs the values of a tensor as sizes", "do not depend on a tensor"),
     one_hot: ("needs the values of a tensor as Python numbers", "keep them in tensors"),
     fake: ("calls an operator that cannot be traced", "register_fake"),
     numpy: ("leaves torch", "custom_op"),
