@@ -216,11 +216,6 @@ class TrainingStep(StepReadings):
     ) -> None:
         if type(enabled) is not bool:
             raise AmpError(f"enabled={enabled!r}", mend="pass True or False")
-        if not callable(loss_fn):
-            raise AmpError(
-                f"loss_fn is a {type(loss_fn).__name__}",
-                mend="pass a function that is called as loss_fn(model, *batch) and returns the loss, or (loss, aux)",
-            )
         self._group = process_group
         model, optimizer = trained_module(unwrapped_model(model, PARALLEL), optimizer)
         self.model = model
@@ -240,6 +235,11 @@ class TrainingStep(StepReadings):
         self._module = LossModule(model, loss_fn)
         refuse_spread(self._module, PARALLEL)
         self._optimizers = check_optimizers(optimizer)
+        if not callable(loss_fn):
+            raise AmpError(
+                f"loss_fn is a {type(loss_fn).__name__}",
+                mend="pass a function that is called as loss_fn(model, *batch) and returns the loss, or (loss, aux)",
+            )
         self._clip_norm, self._enabled = clip_norm, enabled
         self._device = device_of(self._module.parameters())
         self._held = HeldScale.of(self._choose_scale(loss_scale), loss_scale, self._device)
