@@ -47,8 +47,8 @@ class CompiledModule(StandIn):
     Its other methods (`generate`, say) are those of the original and run the original. What is assigned to it goes to
     the original too, but for what tools write that put themselves around a model: `forward`, `__class__`, hooks, and
     names that begin with an underscore and that the original does not have. Its class is made for the class of the
-    original (`CompiledLinear`), so that `forward` has the same signature; for a `PreTrainedModel` of transformers it
-    is one too, by which the Trainer saves it as such.
+    original and has its name, by which some tools decide what to do, and `forward` has the same signature; for a
+    `PreTrainedModel` of transformers it is one too, by which the Trainer saves it as such.
 
     Any number of threads may call it. While one captures, calls for signatures that were captured before go on; only
     models in pieces are called one at a time.
@@ -328,7 +328,8 @@ def _class_for(model: nn.Module) -> type[CompiledModule]:
     for kind in kinds:
         members |= forwarding_members(kind, CompiledModule)
     members |= {"forward": forward, "__doc__": CompiledModule.__doc__, "__module__": __name__}
-    made = type(f"Compiled{type(model).__name__}", (CompiledModule, *kinds), members)
+    # Tools tell models by the name of their class: the Trainer's label smoothing, whether it has to shift the labels.
+    made = type(type(model).__name__, (CompiledModule, *kinds), members)
     if "forward" not in vars(model):
         _CLASSES[type(model)] = made
     return made

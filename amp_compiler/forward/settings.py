@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
@@ -75,14 +76,18 @@ def make_settings(
     """Check the options of a public call.
 
     Raises:
-        AmpError: an unknown dtype, backend, mode or word for `dynamic_shapes`.
+        AmpError: an unknown dtype, backend or mode, or `dynamic_shapes` that are a word or a number.
         RuleError: the rules cannot be loaded.
         PassError: a pipeline is given that the call does not run, or that lacks a pass.
     """
     if dtype not in (*LOW_TYPES, AUTO):
         raise AmpError(f"dtype={dtype!r} is not known", mend="use 'fp16', 'bf16' or 'auto'")
-    if isinstance(dynamic_shapes, str) and dynamic_shapes != AUTO:
-        raise AmpError(f"dynamic_shapes={dynamic_shapes!r} is not known", mend=f"use {AUTO!r}, None or a specification")
+    if dynamic_shapes != AUTO and isinstance(dynamic_shapes, (str, bool, Real, set)):
+        raise AmpError(
+            f"dynamic_shapes={dynamic_shapes!r} is not known",
+            mend=f"use {AUTO!r} (what differs from call to call becomes dynamic), None (every shape by itself) or, as"
+            " for torch.export.export, one entry for each argument: ({0: torch.export.Dim.AUTO}, None)",
+        )
     known = find_backend(backend)
     known.builder(mode)
     return Settings(load_rules(rules), dtype, known.name, dynamic_shapes, pipelines_with(passes, allowed), mode)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,7 +79,8 @@ def leaves_key(leaves: Sequence[Any]) -> tuple[Any, ...]:
     except TypeError as cause:
         kinds = sorted({type(leaf).__name__ for leaf in leaves if type(leaf).__hash__ is None})
         raise UnknownFormError(
-            f"an input of type {', '.join(kinds)} is not hashable, so calls cannot be told apart",
+            f"an input of type {', '.join(kinds)} is not hashable, so calls cannot be told apart"
+            + (" (of dict() of it they can)" if any(isinstance(leaf, Mapping) for leaf in leaves) else ""),
             mend="pass tensors, numbers, strings, or containers of them",
         ) from cause
     return key

@@ -30,6 +30,7 @@ from amp_compiler.fx.first_uses import written_first
 from amp_compiler.fx.generators import seeds_refused
 from amp_compiler.fx.graph import user_source
 from amp_compiler.fx.hooks import SavedTensorHooks, refuse_module_hooks, refuse_tensor_hook
+from amp_compiler.fx.mixed_types import refuse_mixed_types
 from amp_compiler.fx.named_keywords import keywords_named
 from amp_compiler.fx.number_arithmetic import compute_in_python
 from amp_compiler.fx.numbers import Changing, Number, NumberInputs
@@ -248,6 +249,7 @@ def capture_module(
 
     Raises:
         CaptureError: where the model cannot be taken as one graph; names the line of the model.
+        AmpError: it multiplies what torch does not.
     """
     _refuse_sharded(model)  # before anything looks into it: FSDP has tensors whose memory is given back
     asked: set[str] = set()
@@ -255,6 +257,7 @@ def capture_module(
         with _regions_in(low):
             more, captured = _captured(model, args, kwargs, dynamic_shapes, changing, asked)
         if more <= asked:
+            refuse_mixed_types(captured.graph_module.graph)
             return captured
         asked |= more
 

@@ -76,6 +76,12 @@ _KINDS = (
         "keep them in tensors, or give the numbers as arguments",
         _ON_VALUES,
     ),
+    _Kind(  # as pack_padded_sequence and pad_packed_sequence do with lengths
+        "needs the values of a tensor as sizes",
+        "give them as numbers that do not depend on a tensor",
+        ("TypeError",),
+        text="argument 'size'.*FakeTensor",
+    ),
     _Kind(
         "makes a tensor whose size depends on the values of another one",
         "use an operator whose result has a size that is known before, such as torch.where in place of a mask",
@@ -166,7 +172,11 @@ def _user_place(cause: BaseException) -> tuple[str, str]:
 
 
 def _said(error: BaseException) -> str:
+    """The first line of an exception; of a list of sizes that do not hold what the list says, for its head does not."""
     lines = str(error).strip().splitlines()
+    if lines and lines[0].startswith("Constraints violated"):
+        lines = [line.strip().removeprefix("- ") for line in lines if line.startswith("  - ")] or lines
+        lines = ["; ".join(lines)]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 

@@ -25,6 +25,7 @@ from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import copy_graph, results_of, torch_dtype
 from amp_compiler.fx.hooks import refuse_parameter_hooks
 from amp_compiler.fx.meta import Key
+from amp_compiler.fx.mixed_types import refuse_mixed_types
 from amp_compiler.fx.numbers import Changing
 from amp_compiler.fx.prints import prints_refused
 from amp_compiler.ir.plan import PrecisionPlan
@@ -166,6 +167,7 @@ def begin_step(
         with refused_checkpoints(), prints_refused():
             named = low if options.enabled else None
             captured = capture_module(model, batch, {}, settings.dynamic_shapes, options.changing, named)
+            refuse_mixed_types(captured.graph_module.graph, casts=options.enabled)
         form = InputForm.of(captured, leaves)
         if not form.is_dynamic:
             settings = replace(settings, dynamic_shapes=None)
@@ -287,7 +289,7 @@ def run_step_passes(
     inputs = StepInputs(model, captured, options.optimizers)
     if storage.low:
         low = torch_dtype(settings.low(device_of([*begun.leaves, *model.parameters()])))
-        inputs.store_low(captured.graph_module.graph, low, settings.rules.ops)
+        inputs.store_low(captured.graph_module.graph, low, settings.rules.ops, storage)
     if options.reduction is not None and options.reduction.shards:
         low = torch_dtype(settings.low(device_of([*begun.leaves, *model.parameters()])))
         agree = options.reduction.agree_on_parts

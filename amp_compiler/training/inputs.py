@@ -16,7 +16,7 @@ from amp_compiler.fx.graph import LOW_TYPES
 from amp_compiler.fx.meta import Key
 from amp_compiler.ops.layout import as_real, is_turned
 from amp_compiler.ops.loss_scale import LossScaleState
-from amp_compiler.ops.update.rounding import Storage
+from amp_compiler.ops.update.rounding import Storage, WeightStorage
 from amp_compiler.passes.step.place_weights import PlacedWeights, is_read_low, is_read_low_alone, placed_weights
 from amp_compiler.passes.step.reduce_gradients import Bucket, SharedGradient, buckets_of, in_order, shared_gradients
 from amp_compiler.passes.step.sum_gradients import owners_with_gradient
@@ -26,7 +26,7 @@ from amp_compiler.training.parts import Parts
 from amp_compiler.training.program import LossModule, Resolver
 from amp_compiler.training.state import GradientSums, LowWeights
 from amp_compiler.training.traced_optimizers import TracedGroup
-from amp_compiler.training.weights import COMPENSATION, MASTER, WeightState, store_low
+from amp_compiler.training.weights import COMPENSATION, MASTER, WeightState, store_alone
 
 Getters = dict[str, Callable[[], Tensor]]
 Agree = Callable[[tuple[SharedGradient, ...]], tuple[SharedGradient, ...]]
@@ -98,7 +98,7 @@ class StepInputs:
         if not self.trained:
             raise depends_on_nothing()
 
-    def store_low(self, graph: fx.Graph, low: torch.dtype, ops: OpTable) -> None:
+    def store_low(self, graph: fx.Graph, low: torch.dtype, ops: OpTable, storage: WeightStorage) -> None:
         """Convert the trained FP32 parameters that a graph reads in the low type, once and for all.
 
         One that the plan reads in FP32 alone (the weight of a norm under `default`) stays FP32: it is its own master.
@@ -107,11 +107,14 @@ class StepInputs:
             graph: the forward, with the casts of the plan.
             low: the 16-bit type.
             ops: the op table.
+            storage: how they are stored.
         """
+        found: dict[str, Tensor] = {}
         for node in graph.find_nodes(op="placeholder"):
             parameter = self.getters[node.name]() if node.name in self.trained else None
             if parameter is not None and parameter.dtype is torch.float32 and is_read_low(node, low, ops):
-                store_low(parameter, low)
+                found[self.entries[node.name].target.partition(".")[2]] = parameter
+        store_alone(found, low, storage)
 
     def split(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from itertools import chain
 from typing import Any
@@ -13,7 +14,9 @@ from torch import Tensor
 from amp_compiler.errors import AmpError
 from amp_compiler.fx.graph import LOW_TYPES
 from amp_compiler.ops.layout import empty_laid_out_like, is_laid_out_like
+from amp_compiler.ops.update.rounding import outgrows, saturated
 
+logger = logging.getLogger("amp_compiler")
 _KEEPING: WeakSet[torch.optim.Optimizer] = WeakSet()
 
 
@@ -34,8 +37,24 @@ def retyped(state: dict[str, Any], column: str, wanted: torch.dtype, *, wide: bo
         return value
     if wide and value.dtype in LOW_TYPES:
         raise narrowed(column, value)
-    state[column] = value.to(wanted)
+    if beyond := told_beyond(column, value, wanted):
+        logger.warning("%s; they are stored as the largest that it holds", beyond)
+    state[column] = saturated(value, wanted).to(wanted)
     return state[column]  # type: ignore[no-any-return]
+
+
+def told_beyond(name: str, value: Tensor, low: torch.dtype) -> str:
+    """What is said where finite values become infinite in another type; empty where none does.
+
+    Args:
+        name: of the tensor.
+        value: any type and shape; for one on torch's meta device nothing is said.
+        low: the other type.
+    """
+    if value.is_meta or not outgrows(value, low):
+        return ""
+    number, kind = int((value.to(low).isinf() & value.isfinite()).sum()), str(low).removeprefix("torch.")
+    return f"{number} of the {value.numel()} numbers of '{name}' are beyond what {kind} holds"
 
 
 def laid_out(state: dict[str, Any], column: str, parameter: Tensor) -> Tensor:

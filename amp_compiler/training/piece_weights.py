@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from amp_compiler.ops.update.rounding import WeightStorage
 from amp_compiler.passes.step.place_weights import is_read_low
 from amp_compiler.policy.rules import OpTable
-from amp_compiler.training.weights import store_low
+from amp_compiler.training.weights import store_alone
 
 Run = Callable[..., Any]
 
@@ -23,10 +24,11 @@ class LowReads:
     Args:
         low: the low type.
         ops: the op table.
+        storage: how what is converted is stored.
     """
 
-    def __init__(self, low: torch.dtype, ops: OpTable) -> None:
-        self._low, self._ops = low, ops
+    def __init__(self, low: torch.dtype, ops: OpTable, storage: WeightStorage) -> None:
+        self._low, self._ops, self._storage = low, ops, storage
         self._found: dict[int, Tensor] = {}
         self._otherwise: set[int] = set()  # what is read in FP32 too, by `id`
 
@@ -53,20 +55,27 @@ class LowReads:
 
         return noting
 
-    def convert(self, trained: set[int]) -> bool:
-        """Store in the low type what is read in it; says whether something read one of these in FP32 as well.
+    def convert(self, trained: Mapping[str, Tensor]) -> bool:
+        """Store in the low type what is read in it; says whether something has read a value that is not what is stored.
 
-        Such a reader has seen a value that is not stored any more.
+        So does what read one of these in FP32 as well, and what read an infinity where the largest number is stored.
 
         Args:
-            trained: `id` of the parameters that may be converted.
+            trained: the parameters that may be converted, by qualified name.
+
+        Raises:
+            AmpError: one holds numbers that the low type does not, and they are not to be clipped.
         """
-        stale = False
-        for key, parameter in self._found.items():
-            if key in trained and parameter.dtype is torch.float32:
-                rounded = torch.equal(parameter, parameter.to(self._low).float())
-                stale |= key in self._otherwise and not rounded
-                store_low(parameter, self._low)
+        found = {
+            name.partition(".")[2]: parameter
+            for name, parameter in trained.items()
+            if id(parameter) in self._found and parameter.dtype is torch.float32
+        }
+        stale = any(
+            id(parameter) in self._otherwise and not torch.equal(parameter, parameter.to(self._low).float())
+            for parameter in found.values()
+        )
+        stale |= store_alone(found, self._low, self._storage)
         self._found.clear()
         return stale
 

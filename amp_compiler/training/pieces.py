@@ -76,7 +76,8 @@ class PieceStep:
         self.model, self.state, self.cause = model, state, cause
         self._settings, self._device = settings, device_of(model.parameters())
         storage = state.kept.weights.storage
-        self._lows = LowReads(torch_dtype(settings.low(self._device)), settings.rules.ops) if storage.low else None
+        low = torch_dtype(settings.low(self._device))
+        self._lows = LowReads(low, settings.rules.ops, storage) if storage.low else None
         self._replay: PieceReplay | None = None
         self._drawn: list[Tensor] = []  # the random numbers' state before the last forward
         self.pieces = self._in_pieces() if enabled else None
@@ -106,7 +107,7 @@ class PieceStep:
         drawn = self._drawn
         try:
             made = self._run(batch, optimizers)
-            if self._lows is not None and self._lows.convert(set(map(id, _trained(self.model, optimizers).values()))):
+            if self._lows is not None and self._lows.convert(_trained(self.model, optimizers)):
                 set_random_state(self._device, drawn)
                 made = self._run(batch, optimizers)
             return made
@@ -125,7 +126,8 @@ class PieceStep:
             f"the step failed in pieces: {type(error).__name__}: {first_line(error)}; and as one graph: "
             f"{self.cause.what}",
             where=user_frame(error),
-            mend="see the error that this one comes from",
+            mend="see the error that this one comes from"
+            + ("; loss_fn is called as loss_fn(model, *batch)" if isinstance(error, TypeError) else ""),
         )
 
     def replayed(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _PAIR = pytree.tree_structure((0, 0))
 ROOT = "model"  # name of the models in a `LossModule`
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)  # of a capture too
 
 
 class LossModule(nn.Module):
@@ -54,7 +55,9 @@ class LossModule(nn.Module):
         for path, leaf in pytree.tree_flatten_with_path(model, is_leaf=lambda x: isinstance(x, nn.Module))[0]:
             if not isinstance(leaf, nn.Module):
                 raise AmpError(
-                    f"model holds a {type(leaf).__name__} at {pytree.keystr(path)}",
+                    f"model holds a {type(leaf).__name__} at {pytree.keystr(path)}"
+                    if path
+                    else f"model is a {type(leaf).__name__}",
                     mend="pass an nn.Module, or a dict, list or tuple of them",
                 )
             self._place(path, leaf)
@@ -106,20 +109,27 @@ class LossModule(nn.Module):
         result = self._call(batch)
         loss, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-            raise AmpError(
-                f"loss_fn returned {_describe(loss)} as the loss",
-                mend="return one floating-point number, or (loss, aux)",
-            )
+            raise AmpError(f"loss_fn returned {_describe(loss)} as the loss", mend=_mend(loss))
         # A 16-bit loss could not hold the loss scale that the backward starts from.
         return loss.float() if loss.dtype in LOW_TYPES else loss, aux
 
 
 def _describe(loss: Any) -> str:
-    return (
-        f"a tensor of shape {tuple(loss.shape)} and type {loss.dtype}"
-        if isinstance(loss, Tensor)
-        else f"a {type(loss).__name__}"
-    )
+    if isinstance(loss, Tensor):
+        return f"a tensor of shape {tuple(loss.shape)} and type {loss.dtype}"
+    if isinstance(loss, _NUMBERS):
+        return "a Python number"
+    return "None" if loss is None else f"a {type(loss).__name__}"
+
+
+def _mend(loss: Any) -> str:
+    if isinstance(loss, Tensor) and loss.numel() != 1:
+        return "return its mean() or sum(), one floating-point number, or (loss, aux)"
+    if isinstance(loss, _NUMBERS):
+        return "return a tensor, without item() or float(), or (loss, aux)"
+    if isinstance(loss, Mapping) and "loss" in loss:
+        return "return (result['loss'], result), the loss and what goes with it"
+    return "return one floating-point number as a tensor, or (loss, aux)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from numbers import Real
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
@@ -213,6 +214,8 @@ class TrainingStep(StepReadings):
         callbacks: Any = (),
         ranks: Ranks | None = None,
     ) -> None:
+        if type(enabled) is not bool:
+            raise AmpError(f"enabled={enabled!r}", mend="pass True or False")
         self._group = process_group
         model, optimizer = trained_module(unwrapped_model(model, PARALLEL), optimizer)
         self.model = model
@@ -221,12 +224,22 @@ class TrainingStep(StepReadings):
         if type(accumulate) is not int or accumulate < 1:
             raise AmpError(f"accumulate={accumulate!r}", mend="pass a whole number from 1 on")
         self._accumulate, self._gathered = accumulate, 0
+        if isinstance(dynamic_shapes, Mapping):
+            raise AmpError(
+                f"dynamic_shapes= of a training step is a dict, of {', '.join(map(repr, dynamic_shapes))}",
+                mend="give a tuple, one entry for each of *batch; for a batch that is a dict: ({'x': {0: Dim('n')}},)",
+            )
         if isinstance(dynamic_shapes, (tuple, list)):  # what is captured takes the batch as `*batch`, one tuple
             dynamic_shapes = (tuple(dynamic_shapes),)
         self._settings = make_settings(rules, dtype, backend, dynamic_shapes, passes, RUN, mode)
         self._module = LossModule(model, loss_fn)
         refuse_spread(self._module, PARALLEL)
         self._optimizers = check_optimizers(optimizer)
+        if not callable(loss_fn):
+            raise AmpError(
+                f"loss_fn is a {type(loss_fn).__name__}",
+                mend="pass a function that is called as loss_fn(model, *batch) and returns the loss, or (loss, aux)",
+            )
         self._clip_norm, self._enabled = clip_norm, enabled
         self._device = device_of(self._module.parameters())
         self._held = HeldScale.of(self._choose_scale(loss_scale), loss_scale, self._device)
@@ -311,20 +324,32 @@ class TrainingStep(StepReadings):
             return make_loss_scale("none", section)
         return make_loss_scale(section or "dynamic")
 
-    def __call__(self, *batch: Any) -> Any:
+    def __call__(self, *batch: Any, **named: Any) -> Any:
         """Train on one batch.
 
         Args:
             batch: what stands behind `model` in `loss_fn`.
+            named: refused; a batch may be a dict.
 
         Returns:
             The detached loss, or `(loss, aux)`.
 
         Raises:
+            AmpError: there are named arguments, or `torch.inference_mode()` is around the call.
             CaptureError: the loss cannot be captured, neither as one graph nor in pieces.
             LoweringError: the graph cannot be compiled.
             LossScaleError: the gradients stay non-finite at the lowest loss scale; on a GPU some calls later.
         """
+        if named:
+            raise AmpError(
+                f"a training step takes its batch by position, and was given {', '.join(map(repr, named))} by name",
+                mend="give them as one dict, step({'x': x, 'y': y}), which loss_fn takes as its second argument",
+            )
+        if torch.is_inference_mode_enabled():
+            raise AmpError(
+                "a training step is called within torch.inference_mode(), in which nothing is differentiated",
+                mend="call it outside, or within torch.inference_mode(False); torch.no_grad() around it does no harm",
+            )
         if self._last is None and self._together is None:
             ranks_of(self._group)
         hooks = PostHooks(self._optimizers)
@@ -631,6 +656,13 @@ class TrainingStep(StepReadings):
                 return program
         return None
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise AmpError(
+            "a training step can be neither copied nor pickled, as it holds compiled code and the optimizer itself",
+            mend="save model, optimizer and step.state_dict(), or use amp.save_checkpoint; for a copy make a step of"
+            " copy.deepcopy((model, optimizer))",
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """The loss scale, with the keys of `torch.amp.GradScaler.state_dict()`.
 
@@ -647,6 +679,11 @@ class TrainingStep(StepReadings):
         Raises:
             AmpError: keys are missing or do not fit the kind of loss scale.
         """
+        if not isinstance(state, Mapping):
+            raise AmpError(
+                f"the saved state of a step is a {type(state).__name__}",
+                mend="give what step.state_dict(), or that of a torch.amp.GradScaler, has returned",
+            )
         before = self._scale_config
         self._held.load(state)
         if self._together is not None:

@@ -8,6 +8,7 @@ in `optimizer.state[p]["compensation"]`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -19,10 +20,11 @@ from amp_compiler.errors import AmpError
 from amp_compiler.forward.tensor_versions import write_mark
 from amp_compiler.fx.graph import LOW_TYPES
 from amp_compiler.ops.layout import is_laid_out_like
-from amp_compiler.ops.update.rounding import Storage, WeightStorage
-from amp_compiler.training.optimizer_state import keep_state_types, laid_out, narrowed
+from amp_compiler.ops.update.rounding import Storage, WeightStorage, saturated
+from amp_compiler.training.optimizer_state import keep_state_types, laid_out, narrowed, told_beyond
 from amp_compiler.training.parts import Parts
 
+logger = logging.getLogger("amp_compiler")
 MASTER, COMPENSATION = "master", "compensation"  # keys in the optimizer's state of a parameter
 OWN_KEY = "amp_compiler"  # of a step's state_dict: what GradScaler has no key for
 _STORED_LOW = "amp_stored_low"  # attribute of a parameter that was FP32 and is stored in 16 bits since
@@ -56,6 +58,35 @@ def weight_storage(section: Mapping[str, Any]) -> WeightStorage:
             mend="write weights: {master: low, overflow: skip}; FP32 masters are never clipped",
         )
     return WeightStorage(low, rounding, skips)
+
+
+def store_alone(named: Mapping[str, Tensor], low: torch.dtype, storage: WeightStorage) -> bool:
+    """Convert FP32 parameters in place, as `store_low`, that have no master beside them.
+
+    Args:
+        named: the parameters by name.
+        low: the 16-bit type.
+        storage: whether finite numbers beyond that type are stored as the largest that it holds, which is said.
+
+    Returns:
+        Whether there were such numbers.
+
+    Raises:
+        AmpError: they are not, and there are some; nothing is converted then.
+    """
+    told = {name: told_beyond(name, parameter.detach(), low) for name, parameter in named.items()}
+    for beyond in filter(None, told.values()):
+        if storage.skips:
+            raise AmpError(
+                f"{beyond}, and weights.overflow is 'skip'",
+                mend="write weights: {master: fp32}, or overflow: clip, or use dtype='bf16'",
+            )
+        logger.warning("%s; they are stored as the largest that it holds", beyond)
+    for name, parameter in named.items():
+        if told[name]:
+            parameter.data = saturated(parameter.data, low)
+        store_low(parameter, low)
+    return any(told.values())
 
 
 def store_low(parameter: Tensor, low: torch.dtype) -> None:

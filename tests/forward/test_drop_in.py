@@ -46,7 +46,7 @@ def test_forward_has_the_signature_of_the_originals():
     model = compiled()
     assert inspect.signature(model.forward) == inspect.signature(model.original.forward)
     assert list(inspect.signature(type(model).forward).parameters)[1:] == ["features", "labels", "scale"]
-    assert isinstance(model, amp.CompiledModule) and type(model).__name__ == "CompiledNet"
+    assert isinstance(model, amp.CompiledModule) and type(model).__name__ == "Net"
     assert type(compiled()) is type(model) and type(copy.deepcopy(model)) is type(model)
     own = Net()
     own.forward = lambda features: features  # type: ignore[method-assign, assignment]
@@ -182,7 +182,6 @@ def trained(model: nn.Module, folder, data, **options):
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),
         use_cpu=True,
-        bf16=True,
         max_steps=4,
         per_device_train_batch_size=4,
         report_to=[],
@@ -190,7 +189,7 @@ def trained(model: nn.Module, folder, data, **options):
         logging_steps=1,
         disable_tqdm=True,
         learning_rate=0.05,
-        **options,
+        **{"bf16": True, **options},
     )
     trainer = transformers.Trainer(model, arguments, train_dataset=data, eval_dataset=data)
     trainer.train()
@@ -230,6 +229,15 @@ def test_the_trainer_trains_a_transformer(tmp_path):
     losses, _ = trained(model, tmp_path / "ours", TEXT)
     expected, _ = trained(plain, tmp_path / "theirs", TEXT)
     assert losses == pytest.approx(expected, rel=BF16_ERROR) and not model.in_pieces
+
+
+def test_the_trainer_smooths_the_labels_of_a_transformer(tmp_path):
+    """It shifts them for models whose class has the name of one that predicts the next token."""
+    model = amp.compile(gpt2(), rules="apex-o0", backend="eager")
+    plain = copy.deepcopy(model.original)
+    losses, evaluated = trained(model, tmp_path / "ours", TEXT, bf16=False, label_smoothing_factor=0.1)
+    expected, reference = trained(plain, tmp_path / "theirs", TEXT, bf16=False, label_smoothing_factor=0.1)
+    assert losses == expected and evaluated == reference and model._get_name() == "GPT2LMHeadModel"
 
 
 def test_the_trainer_saves_and_resumes_tied_weights(tmp_path):

@@ -57,6 +57,13 @@ def size(x):
     return x[: int(x.abs().sum())]
 
 
+RECURRENT = nn.GRU(8, 4, batch_first=True)
+
+
+def packed(x):
+    return RECURRENT(nn.utils.rnn.pack_padded_sequence(x[None], torch.tensor([4]), batch_first=True))[1]
+
+
 def one_hot(x):
     return F.one_hot(x.abs().long())
 
@@ -97,6 +104,7 @@ TABLE = {
     check: ("checks the values of a tensor", "torch._assert_async"),
     repeat: ("repeats something as often as the values", "torch.while_loop"),
     size: ("needs the values of a tensor as Python numbers", "keep them in tensors"),
+    packed: ("needs the values of a tensor as sizes", "do not depend on a tensor"),
     one_hot: ("needs the values of a tensor as Python numbers", "keep them in tensors"),
     fake: ("calls an operator that cannot be traced", "register_fake"),
     numpy: ("leaves torch", "custom_op"),
@@ -132,3 +140,45 @@ def test_the_line_is_shown_in_a_step_too():
     step = amp.training_step(model, loss_fn, torch.optim.SGD(model.parameters(), 0.1), backend="eager")
     step(X)
     assert re.search(r"in 1 piece.*branches.*loss\.isfinite", step.execution)
+
+
+MIXED = {
+    "fp64": (nn.Linear(8, 4), X.double(), "aten.linear reads float32 and float64"),
+    "int64": (nn.Linear(8, 4), X.long(), "aten.linear reads float32 and int64"),
+    "layer norm": (nn.LayerNorm(8), X.double(), "aten.layer_norm reads float32 and float64"),
+    "two inputs": (Model(lambda x: x @ x.double().t()), X, "aten.matmul reads float32 and float64"),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_types_that_torch_does_not_mix_are_told_with_the_line(name):
+    """A capture does not notice; the graph would raise, without a line, when it runs."""
+    model, x, said = MIXED[name]
+    with pytest.raises(RuntimeError):
+        model(x)
+    with pytest.raises(amp.AmpError, match=rf"{re.escape(said)}, which torch does not mix; .*x\.float\(\)") as raised:
+        amp.compile(model, dtype="bf16", backend="eager")(x)
+    assert name != "two inputs" or "test_capture_errors.py" in str(raised.value)
+    step = amp.training_step(
+        model, lambda m, x: m(x).mean(), torch.optim.SGD(model.parameters()), dtype="bf16", backend="eager"
+    )
+    with pytest.raises(amp.AmpError, match=re.escape(said)):
+        step(x)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_16_bit_data_goes_into_fp32_weights_where_torchs_autocast_takes_it(enabled):
+    model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = amp.training_step(model, lambda m, x: m(x).sum(), optimizer, dtype="bf16", backend="eager", enabled=enabled)
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        if enabled:
+            expected = model(X.bfloat16()).sum()
+        else:
+            with pytest.raises(RuntimeError):
+                model(X.bfloat16())
+    if enabled:
+        torch.testing.assert_close(step(X.bfloat16()), expected.float(), rtol=2e-2, atol=2e-2)
+        return
+    with pytest.raises(amp.AmpError, match=r"aten\.linear reads bfloat16 and float32"):
+        step(X.bfloat16())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
+import re
 
 import pytest
 import torch
@@ -69,6 +71,7 @@ HELD = {
     "array": lambda x, rows: {"x": x.numpy(), "rows": rows},
     "slice": lambda x, rows: {"x": x, "rows": slice(rows)},
     "set": lambda x, rows: {"x": x, "rows": {rows}},
+    "like a dict": lambda x, rows: collections.UserDict(x=x, rows=rows),
 }
 
 
@@ -83,7 +86,7 @@ def of_held(model, held):
 def test_what_holds_a_batch_may_be_looked_into_by_dynamo(name):
     held = [(HELD[name](X[0] * number, rows),) for number, rows in ((1, 16), (2, 16), (2, 7))]
     step = trained_as_by_torch(of_held, held)
-    assert "not hashable" in step.execution
+    assert "not hashable" in step.execution and ("dict() of it" in step.execution) == (name == "like a dict")
 
 
 def of_dict(model, *batch):
@@ -195,3 +198,24 @@ def test_one_program_serves_every_batch_size_where_shapes_are_dynamic(backend):
         torch.testing.assert_close(mine, theirs)
     with pytest.raises(CaptureError):
         step(torch.randn(65, 8), torch.randint(0, 4, (65,)))
+
+
+@pytest.mark.parametrize("shapes", [True, False, 2, "dynamic", {0, 1}])
+def test_dynamic_shapes_that_are_none_are_refused_by_themselves(shapes):
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(amp.AmpError, match=rf"dynamic_shapes={re.escape(repr(shapes))} is not known.*'auto'"):
+        amp.training_step(model, classes, optimizer, backend="eager", dynamic_shapes=shapes)
+    with pytest.raises(amp.AmpError, match=r"is not known.*'auto'"):
+        amp.compile(model, backend="eager", dynamic_shapes=shapes)
+
+
+def test_dynamic_shapes_of_a_step_that_do_not_hold_say_why():
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    size = torch.export.Dim("size")
+    with pytest.raises(amp.AmpError, match="is a dict, of 'x', 'y'; give a tuple"):
+        amp.training_step(model, classes, optimizer, backend="eager", dynamic_shapes={"x": {0: size}, "y": {0: size}})
+    step = amp.training_step(model, classes, optimizer, backend="eager", dynamic_shapes=({0: size}, {0: size}))
+    with pytest.raises(CaptureError, match=r"specialized it to be a constant \(1\)"):
+        step(torch.randn(1, 8), torch.tensor([2]))

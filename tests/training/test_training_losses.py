@@ -143,3 +143,28 @@ def test_a_rule_that_asks_for_low_probabilities_is_obeyed():
         (node,) = (node for node in step.plan.nodes if node.op == "aten.sigmoid")
         asked[str(rules)] = node.precision
     assert list(asked.values()) == ["fp32", "low"]
+
+
+def item(loss):
+    return loss.item()
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (item, "a Python number.*a tensor, without item"),
+        (lambda loss: 0, "a Python number.*a tensor, without item"),
+        (lambda loss: {"loss": loss, "logits": X}, r"a dict.*return \(result\['loss'\], result\)"),
+        (lambda loss: {"total": loss}, r"a dict.*one floating-point number as a tensor, or \(loss, aux\)"),
+        (lambda loss: [loss, X], r"a list.*\(loss, aux\)"),
+        (lambda loss: (loss, X, X), r"a tuple.*\(loss, aux\)"),
+        (lambda loss: None, "returned None as the loss"),
+        (lambda loss: loss.expand(3), r"shape \(3,\).*mean\(\) or sum\(\)"),
+    ],
+)
+def test_what_is_no_loss_is_refused_with_its_mend(returned, said):
+    model = nn.Linear(6, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = amp.training_step(model, lambda m, x: returned(m(x).square().mean()), optimizer, backend="eager")
+    with pytest.raises(amp.AmpError, match=said):
+        step(X)

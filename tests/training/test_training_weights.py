@@ -265,6 +265,51 @@ def test_a_weight_that_outgrows_fp16_is_clipped():
     assert model.w[:2].tolist() == [-65504, 65504] and int(step.skipped_steps) == 0
 
 
+def too_large_for_fp16(overflow: str, pieces: bool, momentum: float = 0.0):
+    """A weight beyond 65504 (and a momentum, which torch has made in FP32) that is to be stored in FP16."""
+    model = Line(3, value=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0, momentum=0.9)
+    with torch.no_grad():
+        model.w.copy_(torch.tensor([1.0, 2.0, 3.0] if momentum else [1e5, -2e5, 3.0]))
+    if momentum:
+        optimizer.state[model.w]["momentum_buffer"] = torch.tensor([momentum, -momentum, 0.0])
+
+    def loss_fn(model, x):
+        if pieces and x.sum() > 1e9:
+            x = -x
+        return linear_loss(model, x)
+
+    rules = {"version": 1, "extends": "nvcaffe", "weights": {"master": "low", "overflow": overflow}}
+    return (
+        model,
+        optimizer,
+        amp.training_step(model, loss_fn, optimizer, rules=rules, dtype="fp16", loss_scale=1.0, backend="eager"),
+    )
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_a_weight_that_fp16_cannot_hold_is_clipped_when_it_is_stored(pieces, caplog):
+    model, _, step = too_large_for_fp16("clip", pieces)
+    loss = step(torch.zeros(3))
+    assert model.w.tolist() == [65504, -65504, 3] and model.w.dtype is torch.float16 and loss == 0
+    assert "2 of the 3 numbers of 'w' are beyond what float16 holds" in caplog.text
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_a_weight_that_fp16_cannot_hold_is_not_stored_where_clipping_is_not_asked_for(pieces):
+    model, _, step = too_large_for_fp16("skip", pieces)
+    with pytest.raises(amp.AmpError, match=r"2 of the 3 numbers of 'w' are beyond .*master: fp32"):
+        step(torch.zeros(3))
+    assert model.w.tolist() == [1e5, -2e5, 3] and model.w.dtype is torch.float32
+
+
+def test_a_momentum_from_fp32_that_fp16_cannot_hold_is_clipped(caplog):
+    model, optimizer, step = too_large_for_fp16("clip", pieces=False, momentum=1e5)
+    step(torch.zeros(3))
+    assert optimizer.state[model.w]["momentum_buffer"].tolist() == [58944, -58944, 0]  # 0.9 of 65504
+    assert "2 of the 3 numbers of 'momentum_buffer' are beyond what float16 holds" in caplog.text
+
+
 @pytest.mark.parametrize(("lr", "backend"), [(0.01, "eager"), (1.0, "eager"), (1.0, "inductor")])
 def test_a_step_that_would_outgrow_fp16_is_skipped_where_the_rules_say_so(lr, backend):
     model, optimizer, step = outgrowing(
