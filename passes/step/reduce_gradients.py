@@ -32,25 +32,36 @@ class SharedGradient(NamedTuple):
         name: placeholder of the weight that it belongs to.
         dtype: the type in which it is made.
         order: dimensions in the order in which it lies in memory, the outermost first.
+        behind: number of messages of forward and backward (`SynchronizeNorms`) that go before it on some rank.
     """
 
     name: str
     dtype: torch.dtype
     order: tuple[int, ...]
+    behind: int = 0
 
 
 def shared_gradients(graph: fx.Graph, updated: Sequence[str]) -> tuple[SharedGradient, ...]:
     """The gradients at the end of a graph's outputs, in the order in which the backward makes them.
 
     Args:
-        graph: with a gradient for each weight.
+        graph: with a gradient for each weight, none of which is sent yet.
         updated: the placeholders of the weights.
     """
     places = {node: place for place, node in enumerate(graph.nodes)}
     outputs = results_of(graph)
     found = zip(updated, outputs[len(outputs) - len(updated) :], strict=True)
     made = sorted(found, key=lambda pair: places[pair[1]])
-    return tuple(SharedGradient(name, node.meta["val"].dtype, _order(node.meta["val"])) for name, node in made)
+    messages = Messages(graph)
+    return tuple(
+        SharedGradient(name, node.meta["val"].dtype, _order(node.meta["val"]), messages.ahead_of(node))
+        for name, node in made
+    )
+
+
+def norm_messages(graph: fx.Graph) -> list[fx.Node]:
+    """The messages that stand in forward and backward, in order: those of `SynchronizeNorms`."""
+    return [node for node in graph.nodes if _is_message(node) and node.meta.get(Key.PHASE) != "update"]
 
 
 def in_order(graph: fx.Graph, shared: Sequence[SharedGradient]) -> tuple[str, ...]:
@@ -108,7 +119,8 @@ class ReduceGradients(InPlacePass):
     the rest of the backward runs. The sum is made in the type of the gradients. All ranks get the same bits: norm,
     verdict and loss scale, which are made of the sums alone, are then the same without another message. Where the sum
     itself overflows, every rank sees that. The mean's division is `FuseUpdate`'s, which divides by the loss scale
-    anyway. Messages of `ShardUpdate` go first: all ranks must send all of them in one order.
+    anyway. Messages of `ShardUpdate` go first: all ranks must send all of them in one order. Those of
+    `SynchronizeNorms` stand where they are, and a bucket goes between the same two of them on all ranks.
 
     Before (`ranks=2`)::
 
@@ -189,7 +201,8 @@ class Messages:
     """Where messages may stand in a graph, which all ranks must send in one order.
 
     Args:
-        graph: with a gradient for each weight; it may have messages already, behind which all others go.
+        graph: with a gradient for each weight; it may have messages already: gradients that are sent, behind which all
+            others go, and those of forward and backward, between which they go at the same places on all ranks.
 
     Attributes:
         weights: the placeholders, by name.
@@ -202,7 +215,8 @@ class Messages:
         self.places = {node: place for place, node in enumerate(nodes)}
         self.following = dict(pairwise(nodes))
         self.weights = {node.name: node for node in graph.find_nodes(op="placeholder")}
-        sent = [node for node in nodes if _is_message(node)]
+        self.norms = norm_messages(graph)
+        sent = [node for node in nodes if _is_message(node) and node not in self.norms]
         self.place = self.following[(sent or list(self.weights.values()))[-1]]
 
     def behind(self, nodes: Sequence[fx.Node], before: fx.Node) -> fx.Node:
@@ -212,6 +226,11 @@ class Messages:
         found = [self.following[node] for node in (*made, *writers)]
         place: fx.Node = max([before, *found], key=self.places.__getitem__)
         return place
+
+    def ahead_of(self, gradient: fx.Node) -> int:
+        """How many messages of forward and backward stand in front of where a gradient can be sent."""
+        place = self.places[self.behind([gradient], self.place)]
+        return sum(self.places[norm] < place for norm in self.norms)
 
     def packed(
         self, gradients: Sequence[SharedGradient], own: dict[str, fx.Node], pack: Callable[[list[Tensor]], Tensor]
@@ -224,6 +243,9 @@ class Messages:
             pack: makes one row of numbers of all of them.
         """
         nodes = [own.get(one.name, self.weights[one.name]) for one in gradients]
+        behind = max((one.behind for one in gradients), default=0)
+        if behind:
+            self.place = self.behind([self.norms[behind - 1]], self.place)
         self.place = self.behind([node for node in nodes if node in own.values()], self.place)
         missing = [one.name not in own for one in gradients]
 
