@@ -90,7 +90,7 @@ def ranks_of_norm(ranks: Ranks, norm: Any) -> list[int]:
     theirs = dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else []
     if not set(theirs) <= set(own) or own[ranks.rank] not in theirs:
         raise AmpError(
-            f"a SyncBatchNorm takes its statistics over the ranks {theirs}, and rank {own[ranks.rank]} trains with {own}",
+            f"a SyncBatchNorm takes its statistics over the ranks {theirs}; rank {own[ranks.rank]} trains with {own}",
             mend="give it a group of ranks of the step with this one among them: "
             "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model, process_group)",
         )

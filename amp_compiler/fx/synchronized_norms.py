@@ -1,4 +1,4 @@
-"""`torch.nn.SyncBatchNorm` in a capture: its batch norm without torch's messages, marked with the group of its ranks."""
+"""`torch.nn.SyncBatchNorm` in a capture: a batch norm without torch's messages, marked with the group of its ranks."""
 
 from __future__ import annotations
 
@@ -55,9 +55,18 @@ def norms_apart(model: nn.Module) -> Iterator[dict[nn.Module, tuple[str, int]]]:
 
 
 def _alone(norm: nn.SyncBatchNorm, data: Tensor) -> Tensor:
-    """What it computes of one rank's rows, in training; a cumulative average without a number read from a tensor."""
+    """What it computes of one rank's rows, in training; a cumulative average without a number read from a tensor.
+
+    Raises:
+        CaptureError: there is one number of each channel; torch's tracing of a batch norm divides by zero then.
+    """
     norm._check_input_dim(data)
     norm._check_non_zero_input_channels(data)
+    if data.numel() // data.shape[1] < 2:
+        raise CaptureError(
+            f"a SyncBatchNorm gets {data.numel() // data.shape[1]} number of each channel on this rank",
+            mend="give each rank two rows or more",
+        )
     mean, variance = norm.running_mean, norm.running_var
     if not norm.track_running_stats:
         mean = variance = None

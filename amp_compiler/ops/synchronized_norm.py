@@ -6,11 +6,20 @@ functional collectives, so that a trace holds all of it: one small message forwa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_GATHER: Any = torch.ops._c10d_functional.all_gather_into_tensor.default
+_REDUCE: Any = torch.ops._c10d_functional.all_reduce.default
+_WAIT: Any = torch.ops._c10d_functional.wait_tensor.default
+# What the messages bring where this rank alone has rows, by operator: for a graph that it runs by itself.
+ALONE: dict[Any, Callable[..., Tensor]] = {
+    _GATHER: lambda told, ranks, group: torch.cat([told, told.new_zeros(told.numel() * (ranks - 1))]),
+    _REDUCE: lambda told, by, group: told,
+}
 
 _LIBRARY = torch.library.Library("amp_compiler", "FRAGMENT")
 _LIBRARY.define(
@@ -36,7 +45,7 @@ def synchronized_batch_norm(
     """`aten.batch_norm` in training over the rows of all ranks of a group; differentiable once.
 
     Arithmetic, messages and running statistics are FP32 (FP64 for FP64 data), the result has the type of the data.
-    Ranks may have different numbers of rows, and none.
+    Ranks may have different numbers of rows.
 
     Args:
         data: [rows, channels, …].
@@ -95,8 +104,8 @@ class _Normalized(torch.autograd.Function):
         if bias is not None and ctx.needs_input_grad[2]:
             of_bias = total.to(bias.dtype)
         if ctx.needs_input_grad[0]:
-            message = torch.ops._c10d_functional.all_reduce(torch.cat([total, along]), "sum", ctx.group)
-            total, along = (torch.ops._c10d_functional.wait_tensor(message) / count).chunk(2)
+            sums = _WAIT(_REDUCE(torch.cat([total, along]), "sum", ctx.group))
+            total, along = (sums / count).chunk(2)
             scale = inverse if weight is None else inverse * weight
             rest = _over(total, data) + centred * _over(along * inverse * inverse, data)
             of_data = ((wide - rest) * _over(scale, data)).to(data.dtype)
@@ -111,10 +120,8 @@ def _joined(wide: Tensor, group: str, ranks: int) -> tuple[Tensor, Tensor, Tenso
     channels = wide.shape[1]
     variance, mean = torch.var_mean(wide, _all_but_channels(wide), correction=0)
     told = torch.cat([mean, variance, mean.new_full((1,), wide.numel() // channels)])
-    message = torch.ops._c10d_functional.all_gather_into_tensor(told, ranks, group)
-    parts = torch.ops._c10d_functional.wait_tensor(message).view(ranks, -1)
-    counts = parts[:, -1:]
-    means, variances = torch.where(counts > 0, parts[:, :-1], 0.0).split(channels, dim=1)  # those of no rows are NaN
+    parts = _WAIT(_GATHER(told, ranks, group)).view(ranks, -1)
+    means, variances, counts = parts.split([channels, channels, 1], dim=1)
     count = counts.sum()
     shares = counts / count
     mean = (means * shares).sum(0)

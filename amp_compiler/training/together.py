@@ -65,9 +65,7 @@ class Offer:
 
     def said(self) -> dict[str, Any]:
         """As other ranks are told."""
-        gradients = [
-            (one.name, str(one.dtype).removeprefix("torch."), one.order, one.behind) for one in self.gradients
-        ]
+        gradients = [(one.name, str(one.dtype).removeprefix("torch."), one.order, one.behind) for one in self.gradients]
         return {
             "gradients": gradients,
             "the batch": self.batch,
@@ -281,7 +279,8 @@ def _joined(said: Sequence[Sequence[tuple[str, str, tuple[int, ...], int]]]) -> 
                 )
             found[name] = (*known[:3], max(known[3], behind))
     return tuple(
-        SharedGradient(name, getattr(torch, dtype), tuple(order), behind) for name, dtype, order, behind in found.values()
+        SharedGradient(name, getattr(torch, dtype), tuple(order), behind)
+        for name, dtype, order, behind in found.values()
     )
 
 
