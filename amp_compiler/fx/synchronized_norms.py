@@ -73,7 +73,7 @@ def _alone(norm: nn.SyncBatchNorm, data: Tensor) -> Tensor:
     elif norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)
     if mean is None or variance is None or norm.momentum is not None:
-        return _batch_norm(norm, data, mean, variance, norm.momentum or 0.0)
+        return _batch_norm(norm, data, mean, variance, 0.0 if norm.momentum is None else norm.momentum)
     share = 1.0 / norm.num_batches_tracked  # type: ignore[operator]
     new = torch.zeros_like(mean), torch.zeros_like(variance)
     made = _batch_norm(norm, data, *new, 1.0)

@@ -270,8 +270,8 @@ class TrainedWeights:
 
     def _agree(self, graph_module: fx.GraphModule, agree: Agree) -> None:
         self.offered = shared_gradients(graph_module.graph, self.updated)
-        sent = norm_messages(graph_module.graph)
-        self.norms = tuple(f"{node.target.__name__} of {list(node.args[0].meta['val'].shape)}" for node in sent)
+        sent = [(node, node.all_input_nodes[0].meta["val"]) for node in norm_messages(graph_module.graph)]
+        self.norms = tuple(f"{node.target} of {list(value.shape)}" for node, value in sent)
         self.shared = agree(self.offered, self.norms)
 
     def specs(self, parts: Parts) -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ PLAIN: Kinds = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
 JOINED: Kinds = dict.fromkeys(PLAIN, nn.SyncBatchNorm)
 STEPS = 10
 NORMS_OF_FOUR = ("synchronized_in_halves",)
+COMPILED_NORMS = ("compiled_norms",)  # takes Inductor's seconds
 
 
 def of_rows(kinds: Kinds) -> nn.Module:
@@ -188,6 +189,17 @@ def synchronized_in_halves(place: Place) -> dict[str, Any]:
     jointly = by_torch(net(nn.BatchNorm1d), both, rows(STEPS))
     own = [one.clone() for one in model.buffers()]
     return {"weights": weights_of(model), "jointly": jointly, "buffers": own, "messages": messages(step)}
+
+
+@scenario
+def compiled_norms(place: Place) -> dict[str, Any]:
+    """By Inductor and node by node, in FP32 and in BF16, whose sums more than two ranks round."""
+    case, found = case_of(of_rows), dict[str, Any]()
+    for name, options in (("fp32", {"enabled": False}), ("bf16", {"dtype": "bf16"})):
+        for backend in ("inductor", "eager"):
+            model, step = trained_together(place, case, backend=backend, **options)
+            found[f"{name} {backend}"] = {"same": same_everywhere(step, model), "weights": weights_of(model)}
+    return found
 
 
 def _slow_sgd(parameters: Any) -> torch.optim.Optimizer:
