@@ -92,16 +92,11 @@ def _run(rank: int, size: int, names: list[str], folder: str) -> None:
     for name in names:
         seconds = 3 if name in WAITING else 60
         group = dist.new_group(list(range(size)), timeout=datetime.timedelta(seconds=seconds))
-        import time
-
-        begun = time.time()
         try:
             found[name] = SCENARIOS[name](Place(rank, size, group, Path(folder)))
         except Exception as error:  # noqa: BLE001  # the test of this scenario shows it
             found[name] = {"error": f"{type(error).__name__}: {error}", "is_ours": isinstance(error, amp.AmpError)}
         dist.barrier()
-        if rank == 0:
-            print(f"TIME {size} {time.time() - begun:6.2f} {name}", flush=True)
     torch.save(found, Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 
