@@ -18,7 +18,7 @@ def filled(count: int) -> int:
 def packed(values: Tensor) -> Tensor:
     """Round to FP16, each block by a power of two of its own; what is not finite stays so.
 
-    Numbers down to 2**-29 of the largest of their block keep 11 bits; BF16 has 8.
+    Numbers down to 2**-28 of the largest of their block keep 11 bits; BF16 has 8.
 
     Args:
         values: FP32 [n], where n is at most `BLOCK`, which is one block then, or a multiple of it.
