@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from amp_compiler.errors import CaptureError
@@ -64,28 +64,25 @@ def _alone(norm: nn.SyncBatchNorm, data: Tensor) -> Tensor:
     norm._check_non_zero_input_channels(data)
     if data.numel() // data.shape[1] < 2:
         raise CaptureError(
-            f"a SyncBatchNorm gets {data.numel() // data.shape[1]} number of each channel on this rank",
-            mend="give each rank two rows or more",
+            "a SyncBatchNorm gets one number of each channel on this rank, or none", mend="give each rank two rows"
         )
     mean, variance = norm.running_mean, norm.running_var
     if not norm.track_running_stats:
         mean = variance = None
     elif norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)
+
+    def normalized(mean: Tensor | None, variance: Tensor | None, momentum: float) -> Tensor:
+        return F.batch_norm(data, mean, variance, norm.weight, norm.bias, True, momentum, norm.eps)
+
     if mean is None or variance is None or norm.momentum is not None:
-        return _batch_norm(norm, data, mean, variance, 0.0 if norm.momentum is None else norm.momentum)
+        return normalized(mean, variance, 0.0 if norm.momentum is None else norm.momentum)
     share = 1.0 / norm.num_batches_tracked  # type: ignore[operator]
     new = torch.zeros_like(mean), torch.zeros_like(variance)
-    made = _batch_norm(norm, data, *new, 1.0)
+    made = normalized(*new, 1.0)
     for kept, now in zip((mean, variance), new, strict=True):
         kept.copy_(kept * (1 - share) + now * share)
     return made
-
-
-def _batch_norm(norm: nn.SyncBatchNorm, data: Tensor, mean: Any, variance: Any, momentum: float) -> Tensor:
-    # Not that of torch.nn.functional, which refuses one row: there are those of the other ranks.
-    cudnn = torch.backends.cudnn.enabled
-    return torch.batch_norm(data, norm.weight, norm.bias, mean, variance, True, momentum, norm.eps, cudnn)
 
 
 def mark_norms(graph_module: fx.GraphModule, model: nn.Module, found: Mapping[nn.Module, tuple[str, int]]) -> None:

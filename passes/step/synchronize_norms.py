@@ -47,19 +47,29 @@ class SynchronizeNorms(InPlacePass):
     exact: ClassVar[bool] = False
     idempotent: ClassVar[bool] = True
 
+    def ensures(self, subject: fx.GraphModule, remembered: Any) -> str | None:
+        """No norm is left over the rows of this rank alone that is to be over those of others."""
+        left = [node.name for node in subject.graph.nodes if self.group and Key.GROUP in node.meta]
+        return (
+            f"'{left[0]}' is marked with a group of ranks and is no batch norm that can be replaced" if left else None
+        )
+
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Change targets in place."""
-        marked = [node for node in subject.graph.nodes if Key.GROUP in node.meta] if self.group else []
-        for node in marked:
-            _replace(node, node.meta.pop(Key.GROUP))
-        if marked:
+        marked = [node for node in subject.graph.nodes if self.group and Key.GROUP in node.meta]
+        modified = [_replace(node, node.meta[Key.GROUP]) for node in marked]
+        if any(modified):
             subject.recompile()
-        return PassResult(subject, bool(marked))
+        return PassResult(subject, any(modified))
 
 
-def _replace(node: fx.Node, group: tuple[Any, ...]) -> None:
+def _replace(node: fx.Node, group: tuple[Any, ...]) -> bool:
     if node.target is _PLAIN:
         node.target, node.args = _SYNCHRONIZED, (*node.args, *group)
-    elif node.target is typed_op:
+    elif node.target is typed_op and node.args[0] is _PLAIN:
         _, given, *types = node.args
         node.args = (_SYNCHRONIZED, (*given, *group), *types)  # type: ignore[misc]
+    else:
+        return False
+    del node.meta[Key.GROUP]
+    return True

@@ -142,6 +142,19 @@ def synchronized_rows_of_other_counts(place: Place) -> dict[str, Any]:
     return found
 
 
+class InRegion(nn.Module):
+    """A norm in a region of autocast in a type that the step does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.SyncBatchNorm(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.float16):
+            x = self.norm(x)
+        return self.out(x.float())
+
+
 class Twice(nn.Module):
     """A norm that one rank runs twice, or whose result Python looks into."""
 
@@ -165,7 +178,18 @@ def synchronized_and_refused(place: Place) -> dict[str, Any]:
         return told(lambda: amp.training_step(model, squares, sgd(model.parameters()), **options)(*batch))
 
     apart = nn.Sequential(nn.SyncBatchNorm(8, process_group=place.alone if place.rank == 0 else None), nn.Linear(8, 4))
-    return {"twice": said(Twice(1 + place.rank)), "pieces": said(Twice(1, looks=True)), "groups": said(apart)}
+    return {
+        "twice": said(Twice(1 + place.rank)),
+        "pieces": said(Twice(1, looks=True)),
+        "groups": said(apart),
+        "region": said(InRegion()),
+        "one row": told(lambda: _one_row(place)),
+    }
+
+
+def _one_row(place: Place) -> None:
+    _, step = case_of(of_rows).made(0, process_group=place.group)
+    step(torch.ones(1, 8), torch.ones(1, 4))
 
 
 @scenario

@@ -163,6 +163,8 @@ def test_sync_batch_norms_that_would_wait_for_one_another_are_refused(found):
     assert re.search("the ranks differ in the messages of SyncBatchNorm: rank 1 has .*all_gather", first["twice"])
     assert "a step in pieces cannot take the statistics of the SyncBatchNorm 'norm'" in first["pieces"]
     assert "rank 1 has a SyncBatchNorm over the ranks [0, 1], and rank 0 has it over [0]" in first["groups"]
+    assert "stands in a region of autocast in another 16-bit type" in first["region"]
+    assert "gets one number of each channel" in first["one row"]
     assert first == second
 
 
