@@ -312,6 +312,7 @@ STEP = Pipeline(
         "place_weights",
         "native_ops",
         "chunk_logits",
+        "synchronize_norms",
         "differentiate",
         "restore_upcasts",
         "fold_loss_scale",

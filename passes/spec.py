@@ -11,7 +11,7 @@ from amp_compiler.fx.graph import canonical_op
 from amp_compiler.fx.meta import Key
 from amp_compiler.passes.base import lacks_example
 
-_CAPTURED = frozenset({Key.PIN, Key.VOLATILE})
+_CAPTURED = frozenset({Key.PIN, Key.VOLATILE, Key.GROUP})
 _CAST = _CAPTURED | {Key.PLACED, Key.MATH}
 _PLANNED = _CAST | {Key.BACKWARD, Key.BACKWARD_RULE, Key.BACKWARD_MATH}
 _STEP = _PLANNED | {Key.PHASE, Key.PLANNED, Key.SEED, Key.LOW, Key.MASTER, Key.WIDE, Key.STATE, Key.LOGITS}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from amp_compiler.distributed.ranks import Ranks
-from amp_compiler.errors import AmpError
+from amp_compiler.errors import AmpError, RankError
 
 _ALONE = "process_group=dist.new_group([dist.get_rank()], use_local_synchronization=True)"
 _TOGETHER = "process_group=dist.group.WORLD"
@@ -66,3 +67,54 @@ def _group_of(mesh: Any, process_group: Any) -> Any:
             mend=f"pass that of data parallelism: {named}" if named else unnamed,
         )
     return mesh.get_group()
+
+
+def group_of_norm(ranks: Ranks, norm: Any) -> tuple[str, int]:
+    """The name and the size of the group over whose rows a `SyncBatchNorm` takes its statistics.
+
+    Args:
+        ranks: the ranks of the step.
+        norm: the module; its `process_group` is `None` for all ranks that there are.
+
+    Raises:
+        AmpError: the group has ranks that do not train with this step, or not this one.
+    """
+    members = ranks_of_norm(ranks, norm)
+    return (ranks.name, ranks.size) if len(members) == ranks.size else (norm.process_group.group_name, len(members))
+
+
+def ranks_of_norm(ranks: Ranks, norm: Any) -> list[int]:
+    """The same group as places in the step's group, in order; raises as `group_of_norm` does."""
+    group = norm.process_group or dist.group.WORLD
+    own = dist.get_process_group_ranks(ranks.group)
+    theirs = dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else []
+    if not set(theirs) <= set(own) or own[ranks.rank] not in theirs:
+        raise AmpError(
+            f"a SyncBatchNorm takes its statistics over the ranks {theirs}; rank {own[ranks.rank]} trains with {own}",
+            mend="give it a group of ranks of the step with this one among them: "
+            "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model, process_group)",
+        )
+    return sorted(map(own.index, theirs))
+
+
+def check_groups(said: Sequence[Sequence[list[int]]]) -> None:
+    """Refuse groups of norms whose ranks do not name one another.
+
+    Args:
+        said: for each rank, the group of each norm as `ranks_of_norm` gives it.
+
+    Raises:
+        RankError: names the ranks.
+
+    Example:
+        >>> check_groups([[[0, 1]], [[0, 1]], [[2]]])
+    """
+    for rank, norms in enumerate(said):
+        for place, group in enumerate(norms):
+            other = next((one for one in group if said[one][place] != group), None)
+            if other is not None:
+                raise RankError(
+                    f"rank {rank} has a SyncBatchNorm over the ranks {group}, and rank {other} has it over"
+                    f" {said[other][place]}",
+                    mend="give it on all ranks of a group that group",
+                )

@@ -37,6 +37,7 @@ from amp_compiler.fx.numbers import Changing, Number, NumberInputs
 from amp_compiler.fx.python_state import PythonState
 from amp_compiler.fx.python_walk import python_state
 from amp_compiler.fx.spread import is_sharded, spread_parameters
+from amp_compiler.fx.synchronized_norms import mark_norms, norms_apart
 from amp_compiler.fx.torch_private import (
     exporting,
     inference_mode_as_no_grad,
@@ -285,11 +286,13 @@ def _captured(
         names_asked(state) as more,
         values_read() as state.tensors,
         numbers.active(args, kwargs or {}),
+        norms_apart(model) as norms,
     ):
         # In a context of its own: what is set in a context variable that had no value cannot be taken back.
         program = contextvars.copy_context().run(_export, model, args, kwargs, dynamic_shapes)
     state.overwritten = overwritten
     captured = captured_from_program(program, dynamic=dynamic_shapes is not None)
+    mark_norms(captured.graph_module, model, norms)
     captured.state, captured.writes = state, watch.writes
     if numbers.numbers:
         _take_numbers(captured, numbers.numbers, pytree.tree_flatten((args, kwargs or {}))[0])

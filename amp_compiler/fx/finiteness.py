@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from amp_compiler.fx.graph import canonical_op, neutral_dtype, node_tensor
 from amp_compiler.fx.meta import Key
 from amp_compiler.ir.nonfinite import ValueRange
+from amp_compiler.ops.synchronized_norm import ALONE
 
 _MASKS = frozenset({"aten.full", "aten.full_like", "aten.masked_fill", "aten.scalar_tensor", "aten.where"})
 _CASTS = frozenset({"aten._to_copy", "aten.to"})
@@ -123,6 +124,8 @@ class Finiteness:
 class Replay(fx.Interpreter):
     """Runs a graph node by node, but for its update, and notes of each value whether it is finite.
 
+    Of several ranks this one is by itself: a `SyncBatchNorm` has the statistics of its own rows.
+
     Args:
         graph_module: the graph.
     """
@@ -148,6 +151,10 @@ class Replay(fx.Interpreter):
                     for done in self.user_to_last_uses.get(node, ()):
                         self.env.pop(done, None)
         return self.seen
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator; a message is not sent."""
+        return super().call_function(ALONE.get(target, target), args, kwargs)
 
     def _note(self, node: fx.Node, value: Any) -> None:
         self.env[node] = value

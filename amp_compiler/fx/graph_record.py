@@ -21,7 +21,7 @@ from amp_compiler.ops.typed_op import typed_op
 Record = list[Any]
 _FUNCTIONS: dict[str, Callable[..., Any]] = {"getitem": operator.getitem, "typed_op": typed_op}
 _NAMES = {function: name for name, function in _FUNCTIONS.items()}
-_OURS_AND_TORCHS = frozenset({"aten", "prims", "prim", "amp_compiler"})
+_OURS_AND_TORCHS = frozenset({"aten", "prims", "prim", "amp_compiler", "_c10d_functional"})
 _OF_TORCH: tuple[tuple[str, type], ...] = (
     ("dtype", torch.dtype),
     ("layout", torch.layout),

@@ -30,6 +30,7 @@ class Key(enum.StrEnum):
     __hash__ = str.__hash__  # that of an enum's member is its name's
 
     PIN = "amp_pin", Pin  # what the model's own text demands
+    GROUP = "amp_group", tuple  # a batch norm over the rows of several ranks: (name of their group, number of ranks)
     VOLATILE = "amp_volatile", bool  # its memory is changed in place somewhere in the graph
     PLACED = "amp_cast", str  # a cast that no model wrote, with what it casts
     BACKWARD = "amp_backward", torch.dtype  # type of the gradients

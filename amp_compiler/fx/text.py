@@ -228,6 +228,11 @@ _MARKS: tuple[tuple[str, Callable[[Any], str], Callable[[str], Any]], ...] = (
     (Key.PHASE, lambda value: f"phase={value}", str),
     (Key.SEED, lambda value: "seed", bool),
     (Key.PIN, lambda value: f"pin={value.precision}", lambda text: Pin(text, "from text")),
+    (
+        Key.GROUP,
+        lambda value: f"group={value[0]}:{value[1]}",
+        lambda text: (text.rpartition(":")[0], int(text.rpartition(":")[2])),
+    ),
     (Key.VOLATILE, lambda value: "volatile", bool),
     (Key.PLACED, lambda value: "cast", str),
     (Key.MATH, lambda value: "math", str),

@@ -28,6 +28,7 @@ from amp_compiler.fx.meta import Key
 from amp_compiler.fx.mixed_types import refuse_mixed_types
 from amp_compiler.fx.numbers import Changing
 from amp_compiler.fx.prints import prints_refused
+from amp_compiler.fx.synchronized_norms import check_marks, marked_norms
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops import native
 from amp_compiler.ops.cpu.arena import ArenaMemory, ArenaRun
@@ -94,8 +95,8 @@ class Reduction:
         exchange: as for `ShardUpdate`.
         alone_bytes: as for `buckets_of`.
         rank: which of them this process is.
-        agree: `agree(gradients, buffers)` gives what all of them have a gradient of, by that of which this one has, and
-            the buffers that it writes.
+        agree: `agree(gradients, norms, buffers)` gives what all of them have a gradient of, by that of which this one
+            has, the messages of its forward and backward, and the buffers that it writes.
         agree_on_parts: as for `StepInputs.split`.
     """
 
@@ -108,7 +109,7 @@ class Reduction:
     exchange: bool = False
     alone_bytes: int = 0
     rank: int = 0
-    agree: Callable[..., tuple[SharedGradient, ...]] = lambda gradients, buffers: gradients
+    agree: Callable[..., tuple[SharedGradient, ...]] = lambda gradients, norms, buffers: gradients
     agree_on_parts: Callable[[dict[str, bool]], Mapping[str, bool]] = lambda reads: reads
 
 
@@ -171,7 +172,9 @@ def begin_step(
         form = InputForm.of(captured, leaves)
         if not form.is_dynamic:
             settings = replace(settings, dynamic_shapes=None)
+        norms = marked_norms(captured.graph_module)
         plan, emulated = _forward(captured, model, leaves, options, stages)
+        check_marks(norms, captured.graph_module)
     graph = captured.graph_module.graph
     buffers = [entry.name for entry in captured.inputs if entry.source is Source.BUFFER]
     begun = Begun(captured, leaves, len(results_of(graph)), written_placeholders(graph, buffers))
@@ -274,6 +277,7 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
         options.divisor,
         weights.parts,
         held,
+        weights.norms,
     )
 
 

@@ -18,7 +18,14 @@ from amp_compiler.ops.layout import as_real, is_turned
 from amp_compiler.ops.loss_scale import LossScaleState
 from amp_compiler.ops.update.rounding import Storage, WeightStorage
 from amp_compiler.passes.step.place_weights import PlacedWeights, is_read_low, is_read_low_alone, placed_weights
-from amp_compiler.passes.step.reduce_gradients import Bucket, SharedGradient, buckets_of, in_order, shared_gradients
+from amp_compiler.passes.step.reduce_gradients import (
+    Bucket,
+    SharedGradient,
+    buckets_of,
+    in_order,
+    norm_messages,
+    shared_gradients,
+)
 from amp_compiler.passes.step.sum_gradients import owners_with_gradient
 from amp_compiler.policy.rules import OpTable
 from amp_compiler.training.fused_optimizers import KINDS, BoundGroup, bind
@@ -29,7 +36,7 @@ from amp_compiler.training.traced_optimizers import TracedGroup
 from amp_compiler.training.weights import COMPENSATION, MASTER, WeightState, store_alone
 
 Getters = dict[str, Callable[[], Tensor]]
-Agree = Callable[[tuple[SharedGradient, ...]], tuple[SharedGradient, ...]]
+Agree = Callable[[tuple[SharedGradient, ...], tuple[str, ...]], tuple[SharedGradient, ...]]
 
 
 @dataclass(frozen=True)
@@ -163,6 +170,7 @@ class TrainedWeights:
 
     Attributes:
         offered: what this rank has a gradient of; empty for one process.
+        norms: the messages of its forward and backward, in order.
         shared: what all ranks together have a gradient of.
         buckets: what of that is sent so that each rank gets a part.
         alone: numbers of the buckets of one gradient, where such are sent by themselves.
@@ -175,6 +183,7 @@ class TrainedWeights:
     updated: tuple[str, ...] = ()
     groups: list[BoundGroup | TracedGroup] = field(default_factory=list)
     offered: tuple[SharedGradient, ...] = ()
+    norms: tuple[str, ...] = ()
     shared: tuple[SharedGradient, ...] = ()
     buckets: tuple[Bucket, ...] = ()
     alone: tuple[int, ...] = ()
@@ -264,7 +273,9 @@ class TrainedWeights:
 
     def _agree(self, graph_module: fx.GraphModule, agree: Agree) -> None:
         self.offered = shared_gradients(graph_module.graph, self.updated)
-        self.shared = agree(self.offered)
+        sent = [(node, node.all_input_nodes[0].meta["val"]) for node in norm_messages(graph_module.graph)]
+        self.norms = tuple(f"{node.target} of {list(value.shape)}" for node, value in sent)
+        self.shared = agree(self.offered, self.norms)
 
     def specs(self, parts: Parts) -> tuple[Any, ...]:
         """What `FuseUpdate` must know of the optimizers' groups, which are bound to the weights here.

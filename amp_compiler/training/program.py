@@ -204,6 +204,7 @@ class StepProgram:
         divisor: number of batches, on all ranks together, whose gradients its own are the sums of.
         parts: of how many of `updated`, the first ones, a rank has a part of the gradient only.
         held: names of nodes whose values it gives behind the gradients.
+        norms: the messages that this rank sends in forward and backward.
 
     Attributes:
         found_anew: whether the last call had to find its tensors.
@@ -230,6 +231,7 @@ class StepProgram:
     divisor: int = 1
     parts: int = 0
     held: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()
     found_anew: bool = field(default=True, init=False, repr=False)
     behind: tuple[Tensor, ...] = field(default=(), init=False, repr=False)
     _seen: _Seen | None = field(default=None, init=False, repr=False)

@@ -31,6 +31,7 @@ from amp_compiler.forward.unwrap import refuse_spread, unwrapped_model
 from amp_compiler.fx.capture import autocast_off
 from amp_compiler.fx.capture_errors import shapes_do_not_fit
 from amp_compiler.fx.graph import torch_dtype
+from amp_compiler.fx.synchronized_norms import joins_ranks
 from amp_compiler.fx.torch_private import TENSORS, building, saved_tensor_hooks
 from amp_compiler.ir.nonfinite import NonfiniteReport
 from amp_compiler.ir.plan import AutocastTotals
@@ -485,7 +486,7 @@ class TrainingStep(StepReadings):
             self._fits.clear()
         self._programs.add((spec, now, owners, gather, (self._scale_config, self._held_nodes), form), program, leaves)
         if self._together is not None:
-            offer = self._offer(program.offered, program.written, leaves, gather)
+            offer = self._offer(program.offered, program.written, leaves, gather, program.norms)
             self._together.settle(offer, program.shared)
         return program
 
@@ -493,19 +494,23 @@ class TrainingStep(StepReadings):
         """Whether the other ranks have what goes with a program."""
         if self._together is None:
             return True
-        offer = self._offer(program.offered, program.written, leaves, gather)
+        offer = self._offer(program.offered, program.written, leaves, gather, program.norms)
         if not self._together.keeps(offer, program.shared):
             return False
         self._together.settle(offer, program.shared)
         return True
 
     def _offer(
-        self, gradients: tuple[SharedGradient, ...], buffers: tuple[str, ...], leaves: list[Any], gather: str
+        self,
+        gradients: tuple[SharedGradient, ...],
+        buffers: tuple[str, ...],
+        leaves: list[Any],
+        gather: str,
+        norms: tuple[str, ...] = (),
     ) -> Offer:
         shown = buffers if self._reduction is not None and self._reduction.broadcast_buffers else ()
-        return Offer(
-            gradients, shown, batch_form(leaves), gather, settings_of(self._optimizers), self._weights.parts.names
-        )
+        settings = settings_of(self._optimizers)
+        return Offer(gradients, shown, batch_form(leaves), gather, settings, self._weights.parts.names, norms)
 
     @property
     def _between(self) -> str:
@@ -524,6 +529,12 @@ class TrainingStep(StepReadings):
         options, together = self._options(gather, leaves), self._together
         if together is None or options.reduction is None:
             return PieceProgram(step, spec, options, self._standing.owners)
+        if joined := joins_ranks(self._module):
+            raise CaptureError(
+                f"a step in pieces cannot take the statistics of the SyncBatchNorm '{joined[0].partition('.')[2]}' over"
+                f" the ranks, and this one is no one graph: {step.cause}",
+                mend="do what that says, or use BatchNorm with broadcast_buffers=",
+            ) from step.cause
 
         def decide(gradients: tuple[SharedGradient, ...], buffers: tuple[str, ...]) -> tuple[SharedGradient, ...]:
             return together.decide(self._offer(gradients, buffers, leaves, gather))
@@ -563,8 +574,10 @@ class TrainingStep(StepReadings):
         if together is None or reduction is None or leaves is None:
             return options
 
-        def agree(gradients: tuple[SharedGradient, ...], buffers: tuple[str, ...]) -> tuple[SharedGradient, ...]:
-            return together.agree(self._offer(gradients, buffers, leaves, gather))
+        def agree(
+            gradients: tuple[SharedGradient, ...], norms: tuple[str, ...], buffers: tuple[str, ...]
+        ) -> tuple[SharedGradient, ...]:
+            return together.agree(self._offer(gradients, buffers, leaves, gather, norms))
 
         reduction = replace(reduction, agree=agree, agree_on_parts=together.agree_on_parts)
         ranks = 1 if gather == "add" else reduction.ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from importlib.metadata import version
@@ -14,10 +15,12 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from amp_compiler.distributed.group import check_groups, group_of_norm, ranks_of_norm
 from amp_compiler.distributed.ranks import Ranks, check_equal, token
-from amp_compiler.errors import AmpError, RankError
+from amp_compiler.errors import RankError
 from amp_compiler.fx.graph import neutral_dtype
 from amp_compiler.fx.python_state import is_plain
+from amp_compiler.fx.synchronized_norms import GROUPS
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.policy.rules import RuleSet
 from amp_compiler.training.parts import Parts
@@ -49,6 +52,7 @@ class Offer:
         gather: as for `GatherGradients`.
         numbers: the plain values of the optimizers' `param_groups`.
         parts: names of the weights that are split over the ranks.
+        norms: the messages of its forward and backward, in order.
     """
 
     gradients: Shared
@@ -57,10 +61,11 @@ class Offer:
     gather: str
     numbers: tuple[str, ...]
     parts: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()
 
     def said(self) -> dict[str, Any]:
         """As other ranks are told."""
-        gradients = [(one.name, str(one.dtype).removeprefix("torch."), one.order) for one in self.gradients]
+        gradients = [(one.name, str(one.dtype).removeprefix("torch."), one.order, one.behind) for one in self.gradients]
         return {
             "gradients": gradients,
             "the batch": self.batch,
@@ -68,6 +73,7 @@ class Offer:
             "the accumulated batches": self.gather,
             "the optimizer's settings": self.numbers,
             "the weights that are split": self.parts,
+            "the messages of SyncBatchNorm": self.norms,
         }
 
 
@@ -260,18 +266,22 @@ def _number(offer: Offer, shared: Shared) -> int:
     return token((offer.said(), [one.name for one in shared]))
 
 
-def _joined(said: Sequence[Sequence[tuple[str, str, tuple[int, ...]]]]) -> Shared:
-    """What any rank has, in the order of the first that has it."""
-    found: dict[str, tuple[str, str, tuple[int, ...]]] = {}
+def _joined(said: Sequence[Sequence[tuple[str, str, tuple[int, ...], int]]]) -> Shared:
+    """What any rank has, in the order of the first that has it, and behind as many messages as on any of them."""
+    found: dict[str, tuple[str, str, tuple[int, ...], int]] = {}
     for rank, one in enumerate(said):
-        for entry in one:
-            known = found.setdefault(entry[0], entry)
-            if known[1] != entry[1]:
+        for name, dtype, order, behind in one:
+            known = found.setdefault(name, (name, dtype, order, behind))
+            if known[1] != dtype:
                 raise RankError(
-                    f"rank {rank} makes the gradient of '{entry[0]}' in {entry[1]}, a rank before it in {known[1]}",
+                    f"rank {rank} makes the gradient of '{name}' in {dtype}, a rank before it in {known[1]}",
                     mend=_SAME,
                 )
-    return tuple(SharedGradient(name, getattr(torch, dtype), tuple(order)) for name, dtype, order in found.values())
+            found[name] = (*known[:3], max(known[3], behind))
+    return tuple(
+        SharedGradient(name, getattr(torch, dtype), tuple(order), behind)
+        for name, dtype, order, behind in found.values()
+    )
 
 
 def batch_form(leaves: Sequence[Any]) -> tuple[str, ...]:
@@ -328,25 +338,18 @@ def begin(
         options: others that must be equal, by name.
 
     Raises:
-        AmpError: a module would talk to other ranks itself.
+        AmpError: a `SyncBatchNorm` takes its statistics over other ranks.
         RankError: the ranks differ, or one failed.
     """
-    _check_modules(model)
-    check_equal(ranks.exchange({**_machine(model), **_given(model, optimizers, rules), **options}), _SAME)
+    model.__dict__[GROUPS] = functools.partial(group_of_norm, ranks)
+    norms = {"norms": [ranks_of_norm(ranks, one) for one in model.modules() if isinstance(one, torch.nn.SyncBatchNorm)]}
+    said = ranks.exchange({**_machine(model), **_given(model, optimizers, rules), **options, **norms})
+    groups = [one.pop("norms") for one in said]
+    check_equal(said, _SAME)
+    check_groups(groups)
     held = [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
     tensors = chain(model.parameters(), model.buffers(), held)
     ranks.broadcast({id(tensor): tensor for tensor in tensors}.values())
-
-
-def _check_modules(model: LossModule) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.SyncBatchNorm):
-            on_gpu = any(parameter.is_cuda for parameter in model.parameters())  # elsewhere torch has none
-            raise AmpError(
-                f"module '{name.partition('.')[2]}' is a SyncBatchNorm, whose messages a captured graph would lose",
-                mend="use BatchNorm with broadcast_buffers="
-                + (", or train DistributedDataParallel(amp.compile(model)) in a loop" if on_gpu else ""),
-            )
 
 
 def _machine(model: LossModule) -> dict[str, Any]:

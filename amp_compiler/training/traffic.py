@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, fx
 
 from amp_compiler.fx.graph import node_tensor
@@ -75,8 +76,8 @@ def traffic_of(graph: fx.Graph, ranks: int, updated: Sequence[str]) -> Traffic:
         ranks: how many send each other messages.
         updated: placeholders of the parameters that it updates.
     """
-    messages = list(_messages(graph))
-    sent = sum(_SENT[name](ranks) * size for name, size in messages)
+    messages = list(_messages(graph, ranks))
+    sent = sum(_SENT[name](among) * size for name, size, among in messages)
     placeholders = graph.find_nodes(op="placeholder")
     kept = [node for node in placeholders if Key.STATE in node.meta and node.meta[Key.STATE][0] not in _NOT_HELD]
     masters = [node for node in placeholders if Key.MASTER in node.meta]
@@ -93,15 +94,19 @@ def traffic_of(graph: fx.Graph, ranks: int, updated: Sequence[str]) -> Traffic:
     )
 
 
-def _messages(graph: fx.Graph) -> Iterator[tuple[str, int]]:
-    """Each message, with the bytes that it has."""
+def _messages(graph: fx.Graph, ranks: int) -> Iterator[tuple[str, int, int]]:
+    """Each message, with the bytes that it has and the number of ranks that it goes among."""
+    gathers = graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_gather_into_tensor.default)
+    among = {node.args[2]: node.args[1] for node in gathers}  # a group of norms has one, and may be smaller
     for node in graph.nodes:
         name = getattr(getattr(node.target, "_schema", None), "name", "")
         short = name.removeprefix("_c10d_functional::").removeprefix("amp_compiler::")
         if name != short and short in _SENT:
             size = _bytes(node.args[0].meta["val"])
-            halves = short == "all_to_all_single" and 0 in node.args[1]
-            yield short, 2 * size if halves else size  # of two ranks that give each other all they have
+            halves = (
+                short == "all_to_all_single" and 0 in node.args[1]
+            )  # of two ranks that give each other all they have
+            yield short, 2 * size if halves else size, among.get(node.args[-1], ranks)
 
 
 def _bytes(value: Tensor) -> int:

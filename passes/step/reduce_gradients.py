@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from amp_compiler.fx.alias import readers
 from amp_compiler.fx.graph import call_before, results_of, trace_before
 from amp_compiler.fx.meta import Key
+from amp_compiler.ops.scaled_halves import filled, packed, unpacked
 from amp_compiler.ops.update.operators import ADD_WIDE
 from amp_compiler.passes.base import InPlacePass, PassResult
 
@@ -32,25 +33,36 @@ class SharedGradient(NamedTuple):
         name: placeholder of the weight that it belongs to.
         dtype: the type in which it is made.
         order: dimensions in the order in which it lies in memory, the outermost first.
+        behind: number of messages of forward and backward (`SynchronizeNorms`) that go before it on some rank.
     """
 
     name: str
     dtype: torch.dtype
     order: tuple[int, ...]
+    behind: int = 0
 
 
 def shared_gradients(graph: fx.Graph, updated: Sequence[str]) -> tuple[SharedGradient, ...]:
     """The gradients at the end of a graph's outputs, in the order in which the backward makes them.
 
     Args:
-        graph: with a gradient for each weight.
+        graph: with a gradient for each weight, none of which is sent yet.
         updated: the placeholders of the weights.
     """
     places = {node: place for place, node in enumerate(graph.nodes)}
     outputs = results_of(graph)
     found = zip(updated, outputs[len(outputs) - len(updated) :], strict=True)
     made = sorted(found, key=lambda pair: places[pair[1]])
-    return tuple(SharedGradient(name, node.meta["val"].dtype, _order(node.meta["val"])) for name, node in made)
+    messages = Messages(graph)
+    return tuple(
+        SharedGradient(name, node.meta["val"].dtype, _order(node.meta["val"]), messages.ahead_of(node))
+        for name, node in made
+    )
+
+
+def norm_messages(graph: fx.Graph) -> list[fx.Node]:
+    """The messages that stand in forward and backward, in order: those of `SynchronizeNorms`."""
+    return [node for node in graph.nodes if _is_message(node) and node.meta.get(Key.PHASE) != "update"]
 
 
 def in_order(graph: fx.Graph, shared: Sequence[SharedGradient]) -> tuple[str, ...]:
@@ -108,7 +120,8 @@ class ReduceGradients(InPlacePass):
     the rest of the backward runs. The sum is made in the type of the gradients. All ranks get the same bits: norm,
     verdict and loss scale, which are made of the sums alone, are then the same without another message. Where the sum
     itself overflows, every rank sees that. The mean's division is `FuseUpdate`'s, which divides by the loss scale
-    anyway. Messages of `ShardUpdate` go first: all ranks must send all of them in one order.
+    anyway. Messages of `ShardUpdate` go first: all ranks must send all of them in one order. Those of
+    `SynchronizeNorms` stand where they are, and a bucket goes between the same two of them on all ranks.
 
     Before (`ranks=2`)::
 
@@ -126,8 +139,8 @@ class ReduceGradients(InPlacePass):
 
     With `exchange`, two ranks give each other their gradients, as many bytes as an all-reduce sends, and the sum is
     FP32 and never rounded: `add_wide`. Of more ranks each is given all others' parts of a 16-bit bucket, adds its own
-    in FP32, and gives all the sum, rounded once; again as many bytes. That second message leaves when the next
-    bucket does.
+    in FP32, and gives all the sum, rounded once to FP16 with an exponent for each thousand of them (`scaled_halves`);
+    again as many bytes. That second message leaves when the next bucket does.
 
     Left alone: a step of one process, and the batches that are only gathered (`gather="add"`); gradients that
     `ShardUpdate` has summed.
@@ -189,7 +202,8 @@ class Messages:
     """Where messages may stand in a graph, which all ranks must send in one order.
 
     Args:
-        graph: with a gradient for each weight; it may have messages already, behind which all others go.
+        graph: with a gradient for each weight; it may have messages already: gradients that are sent, behind which all
+            others go, and those of forward and backward, between which they go at the same places on all ranks.
 
     Attributes:
         weights: the placeholders, by name.
@@ -202,7 +216,8 @@ class Messages:
         self.places = {node: place for place, node in enumerate(nodes)}
         self.following = dict(pairwise(nodes))
         self.weights = {node.name: node for node in graph.find_nodes(op="placeholder")}
-        sent = [node for node in nodes if _is_message(node)]
+        self.norms = norm_messages(graph)
+        sent = [node for node in nodes if _is_message(node) and node not in self.norms]
         self.place = self.following[(sent or list(self.weights.values()))[-1]]
 
     def behind(self, nodes: Sequence[fx.Node], before: fx.Node) -> fx.Node:
@@ -212,6 +227,11 @@ class Messages:
         found = [self.following[node] for node in (*made, *writers)]
         place: fx.Node = max([before, *found], key=self.places.__getitem__)
         return place
+
+    def ahead_of(self, gradient: fx.Node) -> int:
+        """How many messages of forward and backward stand in front of where a gradient can be sent."""
+        place = self.places[self.behind([gradient], self.place)]
+        return sum(self.places[norm] < place for norm in self.norms)
 
     def packed(
         self, gradients: Sequence[SharedGradient], own: dict[str, fx.Node], pack: Callable[[list[Tensor]], Tensor]
@@ -224,6 +244,9 @@ class Messages:
             pack: makes one row of numbers of all of them.
         """
         nodes = [own.get(one.name, self.weights[one.name]) for one in gradients]
+        behind = max((one.behind for one in gradients), default=0)
+        if behind:
+            self.place = self.behind([self.norms[behind - 1]], self.place)
         self.place = self.behind([node for node in nodes if node in own.values()], self.place)
         missing = [one.name not in own for one in gradients]
 
@@ -271,12 +294,13 @@ class _Builder:
         ranks, group = self.options.ranks, self.options.group
         arriving: tuple[Bucket, fx.Node] | None = None
         for bucket in buckets:
-            adds_here = self.options.exchange and ranks > 2 and bucket.dtype.itemsize == 2
+            adds_here = self._adds_here(bucket)
 
             def flat(tensors: list[Tensor], bucket: Bucket = bucket, fills: bool = adds_here) -> Tensor:
                 pairs = zip(tensors, bucket.gradients, strict=True)
                 row = _flat([_turned(tensor.to(bucket.dtype), one.order) for tensor, one in pairs])
-                return F.pad(row, (0, -row.numel() % ranks)) if fills and row.numel() % ranks else row
+                missing = filled(-(-row.numel() // ranks)) * ranks - row.numel() if fills else 0
+                return F.pad(row, (0, missing)) if missing else row
 
             place, whole = self.messages.packed(bucket.gradients, own, flat)
             count = whole.meta["val"].numel()
@@ -288,21 +312,25 @@ class _Builder:
                 sizes = [count // ranks] * ranks
                 message = call_before(place, _GIVE, [whole, sizes, sizes, group], "update")
                 if arriving is not None:
-                    yield arriving[0], self._given_to_all(place, *arriving)
+                    yield arriving[0], self._given_to_all(place, arriving[1])
                 arriving = bucket, message
             else:
                 yield bucket, call_before(place, _REDUCE, [whole, "sum", group], "update")
         if arriving is not None:
-            yield arriving[0], self._given_to_all(self.output, *arriving)
+            yield arriving[0], self._given_to_all(self.output, arriving[1])
 
-    def _given_to_all(self, place: fx.Node, bucket: Bucket, message: fx.Node) -> fx.Node:
+    def _adds_here(self, bucket: Bucket) -> bool:
+        """Whether each rank is given a part of a bucket by all others, adds it, and gives all the sum."""
+        return self.options.exchange and self.options.ranks > 2 and bucket.dtype.itemsize == 2
+
+    def _given_to_all(self, place: fx.Node, message: fx.Node) -> fx.Node:
         """The message that gives all ranks the sum of the parts that this one was given, rounded once or not at all."""
         ranks = self.options.ranks
         arrived = call_before(place, _WAIT, [message], "update")
 
         def added(flat: Tensor) -> Tensor:
             total = functools.reduce(torch.add, flat.view(ranks, -1).float().unbind())
-            return total if self.options.reduce_in_fp32 else total.to(bucket.dtype)
+            return total if self.options.reduce_in_fp32 else packed(total)
 
         (part,) = trace_before(place, added, [arrived], "update")
         target = torch.ops._c10d_functional.all_gather_into_tensor.default
@@ -313,6 +341,8 @@ class _Builder:
         shapes = [self.weights[one.name].meta["val"].shape for one in bucket.gradients]
 
         def parts(whole: Tensor) -> list[Tensor]:
+            if self._adds_here(bucket) and not self.options.reduce_in_fp32:
+                whole = unpacked(whole.view(self.options.ranks, -1)).view(-1)
             ordered = [[shape[d] for d in one.order] for one, shape in zip(bucket.gradients, shapes, strict=True)]
             count = sum(map(math.prod, ordered))
             cut = _cut(whole[:count] if count < whole.numel() else whole, ordered)

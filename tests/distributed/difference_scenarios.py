@@ -254,9 +254,6 @@ def what_is_refused(place: Place) -> dict[str, Any]:
         "FSDP1 compiled": told(lambda: amp.compile(in_fsdp(), backend="eager")(batch[0])),
         "DTensor": step_of(halved()),
         "DTensor compiled": told(lambda: amp.compile(halved(), backend="eager")(batch[0])),
-        "SyncBatchNorm": step_of(
-            nn.SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)))
-        ),
     }
 
 

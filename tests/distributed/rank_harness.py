@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import amp_compiler as amp
 from amp_compiler.distributed.ranks import Ranks
 
-STEPS, ROWS = 50, 8  # steps, and rows of a batch of all ranks together
+STEPS, ROWS = 20, 8  # steps, and rows of a batch of all ranks together
 F = nn.functional
 
 
@@ -81,6 +81,7 @@ def run_ranks(size: int, names: Iterable[str]) -> dict[str, list[dict[str, Any]]
 def _run(rank: int, size: int, names: list[str], folder: str) -> None:
     import checkpoint_scenarios  # noqa: F401  # each adds its own to the table; here, because they import this module
     import difference_scenarios  # noqa: F401
+    import norm_scenarios  # noqa: F401
     import shard_scenarios  # noqa: F401
     import training_scenarios  # noqa: F401
 

@@ -313,7 +313,7 @@ def missing_gradients_of_parts(place: Place) -> dict[str, Any]:
         for number, batch in enumerate(few()):
             model.chosen = (place.rank + number // 2) % 2
             if number == 4 and place.rank == 1:
-                model.base.weight.requires_grad_(False)
+                model.base[0].weight.requires_grad_(False)
             step(*map(place.part, batch))
         kept = [p for name, p in model.named_parameters() if "unused" not in name]
         found[name] = {"weights": [p.detach() for p in kept], "moments": moments_of(step)}

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from rank_harness import (
     CASES,
-    STEPS,
     Case,
     F,
     Place,
@@ -281,7 +280,7 @@ def low_types_of_seeds(place: Place) -> dict[str, Any]:
     """How far 16-bit types lead from FP32, by the weights and batches of several seeds: L2 norms of the difference."""
     found: dict[str, Any] = {}
     for seed, name in ((seed, name) for seed in range(SEEDS) for name in ("sgd", "adamw")):
-        case = replace(CASES[name], batches=lambda seed=seed: rows(STEPS, 1000 + seed))
+        case = replace(CASES[name], batches=lambda seed=seed: rows(50, 1000 + seed))
         exact = [weight.double() for weight in _trained(place, case, seed, enabled=False)]
         for dtype, short in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
             low = replace(case, options={"loss_scale": amp.DynamicLossScale(128.0), "dtype": short})
@@ -335,7 +334,7 @@ class Forked(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.base, self.unused = nn.Linear(8, 8), nn.Linear(8, 4)
+        self.base, self.unused = nn.Sequential(nn.Linear(8, 8), nn.SyncBatchNorm(8)), nn.Linear(8, 4)
         self.heads = nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 4)])
         self.chosen = 0
 
@@ -350,7 +349,15 @@ def missing_gradients(place: Place) -> dict[str, Any]:
     torch.manual_seed(place.rank)
     model = Forked()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    step = amp.training_step(model, squares, optimizer, dtype="bf16", backend="eager", process_group=place.group)
+    step = amp.training_step(
+        model,
+        squares,
+        optimizer,
+        dtype="bf16",
+        backend="eager",
+        process_group=place.group,
+        rules={"version": 1, "extends": "default", "reduce": {"bucket_mb": 0.0001}},  # sent between the norm's messages
+    )
     before = model.unused.weight.detach().clone()
     for number, batch in enumerate(rows(12)):
         model.chosen = 0 if number % 4 == 2 else (place.rank + number // 4) % 2

@@ -69,6 +69,18 @@ class Reverse(torch.autograd.Function):
         return -g
 
 
+reverse = Reverse.apply  # as many models name it, before anybody can watch
+
+
+def test_a_custom_function_that_was_bound_before_keeps_its_backward():
+    model = Lambda(lambda m, x: m.b(reverse(m.a(x))), a=linear(), b=linear())
+    assert check(model, X, backend="eager", times=2).in_pieces
+    forward = Reverse.__dict__["forward"]
+    with pytest.raises(amp.CaptureError, match=r"Reverse.*register_autograd"):
+        amp.explain(model, (X,))
+    assert Reverse.__dict__["forward"] is forward
+
+
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_custom_function_keeps_its_backward(backend):
     model = Lambda(lambda m, x: m.b(Reverse.apply(m.a(x))), a=linear(), b=linear())

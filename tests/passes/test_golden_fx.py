@@ -95,6 +95,8 @@ OPTIONS: dict[str, Any] = {
     "place_weights/the_fp32_value_of_a_weight_without_a_master": {
         "stored": {"w": torch.bfloat16}, "trained": ("w",), "masters": False
     },
+    "synchronize_norms": {"group": "0"},
+    "synchronize_norms/a_rank_by_itself_is_left_alone": {},
     "differentiate": {"wrt": ("a",)},
     "differentiate/what_the_loss_does_not_depend_on_has_none": {"wrt": ("a", "b")},
     "differentiate/a_typed_op_brings_its_own_types": {"wrt": ("a", "b")},
@@ -127,6 +129,11 @@ OPTIONS: dict[str, Any] = {
     "reduce_gradients/three_ranks_add_parts_and_never_round": {
         "updated": ("a",), "results": 1, "buffers": (), "group": "0", "ranks": 3, "exchange": True,
         "reduce_in_fp32": True, "shared": (SharedGradient("a", torch.bfloat16, (0,)),),
+    },
+    "reduce_gradients/a_bucket_goes_between_the_messages_of_norms": {  # another rank makes that of `b` behind one more
+        "updated": ("a", "b", "c"), "results": 1, "buffers": (), "group": "0", "bucket_bytes": 16, "shared": tuple(
+            SharedGradient(name, torch.float32, (0,), behind) for name, behind in (("a", 1), ("b", 3), ("c", 3))
+        ),
     },
     "reduce_gradients/one_process_is_left_alone": {"updated": ("a",), "results": 1, "buffers": ()},
     "reduce_gradients/a_batch_that_is_only_gathered_is_left_alone": {

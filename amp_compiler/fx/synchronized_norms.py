@@ -1,0 +1,138 @@
+"""`torch.nn.SyncBatchNorm` in a capture: a batch norm without torch's messages, marked with the group of its ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from amp_compiler.errors import CaptureError
+from amp_compiler.fx.graph import module_of
+from amp_compiler.fx.meta import Key
+
+GROUPS = "_amp_groups"  # in the `__dict__` of what is captured: gives the group of each `SyncBatchNorm` in it
+Groups = Callable[[nn.SyncBatchNorm], tuple[str, int]]
+_BATCH_NORM = torch.ops.aten.batch_norm.default
+
+
+def joins_ranks(model: nn.Module) -> list[str]:
+    """The names of the modules whose statistics are those of several ranks, as they are in training."""
+    return [name for name, one in model.named_modules() if isinstance(one, nn.SyncBatchNorm) and one.training]
+
+
+@contextlib.contextmanager
+def norms_apart(model: nn.Module) -> Iterator[dict[nn.Module, tuple[str, int]]]:
+    """Within it, a `SyncBatchNorm` in training is a plain batch norm to this thread, where the model knows its groups.
+
+    Args:
+        model: what is captured.
+
+    Yields:
+        The name and the size of the group of each one that was called.
+    """
+    groups: Groups | None = model.__dict__.get(GROUPS)
+    found: dict[nn.Module, tuple[str, int]] = {}
+    if groups is None:
+        yield found
+        return
+    theirs, thread = nn.SyncBatchNorm.forward, threading.get_ident()
+
+    def forward(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:
+        if threading.get_ident() != thread or not self.training:
+            return theirs(self, input)
+        found[self] = groups(self)
+        return _alone(self, input)
+
+    nn.SyncBatchNorm.forward = forward  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        nn.SyncBatchNorm.forward = theirs  # type: ignore[method-assign]
+
+
+def _alone(norm: nn.SyncBatchNorm, data: Tensor) -> Tensor:
+    """What it computes of one rank's rows, in training; a cumulative average without a number read from a tensor.
+
+    Raises:
+        CaptureError: there is one number of each channel; torch's tracing of a batch norm divides by zero then.
+    """
+    norm._check_input_dim(data)
+    norm._check_non_zero_input_channels(data)
+    if data.numel() // data.shape[1] < 2:
+        raise CaptureError(
+            "a SyncBatchNorm gets one number of each channel on this rank, or none", mend="give each rank two rows"
+        )
+    mean, variance = norm.running_mean, norm.running_var
+    if not norm.track_running_stats:
+        mean = variance = None
+    elif norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+
+    def normalized(mean: Tensor | None, variance: Tensor | None, momentum: float) -> Tensor:
+        return F.batch_norm(data, mean, variance, norm.weight, norm.bias, True, momentum, norm.eps)
+
+    if mean is None or variance is None or norm.momentum is not None:
+        return normalized(mean, variance, 0.0 if norm.momentum is None else norm.momentum)
+    share = 1.0 / norm.num_batches_tracked  # type: ignore[operator]
+    new = torch.zeros_like(mean), torch.zeros_like(variance)
+    made = normalized(*new, 1.0)
+    for kept, now in zip((mean, variance), new, strict=True):
+        kept.copy_(kept * (1 - share) + now * share)
+    return made
+
+
+def mark_norms(graph_module: fx.GraphModule, model: nn.Module, found: Mapping[nn.Module, tuple[str, int]]) -> None:
+    """Mark the batch norms of a captured graph that `norms_apart` has found.
+
+    Args:
+        graph_module: as captured, with graphs of its own for regions.
+        model: what was captured.
+        found: what `norms_apart` gave.
+
+    Raises:
+        CaptureError: one of them is not in the graph.
+    """
+    if not found:
+        return
+    names = {name: one for name, one in model.named_modules(remove_duplicate=False) if one in found}
+    missing = {**found}
+    for inner in graph_module.modules():
+        if not isinstance(inner, fx.GraphModule):
+            continue
+        for node in inner.graph.find_nodes(op="call_function", target=_BATCH_NORM):
+            norm = names.get(module_of(node)[0])
+            if norm is not None:
+                node.meta[Key.GROUP] = found[norm]
+                missing.pop(norm, None)
+    if missing:
+        name = next((name for name, one in names.items() if one in missing), "one that the model does not hold")
+        raise CaptureError(
+            f"the graph has no batch norm of the SyncBatchNorm '{name}'", mend="call it as a module of the model"
+        )
+
+
+def marked_norms(graph_module: fx.GraphModule) -> int:
+    """How many batch norms of a graph, and of those that it calls, are marked with a group of ranks."""
+    graphs = [one.graph for one in graph_module.modules() if isinstance(one, fx.GraphModule)]
+    return sum(Key.GROUP in node.meta for graph in graphs for node in graph.nodes)
+
+
+def check_marks(before: int, graph_module: fx.GraphModule) -> None:
+    """Refuse a graph in which batch norms have lost their mark on the way.
+
+    Args:
+        before: how many there were.
+        graph_module: the rewritten graph.
+
+    Raises:
+        CaptureError: there are fewer.
+    """
+    if marked_norms(graph_module) != before:
+        raise CaptureError(
+            "a SyncBatchNorm stands in a region of autocast in another 16-bit type, where its ranks get lost",
+            mend="take it out of that region, or let the region name the type of the step",
+        )
