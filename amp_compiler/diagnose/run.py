@@ -41,6 +41,7 @@ from amp_compiler.fx.torch_private import building
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.onnx.importing.api import module_of as imported
 from amp_compiler.ops.exponents import BINS, count_exponents, count_update
+from amp_compiler.ops.update.product import Product
 from amp_compiler.training.program import StepProgram
 from amp_compiler.training.step import RUN, TrainingStep
 
@@ -202,6 +203,8 @@ class _StepRun(_Run):
     def __init__(self, step: TrainingStep) -> None:
         super().__init__(step.model, step._low)
         self.step, self.skipped_before = step, int(step.skipped_steps)
+        self.before: dict[str, Tensor] = {}  # memory for copies, which the system is slow to give anew for every batch
+        self.room: dict[torch.dtype, Tensor] = {}  # the same for gradients that the step left as products
 
     def skipped(self) -> int:
         return int(self.step.skipped_steps) - self.skipped_before
@@ -209,8 +212,7 @@ class _StepRun(_Run):
     def take(self, batch: Any) -> None:
         arguments = positional(batch)
         shift = _exponent_of(self.step.loss_scale)
-        before = {name: parameter.detach().clone() for name, parameter in self.parameters()}
-        kept = {id(parameter): before[name] for name, parameter in self.parameters()}
+        kept = {id(parameter): self.kept(name, parameter.detach()) for name, parameter in self.parameters()}
         with _told_of("this step"):
             counting, leaves = self.program_for((arguments, {}), lambda: self.step._counting(arguments))
         taken = counting.take(leaves, kept)
@@ -225,11 +227,27 @@ class _StepRun(_Run):
         with _told_of("this step"):
             self.add_counts(counting, counting.count(taken, output.held), shift)
         self.batches += 1
-        gradients = [one if isinstance(one, Tensor) else one.tensor() for one in output.gradients]
-        for name, value, counts in zip(program.updated, gradients, _count(gradients), strict=True):
-            self.add(_place_of(name, WEIGHT_GRADIENT, value.dtype), counts, shift)
+        for name, gradient in zip(program.updated, output.gradients, strict=True):
+            value = gradient if isinstance(gradient, Tensor) else self.made(gradient)
+            self.add(_place_of(name, WEIGHT_GRADIENT, value.dtype), _count([value])[0], shift)
         for name, parameter in self.parameters():
-            self.update(name, before[name], parameter.detach())
+            self.update(name, self.before[name], parameter.detach())
+
+    def kept(self, name: str, value: Tensor) -> Tensor:
+        """A copy of a parameter, until the next batch."""
+        held = self.before.get(name)
+        if held is None or (held.shape, held.dtype, held.device) != (value.shape, value.dtype, value.device):
+            self.before[name] = value.clone()
+        else:
+            held.copy_(value)
+        return self.before[name]
+
+    def made(self, gradient: Product) -> Tensor:
+        """A gradient, until the next one is made."""
+        dtype, size = gradient.left.dtype, gradient.numel()
+        if dtype not in self.room or self.room[dtype].numel() < size:
+            self.room[dtype] = gradient.left.new_empty(size)
+        return gradient.tensor(self.room[dtype])
 
     def update(self, name: str, before: Tensor, after: Tensor) -> None:
         counts, found = (one.cpu().numpy() for one in count_update(before, after))

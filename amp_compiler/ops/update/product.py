@@ -137,9 +137,14 @@ class Product:
                 f"a gradient with added rows cannot be {what}", where="Product", mend="do so before rows are added"
             )
 
-    def tensor(self) -> Tensor:
-        """The gradient, made now."""
-        product = (self.left @ self.right).reshape(self.shape)
+    def tensor(self, room: Tensor | None = None) -> Tensor:
+        """The gradient, made now.
+
+        Args:
+            room: for the product, of its type, `numel` elements or more in one line: it may lie there.
+        """
+        into = room[: self.numel()].view(self.left.shape[0], -1) if room is not None and self.numel() else None
+        product = torch.mm(self.left, self.right, out=into).reshape(self.shape)
         if self._added is None:
             return product
         values, places, order = self._added
