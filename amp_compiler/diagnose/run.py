@@ -31,7 +31,7 @@ from amp_compiler.diagnose.profile import (
 from amp_compiler.errors import AmpError, CaptureError, LoweringError
 from amp_compiler.forward.api import is_onnx
 from amp_compiler.forward.compiled_module import CompiledModule
-from amp_compiler.forward.counting import CountingProgram, build_counting
+from amp_compiler.forward.counting import CountingProgram, build_counting, place_of
 from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.settings import Settings, device_of, make_settings
 from amp_compiler.forward.signature import leaves_key
@@ -122,6 +122,7 @@ class _Run(ABC):
     def __init__(self, model: nn.Module, low: DType) -> None:
         self.model, self.low = model, low
         self.rows: dict[_Place, tuple[Counts, Counts]] = {}
+        self.places: dict[fx.Node, _Place] = {}
         self.updates: dict[str, UpdateRow] = {}
         self.batches = 0
         self.programs: dict[Any, CountingProgram] = {}
@@ -157,7 +158,9 @@ class _Run(ABC):
         names = self.onnx_names(program) if self.onnx_nodes else {}
         for node, row in zip(program.nodes, rows[: len(program.nodes)], strict=True):
             kind = ACTIVATION_GRADIENT if node in program.scaled else ACTIVATION
-            self.add(_key(node, kind, *names.get(node, ())), row, shift if kind in GRADIENTS else 0)
+            if node not in self.places:
+                self.places[node] = _key(node, kind, *names.get(node, ()))
+            self.add(self.places[node], row, shift if kind in GRADIENTS else 0)
         for (name, dtype), row in zip(program.weights, rows[len(program.nodes) :], strict=True):
             self.add(_place_of(name, WEIGHT_GRADIENT, dtype), row, shift)
 
@@ -212,7 +215,7 @@ class _StepRun(_Run):
     def take(self, batch: Any) -> None:
         arguments = positional(batch)
         shift = _exponent_of(self.step.loss_scale)
-        kept = {id(parameter): self.kept(name, parameter.detach()) for name, parameter in self.parameters()}
+        kept = {place_of(parameter): self.kept(name, parameter.detach()) for name, parameter in self.parameters()}
         with _told_of("this step"):
             counting, leaves = self.program_for((arguments, {}), lambda: self.step._counting(arguments))
         taken = counting.take(leaves, kept)
@@ -236,7 +239,7 @@ class _StepRun(_Run):
     def kept(self, name: str, value: Tensor) -> Tensor:
         """A copy of a parameter, until the next batch."""
         held = self.before.get(name)
-        if held is None or (held.shape, held.dtype, held.device) != (value.shape, value.dtype, value.device):
+        if held is None or _form(held) != _form(value):
             self.before[name] = value.clone()
         else:
             held.copy_(value)
@@ -309,6 +312,10 @@ def _of_model(
     if loss_fn is not None:
         return _LossRun(model, settings, loss_fn, loss_scale)
     return _ModelRun(model, settings)
+
+
+def _form(value: Tensor) -> tuple[Any, ...]:
+    return value.shape, value.stride(), value.dtype, value.device
 
 
 def _exponent_of(scale: Tensor) -> int:

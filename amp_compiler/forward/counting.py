@@ -82,17 +82,18 @@ class CountingProgram:
         """
         return self.count(Taken(self._inputs(leaves, self._runs.get(())), self._random()))
 
-    def take(self, leaves: Sequence[Any], kept: Mapping[int, Tensor]) -> Taken:
+    def take(self, leaves: Sequence[Any], kept: Mapping[tuple[Any, ...], Tensor]) -> Taken:
         """What it needs of a batch that a step is about to train on: copies of all that the step writes.
 
         Args:
             leaves: the batch, flat.
-            kept: copies that there are, by `id` of the tensor.
+            kept: copies that there are, by `place_of` the tensor.
         """
         own, inputs = {id(leaf) for leaf in leaves}, self._inputs(leaves, self._last)
         for place, value in inputs.items():
             if isinstance(value, Tensor) and id(value) not in own:
-                inputs[place] = kept[id(value)] if id(value) in kept else value.detach().clone()
+                copy = kept.get(place_of(value))
+                inputs[place] = value.detach().clone() if copy is None else copy
         return Taken(inputs, self._random(), None if self._last is None else self._last.products)
 
     def count(self, taken: Taken, products: Mapping[str, Tensor] | None = None) -> Tensor | None:
@@ -155,6 +156,11 @@ class CountingProgram:
 
     def _random(self) -> tuple[Tensor, ...]:
         return torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)
+
+
+def place_of(value: Tensor) -> tuple[Any, ...]:
+    """Where a tensor lies and as what: the same for all that stand for the same values."""
+    return value.data_ptr(), value.dtype, value.shape, value.stride()
 
 
 def add_counters(graph_module: fx.GraphModule, gradients: Sequence[fx.Node] = ()) -> list[fx.Node]:

@@ -30,13 +30,15 @@ inline int64_t sum_of(const Lanes& lanes) {
   return static_cast<int64_t>((sums * 0x0001000100010001u) >> 48);
 }
 
-// How often each of the bytes from `from` on occurs, `kAtOnce` of them; `count` is a multiple of `kLanes`.
-inline void occurrences(const uint8_t* bytes, int64_t count, int from, int64_t* found) {
+// How often each of the bytes from `from` on occurs, `kAtOnce` of them; `count` is a multiple of `kLanes`. Meanwhile as
+// many bytes are fetched from `ahead` on, where the processor would only begin when they are read.
+inline void occurrences(const uint8_t* bytes, int64_t count, int from, int64_t* found, const uint8_t* ahead) {
   Lanes seen[kAtOnce] = {}, wanted[kAtOnce];
   for (int k = 0; k < kAtOnce; ++k) wanted[k] = Lanes{} + static_cast<uint8_t>(from + k);
   for (int64_t i = 0; i < count; i += kLanes) {
     Lanes given;
     std::memcpy(&given, bytes + i, sizeof given);
+    __builtin_prefetch(ahead + i);
     for (int k = 0; k < kAtOnce; ++k) {
 #ifdef __AVX512BW__
       seen[k] = given == wanted[k] ? seen[k] + 1 : seen[k];  // one addition under a mask
@@ -81,9 +83,10 @@ struct Counter {
     count_words<10>(values, reinterpret_cast<const uint16_t*>(values), count);
   }
 
-  // Counts `count` bytes, at most kBlock, for which there is room up to a multiple of kLanes. Returns how many are
-  // 0 or 255, which are not counted.
-  int64_t count_bytes(uint8_t* bytes, int64_t count) {
+  // Counts `count` bytes, at most kBlock, for which there is room up to a multiple of kLanes; what is counted after them
+  // lies at `next`. Returns how many are 0 or 255, which are not counted.
+  int64_t count_bytes(uint8_t* bytes, int64_t count, const void* next) {
+    const uint8_t* ahead = static_cast<const uint8_t*>(next);
     const int64_t whole = (count + kLanes - 1) / kLanes * kLanes;
     std::memset(bytes + count, 0, whole - count);
     uint8_t least = 255, most = 0;
@@ -97,7 +100,8 @@ struct Counter {
     int64_t rest = count;
     for (int at = first; at <= last; at += kAtOnce) {
       int64_t here[kAtOnce];
-      occurrences(bytes, whole, at, here);
+      occurrences(bytes, whole, at, here, ahead);
+      ahead += whole;
       for (int k = 0; k < kAtOnce && at + k <= last; ++k) {
         found[at + k] += here[k];
         rest -= here[k];
@@ -121,7 +125,7 @@ struct Counter {
     constexpr Word kInf = static_cast<Word>(-(int64_t{2} << kMantissa));
     uint8_t bytes[kBlock];
     exponents(values, count, bytes);
-    const int64_t rest = count_bytes(bytes, count);
+    const int64_t rest = count_bytes(bytes, count, words + count);
     if (rest == 0) return;
     Word zero = 0, inf = 0, beyond = 0;  // as wide as a word, so that the compiler counts many at once
     for (int64_t i = 0; i < count; ++i) {
@@ -312,7 +316,7 @@ void amp_count_update(const float* before, const float* after, int64_t size, int
         take(last[0], last[1]);
         mine.zeros -= kCount - (end - whole);
       }
-      mine.zeros += mine.count_bytes(bytes, filled);
+      mine.zeros += mine.count_bytes(bytes, filled, after + end);
       filled = 0;
     }
 #pragma omp critical
