@@ -41,7 +41,6 @@ from amp_compiler.fx.torch_private import building
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.onnx.importing.api import module_of as imported
 from amp_compiler.ops.exponents import BINS, count_exponents, count_update
-from amp_compiler.ops.update.product import Product
 from amp_compiler.training.program import StepProgram
 from amp_compiler.training.step import RUN, TrainingStep
 
@@ -207,7 +206,7 @@ class _StepRun(_Run):
         super().__init__(step.model, step._low)
         self.step, self.skipped_before = step, int(step.skipped_steps)
         self.before: dict[str, Tensor] = {}  # memory for copies, which the system is slow to give anew for every batch
-        self.room: dict[torch.dtype, Tensor] = {}  # the same for gradients that the step left as products
+        self.rooms: dict[torch.dtype, Tensor] = {}  # the same for gradients that the step left as products
 
     def skipped(self) -> int:
         return int(self.step.skipped_steps) - self.skipped_before
@@ -231,7 +230,7 @@ class _StepRun(_Run):
             self.add_counts(counting, counting.count(taken, output.held), shift)
         self.batches += 1
         for name, gradient in zip(program.updated, output.gradients, strict=True):
-            value = gradient if isinstance(gradient, Tensor) else self.made(gradient)
+            value = gradient if isinstance(gradient, Tensor) else gradient.tensor(self.room)
             self.add(_place_of(name, WEIGHT_GRADIENT, value.dtype), _count([value])[0], shift)
         for name, parameter in self.parameters():
             self.update(name, self.before[name], parameter.detach())
@@ -245,12 +244,11 @@ class _StepRun(_Run):
             held.copy_(value)
         return self.before[name]
 
-    def made(self, gradient: Product) -> Tensor:
-        """A gradient, until the next one is made."""
-        dtype, size = gradient.left.dtype, gradient.numel()
-        if dtype not in self.room or self.room[dtype].numel() < size:
-            self.room[dtype] = gradient.left.new_empty(size)
-        return gradient.tensor(self.room[dtype])
+    def room(self, size: int, dtype: torch.dtype) -> Tensor:
+        """Memory for a gradient, until the next one is made."""
+        if dtype not in self.rooms or self.rooms[dtype].numel() < size:
+            self.rooms[dtype] = torch.empty(size, dtype=dtype)
+        return self.rooms[dtype][:size]
 
     def update(self, name: str, before: Tensor, after: Tensor) -> None:
         counts, found = (one.cpu().numpy() for one in count_update(before, after))
