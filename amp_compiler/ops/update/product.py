@@ -144,7 +144,7 @@ class Product:
         Args:
             room: gives memory for a number of elements of a type, in which it may lie; `None` for memory of its own.
         """
-        into = None if room is None else room(self.numel(), self.left.dtype).view(len(self.left), -1)
+        into = None if room is None else room(self.numel(), self.left.dtype).view(len(self.left), self.right.shape[1])
         product = torch.mm(self.left, self.right, out=into).reshape(self.shape)
         if self._added is None:
             return product
