@@ -31,7 +31,7 @@ from amp_compiler.diagnose.profile import (
 from amp_compiler.errors import AmpError, CaptureError, LoweringError
 from amp_compiler.forward.api import is_onnx
 from amp_compiler.forward.compiled_module import CompiledModule
-from amp_compiler.forward.counting import CountingProgram, build_counting
+from amp_compiler.forward.counting import CountingProgram, build_counting, place_of
 from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.settings import Settings, device_of, make_settings
 from amp_compiler.forward.signature import leaves_key
@@ -121,6 +121,7 @@ class _Run(ABC):
     def __init__(self, model: nn.Module, low: DType) -> None:
         self.model, self.low = model, low
         self.rows: dict[_Place, tuple[Counts, Counts]] = {}
+        self.places: dict[fx.Node, _Place] = {}
         self.updates: dict[str, UpdateRow] = {}
         self.batches = 0
         self.programs: dict[Any, CountingProgram] = {}
@@ -156,7 +157,9 @@ class _Run(ABC):
         names = self.onnx_names(program) if self.onnx_nodes else {}
         for node, row in zip(program.nodes, rows[: len(program.nodes)], strict=True):
             kind = ACTIVATION_GRADIENT if node in program.scaled else ACTIVATION
-            self.add(_key(node, kind, *names.get(node, ())), row, shift if kind in GRADIENTS else 0)
+            if node not in self.places:
+                self.places[node] = _key(node, kind, *names.get(node, ()))
+            self.add(self.places[node], row, shift if kind in GRADIENTS else 0)
         for (name, dtype), row in zip(program.weights, rows[len(program.nodes) :], strict=True):
             self.add(_place_of(name, WEIGHT_GRADIENT, dtype), row, shift)
 
@@ -202,6 +205,8 @@ class _StepRun(_Run):
     def __init__(self, step: TrainingStep) -> None:
         super().__init__(step.model, step._low)
         self.step, self.skipped_before = step, int(step.skipped_steps)
+        self.before: dict[str, Tensor] = {}  # memory for copies, which the system is slow to give anew for every batch
+        self.rooms: dict[torch.dtype, Tensor] = {}  # the same for gradients that the step left as products
 
     def skipped(self) -> int:
         return int(self.step.skipped_steps) - self.skipped_before
@@ -209,8 +214,7 @@ class _StepRun(_Run):
     def take(self, batch: Any) -> None:
         arguments = positional(batch)
         shift = _exponent_of(self.step.loss_scale)
-        before = {name: parameter.detach().clone() for name, parameter in self.parameters()}
-        kept = {id(parameter): before[name] for name, parameter in self.parameters()}
+        kept = {place_of(parameter): self.kept(name, parameter.detach()) for name, parameter in self.parameters()}
         with _told_of("this step"):
             counting, leaves = self.program_for((arguments, {}), lambda: self.step._counting(arguments))
         taken = counting.take(leaves, kept)
@@ -225,11 +229,26 @@ class _StepRun(_Run):
         with _told_of("this step"):
             self.add_counts(counting, counting.count(taken, output.held), shift)
         self.batches += 1
-        gradients = [one if isinstance(one, Tensor) else one.tensor() for one in output.gradients]
-        for name, value, counts in zip(program.updated, gradients, _count(gradients), strict=True):
-            self.add(_place_of(name, WEIGHT_GRADIENT, value.dtype), counts, shift)
+        for name, gradient in zip(program.updated, output.gradients, strict=True):
+            value = gradient if isinstance(gradient, Tensor) else gradient.tensor(self.room)
+            self.add(_place_of(name, WEIGHT_GRADIENT, value.dtype), _count([value])[0], shift)
         for name, parameter in self.parameters():
-            self.update(name, before[name], parameter.detach())
+            self.update(name, self.before[name], parameter.detach())
+
+    def kept(self, name: str, value: Tensor) -> Tensor:
+        """A copy of a parameter, until the next batch."""
+        held = self.before.get(name)
+        if held is None or _form(held) != _form(value):
+            self.before[name] = value.clone()
+        else:
+            held.copy_(value)
+        return self.before[name]
+
+    def room(self, size: int, dtype: torch.dtype) -> Tensor:
+        """Memory for a gradient, until the next one is made."""
+        if dtype not in self.rooms or self.rooms[dtype].numel() < size:
+            self.rooms[dtype] = torch.empty(size, dtype=dtype)
+        return self.rooms[dtype][:size]
 
     def update(self, name: str, before: Tensor, after: Tensor) -> None:
         counts, found = (one.cpu().numpy() for one in count_update(before, after))
@@ -291,6 +310,10 @@ def _of_model(
     if loss_fn is not None:
         return _LossRun(model, settings, loss_fn, loss_scale)
     return _ModelRun(model, settings)
+
+
+def _form(value: Tensor) -> tuple[Any, ...]:
+    return value.shape, value.stride(), value.dtype, value.device
 
 
 def _exponent_of(scale: Tensor) -> int:

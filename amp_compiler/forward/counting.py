@@ -28,23 +28,23 @@ class Taken:
     """What a program counts with, as it was before the step.
 
     Args:
-        inputs: of the graph.
+        inputs: of the graph, by their places.
         random: the states of the generators, the CPU's first.
         products: the names of those that it has to be given, for what only makes these was not copied; `None` where
             everything was.
     """
 
-    inputs: list[Any]
+    inputs: dict[int, Any]
     random: tuple[Tensor, ...]
     products: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class _Reader:
-    """A compiled graph that counts: the products that it is given, the places of the inputs that it reads."""
+    """A compiled graph that counts: the products that it is given, behind the inputs of the places that it reads."""
 
     products: tuple[str, ...]
-    reads: frozenset[int]
+    reads: tuple[int, ...]
     run: Run
 
 
@@ -58,7 +58,7 @@ class CountingProgram:
         weights: name and type of the gradients of parameters that are counted in the rows behind those of the nodes.
         graph_module: gives the counts alone; `None` where there is nothing to count.
         compile: makes what runs a graph, from it and its inputs.
-        inputs: gives its inputs for a flat batch.
+        inputs: gives its inputs for a flat batch, those at the given places.
         device: whose random numbers it draws, beside the CPU's.
         products: names of nodes whose values it can be given, so that it need not make them.
     """
@@ -66,7 +66,7 @@ class CountingProgram:
     nodes: list[fx.Node]
     graph_module: fx.GraphModule | None
     compile: Callable[[fx.GraphModule, Sequence[Any]], Run]
-    inputs: Callable[[Sequence[Any]], list[Any]]
+    inputs: Callable[[Sequence[Any], Sequence[int]], list[Any]]
     device: torch.device
     scaled: set[fx.Node] = field(default_factory=set)
     weights: tuple[tuple[str, torch.dtype], ...] = ()
@@ -80,24 +80,20 @@ class CountingProgram:
         Args:
             leaves: the batch, flat.
         """
-        with TENSORS:
-            inputs = self.inputs(leaves)
-        return self.count(Taken(inputs, self._random()))
+        return self.count(Taken(self._inputs(leaves, self._runs.get(())), self._random()))
 
-    def take(self, leaves: Sequence[Any], kept: Mapping[int, Tensor]) -> Taken:
+    def take(self, leaves: Sequence[Any], kept: Mapping[tuple[Any, ...], Tensor]) -> Taken:
         """What it needs of a batch that a step is about to train on: copies of all that the step writes.
 
         Args:
             leaves: the batch, flat.
-            kept: copies that there are, by `id` of the tensor.
+            kept: copies that there are, by `place_of` the tensor.
         """
-        own = {id(leaf) for leaf in leaves}
-        with TENSORS:
-            inputs = self.inputs(leaves)
-        for place, value in enumerate(inputs):
-            read = self._last is None or place in self._last.reads
-            if isinstance(value, Tensor) and id(value) not in own and read:
-                inputs[place] = kept[id(value)] if id(value) in kept else value.detach().clone()
+        own, inputs = {id(leaf) for leaf in leaves}, self._inputs(leaves, self._last)
+        for place, value in inputs.items():
+            if isinstance(value, Tensor) and id(value) not in own:
+                copy = kept.get(place_of(value))
+                inputs[place] = value.detach().clone() if copy is None else copy
         return Taken(inputs, self._random(), None if self._last is None else self._last.products)
 
     def count(self, taken: Taken, products: Mapping[str, Tensor] | None = None) -> Tensor | None:
@@ -119,24 +115,40 @@ class CountingProgram:
                 f"the step was captured anew while it was profiled, and no longer gives '{gone[0]}'",
                 mend="profile it again, from this batch on",
             )
-        inputs = [*taken.inputs, *(products[name] for name in names)]
+        given = [products[name] for name in names]
         if names not in self._runs:
-            self._runs[names] = self._built(self.graph_module, names, inputs)
-        self._last = self._runs[names] if products else self._last
+            self._runs[names] = self._built(self.graph_module, names, taken.inputs, given)
+        reader = self._runs[names]
+        self._last = reader if products else self._last
         with torch.no_grad(), torch.random.fork_rng(devices=self._devices):
             torch.set_rng_state(taken.random[0])
             for device, state in zip(self._devices, taken.random[1:], strict=True):
                 torch.cuda.set_rng_state(state, device)
-            counts = self._runs[names].run(*inputs)
+            counts = reader.run(*(taken.inputs[place] for place in reader.reads), *given)
         return torch.cat(list(counts))
 
-    def _built(self, whole: fx.GraphModule, names: tuple[str, ...], inputs: list[Any]) -> _Reader:
+    def _built(
+        self, whole: fx.GraphModule, names: tuple[str, ...], inputs: Mapping[int, Any], given: list[Tensor]
+    ) -> _Reader:
         graph_module = copy_graph(whole)
+        own = graph_module.graph.find_nodes(op="placeholder")
         TAKE.run(graph_module, {"held": names})
-        placeholders = graph_module.graph.find_nodes(op="placeholder")
-        reads = frozenset(place for place, node in enumerate(placeholders) if node.users)
+        reads = tuple(place for place, node in enumerate(own) if node.users)
+        for node in own:
+            if not node.users:
+                graph_module.graph.erase_node(node)
+        graph_module.recompile()
         with torch.no_grad():
-            return _Reader(names, reads, self.compile(graph_module, inputs))
+            return _Reader(names, reads, self.compile(graph_module, [*(inputs[place] for place in reads), *given]))
+
+    def _inputs(self, leaves: Sequence[Any], reader: _Reader | None) -> dict[int, Any]:
+        """Those that a reader reads, and all where there is none yet."""
+        if self.graph_module is None:
+            return {}
+        count = len(self.graph_module.graph.find_nodes(op="placeholder"))
+        places = range(count) if reader is None else reader.reads
+        with TENSORS:
+            return dict(zip(places, self.inputs(leaves, places), strict=True))
 
     @property
     def _devices(self) -> list[torch.device]:
@@ -144,6 +156,11 @@ class CountingProgram:
 
     def _random(self) -> tuple[Tensor, ...]:
         return torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)
+
+
+def place_of(value: Tensor) -> tuple[Any, ...]:
+    """Where a tensor lies and as what: the same for all that stand for the same values."""
+    return value.data_ptr(), value.dtype, value.shape, value.stride()
 
 
 def add_counters(graph_module: fx.GraphModule, gradients: Sequence[fx.Node] = ()) -> list[fx.Node]:
@@ -194,9 +211,10 @@ def build_counting(
     written = written_roots(graph_module.graph, AliasGroups(graph_module.graph))
     writes = [node in written for node in graph_module.graph.find_nodes(op="placeholder")]
 
-    def inputs(leaves: Sequence[Any]) -> list[Any]:
+    def inputs(leaves: Sequence[Any], places: Sequence[int]) -> list[Any]:
         """Statistics that the graph moves on, and what it changes of its arguments, are copies."""
-        return [one.clone() if copied else one for one, copied in zip(program.inputs(leaves), writes, strict=True)]
+        found = program.inputs(leaves)
+        return [found[place].clone() if writes[place] else found[place] for place in places]
 
     def compiled(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Run:
         return build_run(graph_module, [], settings, True, Stages())

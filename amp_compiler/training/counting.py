@@ -66,7 +66,7 @@ def build_counting(
         nodes,
         joint if nodes or gradients else None,
         compiled,
-        lambda leaves: [one.get(leaves) for one in resolve],
+        lambda leaves, places: [resolve[place].get(leaves) for place in places],
         device,
         scaled,
         named,

@@ -105,6 +105,21 @@ def test_an_update_is_counted_as_torch_counts_it() -> None:
     assert 0 < found[1] < found[2] < found[0] < 9000
 
 
+@pytest.mark.parametrize("size", [1, 255, 256, 257, 4097])
+def test_updates_of_all_magnitudes(size: int) -> None:
+    """Of numbers that are not normal or not finite a quotient tells, of all others a difference of their bits."""
+    normal = torch.randn(size, generator=torch.Generator().manual_seed(2))
+    ratios = 1 + 2.0 ** torch.randint(-23, 2, (size,), generator=torch.Generator().manual_seed(3))
+    every, other = spread(size)[-size:].float(), spread(size, 1)[-size:].float().flip(0)
+    nearby = torch.nextafter(normal, torch.tensor(torch.inf))
+    for before, after in (
+        (normal, normal * ratios), (normal * 1e-38, normal * 1e-38 * ratios), (normal, nearby), (nearby, 2 * normal),
+        (every, other), (every, normal), (normal, every), (every, every),
+    ):  # fmt: skip
+        (counts, found), (expected, numbers) = count_update(before, after), update_reference(before, after)
+        assert torch.equal(counts, expected) and torch.equal(found, numbers)
+
+
 @pytest.mark.parametrize(("dtype", "torch_type"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
 def test_fractions_are_what_a_cast_does(dtype: str, torch_type: torch.dtype) -> None:
     values = spread(20_000)[:20_000].float()

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import amp_compiler as amp
 from amp_compiler.cli.demo import SmallCnn, load_digits
 from amp_compiler.diagnose.exponents import Histogram
+from amp_compiler.forward.counting import place_of
 from amp_compiler.ops.exponents import BINS, LOWEST, ZERO
 
 
@@ -131,6 +132,24 @@ def test_products_that_a_step_gives_leave_the_counts_as_they_are() -> None:
         else:
             with pytest.raises(amp.AmpError, match="captured anew while it was profiled"):
                 counting.count(taken, held)
+
+
+def test_behind_the_first_batch_only_what_is_read_is_taken() -> None:
+    model = Net()
+    step = step_of(model, dtype="bf16", clip_norm=None)
+    counting = step._counting(batches(1)[0])
+    for number, given in enumerate(batches(3)):
+        lows = [low._version for copies in step._lows._copies.values() for low in copies.values()]
+        kept = {place_of(one): one.detach().clone() for one in model.parameters()}
+        taken = counting.take(given, kept)
+        if number:
+            assert counting._last is not None and set(taken.inputs) == set(counting._last.reads)
+            assert lows and lows == [low._version for copies in step._lows._copies.values() for low in copies.values()]
+            copied = [one for one in taken.inputs.values() if any(one is copy for copy in kept.values())]
+            assert len(copied) == 2  # weight and bias of the norm; the products are given
+        with step._holding(counting.products):
+            step(*given)
+        counting.count(taken, step._seen()[1].held)
 
 
 def test_weight_gradients_are_counted_as_numpy_counts_them() -> None:

@@ -1,5 +1,7 @@
 // Counts of the binary exponents of a tensor's elements.
 
+#include <limits>
+
 #include "types.h"
 
 namespace {
@@ -8,99 +10,104 @@ using namespace amp;
 
 constexpr int kBins = 280, kLowest = -149, kZero = 277, kInfinite = 278, kNan = 279;
 
-constexpr int64_t kBlock = 1 << 12;
-
-constexpr int kLanes = 64, kAtOnce = 4, kMostBins = 40;
+// Vectors as wide as the processor's: what is wider, compilers compare byte by byte.
+#if defined(__AVX512BW__)
+constexpr int kLanes = 64;
+#elif defined(__AVX2__)
+constexpr int kLanes = 32;
+#else
+constexpr int kLanes = 16;
+#endif
+constexpr int kAtOnce = 4, kMostBins = 48;
+constexpr int64_t kBlock = 64 * kLanes;  // so that each lane counts to 64
 typedef uint8_t Lanes __attribute__((vector_size(kLanes)));
 
-// How often each of the bytes from `from` on occurs, `kAtOnce` of them; `count` is a multiple of `kLanes`, and at most
-// 255 times that.
-inline void occurrences(const uint8_t* bytes, int64_t count, int from, int64_t* found) {
+inline int64_t sum_of(const Lanes& lanes) {
+  constexpr uint64_t kEven = 0x00ff00ff00ff00ffu;
+  uint64_t words[kLanes / 8], sums = 0;
+  std::memcpy(words, &lanes, sizeof words);
+  for (const uint64_t word : words) sums += (word & kEven) + ((word >> 8) & kEven);
+  return static_cast<int64_t>((sums * 0x0001000100010001u) >> 48);
+}
+
+// How often each of the bytes from `from` on occurs, `kAtOnce` of them; `count` is a multiple of `kLanes`. Meanwhile as
+// many bytes are fetched from `ahead` on, where the processor would only begin when they are read.
+inline void occurrences(const uint8_t* bytes, int64_t count, int from, int64_t* found, const uint8_t* ahead) {
   Lanes seen[kAtOnce] = {}, wanted[kAtOnce];
   for (int k = 0; k < kAtOnce; ++k) wanted[k] = Lanes{} + static_cast<uint8_t>(from + k);
   for (int64_t i = 0; i < count; i += kLanes) {
     Lanes given;
     std::memcpy(&given, bytes + i, sizeof given);
-    for (int k = 0; k < kAtOnce; ++k) seen[k] -= reinterpret_cast<Lanes>(given == wanted[k]);
+    __builtin_prefetch(ahead + i);
+    for (int k = 0; k < kAtOnce; ++k) {
+#ifdef __AVX512BW__
+      seen[k] = given == wanted[k] ? seen[k] + 1 : seen[k];  // one addition under a mask
+#else
+      seen[k] -= reinterpret_cast<Lanes>(given == wanted[k]);
+#endif
+    }
   }
-  for (int k = 0; k < kAtOnce; ++k) {
-    int sum = 0;
-    for (int lane = 0; lane < kLanes; ++lane) sum += seen[k][lane];
-    found[k] += sum;
+  for (int k = 0; k < kAtOnce; ++k) found[k] = sum_of(seen[k]);
+}
+
+// The eight bits of an exponent that FP32 and BF16 have. FP16 is widened, where its subnormal numbers have one of their
+// own.
+template <class Word>
+void exponents(const Word* __restrict values, int64_t count, uint8_t* __restrict bytes) {
+  constexpr int kBits = 8 * sizeof(Word);
+  for (int64_t i = 0; i < count; ++i)
+    bytes[i] = static_cast<uint8_t>(static_cast<Word>(values[i] << 1) >> (kBits - 8));
+}
+
+inline void exponents(const Half* values, int64_t count, uint8_t* bytes) {
+  constexpr int64_t kTogether = 512;
+  float wide[kTogether];
+  uint32_t words[kTogether];
+  for (int64_t i = 0; i < count; i += kTogether) {
+    const int64_t some = std::min(kTogether, count - i);
+    widen(values + i, wide, some, 1.0f);
+    std::memcpy(words, wide, sizeof(float) * some);
+    exponents(words, some, bytes + i);
   }
 }
 
-// Counts by the eight bits of an exponent that FP32 and BF16 have; FP16 is widened, where its subnormal numbers have an
-// exponent of their own. A block's exponents lie close together: each is looked for in all of the block at once.
+// Counts by the bits of an exponent. Those of a block lie close together: each is looked for in all of the block.
 struct Counter {
-  int64_t found[256 + kAtOnce] = {};  // by the bits of the exponent; 0 and 255 stay empty
+  int64_t found[256] = {};  // 0 and 255 stay empty
   int64_t zeros = 0, infinite = 0, nan = 0;
   int64_t small[23] = {};  // subnormal numbers by their first bit in FP32
 
-  template <class Word>
-  void count(const Word* values, int64_t count) {  // at most kBlock
-    constexpr int kMantissa = sizeof(Word) == 4 ? 23 : 7;
-    constexpr Word kInf = static_cast<Word>(Word{255} << (kMantissa + 1));
-    uint8_t bytes[kBlock];
-    // In types as wide as a word, so that the compiler counts many at once.
-    Word zero = 0, inf = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      const Word shifted = static_cast<Word>(values[i] << 1);  // without the sign
-      zero += shifted == 0;
-      inf += shifted == kInf;
-      bytes[i] = static_cast<uint8_t>(shifted >> (kMantissa + 1));
-    }
+  void count(const uint32_t* values, int64_t count) { count_words<23>(values, values, count); }
+  void count(const uint16_t* values, int64_t count) { count_words<7>(values, values, count); }
+  void count(const Half* values, int64_t count) {
+    count_words<10>(values, reinterpret_cast<const uint16_t*>(values), count);
+  }
+
+  // Counts `count` bytes, at most kBlock, for which there is room up to a multiple of kLanes; what is counted after them
+  // lies at `next`. Returns how many are 0 or 255, which are not counted.
+  int64_t count_bytes(uint8_t* bytes, int64_t count, const void* next) {
+    const uint8_t* ahead = static_cast<const uint8_t*>(next);
     const int64_t whole = (count + kLanes - 1) / kLanes * kLanes;
-    for (int64_t i = count; i < whole; ++i) bytes[i] = 0;
+    std::memset(bytes + count, 0, whole - count);
     uint8_t least = 255, most = 0;
-    int ends[2] = {};
     for (int64_t i = 0; i < whole; ++i) {
       const uint8_t below = static_cast<uint8_t>(bytes[i] - 1), above = static_cast<uint8_t>(bytes[i] + 1);
       least = below < least ? below : least;  // of 0 that is 255
       most = above > most ? above : most;     // of 255 that is 0
     }
-    for (int64_t i = 0; i < whole; ++i) ends[0] += bytes[i] == 0;
-    for (int64_t i = 0; i < whole; ++i) ends[1] += bytes[i] == 255;
-    const int64_t subnormal = ends[0] - (whole - count) - zero;
-    zeros += zero;
-    infinite += inf;
-    nan += ends[1] - inf;
-    if (subnormal) count_small(values, count, 23 - kMantissa);
     const int first = least + 1, last = most - 1;
-    if (last - first < kMostBins) {
-      for (int at = first; at <= last; at += kAtOnce) {
-        int64_t here[kAtOnce] = {};
-        occurrences(bytes, whole, at, here);
-        for (int k = 0; k < kAtOnce && at + k <= last; ++k) found[at + k] += here[k];
+    if (last - first >= kMostBins) return count - count_all_bytes(bytes, whole);
+    int64_t rest = count;
+    for (int at = first; at <= last; at += kAtOnce) {
+      int64_t here[kAtOnce];
+      occurrences(bytes, whole, at, here, ahead);
+      ahead += whole;
+      for (int k = 0; k < kAtOnce && at + k <= last; ++k) {
+        found[at + k] += here[k];
+        rest -= here[k];
       }
-    } else {
-      count_bytes(bytes, whole);
     }
-  }
-
-  void count(const Half* values, int64_t count) {
-    float wide[kBlock];
-    uint32_t words[kBlock];
-    widen(values, wide, count, 1.0f);
-    std::memcpy(words, wide, sizeof(float) * count);
-    this->count(words, count);
-  }
-
-  template <class Word>
-  void count_small(const Word* values, int64_t count, int shift) {
-    for (int64_t i = 0; i < count; ++i) {
-      const uint32_t mantissa = static_cast<uint32_t>(values[i]) & ((1u << (23 - shift)) - 1);
-      const bool is_small = static_cast<Word>(values[i] << 1) >> (24 - shift) == 0 && mantissa != 0;
-      if (is_small) ++small[31 - __builtin_clz(mantissa << shift)];
-    }
-  }
-
-  // Several of each, so that equal neighbours do not wait for each other.
-  void count_bytes(const uint8_t* bytes, int64_t count) {
-    uint32_t copies[4][256] = {};
-    for (int64_t i = 0; i < count; i += 4)
-      for (int copy = 0; copy < 4; ++copy) ++copies[copy][bytes[i + copy]];
-    for (int e = 1; e < 255; ++e) found[e] += copies[0][e] + copies[1][e] + copies[2][e] + copies[3][e];
+    return rest;
   }
 
   void add_to(int64_t* counts) const {
@@ -109,6 +116,52 @@ struct Counter {
     counts[kNan] += nan;
     for (int e = 1; e < 255; ++e) counts[e - 127 - kLowest] += found[e];
     for (int bit = 0; bit < 23; ++bit) counts[bit] += small[bit];
+  }
+
+ private:
+  // `words` are the values as they lie in memory, with a mantissa of so many bits.
+  template <int kMantissa, class Value, class Word>
+  void count_words(const Value* values, const Word* words, int64_t count) {
+    constexpr Word kInf = static_cast<Word>(-(int64_t{2} << kMantissa));
+    uint8_t bytes[kBlock];
+    exponents(values, count, bytes);
+    const int64_t rest = count_bytes(bytes, count, words + count);
+    if (rest == 0) return;
+    Word zero = 0, inf = 0, beyond = 0;  // as wide as a word, so that the compiler counts many at once
+    for (int64_t i = 0; i < count; ++i) {
+      const Word shifted = static_cast<Word>(words[i] << 1);  // without the sign
+      zero += shifted == 0;
+      inf += shifted == kInf;
+      beyond += shifted > kInf;
+    }
+    zeros += zero;
+    infinite += inf;
+    nan += beyond;
+    if (rest > zero + inf + beyond) count_small<kMantissa>(words, count);
+  }
+
+  template <int kMantissa, class Word>
+  void count_small(const Word* words, int64_t count) {
+    constexpr Word kMost = static_cast<Word>((Word{1} << kMantissa) - 1);
+    for (int64_t i = 0; i < count; ++i) {
+      const Word mantissa = words[i] & kMost;
+      if (static_cast<Word>(words[i] << 1) >> 1 == mantissa && mantissa != 0)
+        ++small[31 - __builtin_clz(static_cast<uint32_t>(mantissa) << (23 - kMantissa))];
+    }
+  }
+
+  // Several of each, so that equal neighbours do not wait for each other. Returns how many were counted.
+  int64_t count_all_bytes(const uint8_t* bytes, int64_t count) {
+    uint32_t copies[4][256] = {};
+    for (int64_t i = 0; i < count; i += 4)
+      for (int copy = 0; copy < 4; ++copy) ++copies[copy][bytes[i + copy]];
+    int64_t counted = 0;
+    for (int e = 1; e < 255; ++e) {
+      const int64_t here = int64_t{copies[0][e]} + copies[1][e] + copies[2][e] + copies[3][e];
+      found[e] += here;
+      counted += here;
+    }
+    return counted;
   }
 };
 
@@ -124,23 +177,87 @@ void count_all(const Word* values, int64_t size, int64_t* counts, int threads) {
   }
 }
 
-// How many of the changes that are not zero leave a weight of 16 bits as it was.
-template <class L>
-int64_t lost(const float* before, const float* change, int64_t count) {
-  L low[kBlock], moved[kBlock];
-  float wide[kBlock];
-  narrow(before, low, count);
-  widen(low, wide, count, 1.0f);
-  for (int64_t i = 0; i < count; ++i) wide[i] += change[i];
-  narrow(wide, moved, count);
-  int64_t same = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    uint16_t one, other;
-    std::memcpy(&one, low + i, sizeof one);
-    std::memcpy(&other, moved + i, sizeof other);
-    same += (one == other) & (change[i] != 0.0f);
+inline uint32_t bits_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+// Neighbouring updates, few enough that they stay in the nearest cache.
+struct Updates {
+  static constexpr int64_t kCount = 256;
+
+  const float* before;
+  float change[kCount];
+  int64_t made;
+
+  Updates(const float* __restrict before, const float* __restrict after) : before(before) {
+    int unmade = 0;
+    for (int64_t i = 0; i < kCount; ++i) {
+      change[i] = after[i] - before[i];
+      unmade += change[i] == 0.0f;
+    }
+    made = kCount - unmade;
   }
-  return same;
+
+  // The bits of the exponents of |change| / |before|, 0 for zero. Returns whether all are in `bytes`: where a number is
+  // not finite or not normal, a division has to tell. In binary, the exponent of a quotient is what a difference of the
+  // numbers' bits has in its place: a mantissa that is the smaller one borrows from it, and rounding never carries.
+  bool exponents(uint8_t* __restrict bytes) const {
+    constexpr uint32_t kOne = 0x3f800000u, kNormal = 0x00800000u, kInf = 0x7f800000u;
+    uint32_t least = kOne, most = kOne;
+    for (int64_t i = 0; i < kCount; ++i) {
+      const uint32_t above = bits_of(change[i]) & 0x7fffffffu, below = bits_of(before[i]) & 0x7fffffffu;
+      const uint32_t none = -static_cast<uint32_t>(above == 0), nothing = -static_cast<uint32_t>(below == 0);
+      const uint32_t one = above | (none & kOne), other = below | (nothing & kOne);
+      least = std::min(least, std::min(one, other));
+      most = std::max(most, std::max(one, other));
+      const int32_t exponent = static_cast<int32_t>(one - other) >> 23;
+      bytes[i] = static_cast<uint8_t>((exponent + 127) & ~static_cast<int32_t>(none | nothing));
+    }
+    return least >= kNormal && most < kInf && most - least < 126 * kNormal;
+  }
+
+  void ratios(uint32_t* words) const {
+    for (int64_t i = 0; i < kCount; ++i)
+      words[i] = bits_of(before[i] == 0.0f ? 0.0f : std::fabs(change[i]) / std::fabs(before[i]));
+  }
+
+  // How many of the changes that are not zero leave a weight as it was.
+  int64_t lost_bf16() const {
+    int same = 0;
+    for (int64_t i = 0; i < kCount; ++i) {
+      Bf16 low, moved;
+      store(before[i], &low);
+      store(load(low) + change[i], &moved);
+      same += (low.bits == moved.bits) & (change[i] != 0.0f);
+    }
+    return same;
+  }
+
+  int64_t lost_half() const {  // in loops of their own, as types.h converts FP16
+    Half low[kCount], moved[kCount];
+    float wide[kCount];
+    uint16_t one[kCount], other[kCount];
+    narrow(before, low, kCount);
+    widen(low, wide, kCount, 1.0f);
+    for (int64_t i = 0; i < kCount; ++i)  // where nothing changes a NaN, which is none before: it is not counted
+      wide[i] = change[i] == 0.0f ? std::numeric_limits<float>::quiet_NaN() : wide[i] + change[i];
+    narrow(wide, moved, kCount);
+    std::memcpy(one, low, sizeof one);
+    std::memcpy(other, moved, sizeof one);
+    uint16_t same = 0;
+    for (int64_t i = 0; i < kCount; ++i) same += one[i] == other[i];
+    return same;
+  }
+};
+
+// Fetches the updates behind those that are being counted, which the processor is too late to foresee.
+inline void prefetch(const float* before, const float* after) {
+  for (int64_t i = 0; i < Updates::kCount; i += 16) {
+    __builtin_prefetch(before + i);
+    __builtin_prefetch(after + i);
+  }
 }
 
 }  // namespace
@@ -165,25 +282,42 @@ void amp_count_exponents(const int64_t (*tensors)[3], int64_t tensor_count, int6
 // `found`: how many weights were changed, and how many of these changes are lost in FP16 and in BF16.
 void amp_count_update(const float* before, const float* after, int64_t size, int64_t* counts, int64_t* found,
                       int threads) {
+  constexpr int64_t kCount = Updates::kCount;
   int64_t made = 0, half = 0, bf16 = 0;
 #pragma omp parallel num_threads(size < (1 << 15) ? 1 : threads) reduction(+ : made, half, bf16)
   {
     Counter mine;
+    uint8_t bytes[kBlock];
+    int64_t filled = 0;
+    const auto take = [&](const float* one, const float* other) {
+      const Updates some(one, other);
+      if (some.exponents(bytes + filled)) {
+        filled += kCount;
+      } else {
+        uint32_t words[kCount];
+        some.ratios(words);
+        mine.count(words, kCount);
+      }
+      made += some.made;
+      half += some.lost_half();
+      bf16 += some.lost_bf16();
+    };
 #pragma omp for schedule(static) nowait
     for (int64_t from = 0; from < size; from += kBlock) {
-      const int64_t count = std::min(kBlock, size - from);
-      float change[kBlock], ratio[kBlock];
-      for (int64_t i = 0; i < count; ++i) change[i] = after[from + i] - before[from + i];
-      for (int64_t i = 0; i < count; ++i) {
-        const float weight = before[from + i];
-        ratio[i] = weight == 0.0f ? 0.0f : std::fabs(change[i]) / std::fabs(weight);
-        made += change[i] != 0.0f;
+      const int64_t end = std::min(size, from + kBlock), whole = from + (end - from) / kCount * kCount;
+      for (int64_t at = from; at < whole; at += kCount) {
+        prefetch(before + at + 2 * kCount, after + at + 2 * kCount);
+        take(before + at, after + at);
       }
-      uint32_t words[kBlock];
-      std::memcpy(words, ratio, sizeof(float) * count);
-      mine.count(words, count);
-      half += lost<Half>(before + from, change, count);
-      bf16 += lost<Bf16>(before + from, change, count);
+      if (whole < end) {  // made up with zeros that do not change
+        float last[2][kCount] = {};
+        std::copy(before + whole, before + end, last[0]);
+        std::copy(after + whole, after + end, last[1]);
+        take(last[0], last[1]);
+        mine.zeros -= kCount - (end - whole);
+      }
+      mine.zeros += mine.count_bytes(bytes, filled, after + end);
+      filled = 0;
     }
 #pragma omp critical
     mine.add_to(counts);
