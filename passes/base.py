@@ -176,3 +176,30 @@ class InPlacePass(Pass[Any]):
         except RuntimeError as cause:
             return f"the graph is broken: {cause}"
         return None
+
+
+class LatePass(InPlacePass):
+    """Base of the passes that run inside of a compiler, on what it has opened a graph of ours into.
+
+    A node of such a graph may carry no example, where a pass of the user's has put it there, and its text is no stage
+    of ours: a compiler calls `rewrite` as it is.
+    """
+
+    @abstractmethod
+    def awaited(self, graph: Any) -> bool:
+        """Whether there may be something to do in what a compiler makes of a `torch.fx.Graph`, forward or backward."""
+
+    @abstractmethod
+    def rewrite(self, graph: Any) -> bool:
+        """Change such a graph in place; whether anything changed."""
+
+    def identity(self) -> str:
+        """For a cache of compiled graphs: another text whenever the same code of `rewrite` may do something else."""
+        return self.name
+
+    def run(self, subject: Any) -> PassResult[Any]:
+        """Rewrite the graph of a module."""
+        modified = self.rewrite(subject.graph)
+        if modified:
+            subject.recompile()
+        return PassResult(subject, modified)

@@ -213,6 +213,10 @@ class Pipeline:
             self._verify(subject, self.names[-1] if self.names else "")
         return subject
 
+    def made(self, options: Mapping[str, Any]) -> list[Pass[Any]]:
+        """Its passes with their options, for a compiler that runs them itself; options as for `run`, none `Late`."""
+        return [self._made(step, options, None) for step in self.steps]
+
     def _made(self, step: str | Pass[Any], options: Mapping[str, Any], subject: Any) -> Pass[Any]:
         if not isinstance(step, str):
             return step
@@ -340,8 +344,15 @@ DEVICE = Pipeline(
 )
 PIECE = Pipeline(
     "PIECE",
-    ("two_matrices", "native_ops"),
+    ("reshape_views", "two_matrices", "native_ops", "recompute_upcasts"),
     "On each piece of a graph that a compiler is given.",
+)
+LATE = Pipeline(
+    "LATE",
+    ("native_ops", "keep_images_once", "remake_masks"),
+    "On each graph that Inductor has opened, forward and backward, before it makes code of it. That is inside of the"
+    " compiler: no stage of ours, and no place for passes of your own; `TORCH_LOGS=post_grad_graphs` prints what comes"
+    " out. Of a graph that stands in torch's cache nothing is made anew.",
 )
 COUNT = Pipeline(
     "COUNT",
@@ -377,6 +388,7 @@ PIPELINES = (
     UPDATE,
     DEVICE,
     PIECE,
+    LATE,
     COUNT,
     HOLD,
     TAKE,

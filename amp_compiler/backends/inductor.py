@@ -5,23 +5,29 @@ from __future__ import annotations
 import copy
 import functools
 import hashlib
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 
-from amp_compiler.backends import relu_masks, vector_probes
+from amp_compiler.backends import vector_probes
 from amp_compiler.backends.backend import TUNED, Backend
 from amp_compiler.backends.decompositions import IDENTITY, own_decompositions
 from amp_compiler.errors import LoweringError, first_line
 from amp_compiler.fx import torch_private
-from amp_compiler.fx.graph import is_single_number, own_upcasts
+from amp_compiler.fx.graph import is_single_number
+from amp_compiler.fx.meta import Key
 from amp_compiler.ops.cpu.arena import allocator
 from amp_compiler.ops.cuda.cudnn_rnn import MODES
 from amp_compiler.ops.native import JOINT
-from amp_compiler.passes.device.native_ops import NativeOps, sources
+from amp_compiler.passes import find_pass
+from amp_compiler.passes.base import LatePass
+from amp_compiler.passes.device.native_ops import sources
+from amp_compiler.passes.device.remake_masks import normalizes_on_gpu
+from amp_compiler.passes.pipeline import LATE
 
 # GCC 12 and its SLP vectorizer make code for 16-bit tiles that Inductor transposes which reads them before they are
 # written. This option of Inductor is the one that is put into the compiler's command line as it stands.
@@ -38,15 +44,10 @@ _MERGED_LOOPS = {"loop_ordering_after_fusion": False}
 _SUMS_KEPT = {"realize_reads_threshold": 2}
 # As torch.compile's mode of that name, whose CUDA graphs a training step has in every mode.
 _TUNING = {"max_autotune": True, "coordinate_descent_tuning": True}
-_CALL = "call_function"
-_CONVOLUTION = torch.ops.aten.convolution.default
-_CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 _BY_CUDNN = {
     torch.ops.amp_compiler.recurrent_network.default,
     *(getattr(torch.ops.amp_compiler, kind).default for kind in MODES),
 }
-_BATCH_NORM_BACKWARD = torch.ops.aten.native_batch_norm_backward.default
-_CONTIGUOUS = torch.ops.aten.contiguous.default
 _LAST_PASS = "post_grad_custom_post_pass"
 
 
@@ -64,11 +65,7 @@ def build(
     Raises:
         LoweringError: where Inductor cannot compile it.
     """
-    given = copy.deepcopy(graph_module)
-    _widen_anew(given.graph)
-    for view in given.graph.find_nodes(op=_CALL, target=torch.ops.aten.view.default):
-        view.target = torch.ops.aten.reshape.default  # strides may come out otherwise where dropout is traced again
-    return compile_graph(given, inputs, round_exactly, tuned)
+    return compile_graph(copy.deepcopy(graph_module), inputs, round_exactly, tuned)
 
 
 def compile_graph(
@@ -97,6 +94,8 @@ def compile_graph(
     for node in graph_module.graph.nodes:
         # Names of sizes that depend on data, in the capture: Inductor's trace gives them others, and knows no old ones.
         node.meta.pop("unbacked_bindings", None)
+        if Key.RECOMPUTED in node.meta:
+            node.meta.update(torch_private.recomputed())
     try:
         with (
             torch_private.cpu_allocation(allocator),
@@ -121,16 +120,6 @@ def _not_compiled(cause: Exception) -> LoweringError:
     )
 
 
-def _widen_anew(graph: fx.Graph) -> None:
-    """Let a backward widen 16-bit operands once more, rather than keep their FP32 copies from the forward.
-
-    Torch's partitioner would keep them wherever a product that is emulated in FP32 reads them on both sides.
-    """
-    for node in own_upcasts(graph):
-        for one in (node, *(user for user in node.users if user.target is _CONTIGUOUS)):
-            one.meta.update(torch_private.recomputed())
-
-
 def _options(graph_module: fx.GraphModule, round_exactly: bool) -> dict[str, Any]:
     """Inductor's settings for a graph, by their names in `torch._inductor.config`."""
     # torch 2.13's reordering for peak memory can move a read before the scatter that it reads: behind a max-pool
@@ -146,52 +135,32 @@ def _options(graph_module: fx.GraphModule, round_exactly: bool) -> dict[str, Any
     if contraction is not None and _narrow_on_cpu(graph_module):
         options[_CONTRACTION] = f"{contraction} {_NO_SLP}"
     on_gpu = any(value.device.type == "cuda" for value in _values(graph_module))
-    normalizes = on_gpu and any(node.target is _BATCH_NORM_BACKWARD for node in graph_module.graph.nodes)
     if on_gpu:
-        options.update(_MERGED_LOOPS | (_SUMS_KEPT if normalizes else {}))
+        options.update(_MERGED_LOOPS | (_SUMS_KEPT if normalizes_on_gpu(graph_module.graph) else {}))
     if _is_numbers_on_gpu(graph_module):
         known = {name: value for name, value in _ONE_KERNEL.items() if torch_private.inductor_option(name) is not None}
         options.update(known)
-    late = NativeOps(JOINT)
-    work: dict[str, Callable[[fx.Graph], Any]] = {}
-    if late.awaited(graph_module.graph):
-        work[late.identity()] = late.rewrite
-    if any(node.target is _CONVOLUTION for node in graph_module.graph.nodes):
-        work[_keep_once.__name__] = _keep_once
-    if normalizes:
-        work[relu_masks.remake_masks.__name__] = relu_masks.remake_masks
+    late = [one for one in cast("list[LatePass]", LATE.made({"stage": JOINT})) if one.awaited(graph_module.graph)]
     # Also where there is nothing to do: what another version of ours has put into torch's caches is not for this one.
     # And what was made for another processor is not for this one: loops count in steps of its vectors, which torch's
     # own key leaves out, so that a folder that machines share gives wrong numbers.
-    parts = [_identity(), torch.backends.cpu.get_cpu_capability(), *work]
+    parts = [_identity(), torch.backends.cpu.get_cpu_capability(), *(one.identity() for one in late)]
+    recomputed = [node.name for node in graph_module.graph.nodes if Key.RECOMPUTED in node.meta]
+    if recomputed:
+        parts.append(f"recomputed: {' '.join(recomputed)}")  # torch's own key leaves out what is marked
     if any(node.target in _BY_CUDNN for node in graph_module.graph.nodes):
         parts.append(f"cuDNN {torch.backends.cudnn.version()}")  # which knows how much it keeps for a backward
     theirs, identity = torch_private.inductor_option(_LAST_PASS), ", ".join(parts)
-    options[_LAST_PASS] = torch_private.inductor_graph_pass(identity, list(work.values()), theirs)
+    options[_LAST_PASS] = torch_private.inductor_graph_pass(identity, [one.rewrite for one in late], theirs)
     return options
 
 
 @functools.cache
 def _identity() -> str:
-    """Another text whenever a graph may be compiled otherwise: our operators, decompositions and this file, hashed."""
-    own = b"".join(Path(str(one)).read_bytes() for one in (__file__, relu_masks.__file__))
+    """Another text whenever a graph may be compiled otherwise: operators, decompositions, late passes, this file."""
+    modules = [__name__, *(find_pass(name).__module__ for name in LATE.names)]
+    own = b"".join(Path(str(sys.modules[one].__file__)).read_bytes() for one in modules)
     return f"{sources()}, {IDENTITY}, {hashlib.sha256(own).hexdigest()}"
-
-
-def _keep_once(graph: fx.Graph) -> None:
-    """Let images lie in memory for a convolution's gradient as they do for the convolution.
-
-    Where Inductor (torch 2.13) lets convolutions read their images with the channels last, it still makes what a
-    gradient reads in the layout that was traced, and then copies it for both: each image would be kept twice.
-    """
-    gradients = [node for node in graph.nodes if node.target is _CONVOLUTION_BACKWARD]
-    if not gradients or not torch_private.puts_channels_last(graph):
-        return
-    returned = set(graph.output_node().all_input_nodes)
-    for image in dict.fromkeys(source for node in gradients for source in node.args[:2]):
-        value = image.meta.get("val") if isinstance(image, fx.Node) else None
-        if isinstance(value, torch.Tensor) and value.dim() == 4 and image.op == _CALL and image not in returned:
-            image.meta["val"] = value.contiguous(memory_format=torch.channels_last)
 
 
 def _narrow_on_cpu(graph_module: fx.GraphModule) -> bool:

@@ -18,11 +18,11 @@ from amp_compiler.errors import PassError
 from amp_compiler.fx.graph import node_tensor
 from amp_compiler.ops.native import NATIVE_OPS, STAGES, NativeOp
 from amp_compiler.ops.typed_op import typed_op
-from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.base import LatePass
 
 
 @dataclass(frozen=True)
-class NativeOps(InPlacePass):
+class NativeOps(LatePass):
     """Let the operators of `ops.native.NATIVE_OPS` run in kernels of our own, where these take them.
 
     A row of that table says which operator, on which device and on what condition. The operator of ours has the same
@@ -60,15 +60,8 @@ class NativeOps(InPlacePass):
         stages = (self.stage,) if self.stage else STAGES
         return tuple(row for row in NATIVE_OPS if row.stage in stages)
 
-    def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
-        """Change targets in place."""
-        modified = self.rewrite(subject.graph)
-        if modified:
-            subject.recompile()
-        return PassResult(subject, modified)
-
     def rewrite(self, graph: fx.Graph) -> bool:
-        """The work itself, for a graph without a module, as a compiler hands it over; whether anything changed."""
+        """Change targets in place; whether there were any."""
         table, modified = self.rows, False
         for node in graph.nodes:
             rows = [row for row in table if node.op == "call_function" and row.op is _operator(node)]

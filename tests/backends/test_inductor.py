@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
+
 import pytest
 import torch
+from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import amp_compiler as amp
+from amp_compiler.backends import inductor
 from amp_compiler.backends.inductor import _CONTRACTION, _LAST_PASS, _NO_SLP, _options, compile_graph
 from amp_compiler.fx import torch_private
 from amp_compiler.fx.text import parse_fx
+from amp_compiler.passes import PASSES, find_pass
+from amp_compiler.passes.base import LatePass
+from amp_compiler.passes.device import remake_masks
+from amp_compiler.passes.pipeline import LATE
 
 
 @pytest.mark.parametrize(("kind", "guarded"), [("bf16", True), ("fp16", True), ("fp32", False), ("bf16 cuda", False)])
@@ -44,6 +53,22 @@ def test_loops_on_a_gpu_are_merged_before_they_fuse():
     for place, merged in (("", False), ("@cuda", True)):
         graph_module = parse_fx(f"in x: bf16[2]{place}\nneg: bf16[2]{place} = aten.neg.default(x)\nreturn neg")
         assert (_options(graph_module, False).get("loop_ordering_after_fusion") is False) == merged
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Late passes run with their contract checked, on what Inductor has really opened; those that changed something."""
+    theirs, changed = torch_private.inductor_graph_pass, []
+
+    def checked(run, graph):
+        if run(graph.owning_module).modified:
+            changed.append(run.name)
+
+    def graph_pass(identity, work, before):
+        return theirs(identity, [functools.partial(checked, one.__self__) for one in work], before)
+
+    monkeypatch.setattr(torch_private, "inductor_graph_pass", graph_pass)
+    return changed
 
 
 POOLS = {
@@ -91,7 +116,7 @@ def test_the_gradient_of_a_max_pool_is_gathered_where_its_windows_lie_apart(wind
 
 
 @pytest.mark.compiles
-def test_an_image_is_kept_once_for_a_convolution_and_its_gradient():
+def test_an_image_is_kept_once_for_a_convolution_and_its_gradient(late):
     """Inductor would copy what it made in the traced layout: once for each of the two."""
     from torch._inductor.utils import run_and_get_code
 
@@ -110,9 +135,28 @@ def test_an_image_is_kept_once_for_a_convolution_and_its_gradient():
         run, codes = run_and_get_code(compile_graph, traced, given)
     results = run(*given)
     # the first convolution's result becomes the hidden image in place, and the second's becomes its gradient
-    assert "".join(codes).count("empty_strided_cpu((2, 8, 6, 6)") == 0
+    assert "".join(codes).count("empty_strided_cpu((2, 8, 6, 6)") == 0 and late == ["keep_images_once"]
     for mine, theirs in zip(results, gradients(*given), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.compiles
+def test_a_mask_is_found_in_the_gradient_of_a_batch_norm_as_inductor_opens_it(late, monkeypatch):
+    """As on a GPU, where the pass is run."""
+    results = []
+    for remade in (False, True):
+        monkeypatch.setattr(remake_masks, "normalizes_on_gpu", lambda graph, remade=remade: remade)
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(128, 2)]
+        model, x = nn.Sequential(*layers), torch.randn(4, 3, 8, 8)
+        step = amp.training_step(
+            model, lambda m, x: m(x).float().square().mean(), torch.optim.SGD(model.parameters(), 0.1), dtype="bf16"
+        )
+        with torch._inductor.config.patch(force_disable_caches=True):
+            results.append([step(x), *(one.detach().clone() for one in model.parameters())])
+    assert late.count("remake_masks") == 1 and late.count("keep_images_once") == 2
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 @pytest.mark.compiles
@@ -143,3 +187,76 @@ def test_what_was_compiled_for_another_processor_is_not_taken(monkeypatch):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda name=name: name)
         keys.append(_options(graph_module, False)[_LAST_PASS].uuid())
     assert keys[0] == keys[2] != keys[1]
+
+
+def identity(text):
+    return _options(parse_fx(text), False)[_LAST_PASS].uuid()
+
+
+NORM = """in x: bf16[2, 4, 8, 8]{at}
+in m: fp32[4]{at}
+norm: (bf16[2, 4, 8, 8]{at}, none, none) = aten.native_batch_norm_backward.default(x, x, None, None, None, m, m, True, 1e-05, [True, False, False])
+return x
+"""  # noqa: E501
+CONVOLUTION = """in x: bf16[2, 4, 8, 8]
+in w: bf16[4, 4, 3, 3]
+made: bf16[2, 4, 6, 6] = aten.convolution.default(x, w, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+return made
+"""
+ATTENTION = """in x: bf16[2, 4, 8, 8]
+made: bf16[2, 4, 8, 8] = aten.scaled_dot_product_attention.default(x, x, x)
+return made
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "late"),
+    [
+        (ATTENTION, "attention_backward"),
+        (CONVOLUTION, "keep_images_once"),
+        (NORM.format(at="@cuda"), "remake_masks"),
+        (NORM.format(at=""), None),
+        ("in x: bf16[2]\nreturn x", None),
+    ],
+    ids=["attention", "convolution", "norm on a GPU", "norm", "nothing"],
+)
+def test_late_passes_run_where_a_graph_has_something_for_them(text, late):
+    known = ("attention_backward", "keep_images_once", "remake_masks")
+    found = [name for name in known if name in str(identity(text))]
+    assert found == ([] if late is None else [late])
+
+
+def test_sums_on_the_way_of_a_batch_norm_are_kept_on_a_gpu():
+    for at, kept in (("", False), ("@cuda", True)):
+        options = _options(parse_fx(NORM.format(at=at)), False)
+        assert ("realize_reads_threshold" in options) is kept
+
+
+def test_late_passes_are_made_to_run_inside_of_a_compiler():
+    assert all(issubclass(find_pass(name), LatePass) for name in LATE.names)
+    assert set(LATE.names) == {name for name in PASSES if issubclass(find_pass(name), LatePass)}
+
+
+@pytest.mark.parametrize("changed", ["backends/inductor.py", *(f"device/{name}.py" for name in LATE.names)])
+def test_what_another_version_has_compiled_is_not_taken(monkeypatch, changed):
+    """Whatever graph: torch's own key knows nothing of the code of ours that changes graphs inside of it."""
+    text, theirs = "in x: bf16[2]\nreturn x", Path.read_bytes
+    before = identity(text)
+    monkeypatch.setattr(
+        Path, "read_bytes", lambda path: theirs(path) + b"#" * (str(path).replace("\\", "/").endswith(changed))
+    )
+    for cached in (inductor._identity, inductor.sources):
+        cached.cache_clear()
+    try:
+        assert identity(text) != before
+    finally:
+        monkeypatch.undo()
+        for cached in (inductor._identity, inductor.sources):
+            cached.cache_clear()
+    assert identity(text) == before
+
+
+def test_what_is_made_anew_for_the_backward_is_in_the_name_of_a_compiled_graph():
+    """Torch's own key has the code of a graph alone, without what is marked in it."""
+    text = "in x: fp16[2]\nwide: fp32[2] = aten.to.dtype(x, torch.float32){mark}\nreturn wide"
+    assert identity(text.format(mark="")) != identity(text.format(mark="  # recomputed"))

@@ -1,19 +1,16 @@
-"""A ReLU behind a batch norm: what its gradient lets through is found anew from what the norm reads.
-
-The norm's backward reads its data twice, in the sums over each channel and in the gradient of the data. Each time a
-compiler reads the ReLU's result as well, only to see where it is 0. That can be seen from the data, which is at hand:
-the same operations on the same numbers, of which nothing but a few per channel is read beside it.
-"""
+"""`RemakeMasks`: what a ReLU's gradient lets through is found anew from what the batch norm before it read."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
 from amp_compiler.fx.graph import node_tensor
+from amp_compiler.passes.base import LatePass
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _CAST = prims.convert_element_type.default
@@ -22,8 +19,13 @@ _READERS = {*_POINTWISE, aten.sum.dim_IntList}
 _FEW = 16  # what a chain reads beside its data has at most this share of its elements
 
 
-def remake_masks(graph: fx.Graph) -> None:
+@dataclass(frozen=True)
+class RemakeMasks(LatePass):
     """Compare what lies before a ReLU instead of its result, wherever a norm's backward reads that anyway.
+
+    The backward of a batch norm reads its data twice, in the sums over each channel and in the gradient of the data.
+    Each time a compiler reads the ReLU's result as well, only to see where it is 0. That can be seen from the data,
+    which is at hand: the same operations on the same numbers, of which nothing but a few per channel is read beside it.
 
     Before::
 
@@ -38,24 +40,43 @@ def remake_masks(graph: fx.Graph) -> None:
 
     Left alone: a ReLU of more than one image, as of a sum of two branches, or whose data its gradient's readers do not
     read.
-
-    Args:
-        graph: as Inductor lowers it, with norms opened; changed in place.
     """
-    for le in graph.find_nodes(op="call_function", target=aten.le.Scalar):
-        relu = le.args[0]
-        if le.args[1] != 0 or relu.target is not aten.relu.default:
-            continue
-        found = _chain(relu.args[0])
-        if found is None or found[1].target is not aten.convolution.default:
-            continue
-        chain, data = found
-        for where in [user for user in le.users if user.target is aten.where.self and user.args[0] is le]:
-            masked = _with_cast(where)
-            if _is_read_with(masked[-1], data):
-                _repeat_for_each_reader([*chain, le], masked)
-        if not le.users:
-            graph.erase_node(le)
+
+    name: ClassVar[str] = "remake_masks"
+    exact: ClassVar[bool] = True
+    idempotent: ClassVar[bool] = True
+
+    def awaited(self, graph: fx.Graph) -> bool:
+        """Whether it normalizes batches on a GPU, where kernels wait for memory."""
+        return normalizes_on_gpu(graph)
+
+    def rewrite(self, graph: fx.Graph) -> bool:
+        """Change the masks, in a graph with its norms opened; whether there were any."""
+        modified = False
+        for le in graph.find_nodes(op="call_function", target=aten.le.Scalar):
+            relu = le.args[0]
+            if le.args[1] != 0 or relu.target is not aten.relu.default:
+                continue
+            found = _chain(relu.args[0])
+            if found is None or found[1].target is not aten.convolution.default:
+                continue
+            chain, data = found
+            for where in [user for user in le.users if user.target is aten.where.self and user.args[0] is le]:
+                masked = _with_cast(where)
+                if _is_read_with(masked[-1], data):
+                    _repeat_for_each_reader([*chain, le], masked)
+                    modified = True
+            if not le.users:
+                graph.erase_node(le)
+                modified = True
+        return modified
+
+
+def normalizes_on_gpu(graph: fx.Graph) -> bool:
+    """Whether a graph holds the backward of a batch norm, not opened yet, and values on a GPU."""
+    values = [node_tensor(node) for node in graph.nodes]
+    on_gpu = any(value is not None and value.device.type == "cuda" for value in values)
+    return on_gpu and any(node.target is aten.native_batch_norm_backward.default for node in graph.nodes)
 
 
 def _chain(end: fx.Node) -> tuple[list[fx.Node], fx.Node] | None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 
-import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from amp_compiler.backends import inductor
-from amp_compiler.backends.relu_masks import remake_masks
+from amp_compiler.passes.device.remake_masks import RemakeMasks
 
 aten, prims = torch.ops.aten, torch.ops.prims
 LOW = torch.bfloat16
@@ -19,14 +17,11 @@ def cast(x, dtype):
     return prims.convert_element_type.default(x, dtype)
 
 
-def block(image, kernel, mean, scale, weight, shift, gradient, residual):
+def block(image, kernel, mean, scale, weight, shift, gradient):
     """A convolution, a batch norm and a ReLU, and the norm's backward: opened, as Inductor opens them."""
     data = aten.convolution(image, kernel, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     normal = aten.add.Tensor(((cast(data, torch.float32) - mean) * scale) * weight, shift)
-    before = cast(normal, LOW)
-    if residual is not None:
-        before = before + residual
-    relu = aten.relu.default(before)
+    relu = aten.relu.default(cast(normal, LOW))
     zero = torch.full((), 0.0, dtype=LOW)
     masked = cast(aten.where.self(aten.le.Scalar(relu, 0), zero, gradient), torch.float32)
     centred = cast(data, torch.float32) - mean
@@ -36,11 +31,11 @@ def block(image, kernel, mean, scale, weight, shift, gradient, residual):
     return relu, *sums, cast(of_data * scale, LOW)
 
 
-def given(residual=False):
+def given():
     torch.manual_seed(0)
     image, gradient = torch.randn(2, 4, 9, 9, dtype=LOW), torch.randn(2, 4, 9, 9, dtype=LOW)
     channels = [torch.randn(4, 1, 1) for _ in range(4)]
-    return image, torch.randn(4, 4, 3, 3, dtype=LOW), *channels, gradient, torch.randn_like(image) if residual else None
+    return image, torch.randn(4, 4, 3, 3, dtype=LOW), *channels, gradient
 
 
 def traced(inputs):
@@ -59,9 +54,7 @@ def test_what_a_norm_reads_says_where_its_relu_is_zero():
     inputs = given()
     before = traced(inputs)
     after = copy.deepcopy(before)
-    remake_masks(after.graph)
-    after.recompile()
-    after.graph.lint()
+    assert RemakeMasks()(after).modified
     assert len(relus_compared(before.graph)) == 1 and not relus_compared(after.graph)
     masks = after.graph.find_nodes(op="call_function", target=aten.where.self)
     assert len(masks) == 3, "one for each sum, and one for the gradient of the data"
@@ -77,44 +70,6 @@ def test_nan_is_let_through_as_before():
     inputs[0][0, 0, 4, 4] = torch.nan
     before = traced(inputs)
     after = copy.deepcopy(before)
-    remake_masks(after.graph)
-    after.recompile()
+    RemakeMasks()(after)
     for one, other in zip(before(*inputs), after(*inputs), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-
-
-def test_a_sum_of_two_branches_is_left_alone():
-    graph_module = traced(given(residual=True))
-    text = str(graph_module.graph)
-    remake_masks(graph_module.graph)
-    assert str(graph_module.graph) == text
-
-
-def test_a_relu_whose_data_nobody_reads_is_left_alone():
-    def no_norm(image, kernel, mean, scale, weight, shift, gradient):
-        data = aten.convolution(image, kernel, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-        relu = aten.relu.default(cast((cast(data, torch.float32) - mean) * scale * weight + shift, LOW))
-        return aten.where.self(aten.le.Scalar(relu, 0), torch.full((), 0.0, dtype=LOW), gradient) + 1
-
-    graph_module = make_fx(no_norm, tracing_mode="fake")(*given()[:7])
-    text = str(graph_module.graph)
-    remake_masks(graph_module.graph)
-    assert str(graph_module.graph) == text
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_it_is_for_batch_norms_on_a_gpu(device):
-    graph = torch.fx.Graph()
-    gradient = graph.placeholder("gradient")
-    with torch._subclasses.FakeTensorMode():
-        gradient.meta["val"] = torch.empty(2, 4, 8, 8, dtype=LOW, device=device)
-    mean = graph.placeholder("mean")
-    norm = graph.call_function(
-        aten.native_batch_norm_backward.default,
-        (gradient, gradient, None, None, None, mean, mean, True, 1e-5, [True] * 3),
-    )
-    graph.output((norm,))
-    options = inductor._options(torch.fx.GraphModule(torch.nn.Module(), graph), False)
-    identity = options["post_grad_custom_post_pass"].uuid()
-    assert ("remake_masks" in str(identity)) == (device == "cuda")
-    assert ("realize_reads_threshold" in options) == (device == "cuda")
