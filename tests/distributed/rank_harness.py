@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import amp_compiler as amp
 from amp_compiler.distributed.ranks import Ranks
 
-STEPS, ROWS = 20, 8  # steps, and rows of a batch of all ranks together
+STEPS, ROWS = 50, 8  # steps, and rows of a batch of all ranks together
 F = nn.functional
 
 
