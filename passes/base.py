@@ -1,8 +1,8 @@
 """The contract of a pass, enforced here for all of them: what it requires and ensures, and an honest `modified`.
 
 A pass changes its subject in place (`InPlacePass`, graphs of torch.fx) or leaves it as it is and returns another
-(`FunctionalPass`, drafts of plans and passes that trace anew). `modified` is true exactly if a graph's text changed, that
-of `fx.text.format_fx`; for a draft, if what its text is made of changed, `Draft.state()`.
+(`FunctionalPass`, drafts of plans and passes that trace anew). `modified` is true exactly if a graph's text changed, as
+`fx.text.format_fx` writes it; for a draft, if what its text is made of changed, `Draft.state()`.
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ class FunctionalPass(Pass[Subject]):
     def _kept_its_kind(self, subject: Subject, before: Any, result: PassResult[Subject], texts: Texts) -> str | None:
         if result.subject is not subject and not result.modified:
             return "nothing was modified, and it returned another object"
-        return "it changed its input, which a functional pass leaves as it is" if texts.state(subject) != before else None
+        changed = texts.state(subject) != before
+        return "it changed its input, which a functional pass leaves as it is" if changed else None
 
 
 def lacks_example(node: Any) -> bool:
