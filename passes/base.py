@@ -1,8 +1,8 @@
 """The contract of a pass, enforced here for all of them: what it requires and ensures, and an honest `modified`.
 
 A pass changes its subject in place (`InPlacePass`, graphs of torch.fx) or leaves it as it is and returns another
-(`FunctionalPass`, drafts of plans and passes that trace anew). `modified` is true exactly if the text changed: that of
-`fx.text.format_fx` for a graph, `Draft.to_text()` for a draft.
+(`FunctionalPass`, drafts of plans and passes that trace anew). `modified` is true exactly if a graph's text changed, as
+`fx.text.format_fx` writes it; for a draft, if what its text is made of changed, `Draft.state()`.
 """
 
 from __future__ import annotations
@@ -53,6 +53,10 @@ class Texts:
             self._lines = Lines()
         return str(self._lines.format(subject))
 
+    def state(self, subject: Any) -> Any:
+        """That by which a change is seen: what a draft holds, and of all else the text."""
+        return subject.state() if hasattr(type(subject), "state") else self.of(subject)
+
     def clear(self) -> None:
         """Forget the graphs that were written."""
         self._lines = None
@@ -97,7 +101,7 @@ class Pass(ABC, Generic[Subject]):
         """Do the work. Call the pass object itself, which checks the contract around this."""
 
     @abstractmethod
-    def _kept_its_kind(self, subject: Subject, before: str, result: PassResult[Subject], texts: Texts) -> str | None:
+    def _kept_its_kind(self, subject: Subject, before: Any, result: PassResult[Subject], texts: Texts) -> str | None:
         """What is wrong where an in-place pass returned another object, or a functional one changed its input."""
 
     def __call__(self, subject: Subject) -> PassResult[Subject]:
@@ -108,10 +112,10 @@ class Pass(ABC, Generic[Subject]):
                 not, or `modified` is untrue. An error that is no `AmpError` becomes one that names the pass.
         """
         texts = Texts()
-        return self.checked(subject, texts.of(subject), texts)[0]
+        return self.checked(subject, texts.state(subject), texts)[0]
 
-    def checked(self, subject: Subject, before: str, texts: Texts) -> tuple[PassResult[Subject], str]:
-        """As `__call__`, for those who have the text of the subject already; returns the text of the result as well."""
+    def checked(self, subject: Subject, before: Any, texts: Texts) -> tuple[PassResult[Subject], Any]:
+        """As `__call__`, for those who have the state of the subject already; returns that of the result as well."""
         try:
             return self._run_checked(subject, before, texts)
         except AmpError:
@@ -125,7 +129,7 @@ class Pass(ABC, Generic[Subject]):
                 ) from cause
             raise PassError(f"{type(cause).__name__}: {cause}", where=f"in pass '{self.name}'", mend=_BUG) from cause
 
-    def _run_checked(self, subject: Subject, before: str, texts: Texts) -> tuple[PassResult[Subject], str]:
+    def _run_checked(self, subject: Subject, before: Any, texts: Texts) -> tuple[PassResult[Subject], Any]:
         wrong = self.requires(subject)
         if wrong is not None:
             raise PassError(wrong, where=f"before pass '{self.name}'", mend=_ORDER)
@@ -134,7 +138,7 @@ class Pass(ABC, Generic[Subject]):
         if not isinstance(result, PassResult):
             wrong = f"it returned a {type(result).__name__}, not a PassResult"
             raise PassError(wrong, where=f"after pass '{self.name}'", mend=_BUG)
-        after = texts.of(result.subject)
+        after = texts.state(result.subject)
         wrong = self._kept_its_kind(subject, before, result, texts) or self.ensures(result.subject, remembered)
         if wrong is None and result.modified != (before != after):
             change = "changed" if before != after else "did not change"
@@ -147,10 +151,11 @@ class Pass(ABC, Generic[Subject]):
 class FunctionalPass(Pass[Subject]):
     """Base of the passes that leave their subject as it is; where nothing is to be done they return it itself."""
 
-    def _kept_its_kind(self, subject: Subject, before: str, result: PassResult[Subject], texts: Texts) -> str | None:
+    def _kept_its_kind(self, subject: Subject, before: Any, result: PassResult[Subject], texts: Texts) -> str | None:
         if result.subject is not subject and not result.modified:
             return "nothing was modified, and it returned another object"
-        return "it changed its input, which a functional pass leaves as it is" if texts.of(subject) != before else None
+        changed = texts.state(subject) != before
+        return "it changed its input, which a functional pass leaves as it is" if changed else None
 
 
 def lacks_example(node: Any) -> bool:
@@ -168,7 +173,7 @@ class InPlacePass(Pass[Any]):
         bare = next((node for node in subject.graph.nodes if lacks_example(node)), None)
         return None if bare is None else f"node '{bare.name}' carries no example value in meta['val']"
 
-    def _kept_its_kind(self, subject: Any, before: str, result: PassResult[Any], texts: Texts) -> str | None:
+    def _kept_its_kind(self, subject: Any, before: Any, result: PassResult[Any], texts: Texts) -> str | None:
         if result.subject is not subject:
             return "it returned another graph, where an in-place pass returns the one it was given"
         try:

@@ -195,18 +195,18 @@ class Pipeline:
             PassError: a pass broke its contract, or an option is missing; its `stages` are those until then.
         """
         texts = Texts() if stages is None else stages.texts
-        text = texts.of(subject)
+        state = texts.state(subject)
         for step in self.steps:
             run = self._made(step, options, subject)
             whole = not isinstance(step, str) and self._complaint(subject) is None
             try:
-                result, text = run.checked(subject, text, texts)
+                result, state = run.checked(subject, state, texts)
             except PassError as error:
                 error.stages = stages
                 raise
             subject = result.subject
             if stages is not None:
-                stages.note(run.name, text)
+                stages.note(run.name, state if isinstance(state, str) else texts.of(subject))
             if not isinstance(step, str):
                 self._verify(subject, run.name, whole)
         if os.environ.get("AMP_VERIFY") == "1":

@@ -192,17 +192,18 @@ class PrecisionGraph:
             raise GraphError(f"the node name '{name}' is taken", mend="give every node a name of its own")
         if tuple([value.name for value in made]) != node.outputs:
             raise GraphError(f"node '{name}' lists outputs {node.outputs} but makes other values")
-        for operand in node.inputs:
-            if operand.value not in users:
-                raise GraphError(
-                    f"node '{node.name}' reads '{operand.value}', which nothing before it makes",
-                    mend="add nodes in execution order",
-                )
+        try:
+            read = [users[operand.value] for operand in node.inputs]
+        except KeyError as missing:
+            raise GraphError(
+                f"node '{name}' reads '{missing.args[0]}', which nothing before it makes",
+                mend="add nodes in execution order",
+            ) from None
         for value in made:
             self.add_value(value)
             self._producer[value.name] = name
-        for index, operand in enumerate(node.inputs):
-            users[operand.value].append((name, index))
+        for index, known in enumerate(read):
+            known.append((name, index))
         self.nodes[name] = node
 
     def is_folded(self, value: str) -> bool:

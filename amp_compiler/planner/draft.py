@@ -23,7 +23,8 @@ class Draft:
         ranges: calibrated largest magnitude by value name; empty without calibration.
         decisions: by node name, from `classify`.
         labels: by node name, from `assign_precision`: `low`, `fp32` or `keep`.
-        notes: by node name, from `assign_precision`: how `widest`, `follow` or an obstacle came to the label.
+        notes: by node name, from `assign_precision`: how `widest`, `follow` or an obstacle came to the label. They may
+            be put into words when they are first read.
         casts: from `place_casts`; `None` before it ran.
     """
 
@@ -55,6 +56,11 @@ class Draft:
                 text = told[id(decision)] = f": {decision}\n"
             lines += (name, text)
         return "".join(lines)
+
+    def state(self) -> tuple[object, ...]:
+        """What `to_text` is made of, by which two states of a draft are compared; it stays as it is."""
+        held = (self.decisions, self.labels, self.notes)
+        return (*(dict(one) if isinstance(one, dict) else one for one in held), self.casts)
 
     @property
     def flexible(self) -> frozenset[DType]:

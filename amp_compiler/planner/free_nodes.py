@@ -141,7 +141,7 @@ class FollowProblem:
 
     def _free_need(self, demand: Demand, user: Node, index: int, typing: NodeTyping) -> None:
         kind = demand.mixers if typing.info.promotes and self._anchor(user) != index else demand.takers
-        if user.name not in kind:
+        if not kind or kind[-1] != user.name:  # that reads it more than once
             kind.append(user.name)
 
     def _settled_need(self, demand: Demand, user: Node, index: int, typing: NodeTyping) -> None:

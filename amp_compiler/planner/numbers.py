@@ -8,7 +8,7 @@ sizes, positions, stored numbers), they are computed as they were captured.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from amp_compiler.ir.dtypes import FLOATS, DType
@@ -73,19 +73,20 @@ def find_numbers(graph: PrecisionGraph, rules: RuleSet) -> Numbers:
     """
     analysis = _Analysis(graph, rules.ops)
     sizes, angles = rules.keeps("sizes"), rules.keeps("angles")
-    asking = {op for op, info in analysis.infos.items() if _may_ask(op, info)}
-    nodes = [node for node in graph.nodes.values() if node.op in asking]
-    # In this order, so that the reason is the weightiest one.
-    for wanted, look in ((sizes, analysis.sizes), (sizes, analysis.steps), (angles, analysis.angles)):
-        for node in nodes if wanted else ():
+    looks: tuple[tuple[bool, _Look, _Asks], ...] = (  # in this order, so that the reason is the weightiest one
+        (sizes, analysis.sizes, lambda op, info: info.casts or bool(info.indices)),
+        (sizes, analysis.steps, lambda op, info: info.steps or info.casts),
+        (angles, analysis.angles, analysis.may_be_curved),
+    )
+    for wanted, look, asks in looks:
+        asking = {op for op, info in analysis.infos.items() if asks(op, info)} if wanted else ()
+        for node in [node for node in graph.nodes.values() if node.op in asking] if asking else ():
             look(node, analysis.infos[node.op])
     return analysis.found
 
 
-def _may_ask(op: str, info: OpInfo) -> bool:
-    """Whether one of the three looks may find something at an op."""
-    curved = info.periodic or info.squashes or info.family == "transcendental"
-    return bool(info.casts or info.indices or info.steps or curved or op in _DIFFERENCES)
+_Look = Callable[[Node, OpInfo], None]
+_Asks = Callable[[str, OpInfo], bool]
 
 
 class _Analysis:
@@ -97,17 +98,24 @@ class _Analysis:
             if value.kind is not ValueKind.RESULT:
                 self.origins[value.name] = _by_kind(value)
         infos, origins, values = self.infos, self.origins, graph.values
+        ends: dict[str, Origin | None] = {}
         for node in graph.nodes.values():
             info = infos.get(node.op)
             if info is None:
                 info = infos[node.op] = ops.info(node.op)
-            origin: Origin | None = None
+                ends[node.op] = None if _may_begin(node.op, info) else Origin.DATA
+            origin = None if node.attrs else ends[node.op]
             for name in node.outputs:
                 dtype = values[name].dtype
                 if dtype not in FLOATS:
                     origins[name] = _by_type(dtype)
                 else:
                     origin = origins[name] = self._made_by(node, info) if origin is None else origin
+
+    def may_be_curved(self, op: str, info: OpInfo) -> bool:
+        """Whether `angles` may find something at an op: at curves but for sines, only where there are positions."""
+        curved = (info.squashes or info.family == "transcendental") and Origin.POSITION in self.origins.values()
+        return info.periodic or curved or op in _DIFFERENCES
 
     def _made_by(self, node: Node, info: OpInfo) -> Origin:
         """What a floating-point result of a node is made of."""
@@ -220,6 +228,13 @@ class _Analysis:
             else:
                 self.found.widest[maker.name] = reason
             pending += self._operands(maker)
+
+
+def _may_begin(op: str, info: OpInfo) -> bool:
+    """Whether an op, without attributes, may make anything but data."""
+    return bool(
+        info.positions or info.plain or op in _BODIES or info.family in ("factory", "random", "matmul")
+    )  # an einsum, which may too, has an attribute
 
 
 def _told(node: Node) -> str:

@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.planner.free_nodes import Demand, FollowProblem, cast_origin, own_elements, upcast_source
 from amp_compiler.planner.typing import FP32, LOW
+
+
+class Notes(Mapping[str, str]):
+    """How nodes came to their labels: those of free nodes are put into words when somebody first reads any.
+
+    Args:
+        settled: those of the nodes whose label was never free.
+        problem: the problem, solved.
+        labels: the labels of all nodes.
+    """
+
+    def __init__(self, settled: Mapping[str, str], problem: FollowProblem, labels: Mapping[str, str]) -> None:
+        self._settled, self._problem, self._labels = settled, problem, labels
+
+    @functools.cached_property
+    def _told(self) -> dict[str, str]:
+        return {**self._settled, **self._problem.notes, **follow_notes(self._problem, self._labels)}
+
+    def __getitem__(self, name: str) -> str:
+        return self._told[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._told)
+
+    def __len__(self) -> int:
+        return len(self._told)
 
 
 def follow_notes(problem: FollowProblem, labels: Mapping[str, str]) -> dict[str, str]:

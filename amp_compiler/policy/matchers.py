@@ -222,6 +222,7 @@ class Part(_Names):
     key: ClassVar[str] = "part"
     about: ClassVar[str] = "what the node is a part of that an exporter, or torch itself, has written out"
     form: ClassVar[Any] = forms.Parts
+    by_part: ClassVar[bool] = True
 
     def holds(self, node: Node, view: View) -> bool:
         """By what was found in the graph."""

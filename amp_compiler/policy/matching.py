@@ -9,6 +9,7 @@ from typing import Any
 from amp_compiler.ir.graph import Node, PrecisionGraph
 from amp_compiler.policy.rules import Condition, Context, Decision, Precision, Rule, RuleSet, View
 
+Kind = tuple[str, str]  # op and part of a node
 Candidate = tuple[Rule, tuple[Condition, ...]]  # with the conditions that must be asked of each node
 
 
@@ -34,9 +35,9 @@ class RuleMatcher:
     graph: PrecisionGraph
     context: Context
     ranges: Mapping[str, float] = field(default_factory=dict)
-    _by_op: dict[str, tuple[Candidate, ...]] = field(default_factory=dict, init=False, repr=False)
+    _by_kind: dict[Kind, tuple[Candidate, ...]] = field(default_factory=dict, init=False, repr=False)
     _decisions: dict[tuple[Any, ...], Decision] = field(default_factory=dict, init=False, repr=False)
-    _by_op_alone: dict[str, Decision] = field(default_factory=dict, init=False, repr=False)
+    _by_kind_alone: dict[Kind, Decision] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.view = View(self.graph, self.rules.ops, self.ranges, frozenset(self.graph.outputs))
@@ -49,12 +50,13 @@ class RuleMatcher:
         Returns:
             The decision, or `None` where no rule with a precision matches.
         """
-        settled = self._by_op_alone.get(node.op)
+        kind = (node.op, node.part)
+        settled = self._by_kind_alone.get(kind)
         if settled is not None:
             return settled
         refined: list[Rule] = []
         alone = True
-        for rule, conditions in self._candidates(node.op):
+        for rule, conditions in self._candidates(kind, node):
             if conditions:
                 alone = False
                 if not all(condition.holds(node, self.view) for condition in conditions):
@@ -65,7 +67,7 @@ class RuleMatcher:
                 if found not in self._decisions:
                     self._decisions[found] = self._merge(node, rule, refined)
                 if alone:
-                    self._by_op_alone[node.op] = self._decisions[found]
+                    self._by_kind_alone[kind] = self._decisions[found]
                 return self._decisions[found]
         return None
 
@@ -107,18 +109,26 @@ class RuleMatcher:
             math_rule="" if said is None else said.where,
         )
 
-    def _candidates(self, op: str) -> tuple[Candidate, ...]:
-        """The rules that `op`, its family, the device and the low type leave, last first."""
-        found = self._by_op.get(op)
+    def _candidates(self, kind: Kind, node: Node) -> tuple[Candidate, ...]:
+        """The rules that the op of a node, its family and part, the device and the low type leave, last first."""
+        found = self._by_kind.get(kind)
         if found is None:
-            info = self.rules.ops.info(op)
+            info = self.rules.ops.info(node.op)
             found = tuple(
-                (rule, tuple(one for one in rule.match.conditions if type(one).holds is not Condition.holds))
+                (rule, tuple(one for one in rule.match.conditions if self._is_own(one)))
                 for rule in reversed(self.rules.rules)
-                if all(condition.possible(info, self.context) for condition in rule.match.conditions)
+                if all(
+                    one.possible(info, self.context) and (not one.by_part or one.holds(node, self.view))
+                    for one in rule.match.conditions
+                )
             )
-            self._by_op[op] = found
+            self._by_kind[kind] = found
         return found
+
+    @staticmethod
+    def _is_own(condition: Condition) -> bool:
+        """True for what must be asked of each node of one op and part."""
+        return not condition.by_part and type(condition).holds is not Condition.holds
 
 
 def default_reason(op: str, family: str, rule: Rule) -> str:

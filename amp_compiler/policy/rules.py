@@ -230,6 +230,7 @@ class Condition(ABC):
     about: ClassVar[str]  # one line for the schema
     form: ClassVar[Any]  # type of what stands there, as pydantic takes it
     contextual: ClassVar[bool] = False  # it asks what is planned for, which is the same for all nodes of a graph
+    by_part: ClassVar[bool] = False  # it holds for all nodes of one op and one part alike
 
     @property
     @abstractmethod

@@ -10,8 +10,13 @@ import torch
 
 from amp_compiler.errors import PassError
 from amp_compiler.fx.text import parse_fx
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.graph import PrecisionGraph
 from amp_compiler.passes import PASSES, find_pass
 from amp_compiler.passes.base import FunctionalPass, InPlacePass, Pass, PassResult
+from amp_compiler.planner.draft import Draft
+from amp_compiler.policy.loader import load_rules
+from amp_compiler.policy.rules import Context
 
 TEXT = "in x: fp32[2]\nneg: fp32[2] = aten.neg.default(x)\nreturn neg\n"
 
@@ -131,6 +136,22 @@ def test_a_functional_pass_must_leave_its_input() -> None:
 
     with pytest.raises(PassError, match="changed its input"):
         Changes()(parse_fx(TEXT))
+
+
+@pytest.mark.parametrize("field", ["decisions", "labels", "notes"])
+def test_a_pass_on_plans_must_leave_its_input(field: str) -> None:
+    @dataclass(frozen=True)
+    class Changes(FunctionalPass[Any]):
+        name: ClassVar[str] = "changes"
+        exact: ClassVar[bool] = True
+
+        def run(self, subject: Any) -> PassResult[Any]:
+            getattr(subject, field)["y"] = "low"
+            return PassResult(subject, False)
+
+    draft = Draft(PrecisionGraph(), load_rules("default"), Context(DType.BFLOAT16), **{field: {}})
+    with pytest.raises(PassError, match="changed its input"):
+        Changes()(draft)
 
 
 @pytest.mark.parametrize("name", PASSES)

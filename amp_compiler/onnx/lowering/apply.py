@@ -191,6 +191,7 @@ class _Writer:
     def _settle_outputs(self) -> None:
         """Give each output that is now made by another value its name back."""
         casts = set(self.placed.values())
+        captured_types = self._captured() if self.outputs else {}
         settled: dict[ir.Value, ir.Value] = {}
         for index, new in self.outputs.items():
             old = self.main.outputs[index]
@@ -201,7 +202,7 @@ class _Writer:
                 new = self._identity(new)
             settled[old] = new
             self.main.outputs[index] = new
-            name, captured = old.name or "output", self._captured(index)
+            name, captured = old.name or "output", captured_types[index]
             inner = old.dtype
             new.type, new.shape, new.doc_string = old.type, old.shape, old.doc_string
             set_type(new, captured)
@@ -222,9 +223,12 @@ class _Writer:
         self.main.append(node)
         return node.outputs[0]
 
-    def _captured(self, index: int) -> DType:
-        place = self.lowered.returned.index(index)
-        return self.lowered.graph.values[self.lowered.graph.outputs[place]].dtype
+    def _captured(self) -> dict[int, DType]:
+        """The captured types of the model's outputs, by index."""
+        graph = self.lowered.graph
+        return {
+            index: graph.values[name].dtype for index, name in zip(self.lowered.returned, graph.outputs, strict=True)
+        }
 
     # ---- stored data
 

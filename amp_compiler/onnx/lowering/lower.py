@@ -183,7 +183,8 @@ class _Builder:
             self.add_graph(body, region if node.op_type in LOOPS else f"{name}.{attribute}")
         op, quantizing = self._op(node)
         named = not op.startswith("onnx.") and self.named(op, name)
-        demands = self.demands.of(node, op, named=named, quantized=self._quantized(node, quantizing))
+        quantized = self._quantized(node, quantizing) if quantizing or self.quantizes else ""
+        demands = self.demands.of(node, op, named=named, quantized=quantized, inner=bool(inner))
         if demands.late is not None:
             self.lowered.late[name] = demands.late
         operands = self._operands(node, name, demands, inner)
@@ -216,18 +217,19 @@ class _Builder:
 
     def _operands(self, node: ir.Node, name: str, demands: Demands, inner: dict[str, ir.Graph]) -> list[Operand]:
         """The operands of a node, called `name` in the neutral graph; those of its bodies behind its own."""
-        operands, names, inputs = [], self.names, node.inputs
-        for value, (slot, allowed, tied) in zip(inputs, demands.slots, strict=True):
-            if value is None:
-                continue
-            read = names.get(value)
-            if read is None:
-                raise OnnxError(
-                    f"it reads '{value.name}', which nothing makes",
-                    where=f"node '{node.name}' ({node.op_type})",
-                    mend="run onnx.checker.check_model on the model",
-                )
-            operands.append(Operand(read, slot, allowed, tied))
+        names, inputs = self.names, node.inputs
+        try:
+            operands = [
+                Operand(names[value], slot, allowed, tied)
+                for value, (slot, allowed, tied) in zip(inputs, demands.slots, strict=True)
+                if value is not None
+            ]
+        except KeyError as missing:
+            raise OnnxError(
+                f"it reads '{missing.args[0].name}', which nothing makes",
+                where=f"node '{node.name}' ({node.op_type})",
+                mend="run onnx.checker.check_model on the model",
+            ) from None
         if len(operands) == len(inputs) and not inner:
             return operands
         sites = [Site(node, index) for index, value in enumerate(inputs) if value is not None]
@@ -246,8 +248,6 @@ class _Builder:
             return ""
         if quantizing:
             return "quantised models are left intact"
-        if not self.quantizes:
-            return ""
         beside = "it stands beside a quantising op, and quantised patterns are left intact"
         return beside if self._is_beside(node) else ""
 

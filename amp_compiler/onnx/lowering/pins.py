@@ -166,23 +166,35 @@ class Demanded:
         self.model, self.low = model, low
         self._known: dict[tuple[object, ...], Demands] = {}
 
-    def of(self, node: ir.Node, op: str, *, named: bool, quantized: str) -> Demands:
-        """The demands on one node; the arguments are those of `pin_of`."""
+    def of(self, node: ir.Node, op: str, *, named: bool, quantized: str, inner: bool) -> Demands:
+        """The demands on one node.
+
+        Args:
+            node: the node.
+            op: as for `pin_of`.
+            named: as for `pin_of`.
+            quantized: as for `pin_of`.
+            inner: whether it has bodies.
+        """
+        if inner:
+            return self._look_at(node, op, named, quantized)
         types, held, inputs = self.model.types, node.attributes.data, node.inputs
         kinds = [None if value is None else types.get(value, UNKNOWN).kind for value in inputs]
         kinds += [types.get(value, UNKNOWN).kind if value.name else None for value in node.outputs]
-        key: tuple[object, ...] = (
-            op, node.version, named, quantized, "output_dtype" in held, len(inputs), tuple(kinds)
+        key = (
+            op, node.version, named, quantized, bool(held) and "output_dtype" in held, len(inputs), *kinds
         )  # fmt: skip
-        own = bool(held) and bool(bodies(node))
-        found = None if own else self._known.get(key)
+        found = self._known.get(key)
         if found is None:
-            constraints = Constraints(self.model, node, self.low)
-            pin = pin_of(constraints, op, named=named, quantized=quantized)
-            late = pin is not None and pin.reason == constraints.late_reason
-            slots = tuple([constraints.operand(index) for index in range(len(node.inputs))])
-            found = Demands(pin, constraints.first_opset if late else None, slots)
-            own = own or (pin is not None and "'" in pin.reason)
+            found = self._look_at(node, op, named, quantized)
+            own = found.pin is not None and "'" in found.pin.reason
             if not own and node.op_identifier() not in self.model.ir.functions:
                 self._known[key] = found
         return found
+
+    def _look_at(self, node: ir.Node, op: str, named: bool, quantized: str) -> Demands:
+        constraints = Constraints(self.model, node, self.low)
+        pin = pin_of(constraints, op, named=named, quantized=quantized)
+        late = pin is not None and pin.reason == constraints.late_reason
+        slots = tuple([constraints.operand(index) for index in range(len(node.inputs))])
+        return Demands(pin, constraints.first_opset if late else None, slots)

@@ -236,7 +236,7 @@ def read_model(opened: OnnxFile, *, check: bool = True, sizes: Sizes | None = No
     _refuse(proto)
     with told_as_onnx(opened.name, "its graph is malformed"):
         contents = contents_of(proto)
-        ordered = in_order(proto)
+        ordered = in_order(proto, bodies=contents.bodies)
         sorted_ = ordered is proto and not proto.functions
         proto = dense(ordered, contents)
         known = replace(contents, sparse=frozenset())

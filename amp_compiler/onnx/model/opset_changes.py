@@ -4,8 +4,9 @@
 |---|---|---|
 | `Resize`, `Upsample` | 11 | where an element of the result lies in the input, and which neighbour is nearest |
 | `Hardmax` | 13 | the axis is one dimension; before, all dimensions from it on were one |
+| `GroupNormalization` | 21 | scale and bias have a number for each channel; before, one for each group |
 
-Seen in onnx 1.23: the models load, and compute other numbers.
+Seen in onnx 1.23: the models load and compute other numbers, or ONNX Runtime refuses them.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import onnx
 from onnx import AttributeProto, helper, numpy_helper
 
 from amp_compiler.errors import OnnxError
+from amp_compiler.onnx.model.edit import unique
 from amp_compiler.onnx.model.infer import infer
 from amp_compiler.onnx.model.walk import all_nodes, node_place, proto_graphs
 
-_RESIZE, _HARDMAX = 11, 13  # the opsets
+_RESIZE, _HARDMAX, _GROUPS = 11, 13, 21  # the opsets
 _MEND = "export the model with a later opset, or give raise_opset=False (--no-raise-opset)"
 
 
@@ -38,7 +40,8 @@ def keep_meaning(before: onnx.ModelProto, after: onnx.ModelProto, versions: tupl
     present, version = versions
     resizes = {"Resize", "Upsample"} if present < _RESIZE <= version else set()
     peaks = {"Hardmax"} if present < _HARDMAX <= version else set()
-    if not any(node.op_type in resizes | peaks for node in all_nodes(before)):
+    groups = {"GroupNormalization"} if present < _GROUPS <= version else set()
+    if not any(node.op_type in resizes | peaks | groups for node in all_nodes(before)):
         return
     if peaks:
         before = infer(before)  # for the ranks
@@ -50,6 +53,58 @@ def keep_meaning(before: onnx.ModelProto, after: onnx.ModelProto, versions: tupl
                 _set(node, "nearest_mode", _nearest(was, (old, outer)))
         for node, was in _pairs(old, new, peaks):
             _set(node, "axis", _last_axis(was, (old, outer)))
+    if groups:
+        spread, known = _Spread(after), infer(_without(after, groups))
+        for new, told in zip(proto_graphs(after.graph), proto_graphs(known.graph), strict=True):
+            norms = [node for node in new.node if node.op_type in groups]
+            spread.norms(new, [(node, _channels(node, (told, known.graph))) for node in norms])
+
+
+def _without(model: onnx.ModelProto, norms: set[str]) -> onnx.ModelProto:
+    """A copy for inference, which stops at group norms of another opset: they give on what they read."""
+    made = onnx.ModelProto()
+    made.CopyFrom(model)
+    for node in all_nodes(made):
+        if node.op_type in norms:
+            node.op_type = "Identity"
+            del node.input[1:]
+            del node.attribute[:]
+    return made
+
+
+class _Spread:
+    """Gives group norms a scale and a bias for each channel, by a `Gather` of those of its group.
+
+    Args:
+        model: the model that is changed.
+    """
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        graphs = list(proto_graphs(model.graph))
+        given = [info.name for graph in graphs for info in (*graph.input, *graph.initializer)]
+        self.names = {*given, *(name for node in all_nodes(model) for name in node.output)}
+
+    def norms(self, graph: onnx.GraphProto, norms: list[tuple[onnx.NodeProto, int]]) -> None:
+        """The norms of one graph, each with its channels."""
+        before: dict[str, list[onnx.NodeProto]] = {}  # what is put before a norm, by its first result
+        made: dict[tuple[str, int], str] = {}
+        for norm, channels in norms:
+            groups = next((attribute.i for attribute in norm.attribute if attribute.name == "num_groups"), 0)
+            fits = groups > 0 and channels % groups == 0 and groups != channels
+            for place in range(1, len(norm.input)) if fits else ():
+                source, each = norm.input[place], channels // groups
+                if (source, each) not in made:
+                    made[source, each] = unique(f"{source}_by_channel", self.names)
+                    index = unique(f"{source}_groups", self.names)
+                    graph.initializer.append(numpy_helper.from_array(np.repeat(np.arange(groups), each), index))
+                    gather = helper.make_node("Gather", [source, index], [made[source, each]], axis=0)
+                    before.setdefault(norm.output[0], []).append(gather)
+                norm.input[place] = made[source, each]
+        if before:
+            nodes = [one for node in graph.node for one in (*before.get(next(iter(node.output), ""), ()), node)]
+            copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+            del graph.node[:]
+            graph.node.extend(copies)
 
 
 def _pairs(
@@ -81,13 +136,25 @@ def _nearest(node: onnx.NodeProto, graphs: tuple[onnx.GraphProto, ...]) -> str:
 def _last_axis(node: onnx.NodeProto, graphs: tuple[onnx.GraphProto, ...]) -> int:
     """-1, where the axis is the last one: all others make one dimension of several, which opset 13 cannot say."""
     axis = next((attribute.i for attribute in node.attribute if attribute.name == "axis"), 1)
-    rank = _rank(node.input[0], graphs)
-    if axis == -1 or (rank is not None and axis == rank - 1):
+    shape = _shape(node.input[0], graphs)
+    if axis == -1 or (shape is not None and axis == len(shape) - 1):
         return -1
     raise OnnxError(
         f"its axis {axis} stands for all dimensions from there on, which opset {_HARDMAX} cannot say",
         where=node_place(node), mend=_MEND,
     )  # fmt: skip
+
+
+def _channels(node: onnx.NodeProto, graphs: tuple[onnx.GraphProto, ...]) -> int:
+    """How many channels a group norm has, which no later opset reads off its scale."""
+    shape = _shape(node.input[0], graphs)
+    if shape is None or len(shape) < 2 or not isinstance(shape[1], int):
+        raise OnnxError(
+            f"its scale has a number for each group, and opset {_GROUPS} wants one for each channel: how many channels"
+            f" '{node.input[0]}' has is not known",
+            where=node_place(node), mend=_MEND,
+        )  # fmt: skip
+    return shape[1]
 
 
 def _text(node: onnx.NodeProto, name: str) -> str:
@@ -115,12 +182,14 @@ def _stored(name: str, graphs: tuple[onnx.GraphProto, ...]) -> np.ndarray | None
     return None
 
 
-def _rank(name: str, graphs: tuple[onnx.GraphProto, ...]) -> int | None:
+def _shape(name: str, graphs: tuple[onnx.GraphProto, ...]) -> tuple[int | None, ...] | None:
+    """The dimensions of a value, `None` for one without a number; `None` where not even their number is known."""
     for graph in graphs:
         for info in (*graph.input, *graph.value_info, *graph.output):
             if info.name == name and info.type.tensor_type.HasField("shape"):
-                return len(info.type.tensor_type.shape.dim)
+                dims = info.type.tensor_type.shape.dim
+                return tuple(dim.dim_value if dim.HasField("dim_value") else None for dim in dims)
         for tensor in graph.initializer:
             if tensor.name == name:
-                return len(tensor.dims)
+                return tuple(tensor.dims)
     return None

@@ -9,12 +9,16 @@ import onnx
 from amp_compiler.onnx.model.walk import proto_bodies, read_names
 
 
-def in_order(proto: onnx.ModelProto) -> onnx.ModelProto:
+def in_order(proto: onnx.ModelProto, *, bodies: bool = True) -> onnx.ModelProto:
     """The model with its nodes in order: itself where they are, else a copy.
 
     Nodes that read one another in a circle stay as they are, for the checker to refuse.
+
+    Args:
+        proto: the model.
+        bodies: whether a node may have a body.
     """
-    if _is_ordered(proto.graph, set()):
+    if _is_ordered(proto.graph, set(), bodies):
         return proto
     made = onnx.ModelProto()
     made.CopyFrom(proto)
@@ -22,7 +26,7 @@ def in_order(proto: onnx.ModelProto) -> onnx.ModelProto:
     return made
 
 
-def _is_ordered(graph: onnx.GraphProto, around: set[str]) -> bool:
+def _is_ordered(graph: onnx.GraphProto, around: set[str], bodies: bool) -> bool:
     """Whether each node reads what stands before it. What nothing makes at all is no question of order."""
     known = around | {info.name for info in graph.input} | {tensor.name for tensor in graph.initializer}
     known |= {sparse.values.name for sparse in graph.sparse_initializer}
@@ -33,12 +37,12 @@ def _is_ordered(graph: onnx.GraphProto, around: set[str]) -> bool:
             makes = makes or _made(graph)
             if any(name in makes and name not in known for name in node.input):
                 return False
-        inner = proto_bodies(node) if node.attribute else None
+        inner = proto_bodies(node) if bodies and node.attribute else None
         if inner:
             makes = makes or _made(graph)
             if any(name in makes and name not in known for name in read_names(node)):
                 return False
-            if not all(_is_ordered(body, known) for body in inner.values()):
+            if not all(_is_ordered(body, known, bodies) for body in inner.values()):
                 return False
         known.update(node.output)
     return True
