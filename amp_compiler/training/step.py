@@ -24,7 +24,6 @@ from amp_compiler.forward.captures import Captures
 from amp_compiler.forward.counting import CountingProgram
 from amp_compiler.forward.notices import silent
 from amp_compiler.forward.program import EAGER
-from amp_compiler.forward.program_table import ProgramTable
 from amp_compiler.forward.settings import AUTO, device_of, make_settings
 from amp_compiler.forward.signature import leaves_key
 from amp_compiler.forward.unwrap import refuse_spread, unwrapped_model
@@ -69,6 +68,7 @@ from amp_compiler.training.scale_watch import StuckWatch
 from amp_compiler.training.standing import Standing
 from amp_compiler.training.state import GradientSums, LowWeights
 from amp_compiler.training.step_hooks import PostHooks, check_hooks, hooks_before
+from amp_compiler.training.step_programs import StepPrograms
 from amp_compiler.training.together import SAVING, Offer, Together, batch_form, begin, settings_of
 from amp_compiler.training.trial import StepTrials
 from amp_compiler.training.weights import OWN_KEY, WeightState, weight_storage, widened
@@ -78,7 +78,6 @@ MOST_SIGNATURES = 64
 BUCKET_MB = 25  # of gradients that ranks send together, as DistributedDataParallel has it
 ALONE_BYTES = 2**20  # of a gradient that goes by itself, where the loops of the update take it as it comes
 _TENSORS_ALONE = {Tensor}
-MOST_KNOWN = 4096  # shapes of which it is kept in mind which program of dynamic shapes takes them
 RUN = (CAPTURE, PLAN, FORWARD, STEP, UPDATE, DEVICE, PIECE)  # the pipelines of a step
 
 
@@ -258,8 +257,7 @@ class TrainingStep(StepReadings):
         check_parameters(self._module, self._optimizers, low, enabled)
         self._watch = StuckWatch(self._device)
         self._captures = Captures("the training step", self._settings, "batch")
-        self._programs: ProgramTable[StepProgram] = ProgramTable()
-        self._fits: dict[Any, StepProgram] = {}  # programs of dynamic shapes for batches of other shapes
+        self._programs = StepPrograms(self._settings.dynamic_shapes is not None)
         self._pieces: PieceStep | None = None
         self._held_nodes: tuple[str, ...] = ()
         self._told = False  # which rules match nothing
@@ -441,7 +439,7 @@ class TrainingStep(StepReadings):
         except UnknownFormError as cause:  # of a dataclass, an array: Dynamo looks into them
             return self._piece_program(self._in_pieces(cause), spec, gather, leaves)
         key = (spec, module, owners, gather, (self._scale_config, self._held_nodes), form)
-        program = self._programs.find(key, leaves) or self._dynamic(key, leaves)
+        program = self._programs.find(key, leaves)
         whole = program is not None and not program.flags_changed(self._standing)
         if program is not None and whole and self._may_run(program, leaves, gather):
             return program
@@ -480,10 +478,9 @@ class TrainingStep(StepReadings):
         self._standing.begin()
         now = self._standing.module
         if now != module:  # weights were converted for storage without masters: earlier programs will never fit again
-            self._forget()
+            self._programs.clear()
         if stale is not None:  # one of dynamic shapes stands under another shape
             self._programs.drop(stale)
-            self._fits.clear()
         self._programs.add((spec, now, owners, gather, (self._scale_config, self._held_nodes), form), program, leaves)
         if self._together is not None:
             offer = self._offer(program.offered, program.written, leaves, gather, program.norms)
@@ -647,28 +644,6 @@ class TrainingStep(StepReadings):
         with self._module.as_parameters(), widened(self._module.parameters()):
             yield self._module
 
-    def _forget(self) -> None:
-        """Drop the programs, none of which will fit again."""
-        self._programs.clear()
-        self._fits.clear()
-
-    def _dynamic(self, key: tuple[Any, ...], leaves: list[Any]) -> StepProgram | None:
-        """A program of dynamic shapes that was captured for another batch and fits this one."""
-        if self._settings.dynamic_shapes is None:
-            return None
-        found = self._fits.get(key)
-        if found is not None and found.values.hold(leaves):
-            return found
-        for other, program in self._programs.items():
-            if other[:-1] == key[:-1] and program.form.is_dynamic and program.form.accepts(leaves):
-                if not program.values.hold(leaves):
-                    continue
-                if len(self._fits) >= MOST_KNOWN:
-                    self._fits.clear()
-                self._fits[key] = program
-                return program
-        return None
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise AmpError(
             "a training step can be neither copied nor pickled, as it holds compiled code and the optimizer itself",
@@ -701,8 +676,8 @@ class TrainingStep(StepReadings):
         self._held.load(state)
         if self._together is not None:
             self._together.values.loaded()
-        if before != self._scale_config:
-            self._forget()
+        if before != self._scale_config:  # none of them will fit again
+            self._programs.clear()
         self._weights.rounding.load_state_dict(state.get(OWN_KEY, {}))
         self._log.load_state_dict(state.get(OWN_KEY, {}))
         if STEPS_KEY in state.get(OWN_KEY, {}):
