@@ -40,7 +40,7 @@ from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import building
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.onnx.importing.api import module_of as imported
-from amp_compiler.ops.exponents import BINS, count_exponents, count_update
+from amp_compiler.ops.exponents import BINS, count_exponents, count_update, keep
 from amp_compiler.training.program import StepProgram
 from amp_compiler.training.step import RUN, TrainingStep
 
@@ -241,7 +241,7 @@ class _StepRun(_Run):
         if held is None or _form(held) != _form(value):
             self.before[name] = value.clone()
         else:
-            held.copy_(value)
+            keep(held, value)
         return self.before[name]
 
     def room(self, size: int, dtype: torch.dtype) -> Tensor:

@@ -102,6 +102,20 @@ def count_update(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
     return counts, found
 
 
+def keep(target: Tensor, source: Tensor) -> None:
+    """Copy a tensor that is counted much later, past the caches where that can be done.
+
+    Args:
+        target: of the form of the source, in memory of its own.
+        source: any type, shape and device.
+    """
+    dense = torch.ops.aten.is_non_overlapping_and_dense(source) and source.stride() == target.stride()
+    if dense and source.dtype == target.dtype and on_cpu.can_run(source) and target.device == source.device:
+        on_cpu.copy(target, source)
+    else:
+        target.copy_(source)
+
+
 _LIBRARY.impl("count_exponents", count_exponents, "CompositeExplicitAutograd")
 torch.library.register_fake(
     "amp_compiler::count_exponents", lambda values: values[0].new_empty(len(values), BINS, dtype=torch.int64)

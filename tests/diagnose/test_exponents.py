@@ -20,6 +20,7 @@ from amp_compiler.ops.exponents import (
     ZERO,
     count_exponents,
     count_update,
+    keep,
     reference,
     update_reference,
 )
@@ -118,6 +119,29 @@ def test_updates_of_all_magnitudes(size: int) -> None:
     ):  # fmt: skip
         (counts, found), (expected, numbers) = count_update(before, after), update_reference(before, after)
         assert torch.equal(counts, expected) and torch.equal(found, numbers)
+
+
+@pytest.mark.parametrize("one", [torch.nan, torch.inf, -torch.inf, 1e-40, 0.0, -0.0, 3e38, 65519.0])
+def test_updates_beside_one_that_is_not_plain(one: float) -> None:
+    """In its block every number is told by a division, and none in the others."""
+    generator = torch.Generator().manual_seed(0)
+    before = torch.randn(3000, generator=generator)
+    after = before + 1e-3 * torch.randn(3000, generator=generator)
+    for changed in (before, after):
+        kept = changed[700].item()
+        changed[700] = one
+        for mine, other in zip(count_update(before, after), update_reference(before, after), strict=True):
+            assert torch.equal(mine, other)
+        changed[700] = kept
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_what_is_kept_is_a_copy(dtype: torch.dtype) -> None:
+    whole = torch.arange(64 * 37 + 5, dtype=torch.float64).to(dtype)
+    for source in (whole, whole[1:], whole[3:10], whole[:0], whole[: 64 * 37].view(64, 37).t(), whole[::2]):
+        target = torch.empty_strided(source.shape, source.stride(), dtype=dtype).zero_()
+        keep(target, source)
+        assert torch.equal(target, source)
 
 
 @pytest.mark.parametrize(("dtype", "torch_type"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])

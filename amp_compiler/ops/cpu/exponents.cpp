@@ -183,6 +183,15 @@ inline uint32_t bits_of(float value) {
   return bits;
 }
 
+inline float float_of(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// The bits of a number that is no NaN, rounded to BF16 as `store` does it.
+inline uint32_t rounded_to_bf16(uint32_t bits) { return (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u; }
+
 // Neighbouring updates, few enough that they stay in the nearest cache.
 struct Updates {
   static constexpr int64_t kCount = 256;
@@ -223,9 +232,16 @@ struct Updates {
       words[i] = bits_of(before[i] == 0.0f ? 0.0f : std::fabs(change[i]) / std::fabs(before[i]));
   }
 
-  // How many of the changes that are not zero leave a weight as it was.
-  int64_t lost_bf16() const {
+  // How many of the changes that are not zero leave a weight as it was; `plain` where `exponents` found nothing else.
+  int64_t lost_bf16(bool plain) const {
     int same = 0;
+    if (plain) {  // no NaN to be kept one
+      for (int64_t i = 0; i < kCount; ++i) {
+        const uint32_t low = rounded_to_bf16(bits_of(before[i]));
+        same += (low == rounded_to_bf16(bits_of(float_of(low) + change[i]))) & (change[i] != 0.0f);
+      }
+      return same;
+    }
     for (int64_t i = 0; i < kCount; ++i) {
       Bf16 low, moved;
       store(before[i], &low);
@@ -235,6 +251,20 @@ struct Updates {
     return same;
   }
 
+#ifdef __AVX512F__
+  int64_t lost_half() const {
+    int64_t same = 0;
+    for (int64_t i = 0; i < kCount; i += 16) {
+      const __m512 made = _mm512_loadu_ps(change + i);
+      const __m256i low = _mm512_cvtps_ph(_mm512_loadu_ps(before + i), _MM_FROUND_TO_NEAREST_INT);
+      const __m256i moved = _mm512_cvtps_ph(_mm512_add_ps(_mm512_cvtph_ps(low), made), _MM_FROUND_TO_NEAREST_INT);
+      const __m512i other = _mm512_cvtepu16_epi32(_mm256_xor_si256(low, moved));
+      const __mmask16 changes = _mm512_cmp_ps_mask(made, _mm512_setzero_ps(), _CMP_NEQ_UQ);
+      same += __builtin_popcount(_mm512_mask_testn_epi32_mask(changes, other, other));
+    }
+    return same;
+  }
+#else
   int64_t lost_half() const {  // in loops of their own, as types.h converts FP16
     Half low[kCount], moved[kCount];
     float wide[kCount];
@@ -250,6 +280,7 @@ struct Updates {
     for (int64_t i = 0; i < kCount; ++i) same += one[i] == other[i];
     return same;
   }
+#endif
 };
 
 // Fetches the updates behind those that are being counted, which the processor is too late to foresee.
@@ -263,6 +294,23 @@ inline void prefetch(const float* before, const float* after) {
 }  // namespace
 
 extern "C" {
+
+// Copies what is not read soon, past the caches: without reading the memory that is overwritten.
+void amp_copy_past_caches(void* to, const void* from, int64_t bytes) {
+#ifdef __AVX512F__
+  char* target = static_cast<char*>(to);
+  const char* source = static_cast<const char*>(from);
+  const int64_t first = std::min<int64_t>(bytes, -reinterpret_cast<intptr_t>(target) & 63);
+  std::memcpy(target, source, first);
+  int64_t at = first;
+  for (; at + 64 <= bytes; at += 64)
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(target + at), _mm512_loadu_si512(source + at));
+  std::memcpy(target + at, source + at, bytes - at);
+  _mm_sfence();
+#else
+  std::memcpy(to, from, bytes);
+#endif
+}
 
 // Of each tensor an address, a type and a size; `counts` has a row for each.
 void amp_count_exponents(const int64_t (*tensors)[3], int64_t tensor_count, int64_t* counts, int threads) {
@@ -291,7 +339,8 @@ void amp_count_update(const float* before, const float* after, int64_t size, int
     int64_t filled = 0;
     const auto take = [&](const float* one, const float* other) {
       const Updates some(one, other);
-      if (some.exponents(bytes + filled)) {
+      const bool plain = some.exponents(bytes + filled);
+      if (plain) {
         filled += kCount;
       } else {
         uint32_t words[kCount];
@@ -300,7 +349,7 @@ void amp_count_update(const float* before, const float* after, int64_t size, int
       }
       made += some.made;
       half += some.lost_half();
-      bf16 += some.lost_bf16();
+      bf16 += some.lost_bf16(plain);
     };
 #pragma omp for schedule(static) nowait
     for (int64_t from = 0; from < size; from += kBlock) {

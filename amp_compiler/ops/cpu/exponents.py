@@ -52,3 +52,15 @@ def count_update(before: Tensor, after: Tensor, counts: Tensor, found: Tensor) -
         ctypes.c_void_p(found.data_ptr()),
         torch.get_num_threads(),
     )
+
+
+def copy(target: Tensor, source: Tensor) -> None:
+    """Copy what is read late, past the caches.
+
+    Args:
+        target: of the type and the strides of the source.
+        source: on a CPU, dense.
+    """
+    library().amp_copy_past_caches(  # type: ignore[union-attr]
+        *(ctypes.c_void_p(one.data_ptr()) for one in (target, source)), ctypes.c_int64(source.nbytes)
+    )
