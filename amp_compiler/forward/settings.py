@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.rules import OpTable, RuleSet
 
 AUTO = "auto"
+_FORMS = (Mapping, tuple, list, torch.export.ShapesCollection, torch.export.AdditionalInputs)  # of torch.export
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,14 @@ def make_settings(
     """Check the options of a public call.
 
     Raises:
-        AmpError: an unknown dtype, backend or mode, or `dynamic_shapes` that are a word or a number.
+        AmpError: an unknown dtype, backend or mode, or `dynamic_shapes` of no form that torch.export takes.
         RuleError: the rules cannot be loaded.
         PassError: a pipeline is given that the call does not run, or that lacks a pass.
     """
     if dtype not in (*LOW_TYPES, AUTO):
         raise AmpError(f"dtype={dtype!r} is not known", mend="use 'fp16', 'bf16' or 'auto'")
-    if dynamic_shapes != AUTO and isinstance(dynamic_shapes, (str, bool, Real, set)):
+    known_form = dynamic_shapes is None or isinstance(dynamic_shapes, _FORMS)
+    if not known_form and not (isinstance(dynamic_shapes, str) and dynamic_shapes == AUTO):
         raise AmpError(
             f"dynamic_shapes={dynamic_shapes!r} is not known",
             mend=f"use {AUTO!r} (what differs from call to call becomes dynamic), None (every shape by itself) or, as"

@@ -258,7 +258,7 @@ def capture_module(
         with _regions_in(low):
             more, captured = _captured(model, args, kwargs, dynamic_shapes, changing, asked)
         if more <= asked:
-            refuse_mixed_types(captured.graph_module.graph)
+            refuse_mixed_types(captured.graph_module)
             return captured
         asked |= more
 

@@ -25,19 +25,18 @@ def recorded_functions() -> Iterator[list[type[Function]]]:
     thread = threading.get_ident()
     original = Function.__dict__["apply"]
 
-    def note(cls: type[Function]) -> None:
-        known = any(issubclass(one, cls) for one in found)
+    def note(cls: type[Function], known: bool) -> None:
         if threading.get_ident() == thread and not known and not is_idle_checkpoint(cls):
             found.append(cls)
 
     def apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        note(cls)
+        note(cls, cls in found)
         return original.__get__(None, cls)(*args, **kwargs)
 
     def watched(cls: type[Function], forward: Any) -> Any:
         @functools.wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            note(cls)
+            note(cls, any(issubclass(one, cls) for one in found))  # which may have inherited this forward
             return forward(*args, **kwargs)
 
         return staticmethod(run)

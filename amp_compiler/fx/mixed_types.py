@@ -13,11 +13,11 @@ _ONE_TYPE = frozenset(f"aten.{name}" for name in (*_PRODUCTS, "layer_norm", "gro
 _CAST = {*LOW_TYPES, torch.float32}
 
 
-def refuse_mixed_types(graph: fx.Graph, casts: bool = True) -> None:
+def refuse_mixed_types(graph_module: fx.GraphModule, casts: bool = True) -> None:
     """Refuse a product or norm that reads tensors of types that its kernel would refuse once the graph runs.
 
     Args:
-        graph: captured, with the model's own types.
+        graph_module: captured, with the model's own types; graphs of its regions are looked at too.
         casts: whether FP32 and 16-bit operands will be brought to one type, as torch.autocast does it.
 
     Raises:
@@ -25,9 +25,10 @@ def refuse_mixed_types(graph: fx.Graph, casts: bool = True) -> None:
 
     Example:
         >>> program = torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),))
-        >>> refuse_mixed_types(program.graph)
+        >>> refuse_mixed_types(program.graph_module)
     """
-    for node in graph.nodes:
+    graphs = [one.graph for one in graph_module.modules() if isinstance(one, fx.GraphModule)]
+    for node in (node for graph in graphs for node in graph.nodes):
         if node.op != "call_function" or canonical_op(node.target) not in _ONE_TYPE:
             continue
         tensors = [tensor for one in node.all_input_nodes if (tensor := node_tensor(one)) is not None]

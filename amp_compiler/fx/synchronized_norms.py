@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -25,17 +26,17 @@ def joins_ranks(model: nn.Module) -> list[str]:
 
 
 @contextlib.contextmanager
-def norms_apart(model: nn.Module) -> Iterator[dict[nn.Module, tuple[str, int]]]:
+def norms_apart(model: nn.Module) -> Iterator[list[tuple[nn.Module, tuple[str, int]]]]:
     """Within it, a `SyncBatchNorm` in training is a plain batch norm to this thread, where the model knows its groups.
 
     Args:
         model: what is captured.
 
     Yields:
-        The name and the size of the group of each one that was called.
+        Each one at each call, with the name and the size of its group.
     """
     groups: Groups | None = model.__dict__.get(GROUPS)
-    found: dict[nn.Module, tuple[str, int]] = {}
+    found: list[tuple[nn.Module, tuple[str, int]]] = []
     if groups is None:
         yield found
         return
@@ -44,7 +45,7 @@ def norms_apart(model: nn.Module) -> Iterator[dict[nn.Module, tuple[str, int]]]:
     def forward(self: nn.SyncBatchNorm, input: Tensor) -> Tensor:
         if threading.get_ident() != thread or not self.training:
             return theirs(self, input)
-        found[self] = groups(self)
+        found.append((self, groups(self)))
         return _alone(self, input)
 
     nn.SyncBatchNorm.forward = forward  # type: ignore[method-assign]
@@ -85,21 +86,22 @@ def _alone(norm: nn.SyncBatchNorm, data: Tensor) -> Tensor:
     return made
 
 
-def mark_norms(graph_module: fx.GraphModule, model: nn.Module, found: Mapping[nn.Module, tuple[str, int]]) -> None:
+def mark_norms(
+    graph_module: fx.GraphModule, model: nn.Module, calls: Sequence[tuple[nn.Module, tuple[str, int]]]
+) -> None:
     """Mark the batch norms of a captured graph that `norms_apart` has found.
 
     Args:
         graph_module: as captured, with graphs of its own for regions.
         model: what was captured.
-        found: what `norms_apart` gave.
+        calls: what `norms_apart` gave.
 
     Raises:
-        CaptureError: one of them is not in the graph.
+        CaptureError: one of them is not in the graph, or less often than it was called.
     """
-    if not found:
-        return
+    found = dict(calls)
     names = {name: one for name, one in model.named_modules(remove_duplicate=False) if one in found}
-    missing = {**found}
+    missing = collections.Counter(norm for norm, _ in calls)
     for inner in graph_module.modules():
         if not isinstance(inner, fx.GraphModule):
             continue
@@ -107,11 +109,12 @@ def mark_norms(graph_module: fx.GraphModule, model: nn.Module, found: Mapping[nn
             norm = names.get(module_of(node)[0])
             if norm is not None:
                 node.meta[Key.GROUP] = found[norm]
-                missing.pop(norm, None)
-    if missing:
-        name = next((name for name, one in names.items() if one in missing), "one that the model does not hold")
+                missing[norm] -= 1
+    if any(count > 0 for count in missing.values()):
+        name = next((name for name, one in names.items() if missing[one] > 0), "one that the model does not hold")
         raise CaptureError(
-            f"the graph has no batch norm of the SyncBatchNorm '{name}'", mend="call it as a module of the model"
+            f"the graph lacks a batch norm of the SyncBatchNorm '{name}'",
+            mend="call it as a module of the model, norm(x), and not norm.forward(x)",
         )
 
 

@@ -38,9 +38,7 @@ def attention_backward(
         Gradients by query, key and value, in memory as [batch, rows, heads, width].
     """
     if cpu_attention.can_run(query, key, value, dropout_p, attn_mask):
-        return cpu_attention.backward(
-            grad_out, query, key, value, out, logsumexp, is_causal, attn_mask, scale
-        )  # fmt: skip
+        return cpu_attention.backward(grad_out, query, key, value, out, logsumexp, is_causal, attn_mask, scale)
     rest = (logsumexp, dropout_p, is_causal)
     if query.dtype is not torch.float16:
         made = ATEN_BACKWARD(grad_out, query, key, value, out, *rest, attn_mask=attn_mask, scale=scale)
@@ -124,10 +122,27 @@ def _backward(ctx: Any, gradient: Tensor | None, _: Tensor | None) -> Any:
     query, key, value, mask, out, logsumexp = ctx.saved_tensors
     if gradient is None:
         return (None,) * 6
+    if torch.is_grad_enabled():  # this backward may be differentiated itself, which ATen's fused kernel cannot
+        return *_by_products(query, key, value, mask, gradient, ctx), None, None, None
     made = torch.ops.amp_compiler.attention_backward(
         gradient, query, key, value, out, logsumexp, 0.0, ctx.causal, mask, ctx.scale
     )
     return *made, None, None, None
+
+
+def _by_products(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, gradient: Tensor, ctx: Any
+) -> list[Tensor | None]:
+    """Gradients through attention that is written out, in FP32."""
+    asked = ctx.needs_input_grad[:3]
+    read = [one.view_as(one) for one in (query, key, value)]  # one may stand there twice
+    wide = [one.float() for one in read]
+    out, _ = torch.ops.aten._scaled_dot_product_attention_math.default(
+        *wide, _float_mask(mask), 0.0, ctx.causal, None, scale=ctx.scale
+    )
+    wanted = [one for one, needed in zip(read, asked, strict=True) if needed]
+    found = iter(torch.autograd.grad(out.to(query.dtype), wanted, gradient, create_graph=True))
+    return [next(found) if needed else None for needed in asked]
 
 
 emulated_attention.register_autograd(_backward, setup_context=_save)
@@ -155,7 +170,9 @@ def _attention(
 def _is_fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Whether ATen's fused kernel takes operands; `aten._fused_sdp_choice` does not tell of fake tensors."""
     batch, heads, rows, width = query.shape
-    alike = key.shape == value.shape == (batch, heads, key.shape[2], width) and rows > 0 and key.shape[2] > 0
+    alike = (
+        key.shape == value.shape == (batch, heads, key.shape[2], width) and heads > 0 and rows > 0 and key.shape[2] > 0
+    )
     dense = all(one.stride(-1) == 1 for one in (query, key, value)) and torch.backends.cuda.flash_sdp_enabled()
     if not alike or not dense or mask is None:
         return alike and dense

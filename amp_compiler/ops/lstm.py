@@ -89,11 +89,15 @@ _LIBRARY.impl("lstm", _lstm_or_atens, "CompositeImplicitAutograd")
 
 
 def can_run(data: Tensor, hidden: list[Tensor], *rest: Any) -> bool:
-    """True where the operator takes an LSTM: on a CPU, in 16 bits or, with oneDNN, in FP32, without a projection."""
+    """True where the operator takes an LSTM: on a CPU, in 16 bits or, with oneDNN, in FP32, without a projection.
+
+    Not an empty batch, at which oneDNN raises or ends the process.
+    """
+    empty = any(isinstance(size, int) and size == 0 for size in data.shape)
     fits = data.dtype in (torch.bfloat16, torch.float16) or (
         data.dtype == torch.float32 and torch.backends.mkldnn.is_available()
     )
-    return fits and data.device.type == "cpu" and hidden[0].size(2) == hidden[1].size(2)
+    return fits and not empty and data.device.type == "cpu" and hidden[0].size(2) == hidden[1].size(2)
 
 
 @functools.cache

@@ -89,4 +89,4 @@ def _kept(workspace: Tensor, low: torch.dtype, steps: int, batch: int, hidden: i
     """Gates [steps, batch, 4 * hidden] and cells [steps, batch, hidden] in the memory that goes to the backward."""
     size = steps * batch * hidden
     cells, gates = workspace.split([4 * size, 2 * _GATES * size])
-    return gates.view(low).view(steps, batch, -1), cells.view(torch.float32).view(steps, batch, hidden)
+    return gates.view(low).view(steps, batch, _GATES * hidden), cells.view(torch.float32).view(steps, batch, hidden)

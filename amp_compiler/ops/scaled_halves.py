@@ -1,4 +1,4 @@
-"""FP32 numbers as FP16 ones with an exponent for each block of them: 11 bits of each, and no overflow."""
+"""FP32 numbers as FP16 ones with an exponent for each block of them: 11 bits of each, and no overflow but FP32's."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ def packed(values: Tensor) -> Tensor:
         >>> float(unpacked(packed(torch.tensor([3e38, 1.0]))[None])[0, 0])
         3.0001...e+38
     """
+    if not values.numel():
+        return values.half()
     blocks = values.view(max(values.numel() // BLOCK, 1), -1)
     largest = torch.nan_to_num(blocks, 0.0, 0.0, 0.0).abs().amax(1, keepdim=True)
     exponents = torch.frexp(largest).exponent.clamp(min=_LEAST)

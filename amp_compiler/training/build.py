@@ -168,7 +168,7 @@ def begin_step(
         with refused_checkpoints(), prints_refused():
             named = low if options.enabled else None
             captured = capture_module(model, batch, {}, settings.dynamic_shapes, options.changing, named)
-            refuse_mixed_types(captured.graph_module.graph, casts=options.enabled)
+            refuse_mixed_types(captured.graph_module, casts=options.enabled)
         form = InputForm.of(captured, leaves)
         if not form.is_dynamic:
             settings = replace(settings, dynamic_shapes=None)

@@ -103,9 +103,8 @@ def _messages(graph: fx.Graph, ranks: int) -> Iterator[tuple[str, int, int]]:
         short = name.removeprefix("_c10d_functional::").removeprefix("amp_compiler::")
         if name != short and short in _SENT:
             size = _bytes(node.args[0].meta["val"])
-            halves = (
-                short == "all_to_all_single" and 0 in node.args[1]
-            )  # of two ranks that give each other all they have
+            # Of two ranks that give each other all they have:
+            halves = short == "all_to_all_single" and 0 in node.args[1]
             yield short, 2 * size if halves else size, among.get(node.args[-1], ranks)
 
 

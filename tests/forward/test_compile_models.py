@@ -81,6 +81,19 @@ def test_a_custom_function_that_was_bound_before_keeps_its_backward():
     assert Reverse.__dict__["forward"] is forward
 
 
+class ReverseTwice(Reverse):
+    @staticmethod
+    def backward(ctx, g):
+        return -2 * g
+
+
+@pytest.mark.parametrize("order", [(Reverse, ReverseTwice), (ReverseTwice, Reverse)])
+def test_custom_functions_of_which_one_is_made_of_the_other_keep_their_backwards(order):
+    first, last = order
+    model = Lambda(lambda m, x: m.b(first.apply(m.a(x)) + last.apply(m.a(x))), a=linear(), b=linear())
+    assert check(model, X, backend="eager", times=2).in_pieces
+
+
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_custom_function_keeps_its_backward(backend):
     model = Lambda(lambda m, x: m.b(Reverse.apply(m.a(x))), a=linear(), b=linear())

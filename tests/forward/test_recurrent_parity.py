@@ -202,6 +202,17 @@ def test_a_state_that_is_given_gets_its_gradient(kind):
     assert relative(found[:1], found[1:])[0] < 0.02
 
 
+@pytest.mark.parametrize("dtype", list(TYPES))
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+def test_an_empty_batch_goes_through(kind, dtype):
+    compiled = amp.compile(kind(32, 32), dtype=dtype, backend="eager")
+    x = torch.zeros(3, 0, 32, requires_grad=True)
+    out, _ = compiled(x)
+    out.float().sum().backward()
+    assert out.shape == x.grad.shape == (3, 0, 32)
+    assert all(not one.grad.any() for one in compiled.parameters())
+
+
 def penalty(run, x):
     given = x.clone().requires_grad_()
     (made,) = torch.autograd.grad(run(given).float().square().sum(), given, create_graph=True)

@@ -142,10 +142,16 @@ def test_the_line_is_shown_in_a_step_too():
     assert re.search(r"in 1 piece.*branches.*loss\.isfinite", step.execution)
 
 
+def in_fp64(x):
+    with torch.autocast("cpu", enabled=False):
+        return nn.functional.linear(x.double(), torch.ones(4, 8))
+
+
 MIXED = {
     "fp64": (nn.Linear(8, 4), X.double(), "aten.linear reads float32 and float64"),
     "int64": (nn.Linear(8, 4), X.long(), "aten.linear reads float32 and int64"),
     "layer norm": (nn.LayerNorm(8), X.double(), "aten.layer_norm reads float32 and float64"),
+    "region": (Model(in_fp64), X, "aten.linear reads float32 and float64"),
     "two inputs": (Model(lambda x: x @ x.double().t()), X, "aten.matmul reads float32 and float64"),
 }
 

@@ -63,6 +63,29 @@ def test_only_results_and_what_is_kept_are_rounded(name):
         assert float((mine.double() - true).abs().max()) < 4 * UNIT * float(true.abs().max())
 
 
+def test_a_gradient_may_be_differentiated():
+    """Torch's own kernel cannot."""
+    *low, gradient = operands()
+    seeds = operands(seed=1)[:3]
+
+    def slopes(read, attend):
+        read = [one.detach().requires_grad_() for one in read]
+        made = torch.autograd.grad(attend(*read), read, gradient.to(read[0].dtype), create_graph=True)
+        torch.autograd.backward(made, [seed.to(one.dtype) for seed, one in zip(seeds, made, strict=True)])
+        return [one.grad for one in read]
+
+    def written_out(query, key, value):
+        return torch.softmax(query @ key.transpose(-1, -2) / 8**0.5, -1) @ value
+
+    exact = slopes([one.double() for one in low], written_out)
+    for mine, true in zip(slopes(low, OWN.attention), exact, strict=True):
+        assert float((mine.double() - true).norm() / true.norm()) < 4 * UNIT
+
+
+def test_no_heads_are_no_attention():
+    assert OWN.attention(*[torch.zeros(2, 0, 5, 8).half()] * 3).shape == (2, 0, 5, 8)
+
+
 def test_it_holds_to_what_operators_promise():
     query, key, value, _ = (one.requires_grad_() for one in operands())
     for mask in (None, bools(5, 7)):

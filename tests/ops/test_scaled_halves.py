@@ -33,6 +33,7 @@ def test_blocks_do_not_see_one_another_and_what_is_not_finite_stays_so():
     assert float(found[0]) == pytest.approx(1e30, rel=HALF_A_STEP) and float(found[4]) == 0.0
     torch.testing.assert_close(found[BLOCK:], values[BLOCK:], rtol=HALF_A_STEP, atol=0)
     assert torch.equal(unpacked(packed(torch.zeros(3))[None])[0], torch.zeros(3))
+    assert packed(torch.zeros(0)).shape == (0,)
 
 
 def test_numbers_are_filled_up_to_whole_blocks():

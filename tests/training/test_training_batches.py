@@ -200,7 +200,7 @@ def test_one_program_serves_every_batch_size_where_shapes_are_dynamic(backend):
         step(torch.randn(65, 8), torch.randint(0, 4, (65,)))
 
 
-@pytest.mark.parametrize("shapes", [True, False, 2, "dynamic", {0, 1}])
+@pytest.mark.parametrize("shapes", [True, False, 2, "dynamic", {0, 1}, frozenset({1}), torch.ones(2)])
 def test_dynamic_shapes_that_are_none_are_refused_by_themselves(shapes):
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
