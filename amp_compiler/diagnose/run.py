@@ -41,8 +41,10 @@ from amp_compiler.fx.torch_private import building
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.onnx.importing.api import module_of as imported
 from amp_compiler.ops.exponents import BINS, count_exponents, count_update, keep
+from amp_compiler.ops.update.product import Product
 from amp_compiler.training.program import StepProgram
 from amp_compiler.training.step import RUN, TrainingStep
+from amp_compiler.training.step_hooks import PostHooks
 
 _LOST_IN = ("fp16", "bf16")  # as `count_update` counts them
 _Place = tuple[str, str, str, str, str, str, str]  # the fields of a `Row` that are text
@@ -205,8 +207,11 @@ class _StepRun(_Run):
     def __init__(self, step: TrainingStep) -> None:
         super().__init__(step.model, step._low)
         self.step, self.skipped_before = step, int(step.skipped_steps)
-        self.before: dict[str, Tensor] = {}  # memory for copies, which the system is slow to give anew for every batch
+        self.before: dict[str, Tensor] = {}  # copies of parameters as they were before this batch
+        self.memory: dict[str, Tensor] = {}  # where they lie, for the system is slow to give it anew for every batch
         self.rooms: dict[torch.dtype, Tensor] = {}  # the same for gradients that the step left as products
+        # The parameters whose updates count what they change, by what counts the rest: they need no copy for that.
+        self.counted: dict[CountingProgram, frozenset[str]] = {}
 
     def skipped(self) -> int:
         return int(self.step.skipped_steps) - self.skipped_before
@@ -214,10 +219,10 @@ class _StepRun(_Run):
     def take(self, batch: Any) -> None:
         arguments = positional(batch)
         shift = _exponent_of(self.step.loss_scale)
-        kept = {place_of(parameter): self.kept(name, parameter.detach()) for name, parameter in self.parameters()}
+        hooked = bool(PostHooks(self.step._optimizers))  # they may change weights behind the update
         with _told_of("this step"):
             counting, leaves = self.program_for((arguments, {}), lambda: self.step._counting(arguments))
-        taken = counting.take(leaves, kept)
+        taken = counting.take(leaves, self.copies(frozenset() if hooked else self.counted.get(counting, frozenset())))
         with self.step._holding(counting.products):
             self.step(*arguments)
         program, output, _ = self.step._seen()
@@ -229,20 +234,51 @@ class _StepRun(_Run):
         with _told_of("this step"):
             self.add_counts(counting, counting.count(taken, output.held), shift)
         self.batches += 1
-        for name, gradient in zip(program.updated, output.gradients, strict=True):
-            value = gradient if isinstance(gradient, Tensor) else gradient.tensor(self.room)
-            self.add(_place_of(name, WEIGHT_GRADIENT, value.dtype), _count([value])[0], shift)
-        for name, parameter in self.parameters():
-            self.update(name, self.before[name], parameter.detach())
+        counted = {}
+        for name, weight, gradient in zip(program.updated, program.weights, output.gradients, strict=True):
+            found = None if program.counts is None else program.counts.take(weight())
+            counts = self.gradient(gradient) if found is None else found.gradient
+            self.add(_place_of(name, WEIGHT_GRADIENT, gradient.dtype), counts, shift)
+            if found is not None and not hooked:
+                counted[place_of(weight())] = found
+        named = {name: parameter.detach() for name, parameter in self.parameters()}
+        for name, parameter in named.items():
+            found = counted.get(place_of(parameter))
+            if found is None:
+                self.update(name, *(one.cpu().numpy() for one in count_update(self.before[name], parameter)))
+            else:
+                self.update(name, found.ratios, found.found)
+        self.counted[counting] = frozenset(name for name, one in named.items() if place_of(one) in counted)
 
-    def kept(self, name: str, value: Tensor) -> Tensor:
+    def copies(self, counted: frozenset[str]) -> Callable[[Tensor], Tensor | None]:
+        """Copy the parameters but for these, and give what copies those as well."""
+        named = {name: parameter.detach() for name, parameter in self.parameters()}
+        names = {place_of(parameter): name for name, parameter in named.items()}
+        self.before.clear()
+        for name, parameter in named.items():
+            if name not in counted:
+                self.keep(name, parameter)
+
+        def copy(value: Tensor) -> Tensor | None:
+            name = names.get(place_of(value))
+            return None if name is None else self.keep(name, named[name])
+
+        return copy
+
+    def keep(self, name: str, value: Tensor) -> Tensor:
         """A copy of a parameter, until the next batch."""
-        held = self.before.get(name)
-        if held is None or _form(held) != _form(value):
-            self.before[name] = value.clone()
-        else:
-            keep(held, value)
+        if name not in self.before:
+            held = self.memory.get(name)
+            if held is None or _form(held) != _form(value):
+                self.memory[name] = value.clone()
+            else:
+                keep(held, value)
+            self.before[name] = self.memory[name]
         return self.before[name]
+
+    def gradient(self, gradient: Tensor | Product) -> Counts:
+        """The counts of a gradient that no update has counted."""
+        return _count([gradient if isinstance(gradient, Tensor) else gradient.tensor(self.room)])[0]
 
     def room(self, size: int, dtype: torch.dtype) -> Tensor:
         """Memory for a gradient, until the next one is made."""
@@ -250,12 +286,12 @@ class _StepRun(_Run):
             self.rooms[dtype] = torch.empty(size, dtype=dtype)
         return self.rooms[dtype][:size]
 
-    def update(self, name: str, before: Tensor, after: Tensor) -> None:
-        counts, found = (one.cpu().numpy() for one in count_update(before, after))
+    def update(self, name: str, ratios: Counts, found: Counts) -> None:
+        """Take in what was done to a parameter."""
         made, *lost = map(int, found)
         known = self.updates.get(name, UpdateRow(name, Histogram.empty(), 0, dict.fromkeys(_LOST_IN, 0)))
         sums = {dtype: known.lost[dtype] + more for dtype, more in zip(_LOST_IN, lost, strict=True)}
-        self.updates[name] = UpdateRow(name, known.ratios + Histogram(counts), known.made + made, sums)
+        self.updates[name] = UpdateRow(name, known.ratios + Histogram(ratios), known.made + made, sums)
 
 
 class _ModelRun(_Run):

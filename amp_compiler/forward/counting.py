@@ -82,17 +82,17 @@ class CountingProgram:
         """
         return self.count(Taken(self._inputs(leaves, self._runs.get(())), self._random()))
 
-    def take(self, leaves: Sequence[Any], kept: Mapping[tuple[Any, ...], Tensor]) -> Taken:
+    def take(self, leaves: Sequence[Any], kept: Callable[[Tensor], Tensor | None]) -> Taken:
         """What it needs of a batch that a step is about to train on: copies of all that the step writes.
 
         Args:
             leaves: the batch, flat.
-            kept: copies that there are, by `place_of` the tensor.
+            kept: gives the copy of a tensor that there is; `None` where there is none.
         """
         own, inputs = {id(leaf) for leaf in leaves}, self._inputs(leaves, self._last)
         for place, value in inputs.items():
             if isinstance(value, Tensor) and id(value) not in own:
-                copy = kept.get(place_of(value))
+                copy = kept(value)
                 inputs[place] = value.detach().clone() if copy is None else copy
         return Taken(inputs, self._random(), None if self._last is None else self._last.products)
 

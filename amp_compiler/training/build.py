@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from amp_compiler.backends.cuda_graph import GraphedRun, GraphSettings, graph_obstacle
-from amp_compiler.backends.step_runner import adds_sums, is_on_cpu, kernels_for, most_inner, run_cut_step
+from amp_compiler.backends.step_runner import adds_sums, counting, is_on_cpu, kernels_for, most_inner, run_cut_step
 from amp_compiler.forward.program import build_run, captures_whole, normalize, plan_captured, rewrite
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.shape_guards import InputForm
@@ -33,6 +33,7 @@ from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops import native
 from amp_compiler.ops.cpu.arena import ArenaMemory, ArenaRun
 from amp_compiler.ops.loss_scale import LossScale
+from amp_compiler.ops.update.counts import UpdateCounts
 from amp_compiler.passes.diagnose.hold_products import products
 from amp_compiler.passes.pipeline import HOLD, Late, Pipeline, Stages
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
@@ -65,7 +66,7 @@ class StepOptions:
         divisor: number of batches, on all ranks together, whose gradients are averaged.
         gather: as for `GatherGradients`.
         reduction: how the gradients of several ranks are summed; `None` for one process.
-        held: names of nodes whose values it gives as well.
+        held: names of nodes whose values it gives as well; then its updates are counted too, where kernels can.
         changing: the numbers of Python that are to be inputs.
     """
 
@@ -241,7 +242,8 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
     resolve = weights.resolvers(step, state.kept)
     static = settings.dynamic_shapes is None or begun.gradients is not None
     examples = [one.get(begun.leaves) for one in resolve] if static else _values(step)
-    compiled = _compile(step, examples, settings, begun.emulated, stages)
+    counts = UpdateCounts() if held and not options.gather else None
+    compiled = _compile(step, examples, settings, begun.emulated, stages, counts)
     if settings.runs_on.asks_arena and static and is_on_cpu(step):
         compiled = ArenaRun(compiled, results + 3, state.memory)
     placeholders, known = step.graph.find_nodes(op="placeholder"), weights.fixed(step)
@@ -278,6 +280,8 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
         weights.parts,
         held,
         weights.norms,
+        tuple(weights.inputs.getters[weights.placed.parameter(name)] for name in weights.updated),
+        counts,
     )
 
 
@@ -388,7 +392,12 @@ def _told(
 
 
 def _compile(
-    step: fx.GraphModule, examples: Sequence[Any], settings: Settings, round_exactly: bool, stages: Stages
+    step: fx.GraphModule,
+    examples: Sequence[Any],
+    settings: Settings,
+    round_exactly: bool,
+    stages: Stages,
+    counts: UpdateCounts | None,
 ) -> Callable[..., Sequence[Any]]:
     """The step graph, which stays as it is for reading, as a function of its placeholders' tensors."""
 
@@ -401,7 +410,7 @@ def _compile(
         kernels = kernels_for(step)
         options = {"most_inner": most_inner(kernels), "kernels": tuple(kernels), "adds": adds_sums(kernels)}
         cut = settings.pipelines["DEVICE"].run(copy_graph(step), options, stages)
-        return run_cut_step(cut, examples, build, kernels)
+        return run_cut_step(cut, examples, build, kernels if counts is None else counting(kernels, counts))
 
 
 def _values(step: fx.GraphModule) -> list[Any]:

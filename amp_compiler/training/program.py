@@ -22,6 +22,7 @@ from amp_compiler.fx.graph import LOW_TYPES, results_of
 from amp_compiler.fx.python_state import PythonState
 from amp_compiler.fx.torch_private import TENSORS
 from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.ops.update.counts import UpdateCounts
 from amp_compiler.ops.update.product import Product
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
@@ -205,6 +206,9 @@ class StepProgram:
         parts: of how many of `updated`, the first ones, a rank has a part of the gradient only.
         held: names of nodes whose values it gives behind the gradients.
         norms: the messages that this rank sends in forward and backward.
+        weights: gets the parameters of `updated`.
+        counts: what the updates of the last call did to weights, where kernels have counted it; `None` where nobody
+            asked.
 
     Attributes:
         found_anew: whether the last call had to find its tensors.
@@ -232,6 +236,8 @@ class StepProgram:
     parts: int = 0
     held: tuple[str, ...] = ()
     norms: tuple[str, ...] = ()
+    weights: tuple[Callable[[], Tensor], ...] = ()
+    counts: UpdateCounts | None = None
     found_anew: bool = field(default=True, init=False, repr=False)
     behind: tuple[Tensor, ...] = field(default=(), init=False, repr=False)
     _seen: _Seen | None = field(default=None, init=False, repr=False)

@@ -96,6 +96,10 @@ class PostHooks:
         ]
         self._skipped = 0
 
+    def __bool__(self) -> bool:
+        """Whether there are any."""
+        return bool(self._found)
+
     def begin(self, config: LossScale, state: LossScaleState) -> None:
         """Before the update."""
         if self._found and config.checks_finite:
