@@ -243,7 +243,7 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
     static = settings.dynamic_shapes is None or begun.gradients is not None
     examples = [one.get(begun.leaves) for one in resolve] if static else _values(step)
     counts = UpdateCounts() if held and not options.gather else None
-    compiled = _compile(step, examples, settings, begun.emulated, stages, counts)
+    compiled = _compile(step, examples, settings, begun.emulated, stages, len(held), counts)
     if settings.runs_on.asks_arena and static and is_on_cpu(step):
         compiled = ArenaRun(compiled, results + 3, state.memory)
     placeholders, known = step.graph.find_nodes(op="placeholder"), weights.fixed(step)
@@ -397,6 +397,7 @@ def _compile(
     settings: Settings,
     round_exactly: bool,
     stages: Stages,
+    held: int,
     counts: UpdateCounts | None,
 ) -> Callable[..., Sequence[Any]]:
     """The step graph, which stays as it is for reading, as a function of its placeholders' tensors."""
@@ -408,7 +409,9 @@ def _compile(
         if not settings.runs_on.compiled:
             return build(step, examples)
         kernels = kernels_for(step)
-        options = {"most_inner": most_inner(kernels), "kernels": tuple(kernels), "adds": adds_sums(kernels)}
+        options = {
+            "most_inner": most_inner(kernels), "kernels": tuple(kernels), "adds": adds_sums(kernels), "held": held,
+        }  # fmt: skip
         cut = settings.pipelines["DEVICE"].run(copy_graph(step), options, stages)
         return run_cut_step(cut, examples, build, kernels if counts is None else counting(kernels, counts))
 

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import fx
 
+from amp_compiler.fx.alias import is_view
 from amp_compiler.fx.graph import call_before, canonical_op, node_tensor, results_of
 from amp_compiler.fx.meta import Key
 from amp_compiler.passes.base import InPlacePass, PassResult
@@ -42,7 +43,8 @@ class HoldProducts(InPlacePass):
         relu: bf16[4, 4] = aten.relu.default(mm)  # phase=forward
         return relu, mm
 
-    Left alone: names that the graph does not have, as where another pass has rewritten a product.
+    Left alone: names that the graph does not have, as where another pass has rewritten a product; what only an update
+    reads, which may make it itself.
 
     Args:
         held: names of nodes, see `products`.
@@ -74,12 +76,19 @@ def _returned(node: fx.Node) -> fx.Node:
 
 
 def products(graph: fx.Graph) -> list[fx.Node]:
-    """What calls of a library make in forward and backward, but for the gradients of weights, which a step returns.
+    """What calls of a library make in forward and backward, but for the gradients of weights, which an update may make.
 
     Left out is what a compiler may make no call of its own of: a product with a dimension of one, or with a sum behind.
     """
     apart = weight_gradients(graph)
-    return [node for node in graph.nodes if node not in apart and _is_product(node)]
+    return [node for node in graph.nodes if node not in apart and _is_product(node) and not _is_of_an_update(node)]
+
+
+def _is_of_an_update(node: fx.Node) -> bool:
+    """Whether it is a part of a weight's gradient: of one that is looked up in too, or is multiplied with twice."""
+    return bool(node.users) and all(
+        user.meta.get(Key.PHASE) == "update" or (is_view(user) and _is_of_an_update(user)) for user in node.users
+    )
 
 
 def _is_product(node: fx.Node) -> bool:

@@ -16,7 +16,9 @@ import amp_compiler as amp
 from amp_compiler.cli.demo import SmallCnn, load_digits
 from amp_compiler.diagnose.exponents import Histogram
 from amp_compiler.forward.counting import place_of
-from amp_compiler.ops.exponents import BINS, LOWEST, ZERO
+from amp_compiler.ops.cpu.update import most_inner
+from amp_compiler.ops.exponents import BINS, INFINITE, LOWEST, NAN, ZERO, update_reference
+from amp_compiler.ops.update.product import Product
 
 
 class Net(nn.Module):
@@ -48,10 +50,40 @@ def step_of(model: nn.Module, **options: Any) -> Any:
 def counted_by_numpy(values: torch.Tensor) -> np.ndarray:
     numbers = values.double().numpy().reshape(-1)
     counts = np.zeros(BINS, np.int64)
-    counts[ZERO] = (numbers == 0).sum()
-    exponents = np.floor(np.log2(np.abs(numbers[numbers != 0]))).astype(int)
+    counts[[ZERO, INFINITE, NAN]] = (numbers == 0).sum(), np.isinf(numbers).sum(), np.isnan(numbers).sum()
+    exponents = np.floor(np.log2(np.abs(numbers[np.isfinite(numbers) & (numbers != 0)]))).astype(int)
     np.add.at(counts, exponents - LOWEST, 1)
     return counts
+
+
+class Followed:
+    """What a step does to its weights, counted from outside by NumPy and in torch calls, batch by batch."""
+
+    def __init__(self) -> None:
+        self.gradients: dict[str, np.ndarray] = {}
+        self.ratios: dict[str, torch.Tensor] = {}
+        self.found: dict[str, torch.Tensor] = {}
+
+    def take(self, step: Any, batch: Any, accumulate: int) -> None:
+        before = {name: one.detach().clone() for name, one in step.model.named_parameters()}
+        scale = float(step.loss_scale) * accumulate  # powers of two
+        step(*batch)
+        for name, gradient in step.gradients().items():
+            self.gradients[name] = self.gradients.get(name, 0) + counted_by_numpy(gradient.float() * scale)
+        for name, one in step.model.named_parameters():
+            ratios, found = update_reference(before[name].float(), one.detach().float())
+            self.ratios[name] = self.ratios.get(name, 0) + ratios
+            self.found[name] = self.found.get(name, 0) + found
+
+    def assert_is(self, found: amp.Profile) -> None:
+        gradients = {row.name: row.stored.counts for row in found.of("weight gradient")}
+        assert gradients.keys() == self.gradients.keys()
+        for name, expected in self.gradients.items():
+            np.testing.assert_array_equal(gradients[name], expected, err_msg=name)
+        assert [row.name for row in found.updates] == list(self.found)
+        for row in found.updates:
+            np.testing.assert_array_equal(row.ratios.counts, self.ratios[row.name], err_msg=row.name)
+            assert [row.made, row.lost["fp16"], row.lost["bf16"]] == self.found[row.name].tolist(), row.name
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"dtype": "bf16"}, {"loss_scale": 1024.0}], ids=str)
@@ -113,6 +145,69 @@ def test_profiling_a_compiled_step_changes_no_number(make: Callable[[], nn.Modul
     assert any(one.held for one in other._programs.values())
     for (name, one), two in zip(plain.state_dict().items(), profiled.state_dict().values(), strict=True):
         assert torch.equal(one, two), name
+
+
+class Wide(nn.Module):
+    """With a weight whose gradient is left as a product, a tie, and a parameter that is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.wide, self.down = nn.Linear(8, 96), nn.Linear(96, 80), nn.Linear(80, 4, bias=False)
+        self.again = nn.Linear(80, 4)
+        self.again.weight = self.down.weight
+        self.up.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.gelu(self.wide(self.up(x)))
+        return self.down(x) + self.again(x.tanh())
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (Wide, {}),
+        (Net, {"momentum": 0.9}),
+        (Net, {"dtype": "fp16", "loss_scale": 2.0**20, "clip_norm": 1.0}),  # every step is skipped
+        (Net, {"accumulate": 2}),
+        (Net, {"hook": True}),
+        (Convolutions, {"dtype": "fp16", "loss_scale": 8.0}),
+    ],
+    ids=str,
+)
+def test_updates_that_kernels_count_are_those_counted_behind_them(
+    make: Callable[[], nn.Module], options: dict[str, Any], compiler: str
+) -> None:
+    plain, profiled = make(), make()
+    accumulate, hooked = options.get("accumulate", 1), "hook" in options
+    # Of two rows a product has one sum only, in whatever order.
+    given = [(x[:2], y[:2]) if make is Wide else (x, y) for x, y in batches(4)]
+
+    def clipped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for one in optimizer.param_groups[0]["params"]:
+            one.data.clamp_(-0.1, 0.1)
+
+    def made(model: nn.Module) -> Any:
+        own = {name: value for name, value in options.items() if name not in ("momentum", "hook")}
+        momentum = options.get("momentum")
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        if momentum is not None:
+            optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=momentum)
+        if hooked:
+            optimizer.register_step_post_hook(clipped)
+        return amp.training_step(model, loss_fn, optimizer, **{"dtype": "bf16", "backend": "inductor", **own})
+
+    followed, step, other = Followed(), made(plain), made(profiled)
+    torch.manual_seed(0)
+    for batch in given:
+        followed.take(step, batch, accumulate)
+    torch.manual_seed(0)
+    found = amp.profile(other, given)
+    followed.assert_is(found)
+    assert found.skipped == (4 if options.get("loss_scale", 0) > 2**16 else 0)
+    assert any(isinstance(one, Product) for one in other._seen()[1].gradients) == (make is Wide and most_inner() > 0)
+    kept = [one.counts is not None for one in other._programs.values() if one.held]
+    assert kept and all(one == (accumulate == 1) for one in kept)
 
 
 def test_products_that_a_step_gives_leave_the_counts_as_they_are() -> None:

@@ -158,6 +158,7 @@ OPTIONS: dict[str, Any] = {
     "fuse_update/gradients_on_a_gpu_are_gathered_at_once_add": {**UPDATE, "groups": (SGD,), "gather": "add"},
     "fuse_update/gradients_on_a_gpu_are_gathered_at_once_use": {**UPDATE, "groups": (SGD,), "gather": "use"},
     "defer_gradients": {"most_inner": 64, "kernels": KERNELS},
+    "defer_gradients/what_a_profile_reads_may_be_a_factor": {"most_inner": 64, "kernels": KERNELS, "held": 1},
     "defer_gradients/sums_that_check_and_update_read": {"most_inner": 0, "kernels": KERNELS, "adds": True},
     "cut_step": {"kernels": KERNELS},
     "cut_step/without_kernels_the_operators_are_opened": {"kernels": ()},

@@ -24,11 +24,15 @@ constexpr int64_t kCounted = 64 * kLanes;  // bytes that are counted together, s
 typedef uint8_t Lanes __attribute__((vector_size(kLanes)));
 
 inline int64_t sum_of(const Lanes& lanes) {
+#ifdef __AVX512BW__
+  return _mm512_reduce_add_epi64(_mm512_sad_epu8(reinterpret_cast<__m512i>(lanes), _mm512_setzero_si512()));
+#else
   constexpr uint64_t kEven = 0x00ff00ff00ff00ffu;
   uint64_t words[kLanes / 8], sums = 0;
   std::memcpy(words, &lanes, sizeof words);
   for (const uint64_t word : words) sums += (word & kEven) + ((word >> 8) & kEven);
   return static_cast<int64_t>((sums * 0x0001000100010001u) >> 48);
+#endif
 }
 
 // How often each of the bytes from `from` on occurs, `kAtOnce` of them; `count` is a multiple of `kLanes`. Meanwhile as
@@ -286,6 +290,62 @@ struct Updates {
 #endif
 };
 
+// What a few updates come to.
+struct Found {
+  int64_t made = 0, half = 0, bf16 = 0;  // changed elements, and those of them whose changes are lost in either type
+};
+
+#if defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
+
+inline __m512i rounded_to_bf16(__m512i bits) {
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i sum = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+  return _mm512_and_si512(sum, _mm512_set1_epi32(static_cast<int>(0xffff0000u)));
+}
+
+// `Updates` of `kCount` elements at once, as long as all numbers are normal. Returns whether they were; else nothing is
+// found.
+inline bool plain_updates(const float* before, const float* after, uint8_t* bytes, Found* found) {
+  const __m512i sign = _mm512_set1_epi32(0x7fffffff), one = _mm512_set1_epi32(1), bias = _mm512_set1_epi32(127);
+  __m512i made = _mm512_setzero_si512(), half = made, bf16 = made;
+  __m512i least = _mm512_set1_epi32(0x3f800000), most = least;
+#pragma GCC unroll 4
+  for (int64_t i = 0; i < Updates::kCount; i += 16) {
+    const __m512 old = _mm512_loadu_ps(before + i), change = _mm512_sub_ps(_mm512_loadu_ps(after + i), old);
+    const __m512i above = _mm512_and_si512(_mm512_castps_si512(change), sign);
+    const __m512i below = _mm512_and_si512(_mm512_castps_si512(old), sign);
+    const __mmask16 some = _mm512_test_epi32_mask(above, above), there = _mm512_test_epi32_mask(below, below);
+    least = _mm512_mask_min_epu32(least, some, least, above);
+    least = _mm512_mask_min_epu32(least, there, least, below);
+    most = _mm512_max_epu32(most, _mm512_max_epu32(above, below));
+    const __m512i exponent = _mm512_add_epi32(_mm512_srai_epi32(_mm512_sub_epi32(above, below), 23), bias);
+    const __m128i narrow = _mm512_maskz_cvtepi32_epi8(_kand_mask16(some, there), exponent);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(bytes + i), narrow);
+    made = _mm512_mask_add_epi32(made, some, made, one);
+
+    const __m512i low = rounded_to_bf16(_mm512_castps_si512(old));
+    const __m512i moved =
+        rounded_to_bf16(_mm512_castps_si512(_mm512_add_ps(_mm512_castsi512_ps(low), change)));
+    bf16 = _mm512_mask_add_epi32(bf16, _mm512_mask_cmpeq_epi32_mask(some, low, moved), bf16, one);
+
+    const __m256i less = _mm512_cvtps_ph(old, _MM_FROUND_TO_NEAREST_INT);
+    const __m256i after_it =
+        _mm512_cvtps_ph(_mm512_add_ps(_mm512_cvtph_ps(less), change), _MM_FROUND_TO_NEAREST_INT);
+    half = _mm512_mask_add_epi32(half, _mm256_mask_cmpeq_epi16_mask(some, less, after_it), half, one);
+  }
+  constexpr uint32_t kNormal = 0x00800000u, kInf = 0x7f800000u;
+  const uint32_t low = _mm512_reduce_min_epu32(least), high = _mm512_reduce_max_epu32(most);
+  if (low < kNormal || high >= kInf || high - low >= 126 * kNormal) return false;
+  *found = {_mm512_reduce_add_epi32(made), _mm512_reduce_add_epi32(half), _mm512_reduce_add_epi32(bf16)};
+  return true;
+}
+
+#else
+
+inline bool plain_updates(const float*, const float*, uint8_t*, Found*) { return false; }
+
+#endif
+
 // Counts what is done to a weight: the exponents of its gradient, those of `|change| / |before|`, how many elements were
 // changed, and how many of these changes are lost in FP16 and in BF16.
 class UpdateCounter {
@@ -328,18 +388,22 @@ class UpdateCounter {
   void take(const float* before, const float* after) {
     constexpr int64_t kCount = Updates::kCount;
     if (taken_ + kCount > kCounted) count_taken();
-    const Updates some(before, after);
-    const bool plain = some.exponents(taken_bytes_ + taken_);
-    if (plain) {
-      taken_ += kCount;
-    } else {
-      float made[kCount];
-      some.ratios(made);
-      ratios_.count(made, kCount);
+    Found found;
+    bool plain = plain_updates(before, after, taken_bytes_ + taken_, &found);
+    if (!plain) {
+      const Updates some(before, after);
+      plain = some.exponents(taken_bytes_ + taken_);
+      found = {some.made, some.lost_half(), some.lost_bf16(plain)};
+      if (!plain) {
+        float made[kCount];
+        some.ratios(made);
+        ratios_.count(made, kCount);
+      }
     }
-    made_ += some.made;
-    half_ += some.lost_half();
-    bf16_ += some.lost_bf16(plain);
+    taken_ += plain ? kCount : 0;
+    made_ += found.made;
+    half_ += found.half;
+    bf16_ += found.bf16;
   }
 
   void count_taken() {
