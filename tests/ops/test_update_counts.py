@@ -84,7 +84,10 @@ def test_products_are_counted_as_the_update_makes_them(one: tuple[FusedOptimizer
     optimizer, flags = one
     torch.manual_seed(0)
     products = [product(*shape) for shape in ((1, 1, 1), (5, 17, 33), (33, 65, 513), (70, 64, 700), (9, 3, 8193))]
-    products += [products[1].transposed(), products[3].plus_rows(torch.randn(6, 700), torch.tensor([1, 1, 0, 2, 9, 63]), 9)]
+    products += [
+        products[1].transposed(),
+        products[3].plus_rows(torch.randn(6, 700), torch.tensor([1, 1, 0, 2, 9, 63]), 9),
+    ]
     arguments = update_arguments(optimizer, flags, tuple(one.numel() for one in products))
     for column in range(2 + len(optimizer.states)):
         arguments[column] = [one.view(grad.shape) for one, grad in zip(arguments[column], products, strict=False)]
@@ -124,7 +127,8 @@ def test_processors_that_can_do_less(without: str, tmp_path: Path) -> None:
     chosen = "not less and not triton"
     code = (
         "import pytest, sys, amp_compiler.ops.cpu.build as b; b._SUFFIXES = ('update.cpp', 'exponents.cpp', '.h');"
-        f"sys.exit(pytest.main(['ops/test_update_counts.py', 'diagnose/test_exponents.py', '-p', 'no:xdist', '-k{chosen}']))"
+        "tests = ['ops/test_update_counts.py', 'diagnose/test_exponents.py'];"
+        f"sys.exit(pytest.main([*tests, '-p', 'no:xdist', '-k{chosen}']))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=300,
