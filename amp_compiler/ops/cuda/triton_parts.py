@@ -19,12 +19,42 @@ KAHAN = tl.constexpr(2)
 
 
 @triton.jit
-def address(row, COLUMN: tl.constexpr, TYPE: tl.constexpr, start, ALIGNED: tl.constexpr):
-    """Pointer to the first element of this block; with `ALIGNED` a thread may load 4 elements at a time.
+def places(BLOCK: tl.constexpr):
+    """[2, BLOCK // 256, 128]: numbers of a block's elements, as threads take them.
 
-    Four of every type, not 16 bytes: with 8 elements of a 16-bit type and 4 of fp32 per thread the compiler would move
-    values between threads through shared memory. A warp then reads 512 bytes of an fp32 column at once, and 256 of a
-    16-bit one: whole lines of the cache, both.
+    A thread has 4 elements that lie together, twice, so that it loads 16 bytes of fp32 at a time and a warp whole lines
+    of the cache. With a warp for every 256 elements, a warp's elements are 256 that lie together: those of 16 bits,
+    which a thread loads by eight, go to their threads within the warp and not through shared memory.
+    """
+    half, span, element = tl.arange(0, 2), tl.arange(0, BLOCK // 256), tl.arange(0, 128)
+    return half[:, None, None] * 128 + span[None, :, None] * 256 + element[None, None, :]
+
+
+@triton.jit
+def _eights(BLOCK: tl.constexpr):
+    return tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+
+
+@triton.jit
+def in_order(value, BLOCK: tl.constexpr):
+    """A block in the form of `places` as a vector, element behind element."""
+    return tl.reshape(tl.permute(value, (1, 0, 2)), [BLOCK])
+
+
+@triton.jit
+def address(row, COLUMN: tl.constexpr, TYPE: tl.constexpr, start, ALIGNED: tl.constexpr):
+    """Pointer to the first element of this block; with `ALIGNED` a thread may load 16 bytes at a time."""
+    pointer = tl.load(row + COLUMN).to(tl.pointer_type(TYPE)) + start
+    if ALIGNED:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
+@triton.jit
+def _column(row, COLUMN: tl.constexpr, TYPE: tl.constexpr, start, ALIGNED: tl.constexpr):
+    """As `address`, for what is read in the form of `places`: with `ALIGNED` 4 elements of every type at a time.
+
+    If the compiler saw that 8 elements of 16 bits lie in 16 bytes, it would give a thread 8 of every type there.
     """
     pointer = tl.load(row + COLUMN).to(tl.pointer_type(TYPE)) + start
     if ALIGNED:
@@ -33,12 +63,32 @@ def address(row, COLUMN: tl.constexpr, TYPE: tl.constexpr, start, ALIGNED: tl.co
 
 
 @triton.jit
-def lone_address(row, COLUMN: tl.constexpr, TYPE: tl.constexpr, start, ALIGNED: tl.constexpr):
-    """The same where no column of another type is read beside it: with `ALIGNED` a thread may load 16 bytes."""
-    pointer = tl.load(row + COLUMN).to(tl.pointer_type(TYPE)) + start
-    if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
-    return pointer
+def read_column(
+    row, COLUMN: tl.constexpr, TYPE: tl.constexpr, start, left,
+    ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A block of a column as fp32, in the form of `places`; without `FULL` only `left` elements are there."""
+    if ALIGNED and FULL and TYPE.primitive_bitwidth == 16:
+        value = tl.load(address(row, COLUMN, TYPE, start, True) + _eights(BLOCK))
+        value = tl.permute(tl.reshape(value, [BLOCK // 256, 2, 128]), (1, 0, 2)).to(tl.float32)
+    else:
+        offsets = places(BLOCK)
+        value = read(_column(row, COLUMN, TYPE, start, ALIGNED), offsets, offsets < left, FULL)
+    return value
+
+
+@triton.jit
+def write_column(
+    row, COLUMN: tl.constexpr, TYPE: tl.constexpr, start, left, value,
+    ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Store what `read_column` has read, rounded to nearest."""
+    if ALIGNED and FULL and TYPE.primitive_bitwidth == 16:
+        low = tl.reshape(tl.permute(value.to(TYPE), (1, 0, 2)), [BLOCK // 8, 8])
+        tl.store(address(row, COLUMN, TYPE, start, True) + _eights(BLOCK), low)
+    else:
+        offsets = places(BLOCK)
+        write(_column(row, COLUMN, TYPE, start, ALIGNED), offsets, value, offsets < left, FULL)
 
 
 @triton.jit
@@ -96,15 +146,16 @@ def add_l1(grad, weight, l1):
 
 @triton.jit
 def random_words(rng, place, start, BLOCK: tl.constexpr):
-    """uint32 [BLOCK]: element `e` of the tensor takes word `e % 4` of counter `(e // 4, place, update number)`."""
-    group = (start // 4) + tl.arange(0, BLOCK // 4)
+    """uint32: element `e` of the tensor takes word `e % 4` of counter `(e // 4, place, update number)`."""
+    half, span, four = tl.arange(0, 2), tl.arange(0, BLOCK // 256), tl.arange(0, 32)
+    group = (start // 4) + (half[:, None, None] * 32 + span[None, :, None] * 64 + four[None, None, :])
     low = (group & 0xFFFFFFFF).to(tl.uint32)
     high = (group >> 32).to(tl.uint32)
     zero = low * 0
     third = zero + place.to(tl.uint32)
     fourth = zero + (tl.load(rng + 1) & 0xFFFFFFFF).to(tl.uint32)
     r0, r1, r2, r3 = tl.philox(tl.load(rng), low, high, third, fourth)
-    return tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), [BLOCK])
+    return tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), [2, BLOCK // 256, 128])
 
 
 @triton.jit
@@ -128,51 +179,53 @@ def round_stochastically(value, words, TYPE: tl.constexpr):
 
 @triton.jit
 def read_gradient(
-    row, start, offsets, inside,
-    GRAD_TYPE: tl.constexpr, TURNED: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr,
+    row, start, left,
+    GRAD_TYPE: tl.constexpr, TURNED: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradient in fp32, in the order of the weight."""
     if TURNED & 1:  # the column of gradients in `Group.turned`
-        places = turned_places(row, start, offsets)
-        grad = read(address(row, GRAD, GRAD_TYPE, 0, False), places, inside, FULL)
+        offsets = places(BLOCK)
+        pointer = address(row, GRAD, GRAD_TYPE, 0, False)
+        grad = read(pointer, turned_places(row, start, offsets), offsets < left, FULL)
     else:
-        grad = read(address(row, GRAD, GRAD_TYPE, start, ALIGNED), offsets, inside, FULL)
+        grad = read_column(row, GRAD, GRAD_TYPE, start, left, ALIGNED, FULL, BLOCK)
     return grad
 
 
 @triton.jit
 def store_weight(
-    row, start, offsets, inside, new, rng,
+    row, start, left, new, rng,
     WEIGHT_TYPE: tl.constexpr, EXTRA_TYPE: tl.constexpr, MODE: tl.constexpr, TURNED: tl.constexpr,
     ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the new weight as `MODE` says; the extra tensor is given the rounding error, or a low copy."""
-    weight = address(row, WEIGHT, WEIGHT_TYPE, start, ALIGNED)
     new = saturated(new, WEIGHT_TYPE)
     if MODE == STOCHASTIC:
         words = random_words(rng, tl.load(row + PLACE), start, BLOCK)
-        write(weight, offsets, round_stochastically(new, words, WEIGHT_TYPE), inside, FULL)
+        rounded = round_stochastically(new, words, WEIGHT_TYPE)
+        write_column(row, WEIGHT, WEIGHT_TYPE, start, left, rounded, ALIGNED, FULL, BLOCK)
     else:
         stored = new.to(WEIGHT_TYPE)
-        write(weight, offsets, stored, inside, FULL)
+        write_column(row, WEIGHT, WEIGHT_TYPE, start, left, stored, ALIGNED, FULL, BLOCK)
         if EXTRA_TYPE is not None:
             if MODE == KAHAN:
-                extra = address(row, EXTRA, EXTRA_TYPE, start, ALIGNED)
-                write(extra, offsets, new - stored.to(tl.float32), inside, FULL)
+                error = new - stored.to(tl.float32)
+                write_column(row, EXTRA, EXTRA_TYPE, start, left, error, ALIGNED, FULL, BLOCK)
             elif TURNED & 4:  # the column of extras
+                offsets = places(BLOCK)
                 extra = address(row, EXTRA, EXTRA_TYPE, 0, False)
-                write(extra, turned_places(row, start, offsets), new, inside, FULL)
+                write(extra, turned_places(row, start, offsets), new, offsets < left, FULL)
             else:
-                write(address(row, EXTRA, EXTRA_TYPE, start, ALIGNED), offsets, new, inside, FULL)
+                write_column(row, EXTRA, EXTRA_TYPE, start, left, new, ALIGNED, FULL, BLOCK)
 
 
 @triton.jit
 def load_weight(
-    row, start, offsets, inside,
-    WEIGHT_TYPE: tl.constexpr, MODE: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr,
+    row, start, left,
+    WEIGHT_TYPE: tl.constexpr, MODE: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The weight in fp32, with the error of earlier roundings added where it is kept."""
-    weight = read(address(row, WEIGHT, WEIGHT_TYPE, start, ALIGNED), offsets, inside, FULL)
+    weight = read_column(row, WEIGHT, WEIGHT_TYPE, start, left, ALIGNED, FULL, BLOCK)
     if MODE == KAHAN:
-        weight += read(address(row, EXTRA, WEIGHT_TYPE, start, ALIGNED), offsets, inside, FULL)
+        weight += read_column(row, EXTRA, WEIGHT_TYPE, start, left, ALIGNED, FULL, BLOCK)
     return weight
