@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -249,7 +250,8 @@ def test_full_blocks_load_and_store_16_bytes_of_every_column_and_share_none_betw
         wide = sum(per_thread * column[0] // 16 for column in COLUMNS[name].values() if column[place])
         assert len(re.findall(rf"\b{what}\.global\.v4\.b32", ptx)) == wide, what
         assert not re.search(rf"\b{what}\.global\.v2", ptx)
-    if name not in ("gather", "check"):  # which add up what their warps have found
+    exchanges = tuple(map(int, version("triton").split(".")[:2])) >= (3, 7)  # within a warp, by shuffles
+    if exchanges and name not in ("gather", "check"):  # which add up what their warps have found
         assert "st.shared" not in ptx and "bar.sync" not in ptx
 
 

@@ -34,7 +34,6 @@ from amp_compiler.ops.cuda.triton_parts import (
     WEIGHT,
     add_l1,
     address,
-    in_order,
     load_weight,
     read,
     read_column,
@@ -54,11 +53,14 @@ def _adam_block(
     MODE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, DECOUPLED: tl.constexpr,
     TURNED: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    left = size - start
-    grad = read_gradient(row, start, left, GRAD_TYPE, TURNED, ALIGNED, FULL, BLOCK) * coef
-    weight = load_weight(row, start, left, WEIGHT_TYPE, MODE, ALIGNED, FULL, BLOCK)
-    m = read_column(row, FIRST, MOMENT_TYPE, start, left, ALIGNED, FULL, BLOCK)
-    v = read_column(row, SECOND, MOMENT_TYPE, start, left, ALIGNED, FULL, BLOCK)
+    offsets = tl.arange(0, BLOCK)
+    inside = offsets < size - start
+    first = address(row, FIRST, MOMENT_TYPE, start, ALIGNED, FULL)
+    second = address(row, SECOND, MOMENT_TYPE, start, ALIGNED, FULL)
+    grad = read_gradient(row, start, offsets, inside, GRAD_TYPE, TURNED, ALIGNED, FULL, BLOCK) * coef
+    weight = load_weight(row, start, offsets, inside, WEIGHT_TYPE, MODE, ALIGNED, FULL, BLOCK)
+    m = read_column(first, offsets, inside, ALIGNED, FULL, BLOCK)
+    v = read_column(second, offsets, inside, ALIGNED, FULL, BLOCK)
     scalars += tl.load(row + PLACE) * ADAM_NUMBERS
     shrink, l2, l1 = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
     weight1, beta2, weight2 = tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5)
@@ -73,15 +75,17 @@ def _adam_block(
     difference = grad - m
     m = tl.where(weight1 < 0.5, tl.fma(difference, weight1, m), tl.fma(difference, weight1 - 1.0, grad))
     v = tl.fma(grad * weight2, grad, v * beta2)
-    write_column(row, FIRST, MOMENT_TYPE, start, left, saturated(m, MOMENT_TYPE), ALIGNED, FULL, BLOCK)
-    write_column(row, SECOND, MOMENT_TYPE, start, left, saturated(v, MOMENT_TYPE), ALIGNED, FULL, BLOCK)
+    write_column(first, offsets, saturated(m, MOMENT_TYPE), inside, ALIGNED, FULL, BLOCK)
+    write_column(second, offsets, saturated(v, MOMENT_TYPE), inside, ALIGNED, FULL, BLOCK)
     if AMSGRAD:
-        largest = read_column(row, LARGEST, MOMENT_TYPE, start, left, ALIGNED, FULL, BLOCK)
-        v = tl.maximum(largest, v, propagate_nan=tl.PropagateNan.ALL)
-        write_column(row, LARGEST, MOMENT_TYPE, start, left, saturated(v, MOMENT_TYPE), ALIGNED, FULL, BLOCK)
+        largest = address(row, LARGEST, MOMENT_TYPE, start, ALIGNED, FULL)
+        v = tl.maximum(
+            read_column(largest, offsets, inside, ALIGNED, FULL, BLOCK), v, propagate_nan=tl.PropagateNan.ALL
+        )
+        write_column(largest, offsets, saturated(v, MOMENT_TYPE), inside, ALIGNED, FULL, BLOCK)
     denominator = tl.div_rn(tl.sqrt_rn(v), root) + eps
     new = weight + tl.div_rn(m * neg_step, denominator)
-    store_weight(row, start, left, new, rng, WEIGHT_TYPE, EXTRA_TYPE, MODE, TURNED, ALIGNED, FULL, BLOCK)
+    store_weight(row, start, offsets, inside, new, rng, WEIGHT_TYPE, EXTRA_TYPE, MODE, TURNED, ALIGNED, FULL, BLOCK)
 
 
 @triton.jit
@@ -146,9 +150,10 @@ def _sgd_block(
     MODE: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr,
     TURNED: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    left = size - start
-    grad = read_gradient(row, start, left, GRAD_TYPE, TURNED, ALIGNED, FULL, BLOCK) * coef
-    weight = load_weight(row, start, left, WEIGHT_TYPE, MODE, ALIGNED, FULL, BLOCK)
+    offsets = tl.arange(0, BLOCK)
+    inside = offsets < size - start
+    grad = read_gradient(row, start, offsets, inside, GRAD_TYPE, TURNED, ALIGNED, FULL, BLOCK) * coef
+    weight = load_weight(row, start, offsets, inside, WEIGHT_TYPE, MODE, ALIGNED, FULL, BLOCK)
     neg_lr = (-tl.load(hyper)).to(tl.float32)
     momentum = tl.load(hyper + 1).to(tl.float32)
     keep = (1.0 - tl.load(hyper + 2)).to(tl.float32)
@@ -158,16 +163,16 @@ def _sgd_block(
     grad = add_l1(grad, weight, tl.load(hyper + 4).to(tl.float32))
     grad = tl.where(l2 != 0.0, tl.fma(weight, l2, grad), grad)
     if MOMENT_TYPE is not None:
-        first = read_column(row, FIRST, MOMENT_TYPE, start, left, ALIGNED, FULL, BLOCK)
-        decayed = tl.fma(grad, keep, first * momentum)
+        first = address(row, FIRST, MOMENT_TYPE, start, ALIGNED, FULL)
+        decayed = tl.fma(grad, keep, read_column(first, offsets, inside, ALIGNED, FULL, BLOCK) * momentum)
         buffer = saturated(tl.where(tl.load(started) != 0.0, decayed, grad), MOMENT_TYPE).to(MOMENT_TYPE)
-        write_column(row, FIRST, MOMENT_TYPE, start, left, buffer, ALIGNED, FULL, BLOCK)
+        write_column(first, offsets, buffer, inside, ALIGNED, FULL, BLOCK)
         if NESTEROV:
             grad = tl.fma(buffer.to(tl.float32), momentum, grad)
         else:
             grad = buffer.to(tl.float32)
     new = tl.fma(grad, neg_lr, weight)
-    store_weight(row, start, left, new, rng, WEIGHT_TYPE, EXTRA_TYPE, MODE, TURNED, ALIGNED, FULL, BLOCK)
+    store_weight(row, start, offsets, inside, new, rng, WEIGHT_TYPE, EXTRA_TYPE, MODE, TURNED, ALIGNED, FULL, BLOCK)
 
 
 @triton.jit
@@ -217,7 +222,7 @@ def check_kernel(
     size = tl.load(row + SIZE)
     offsets = tl.arange(0, BLOCK)
     inside = offsets < size - start
-    pointer = address(row, GRAD, GRAD_TYPE, start, ALIGNED)
+    pointer = address(row, GRAD, GRAD_TYPE, start, ALIGNED, True)
     if size - start >= BLOCK:
         grad = read(pointer, offsets, inside, True)
     else:
@@ -234,16 +239,19 @@ def _gather_block(
     row, start, size, GRAD_TYPE: tl.constexpr, LAST: tl.constexpr, TURNED: tl.constexpr,
     ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    left = size - start
-    total = read_column(row, WEIGHT, tl.float32, start, left, ALIGNED, FULL, BLOCK)
-    total += read_gradient(row, start, left, GRAD_TYPE, TURNED, ALIGNED, FULL, BLOCK)
+    offsets = tl.arange(0, BLOCK)
+    inside = offsets < size - start
+    kept = address(row, WEIGHT, tl.float32, start, ALIGNED, FULL)
+    total = read_column(kept, offsets, inside, ALIGNED, FULL, BLOCK)
+    total += read_gradient(row, start, offsets, inside, GRAD_TYPE, TURNED, ALIGNED, FULL, BLOCK)
     if LAST:
-        write_column(row, EXTRA, tl.float32, start, left, total, ALIGNED, FULL, BLOCK)
-        zeros = tl.zeros([2, BLOCK // 256, 128], dtype=tl.float32)
-        write_column(row, WEIGHT, tl.float32, start, left, zeros, ALIGNED, FULL, BLOCK)
+        write_column(
+            address(row, EXTRA, tl.float32, start, ALIGNED, FULL), offsets, total, inside, ALIGNED, FULL, BLOCK
+        )
+        write_column(kept, offsets, tl.zeros([BLOCK], dtype=tl.float32), inside, ALIGNED, FULL, BLOCK)
     else:
-        write_column(row, WEIGHT, tl.float32, start, left, total, ALIGNED, FULL, BLOCK)
-    return in_order(total, BLOCK)
+        write_column(kept, offsets, total, inside, ALIGNED, FULL, BLOCK)
+    return total
 
 
 @triton.jit
@@ -299,8 +307,8 @@ def commit_kernel(rows, blocks, skip, TYPE: tl.constexpr, ALIGNED: tl.constexpr,
         start = (work & 0xFFFFFFFF) * BLOCK
         size = tl.load(row + SIZE)
         offsets = tl.arange(0, BLOCK)
-        given = address(row, GRAD, TYPE, start, ALIGNED) + offsets
-        target = address(row, WEIGHT, TYPE, start, ALIGNED) + offsets
+        given = address(row, GRAD, TYPE, start, ALIGNED, True) + offsets
+        target = address(row, WEIGHT, TYPE, start, ALIGNED, True) + offsets
         if size - start >= BLOCK:
             tl.store(target, tl.load(given))
         else:

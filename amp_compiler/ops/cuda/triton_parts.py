@@ -19,76 +19,54 @@ KAHAN = tl.constexpr(2)
 
 
 @triton.jit
-def places(BLOCK: tl.constexpr):
-    """[2, BLOCK // 256, 128]: numbers of a block's elements, as threads take them.
+def address(row, COLUMN: tl.constexpr, TYPE: tl.constexpr, start, ALIGNED: tl.constexpr, FULL: tl.constexpr):
+    """Pointer to the first element of this block; with `ALIGNED` a thread may load 16 bytes at a time.
 
-    A thread has 4 elements that lie together, twice, so that it loads 16 bytes of fp32 at a time and a warp whole lines
-    of the cache. With a warp for every 256 elements, a warp's elements are 256 that lie together: those of 16 bits,
-    which a thread loads by eight, go to their threads within the warp and not through shared memory.
+    Without `FULL` it loads at most 4 elements: if the compiler saw that 8 elements of 16 bits lie in 16 bytes, it would
+    give a thread 8 of every type, and move values between threads through shared memory.
     """
-    half, span, element = tl.arange(0, 2), tl.arange(0, BLOCK // 256), tl.arange(0, 128)
-    return half[:, None, None] * 128 + span[None, :, None] * 256 + element[None, None, :]
-
-
-@triton.jit
-def _eights(BLOCK: tl.constexpr):
-    return tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
-
-
-@triton.jit
-def in_order(value, BLOCK: tl.constexpr):
-    """A block in the form of `places` as a vector, element behind element."""
-    return tl.reshape(tl.permute(value, (1, 0, 2)), [BLOCK])
-
-
-@triton.jit
-def address(row, COLUMN: tl.constexpr, TYPE: tl.constexpr, start, ALIGNED: tl.constexpr):
-    """Pointer to the first element of this block; with `ALIGNED` a thread may load 16 bytes at a time."""
     pointer = tl.load(row + COLUMN).to(tl.pointer_type(TYPE)) + start
     if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
+        pointer = tl.multiple_of(pointer, 16 if FULL else TYPE.primitive_bitwidth // 2)
     return pointer
 
 
 @triton.jit
-def _column(row, COLUMN: tl.constexpr, TYPE: tl.constexpr, start, ALIGNED: tl.constexpr):
-    """As `address`, for what is read in the form of `places`: with `ALIGNED` 4 elements of every type at a time.
+def _by_eights(BLOCK: tl.constexpr):
+    """[BLOCK // 256, 2, 128]: numbers of a block's elements, of which a thread takes 8 that lie together.
 
-    If the compiler saw that 8 elements of 16 bits lie in 16 bytes, it would give a thread 8 of every type there.
+    Of a vector a thread takes 4 of 32 bits that lie together, and with a warp for every 256 elements 4 more, half a
+    block behind them. Here a warp has the same elements as there, so that they go to their threads within the warp:
+    half of it reads 256 bytes at one place, half of it 256 bytes at the other. The compiler tells the two forms apart
+    by their shapes.
     """
-    pointer = tl.load(row + COLUMN).to(tl.pointer_type(TYPE)) + start
-    if ALIGNED:
-        pointer = tl.multiple_of(pointer, TYPE.primitive_bitwidth // 2)
-    return pointer
+    warp, half, element = tl.arange(0, BLOCK // 256), tl.arange(0, 2), tl.arange(0, 128)
+    return warp[:, None, None] * 128 + half[None, :, None] * (BLOCK // 2) + element[None, None, :]
 
 
 @triton.jit
 def read_column(
-    row, COLUMN: tl.constexpr, TYPE: tl.constexpr, start, left,
-    ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
+    pointer, offsets, inside, ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """A block of a column as fp32, in the form of `places`; without `FULL` only `left` elements are there."""
-    if ALIGNED and FULL and TYPE.primitive_bitwidth == 16:
-        value = tl.load(address(row, COLUMN, TYPE, start, True) + _eights(BLOCK))
-        value = tl.permute(tl.reshape(value, [BLOCK // 256, 2, 128]), (1, 0, 2)).to(tl.float32)
+    """Load a block of a column as fp32, 16 bytes at a time where it is `ALIGNED` and `FULL`."""
+    if ALIGNED and FULL and pointer.dtype.element_ty.primitive_bitwidth == 16:
+        value = tl.permute(tl.load(pointer + _by_eights(BLOCK)), (1, 0, 2))
+        value = tl.reshape(value, [BLOCK]).to(tl.float32)
     else:
-        offsets = places(BLOCK)
-        value = read(_column(row, COLUMN, TYPE, start, ALIGNED), offsets, offsets < left, FULL)
+        value = read(pointer, offsets, inside, FULL)
     return value
 
 
 @triton.jit
 def write_column(
-    row, COLUMN: tl.constexpr, TYPE: tl.constexpr, start, left, value,
-    ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
+    pointer, offsets, value, inside, ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Store what `read_column` has read, rounded to nearest."""
-    if ALIGNED and FULL and TYPE.primitive_bitwidth == 16:
-        low = tl.reshape(tl.permute(value.to(TYPE), (1, 0, 2)), [BLOCK // 8, 8])
-        tl.store(address(row, COLUMN, TYPE, start, True) + _eights(BLOCK), low)
+    if ALIGNED and FULL and pointer.dtype.element_ty.primitive_bitwidth == 16:
+        value = tl.reshape(value.to(pointer.dtype.element_ty), [2, BLOCK // 256, 128])
+        tl.store(pointer + _by_eights(BLOCK), tl.permute(value, (1, 0, 2)))
     else:
-        offsets = places(BLOCK)
-        write(_column(row, COLUMN, TYPE, start, ALIGNED), offsets, value, offsets < left, FULL)
+        write(pointer, offsets, value, inside, FULL)
 
 
 @triton.jit
@@ -146,16 +124,15 @@ def add_l1(grad, weight, l1):
 
 @triton.jit
 def random_words(rng, place, start, BLOCK: tl.constexpr):
-    """uint32: element `e` of the tensor takes word `e % 4` of counter `(e // 4, place, update number)`."""
-    half, span, four = tl.arange(0, 2), tl.arange(0, BLOCK // 256), tl.arange(0, 32)
-    group = (start // 4) + (half[:, None, None] * 32 + span[None, :, None] * 64 + four[None, None, :])
+    """uint32 [BLOCK]: element `e` of the tensor takes word `e % 4` of counter `(e // 4, place, update number)`."""
+    group = (start // 4) + tl.arange(0, BLOCK // 4)
     low = (group & 0xFFFFFFFF).to(tl.uint32)
     high = (group >> 32).to(tl.uint32)
     zero = low * 0
     third = zero + place.to(tl.uint32)
     fourth = zero + (tl.load(rng + 1) & 0xFFFFFFFF).to(tl.uint32)
     r0, r1, r2, r3 = tl.philox(tl.load(rng), low, high, third, fourth)
-    return tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), [2, BLOCK // 256, 128])
+    return tl.reshape(tl.join(tl.join(r0, r2), tl.join(r1, r3)), [BLOCK])
 
 
 @triton.jit
@@ -179,53 +156,56 @@ def round_stochastically(value, words, TYPE: tl.constexpr):
 
 @triton.jit
 def read_gradient(
-    row, start, left,
+    row, start, offsets, inside,
     GRAD_TYPE: tl.constexpr, TURNED: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradient in fp32, in the order of the weight."""
     if TURNED & 1:  # the column of gradients in `Group.turned`
-        offsets = places(BLOCK)
-        pointer = address(row, GRAD, GRAD_TYPE, 0, False)
-        grad = read(pointer, turned_places(row, start, offsets), offsets < left, FULL)
+        places = turned_places(row, start, offsets)
+        grad = read(address(row, GRAD, GRAD_TYPE, 0, False, FULL), places, inside, FULL)
     else:
-        grad = read_column(row, GRAD, GRAD_TYPE, start, left, ALIGNED, FULL, BLOCK)
+        column = address(row, GRAD, GRAD_TYPE, start, ALIGNED, FULL)
+        grad = read_column(column, offsets, inside, ALIGNED, FULL, BLOCK)
     return grad
 
 
 @triton.jit
 def store_weight(
-    row, start, left, new, rng,
+    row, start, offsets, inside, new, rng,
     WEIGHT_TYPE: tl.constexpr, EXTRA_TYPE: tl.constexpr, MODE: tl.constexpr, TURNED: tl.constexpr,
     ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the new weight as `MODE` says; the extra tensor is given the rounding error, or a low copy."""
+    weight = address(row, WEIGHT, WEIGHT_TYPE, start, ALIGNED, FULL)
     new = saturated(new, WEIGHT_TYPE)
     if MODE == STOCHASTIC:
         words = random_words(rng, tl.load(row + PLACE), start, BLOCK)
         rounded = round_stochastically(new, words, WEIGHT_TYPE)
-        write_column(row, WEIGHT, WEIGHT_TYPE, start, left, rounded, ALIGNED, FULL, BLOCK)
+        write_column(weight, offsets, rounded, inside, ALIGNED, FULL, BLOCK)
     else:
         stored = new.to(WEIGHT_TYPE)
-        write_column(row, WEIGHT, WEIGHT_TYPE, start, left, stored, ALIGNED, FULL, BLOCK)
+        write_column(weight, offsets, stored, inside, ALIGNED, FULL, BLOCK)
         if EXTRA_TYPE is not None:
-            if MODE == KAHAN:
-                error = new - stored.to(tl.float32)
-                write_column(row, EXTRA, EXTRA_TYPE, start, left, error, ALIGNED, FULL, BLOCK)
-            elif TURNED & 4:  # the column of extras
-                offsets = places(BLOCK)
-                extra = address(row, EXTRA, EXTRA_TYPE, 0, False)
-                write(extra, turned_places(row, start, offsets), new, offsets < left, FULL)
+            if TURNED & 4:  # the column of extras
+                extra = address(row, EXTRA, EXTRA_TYPE, 0, False, FULL)
+                write(extra, turned_places(row, start, offsets), new, inside, FULL)
             else:
-                write_column(row, EXTRA, EXTRA_TYPE, start, left, new, ALIGNED, FULL, BLOCK)
+                extra = address(row, EXTRA, EXTRA_TYPE, start, ALIGNED, FULL)
+                beside = new
+                if MODE == KAHAN:
+                    beside = new - stored.to(tl.float32)
+                write_column(extra, offsets, beside, inside, ALIGNED, FULL, BLOCK)
 
 
 @triton.jit
 def load_weight(
-    row, start, left,
+    row, start, offsets, inside,
     WEIGHT_TYPE: tl.constexpr, MODE: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The weight in fp32, with the error of earlier roundings added where it is kept."""
-    weight = read_column(row, WEIGHT, WEIGHT_TYPE, start, left, ALIGNED, FULL, BLOCK)
+    column = address(row, WEIGHT, WEIGHT_TYPE, start, ALIGNED, FULL)
+    weight = read_column(column, offsets, inside, ALIGNED, FULL, BLOCK)
     if MODE == KAHAN:
-        weight += read_column(row, EXTRA, WEIGHT_TYPE, start, left, ALIGNED, FULL, BLOCK)
+        error = address(row, EXTRA, WEIGHT_TYPE, start, ALIGNED, FULL)
+        weight += read_column(error, offsets, inside, ALIGNED, FULL, BLOCK)
     return weight
