@@ -382,7 +382,7 @@ def test_a_torch_without_dynamos_comparison_sees_the_same(monkeypatch):
 
 def test_without_compiled_code_the_same_is_seen(monkeypatch):
     monkeypatch.setattr(compiled_look, "_compiled", lambda: None)
-    same_runs([state_moved_in_place, new_state_of_one, eval_mode_of_one, new_weight_in_the_table])
+    same_runs([new_state_of_one, state_moved_in_place, eval_mode_of_one, new_weight_in_the_table])
 
 
 def test_dynamos_comparison_is_there():
@@ -547,43 +547,28 @@ def test_a_replay_of_more_parameters_calls_no_more_functions():
     assert few == many < 150
 
 
-def test_a_batch_of_another_form_is_another_one():
-    run = Run(True, graphs=True, dynamic_shapes=None)
-    x, y = X[0], Y[0]
-    forms = [
-        (x, y),
-        (x[:5], y[:5]),
-        (x.t().contiguous().t(), y),
-        (x.double().float().requires_grad_(), y),
-        (x[:, None].squeeze(1), y.int()),
-    ]
-    for given in forms[:4]:
-        run.step(*given)
-    assert len(run.step._programs) == 4
-    programs = []
-    for _ in range(2):
-        for given in forms[:4]:
-            for _ in range(2):
-                run.step(*given)
-                programs.append(run.step._last[0])
-    assert len(run.step._programs) == 4 and len({*map(id, programs)}) == 4
-    assert programs[:8] == programs[8:] and programs[0] is programs[1] is not programs[2]
-
-
-def test_a_tensor_that_stands_twice_in_a_batch_is_another_form():
+@pytest.mark.parametrize("dynamo", [True, False])
+def test_a_batch_of_another_form_is_another_one(dynamo, monkeypatch):
+    monkeypatch.setattr(torch_private._GUARDS, "tell", dynamo)
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     step = amp.training_step(
-        model, lambda m, a, b: (m(a) * b).mean(), torch.optim.SGD(model.parameters(), 0.1), dtype="bf16"
+        model, lambda m, a, b: (m(a) * b).mean(), optimizer, dtype="bf16", dynamic_shapes=None, backend="eager"
     )
     a, b = X[0], X[1]
-    for _ in range(4):
-        step(a, b)
-        apart = step._last[0]
-        step(a, a)
-        assert step._last[0] is not apart
-    step(a, b)
-    assert step._last[0] is apart and len(step._programs) == 2
+    forms = [(a, b), (a, a), (a[:5], b[:5]), (a.t().contiguous().t(), b), (a.clone().requires_grad_(), b)]
+    for given in forms:
+        step(*given)
+    programs = []
+    for _ in range(2):
+        for given in forms:
+            for _ in range(3):
+                step(*given)
+                programs.append(step._last[0])
+    assert len(step._programs) == len({*map(id, programs)}) == len(forms)
+    assert programs[: len(programs) // 2] == programs[len(programs) // 2 :]
+    assert all(one is two is three for one, two, three in zip(*[iter(programs)] * 3, strict=True))
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
