@@ -110,9 +110,10 @@ class Look:
             *(one.section(kept) for one in (self._attributes, self._tables, self._lists)),
             self._tensors.section(kept, self._tensors.values),
         )
-        function, functions = _compiled() or (None, None)
-        if function is None:
+        compiled = _compiled()
+        if compiled is None:
             raise RuntimeError("there is no compiled look")
+        function, functions = compiled
         given = ctypes.byref(functions), ctypes.byref(looks)
         return lambda kept=kept: function(*given) == 1  # type: ignore[misc]
 
@@ -135,7 +136,7 @@ def _compiled() -> tuple[Any, Any] | None:
     functions = (ctypes.c_void_p * (len(found) + 1))(*found, address)
     # With the interpreter's lock, and with its errors raised.
     kind = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-    return kind(ctypes.cast(library.look, ctypes.c_void_p).value), functions
+    return kind(ctypes.cast(library.look, ctypes.c_void_p).value or 0), functions
 
 
 def address_test(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:

@@ -48,7 +48,8 @@ def check_hooks(optimizers: Sequence[Optimizer], between: str) -> None:
 
 
 def _own(optimizer: Optimizer, name: str) -> Mapping[int, Any]:
-    return optimizer.__dict__.get(name, _NONE)
+    own: Mapping[int, Any] = optimizer.__dict__.get(name, _NONE)
+    return own
 
 
 def with_hooks(
