@@ -25,14 +25,17 @@ class Buffers:
     def __init__(self, inputs: Sequence[Any], places: Sequence[int]) -> None:
         self._places = list(places)
         likes = [inputs[place] for place in places]
-        self._sizes = [_stored_sizes(like) for like in likes]
+        sizes = [_stored_sizes(like) for like in likes]
         self._stored = [
-            torch.empty_strided(sizes, like.stride(), dtype=like.dtype, device=like.device)
-            for sizes, like in zip(self._sizes, likes, strict=True)
+            torch.empty_strided(size, like.stride(), dtype=like.dtype, device=like.device)
+            for size, like in zip(sizes, likes, strict=True)
         ]
         self._shapes = [like.shape for like in likes]
         together = _together(self._stored)
-        self._words = [together.get(number) for number in range(len(likes))]
+        self._copied = [
+            (place, None if size == shape else size, self._stored[number], together.get(number))
+            for number, (place, size, shape) in enumerate(zip(places, sizes, self._shapes, strict=True))
+        ]
         self._joint = [_seen_as(self._stored[number], word) for number, word in together.items()]
 
     def put_into(self, inputs: Sequence[Any]) -> list[Any]:
@@ -43,11 +46,11 @@ class Buffers:
         return fixed
 
     def fill(self, inputs: Sequence[Any]) -> None:
-        """Copy a batch in, without waiting."""
+        """Copy in a batch of the same form, without waiting."""
         joint = []
-        for place, sizes, word, stored in zip(self._places, self._sizes, self._words, self._stored, strict=True):
+        for place, sizes, stored, word in self._copied:
             source = inputs[place]
-            if source.shape != sizes:
+            if sizes is not None:
                 source = source.as_strided(sizes, source.stride(), source.storage_offset())
             if word is None:
                 stored.copy_(source, non_blocking=True)

@@ -122,12 +122,22 @@ class GraphedRun:
         """Places of the inputs that come from the batch."""
         return self._batch
 
-    def again(self, inputs: Sequence[Any]) -> Sequence[Any]:
-        """Run the step once, where all state lies as at the last call; the batch may lie elsewhere."""
+    @property
+    def beside(self) -> Sequence[Any]:
+        """What the graph gives behind the outputs that are copied: the same tensors at every replay."""
+        return () if self._graph is None else self._graph.outputs[self._copied :]
+
+    def again(self, inputs: Sequence[Any]) -> list[Any] | None:
+        """Replay the step once, where all state lies as at the last call; the batch may lie elsewhere, in one form.
+
+        Returns:
+            The outputs that are copied; `None` where there is no graph, and nothing was done.
+        """
         if self._graph is None:
-            return self(*inputs)
+            return None
         self._graph.fill(inputs)
-        return self._replayed(self._graph)
+        self._graph.replay()
+        return self._copies(self._graph)
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         """Run the step once."""
@@ -197,8 +207,10 @@ class GraphedRun:
 
     def _replayed(self, graph: _Captured) -> list[Any]:
         graph.replay()
-        copied = [value.clone() if isinstance(value, Tensor) else value for value in graph.outputs[: self._copied]]
-        return [*copied, *graph.outputs[self._copied :]]
+        return [*self._copies(graph), *graph.outputs[self._copied :]]
+
+    def _copies(self, graph: _Captured) -> list[Any]:
+        return [value.clone() if isinstance(value, Tensor) else value for value in graph.outputs[: self._copied]]
 
     def _give_up(self, reason: str, level: int = logging.INFO) -> None:
         self._reason, self._graph, self._layout = reason, None, None

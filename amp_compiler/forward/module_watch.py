@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from amp_compiler.forward.same_objects import SameObjects
 from amp_compiler.fx.capture import StandIn
+from amp_compiler.fx.compiled_look import address_test
 from amp_compiler.fx.hooks import HOOKS, MODULE_HOOKS, hooks_made
-from amp_compiler.fx.torch_private import address_test, form_test, global_module_hooks
+from amp_compiler.fx.torch_private import form_test, global_module_hooks
 
 TABLES = ("_modules", "_parameters", "_buffers")
 _HOOKS = tuple(map(attrgetter, HOOKS))
@@ -74,7 +78,7 @@ def note_modules(model: nn.Module, same: SameObjects, hooks: SameObjects) -> tup
 
 
 class TensorWatch:
-    """Whether tensors have the form and the place in memory that they had, and which versions they have.
+    """Whether tensors have the form and the place in memory that they had, and how often they were written.
 
     It goes through them in pieces that stay in the processor's nearest cache while they are looked at.
 
@@ -94,25 +98,85 @@ class TensorWatch:
         """Whether all of them can be watched: plain tensors in memory."""
         return all(type(t) in (Tensor, nn.Parameter) and t.layout is torch.strided for t in tensors)
 
-    def look(self, placed: bool) -> list[int] | None:
-        """The versions of now; `None` where something else has changed.
+    def look(self, placed: bool) -> int | None:
+        """The sum of the versions of now, which never fall; `None` where something else has changed.
 
         Args:
             placed: whether the places of the tensors count whose form does not.
         """
-        versions: list[int] = []
+        versions = 0
         for form, place, piece in self._versioned:
             if not form() or not place():
                 return None
-            versions += map(_VERSION, piece)
+            versions += sum(map(_VERSION, piece))
         for holds in (*self._others, *(self._placed if placed else ())):
             if not holds():
                 return None
         return versions
 
     def versions(self) -> list[int]:
-        """The versions of now."""
+        """The version of each one now."""
         return [version for _, _, piece in self._versioned for version in map(_VERSION, piece)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """By how much a kind of replay, which is kept alive, moves versions; whether that is known for certain."""
+
+    kind: Any
+    steps: list[int]
+    sum: int
+    known: bool
+
+
+class WriteCount:
+    """The versions that some tensors are to have when a step begins, if nobody else has written to them.
+
+    Behind a replay they are not read again. What it moves is always the same, and known once two replays of the same
+    kind, one behind the other, have moved the same.
+
+    Args:
+        watch: of the tensors.
+    """
+
+    def __init__(self, watch: TensorWatch) -> None:
+        self._watch = watch
+        self._moves: dict[int, _Move] = {}  # by the id of a kind
+        self.read()
+
+    def read(self) -> None:
+        """Take the versions of now."""
+        self._versions, self._counts = self._watch.versions(), Counter[int]()
+        self.sum = sum(self._versions)
+
+    def replayed(self, kind: Any) -> None:
+        """Add what a replay has just moved.
+
+        Args:
+            kind: an object that stands for what it writes.
+        """
+        move = self._moves.get(id(kind))
+        if move is not None and move.known:
+            self._counts[id(kind)] += 1
+            self.sum += move.sum
+            return
+        before = self.expected()
+        self.read()
+        steps = [now - old for now, old in zip(self._versions, before, strict=True)]
+        self._moves[id(kind)] = _Move(kind, steps, sum(steps), move is not None and steps == move.steps)
+
+    def expected(self) -> list[int]:
+        """The version of each tensor, if nobody else has written to it."""
+        expected = self._versions
+        for number, count in self._counts.items():
+            expected = [one + count * step for one, step in zip(expected, self._moves[number].steps, strict=True)]
+        return expected
+
+    def written(self) -> list[bool]:
+        """Which of them somebody else has written; from now on they are expected to be as they are."""
+        before = self.expected()
+        self.read()
+        return [now != old for now, old in zip(self._versions, before, strict=True)]
 
 
 def _pieces(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 
 from rich.console import Console
@@ -51,14 +51,18 @@ set_level(os.environ.get("AMP_LOG"))
 logger.addFilter(lambda record: not _SILENT.get())
 
 
-@contextmanager
-def silent(on: bool = True) -> Iterator[None]:
+def silent(on: bool = True) -> AbstractContextManager[None]:
     """Within it nothing is said by this thread, such as by the ranks beside the first one.
 
     Args:
         on: whether it is so.
     """
-    token = _SILENT.set(on or _SILENT.get())
+    return _silent() if on else nullcontext()
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    token = _SILENT.set(True)
     try:
         yield
     finally:

@@ -7,6 +7,8 @@ from itertools import chain
 from operator import is_
 from typing import Any
 
+from amp_compiler.fx.compiled_look import Look, available
+
 _LITERALS = (True, False, None)
 
 
@@ -14,6 +16,10 @@ class SameObjects:
     """Collects places with the objects that stand there, and makes one test of them, some 20 ns a place.
 
     Everything is compared by identity. What is named here is kept alive, so that no other object gets its `id`.
+
+    Args:
+        compiled: whether compiled code compares lists and tables, where there is any: it is four times as fast, and
+            takes a microsecond to call.
 
     Example:
         >>> table = {"a": 1000}
@@ -27,7 +33,8 @@ class SameObjects:
         False
     """
 
-    def __init__(self) -> None:
+    def __init__(self, compiled: bool = False) -> None:
+        self._look = Look() if compiled and available() else None
         self._terms: list[str] = []
         self._values: dict[str, Any] = {"is_": is_, "chain": chain.from_iterable, "values": dict.values}
         self._names: dict[int, str] = {}
@@ -46,14 +53,24 @@ class SameObjects:
 
     def items(self, values: Sequence[Any]) -> None:
         """The items of a list, and how many there are."""
+        if self._look is not None and isinstance(values, list):
+            self._look.items(values)
+            return
         self._terms.append(self._all_same(self._name(values), values))
 
     def table(self, table: Mapping[Any, Any]) -> None:
         """All keys and values of a dict, in their order."""
+        if self._look is not None and self._look.takes(table):
+            self._look.table(table)
+            return
         self._terms += [self._all_same(self._name(table), list(table)), self._values_same(table)]
 
     def values_of(self, tables: Sequence[dict[Any, Any]]) -> None:
         """The values of many dicts, one behind the other: for a great number it touches less memory than `item`."""
+        if self._look is not None and all(map(self._look.takes, tables)):
+            for table in tables:
+                self._look.table(table)
+            return
         values = [*chain.from_iterable(map(dict.values, tables))]
         now = f"[*chain(map(values, {self._name(list(tables))}))]"
         self._terms.append(f"len(n := {now}) == {len(values)} and all(map(is_, n, {self._name(values)}))")
@@ -63,10 +80,15 @@ class SameObjects:
 
         Args:
             owner: an object with attributes in a dict of its own.
-            names: of the dicts; other dicts with the same objects in them will do.
+            names: of the dicts; other dicts with the same objects in them may do.
             plain: attributes beside them.
         """
         own = vars(owner)
+        if self._look is not None and all(self._look.takes(own[name]) for name in names):
+            self._look.attributes(owner, [*plain, *names])
+            for name in names:
+                self._look.table(own[name])
+            return
         terms = [f"d[{name!r}] is {self._name(own[name])}" for name in plain]
         for name in names:
             if not own[name]:
@@ -80,6 +102,9 @@ class SameObjects:
 
     def test(self) -> Callable[[], bool]:
         """The function; false too where something is gone."""
+        if self._look is not None:
+            self._values["look"] = self._look.test()
+            self._terms.insert(0, "look()")
         source = (
             "def same():\n    try:\n        return " + (" and ".join(self._terms) or "True") + "\n"
             "    except (KeyError, IndexError, AttributeError, ValueError):\n        return False"

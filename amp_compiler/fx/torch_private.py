@@ -27,6 +27,7 @@ from amp_compiler.fx.generators import generators_kept
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _PROBE = "_probe_load"
+_ADDRESS = "_torchinductor_pyobject_tensor_data_ptr"
 _ALLOCATE = "_empty_strided_cpu"  # read by the head of every module that Inductor writes
 Decomposition = Callable[..., Any]
 BUILDING = threading.RLock()  # torch traces and exports with state of the whole process: one graph at a time
@@ -1024,14 +1025,27 @@ def form_test(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
     return lambda: _forms(given) == forms
 
 
-def address_test(tensors: Sequence[torch.Tensor]) -> Callable[[], bool]:
-    """A quick test that tensors lie in memory where they lie now."""
-    given, addresses = list(tensors), [tensor.data_ptr() for tensor in tensors]
-    equal = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)  # of torch for CUDA
-    if equal is None:
-        return lambda: list(map(torch.Tensor.data_ptr, given)) == addresses
-    places = list(range(len(given)))
-    return lambda: bool(equal(given, addresses, places))
+def likeness_test(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
+    """A quick test that as many other tensors, none of them twice, have the type, form and `requires_grad` of these.
+
+    It may say no for tensors that have, as `form_test` may.
+
+    Args:
+        tensors: strided ones, each once, which are not kept.
+    """
+    if _GUARDS.tell:
+        check = _guards_of(tensors).check
+        return lambda now: check(*now)  # type: ignore[no-any-return]
+    forms = _forms(tensors)
+    return lambda now: len({*map(id, now)}) == len(now) and _forms(now) == forms
+
+
+def address_function() -> int:
+    """Where torch keeps a function from a tensor (`PyObject*`) to the address of its data; 0 where it has none.
+
+    Inductor's code for CPUs, which is built without torch's headers too, calls it in the same way.
+    """
+    return int(getattr(getattr(torch._C, "_dynamo", None) and torch._C._dynamo.guards, _ADDRESS, 0))
 
 
 def _guards_of(tensors: Sequence[torch.Tensor]) -> Any:

@@ -20,7 +20,7 @@ from amp_compiler.fx.attribute_writes import Writes
 from amp_compiler.fx.capture_errors import SPOKEN_OF
 from amp_compiler.fx.graph import LOW_TYPES, results_of
 from amp_compiler.fx.python_state import PythonState
-from amp_compiler.fx.torch_private import TENSORS
+from amp_compiler.fx.torch_private import SET_GRAD_ENABLED, TENSORS
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.update.counts import UpdateCounts
 from amp_compiler.ops.update.product import Product
@@ -133,6 +133,9 @@ def _mend(loss: Any) -> str:
     return "return one floating-point number as a tensor, or (loss, aux)"
 
 
+_Beside = tuple[Tensor, Tensor, tuple["Tensor | Product", ...], "Tensor | None", dict[str, Tensor]]
+
+
 @dataclass(frozen=True, slots=True)
 class Resolver:
     """How to get the tensor of a placeholder of a step graph at run time.
@@ -213,6 +216,7 @@ class StepProgram:
     Attributes:
         found_anew: whether the last call had to find its tensors.
         behind: the parameters that it updates without their 16-bit copies, which other programs read.
+        replayed: stands for what the last call wrote, where that was the replay of a graph and nothing else.
     """
 
     graph_module: fx.GraphModule
@@ -240,6 +244,7 @@ class StepProgram:
     counts: UpdateCounts | None = None
     found_anew: bool = field(default=True, init=False, repr=False)
     behind: tuple[Tensor, ...] = field(default=(), init=False, repr=False)
+    replayed: list[Tensor] | None = field(default=None, init=False, repr=False)
     _seen: _Seen | None = field(default=None, init=False, repr=False)
     _numbers: int = field(default=-1, init=False, repr=False)
 
@@ -286,27 +291,42 @@ class StepProgram:
             standing: what has changed since the last call; `None` where nobody has looked.
         """
         self._refresh(standing)
-        seen = self._seen
+        seen, self.replayed = self._seen, None
         self.found_anew = seen is None or standing is None or seen.generation != standing.generation
-        if seen is not None and not self.found_anew:
-            with TENSORS:
-                inputs = seen.filled(leaves)
-            with torch.no_grad():
-                flat = self.run.again(inputs)
-            note_writes(seen.written)
-            seen.let_go()
-        else:
+        if seen is None or self.found_anew:
             flat, written = self._run_anew(leaves, standing)
             note_writes(written)
+            return self._output(flat, self._beside(flat[self.results :]))
+        with TENSORS:
+            inputs = seen.filled(leaves)
+        SET_GRAD_ENABLED(False)  # they are enabled, or nothing would be as it was
+        try:
+            copied = self.run.again(inputs)
+            flat = list(self.run(*inputs)) if copied is None else copied
+        finally:
+            SET_GRAD_ENABLED(True)
+        note_writes(seen.written)
+        seen.let_go()
+        if copied is None:
+            return self._output(flat, self._beside(flat[self.results :]))
+        if seen.beside is None:
+            seen.beside = self._beside(self.run.beside)
+        self.replayed = seen.written
+        return self._output(flat, seen.beside)
+
+    def _beside(self, results: Sequence[Any]) -> _Beside:
+        """What a run gives beside loss and aux: all but these of a `StepOutput`, in its order."""
+        scale = results[-1] if self.gives_scale else None
+        end = len(results) - self.gives_scale
+        norm, _, flags, *gradients = results[: end - len(self.held)]
+        held = dict(zip(self.held, results[end - len(self.held) : end], strict=True))
+        return norm, flags, tuple(gradients), scale, held
+
+    def _output(self, flat: Sequence[Any], beside: _Beside) -> StepOutput:
         self.writes.put(flat[: self.results])
-        leaves_of_result = flat[: self.out_spec.num_leaves]
-        loss, aux = leaves_of_result if self._is_pair else pytree.tree_unflatten(leaves_of_result, self.out_spec)
-        norm, _, flags = flat[self.results : self.results + 3]
-        scale = flat[-1] if self.gives_scale else None
-        end = len(flat) - self.gives_scale
-        gradients = flat[self.results + 3 : end - len(self.held)]
-        held = dict(zip(self.held, flat[end - len(self.held) : end], strict=True))
-        return StepOutput(loss, aux, norm, flags, tuple(gradients), scale, held)
+        leaves = flat[: self.out_spec.num_leaves]
+        loss, aux = leaves if self._is_pair else pytree.tree_unflatten(leaves, self.out_spec)
+        return StepOutput(loss, aux, *beside)
 
     def _refresh(self, standing: Standing | None) -> None:
         """Bring changed numbers of the optimizers to the device."""
@@ -345,12 +365,14 @@ class _Seen:
         inputs: one per placeholder; `None` where it is found at every call.
         loose: places of these.
         written: the parameters and buffers that a call writes and whose versions it moves.
+        beside: what a replay gives beside loss and aux; `None` where there was none.
     """
 
     generation: int
     inputs: list[Any]
     loose: list[tuple[int, Resolver]]
     written: list[Tensor]
+    beside: _Beside | None = None
 
     def filled(self, leaves: Sequence[Any]) -> list[Any]:
         """All inputs of a call."""

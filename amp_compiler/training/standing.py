@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_compiler.forward.module_watch import HookWatch, Key, TensorWatch, note_modules
+from amp_compiler.forward.module_watch import HookWatch, Key, TensorWatch, WriteCount, note_modules
 from amp_compiler.forward.same_objects import SameObjects
 from amp_compiler.forward.signature import module_key
 from amp_compiler.forward.tensor_versions import OPTIMIZER_STEPS
@@ -101,10 +101,14 @@ class Standing:
         """Whether a tensor is among those that are looked at."""
         return self._note is not None and id(tensor) in self._note.watched
 
-    def left(self) -> None:
-        """At the end of a call: what was written to parameters up to now, this step wrote."""
+    def left(self, replayed: object = None) -> None:
+        """At the end of a call: what was written to parameters up to now, this step wrote.
+
+        Args:
+            replayed: stands for what a replay has written, and nothing else was; `None` where there was no replay.
+        """
         if self._note is not None:
-            self._note.left()
+            self._note.left(replayed)
 
     def _look_at_numbers(self) -> None:
         groups = [group for one in self._optimizers for group in one.param_groups]
@@ -142,16 +146,15 @@ class _Note:
     ) -> None:
         self._same, self._hooks, self._parameters, self._states, self._scale = same, hooks, parameters, states, scale
         self._watch = TensorWatch(parameters, buffers, placed)
-        self._versions: list[int] = []
-        self._steps = -1
-        self._now: list[int] | None = None
+        self._writes = WriteCount(self._watch)
+        self._steps = OPTIMIZER_STEPS.count
+        self._versions: int | None = None
         self.watched = {id(tensor): tensor for tensor in (*parameters, *buffers)}
-        self.left()
 
     @classmethod
     def of(cls, model: LossModule, optimizers: Sequence[torch.optim.Optimizer], kept: KeptTensors) -> _Note | None:
         """The note of now; `None` where there is something that cannot be seen in a quick pass."""
-        same, unhooked = SameObjects(), SameObjects()
+        same, unhooked = SameObjects(compiled=True), SameObjects(compiled=True)
         held = note_modules(model, same, unhooked)
         if held is None or not torch.is_grad_enabled():
             return None
@@ -187,24 +190,28 @@ class _Note:
 
     def holds(self, kept: KeptTensors) -> bool:
         """Whether the same objects stand everywhere, and lie where they lay."""
-        self._now = None
+        self._versions = None
         if torch.is_grad_enabled() and kept.scale() is self._scale and self._hooks.holds() and self._same():
-            self._now = self._watch.look(placed=kept.in_graphs())
-        return self._now is not None
+            self._versions = self._watch.look(placed=kept.in_graphs())
+        return self._versions is not None
 
     def follow_writes(self, kept: KeptTensors) -> None:
         """Make again what is kept beside the parameters that were written since the last call, once `holds` is true."""
-        versions, steps = self._now or [], OPTIMIZER_STEPS.count
-        if versions == self._versions and steps == self._steps:
-            return
+        steps = OPTIMIZER_STEPS.count
         every = steps != self._steps
+        if self._versions == self._writes.sum and not every:
+            return
+        written = self._writes.written()
         with torch.no_grad():
-            for parameter, now, before in zip(self._parameters, versions, self._versions, strict=True):
-                if every or now != before:
+            for parameter, is_written in zip(self._parameters, written, strict=True):
+                if every or is_written:
                     kept.follow(parameter, self._states.get(id(parameter), {}))
-        self._versions, self._steps = versions, steps
+        self._steps = steps
 
-    def left(self) -> None:
+    def left(self, replayed: object) -> None:
         """Take the versions of now for those of the step's own writes."""
-        self._versions = self._watch.versions()
+        if replayed is None:
+            self._writes.read()
+        else:
+            self._writes.replayed(replayed)
         self._steps = OPTIMIZER_STEPS.count

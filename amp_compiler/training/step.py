@@ -67,7 +67,7 @@ from amp_compiler.training.readings import StepReadings
 from amp_compiler.training.scale_watch import StuckWatch
 from amp_compiler.training.standing import Standing
 from amp_compiler.training.state import GradientSums, LowWeights
-from amp_compiler.training.step_hooks import PostHooks, check_hooks, hooks_before
+from amp_compiler.training.step_hooks import check_hooks, hooks_before, hooks_behind
 from amp_compiler.training.step_programs import StepPrograms
 from amp_compiler.training.together import SAVING, Offer, Together, batch_form, begin, settings_of
 from amp_compiler.training.trial import StepTrials
@@ -351,8 +351,9 @@ class TrainingStep(StepReadings):
             )
         if self._last is None and self._together is None:
             ranks_of(self._group)
-        hooks = PostHooks(self._optimizers)
-        hooks.begin(self._scale_config, self._scale)
+        hooks = hooks_behind(self._optimizers)
+        if hooks is not None:
+            hooks.begin(self._scale_config, self._scale)
         with autocast_off(), silent(not self._speaks):
             if self._together is None:
                 program, leaves, spec = self._chosen(batch)
@@ -361,7 +362,7 @@ class TrainingStep(StepReadings):
                 with self._together.call():
                     program, leaves, spec = self._chosen(batch)
                 output = self._together.ranks.guarded(lambda: program(leaves, self._standing))
-        self._standing.left()
+        self._standing.left(program.replayed if isinstance(program, StepProgram) else None)
         if self._together is not None:
             self._together.values.left()
         if isinstance(program, PieceProgram) and self._pieces is None:  # only now: a call that failed decides nothing
@@ -386,7 +387,7 @@ class TrainingStep(StepReadings):
         self._log.note(
             output, self._gathered == 0, lambda: self._seen()[2], self._scale.skipped_steps, lambda: self.grad_norm
         )
-        if self._gathered == 0:
+        if hooks is not None and self._gathered == 0:
             hooks.run(self._scale_config, self._scale)
         if self._gathered == 0 and self._watch.note(self._scale_config, self._scale):
             self.check()
@@ -396,13 +397,15 @@ class TrainingStep(StepReadings):
         """What runs a batch, and its leaves and tree."""
         if self._watch.arrived() and self._last is not None:
             self.check()
-        check_hooks(self._optimizers, self._between)
+        before = hooks_before(self._optimizers)
+        if before:
+            check_hooks(self._optimizers, self._between)
         leaves, spec = self._flat(batch)
         with TENSORS:
             self._standing.look()
         if self._together is not None:
             self._together.look(self._standing.generation)
-        program = self._program(batch, leaves, spec)
+        program = self._program(batch, leaves, spec, hooked=bool(before))
         self._last = None  # last step's gradients must not live through this one
         return program, leaves, spec
 
@@ -415,8 +418,9 @@ class TrainingStep(StepReadings):
             return list(batch), spec
         return pytree.tree_flatten((batch, {}))
 
-    def _program(self, batch: tuple[Any, ...], leaves: list[Any], spec: Any) -> StepProgram | PieceProgram:
-        module, owners = self._standing.module, self._standing.owners
+    def _program(
+        self, batch: tuple[Any, ...], leaves: list[Any], spec: Any, hooked: bool
+    ) -> StepProgram | PieceProgram:
         gather = "" if self._accumulate == 1 else "use" if self._gathered == self._accumulate - 1 else "add"
         if self._pieces is None and saved_tensor_hooks() is not None:
             cause = CaptureError(
@@ -425,7 +429,7 @@ class TrainingStep(StepReadings):
                 mend="leave them out: a step keeps no more than it needs",
             )
             return self._piece_program(self._in_pieces(cause), spec, gather, leaves)
-        if self._pieces is None and hooks_before(self._optimizers):
+        if self._pieces is None and hooked:
             cause = CaptureError(
                 "an optimizer has hooks that run before its steps, for which gradients have to stand in `.grad`",
                 mend="write what they do to the loss, clip by clip_norm=, and read step.gradients()",
@@ -433,6 +437,11 @@ class TrainingStep(StepReadings):
             return self._piece_program(self._in_pieces(cause), spec, gather, leaves)
         if self._pieces is not None:
             return self._piece_program(self._pieces, spec, gather, leaves)
+        mark = (self._standing.generation, gather, self._scale_config, self._held_nodes, spec)
+        program = self._programs.again(mark, leaves)
+        if program is not None and not program.flags_changed(self._standing) and self._may_run(program, leaves, gather):
+            return program
+        module, owners = self._standing.module, self._standing.owners
         try:
             with TENSORS:
                 form = leaves_key(leaves)
@@ -442,6 +451,7 @@ class TrainingStep(StepReadings):
         program = self._programs.find(key, leaves)
         whole = program is not None and not program.flags_changed(self._standing)
         if program is not None and whole and self._may_run(program, leaves, gather):
+            self._programs.remember(mark, leaves, program)
             return program
         stale, options = program, self._options(gather, leaves)
         if program is None and len(self._programs) >= MOST_SIGNATURES:

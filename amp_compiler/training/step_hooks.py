@@ -13,16 +13,19 @@ from amp_compiler.errors import AmpError
 from amp_compiler.forward.tensor_versions import OPTIMIZER_STEPS
 from amp_compiler.ops.loss_scale import LossScale, LossScaleState
 
-_OWN = (OPTIMIZER_STEPS.note,)
+_OURS = OPTIMIZER_STEPS.note
+_NONE: Mapping[int, Any] = {}
 
 
 def hooks_before(optimizers: Sequence[Optimizer]) -> list[tuple[Optimizer, Any]]:
     """The hooks that run before an update, each with its optimizer."""
     everywhere = [*torch_optimizer._global_optimizer_pre_hooks.values()]
+    if not everywhere and not any(_own(optimizer, "_optimizer_step_pre_hooks") for optimizer in optimizers):
+        return []
     return [
         (optimizer, hook)
         for optimizer in optimizers
-        for hook in (*everywhere, *getattr(optimizer, "_optimizer_step_pre_hooks", {}).values())
+        for hook in (*everywhere, *_own(optimizer, "_optimizer_step_pre_hooks").values())
     ]
 
 
@@ -42,6 +45,11 @@ def check_hooks(optimizers: Sequence[Optimizer], between: str) -> None:
             " the gradients of a training step",
             mend="remove them, or leave that out and do it in a hook",
         )
+
+
+def _own(optimizer: Optimizer, name: str) -> Mapping[int, Any]:
+    own: Mapping[int, Any] = optimizer.__dict__.get(name, _NONE)
+    return own
 
 
 def with_hooks(
@@ -78,23 +86,31 @@ def with_hooks(
             parameter.grad = before[name]
 
 
+def hooks_behind(optimizers: Sequence[Optimizer]) -> PostHooks | None:
+    """The hooks behind the steps of some optimizers, for one call of a training step; `None` where there are none."""
+    everywhere = [one for one in torch_optimizer._global_optimizer_post_hooks.values() if one != _OURS]
+    if not everywhere and not any(_own(optimizer, "_optimizer_step_post_hooks") for optimizer in optimizers):
+        return None
+    return PostHooks(
+        [
+            (optimizer, hook)
+            for optimizer in optimizers
+            for hook in (*_own(optimizer, "_optimizer_step_post_hooks").values(), *everywhere)
+        ]
+    )
+
+
 class PostHooks:
-    """The hooks behind the steps of some optimizers, for one call of a training step.
+    """Hooks behind the steps of optimizers, for one call of a training step.
 
     As under `GradScaler`, they do not run where the update is skipped, which they have to wait for on the device.
 
     Args:
-        optimizers: those of the training step.
+        found: the hooks, each with its optimizer.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        everywhere = [one for one in torch_optimizer._global_optimizer_post_hooks.values() if one not in _OWN]
-        self._found = [
-            (optimizer, hook)
-            for optimizer in optimizers
-            for hook in (*getattr(optimizer, "_optimizer_step_post_hooks", {}).values(), *everywhere)
-        ]
-        self._skipped = 0
+    def __init__(self, found: Sequence[tuple[Optimizer, Any]]) -> None:
+        self._found, self._skipped = found, 0
 
     def __bool__(self) -> bool:
         """Whether there are any."""
@@ -102,12 +118,12 @@ class PostHooks:
 
     def begin(self, config: LossScale, state: LossScaleState) -> None:
         """Before the update."""
-        if self._found and config.checks_finite:
+        if config.checks_finite:
             self._skipped = int(state.skipped_steps)
 
     def run(self, config: LossScale, state: LossScaleState) -> None:
         """Behind the update."""
-        if self._found and not (config.checks_finite and int(state.skipped_steps) > self._skipped):
+        if not (config.checks_finite and int(state.skipped_steps) > self._skipped):
             for optimizer, hook in self._found:
                 hook(optimizer, (), {})
             OPTIMIZER_STEPS.note()  # what they wrote to `parameter.data` shows nowhere else

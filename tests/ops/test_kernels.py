@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -182,10 +183,11 @@ def compiled_ptx(name, capability):
     from amp_compiler.ops.cuda import triton_kernels
 
     kernel, signature, constants = KERNELS[name]
+    narrow = kernel in ("adam_kernel", "sgd_kernel") and not constants["TURNED"]
     options, block = {
         "check_kernel": (kernels._CHECK_OPTIONS, kernels.CHECK_BLOCK),
         "gather_kernel": (kernels._GATHER_OPTIONS, kernels.GATHER_BLOCK),
-    }.get(kernel, (kernels._UPDATE_OPTIONS, kernels.BLOCK))
+    }.get(kernel, (kernels._UPDATE_OPTIONS if narrow else kernels._OPTIONS, kernels.BLOCK))
     function = getattr(triton_kernels, kernel)
     if "BLOCK" in function.arg_names:
         constants = {"BLOCK": block, **constants}
@@ -211,7 +213,8 @@ def test_compiled_without_spills(name, capability, tmp_path):
     report = ptxas_report(compiled_ptx(name, capability), tmp_path)
     assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in report
     registers = int(re.search(r"Used (\d+) registers", report)[1])
-    assert registers <= 64, "with 128 threads per program, more leave too few programs on a multiprocessor"
+    most = 56 if name.startswith(("adam", "sgd")) and "filters" not in name else 64
+    assert registers <= most, "with 128 threads per program, more leave too few programs on a multiprocessor"
 
 
 @pytest.mark.parametrize("name", ["adam", "adam, all options, unaligned", "adam, Kahan", "sgd", "check"])
@@ -226,29 +229,30 @@ def test_the_machine_code_rounds_as_the_reference_does(name):
         assert "sqrt.rn.f32" in ptx and "div.rn.f32" in ptx
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("name", ["adam", "sgd"])
-def test_full_blocks_load_four_elements_at_a_time_and_share_no_memory(name, capability):
+# For every column of a full block: bytes of an element, and whether it is read and written.
+COLUMNS = {
+    "adam": {"gradient": (2, 1, 0), "weight": (4, 1, 1), "copy": (2, 0, 1), "m": (4, 1, 1), "v": (4, 1, 1)},
+    "adam, stochastic": {"gradient": (2, 1, 0), "weight": (2, 1, 1), "m": (4, 1, 1), "v": (4, 1, 1)},
+    "adam, Kahan": {"gradient": (2, 1, 0), "weight": (2, 1, 1), "error": (2, 1, 1), "m": (4, 1, 1), "v": (4, 1, 1)},
+    "sgd": {"gradient": (2, 1, 0), "weight": (4, 1, 1), "copy": (2, 0, 1), "momentum": (4, 1, 1)},
+    "gather": {"gradient": (2, 1, 0), "sum": (4, 1, 1)},
+    "check": {"gradient": (2, 1, 0)},
+    "commit": {"given": (4, 1, 0), "target": (4, 0, 1)},
+}
+
+
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
+@pytest.mark.parametrize("name", COLUMNS)
+def test_full_blocks_load_and_store_16_bytes_of_every_column_and_share_none_between_warps(name, capability):
     ptx = compiled_ptx(name, capability)
-    per_thread = 1024 // 128 // 4
-    fp32_columns = 3 if name == "adam" else 2
-    assert len(re.findall(r"ld\.global\.v4\.b32", ptx)) == fp32_columns * per_thread
-    assert len(re.findall(r"ld\.global\.v2\.b32", ptx)) == per_thread, "the 16-bit gradients"
-    assert len(re.findall(r"st\.global\.v4\.b32", ptx)) == fp32_columns * per_thread
-    assert len(re.findall(r"st\.global\.v2\.b32", ptx)) == per_thread, "the 16-bit copies"
-    assert "st.shared" not in ptx and "bar.sync" not in ptx
-
-
-@pytest.mark.parametrize("capability", [80, 90])
-def test_kernels_of_one_column_load_16_bytes_at_a_time(capability):
-    check = compiled_ptx("check", capability)
-    per_thread = kernels.CHECK_BLOCK // (32 * kernels._CHECK_OPTIONS["num_warps"])
-    assert len(re.findall(r"ld\.global\.v4\.b32", check)) == 2 * per_thread // 16, "the fp16 gradients"
-    assert "ld.global.v2" not in check
-    commit = compiled_ptx("commit", capability)
-    per_thread = kernels.BLOCK // (32 * kernels._UPDATE_OPTIONS["num_warps"])
-    for word in ("ld", "st"):
-        assert len(re.findall(word + r"\.global\.v4\.b32", commit)) == per_thread // 4
+    per_thread = 16 if name == "check" else 8  # elements
+    for what, place in (("ld", 1), ("st", 2)):
+        wide = sum(per_thread * column[0] // 16 for column in COLUMNS[name].values() if column[place])
+        assert len(re.findall(rf"\b{what}\.global\.v4\.b32", ptx)) == wide, what
+        assert not re.search(rf"\b{what}\.global\.v2", ptx)
+    exchanges = tuple(map(int, version("triton").split(".")[:2])) >= (3, 7)  # within a warp, by shuffles
+    if exchanges and name not in ("gather", "check"):  # which add up what their warps have found
+        assert "st.shared" not in ptx and "bar.sync" not in ptx
 
 
 @pytest.mark.parametrize("element", ["fp32", "fp16", "i16"])

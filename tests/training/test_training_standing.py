@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import sys
 import weakref
 from dataclasses import replace
 
@@ -17,7 +18,9 @@ from torch import nn
 import amp_compiler as amp
 from amp_compiler.backends import BACKENDS, eager
 from amp_compiler.backends.batch_buffers import Buffers
-from amp_compiler.fx import torch_private
+from amp_compiler.forward.module_watch import TensorWatch, WriteCount
+from amp_compiler.forward.tensor_versions import note_writes
+from amp_compiler.fx import compiled_look, torch_private
 from amp_compiler.training.scale_watch import StuckWatch
 from amp_compiler.training.standing import LASTING, Standing
 
@@ -377,29 +380,71 @@ def test_a_torch_without_dynamos_comparison_sees_the_same(monkeypatch):
     same_runs([new_data, transposed_data, frozen])
 
 
+def test_without_compiled_code_the_same_is_seen(monkeypatch):
+    monkeypatch.setattr(compiled_look, "_compiled", lambda: None)
+    same_runs([new_state_of_one, state_moved_in_place, eval_mode_of_one, new_weight_in_the_table])
+
+
 def test_dynamos_comparison_is_there():
     assert torch_private._Guards().tell
 
 
-def test_masters_follow_what_is_written_to_16_bit_parameters():
+@pytest.mark.parametrize("graphs", [True, False])
+def test_masters_follow_what_is_written_to_16_bit_parameters(graphs):
     results = []
     for noted in (True, False):
         torch.manual_seed(0)
         model = Net().half()
         optimizer = torch.optim.AdamW(model.parameters(), 0.01)
         step = amp.training_step(model, loss_fn, optimizer, dtype="fp16")
+        if graphs:
+            step._state.graphs.api = FakeGraphs()
         if not noted:
             step._standing.note = lambda: False
         losses = []
-        for number in range(12):
-            if number in (5, 9):
+        for number in range(20):
+            if number in (5, 14, 17):
                 with torch.no_grad():
                     model.out.weight.mul_(0.5)
             losses.append(step(X[number].half(), Y[number]))
             assert number < 3 or step._last[0].found_anew is not noted
+        assert not noted or bool(step._standing._note._writes._counts) is graphs  # replays are counted, not looked at
         masters = [state["master"] for state in optimizer.state.values()]
         results.append([*losses, *model.state_dict().values(), *masters])
     assert all(map(torch.equal, *results))
+
+
+def test_of_counted_replays_it_is_known_who_wrote_what():
+    first, second, other = tensors = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    shared = nn.Parameter(first.detach())  # has the versions of the first
+    watch = TensorWatch([*tensors, shared], [], [])
+    count, kinds = WriteCount(watch), ([first, second], [second])
+    expected = [0, 0, 0, 0]
+    for number in range(12):
+        kind = kinds[number % 3 == 2]
+        note_writes(kind)
+        count.replayed(kind)
+        expected = [now + (one in (0, 3) and kind is kinds[0]) + (one == 1) for one, now in enumerate(expected)]
+        assert count.expected() == watch.versions() == expected and count.sum == watch.look(True)
+        if number in (3, 8, 10):
+            with torch.no_grad():
+                (other if number == 3 else first).add_(1)
+            assert count.sum != watch.look(True)
+            written = [False, False, True, False] if number == 3 else [True, False, False, True]
+            assert count.written() == written
+            assert count.sum == watch.look(True) and count.written() == [False] * 4
+            expected = watch.versions()
+    assert count._counts
+
+
+def test_what_two_replays_moved_otherwise_is_looked_at():
+    tensor = nn.Parameter(torch.zeros(2))
+    watch = TensorWatch([tensor], [], [])
+    count, kind = WriteCount(watch), [tensor]
+    for moved in (2, 1, 2, 3):  # of another thread's, among these
+        note_writes(kind * moved)
+        count.replayed(kind)
+        assert count.sum == watch.look(True) and not count._counts
 
 
 def test_after_a_change_calls_are_quick_again():
@@ -463,6 +508,67 @@ def test_what_lies_elsewhere_is_captured_anew(change):
     change(run)
     run.train(1)
     assert run.found_anew and run.step.execution != "replayed as one CUDA graph"
+
+
+class Layers(nn.Module):
+    """Linear layers, two parameters each."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.all = nn.Sequential(*[nn.Linear(4, 4) for _ in range(layers)])
+
+    def forward(self, x):
+        return self.all(x)
+
+
+def calls_of_a_step(layers: int) -> int:
+    """How many functions a call calls that finds all as it was, those written in C included."""
+    torch.manual_seed(0)
+    model = Layers(layers)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    step = amp.training_step(model, loss_fn, optimizer, dtype="bf16", clip_norm=1.0)
+    step._state.graphs.api = FakeGraphs()
+    for number in range(8):
+        step(X[number], Y[number])
+    program, called = step._last[0], []
+    assert not program.found_anew and program.execution == "replayed as one CUDA graph"
+    program.run._graph.replay = lambda: None
+    sys.setprofile(lambda frame, event, argument: called.append(event) if event.endswith("call") else None)
+    try:
+        step(X[0], Y[0])
+    finally:
+        sys.setprofile(None)
+    return len(called)
+
+
+@pytest.mark.skipif(not compiled_look.available(), reason="no C++ compiler on this machine")
+def test_a_replay_of_more_parameters_calls_no_more_functions():
+    few, many = calls_of_a_step(2), calls_of_a_step(12)
+    assert few == many < 150
+
+
+@pytest.mark.parametrize("dynamo", [True, False])
+def test_a_batch_of_another_form_is_another_one(dynamo, monkeypatch):
+    monkeypatch.setattr(torch_private._GUARDS, "tell", dynamo)
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = amp.training_step(
+        model, lambda m, a, b: (m(a) * b).mean(), optimizer, dtype="bf16", dynamic_shapes=None, backend="eager"
+    )
+    a, b = X[0], X[1]
+    forms = [(a, b), (a, a), (a[:5], b[:5]), (a.t().contiguous().t(), b), (a.clone().requires_grad_(), b)]
+    for given in forms:
+        step(*given)
+    programs = []
+    for _ in range(2):
+        for given in forms:
+            for _ in range(3):
+                step(*given)
+                programs.append(step._last[0])
+    assert len(step._programs) == len({*map(id, programs)}) == len(forms)
+    assert programs[: len(programs) // 2] == programs[len(programs) // 2 :]
+    assert all(one is two is three for one, two, three in zip(*[iter(programs)] * 3, strict=True))
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])

@@ -1,4 +1,4 @@
-"""Compiles the loops in C++ beside this file once per machine and source, and keeps the library in a cache folder."""
+"""Compiles what is written in C++ once per machine and source, and keeps the library in a cache folder."""
 
 from __future__ import annotations
 
@@ -25,50 +25,61 @@ _FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off", "-fopenmp",
     "-shared", "-fPIC",
 )  # fmt: skip
+_NAME = "cpu_loops"
 _SUFFIXES = (".cpp", ".h")  # of the sources: every such file beside this one
 _TIMEOUT = 600  # seconds; it takes about ten, and many times that beside other work
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled library of the loops in C++; `None`, with the reason in the log, where it cannot be made.
+    """The compiled library of the loops for a CPU; `None`, with the reason in the log, where it cannot be made.
 
     `CXX` names the compiler (g++ or clang++), and `AMP_COMPILER_CACHE` the folder that keeps the library.
     """
+    without = "updates, recurrent layers, attention run as torch calls, slower"
+    return compiled(_NAME, __package__, _FLAGS, logging.WARNING, without)
+
+
+def compiled(name: str, package: str, flags: tuple[str, ...], level: int, without: str) -> ctypes.CDLL | None:
+    """A library of what is written in C++ in a folder of this project; `None`, with the reason in the log, without one.
+
+    Args:
+        name: what its file is called.
+        package: the folder.
+        flags: of the compiler.
+        level: of what is logged.
+        without: what is done where there is none, for the log.
+    """
     given = shlex.split(os.environ.get("CXX", ""))  # such as "ccache g++"
-    compiler = given or [name for name in ("g++", "clang++", "c++") if shutil.which(name)][:1]
+    compiler = given or [one for one in ("g++", "clang++", "c++") if shutil.which(one)][:1]
     if not compiler:
-        _LOG.warning("no C++ compiler was found: updates, recurrent layers, attention run as torch calls, slower")
+        _LOG.log(level, "no C++ compiler was found: %s", without)
         return None
-    files = [file for file in resources.files(__package__).iterdir() if file.name.endswith(_SUFFIXES)]
+    files = [file for file in resources.files(package).iterdir() if file.name.endswith(_SUFFIXES)]
     sources = {file.name: file.read_text(encoding="utf-8") for file in sorted(files, key=lambda file: file.name)}
     try:
-        return ctypes.CDLL(str(_built(compiler, sources)))
+        return ctypes.CDLL(str(_built(compiler, sources, flags, name)))
     except (OSError, subprocess.SubprocessError) as cause:
         detail = getattr(cause, "stderr", None) or str(cause)
-        _LOG.warning(
-            "'%s' cannot build the loops for a CPU; updates, recurrent layers, attention run as torch calls: %s",
-            shlex.join(compiler),
-            detail,
-        )
+        _LOG.log(level, "'%s' cannot build '%s' (%s): %s", shlex.join(compiler), name, without, detail)
         return None
 
 
-def _built(compiler: list[str], sources: dict[str, str]) -> Path:
+def _built(compiler: list[str], sources: dict[str, str], flags: tuple[str, ...] = _FLAGS, name: str = _NAME) -> Path:
     """The library's file, compiled where the cache has none; of processes that start together, one compiles."""
-    key = hashlib.sha256("\0".join((*sources.values(), *compiler, *_FLAGS, _processor())).encode()).hexdigest()[:16]
+    key = hashlib.sha256("\0".join((*sources.values(), *compiler, *flags, _processor())).encode()).hexdigest()[:16]
     folder = cache_folder()
-    target = folder / f"cpu_loops_{key}.so"
+    target = folder / f"{name}_{key}.so"
     if target.exists():
         return target
     with _alone(folder), tempfile.TemporaryDirectory(dir=folder) as work:
         if target.exists():  # by another process, meanwhile
             return target
-        for name, text in sources.items():
-            (Path(work) / name).write_text(text, encoding="utf-8")
-        code, made = [str(Path(work) / name) for name in sources if name.endswith(".cpp")], Path(work) / target.name
+        for file, text in sources.items():
+            (Path(work) / file).write_text(text, encoding="utf-8")
+        code, made = [str(Path(work) / file) for file in sources if file.endswith(".cpp")], Path(work) / target.name
         subprocess.run(
-            [*compiler, *_FLAGS, *code, "-o", str(made)],
+            [*compiler, *flags, *code, "-o", str(made)],
             check=True, capture_output=True, text=True, timeout=_TIMEOUT,
         )  # fmt: skip
         made.replace(target)

@@ -35,12 +35,12 @@ from amp_compiler.ops.cuda.triton_parts import (
     add_l1,
     address,
     load_weight,
-    lone_address,
     read,
+    read_column,
     read_gradient,
     saturated,
     store_weight,
-    write,
+    write_column,
 )
 
 ADAM_NUMBERS = tl.constexpr(9)  # per tensor, the fields of AdamNumbers
@@ -55,12 +55,12 @@ def _adam_block(
 ):  # fmt: skip
     offsets = tl.arange(0, BLOCK)
     inside = offsets < size - start
-    first = address(row, FIRST, MOMENT_TYPE, start, ALIGNED)
-    second = address(row, SECOND, MOMENT_TYPE, start, ALIGNED)
-    grad = read_gradient(row, start, offsets, inside, GRAD_TYPE, TURNED, ALIGNED, FULL) * coef
-    weight = load_weight(row, start, offsets, inside, WEIGHT_TYPE, MODE, ALIGNED, FULL)
-    m = read(first, offsets, inside, FULL)
-    v = read(second, offsets, inside, FULL)
+    first = address(row, FIRST, MOMENT_TYPE, start, ALIGNED, FULL)
+    second = address(row, SECOND, MOMENT_TYPE, start, ALIGNED, FULL)
+    grad = read_gradient(row, start, offsets, inside, GRAD_TYPE, TURNED, ALIGNED, FULL, BLOCK) * coef
+    weight = load_weight(row, start, offsets, inside, WEIGHT_TYPE, MODE, ALIGNED, FULL, BLOCK)
+    m = read_column(first, offsets, inside, ALIGNED, FULL, BLOCK)
+    v = read_column(second, offsets, inside, ALIGNED, FULL, BLOCK)
     scalars += tl.load(row + PLACE) * ADAM_NUMBERS
     shrink, l2, l1 = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
     weight1, beta2, weight2 = tl.load(scalars + 3), tl.load(scalars + 4), tl.load(scalars + 5)
@@ -75,12 +75,14 @@ def _adam_block(
     difference = grad - m
     m = tl.where(weight1 < 0.5, tl.fma(difference, weight1, m), tl.fma(difference, weight1 - 1.0, grad))
     v = tl.fma(grad * weight2, grad, v * beta2)
-    write(first, offsets, saturated(m, MOMENT_TYPE), inside, FULL)
-    write(second, offsets, saturated(v, MOMENT_TYPE), inside, FULL)
+    write_column(first, offsets, saturated(m, MOMENT_TYPE), inside, ALIGNED, FULL, BLOCK)
+    write_column(second, offsets, saturated(v, MOMENT_TYPE), inside, ALIGNED, FULL, BLOCK)
     if AMSGRAD:
-        largest = address(row, LARGEST, MOMENT_TYPE, start, ALIGNED)
-        v = tl.maximum(read(largest, offsets, inside, FULL), v, propagate_nan=tl.PropagateNan.ALL)
-        write(largest, offsets, saturated(v, MOMENT_TYPE), inside, FULL)
+        largest = address(row, LARGEST, MOMENT_TYPE, start, ALIGNED, FULL)
+        v = tl.maximum(
+            read_column(largest, offsets, inside, ALIGNED, FULL, BLOCK), v, propagate_nan=tl.PropagateNan.ALL
+        )
+        write_column(largest, offsets, saturated(v, MOMENT_TYPE), inside, ALIGNED, FULL, BLOCK)
     denominator = tl.div_rn(tl.sqrt_rn(v), root) + eps
     new = weight + tl.div_rn(m * neg_step, denominator)
     store_weight(row, start, offsets, inside, new, rng, WEIGHT_TYPE, EXTRA_TYPE, MODE, TURNED, ALIGNED, FULL, BLOCK)
@@ -150,8 +152,8 @@ def _sgd_block(
 ):  # fmt: skip
     offsets = tl.arange(0, BLOCK)
     inside = offsets < size - start
-    grad = read_gradient(row, start, offsets, inside, GRAD_TYPE, TURNED, ALIGNED, FULL) * coef
-    weight = load_weight(row, start, offsets, inside, WEIGHT_TYPE, MODE, ALIGNED, FULL)
+    grad = read_gradient(row, start, offsets, inside, GRAD_TYPE, TURNED, ALIGNED, FULL, BLOCK) * coef
+    weight = load_weight(row, start, offsets, inside, WEIGHT_TYPE, MODE, ALIGNED, FULL, BLOCK)
     neg_lr = (-tl.load(hyper)).to(tl.float32)
     momentum = tl.load(hyper + 1).to(tl.float32)
     keep = (1.0 - tl.load(hyper + 2)).to(tl.float32)
@@ -161,10 +163,10 @@ def _sgd_block(
     grad = add_l1(grad, weight, tl.load(hyper + 4).to(tl.float32))
     grad = tl.where(l2 != 0.0, tl.fma(weight, l2, grad), grad)
     if MOMENT_TYPE is not None:
-        first = address(row, FIRST, MOMENT_TYPE, start, ALIGNED)
-        decayed = tl.fma(grad, keep, read(first, offsets, inside, FULL) * momentum)
+        first = address(row, FIRST, MOMENT_TYPE, start, ALIGNED, FULL)
+        decayed = tl.fma(grad, keep, read_column(first, offsets, inside, ALIGNED, FULL, BLOCK) * momentum)
         buffer = saturated(tl.where(tl.load(started) != 0.0, decayed, grad), MOMENT_TYPE).to(MOMENT_TYPE)
-        write(first, offsets, buffer, inside, FULL)
+        write_column(first, offsets, buffer, inside, ALIGNED, FULL, BLOCK)
         if NESTEROV:
             grad = tl.fma(buffer.to(tl.float32), momentum, grad)
         else:
@@ -220,7 +222,7 @@ def check_kernel(
     size = tl.load(row + SIZE)
     offsets = tl.arange(0, BLOCK)
     inside = offsets < size - start
-    pointer = lone_address(row, GRAD, GRAD_TYPE, start, ALIGNED)
+    pointer = address(row, GRAD, GRAD_TYPE, start, ALIGNED, True)
     if size - start >= BLOCK:
         grad = read(pointer, offsets, inside, True)
     else:
@@ -239,14 +241,16 @@ def _gather_block(
 ):  # fmt: skip
     offsets = tl.arange(0, BLOCK)
     inside = offsets < size - start
-    kept = address(row, WEIGHT, tl.float32, start, ALIGNED)
-    total = read(kept, offsets, inside, FULL)
-    total += read_gradient(row, start, offsets, inside, GRAD_TYPE, TURNED, ALIGNED, FULL)
+    kept = address(row, WEIGHT, tl.float32, start, ALIGNED, FULL)
+    total = read_column(kept, offsets, inside, ALIGNED, FULL, BLOCK)
+    total += read_gradient(row, start, offsets, inside, GRAD_TYPE, TURNED, ALIGNED, FULL, BLOCK)
     if LAST:
-        write(address(row, EXTRA, tl.float32, start, ALIGNED), offsets, total, inside, FULL)
-        write(kept, offsets, tl.zeros([BLOCK], dtype=tl.float32), inside, FULL)
+        write_column(
+            address(row, EXTRA, tl.float32, start, ALIGNED, FULL), offsets, total, inside, ALIGNED, FULL, BLOCK
+        )
+        write_column(kept, offsets, tl.zeros([BLOCK], dtype=tl.float32), inside, ALIGNED, FULL, BLOCK)
     else:
-        write(kept, offsets, total, inside, FULL)
+        write_column(kept, offsets, total, inside, ALIGNED, FULL, BLOCK)
     return total
 
 
@@ -303,8 +307,8 @@ def commit_kernel(rows, blocks, skip, TYPE: tl.constexpr, ALIGNED: tl.constexpr,
         start = (work & 0xFFFFFFFF) * BLOCK
         size = tl.load(row + SIZE)
         offsets = tl.arange(0, BLOCK)
-        given = lone_address(row, GRAD, TYPE, start, ALIGNED) + offsets
-        target = lone_address(row, WEIGHT, TYPE, start, ALIGNED) + offsets
+        given = address(row, GRAD, TYPE, start, ALIGNED, True) + offsets
+        target = address(row, WEIGHT, TYPE, start, ALIGNED, True) + offsets
         if size - start >= BLOCK:
             tl.store(target, tl.load(given))
         else:

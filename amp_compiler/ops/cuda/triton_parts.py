@@ -19,26 +19,54 @@ KAHAN = tl.constexpr(2)
 
 
 @triton.jit
-def address(row, COLUMN: tl.constexpr, TYPE: tl.constexpr, start, ALIGNED: tl.constexpr):
-    """Pointer to the first element of this block; with `ALIGNED` a thread may load 4 elements at a time.
+def address(row, COLUMN: tl.constexpr, TYPE: tl.constexpr, start, ALIGNED: tl.constexpr, FULL: tl.constexpr):
+    """Pointer to the first element of this block; with `ALIGNED` a thread may load 16 bytes at a time.
 
-    Four of every type, not 16 bytes: with 8 elements of a 16-bit type and 4 of fp32 per thread the compiler would move
-    values between threads through shared memory. A warp then reads 512 bytes of an fp32 column at once, and 256 of a
-    16-bit one: whole lines of the cache, both.
+    Without `FULL` it loads at most 4 elements: if the compiler saw that 8 elements of 16 bits lie in 16 bytes, it would
+    give a thread 8 of every type, and move values between threads through shared memory.
     """
     pointer = tl.load(row + COLUMN).to(tl.pointer_type(TYPE)) + start
     if ALIGNED:
-        pointer = tl.multiple_of(pointer, TYPE.primitive_bitwidth // 2)
+        pointer = tl.multiple_of(pointer, 16 if FULL else TYPE.primitive_bitwidth // 2)
     return pointer
 
 
 @triton.jit
-def lone_address(row, COLUMN: tl.constexpr, TYPE: tl.constexpr, start, ALIGNED: tl.constexpr):
-    """The same where no column of another type is read beside it: with `ALIGNED` a thread may load 16 bytes."""
-    pointer = tl.load(row + COLUMN).to(tl.pointer_type(TYPE)) + start
-    if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
-    return pointer
+def _by_eights(BLOCK: tl.constexpr):
+    """[BLOCK // 256, 2, 128]: numbers of a block's elements, of which a thread takes 8 that lie together.
+
+    Of a vector a thread takes 4 of 32 bits that lie together, and with a warp for every 256 elements 4 more, half a
+    block behind them. Here a warp has the same elements as there, so that they go to their threads within the warp:
+    half of it reads 256 bytes at one place, half of it 256 bytes at the other. The compiler tells the two forms apart
+    by their shapes.
+    """
+    warp, half, element = tl.arange(0, BLOCK // 256), tl.arange(0, 2), tl.arange(0, 128)
+    return warp[:, None, None] * 128 + half[None, :, None] * (BLOCK // 2) + element[None, None, :]
+
+
+@triton.jit
+def read_column(
+    pointer, offsets, inside, ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Load a block of a column as fp32, 16 bytes at a time where it is `ALIGNED` and `FULL`."""
+    if ALIGNED and FULL and pointer.dtype.element_ty.primitive_bitwidth == 16:
+        value = tl.permute(tl.load(pointer + _by_eights(BLOCK)), (1, 0, 2))
+        value = tl.reshape(value, [BLOCK]).to(tl.float32)
+    else:
+        value = read(pointer, offsets, inside, FULL)
+    return value
+
+
+@triton.jit
+def write_column(
+    pointer, offsets, value, inside, ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Store what `read_column` has read, rounded to nearest."""
+    if ALIGNED and FULL and pointer.dtype.element_ty.primitive_bitwidth == 16:
+        value = tl.reshape(value.to(pointer.dtype.element_ty), [2, BLOCK // 256, 128])
+        tl.store(pointer + _by_eights(BLOCK), tl.permute(value, (1, 0, 2)))
+    else:
+        write(pointer, offsets, value, inside, FULL)
 
 
 @triton.jit
@@ -129,14 +157,15 @@ def round_stochastically(value, words, TYPE: tl.constexpr):
 @triton.jit
 def read_gradient(
     row, start, offsets, inside,
-    GRAD_TYPE: tl.constexpr, TURNED: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr,
+    GRAD_TYPE: tl.constexpr, TURNED: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradient in fp32, in the order of the weight."""
     if TURNED & 1:  # the column of gradients in `Group.turned`
         places = turned_places(row, start, offsets)
-        grad = read(address(row, GRAD, GRAD_TYPE, 0, False), places, inside, FULL)
+        grad = read(address(row, GRAD, GRAD_TYPE, 0, False, FULL), places, inside, FULL)
     else:
-        grad = read(address(row, GRAD, GRAD_TYPE, start, ALIGNED), offsets, inside, FULL)
+        column = address(row, GRAD, GRAD_TYPE, start, ALIGNED, FULL)
+        grad = read_column(column, offsets, inside, ALIGNED, FULL, BLOCK)
     return grad
 
 
@@ -147,32 +176,36 @@ def store_weight(
     ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the new weight as `MODE` says; the extra tensor is given the rounding error, or a low copy."""
-    weight = address(row, WEIGHT, WEIGHT_TYPE, start, ALIGNED)
+    weight = address(row, WEIGHT, WEIGHT_TYPE, start, ALIGNED, FULL)
     new = saturated(new, WEIGHT_TYPE)
     if MODE == STOCHASTIC:
         words = random_words(rng, tl.load(row + PLACE), start, BLOCK)
-        write(weight, offsets, round_stochastically(new, words, WEIGHT_TYPE), inside, FULL)
+        rounded = round_stochastically(new, words, WEIGHT_TYPE)
+        write_column(weight, offsets, rounded, inside, ALIGNED, FULL, BLOCK)
     else:
         stored = new.to(WEIGHT_TYPE)
-        write(weight, offsets, stored, inside, FULL)
+        write_column(weight, offsets, stored, inside, ALIGNED, FULL, BLOCK)
         if EXTRA_TYPE is not None:
-            if MODE == KAHAN:
-                extra = address(row, EXTRA, EXTRA_TYPE, start, ALIGNED)
-                write(extra, offsets, new - stored.to(tl.float32), inside, FULL)
-            elif TURNED & 4:  # the column of extras
-                extra = address(row, EXTRA, EXTRA_TYPE, 0, False)
+            if TURNED & 4:  # the column of extras
+                extra = address(row, EXTRA, EXTRA_TYPE, 0, False, FULL)
                 write(extra, turned_places(row, start, offsets), new, inside, FULL)
             else:
-                write(address(row, EXTRA, EXTRA_TYPE, start, ALIGNED), offsets, new, inside, FULL)
+                extra = address(row, EXTRA, EXTRA_TYPE, start, ALIGNED, FULL)
+                beside = new
+                if MODE == KAHAN:
+                    beside = new - stored.to(tl.float32)
+                write_column(extra, offsets, beside, inside, ALIGNED, FULL, BLOCK)
 
 
 @triton.jit
 def load_weight(
     row, start, offsets, inside,
-    WEIGHT_TYPE: tl.constexpr, MODE: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr,
+    WEIGHT_TYPE: tl.constexpr, MODE: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The weight in fp32, with the error of earlier roundings added where it is kept."""
-    weight = read(address(row, WEIGHT, WEIGHT_TYPE, start, ALIGNED), offsets, inside, FULL)
+    column = address(row, WEIGHT, WEIGHT_TYPE, start, ALIGNED, FULL)
+    weight = read_column(column, offsets, inside, ALIGNED, FULL, BLOCK)
     if MODE == KAHAN:
-        weight += read(address(row, EXTRA, WEIGHT_TYPE, start, ALIGNED), offsets, inside, FULL)
+        error = address(row, EXTRA, WEIGHT_TYPE, start, ALIGNED, FULL)
+        weight += read_column(error, offsets, inside, ALIGNED, FULL, BLOCK)
     return weight

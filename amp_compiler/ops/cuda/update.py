@@ -24,9 +24,10 @@ from amp_compiler.ops.update.rounding import Storage
 
 BLOCK = 1024
 CHECK_BLOCK, GATHER_BLOCK = 4096, 2048
-# 64 registers for 128 threads: eight programs fit on a multiprocessor. Without the bound ptxas aims at ten for some
-# combinations of options and spills.
-_UPDATE_OPTIONS = {"num_warps": 4, "maxnreg": 64, "enable_fp_fusion": False}
+# Without a bound ptxas aims at ten programs of 128 threads on a multiprocessor for some combinations of options, and
+# spills. 64 registers let eight run, and 56, with which an update does without turned places, nine.
+_OPTIONS = {"num_warps": 4, "maxnreg": 64, "enable_fp_fusion": False}
+_UPDATE_OPTIONS = {**_OPTIONS, "maxnreg": 56}
 _CHECK_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 _GATHER_OPTIONS = {**_CHECK_OPTIONS, "maxnreg": 64}
 TABLES = TableCache()
@@ -69,7 +70,7 @@ def _group_options(group: Group, mode: int) -> dict[str, Any]:
         raise LoweringError("the moments of one tensor are of several types", mend="keep all of them in one type")
     types = {"GRAD_TYPE": grad, "WEIGHT_TYPE": weight, "EXTRA_TYPE": extra, "MOMENT_TYPE": first}
     how = {"MODE": int(mode), "TURNED": group.turned, "ALIGNED": group.aligned, "BLOCK": BLOCK}
-    return {**types, **how, **_UPDATE_OPTIONS}
+    return {**types, **how, **(_OPTIONS if group.turned else _UPDATE_OPTIONS)}
 
 
 def grad_check(grads: Tensors, inv_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,7 +136,7 @@ def finish_options(count: int) -> dict[str, Any]:
     85,000 blocks (350 million elements) are 11 rounds of eight numbers a thread; 128 threads would make 83.
     """
     block = min(max(1 << max(count - 1, 0).bit_length(), 1024), 8192)
-    return {"BLOCK": block, **_UPDATE_OPTIONS, "num_warps": block // 256}
+    return {"BLOCK": block, **_OPTIONS, "num_warps": block // 256}
 
 
 def commit(skip: Tensor, targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
@@ -153,7 +154,7 @@ def commit(skip: Tensor, targets: Sequence[Tensor], values: Sequence[Tensor]) ->
             if len(group.blocks):
                 code.commit_kernel[(len(group.blocks),)](
                     group.rows, group.blocks, skip,
-                    TYPE=_word_type(group.types[0]), ALIGNED=group.aligned, BLOCK=BLOCK, **_UPDATE_OPTIONS,
+                    TYPE=_word_type(group.types[0]), ALIGNED=group.aligned, BLOCK=BLOCK, **_OPTIONS,
                 )  # fmt: skip
 
 
@@ -203,7 +204,7 @@ def _prepared(optimizer: FusedOptimizer, given: Update, device: torch.device) ->
         if group.types != (torch.float32,):
             raise LoweringError("a step count is not fp32", mend="keep every step count as an fp32 tensor")
         prepare[(-(-len(given.steps) // 128),)](
-            group.rows, len(given.steps), given.hyper, given.skip, numbers, BLOCK=128, **_UPDATE_OPTIONS
+            group.rows, len(given.steps), given.hyper, given.skip, numbers, BLOCK=128, **_OPTIONS
         )
     return numbers
 
