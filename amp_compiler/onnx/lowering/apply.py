@@ -63,7 +63,7 @@ class _Writer:
         self.scopes = Scopes(lowered.owners, {self.main: 0})
         self._given: dict[ir.Value, ir.Graph] = {}
         self._orders: dict[ir.Graph, dict[ir.Node, int]] = {}
-        self.node_names, self.value_names = {""}, {""}
+        self.node_names, self.value_names = {"", *lowered.node_names}, {"", *lowered.value_names}
         for graph in lowered.model.graphs():
             nodes = list(graph)
             given = [*graph.inputs, *graph.initializers.values()]
@@ -117,8 +117,12 @@ class _Writer:
     def _retype(self) -> bool:
         values = self.lowered.graph.values
         changed = [(name, dtype) for name, dtype in self.plan.types.items() if values[name].dtype is not dtype]
+        condensed = self.lowered.model.condensed
+        if condensed is not None:
+            condensed.retype(dict(changed))
         for name, dtype in changed:
-            set_type(self._value(name), dtype)
+            if condensed is None or name in self.lowered.values:
+                set_type(self._value(name), dtype)
         return bool(changed)
 
     def _place(self, cast: PlannedCast) -> None:
@@ -320,7 +324,8 @@ class _Writer:
             readers = [node for node, _ in value.uses()]
             if not readers or value.is_initializer() or value.is_graph_output():
                 continue
-            made = [node for node in readers if node.outputs[0] in casts and not node.outputs[0].is_graph_output()]
+            casting = [node for node in readers if node.op_type == "Cast"]
+            made = [node for node in casting if node.outputs[0] in casts and not node.outputs[0].is_graph_output()]
             if len(made) < len(readers) or value.dtype is not ir.DataType.FLOAT:
                 continue
             value.dtype = ir_type(self.lowered.low)

@@ -62,6 +62,8 @@ class Lowered:
         fused: how many norms and GELUs were made one op each before the model was lowered.
         notes: what there is to say of that, in a sentence each.
         renamed: whether a node has another name here, since an earlier one has its own.
+        value_names: the names of all values, where `values` holds but those that a plan may change.
+        node_names: the same of nodes.
     """
 
     model: OnnxModel
@@ -76,6 +78,8 @@ class Lowered:
     fused: int = 0
     notes: list[str] = field(default_factory=list)
     renamed: bool = False
+    value_names: frozenset[str] = frozenset()
+    node_names: frozenset[str] = frozenset()
 
     def sites_of(self, name: str) -> list[Site]:
         """Where the operands of a neutral node stand; none for a name that no node has."""
