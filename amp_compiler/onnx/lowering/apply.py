@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from amp_compiler.errors import LoweringError
 from amp_compiler.ir.dtypes import DType, dtype_from_short
+from amp_compiler.ir.graph import ValueKind
 from amp_compiler.ir.plan import RETURN, PlannedCast, PrecisionPlan
 from amp_compiler.onnx.lowering.idle_casts import drop_idle_casts
 from amp_compiler.onnx.lowering.lower import Lowered, Site
@@ -50,6 +51,18 @@ def apply_plan(
     if not keep_io_types:
         changed |= writer.convert_inputs()
     return widen_math(lowered, plan) or changed
+
+
+def is_rounded_in_place(lowered: Lowered, cast: PlannedCast) -> bool:
+    """True for the cast of an initializer that nothing reads but what the cast is for."""
+    graph = lowered.graph
+    return (
+        graph.values[cast.value].kind is ValueKind.PARAMETER
+        and not lowered.model.contents.bodies
+        and cast.src != cast.dst
+        and not lowered.values[cast.value].is_graph_output()
+        and len(cast.users) == len(graph.users(cast.value))
+    )
 
 
 class _Writer:
@@ -128,7 +141,7 @@ class _Writer:
     def _place(self, cast: PlannedCast) -> None:
         source = self._value(cast.value)
         dst = dtype_from_short(cast.dst)
-        if self._is_read_by(cast, source):
+        if is_rounded_in_place(self.lowered, cast):
             self._round(cast.value, dst)
             return
         sites = list(self._sites(cast))
@@ -256,17 +269,6 @@ class _Writer:
             self._home(old).insert_before(producer, node)
         self.folded[name, dst] = new
         return new
-
-    def _is_read_by(self, cast: PlannedCast, source: ir.Value) -> bool:
-        """True for an initializer that nothing reads but what a cast is for."""
-        return (
-            source.is_initializer()
-            and not self.lowered.model.contents.bodies
-            and self.lowered.graph.is_folded(cast.value)
-            and cast.src != cast.dst
-            and not source.is_graph_output()
-            and len(cast.users) == len(source.uses())
-        )
 
     def _round(self, name: str, dst: DType) -> None:
         """Round an initializer where it stands."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import cast
 
 from amp_compiler.ir.plan import RETURN, PrecisionPlan
+from amp_compiler.onnx.lowering.apply import is_rounded_in_place
 from amp_compiler.onnx.lowering.lower import FOLDED, Lowered
 from amp_compiler.onnx.lowering.norms import find_norms
 from amp_compiler.onnx.model.plain import PlainGraph, PlainNode, PlainValue
@@ -18,7 +19,7 @@ _MUCH = 1_800_000_000  # bytes of stored data from which they may have to go to 
 def open_touched(lowered: Lowered, plan: PrecisionPlan) -> None:
     """Make objects of `onnx_ir` of what a plan may change, and of what stands beside that. Changes `lowered`.
 
-    That is: what reads a cast, and what makes its operand; the makers and readers of the outputs; the model's own
+    That is: what reads a cast (but of stored data that are rounded where they are), and what makes its operand; the makers and readers of the outputs; the model's own
     casts, stored data, batch norms, and norms that are written out. Where nodes are renamed, or a rule says what they
     compute in, it is all of them.
 
@@ -52,6 +53,8 @@ def _touched(lowered: Lowered, plan: PrecisionPlan, graph: PlainGraph) -> set[in
     values = cast("dict[str, PlainValue]", lowered.values)
     found: set[int] = set()
     for planned in plan.casts:
+        if planned.value in values and is_rounded_in_place(lowered, planned):
+            continue
         maker = values[planned.value].maker
         found.update([nodes[name].index for name, _ in planned.users if name != RETURN])
         found.update([maker.index] if maker is not None else ())
