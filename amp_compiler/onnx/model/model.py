@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
@@ -22,7 +22,7 @@ from amp_compiler.onnx.model.order import in_order
 from amp_compiler.onnx.model.plain import PlainGraph, PlainNode, PlainValue, plain_model
 from amp_compiler.onnx.model.sparse import dense
 from amp_compiler.onnx.model.types import neutral_type
-from amp_compiler.onnx.model.validate import check_fully, check_structure, told_as_onnx
+from amp_compiler.onnx.model.validate import NodeText, check_fully, check_structure, told_as_onnx
 from amp_compiler.onnx.model.walk import Contents, contents_of
 from amp_compiler.onnx.model.walk import proto_bodies as proto_bodies
 from amp_compiler.onnx.model.walk import proto_graphs as proto_graphs
@@ -67,10 +67,12 @@ class OnnxFile:
     Args:
         proto: its message, external data not loaded; shared with a caller who gave a message, so never changed.
         path: its file; `None` for a model in memory.
+        texts: the text of the nodes of its graph, where it was looked at.
     """
 
     proto: onnx.ModelProto
     path: Path | None = None
+    texts: Sequence[NodeText] | None = field(default=None, compare=False, repr=False)
 
     @property
     def folder(self) -> Path | None:
@@ -205,8 +207,7 @@ def _checked(opened: OnnxFile) -> OnnxFile:
     if not proto.HasField("graph") or not proto.opset_import:
         raise OnnxError("this is no ONNX model: it has no graph or no opset", where=opened.name, mend="export it again")
     with told_as_onnx(opened.name, "it is damaged"):
-        check_structure(proto, opened.folder)
-    return opened
+        return replace(opened, texts=check_structure(proto, opened.folder))
 
 
 def to_ir(model: OnnxFile, contents: Contents | None = None) -> onnx_ir.Model:
@@ -261,7 +262,7 @@ def read_model(
     _refuse(proto)
     if plain:
         with told_as_onnx(opened.name, "its graph is malformed"):
-            stand_in = plain_model(proto)
+            stand_in = plain_model(proto, opened.texts)
         if stand_in is not None:
             return _read_plain(opened, stand_in, check, sizes)
     with told_as_onnx(opened.name, "its graph is malformed"):

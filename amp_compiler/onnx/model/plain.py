@@ -8,12 +8,14 @@ wherever nothing is changed.
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import onnx
 import onnx_ir as ir
 from onnx import AttributeProto, TensorProto
+
+from amp_compiler.onnx.model.validate import NodeText
 
 _BODIES = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
 _TENSORS = (AttributeProto.TENSOR, AttributeProto.TENSORS, AttributeProto.SPARSE_TENSOR, AttributeProto.SPARSE_TENSORS)
@@ -62,16 +64,18 @@ class PlainValue:
 class PlainNode:
     """A node, as `onnx_ir.Node`; its place among the nodes of the graph is `index`."""
 
-    __slots__ = ("_attributes", "domain", "graph", "index", "inputs", "message", "name", "op_type", "outputs")
+    __slots__ = ("_attributes", "domain", "index", "inputs", "message", "name", "op_type", "outputs")
 
     version = None
+    graph = None  # there is but one
 
-    def __init__(self, index: int, message: onnx.NodeProto, graph: PlainGraph) -> None:
-        self.index, self.message, self.graph = index, message, graph
-        self.name, self.op_type, self.domain = message.name, message.op_type, message.domain
-        self.inputs: tuple[PlainValue | None, ...] = ()
+    def __init__(
+        self, index: int, message: onnx.NodeProto, text: NodeText, inputs: tuple[PlainValue | None, ...]
+    ) -> None:
+        self.index, self.message, self.inputs = index, message, inputs
+        self.name, self.op_type, self.domain, _, _, held = text
         self.outputs: tuple[PlainValue, ...] = ()
-        self._attributes: UserDict[str, ir.Attr] | None = _NONE
+        self._attributes: UserDict[str, ir.Attr] | None = None if held else _NONE
 
     @property
     def attributes(self) -> UserDict[str, ir.Attr]:
@@ -125,24 +129,25 @@ class PlainModel:
         self.ir_version = proto.ir_version
 
 
-def plain_model(proto: onnx.ModelProto) -> ir.Model | None:
+def plain_model(proto: onnx.ModelProto, texts: Sequence[NodeText] | None) -> ir.Model | None:
     """A model to be planned on.
 
     Args:
         proto: the model; it is not changed.
+        texts: the text of its nodes; without it there is no such model.
 
     Returns:
         What stands in for its `onnx_ir.Model`; `None` for a model with functions, bodies, sparse initializers, data in
         other files, annotations, or nodes out of order.
     """
     graph = proto.graph
-    if proto.functions or proto.configuration or graph.sparse_initializer or graph.quantization_annotation:
+    if texts is None or proto.functions or proto.configuration or graph.sparse_initializer or graph.quantization_annotation:
         return None
     made = PlainGraph(graph)
-    return cast("ir.Model", PlainModel(proto, made)) if _fill(made) else None
+    return cast("ir.Model", PlainModel(proto, made)) if _fill(made, texts) else None
 
 
-def _fill(graph: PlainGraph) -> bool:
+def _fill(graph: PlainGraph, texts: Sequence[NodeText]) -> bool:
     """Add inputs, initializers, nodes and outputs; false for what is not plain."""
     proto = graph.proto
     values: dict[str, PlainValue] = {}
@@ -161,23 +166,23 @@ def _fill(graph: PlainGraph) -> bool:
     known: dict[str, PlainValue | None] = {**values, "": None}
     nodes = graph.nodes
     try:
-        for index, message in enumerate(proto.node):
-            node = PlainNode(index, message, graph)
-            if node.domain == "ai.onnx":  # `onnx_ir` writes it empty
+        for index, (message, text) in enumerate(zip(proto.node, texts, strict=True)):
+            _, _, domain, read, made, held = text
+            if domain == "ai.onnx" or (held and not _are_plain(message.attribute, graph)):  # `onnx_ir` writes it empty
                 return False
-            attributes = message.attribute
-            if attributes:
-                node._attributes = None
-                if not _are_plain(attributes, graph):
-                    return False
-            inputs = node.inputs = tuple([known[name] for name in message.input])
+            inputs = tuple([known[name] for name in read])
+            node = PlainNode(index, message, text, inputs)
             for place, value in enumerate(inputs):
                 if value is not None:
                     value.users.append((node, place))
-            outputs = node.outputs = tuple([PlainValue(name, node) for name in message.output])
-            for made in outputs:
-                known[made.name] = made
-            count += len(outputs)
+            if len(made) == 1:
+                (name,) = made
+                known[name] = one = PlainValue(name, node)
+                node.outputs = (one,)
+            else:
+                node.outputs = tuple([PlainValue(name, node) for name in made])
+                known.update((one.name, one) for one in node.outputs)
+            count += len(made)
             nodes.append(node)
         graph.outputs = [cast("PlainValue", known[info.name]) for info in proto.output]
     except KeyError:  # what is read is made later, or nowhere
