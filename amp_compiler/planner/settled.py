@@ -38,7 +38,7 @@ def _may_be_fp32(problem: FollowProblem, name: str) -> bool:
     """True for a free node beside which something that is not free is FP32, or asks for it, or sees what is rounded."""
     graph, typings, free, labels = problem.graph, problem.typing.nodes, problem.free, problem.labels
     node, typing = graph.nodes[name], typings[name]
-    if typing.info.promotes or problem.keeps_bits(name):
+    if typing.info.promotes or (typing.info.exact and problem.keeps_bits(name)):
         return True
     low, values = problem.typing.low, graph.values
     for index in typing.data:

@@ -120,7 +120,8 @@ def lower(
     lowered = Lowered(model, PrecisionGraph("onnx", folds=True), low)
     builder = _Builder(lowered, named or (lambda op, name: False), keep_quantized)
     main = model.ir.graph
-    builder.reserve(main)
+    if not isinstance(main, PlainGraph):  # whose values have names of their own
+        builder.reserve(main)
     builder.add_graph(main, "")
     for index, value in enumerate(main.outputs):
         name = builder.names.get(value)
