@@ -21,11 +21,16 @@ from amp_compiler.onnx.model.model import open_model, read_model
 from amp_compiler.onnx.model.plain import PlainGraph
 
 
+def read_whole(opened, *, plain, **options):
+    """The model, every node of it an object of `onnx_ir`."""
+    return read_model(opened, plain=False, **options)
+
+
 def outcome(source, monkeypatch, *, plain, **options):
     """The converted model's bytes, the plan and the notes; or the text of the error."""
     with monkeypatch.context() as patch:
         if not plain:
-            patch.setattr(planning, "read_model", lambda *given, **named: read_model(*given, **{**named, "plain": False}))
+            patch.setattr(planning, "read_model", read_whole)
         try:
             done = convert_onnx(source, check=False, **options)
         except AmpError as error:

@@ -9,6 +9,7 @@ from planning_random import random_graph
 from amp_compiler.planner import cut
 from amp_compiler.planner.settled import settled_low
 
+
 def labels_and_notes(graph, decisions):
     done = finish(draft_of(graph, decisions))
     return dict(done.labels), dict(done.notes), done.casts

@@ -19,9 +19,9 @@ _MUCH = 1_800_000_000  # bytes of stored data from which they may have to go to 
 def open_touched(lowered: Lowered, plan: PrecisionPlan) -> None:
     """Make objects of `onnx_ir` of what a plan may change, and of what stands beside that. Changes `lowered`.
 
-    That is: what reads a cast (but of stored data that are rounded where they are), and what makes its operand; the makers and readers of the outputs; the model's own
-    casts, stored data, batch norms, and norms that are written out. Where nodes are renamed, or a rule says what they
-    compute in, it is all of them.
+    That is: what reads a cast, but of stored data that are rounded where they are, and what makes its operand; the
+    makers and readers of the outputs; the model's own casts, stored data, batch norms, and norms that are written out.
+    Where nodes are renamed, or a rule says what they compute in, it is all of them.
 
     Args:
         lowered: the model, planned.

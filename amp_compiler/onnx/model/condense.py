@@ -169,4 +169,3 @@ def _runs(count: int, kept: list[int]) -> list[tuple[int, int]]:
     ends = [*kept, count]
     begins = [0, *(place + 1 for place in kept)]
     return [(begin, end) for begin, end in zip(begins, ends, strict=True) if begin < end]
-

@@ -243,9 +243,7 @@ def check_model(opened: OnnxFile) -> None:
         infer_checked(light)
 
 
-def read_model(
-    opened: OnnxFile, *, check: bool = True, sizes: Sizes | None = None, plain: bool = False
-) -> OnnxModel:
+def read_model(opened: OnnxFile, *, check: bool = True, sizes: Sizes | None = None, plain: bool = False) -> OnnxModel:
     """Read a model into `onnx_ir` and infer types. Model-local functions are written out where they are called.
 
     Args:

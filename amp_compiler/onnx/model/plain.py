@@ -141,7 +141,8 @@ def plain_model(proto: onnx.ModelProto, texts: Sequence[NodeText] | None) -> ir.
         other files, annotations, or nodes out of order.
     """
     graph = proto.graph
-    if texts is None or proto.functions or proto.configuration or graph.sparse_initializer or graph.quantization_annotation:
+    devices = getattr(proto, "configuration", ())  # onnx 1.18 and later
+    if texts is None or devices or proto.functions or graph.sparse_initializer or graph.quantization_annotation:
         return None
     made = PlainGraph(graph)
     return cast("ir.Model", PlainModel(proto, made)) if _fill(made, texts) else None
@@ -172,16 +173,16 @@ def _fill(graph: PlainGraph, texts: Sequence[NodeText]) -> bool:
                 return False
             inputs = tuple([known[name] for name in read])
             node = PlainNode(index, message, text, inputs)
-            for place, value in enumerate(inputs):
-                if value is not None:
-                    value.users.append((node, place))
+            for place, one in enumerate(inputs):
+                if one is not None:
+                    one.users.append((node, place))
             if len(made) == 1:
                 (name,) = made
-                known[name] = one = PlainValue(name, node)
-                node.outputs = (one,)
+                known[name] = result = PlainValue(name, node)
+                node.outputs = (result,)
             else:
                 node.outputs = tuple([PlainValue(name, node) for name in made])
-                known.update((one.name, one) for one in node.outputs)
+                known.update((result.name, result) for result in node.outputs)
             count += len(made)
             nodes.append(node)
         graph.outputs = [cast("PlainValue", known[info.name]) for info in proto.output]
