@@ -234,6 +234,8 @@ def _release(lowered: Lowered) -> None:
     Every tensor of it holds the whole message that it was read from.
     """
     lowered.graph.magnitude_of = unknown_magnitude
+    if lowered.model.condensed is not None:
+        lowered.model.condensed.graph.release()
     for graph in lowered.model.graphs():
         for value in graph.initializers.values():
             value.const_value = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 
 import numpy as np
 import onnx
@@ -18,7 +19,7 @@ from amp_compiler.onnx import plan as planning
 from amp_compiler.onnx.convert import convert_onnx
 from amp_compiler.onnx.model import condense
 from amp_compiler.onnx.model.model import open_model, read_model
-from amp_compiler.onnx.model.plain import PlainGraph
+from amp_compiler.onnx.model.plain import PlainGraph, PlainNode
 
 
 def read_whole(opened, *, plain, **options):
@@ -119,6 +120,18 @@ def test_only_what_is_changed_is_an_object(monkeypatch):
     assert len(done.model.graph.node) == 402  # and two casts
     feeds = {"x": np.random.default_rng(0).standard_normal((2, 8)).astype(np.float32)}
     np.testing.assert_allclose(run(done.model, feeds)[0], run(source, feeds)[0], atol=2e-3)
+
+
+def test_no_message_outlives_a_conversion():
+    """Nodes and values hold one another, so that the collector alone frees them, later; their messages go at once."""
+    gc.collect()
+    gc.disable()
+    try:
+        convert_onnx(chain(40), check=False)
+        nodes = [one for one in gc.get_objects() if isinstance(one, PlainNode)]
+        assert [one for one in nodes if one.message.op_type] == []
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,10 @@ class PlainValue:
             self._tensor = ir.serde.deserialize_tensor(self._message)
         return self._tensor
 
+    def release(self) -> None:
+        """Let go of the data of an initializer."""
+        self._message = self._tensor = None
+
     def producer(self) -> PlainNode | None:
         """The node that makes it."""
         return self.maker
@@ -98,6 +102,7 @@ class PlainNode:
 
 _NONE: UserDict[str, ir.Attr] = UserDict()
 _NOTHING: dict[str, str] = {}
+_NO_NODE = onnx.NodeProto()
 
 
 class PlainGraph:
@@ -117,6 +122,13 @@ class PlainGraph:
 
     def __iter__(self) -> Iterator[PlainNode]:
         return iter(self.nodes)
+
+    def release(self) -> None:
+        """Let go of the messages, each of which holds all of the model: nodes and values hold one another."""
+        for node in self.nodes:
+            node.message = _NO_NODE
+        for value in self.initializers.values():
+            value.release()
 
 
 class PlainModel:
