@@ -199,9 +199,12 @@ class PrecisionGraph:
                 f"node '{name}' reads '{missing.args[0]}', which nothing before it makes",
                 mend="add nodes in execution order",
             ) from None
+        values, makers = self.values, self._producer
         for value in made:
-            self.add_value(value)
-            self._producer[value.name] = name
+            own = value.name
+            if own in values:
+                self.add_value(value)  # which refuses it
+            values[own], users[own], makers[own] = value, [], name
         for index, known in enumerate(read):
             known.append((name, index))
         self.nodes[name] = node

@@ -24,6 +24,7 @@ from amp_compiler.onnx.lowering.apply import apply_plan
 from amp_compiler.onnx.lowering.lower import Lowered
 from amp_compiler.onnx.lowering.norms import guard_norms
 from amp_compiler.onnx.lowering.parameters import unify_batch_norms
+from amp_compiler.onnx.lowering.touched import open_touched
 from amp_compiler.onnx.model.edit import unique
 from amp_compiler.onnx.model.infer import infer, light_of, stripped
 from amp_compiler.onnx.model.model import OnnxFile, Source, open_model
@@ -154,6 +155,7 @@ def convert_onnx(
         late = told_late(lowered, rule_set, raising=raise_opset, opset=opset)
         warn_of_unused(plan.unused_rules, lowered.model.ir.graph.name or "the ONNX model")
         with told_as_onnx(opened.name, "it cannot be converted"):
+            open_touched(lowered, plan)
             _rename_duplicates(lowered)
             floors = found.floors(plan.labels, low)
             changed = apply_plan(lowered, plan, floors=floors, keep_io_types=keep_io_types)
@@ -232,6 +234,8 @@ def _release(lowered: Lowered) -> None:
     Every tensor of it holds the whole message that it was read from.
     """
     lowered.graph.magnitude_of = unknown_magnitude
+    if lowered.model.condensed is not None:
+        lowered.model.condensed.graph.release()
     for graph in lowered.model.graphs():
         for value in graph.initializers.values():
             value.const_value = None

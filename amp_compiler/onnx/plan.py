@@ -120,7 +120,7 @@ def plan_onnx(
     wide = types_of(as_fp32)
 
     def lowered_from(file: OnnxFile, checked: bool) -> tuple[Lowered, Fusion | None]:
-        model = read_model(file, check=checked, sizes=sizes)
+        model = read_model(file, check=checked, sizes=sizes, plain=not wide and not fused)
         if wide:
             make_fp32(model, wide, keep_io_types=keep_io_types)
         fusion = fuse_compounds(model) if fused else None

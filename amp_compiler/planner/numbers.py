@@ -185,6 +185,8 @@ class _Analysis:
 
     def _difference(self, node: Node) -> None:
         """Neighbours that are far from the start are one number in 16 bits; so are a place and the cell it is in."""
+        if any(self.origins[operand.value] is Origin.DATA for operand in node.inputs):
+            return  # as of most
         read = list(self._operands(node))
         origins = [self.origins[name] for name in read]
         if len(read) != 2 or not all(origin in (Origin.POSITION, Origin.GIVEN) for origin in origins):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -79,13 +80,18 @@ class _Placer:
     draft: Draft
     users: dict[Key, list[tuple[str, int]]] = field(default_factory=dict)
     position: dict[Key, tuple[int, int]] = field(default_factory=dict)
+    anchored: bool = False  # whether readers were added in another order than that of execution
     made: dict[tuple[str, DType], str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.graph, self.labels = self.draft.graph, self.draft.labels
         self.typing = self.draft.typing
         self.types = self.draft.types
-        self.orders = {name: order for order, name in enumerate((*self.graph.nodes, RETURN))}
+
+    @functools.cached_property
+    def orders(self) -> dict[str, int]:
+        """By node, its place in the order of execution."""
+        return {name: order for order, name in enumerate((*self.graph.nodes, RETURN))}
 
     def place(self) -> tuple[PlannedCast, ...]:
         """All casts in execution order."""
@@ -112,6 +118,7 @@ class _Placer:
         for index, value in enumerate(self.graph.outputs):
             if self.typing.is_flexible(value):
                 self._require(len(self.graph.nodes), RETURN, index, value, self.graph.values[value].dtype, "")
+        self.anchored = bool(mixing)
         for order, node in mixing:
             self._anchor(order, node)
         placed = [(self.position[key], self._cast(key)) for key in self.users]
@@ -120,7 +127,7 @@ class _Placer:
     def _require(self, order: int, user: str, index: int, value: str, needed: DType | None, region: str) -> None:
         if needed is None or needed is self.types[value]:
             return
-        if needed is self.typing.low:
+        if needed is self.typing.low and self.typing.cast_results:
             source = upcast_source(self.typing, value)
             if source is not None and self.types[source] is needed:
                 value = source
@@ -131,8 +138,13 @@ class _Placer:
             value = self.made.get((value, needed), value)
         alone = len(self.users) + 1 if self.graph.values[value].volatile else 0
         key = (value, needed, region, alone)
-        self.users.setdefault(key, []).append((user, index))
-        self.position[key] = min(self.position.get(key, (order, index)), (order, index))
+        users = self.users.get(key)
+        if users is None:
+            self.users[key], self.position[key] = [(user, index)], (order, index)
+            return
+        users.append((user, index))
+        if (order, index) < self.position[key]:
+            self.position[key] = (order, index)
 
     def _note_model_cast(self, node: Node) -> None:
         """Let what the graph returns be the result of the model's own cast, where that has the type already."""
@@ -158,7 +170,9 @@ class _Placer:
         src = self.types[value]
         free = src is dst or self.graph.is_folded(value)
         moved = 0 if free else self.graph.values[value].numel * (src.itemsize + dst.itemsize)
-        users = sorted(self.users[key], key=lambda user: (self.orders[user[0]], user[1]))
+        users = self.users[key]
+        if self.anchored:
+            users = sorted(users, key=lambda user: (self.orders[user[0]], user[1]))
         return PlannedCast(value, src.short, dst.short, moved, tuple(users))
 
     def _model_cast(self, node: Node) -> Iterator[PlannedCast]:
@@ -175,19 +189,28 @@ class _Placer:
                 )
 
 
-def _reads(draft: Draft) -> dict[tuple[str, int], tuple[str, DType]]:
-    """By (reader, operand index) that a cast serves: the value that it reads, and the type."""
-    return {user: (cast.value, dtype_from_short(cast.dst)) for cast in draft.casts or () for user in cast.users}
+def _reads(draft: Draft) -> dict[str, dict[int, DType]]:
+    """By reader and operand index that a cast serves: the type that is read."""
+    found: dict[str, dict[int, DType]] = {}
+    for cast in draft.casts or ():
+        dtype = dtype_from_short(cast.dst)
+        for name, index in cast.users:
+            known = found.get(name)
+            if known is None:
+                found[name] = {index: dtype}
+            else:
+                known[index] = dtype
+    return found
 
 
 def _wrong_types(draft: Draft) -> str | None:
     typing, reads, types = draft.typing, _reads(draft), draft.types
-    served = {name for name, _ in reads}
     for node in draft.graph.nodes.values():
         name = node.name
         read = [types[operand.value] for operand in node.inputs]
-        if name in served:
-            read = [reads[name, index][1] if (name, index) in reads else known for index, known in enumerate(read)]
+        if name in reads:
+            for index, dtype in reads[name].items():
+                read[index] = dtype
         one = typing.reads_one(node, draft.labels[name])
         if one is not None and read.count(one) == len(read):
             continue
@@ -196,7 +219,7 @@ def _wrong_types(draft: Draft) -> str | None:
             return wrong
     for index, value in enumerate(draft.graph.outputs):
         captured = draft.graph.values[value].dtype
-        returned = reads[RETURN, index][1] if (RETURN, index) in reads else types[value]
+        returned = reads.get(RETURN, {}).get(index, types[value])
         if returned is not captured:
             return f"output {index} is returned in {returned.short}, not in {captured.short}"
     return None

@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from amp_compiler.errors import LoweringError
 from amp_compiler.ir.dtypes import DType, dtype_from_short
+from amp_compiler.ir.graph import ValueKind
 from amp_compiler.ir.plan import RETURN, PlannedCast, PrecisionPlan
 from amp_compiler.onnx.lowering.idle_casts import drop_idle_casts
 from amp_compiler.onnx.lowering.lower import Lowered, Site
@@ -52,6 +53,18 @@ def apply_plan(
     return widen_math(lowered, plan) or changed
 
 
+def is_rounded_in_place(lowered: Lowered, cast: PlannedCast) -> bool:
+    """True for the cast of an initializer that nothing reads but what the cast is for."""
+    graph = lowered.graph
+    return (
+        graph.values[cast.value].kind is ValueKind.PARAMETER
+        and not lowered.model.contents.bodies
+        and cast.src != cast.dst
+        and not lowered.values[cast.value].is_graph_output()
+        and len(cast.users) == len(graph.users(cast.value))
+    )
+
+
 class _Writer:
     def __init__(self, lowered: Lowered, plan: PrecisionPlan, floors: dict[str, float]) -> None:
         self.lowered, self.plan, self.floors = lowered, plan, floors
@@ -63,7 +76,7 @@ class _Writer:
         self.scopes = Scopes(lowered.owners, {self.main: 0})
         self._given: dict[ir.Value, ir.Graph] = {}
         self._orders: dict[ir.Graph, dict[ir.Node, int]] = {}
-        self.node_names, self.value_names = {""}, {""}
+        self.node_names, self.value_names = {"", *lowered.node_names}, {"", *lowered.value_names}
         for graph in lowered.model.graphs():
             nodes = list(graph)
             given = [*graph.inputs, *graph.initializers.values()]
@@ -117,14 +130,18 @@ class _Writer:
     def _retype(self) -> bool:
         values = self.lowered.graph.values
         changed = [(name, dtype) for name, dtype in self.plan.types.items() if values[name].dtype is not dtype]
+        condensed = self.lowered.model.condensed
+        if condensed is not None:
+            condensed.retype(dict(changed))
         for name, dtype in changed:
-            set_type(self._value(name), dtype)
+            if condensed is None or name in self.lowered.values:
+                set_type(self._value(name), dtype)
         return bool(changed)
 
     def _place(self, cast: PlannedCast) -> None:
         source = self._value(cast.value)
         dst = dtype_from_short(cast.dst)
-        if self._is_read_by(cast, source):
+        if is_rounded_in_place(self.lowered, cast):
             self._round(cast.value, dst)
             return
         sites = list(self._sites(cast))
@@ -253,17 +270,6 @@ class _Writer:
         self.folded[name, dst] = new
         return new
 
-    def _is_read_by(self, cast: PlannedCast, source: ir.Value) -> bool:
-        """True for an initializer that nothing reads but what a cast is for."""
-        return (
-            source.is_initializer()
-            and not self.lowered.model.contents.bodies
-            and self.lowered.graph.is_folded(cast.value)
-            and cast.src != cast.dst
-            and not source.is_graph_output()
-            and len(cast.users) == len(source.uses())
-        )
-
     def _round(self, name: str, dst: DType) -> None:
         """Round an initializer where it stands."""
         value = self._value(name)
@@ -320,7 +326,8 @@ class _Writer:
             readers = [node for node, _ in value.uses()]
             if not readers or value.is_initializer() or value.is_graph_output():
                 continue
-            made = [node for node in readers if node.outputs[0] in casts and not node.outputs[0].is_graph_output()]
+            casting = [node for node in readers if node.op_type == "Cast"]
+            made = [node for node in casting if node.outputs[0] in casts and not node.outputs[0].is_graph_output()]
             if len(made) < len(readers) or value.dtype is not ir.DataType.FLOAT:
                 continue
             value.dtype = ir_type(self.lowered.low)

@@ -27,11 +27,13 @@ from amp_compiler.ir.value_class import value_class
 from amp_compiler.onnx.lowering.pins import Demanded, Demands
 from amp_compiler.onnx.model.data import examine, tensor_of
 from amp_compiler.onnx.model.model import UNKNOWN, OnnxModel, bodies
+from amp_compiler.onnx.model.plain import PlainGraph
 from amp_compiler.onnx.model.types import canonical_op, neutral_type
 from amp_compiler.policy.op_table import op_table
 
 FOLDED = ("Constant", "ConstantOfShape")
 LOOPS = ("Loop", "Scan")
+_NO_ATTRIBUTES: dict[str, Attr] = {}  # of all nodes that have none; nothing changes those of a node
 QUANTIZING = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"})
 _EXAMINED = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT64)
 
@@ -62,6 +64,8 @@ class Lowered:
         fused: how many norms and GELUs were made one op each before the model was lowered.
         notes: what there is to say of that, in a sentence each.
         renamed: whether a node has another name here, since an earlier one has its own.
+        value_names: the names of all values, where `values` holds but those that a plan may change.
+        node_names: the same of nodes.
     """
 
     model: OnnxModel
@@ -76,6 +80,8 @@ class Lowered:
     fused: int = 0
     notes: list[str] = field(default_factory=list)
     renamed: bool = False
+    value_names: frozenset[str] = frozenset()
+    node_names: frozenset[str] = frozenset()
 
     def sites_of(self, name: str) -> list[Site]:
         """Where the operands of a neutral node stand; none for a name that no node has."""
@@ -114,7 +120,8 @@ def lower(
     lowered = Lowered(model, PrecisionGraph("onnx", folds=True), low)
     builder = _Builder(lowered, named or (lambda op, name: False), keep_quantized)
     main = model.ir.graph
-    builder.reserve(main)
+    if not isinstance(main, PlainGraph):  # whose values have names of their own
+        builder.reserve(main)
     builder.add_graph(main, "")
     for index, value in enumerate(main.outputs):
         name = builder.names.get(value)
@@ -148,6 +155,7 @@ class _Builder:
         self.quantizes = not ops.isdisjoint(QUANTIZING)
         self.demands = Demanded(lowered.model, lowered.low)
         self._ops: dict[tuple[str, str], tuple[str, bool]] = {}
+        self._kinds: dict[tuple[object, ...], tuple[str, Demands]] = {}
         self._reserved: dict[str, ir.Value] = {}
         self._next: dict[str, int] = {}
         self._unnamed: dict[str, int] = {}
@@ -165,11 +173,12 @@ class _Builder:
         for value in graph.initializers.values():
             if value not in self.names:
                 self._add_source(value, ValueKind.PARAMETER)
+        add = self._add_plain if isinstance(graph, PlainGraph) and not self.quantizes else self._add_node
         for node in self.held[graph]:
             if node.op_type in FOLDED and is_folded(node, self.model):
                 self._add_source(node.outputs[0], ValueKind.CONSTANT)
                 continue
-            self._add_node(node, region)
+            add(node, region)
 
     def _add_source(self, value: ir.Value, kind: ValueKind) -> None:
         self.graph.add_value(self._value(value, kind))
@@ -196,15 +205,57 @@ class _Builder:
                 op,
                 tuple(operands),
                 tuple([value.name for value in outputs]),
-                _attributes(held) if held else {},
+                _attributes(held) if held else _NO_ATTRIBUTES,
                 _module(node, props),
-                source=props.get("pkg.torch.onnx.stack_trace", "").rpartition("\n")[2][:200] if props else "",
+                source=_source(props) if props else "",
                 region=region,
                 pin=demands.pin,
             ),
             outputs,
         )
         self.lowered.nodes[name] = node
+
+    def _add_plain(self, node: ir.Node, region: str) -> None:
+        """`_add_node` in fewer instructions: of a node without attributes, among values that have their own names."""
+        name, lowered, types = node.name, self.lowered, self.model.types
+        read, made = node.inputs, node.outputs
+        if not name or name in lowered.nodes or name == RETURN or node.attributes.data or None in read:
+            self._add_node(node, region)
+            return
+        known = [types.get(value, UNKNOWN) for value in made]
+        kind = (
+            node.op_type, node.domain, len(read),
+            *[types.get(value, UNKNOWN).kind for value in read], *[one.kind for one in known],  # type: ignore[arg-type]
+        )  # fmt: skip
+        settled = self._kinds.get(kind)
+        if settled is None:
+            op, _ = self._op(node)
+            demands = self.demands.of(node, op, named=False, quantized="", inner=False)
+            if not op.startswith("onnx.") or demands.own:
+                self._add_node(node, region)
+                return
+            settled = self._kinds[kind] = op, demands
+        op, demands = settled
+        if demands.late is not None:
+            lowered.late[name] = demands.late
+        operands = [
+            Operand(value.name, slot, allowed, tied)  # type: ignore[arg-type, union-attr]
+            for value, (slot, allowed, tied) in zip(read, demands.slots, strict=True)
+        ]
+        outputs, names, values = [], self.names, lowered.values
+        for value, one in zip(made, known, strict=True):
+            own: str = value.name  # type: ignore[assignment]
+            names[value], values[own] = own, value
+            outputs.append(Value(own, one.dtype or DType.OTHER, one.shape, one.numel, ValueKind.RESULT))
+        props = node.metadata_props
+        self.graph.add_node(
+            Node(
+                name, op, tuple(operands), tuple([value.name for value in outputs]), _NO_ATTRIBUTES,
+                _module(node, props), "", _source(props) if props else "", region, "forward", demands.pin,
+            ),
+            outputs,
+        )  # fmt: skip
+        lowered.nodes[name] = node
 
     def _op(self, node: ir.Node) -> tuple[str, bool]:
         """The neutral name of the op of a node, and whether it quantises."""
@@ -297,6 +348,11 @@ def is_folded(node: ir.Node, model: OnnxModel) -> bool:
 def is_quantizing(node: ir.Node) -> bool:
     """True for the ops between floating-point and quantised values."""
     return node.domain in ("", "ai.onnx", "com.microsoft") and node.op_type in QUANTIZING
+
+
+def _source(props: Mapping[str, str]) -> str:
+    """The line of the model that torch's exporter leaves."""
+    return props.get("pkg.torch.onnx.stack_trace", "").rpartition("\n")[2][:200]
 
 
 def _module(node: ir.Node, props: Mapping[str, str]) -> str:

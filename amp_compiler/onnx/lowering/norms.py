@@ -64,9 +64,9 @@ def guard_norms(lowered: Lowered) -> None:
     if not heads:
         return
     graphs = lowered.model.graphs()
-    nodes = {node.name or "" for graph in graphs for node in graph}
+    nodes = {*lowered.node_names, *(node.name or "" for graph in graphs for node in graph)}
     values = {name for graph in graphs for name in (*graph.initializers, *(value.name or "" for value in graph.inputs))}
-    values |= {value.name or "" for graph in graphs for node in graph for value in node.outputs}
+    values |= {value.name or "" for graph in graphs for node in graph for value in node.outputs} | lowered.value_names
     for mean, difference in heads:
         source, graph = difference.inputs[0], mean.graph
         if source is None or not isinstance(graph, ir.Graph):

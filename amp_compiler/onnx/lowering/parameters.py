@@ -129,7 +129,7 @@ def _rounded(lowered: Lowered, value: ir.Value, tensor: ir.TensorProtocol, taken
 
 
 def _names(lowered: Lowered) -> set[str]:
-    found = set()
+    found = {*lowered.value_names, *lowered.node_names}
     for graph in lowered.model.graphs():
         found |= {value.name or "" for value in (*graph.inputs, *graph.initializers.values())}
         for node in graph:

@@ -145,11 +145,13 @@ class Demands(NamedTuple):
         pin: see `pin_of`.
         late: the first opset that admits the low type, where that alone keeps the node.
         slots: by operand, its slot, the types that it may have, and whether its type is tied to that of an output.
+        own: whether the reason of the pin names a value of the node.
     """
 
     pin: Pin | None
     late: int | None
     slots: tuple[tuple[str, frozenset[DType] | None, bool], ...]
+    own: bool = False
 
 
 class Demanded:
@@ -187,8 +189,7 @@ class Demanded:
         found = self._known.get(key)
         if found is None:
             found = self._look_at(node, op, named, quantized)
-            own = found.pin is not None and "'" in found.pin.reason
-            if not own and node.op_identifier() not in self.model.ir.functions:
+            if not found.own and node.op_identifier() not in self.model.ir.functions:
                 self._known[key] = found
         return found
 
@@ -197,4 +198,5 @@ class Demanded:
         pin = pin_of(constraints, op, named=named, quantized=quantized)
         late = pin is not None and pin.reason == constraints.late_reason
         slots = tuple([constraints.operand(index) for index in range(len(node.inputs))])
-        return Demands(pin, constraints.first_opset if late else None, slots)
+        own = pin is not None and "'" in pin.reason
+        return Demands(pin, constraints.first_opset if late else None, slots, own)

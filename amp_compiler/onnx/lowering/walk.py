@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from amp_compiler.ir.graph import Node
+from amp_compiler.ir.graph import STORED_KINDS, Node
 from amp_compiler.onnx.lowering.lower import Lowered
 from amp_compiler.onnx.model.data import array_of, tensor_of
 from amp_compiler.policy.op_table import op_table
@@ -44,7 +44,7 @@ class Walker:
 
     def holds_data(self, name: str) -> bool:
         """True for a value with stored data."""
-        return self.graph.is_folded(name) or self.lowered.values[name].is_initializer()
+        return self.graph.values[name].kind in STORED_KINDS
 
     def users(self, node: Node) -> Iterator[Node]:
         """The nodes that read what a node makes."""

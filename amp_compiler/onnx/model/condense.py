@@ -1,0 +1,171 @@
+"""A plain graph as an `onnx_ir` one of few nodes: runs of nodes that nothing changes stand in it as one node each.
+
+Most nodes of a model leave a conversion as they came. As objects of `onnx_ir` they would be read and written one by
+one; here their messages are copied. A run reads what its nodes read from without, and makes what is read without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import onnx
+import onnx_ir as ir
+
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.onnx.model.edit import set_type
+from amp_compiler.onnx.model.plain import PlainGraph
+
+_TEXTS = {  # what text of a node may be empty, and how it is written then
+    one.name: bytes([one.number << 3 | 2, 0]) for one in onnx.NodeProto.DESCRIPTOR.fields
+    if one.name in ("name", "doc_string", "domain", "overload")
+}  # fmt: skip
+_DOMAIN, _OP = "amp_compiler.runs", "Run"
+
+
+class Condensed:
+    """A model of which some nodes are objects.
+
+    Args:
+        proto: the message of the model; it is not changed.
+        graph: its graph.
+        kept: the indices of the nodes that are objects.
+
+    Attributes:
+        model: the `onnx_ir` model.
+        nodes: by index, the nodes that are objects.
+        values: by name, the values that these read and make, and what runs read from without.
+    """
+
+    def __init__(self, proto: onnx.ModelProto, graph: PlainGraph, kept: Collection[int]) -> None:
+        self.proto, self.graph = proto, graph
+        self._infos = {info.name: info for info in proto.graph.value_info}
+        self._runs = _runs(len(graph.nodes), sorted(kept))
+        self.model = ir.serde.deserialize_model(self._short(set(kept)))
+        made = self.model.graph
+        for name, value in made.initializers.items():
+            value.const_value = graph.initializers[name].const_value
+        self.nodes = dict(zip(sorted(kept), (node for node in made if node.domain != _DOMAIN), strict=True))
+        self.values = {value.name or "": value for value in (*made.inputs, *made.initializers.values())}
+        self.values.update((value.name or "", value) for node in made for value in node.outputs)
+        self._types: Mapping[str, DType] = {}
+
+    def retype(self, types: Mapping[str, DType]) -> None:
+        """Give what lies within runs, or is made by one, other types.
+
+        Args:
+            types: by name of the value.
+        """
+        self._types = types
+
+    def _short(self, kept: set[int]) -> onnx.ModelProto:
+        """The message with a node for each run. Initializers have no data in it."""
+        proto, graph = self.proto, self.graph
+        short = onnx.ModelProto(ir_version=proto.ir_version, graph=onnx.GraphProto())
+        for kind in ("producer_name", "producer_version", "domain", "model_version", "doc_string"):
+            if proto.HasField(kind):
+                setattr(short, kind, getattr(proto, kind))
+        short.opset_import.extend(proto.opset_import)
+        short.metadata_props.extend(proto.metadata_props)
+        for kind in ("name", "doc_string"):
+            if proto.graph.HasField(kind):
+                setattr(short.graph, kind, getattr(proto.graph, kind))
+        short.graph.metadata_props.extend(proto.graph.metadata_props)
+        short.graph.input.extend(proto.graph.input)
+        short.graph.output.extend(proto.graph.output)
+        for tensor in proto.graph.initializer:
+            short.graph.initializer.add(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+        made: list[onnx.NodeProto] = []
+        wanted: dict[str, None] = {}  # what is made in a run and read outside of it
+        start = 0
+        for begin, end in self._runs:
+            made += self._objects(range(start, begin), wanted)
+            made.append(self._run(begin, end, wanted))
+            start = end
+        made += self._objects(range(start, len(graph.nodes)), wanted)
+        wanted.update((info.name, None) for info in proto.graph.output)
+        places = iter(self._runs)
+        for node in made:
+            if node.domain == _DOMAIN:
+                begin, end = next(places)
+                names = [out.name for one in graph.nodes[begin:end] for out in one.outputs]
+                node.output.extend([name for name in names if name in wanted])
+        short.graph.node.extend(made)
+        described = {*graph.initializers, *(out.name for index in kept for out in graph.nodes[index].outputs)}
+        infos = self._infos
+        short.graph.value_info.extend(infos[name] for name in infos if name in described)
+        return short
+
+    def _objects(self, places: range, wanted: dict[str, None]) -> list[onnx.NodeProto]:
+        nodes = [self.graph.nodes[place] for place in places]
+        wanted.update((value.name, None) for node in nodes for value in node.inputs if value is not None)
+        return [node.message for node in nodes]
+
+    def _run(self, begin: int, end: int, wanted: dict[str, None]) -> onnx.NodeProto:
+        read: dict[str, None] = {}
+        for node in self.graph.nodes[begin:end]:
+            for value in node.inputs:
+                if value is not None and (value.maker is None or value.maker.index < begin):
+                    read[value.name] = None
+        wanted.update(read)
+        return onnx.NodeProto(domain=_DOMAIN, op_type=_OP, name=f"{begin}", input=list(read))
+
+    def expand(self, proto: onnx.ModelProto) -> None:
+        """Put the nodes of the runs in the place of the runs, and describe their values, in place.
+
+        Args:
+            proto: what `model` was written as.
+        """
+        graph = proto.graph
+        written = [onnx.NodeProto.FromString(node.SerializeToString()) for node in graph.node]
+        described = {info.name: onnx.ValueInfoProto.FromString(info.SerializeToString()) for info in graph.value_info}
+        del graph.node[:]
+        runs = iter(self._runs)
+        for node in written:
+            if node.domain == _DOMAIN:
+                begin, end = next(runs)
+                graph.MergeFrom(self._copied(begin, end))
+            else:
+                graph.node.append(node)
+        if self._infos:
+            self._describe(graph, written, described)
+
+    def _copied(self, begin: int, end: int) -> onnx.GraphProto:
+        """The nodes of a run, without fields that are empty, which `onnx_ir` does not write."""
+        made = onnx.GraphProto(node=[one.message for one in self.graph.nodes[begin:end]])
+        written = made.SerializeToString()
+        kinds = [kind for kind, field in _TEXTS.items() if field in written]
+        for node in made.node if kinds else ():
+            for kind in kinds:
+                if not getattr(node, kind):
+                    node.ClearField(kind)
+        return made
+
+    def _describe(
+        self, graph: onnx.GraphProto, written: list[onnx.NodeProto], described: dict[str, onnx.ValueInfoProto]
+    ) -> None:
+        """Say the types of values in the order in which they are made."""
+        runs = iter(self._runs)
+        made = {name for node in written if node.domain != _DOMAIN for name in node.output}
+        infos = [info for name, info in described.items() if name not in made]
+        for node in written:
+            if node.domain != _DOMAIN:
+                infos += [described[name] for name in node.output if name in described]
+                continue
+            begin, end = next(runs)
+            for one in self.graph.nodes[begin:end]:
+                infos += [self._info(out.name) for out in one.outputs if not out.is_output and out.name in self._infos]
+        del graph.value_info[:]
+        graph.value_info.extend(infos)
+
+    def _info(self, name: str) -> onnx.ValueInfoProto:
+        value = ir.serde.deserialize_value_info_proto(self._infos[name], None)
+        if name in self._types:
+            set_type(value, self._types[name])
+        return ir.serde.serialize_value(value)
+
+
+def _runs(count: int, kept: list[int]) -> list[tuple[int, int]]:
+    """The runs of nodes between those that are kept, each with its first place and the one behind its last."""
+    ends = [*kept, count]
+    begins = [0, *(place + 1 for place in kept)]
+    return [(begin, end) for begin, end in zip(begins, ends, strict=True) if begin < end]
