@@ -29,6 +29,7 @@ from rank_harness import (
 from torch import Tensor, nn
 
 import amp_compiler as amp
+from amp_compiler.training.traffic import traffic_of
 
 COMPILED = ("compiled",)  # takes Inductor's seconds
 SEEDED = ("low_types_of_seeds",)  # takes many trainings, of the other pairs of type and optimizer too
@@ -271,6 +272,7 @@ def low_types(place: Place) -> dict[str, Any]:
             "ours, sums in FP32": weights_of(in_fp32),
             "theirs": _with_autocast(place, case, dtype),
             "same": same_everywhere(step, ours),
+            "sent": [traffic_of(one.graph_module.graph, place.size, ()).sent for one in step._programs.values()],
         }
     return found
 
