@@ -200,9 +200,10 @@ def test_over_many_seeds_low_types_lead_no_further_from_fp32_than_autocast_in_dd
         error = statistics.stdev(ratios) / math.sqrt(len(ratios))
         seen[dtype, optimizer, way] = statistics.mean(ratios), error
         print(f"{dtype} {optimizer:6} {way:12} {statistics.mean(distances):.2e} {seen[dtype, optimizer, way]}")
+    # Where the ranks add what DDP adds, BF16 has the same bits; rounded sums are compared in `test_rounded_sums` too.
+    errors = {"split": 1, "whole": 1 if ranks == 2 else 2}
     for (_, _, way), (ratio, error) in seen.items():
-        if way in ("whole", "split"):
-            assert ratio <= 1 + max(error, 1e-3)  # of BF16 the bits are the same, so that there is no error
+        assert way not in errors or ratio <= 1 + max(errors[way] * error, 1e-3)
     # What messages add in 16 bits does lead further, so that these bounds can tell.
     assert any(ratio > 1 + max(error, 1e-3) for (_, _, way), (ratio, error) in seen.items() if way == "in messages")
 
