@@ -131,6 +131,10 @@ class Process:
         """Milliseconds of that many steps in a row."""
         return self._answer("times", steps)  # type: ignore[no-any-return]
 
+    def computing(self, steps: int) -> list[tuple[float, float]]:
+        """Of each of that many steps in a row the milliseconds, and those that its threads computed together."""
+        return self._answer("computing", steps)  # type: ignore[no-any-return]
+
     def burst(self, steps: int) -> float:
         """Milliseconds of a step in a row of them, the host running ahead: the time of a GPU between its two ends."""
         return self._answer("burst", steps)  # type: ignore[no-any-return]
@@ -219,6 +223,14 @@ def _times(step: Measured, device: str, count: int) -> list[float]:
     return [_timed(step, device) for _ in range(count)]
 
 
+def _computing(step: Measured, device: str, count: int) -> list[tuple[float, float]]:
+    found = []
+    for _ in range(count):
+        before = time.process_time()
+        found.append((_timed(step, device), 1000 * (time.process_time() - before)))
+    return found
+
+
 def _burst(step: Measured, device: str, count: int) -> float:
     return burst(step, count) if device == "cuda" else sum(_times(step, device, count)) / count
 
@@ -275,4 +287,9 @@ def _live_bytes() -> int:
     return sum(storages.values())
 
 
-_ORDERS: dict[str, Callable[[Measured, str, int], Any]] = {"times": _times, "memory": _memory, "burst": _burst}
+_ORDERS: dict[str, Callable[[Measured, str, int], Any]] = {
+    "times": _times,
+    "computing": _computing,
+    "memory": _memory,
+    "burst": _burst,
+}

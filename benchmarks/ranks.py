@@ -4,9 +4,10 @@
     python benchmarks/ranks.py --models mlp --ranks 4
 
 Every way has a process for each rank. The ways take turns, all ranks of one at a time, and the time is that of the
-slower rank. Bytes are those that the loopback interface carried, with all headers, per rank and step; nothing else
-should use it meanwhile, so the fewest of several bursts count. Memory is that of all tensors between two steps, and
-what a step adds to the resident pages.
+slower rank; beside it stands what a rank computes in all its threads, as steps wait for processors where there are more
+ranks than these, or others use them. Bytes are those that the loopback interface carried, with all headers, per rank
+and step; nothing else should use it meanwhile, so the fewest of several bursts count. Memory is that of all tensors
+between two steps, and what a step adds to the resident pages.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from torch.nn.parallel import DistributedDataParallel
 import amp_compiler as amp
 
 OURS, SPLIT = "amp.training_step", "amp.training_step, shard: update"
+WIDE = "amp.training_step, reduce: fp32"  # of two ranks over gloo the same as OURS
+REDUCE = {OURS: {}, SPLIT: {"shard": "update"}, WIDE: {"precision": "fp32"}}
 DDP, COMPILED, COMPRESSED, ZERO = "DDP", "DDP, torch.compile", "DDP, fp16_compress_hook", "ZeroRedundancyOptimizer"
 FSDP = "FSDP2"
 WAYS = (OURS, SPLIT, DDP, COMPILED, COMPRESSED, ZERO, FSDP)
@@ -47,7 +50,7 @@ class Variant:
     """One rank of one way to train with fused AdamW in BF16: call it for one step.
 
     Args:
-        way: one of `WAYS`.
+        way: one of `WAYS`, or `WIDE`.
         name: of the model.
         bound: which batch.
         rank: of this process, of `ranks`, which meet at `port`.
@@ -60,7 +63,7 @@ class Variant:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
         dist.init_process_group("gloo", rank=int(rank), world_size=int(ranks))
         model, self.batch = build(name, bound, device)
-        made = self._ours(model, way) if way in (OURS, SPLIT) else self._torchs(model, way, device)
+        made = self._ours(model, way) if way in REDUCE else self._torchs(model, way, device)
         self.optimizer, self.run = made
 
     def __call__(self) -> object:
@@ -71,7 +74,7 @@ class Variant:
 
     def _ours(self, model: nn.Module, way: str) -> tuple[Any, Callable[[], object]]:
         optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
-        rules = {"version": 1, "extends": "default", "reduce": {"shard": "update" if way == SPLIT else "none"}}
+        rules = {"version": 1, "extends": "default", "reduce": REDUCE[way]}
         step = amp.training_step(
             model, loss_of, optimizer, dtype="bf16", rules=rules, process_group=dist.group.WORLD
         )  # fmt: skip
@@ -141,9 +144,10 @@ class Group:
     def _all(self, order: Callable[[Process], Any]) -> list[Any]:
         return list(self.pool.map(order, self.ranks))
 
-    def times(self, steps: int) -> list[float]:
-        """Milliseconds of that many steps in a row, each of the slower rank."""
-        return [max(both) for both in zip(*self._all(lambda process: process.times(steps)), strict=True)]
+    def times(self, steps: int) -> list[tuple[float, float]]:
+        """Milliseconds of that many steps in a row, each of the slowest rank, and what a rank computes in them."""
+        each = zip(*self._all(lambda process: process.computing(steps)), strict=True)
+        return [(max(took for took, _ in one), statistics.mean(computed for _, computed in one)) for one in each]
 
     def memory(self) -> Memory:
         """Of the rank that needs the most."""
@@ -172,9 +176,9 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-def taking_turns(groups: Mapping[str, Group], rounds: int, turn: int) -> dict[str, list[float]]:
-    """Milliseconds of the steps of each way; the first of every turn, and the first round, do not count."""
-    times: dict[str, list[float]] = {way: [] for way in groups}
+def taking_turns(groups: Mapping[str, Group], rounds: int, turn: int) -> dict[str, list[tuple[float, float]]]:
+    """As `Group.times`, of each way; the first step of every turn, and the first round, do not count."""
+    times: dict[str, list[tuple[float, float]]] = {way: [] for way in groups}
     for number in range(rounds + 1):
         for way, group in groups.items():
             found = group.times(1 + turn)[1:]
@@ -192,11 +196,12 @@ def measured(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     for way in options.ways:
         with contextlib.ExitStack() as stack:
             memory = Group(way, name, options, stack, freeing=True).memory()
-        middle, low, high = spread(times[way])
-        ratios = [a / b for a, b in zip(times[OURS], times[way], strict=True)] if OURS in times else []
+        middle, low, high = spread([took for took, _ in times[way]])
+        ratios = [a / b for (a, _), (b, _) in zip(times[OURS], times[way], strict=True)] if OURS in times else []
         row = {"model": name, "bound": options.bound, "ranks": options.ranks, "variant": way}
         row |= {"step_ms": round(middle, 2), "step_ms_10": round(low, 2), "step_ms_90": round(high, 2)}
         row |= {"ours_to_this": round(statistics.median(ratios), 3) if ratios else None}
+        row |= {"computing_ms": round(statistics.median(computed for _, computed in times[way]), 2)}
         row |= {"state_bytes": memory.state_bytes, "peak_bytes": memory.peak_bytes, "sent_bytes": round(sent[way])}
         rows.append(row)
     return rows
@@ -207,7 +212,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["mlp", "gpt2"])
     parser.add_argument("--bound", default="gemm", help="gemm: the large batch; else the small one")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--ways", nargs="+", choices=(*WAYS, WIDE), default=list(WAYS))
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--turn", type=int, default=4, help="steps in a row that are timed")
@@ -222,6 +227,7 @@ def main() -> None:
                 rows.append(row)
                 print(
                     f"{name:8} {row['variant']:32} {row['step_ms']:8.1f} ms, ours / it {row['ours_to_this']}"
+                    f" computes {row['computing_ms']:8.1f} ms,"
                     f" {row['state_bytes'] / 1e6:8.1f} MB, peak {row['peak_bytes'] / 1e6:8.1f},"
                     f" sent {row['sent_bytes'] / 1e6:8.2f} MB",
                     flush=True,

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from amp_compiler.fx.alias import readers
 from amp_compiler.fx.graph import call_before, results_of, trace_before
 from amp_compiler.fx.meta import Key
-from amp_compiler.ops.scaled_halves import filled, packed, unpacked
+from amp_compiler.ops.companding import filled, packed, unpacked
 from amp_compiler.ops.update.operators import ADD_WIDE
 from amp_compiler.passes.base import InPlacePass, PassResult
 
@@ -139,7 +139,7 @@ class ReduceGradients(InPlacePass):
 
     With `exchange`, two ranks give each other their gradients, as many bytes as an all-reduce sends, and the sum is
     FP32 and never rounded: `add_wide`. Of more ranks each is given all others' parts of a 16-bit bucket, adds its own
-    in FP32, and gives all the sum, rounded once to FP16 with an exponent for each thousand of them (`scaled_halves`);
+    in FP32, and gives all the sum, rounded once to 16 bits that spend more of them on large numbers (`companding`);
     again as many bytes. That second message leaves when the next bucket does.
 
     Left alone: a step of one process, and the batches that are only gathered (`gather="add"`); gradients that

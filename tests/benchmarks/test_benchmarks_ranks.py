@@ -130,4 +130,5 @@ def test_the_ways_of_several_ranks_from_the_command_line(tmp_path):
     assert [row["variant"] for row in found["rows"]] == list(ways)
     assert all(0 < row["step_ms_10"] <= row["step_ms"] <= row["step_ms_90"] for row in found["rows"])
     assert all(0 < row["state_bytes"] <= row["peak_bytes"] and row["variant"] in done.stdout for row in found["rows"])
+    assert all(row["computing_ms"] > 0 for row in found["rows"])
     assert found["rows"][0]["sent_bytes"] < found["rows"][2]["sent_bytes"]

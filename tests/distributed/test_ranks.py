@@ -190,8 +190,11 @@ def test_low_types_lead_no_further_from_fp32_than_autocast_in_ddp(found, dtype, 
 
 
 @pytest.mark.slow
-def test_over_many_seeds_low_types_lead_no_further_from_fp32_than_autocast_in_ddp():
-    found, _ = of(run_ranks(2, SEEDED), "low_types_of_seeds")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_over_many_seeds_low_types_lead_no_further_from_fp32_than_autocast_in_ddp(ranks):
+    ran = run_ranks(ranks, SEEDED)
+    check_cases(of(ran, "low_types_of_cases")[0])
+    found, *_ = of(ran, "low_types_of_seeds")
     seen = {}
     for (dtype, optimizer, way), distances in found.items():
         pairs = zip(distances, found[dtype, optimizer, "theirs"], strict=True)
@@ -199,11 +202,27 @@ def test_over_many_seeds_low_types_lead_no_further_from_fp32_than_autocast_in_dd
         error = statistics.stdev(ratios) / math.sqrt(len(ratios))
         seen[dtype, optimizer, way] = statistics.mean(ratios), error
         print(f"{dtype} {optimizer:6} {way:12} {statistics.mean(distances):.2e} {seen[dtype, optimizer, way]}")
+    # Where the ranks add what DDP adds, BF16 has the same bits; rounded sums are compared in `test_rounded_sums` too.
+    errors = {"split": 1, "whole": 1 if ranks == 2 else 2}
     for (_, _, way), (ratio, error) in seen.items():
-        if way in ("whole", "split"):
-            assert ratio <= 1 + max(error, 1e-3)  # of BF16 the bits are the same, so that there is no error
+        assert way not in errors or ratio <= 1 + max(errors[way] * error, 1e-3)
     # What messages add in 16 bits does lead further, so that these bounds can tell.
     assert any(ratio > 1 + max(error, 1e-3) for (_, _, way), (ratio, error) in seen.items() if way == "in messages")
+
+
+def check_cases(found):
+    """Clipping, tied weights, gathered batches, an overflow on one rank, a GAN: each about as far, all as far."""
+    logs = {case: [math.log(ours / theirs) for theirs, ours in distances] for case, distances in found.items()}
+    for case, one in logs.items():
+        print(
+            *case,
+            *(f"{statistics.mean(each):.2e}" for each in zip(*found[case], strict=True)),
+            math.exp(statistics.mean(one)),
+        )
+        assert math.exp(statistics.mean(one)) < 1.25, case  # of four seeds
+    together = [one for each in logs.values() for one in each]
+    error = statistics.stdev(together) / math.sqrt(len(together))
+    assert math.exp(statistics.mean(together)) <= 1 + 2 * error < 1.1
 
 
 def test_what_a_rank_has_no_gradient_of_counts_as_zero(found):
@@ -329,7 +348,7 @@ def test_four_ranks_gather_batches_and_skip_steps_as_one(four):
     assert distance(first["together"], first["alone"]) < 1e-5
     first, *others = of(four, "overflows")
     for one in others:
-        assert one["skipped"] == first["skipped"] == [0, 0, 1, 1, 1, 1]  # a sum has an exponent of its own
+        assert one["skipped"] == first["skipped"] == [0, 0, 1, 1, 1, 1]  # sums have the range of FP32
         assert one["in messages"]["skipped"] == [0, 0, 1, 1, 2, 2]
         assert equal(one["weights"], first["weights"]) and equal(one["same"], first["same"])
 
@@ -346,6 +365,10 @@ def test_on_four_ranks_low_types_lead_about_as_far_from_fp32_as_autocast_in_ddp(
     print(f"\n{dtype} {optimizer}: {theirs:.2e} {ours:.2e} {wide:.2e}")
     assert 0 < ours <= 1.5 * theirs  # one seed, by the largest difference
     assert 0 < wide <= 1.5 * theirs
+    # Of 212 elements in 16 bits a rank adds 53, and one that fills up, and sends with their sums how large they are.
+    packed, in_fp32 = 4 * 54, 32  # the elements of all ranks; those of the norm, which an all-reduce adds
+    reduced = 2 * (4 - 1) / 4
+    assert first["sent"] == [reduced * (2 * packed + 4 * in_fp32) + 4 * (4 - 1)]
 
 
 @pytest.mark.slow

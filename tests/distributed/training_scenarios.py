@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections.abc import Callable, Sequence
@@ -9,11 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rank_harness import (
     CASES,
     Case,
     F,
     Place,
+    Tied,
     overflowing,
     rows,
     same_everywhere,
@@ -25,13 +28,15 @@ from rank_harness import (
     trained_jointly,
     trained_together,
     weights_of,
+    words,
 )
 from torch import Tensor, nn
 
 import amp_compiler as amp
+from amp_compiler.training.traffic import traffic_of
 
 COMPILED = ("compiled",)  # takes Inductor's seconds
-SEEDED = ("low_types_of_seeds",)  # takes many trainings, of the other pairs of type and optimizer too
+SEEDED = ("low_types_of_seeds", "low_types_of_cases")  # take many trainings
 SEEDS = 8
 OF_FOUR = ("jointly_in_fp32", "accumulated", "overflows", "a_gan", "low_types")
 SLOW_OF_FOUR = ("in_fp32", "missing_gradients", "low_weights", "differences_later")
@@ -189,6 +194,7 @@ class Gan:
             return F.softplus(-nets["judge"](nets["generator"](noise))).mean()
 
         optimizers = {name: torch.optim.Adam(net.parameters(), 1e-3) for name, net in nets.items()}
+        self.losses, self.optimizers = {"judge": judged, "generator": fooled}, optimizers
         self.judge = amp.training_step(nets, judged, optimizers["judge"], backend="eager", **options)
         self.generator = amp.training_step(nets, fooled, optimizers["generator"], backend="eager", **options)
 
@@ -271,6 +277,7 @@ def low_types(place: Place) -> dict[str, Any]:
             "ours, sums in FP32": weights_of(in_fp32),
             "theirs": _with_autocast(place, case, dtype),
             "same": same_everywhere(step, ours),
+            "sent": [traffic_of(one.graph_module.graph, place.size, ()).sent for one in step._programs.values()],
         }
     return found
 
@@ -319,14 +326,98 @@ def _with_autocast(place: Place, case: Case, dtype: torch.dtype, seed: int = 0) 
     wrapped = nn.parallel.DistributedDataParallel(model, process_group=place.group)
     optimizer = case.optimizer(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=128.0, enabled=dtype is torch.float16)
-    for batch in case.batches():
-        optimizer.zero_grad()
-        with torch.autocast("cpu", dtype):
-            loss = case.loss(wrapped, *map(place.part, batch))
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    return weights_of(model)
+    clip_norm, gathered = case.options.get("clip_norm"), case.options.get("accumulate", 1)
+    for number, batch in enumerate(case.batches(), 1):
+        updates = number % gathered == 0
+        with contextlib.nullcontext() if updates else wrapped.no_sync():
+            with torch.autocast("cpu", dtype):
+                loss = case.loss(wrapped, *map(place.part, batch)) / gathered
+            scaler.scale(loss).backward()
+        if updates:
+            if clip_norm is not None:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    return [one.detach().clone() for one in model.parameters()]
+
+
+@scenario
+def low_types_of_cases(place: Place) -> dict[str, Any]:
+    """As `low_types_of_seeds`, of what else a training has: distances of theirs and ours."""
+    found: dict[str, Any] = {}
+    for seed, name in ((seed, name) for seed in range(SEEDS_OF_CASES) for name in (*LOW_CASES, "overflow", "gan")):
+        for dtype, short in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
+            options = {"dtype": short, "loss_scale": amp.DynamicLossScale(128.0)}
+            if name == "gan":
+                made = (
+                    Gan(seed, nn.LayerNorm, enabled=False, process_group=place.group),
+                    Gan(seed, nn.LayerNorm, **options, process_group=place.group),
+                )
+                for one in made:
+                    one.trained(place.part)
+                exact, ours = (one.weights() for one in made)
+                theirs = _gan_with_autocast(place, seed, dtype)
+            else:
+                case = replace(LOW_CASES.get(name, CASES["sgd"]), batches=_batches_of(name, seed))
+                low = replace(case, options={**case.options, **options})
+                if name == "overflow":
+                    if short == "bf16":
+                        continue  # has FP32's range
+                    low = replace(low, batches=lambda batches=low.batches: _overflows_on_one_rank(place, batches()))
+                exact = _trained(place, case, seed, enabled=False)
+                theirs, ours = _with_autocast(place, low, dtype, seed), _trained(place, low, seed)
+            off = [
+                float(torch.cat([(a.double() - b).flatten() for a, b in zip(one, exact, strict=True)]).norm())
+                for one in (theirs, ours)
+            ]
+            found.setdefault((short, name), []).append(off)
+    return found
+
+
+SEEDS_OF_CASES = 4
+LOW_CASES = {
+    "clipping": CASES["clipping"],
+    "tied": Case(Tied, words, rows, sgd, {}),
+    "accumulated": replace(CASES["adamw"], options={"accumulate": 2}),
+}
+
+
+def _batches_of(name: str, seed: int) -> Callable[[], list[tuple[Tensor, ...]]]:
+    def made() -> list[tuple[Tensor, ...]]:
+        found = rows(100 if name == "accumulated" else 50, 1000 + seed)
+        if name == "tied":  # places of the largest as words
+            return [(torch.cat([x, y], 1).argmax(1), x.argmax(1)) for x, y in found]
+        return found
+
+    return made
+
+
+def _overflows_on_one_rank(place: Place, batches: list[tuple[Tensor, ...]]) -> Any:
+    """One batch more in the midst, of which the second rank's rows are too large for FP16."""
+    x, y = (one.clone() for one in batches[20])
+    if place.rank == 1:
+        place.part(y).fill_(1e30)
+    return [*batches[:20], (x, y), *batches[20:]]
+
+
+def _gan_with_autocast(place: Place, seed: int, dtype: torch.dtype) -> list[Tensor]:
+    """As DistributedDataParallel, which takes one loss of one module, averages FP32 gradients of both steps."""
+    gan = Gan(seed, nn.LayerNorm, enabled=False, process_group=place.alone)
+    scalers = {name: torch.amp.GradScaler("cpu", 128.0, enabled=dtype is torch.float16) for name in gan.nets}
+    for real, noise in rows():
+        for name, batch in (("judge", (real, noise)), ("generator", (noise,))):
+            with torch.autocast("cpu", dtype):
+                loss = gan.losses[name](gan.nets, *map(place.part, batch))
+            own = list(gan.nets[name].parameters())
+            gradients = torch.autograd.grad(scalers[name].scale(loss), own)
+            for parameter, gradient in zip(own, gradients, strict=True):
+                parameter.grad = gradient / place.size
+                dist.all_reduce(parameter.grad, group=place.group)
+            scalers[name].step(gan.optimizers[name])
+            scalers[name].update()
+    return gan.weights()
 
 
 class Forked(nn.Module):
