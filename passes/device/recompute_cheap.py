@@ -52,6 +52,8 @@ class RecomputeCheap(InPlacePass):
         mm: bf16[8, 8] = aten.mm.default(grad, gelu_1)  # phase=backward
         gelu_backward: bf16[8, 8] = aten.gelu_backward.default(grad_1, addmm)  # phase=backward
 
+    As everywhere, a compiler may keep what is 16 bits wide in FP32 between two operators that it makes one loop of.
+
     Left alone: products, convolutions, attention, reductions and with them norms, random numbers, whatever is small or
     changed in place, what the step returns; and a CPU, where memory is plenty and arithmetic takes time.
 
