@@ -80,6 +80,9 @@ class RecomputeCheap(InPlacePass):
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Add copies to the backward, in place."""
+        made = (node_tensor(node) for node in subject.graph.nodes)
+        if not any(value.device.type in self.devices for value in made if value is not None):
+            return PassResult(subject, False)
         values = _Values(subject.graph, self.devices, self.least * _MIB)
         recomputed = values.cheapest()
         spent, kept = 0.0, set()

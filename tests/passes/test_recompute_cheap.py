@@ -6,8 +6,8 @@ import operator
 
 import pytest
 import torch
-from toys import TOYS, Toy, squares
 from torch import nn
+from toys import TOYS, Toy, squares
 
 import amp_compiler as amp
 from amp_compiler.errors import PassError
