@@ -65,7 +65,7 @@ class RecomputeCheap(InPlacePass):
 
     devices: tuple[str, ...] = ("cuda",)
     least: float = 1
-    most: float = 0.03
+    most: float = 0.02
     name: ClassVar[str] = "recompute_cheap"
     exact: ClassVar[bool] = True
     skippable: ClassVar[bool] = True
