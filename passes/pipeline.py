@@ -339,7 +339,7 @@ UPDATE = Pipeline(
 )
 DEVICE = Pipeline(
     "DEVICE",
-    ("defer_gradients", "cut_step"),
+    ("recompute_cheap", "defer_gradients", "cut_step"),
     "The step fitted to the device that runs it.",
 )
 PIECE = Pipeline(

@@ -39,6 +39,9 @@ _ONE_KERNEL = {"combo_kernels": True, "score_fusion_memory_threshold": 1}
 # behind a change of shape, as that of every gradient which enters a matrix product, then has other loops than the
 # norm's backward before it, and becomes a kernel of its own. Merged loops fuse.
 _MERGED_LOOPS = {"loop_ordering_after_fusion": False}
+# Inductor moves what nothing but the results reads to the end of a graph (torch 2.11 to 2.13): gradients of weights.
+# What these are made of would be kept until then, the values of the forward and the gradients of all layers.
+_GRADIENTS_IN_PLACE = {"reorder_for_locality": False}
 # A gradient that residual branches add up is read by two loops of each batch norm on its way, and by the next sum. Made
 # once, of three values, it is written once; else each of them adds up anew what the sums before it were made of.
 _SUMS_KEPT = {"realize_reads_threshold": 2}
@@ -136,7 +139,8 @@ def _options(graph_module: fx.GraphModule, round_exactly: bool) -> dict[str, Any
         options[_CONTRACTION] = f"{contraction} {_NO_SLP}"
     on_gpu = any(value.device.type == "cuda" for value in _values(graph_module))
     if on_gpu:
-        options.update(_MERGED_LOOPS | (_SUMS_KEPT if normalizes_on_gpu(graph_module.graph) else {}))
+        options.update(_MERGED_LOOPS | _GRADIENTS_IN_PLACE)
+        options.update(_SUMS_KEPT if normalizes_on_gpu(graph_module.graph) else {})
     if _is_numbers_on_gpu(graph_module):
         known = {name: value for name, value in _ONE_KERNEL.items() if torch_private.inductor_option(name) is not None}
         options.update(known)

@@ -55,6 +55,13 @@ def test_loops_on_a_gpu_are_merged_before_they_fuse():
         assert (_options(graph_module, False).get("loop_ordering_after_fusion") is False) == merged
 
 
+def test_gradients_of_weights_on_a_gpu_are_made_where_they_stand():
+    """At the end of the step everything that they are made of would still be kept."""
+    for place, moved in (("", True), ("@cuda", False)):
+        graph_module = parse_fx(f"in x: bf16[2]{place}\nneg: bf16[2]{place} = aten.neg.default(x)\nreturn neg")
+        assert _options(graph_module, False).get("reorder_for_locality", True) is moved
+
+
 @pytest.fixture
 def late(monkeypatch):
     """Late passes run with their contract checked, on what Inductor has really opened; those that changed something."""
