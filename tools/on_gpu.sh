@@ -33,12 +33,13 @@ export AMP_COMPILER_CACHE=${AMP_COMPILER_CACHE:-$KEEP/loops}
 # Interrupted rather than ended, so that what was measured is printed. A rehearsal on a slow machine has PATIENCE=5 or so.
 within() { timeout --signal=INT --kill-after=15 $(($1 * ${PATIENCE:-1})) "${@:2}"; }
 
-# Tables go to the screen; what is said beside them, such as the tables of a tuner, to a file, whose end is shown on failure.
+# Tables go to the screen; what is said beside them, such as the tables of a tuner, to a file. Its errors are shown.
 told() {
   local log=$OUT/$word.log failed
   "$@" 2> "$log" && return
   failed=$?
-  tail -n 8 "$log" | cut -c 1-200
+  grep -E '^[A-Za-z_.]*(Error|Exception|Interrupt)\b' "$log" | tail -n 5 | cut -c 1-200
+  echo "more in $log"
   return "$failed"
 }
 
@@ -85,7 +86,8 @@ second() {
 
 step() {
   [ $# -gt 0 ] || usage
-  told within 520 "$python" benchmarks/train_step.py --device cuda --json "$OUT/train_step.json" --models "$@"
+  told within 520 "$python" benchmarks/train_step.py --device cuda --json "$OUT/train_step.json" \
+    --limit $((190 * ${PATIENCE:-1})) --models "$@"
 }
 
 profile() {
