@@ -25,6 +25,7 @@ import amp_compiler as amp
 from amp_compiler.report.table import human_bytes
 
 FP32, AUTOCAST, COMPILED, OURS = VARIANTS = ("fp32", "autocast", "torch.compile", "amp_compiler")
+TUNED = f"{OURS} max-autotune"  # measured only where it is asked for
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _ON_CUDA = {  # what is measured there unless it is asked for otherwise: one model in under 4 minutes
     "variants": [OURS, COMPILED, AUTOCAST],
@@ -35,6 +36,11 @@ _ON_CUDA = {  # what is measured there unless it is asked for otherwise: one mod
 # Dynamo leaves recurrent layers out of what it compiles unless it is told to take them, unrolled; see `compiled`.
 RECURRENT = f"{COMPILED} allow_rnn"
 _GEMM = "large GEMM"
+
+
+def mode_of_ours(variant: str) -> str | None:
+    """The mode of `amp.compile` and `amp.training_step` of a variant, None where it is not ours."""
+    return {OURS: "default", TUNED: "max-autotune"}.get(variant)
 
 
 def compiled_name(mode: str) -> str:
@@ -109,7 +115,7 @@ class Comparison:
         measuring.add_arguments(parser, dict.fromkeys((*cases.SHAPES, *cases.names("cuda"))), None)
         parser.add_argument("--dtype", choices=("bf16", "fp16"), default="bf16")
         parser.add_argument("--bounds", nargs="+", choices=self.bounds, help="both on a CPU, else the first")
-        parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+        parser.add_argument("--variants", nargs="+", choices=(*VARIANTS, TUNED), default=list(VARIANTS))
         parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES[:1]), help="of torch.compile")
         parser.add_argument("--least", type=float, default=10.0, help="on a CPU rounds go on for so many seconds")
         parser.add_argument("--turn", type=int, default=5, help="steps in a row that a variant is timed for")
@@ -160,8 +166,8 @@ class Comparison:
         wait: bool = True,
     ) -> Process:
         arguments = (variant, name, bound, options.dtype)
-        compiles = variant == OURS or compiled_mode(variant) is not None
-        prepare = (warm_ours if variant == OURS else warm_torch) if compiles else None
+        ours = mode_of_ours(variant) is not None
+        prepare = warm_ours if ours else warm_torch if compiled_mode(variant) is not None else None
         return Process(self.make, arguments, options.device, prepare, cache, settings, wait)
 
     def _rows(

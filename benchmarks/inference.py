@@ -15,7 +15,7 @@ import sys
 
 import cases
 import torch
-from comparison import FP32, OURS, Comparison, compiled
+from comparison import FP32, Comparison, compiled, mode_of_ours
 from measuring import TORCH_TYPES
 
 import amp_compiler as amp
@@ -27,8 +27,9 @@ class Inference:
     def __init__(self, variant: str, name: str, bound: str, dtype: str, device: str) -> None:
         self.model, self.batch = cases.build_for_inference(name, bound, device)
         self.context = contextlib.nullcontext
-        if variant == OURS:
-            self.model = amp.compile(self.model, dtype=dtype)
+        mode = mode_of_ours(variant)
+        if mode is not None:
+            self.model = amp.compile(self.model, dtype=dtype, mode=mode)
         elif variant != FP32:
             self.context = lambda: torch.autocast(device, TORCH_TYPES[dtype])
         self.run = compiled(self.model, variant)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from cases import build, loss_of
-from comparison import FP32, OURS, compiled
+from comparison import FP32, compiled, mode_of_ours
 from measuring import TORCH_TYPES
 from torch import nn
 
@@ -26,7 +26,12 @@ class Variant:
     def __init__(self, variant: str, name: str, bound: str, dtype: str, device: str, **given: Any) -> None:
         model, self.batch = build(name, bound, device)
         self.optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
-        self.run = self._ours(model, dtype, given) if variant == OURS else self._torch(model, variant, dtype, device)
+        mode = mode_of_ours(variant)
+        self.run = (
+            self._torch(model, variant, dtype, device)
+            if mode is None
+            else self._ours(model, dtype, {"mode": mode, **given})
+        )
 
     def __call__(self) -> torch.Tensor:
         return self.run()

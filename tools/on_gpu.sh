@@ -33,6 +33,16 @@ export AMP_COMPILER_CACHE=${AMP_COMPILER_CACHE:-$KEEP/loops}
 # Interrupted rather than ended, so that what was measured is printed. A rehearsal on a slow machine has PATIENCE=5 or so.
 within() { timeout --signal=INT --kill-after=15 $(($1 * ${PATIENCE:-1})) "${@:2}"; }
 
+# Tables go to the screen; what is said beside them, such as the tables of a tuner, to a file. Its errors are shown.
+told() {
+  local log=$OUT/$word.log failed
+  "$@" 2> "$log" && return
+  failed=$?
+  grep -E '^[A-Za-z_.]*(Error|Exception|Interrupt)\b' "$log" | tail -n 5 | cut -c 1-200
+  echo "more in $log"
+  return "$failed"
+}
+
 prepare() {
   local python=${PYTHON:-.venv/bin/python} bytes
   rm -rf .wheels build && mkdir .wheels || return 1
@@ -71,16 +81,17 @@ first() {
 }
 
 second() {
-  within 500 "$python" benchmarks/update.py --device cuda --json "$OUT/update.json" "$@"
+  told within 500 "$python" benchmarks/update.py --device cuda --json "$OUT/update.json" "$@"
 }
 
 step() {
   [ $# -gt 0 ] || usage
-  within 520 "$python" benchmarks/train_step.py --device cuda --json "$OUT/train_step.json" --models "$@"
+  told within 520 "$python" benchmarks/train_step.py --device cuda --json "$OUT/train_step.json" \
+    --limit $((190 * ${PATIENCE:-1})) --models "$@"
 }
 
 profile() {
-  within 520 "$python" benchmarks/profile_cuda.py --json "$OUT/profile.json" "$@"
+  told within 520 "$python" benchmarks/profile_cuda.py --json "$OUT/profile.json" "$@"
 }
 
 [ $# -gt 0 ] || usage

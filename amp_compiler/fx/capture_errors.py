@@ -43,6 +43,12 @@ _ON_VALUES = ("GuardOnDataDependentSymNode", "DataDependentOutputException", "Pe
 # The first that holds is said.
 _KINDS = (
     _Kind(
+        "is given what is neither a tensor, nor a number, nor a text",
+        "pass tensors, numbers, strings, or containers of them",
+        ("ValueError",),
+        text="^Unsupported input type",
+    ),
+    _Kind(
         "sets the seed of random numbers",
         "set it before the call, or give the draws a torch.Generator of their own",
         ("SeedIsSetError",),

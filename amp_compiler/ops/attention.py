@@ -162,6 +162,9 @@ def _attention(
     if dropout_p == 0 and _is_fused(query, key, value, attn_mask):
         return torch.ops.amp_compiler.emulated_attention(query, key, value, attn_mask, is_causal, scale)[0]  # type: ignore[no-any-return]
     wide, mask = [one.float() for one in (query, key, value)], _float_mask(attn_mask)
+    if query.shape[1] == 0:  # torch 2.11's own kernel divides by the number of heads, which ends the process
+        empty, _ = torch.ops.aten._scaled_dot_product_attention_math.default(*wide, mask, 0.0, is_causal, scale=scale)
+        return empty.to(query.dtype)  # type: ignore[no-any-return]
     options = {"scale": scale, "enable_gqa": enable_gqa}
     out = torch.ops.aten.scaled_dot_product_attention.default(*wide, mask, dropout_p, is_causal, **options)
     return out.to(query.dtype)  # type: ignore[no-any-return]

@@ -279,7 +279,8 @@ def test_exports_cast_no_more_than_the_leanest_careful_peer_where_no_norm_is_in_
     assert more == {"casts": {"llama", "t5"}, "cast_bytes": {"llama", "t5"}, "error": set()}
 
 
-def test_the_table_of_casts_says_what_is_fused_and_where_the_peer_has_fewer():
+def test_the_table_of_casts_says_what_is_fused_and_where_the_peer_has_fewer(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS.parent)
     from rich.console import Console
 
     from benchmarks.onnx_convert import show_casts

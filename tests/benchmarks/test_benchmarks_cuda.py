@@ -9,6 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import amp_compiler as amp
+
 AUTOCAST, COMPILED, OURS = "autocast", "torch.compile", "amp_compiler"
 MODES = [COMPILED, f"{COMPILED} reduce-overhead", f"{COMPILED} max-autotune"]
 
@@ -191,6 +193,20 @@ def test_training_steps_on_a_gpu(bench, on_cuda, tmp_path, capsys):
     assert all(row["peak_bytes"] == 3 and "warm_call_s" not in row for row in found["rows"])
     assert f"{MODES[2]}: its first call was not done in time" in " ".join(printed.split())
     assert max(map(len, printed.splitlines())) <= 130
+
+
+def test_ours_has_a_mode_too_where_it_is_asked_for(bench, on_cuda, monkeypatch):
+    tuned, tiny = f"{OURS} max-autotune", bench["cases"].TINY
+    options = ["--device", "cuda", "--models", tiny, "--variants", OURS, tuned]
+    bench["train_step"].TRAINING.main([*options, "--together", "1"])
+    assert [name for what, name in on_cuda if what == "begin"] == ["bf16", OURS, tuned]
+    asked = []
+    monkeypatch.setattr(amp, "training_step", lambda *given, mode, **rest: asked.append(mode))
+    monkeypatch.setattr(amp, "compile", lambda *given, mode, **rest: asked.append(mode))
+    for variant in (OURS, tuned):
+        bench["train_step_runs"].Variant(variant, tiny, "gemm", "bf16", "cpu")
+        bench["inference"].Inference(variant, tiny, "gemm", "bf16", "cpu")
+    assert asked == ["default", "default", "max-autotune", "max-autotune"]
 
 
 def test_a_run_that_is_interrupted_prints_what_it_has(bench, on_cuda, monkeypatch, capsys):

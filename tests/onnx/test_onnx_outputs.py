@@ -224,8 +224,9 @@ else:
 
 
 def run_steps(tmp_path: Path, doing: str) -> list[str]:
-    command = [sys.executable, "-c", STEPS, str(Path(__file__).parent), str(tmp_path), doing]
-    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
+    command = [sys.executable, "-P", "-c", STEPS, str(Path(__file__).parent), str(tmp_path), doing]
+    known = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # the project may lie there
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), *filter(None, known)])
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": paths})
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.splitlines()

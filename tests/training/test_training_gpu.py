@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from training_gpu import REPLAYED, NoWaiting, batches, make, weights, without_graphs
+from training_gpu import REPLAYED, NoWaiting, batches, make, one_order_of_sums, weights, without_graphs
 
 import amp_compiler as amp
 from amp_compiler.backends.cuda_graph import WARM_UPS
@@ -14,9 +14,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 @pytest.fixture(autouse=True)
-def one_order_of_sums(monkeypatch):
-    """cuDNN's weight gradients in one order of summation, so that runs can be compared."""
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+def in_one_order():
+    with one_order_of_sums():
+        yield
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])

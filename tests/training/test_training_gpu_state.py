@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 from toys import classes
-from training_gpu import REPLAYED, NoWaiting, batches, make, weights, without_graphs
+from training_gpu import REPLAYED, NoWaiting, batches, make, one_order_of_sums, weights, without_graphs
 
 from amp_compiler.backends.cuda_graph import WARM_UPS
 from amp_compiler.errors import LossScaleError
@@ -19,9 +19,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 @pytest.fixture(autouse=True)
-def one_order_of_sums(monkeypatch):
-    """cuDNN's weight gradients in one order of summation, so that runs can be compared."""
-    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+def in_one_order():
+    with one_order_of_sums():
+        yield
 
 
 def test_state_that_moves_is_captured_anew():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -39,6 +42,18 @@ def make(backend="inductor", kind=torch.optim.AdamW, drop=0.0, loss=classes, **o
     optimizer = kind(model.parameters(), 1e-3)
     options = {"dtype": "fp16", "loss_scale": DynamicLossScale(1024.0, growth_interval=8), "clip_norm": 1.0} | options
     return model, optimizer, amp.training_step(model, loss, optimizer, backend=backend, **options)
+
+
+@contextlib.contextmanager
+def one_order_of_sums() -> Iterator[None]:
+    """Within it cuDNN's weight gradients have one order of summation, so that runs can be compared.
+
+    Torch's own test modules, which other tests import, forbid to set its flags otherwise.
+    """
+    cudnn = torch.backends.cudnn
+    kept = {"enabled": cudnn.enabled, "benchmark": cudnn.benchmark, "allow_tf32": cudnn.allow_tf32}
+    with cudnn.flags(deterministic=True, **kept):
+        yield
 
 
 def weights(model):
