@@ -44,7 +44,7 @@ from amp_compiler.ops.exponents import BINS, count_exponents, count_update, keep
 from amp_compiler.ops.update.product import Product
 from amp_compiler.training.program import StepProgram
 from amp_compiler.training.step import RUN, TrainingStep
-from amp_compiler.training.step_hooks import PostHooks
+from amp_compiler.training.step_hooks import hooks_behind
 
 _LOST_IN = ("fp16", "bf16")  # as `count_update` counts them
 _Place = tuple[str, str, str, str, str, str, str]  # the fields of a `Row` that are text
@@ -219,7 +219,7 @@ class _StepRun(_Run):
     def take(self, batch: Any) -> None:
         arguments = positional(batch)
         shift = _exponent_of(self.step.loss_scale)
-        hooked = bool(PostHooks(self.step._optimizers))  # they may change weights behind the update
+        hooked = hooks_behind(self.step._optimizers) is not None  # they may change weights behind the update
         with _told_of("this step"):
             counting, leaves = self.program_for((arguments, {}), lambda: self.step._counting(arguments))
         taken = counting.take(leaves, self.copies(frozenset() if hooked else self.counted.get(counting, frozenset())))
@@ -278,7 +278,8 @@ class _StepRun(_Run):
 
     def gradient(self, gradient: Tensor | Product) -> Counts:
         """The counts of a gradient that no update has counted."""
-        return _count([gradient if isinstance(gradient, Tensor) else gradient.tensor(self.room)])[0]
+        counts: Counts = _count([gradient if isinstance(gradient, Tensor) else gradient.tensor(self.room)])[0]
+        return counts
 
     def room(self, size: int, dtype: torch.dtype) -> Tensor:
         """Memory for a gradient, until the next one is made."""

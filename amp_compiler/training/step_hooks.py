@@ -112,10 +112,6 @@ class PostHooks:
     def __init__(self, found: Sequence[tuple[Optimizer, Any]]) -> None:
         self._found, self._skipped = found, 0
 
-    def __bool__(self) -> bool:
-        """Whether there are any."""
-        return bool(self._found)
-
     def begin(self, config: LossScale, state: LossScaleState) -> None:
         """Before the update."""
         if config.checks_finite:
