@@ -42,6 +42,7 @@ from amp_compiler.ir.dtypes import DType
 from amp_compiler.onnx.importing.api import module_of as imported
 from amp_compiler.ops.exponents import BINS, count_exponents, count_update, keep
 from amp_compiler.ops.update.product import Product
+from amp_compiler.ops.update.wide_sum import WideSum
 from amp_compiler.training.program import StepProgram
 from amp_compiler.training.step import RUN, TrainingStep
 from amp_compiler.training.step_hooks import hooks_behind
@@ -276,7 +277,7 @@ class _StepRun(_Run):
             self.before[name] = self.memory[name]
         return self.before[name]
 
-    def gradient(self, gradient: Tensor | Product) -> Counts:
+    def gradient(self, gradient: Tensor | Product | WideSum) -> Counts:
         """The counts of a gradient that no update has counted."""
         counts: Counts = _count([gradient if isinstance(gradient, Tensor) else gradient.tensor(self.room)])[0]
         return counts
