@@ -67,7 +67,7 @@ def unpacked(rows: Tensor) -> Tensor:
     blocks = -(-whole // (BLOCK // 2 + 1))
     pairs, scales = rows.split([whole - blocks, blocks], dim=1)
     left = 16 - 16 * torch.arange(2, dtype=torch.int32, device=rows.device)[:, None]
-    codes = (pairs.reshape(count, blocks, 1, -1) << left >> 16).float()
+    codes: Tensor = (pairs.reshape(count, blocks, 1, -1) << left >> 16).float()
     roots, beyond = codes / _TOP, (_TOP + 2 - codes.abs()) * float("inf")  # of infinity's code infinity, of NaN's NaN
     factors = torch.where(codes.abs() > _TOP, beyond, scales.reshape(count, blocks, 1, 1).view(torch.float32))
     return (roots * roots.abs() * (roots * roots) * factors).view(count, -1)

@@ -87,7 +87,7 @@ def test_the_other_ranks_are_told(when, shard, size, tmp_path):
     arguments = (str(size), when, shard, f"file://{tmp_path}/store")
     commands = [[sys.executable, "-c", RANK, str(rank), *arguments] for rank in range(size)]
     ranks = [subprocess.Popen(one, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for one in commands]
-    said = [one.communicate(timeout=180) for one in ranks]
+    said = [one.communicate(timeout=600) for one in ranks]
     hangs = when.startswith("hangs")
     assert ranks[1].returncode == (0 if hangs else 1 if when == "by an error" else -9), said
     for rank, (told, problems) in enumerate(said):

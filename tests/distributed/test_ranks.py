@@ -211,18 +211,15 @@ def test_over_many_seeds_low_types_lead_no_further_from_fp32_than_autocast_in_dd
 
 
 def check_cases(found):
-    """Clipping, tied weights, gathered batches, an overflow on one rank, a GAN: each about as far, all as far."""
-    logs = {case: [math.log(ours / theirs) for theirs, ours in distances] for case, distances in found.items()}
-    for case, one in logs.items():
-        print(
-            *case,
-            *(f"{statistics.mean(each):.2e}" for each in zip(*found[case], strict=True)),
-            math.exp(statistics.mean(one)),
-        )
-        assert math.exp(statistics.mean(one)) < 1.25, case  # of four seeds
-    together = [one for each in logs.values() for one in each]
-    error = statistics.stdev(together) / math.sqrt(len(together))
-    assert math.exp(statistics.mean(together)) <= 1 + 2 * error < 1.1
+    """Clipping, tied weights, gathered batches, an overflow on one rank, a GAN: each about as far, all as far.
+
+    Medians, as Adam takes a whole step where a gradient next to zero changes its sign, here or there.
+    """
+    ratios = {case: [ours / theirs for theirs, ours in distances] for case, distances in found.items()}
+    for case, one in ratios.items():
+        print(*case, *(f"{statistics.median(each):.2e}" for each in zip(*found[case], strict=True)), one)
+        assert statistics.median(one) < 1.25, case
+    assert statistics.median(ratio for one in ratios.values() for ratio in one) < 1.05
 
 
 def test_what_a_rank_has_no_gradient_of_counts_as_zero(found):

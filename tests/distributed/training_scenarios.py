@@ -376,7 +376,7 @@ def low_types_of_cases(place: Place) -> dict[str, Any]:
     return found
 
 
-SEEDS_OF_CASES = 4
+SEEDS_OF_CASES = 5
 LOW_CASES = {
     "clipping": CASES["clipping"],
     "tied": Case(Tied, words, rows, sgd, {}),
