@@ -10,6 +10,7 @@ from torch._inductor import config
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._triton import has_triton
 from written_for_gpu import an_h200, kernels, machine_code
 
 from amp_compiler.backends.inductor import _options
@@ -53,7 +54,9 @@ def sums_of_gradients(found):
 @pytest.mark.compiles
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)], ids=str)
 def test_what_a_mask_is_remade_of_compiles_for_a_gpu_and_reads_one_image_less(dtype, monkeypatch):
+    before = has_triton()  # remembered by torch, whatever has run before
     remade = written_of_block(dtype)
+    assert has_triton() == before
     sums = sums_of_gradients(remade)
     assert sums and set(sums.values()) == {2}, "the gradient and the norm's data"
     for name in remade:

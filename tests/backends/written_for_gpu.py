@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch._dynamo.device_interface import CudaInterface
 from torch._inductor import codecache, config
-from torch._inductor.runtime import triton_helpers
+from torch._inductor.runtime import hints, triton_helpers
 from torch._subclasses import FakeTensorMode
 from torch.utils import _triton
 
@@ -48,6 +48,13 @@ _ON_INDUCTOR = {
 _IN_WORKERS = {name: _ON_TORCH[name] for name in ("current_device", "get_device_properties")}
 
 
+def _forget() -> None:
+    """What torch remembers of a process: whether there is a GPU that Triton can compile for, and its properties."""
+    for remembers in (*vars(_triton).values(), hints.DeviceProperties.create):
+        if hasattr(remembers, "cache_clear"):
+            remembers.cache_clear()
+
+
 @contextlib.contextmanager
 def an_h200() -> Iterator[list[str]]:
     """Within it tensors are fake, may lie on `cuda`, and what Inductor writes is added to a list and not loaded.
@@ -62,6 +69,8 @@ def an_h200() -> Iterator[list[str]]:
 
     places = ((torch.cuda, _ON_TORCH), (CudaInterface, _ON_INDUCTOR), (CudaInterface.Worker, _IN_WORKERS))
     with contextlib.ExitStack() as stack:
+        _forget()
+        stack.callback(_forget)
         for place, answers in places:
             for name, answer in answers.items():
                 answer = staticmethod(answer) if isinstance(place, type) else answer
