@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from amp_compiler.forward.settings import AUTO
 from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.generators import generators_kept
 from amp_compiler.passes.pipeline import Stages
@@ -51,6 +52,8 @@ def build_dry(model: LossModule, batch: tuple[Any, ...], options: StepOptions, s
             options,
             reduction=replace(options.reduction, agree=Reduction.agree, agree_on_parts=Reduction.agree_on_parts),
         )
+    if options.settings.dynamic_shapes == AUTO:  # as at a first call
+        options = replace(options, settings=replace(options.settings, dynamic_shapes=None))
     stages = Stages()
     with generators_kept(model.__dict__["loss_fn"], model, batch):
         begun, options = begin_step(model, batch, options, stages)

@@ -190,3 +190,19 @@ def test_products_convolutions_and_norms_of_the_backward_know_the_module_that_th
         if weight is not None:
             shapes = [tuple(one.shape) for one in map(node_tensor, (node, *node.all_input_nodes)) if one is not None]
             assert {tuple(weight.shape), tuple(weight.shape)[::-1]}.intersection(shapes), node.format_node()
+
+
+def test_a_graph_for_a_batch_in_a_dict_is_that_of_a_first_call():
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    step = amp.training_step(
+        model,
+        lambda model, batch: F.cross_entropy(model(batch["x"]), batch["y"]),
+        torch.optim.SGD(model.parameters(), 0.1),
+        dtype="bf16",
+        backend="eager",
+    )
+    batch = {"x": X, "y": Y}
+    dry = [node.name for node in step.graph_for(batch).graph_module.graph.nodes]
+    step(batch)
+    assert dry == [node.name for node in step.graph_module.graph.nodes]
