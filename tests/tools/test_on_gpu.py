@@ -1,4 +1,4 @@
-"""What measures on a borrowed GPU: its words, what it carries along, its table of tests."""
+"""What measures on a GPU: its words, what it carries along, its table of tests."""
 
 from __future__ import annotations
 
