@@ -438,9 +438,11 @@ class TrainingStep(StepReadings):
         if self._pieces is not None:
             return self._piece_program(self._pieces, spec, gather, leaves)
         mark = (self._standing.generation, gather, self._scale_config, self._held_nodes, spec)
-        program = self._programs.again(mark, leaves)
-        if program is not None and not program.flags_changed(self._standing) and self._may_run(program, leaves, gather):
-            return program
+        again = self._programs.again(mark, leaves)
+        if again is not None and again.flags_changed(self._standing):
+            again = None
+        if again is not None and self._may_run(again, leaves, gather):
+            return again
         module, owners = self._standing.module, self._standing.owners
         try:
             with TENSORS:
@@ -450,7 +452,8 @@ class TrainingStep(StepReadings):
         key = (spec, module, owners, gather, (self._scale_config, self._held_nodes), form)
         program = self._programs.find(key, leaves)
         whole = program is not None and not program.flags_changed(self._standing)
-        if program is not None and whole and self._may_run(program, leaves, gather):
+        asked = program is not None and program is again  # the other ranks, which are asked once
+        if program is not None and whole and not asked and self._may_run(program, leaves, gather):
             self._programs.remember(mark, leaves, program)
             return program
         stale, options = program, self._options(gather, leaves)
