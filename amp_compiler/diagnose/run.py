@@ -243,12 +243,20 @@ class _StepRun(_Run):
             if found is not None and not hooked:
                 counted[place_of(weight())] = found
         named = {name: parameter.detach() for name, parameter in self.parameters()}
+        updated = {place_of(weight()) for weight in program.weights}
         for name, parameter in named.items():
             found = counted.get(place_of(parameter))
-            if found is None:
-                self.update(name, *(one.cpu().numpy() for one in count_update(self.before[name], parameter)))
-            else:
+            if found is not None:
                 self.update(name, found.ratios, found.found)
+                continue
+            # One that was counted and is trained no longer has no copy, and is as it was.
+            before = self.before.get(name, parameter)
+            if before is parameter and place_of(parameter) in updated:
+                raise AmpError(
+                    f"the update of '{name}' is made in another way since this batch, and was not counted",
+                    mend="change optimizers, types and devices between two profiles and not within one",
+                )
+            self.update(name, *(one.cpu().numpy() for one in count_update(before, parameter)))
         self.counted[counting] = frozenset(name for name, one in named.items() if place_of(one) in counted)
 
     def copies(self, counted: frozenset[str]) -> Callable[[Tensor], Tensor | None]:

@@ -452,8 +452,8 @@ class TrainingStep(StepReadings):
         key = (spec, module, owners, gather, (self._scale_config, self._held_nodes), form)
         program = self._programs.find(key, leaves)
         whole = program is not None and not program.flags_changed(self._standing)
-        asked = program is not None and program is again  # the other ranks, which are asked once
-        if program is not None and whole and not asked and self._may_run(program, leaves, gather):
+        # The other ranks are asked once: what was found again is the one that is found here.
+        if program is not None and whole and again is None and self._may_run(program, leaves, gather):
             self._programs.remember(mark, leaves, program)
             return program
         stale, options = program, self._options(gather, leaves)

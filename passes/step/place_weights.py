@@ -38,7 +38,7 @@ class PlaceWeights(InPlacePass):
         in w_low0: bf16[8, 8]  # cast low=w:bf16
         linear: bf16[4, 8] = aten.linear.default(x, w_low0)
 
-    Left alone: casts of inputs, and of FP32 parameters that are not trained.
+    Left alone: casts of inputs, of FP32 parameters that are not trained, and to types of more than 16 bits.
 
     Args:
         stored: torch type of every parameter, by placeholder.
@@ -68,7 +68,7 @@ class PlaceWeights(InPlacePass):
                 elif name in self.trained and wide is not None:
                     _stand_in(graph, Key.WIDE, node, wide)
             elif name in self.trained:
-                count = _hoist_copies(graph, node, count)
+                count = _hoist_copies(graph, node, dtype, count)
         modified = texts.of(subject) != before
         if modified:
             subject.recompile()
@@ -212,9 +212,16 @@ def _stand_in(graph: fx.Graph, key: Key, node: fx.Node, wide: fx.Node | None) ->
         graph.erase_node(wide)
 
 
-def _hoist_copies(graph: fx.Graph, node: fx.Node, number: int) -> int:
-    """Turn each cast of an FP32 weight into a placeholder for its 16-bit copy; returns how many there are now."""
-    for cast in [user for user in node.users if user.target is CAST]:
+def _hoist_copies(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, number: int) -> int:
+    """Turn each cast of a weight to 16 bits into a placeholder for its copy; returns how many there are now.
+
+    A cast to the type that the weight has, as of `weight.float()`, is the weight itself.
+    """
+    while same := [user for user in node.users if user.target is CAST and user.args[1] == dtype]:
+        for cast in same:
+            cast.replace_all_uses_with(node)
+            graph.erase_node(cast)
+    for cast in [user for user in node.users if user.target is CAST and user.args[1] in LOW_TYPES]:
         with graph.inserting_after(graph.find_nodes(op="placeholder")[-1]):
             made = graph.placeholder(f"{node.name}_low{number}")
         made.meta = {**cast.meta, Key.LOW: (node.name, cast.args[1])}

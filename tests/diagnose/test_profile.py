@@ -527,3 +527,36 @@ def test_damaged_profiles_are_refused(change: dict[str, Any]) -> None:
         data |= change
     with pytest.raises(amp.AmpError, match="no profile"):
         amp.Profile.from_dict(data)
+
+
+def _freeze(model, optimizer):
+    model[0].weight.requires_grad_(False)
+
+
+def _leave_out(model, optimizer):
+    optimizer.param_groups[0]["params"].pop(0)
+
+
+def _another(model, optimizer):
+    model[0].weight = nn.Parameter(model[0].weight.detach().clone())
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize("change", [_freeze, _leave_out, pytest.param(_another, marks=pytest.mark.slow)])
+def test_a_weight_that_is_trained_no_longer_has_no_updates_from_then_on(change):
+    """Its update was counted by the kernels before, which then do not see it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    step = amp.training_step(
+        model, lambda model, x, y: nn.functional.cross_entropy(model(x), y), optimizer, dtype="bf16"
+    )
+
+    def batches():
+        for number in range(6):
+            if number == 3:
+                change(model, optimizer)
+            yield torch.randn(16, 64), torch.randint(0, 8, (16,))
+
+    made = {row.name: row.made for row in amp.profile(step, batches()).updates}
+    assert 0 < made["0.weight"] <= 3 * 64 * 64 and made["2.weight"] > 5 * 8 * 64

@@ -331,3 +331,38 @@ def test_skipping_where_nothing_is_clipped_is_refused():
     model = Line(3, value=1.0)
     with pytest.raises(amp.AmpError, match="master: low, overflow: skip"):
         amp.training_step(model, linear_loss, torch.optim.SGD(model.parameters(), 0.1), rules=weights, dtype="fp16")
+
+
+class Computed(nn.Module):
+    """A product with what a function makes of a weight."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.first, self.second, self.function = nn.Linear(8, 16), nn.Linear(16, 4), function
+
+    def forward(self, x):
+        return nn.functional.linear(nn.functional.gelu(self.first(x)), self.function(self.second.weight))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda weight: weight.float(),
+        lambda weight: weight.float() / weight.float().norm(),
+        lambda weight: (weight / weight.double().norm()).float(),
+    ],
+)
+def test_a_weight_that_the_model_casts_itself_is_trained_by_the_kernels_too(function, dtype, node_by_node):
+    torch.manual_seed(0)
+    model = Computed(function)
+    plain = copy.deepcopy(model)
+    x, y = torch.randn(16, 8), torch.randn(16, 4)
+    steps = {}
+    for name, net, options in (("ours", model, {"dtype": dtype}), ("FP32", plain, {"enabled": False})):
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        step = amp.training_step(net, lambda net, x, y: (net(x).float() - y).square().mean(), optimizer, **options)
+        steps[name] = [float(step(x, y)) for _ in range(3)]
+    assert steps["ours"] == pytest.approx(steps["FP32"], rel=1e-2)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (one - other).norm() <= 2e-2 * other.norm()

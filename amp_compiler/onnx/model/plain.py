@@ -153,11 +153,17 @@ def plain_model(proto: onnx.ModelProto, texts: Sequence[NodeText] | None) -> ir.
         other files, annotations, or nodes out of order.
     """
     graph = proto.graph
-    devices = getattr(proto, "configuration", ())  # onnx 1.18 and later
-    if texts is None or devices or proto.functions or graph.sparse_initializer or graph.quantization_annotation:
+    if texts is None or _placed(proto) or proto.functions or graph.sparse_initializer or graph.quantization_annotation:
         return None
     made = PlainGraph(graph)
     return cast("ir.Model", PlainModel(proto, made)) if _fill(made, texts) else None
+
+
+def _placed(proto: onnx.ModelProto) -> bool:
+    """Whether a model or a node of it says on which devices it runs, as from onnx 1.18 on."""
+    if not hasattr(proto, "configuration"):
+        return False
+    return bool(proto.configuration) or any(node.device_configurations for node in proto.graph.node)
 
 
 def _fill(graph: PlainGraph, texts: Sequence[NodeText]) -> bool:
