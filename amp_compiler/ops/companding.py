@@ -23,7 +23,7 @@ def filled(count: int) -> int:
 def packed(values: Tensor) -> Tensor:
     """Round to 16 bits; what is not finite stays so.
 
-    A number that is 2**-n of the largest of its block is off by at most about 2**(n/4 - 14) of itself: the large ones by
+    A number that is 2**-n of the largest of its block is off by at most about 2**(n/4 - 14) of itself: large ones by
     2**-14, those down to 2**-12 by 2**-11, which is FP16's rounding, those down to 2**-24 by 2**-8, which is BF16's.
 
     Args:

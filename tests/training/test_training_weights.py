@@ -359,9 +359,11 @@ def test_a_weight_that_the_model_casts_itself_is_trained_by_the_kernels_too(func
     plain = copy.deepcopy(model)
     x, y = torch.randn(16, 8), torch.randn(16, 4)
     steps = {}
-    for name, net, options in (("ours", model, {"dtype": dtype}), ("FP32", plain, {"enabled": False})):
-        optimizer = torch.optim.SGD(net.parameters(), 0.1)
-        step = amp.training_step(net, lambda net, x, y: (net(x).float() - y).square().mean(), optimizer, **options)
+    for name, trained, options in (("ours", model, {"dtype": dtype}), ("FP32", plain, {"enabled": False})):
+        optimizer = torch.optim.SGD(trained.parameters(), 0.1)
+        step = amp.training_step(
+            trained, lambda model, x, y: (model(x).float() - y).square().mean(), optimizer, **options
+        )
         steps[name] = [float(step(x, y)) for _ in range(3)]
     assert steps["ours"] == pytest.approx(steps["FP32"], rel=1e-2)
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
