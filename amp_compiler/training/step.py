@@ -422,18 +422,8 @@ class TrainingStep(StepReadings):
         self, batch: tuple[Any, ...], leaves: list[Any], spec: Any, hooked: bool
     ) -> StepProgram | PieceProgram:
         gather = "" if self._accumulate == 1 else "use" if self._gathered == self._accumulate - 1 else "add"
-        if self._pieces is None and saved_tensor_hooks() is not None:
-            cause = CaptureError(
-                "hooks for saved tensors stand around the step (saved_tensors_hooks, save_on_cpu), which the backward"
-                " of one graph would lose",
-                mend="leave them out: a step keeps no more than it needs",
-            )
-            return self._piece_program(self._in_pieces(cause), spec, gather, leaves)
-        if self._pieces is None and hooked:
-            cause = CaptureError(
-                "an optimizer has hooks that run before its steps, for which gradients have to stand in `.grad`",
-                mend="write what they do to the loss, clip by clip_norm=, and read step.gradients()",
-            )
+        cause = self._why_in_pieces(hooked) if self._pieces is None else None
+        if cause is not None:
             return self._piece_program(self._in_pieces(cause), spec, gather, leaves)
         if self._pieces is not None:
             return self._piece_program(self._pieces, spec, gather, leaves)
@@ -499,6 +489,21 @@ class TrainingStep(StepReadings):
             offer = self._offer(program.offered, program.written, leaves, gather, program.norms)
             self._together.settle(offer, program.shared)
         return program
+
+    def _why_in_pieces(self, hooked: bool) -> CaptureError | None:
+        """What around the step one graph would lose; `None` where there is nothing."""
+        if saved_tensor_hooks() is not None:
+            return CaptureError(
+                "hooks for saved tensors stand around the step (saved_tensors_hooks, save_on_cpu), which the backward"
+                " of one graph would lose",
+                mend="leave them out: a step keeps no more than it needs",
+            )
+        if hooked:
+            return CaptureError(
+                "an optimizer has hooks that run before its steps, for which gradients have to stand in `.grad`",
+                mend="write what they do to the loss, clip by clip_norm=, and read step.gradients()",
+            )
+        return None
 
     def _may_run(self, program: StepProgram, leaves: list[Any], gather: str) -> bool:
         """Whether the other ranks have what goes with a program."""
