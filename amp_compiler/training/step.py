@@ -422,9 +422,9 @@ class TrainingStep(StepReadings):
         self, batch: tuple[Any, ...], leaves: list[Any], spec: Any, hooked: bool
     ) -> StepProgram | PieceProgram:
         gather = "" if self._accumulate == 1 else "use" if self._gathered == self._accumulate - 1 else "add"
-        cause = self._why_in_pieces(hooked) if self._pieces is None else None
-        if cause is not None:
-            return self._piece_program(self._in_pieces(cause), spec, gather, leaves)
+        around = self._why_in_pieces(hooked) if self._pieces is None else None
+        if around is not None:
+            return self._piece_program(self._in_pieces(around), spec, gather, leaves)
         if self._pieces is not None:
             return self._piece_program(self._pieces, spec, gather, leaves)
         mark = (self._standing.generation, gather, self._scale_config, self._held_nodes, spec)

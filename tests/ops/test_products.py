@@ -16,9 +16,9 @@ import torch
 import torch.utils._pytree as pytree
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from lesser_processors import compiler_without
 from test_cpu_update import by_reference, hyper, number
 
-from amp_compiler.ops.cpu import build as cpu_build
 from amp_compiler.ops.cpu import update as cpu_update
 from amp_compiler.ops.update.product import Product
 
@@ -291,12 +291,7 @@ def test_results_are_the_same_for_any_number_of_threads():
     "without", [pytest.param("amx-tile amx-bf16", marks=pytest.mark.slow), "avx512bf16 amx-tile amx-bf16"]
 )
 def test_processors_that_can_do_less(without, tmp_path):
-    compiler = ["g++", *(f"-mno-{feature}" for feature in without.split())]
-    asked = [*compiler, *cpu_build._FLAGS, "-dM", "-E", "-x", "c++", os.devnull]
-    try:
-        macros = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("no g++ that knows these flags")
+    compiler, macros = compiler_without(without)
     pairs = "__AVX512BF16__" in macros
     assert "__AMX_BF16__" not in macros and not (pairs and "avx512bf16" in without)
     core = "sides and ([1] or [7] or [9] or [33]) or strides or batches or moments or end_of_the_range"

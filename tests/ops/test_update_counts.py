@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from lesser_processors import compiler_without
 from test_products import made, product
 from update_arguments import EVERY, NAMES, tensors_of, update_arguments
 
-from amp_compiler.ops.cpu import build as cpu_build
 from amp_compiler.ops.cpu import update as cpu_update
 from amp_compiler.ops.exponents import reference, update_reference
 from amp_compiler.ops.update.counts import UpdateCounts
@@ -117,12 +117,7 @@ def test_a_skipped_update_changes_nothing() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("without", ["avx512f", "avx512f avx2"])
 def test_processors_that_can_do_less(without: str, tmp_path: Path) -> None:
-    compiler = ["g++", *(f"-mno-{feature}" for feature in without.split())]
-    asked = [*compiler, *cpu_build._FLAGS, "-dM", "-E", "-x", "c++", os.devnull]
-    try:
-        macros = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("no g++ that knows these flags")
+    compiler, macros = compiler_without(without)
     assert not any(f"__{feature.upper()}__" in macros for feature in without.split())
     chosen = "not less and not triton"
     code = (
