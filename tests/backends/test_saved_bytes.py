@@ -84,7 +84,11 @@ LAYERS = {
 
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [*((name, "eager") for name in LAYERS), ("gru", "inductor"), ("attention of a module", "inductor")],
+    [
+        *((name, "eager") for name in LAYERS),
+        pytest.param("gru", "inductor", marks=pytest.mark.slow),
+        ("attention of a module", "inductor"),
+    ],
 )
 def test_what_layers_make_is_kept_in_16_bits(name, backend):
     model, x = LAYERS[name](), torch.randn(16, 32, 64)

@@ -75,7 +75,7 @@ def errors(found, wanted):
 
 
 @pytest.mark.parametrize("dtype", list(TORCH))
-@pytest.mark.parametrize("part", ["encoder", "whole"])
+@pytest.mark.parametrize("part", [pytest.param("encoder", marks=pytest.mark.slow), "whole"])
 def test_sam_loads_and_errs_at_most_twice_as_much_as_autocast(part, dtype):
     source, inputs = exported(part)
     done = amp.convert_onnx(source, dtype=dtype)

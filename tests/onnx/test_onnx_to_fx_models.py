@@ -126,8 +126,8 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 @pytest.mark.parametrize(
     "build",
     [
-        *(bert, gpt2, llama, resnet, t5, vit),
-        *(pytest.param(build, marks=pytest.mark.slow) for build in (convnext, segformer, whisper)),
+        *(llama, resnet, t5),
+        *(pytest.param(build, marks=pytest.mark.slow) for build in (bert, gpt2, vit, convnext, segformer, whisper)),
     ],
     ids=lambda build: build.__name__,
 )
