@@ -67,7 +67,6 @@ class Ran:
 
     epilogue: str
     algorithm: int
-    aligned: tuple[int, ...]
     handle: int
 
 
@@ -78,7 +77,7 @@ class StandIn:
     Args:
         refuses: names of epilogues that no algorithm is found for.
         algorithms: number of algorithms that are found.
-        breaks: `breaks(name, values)` changes what an algorithm writes, for trials that have to find it.
+        breaks: `breaks(name, algorithm, values)` changes what an algorithm, by its number, writes, for trials that have to find it.
     """
 
     refuses: tuple[str, ...] = ()
@@ -138,7 +137,8 @@ class StandIn:
         number = min(self.algorithms, most)
         for place in range(number):
             found[place].algorithm[0] = place + 1
-            found[place].algorithm[1] = min(wanted[key] for key in MIN_ALIGNMENTS)
+            vectors = [given[key] & -given[key] for key in (BIAS_POINTER, AUX_POINTER) if given[key]]
+            found[place].algorithm[1] = min(*(wanted[key] for key in MIN_ALIGNMENTS), *vectors)
             found[place].workspace, found[place].state = 64 * place, SUCCESS
             assert found[place].workspace <= wanted[MAX_WORKSPACE]
         count._obj.value = number
@@ -153,7 +153,8 @@ class StandIn:
         a_layout, b_layout, c_layout, d_layout = map(self._of, (a_layout, b_layout, c_layout, d_layout))
         assert alpha._obj.value == 1 and beta._obj.value == 0 and (c.value, c_layout) == (d.value, d_layout)
         assert size.value == 0 or workspace.value, "a workspace of the size that the algorithm wants"
-        aligned, addresses = algorithm._obj[1], (a.value, b.value, c.value, d.value)
+        vectors = [given[key] for key in (BIAS_POINTER, AUX_POINTER) if given[key]]
+        aligned, addresses = algorithm._obj[1], (a.value, b.value, c.value, d.value, *vectors)
         assert all(address % aligned == 0 for address in addresses), "as aligned as the heuristic was told"
         left, right = (
             widened(layout.memory(pointer.value), layout.code).T if given[key] else
@@ -165,9 +166,9 @@ class StandIn:
         assert values.shape == (d_layout.rows, d_layout.columns)
         values = self._epilogue(name, values, left, right, given, d_layout)
         if self.breaks is not None:
-            values = self.breaks(name, values)
+            values = self.breaks(name, algorithm._obj[0], values)
         d_layout.memory(d.value)[:] = narrowed(values, d_layout.code)
-        self.ran.append(Ran(name, algorithm._obj[0], tuple(address % 256 for address in addresses), handle.value))
+        self.ran.append(Ran(name, algorithm._obj[0], handle.value))
         return SUCCESS
 
     def _epilogue(self, name, values, left, right, given, out):

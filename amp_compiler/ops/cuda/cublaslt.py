@@ -26,7 +26,7 @@ TYPES = {torch.float16: 2, torch.bfloat16: 14}  # as CUDA numbers them
 _FP32 = 0
 _COMPUTE_FP32 = 68
 _IN_FP32 = 2  # partial sums of a product are added up in FP32, or there are none
-_MOST_ALIGNED = 256  # bytes
+_BYTES = 16  # that addresses are multiples of: what a thread loads at once
 _SUCCESS, _NOT_SUPPORTED = 0, 15
 _MOST = 8  # ways to compute a product that are asked for
 
@@ -122,7 +122,6 @@ class _Form:
     epilogue: Epilogue
     aux_ld: int
     aux_type: int | None
-    aligned: tuple[int, ...]
 
 
 @dataclass
@@ -236,15 +235,18 @@ class Cublaslt:
     def _plan(self, form: _Form, call: Call) -> _Plan:
         """The plan of a form, pointed to what a call is given."""
         handle = self._handle(form.device)
+        pointers = [(_Descriptor.BIAS_POINTER, call.vector), (_Descriptor.AUX_POINTER, call.aux)]
         plan = self._plans.get(form)
         if plan is None:
             plan = self._described(form)
-        for attribute, tensor in ((_Descriptor.BIAS_POINTER, call.vector), (_Descriptor.AUX_POINTER, call.aux)):
+            for attribute, tensor in pointers:  # the heuristic looks at how it is aligned
+                if tensor is not None:
+                    self._set(plan.product, attribute, ctypes.c_void_p(_BYTES))
+            plan.found = self._asked(plan, handle)
+            self._plans[form] = plan
+        for attribute, tensor in pointers:
             if tensor is not None:
                 self._set(plan.product, attribute, ctypes.c_void_p(tensor.data_ptr()))
-        if not plan.found:
-            plan.found = self._asked(form, plan, handle)
-            self._plans[form] = plan
         return plan
 
     def _described(self, form: _Form) -> _Plan:
@@ -266,7 +268,7 @@ class Cublaslt:
         self._check(self._api.cublasLtMatrixLayoutCreate(ctypes.byref(made), code, *sizes))
         return made
 
-    def _asked(self, form: _Form, plan: _Plan, handle: ctypes.c_void_p) -> list[_Found]:
+    def _asked(self, plan: _Plan, handle: ctypes.c_void_p) -> list[_Found]:
         """What the heuristic finds, in its order."""
         preference, count, found = ctypes.c_void_p(), ctypes.c_int(0), (_Found * _MOST)()
         self._check(self._api.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)))
@@ -275,8 +277,7 @@ class Cublaslt:
                 (_Preference.WORKSPACE, ctypes.c_uint64(WORKSPACE)),
                 (_Preference.REDUCTIONS, ctypes.c_uint32(_IN_FP32)),
             ]
-            for place, aligned in enumerate(form.aligned):
-                values.append((_Preference.ALIGNMENT_A + place, ctypes.c_uint32(aligned)))
+            values += [(_Preference.ALIGNMENT_A + place, ctypes.c_uint32(_BYTES)) for place in range(4)]
             for attribute, value in values:
                 size = ctypes.c_size_t(ctypes.sizeof(value))
                 set_value = self._api.cublasLtMatmulPreferenceSetAttribute
@@ -334,18 +335,13 @@ def _form_of(call: Call) -> _Form:
         aux_ld = call.aux.stride(0) * (8 if call.aux.dtype is torch.uint8 else 1)
         if call.aux.stride(1) != 1 or aux_ld < columns or aux_ld % ALIGNED:
             raise Refused("the layout of what is kept")
-    matrices = (call.right, call.left, call.out, call.out)
+    given = (call.left, call.right, call.out, call.vector, call.aux)
+    if any(one.data_ptr() % _BYTES for one in given if one is not None):
+        raise Refused("an address")
     return _Form(
         call.out.device.index or 0, call.out.dtype, a, b, _Matrix(columns, rows, out[1]), (right[0], left[0]),
         call.epilogue, aux_ld, TYPES.get(call.aux.dtype) if call.aux is not None else None,
-        tuple(map(_alignment, matrices)),
     )  # fmt: skip
-
-
-def _alignment(tensor: Tensor) -> int:
-    """The largest power of two that its address is a multiple of, up to 256."""
-    address = tensor.data_ptr() | _MOST_ALIGNED
-    return address & -address
 
 
 def _stream(device: torch.device) -> int:
