@@ -21,10 +21,11 @@ aten = torch.ops.aten
 GELU, RELU = ACTIVATIONS = ("gelu", "relu")  # GELU in its form by tanh
 _FORWARD = {GELU: Epilogue.GELU | Epilogue.KEEP, RELU: Epilogue.RELU | Epilogue.KEEP}
 _BACKWARD = {GELU: Epilogue.GELU_GRADIENT, RELU: Epilogue.RELU_GRADIENT}
+_TAGS = (torch.Tag.flexible_layout,)  # operands are taken as they lie: a compiler need not copy any
 Pair = tuple[Tensor, Tensor]
 
 
-@torch.library.custom_op("amp_compiler::mm_activation", mutates_args=())
+@torch.library.custom_op("amp_compiler::mm_activation", mutates_args=(), tags=_TAGS)
 def mm_activation(left: Tensor, right: Tensor, bias: Tensor | None, activation: str) -> Pair:
     """An activation of a product.
 
@@ -47,7 +48,7 @@ def _(left: Tensor, right: Tensor, bias: Tensor | None, activation: str) -> Pair
     return left.new_empty(rows, columns), _kept(left, rows, columns, activation)
 
 
-@torch.library.custom_op("amp_compiler::mm_activation_backward", mutates_args=())
+@torch.library.custom_op("amp_compiler::mm_activation_backward", mutates_args=(), tags=_TAGS)
 def mm_activation_backward(left: Tensor, right: Tensor, kept: Tensor, activation: str, sums: bool) -> Pair:
     """The gradient of an activation's argument, where that of its result is a product.
 
@@ -70,7 +71,7 @@ def _(left: Tensor, right: Tensor, kept: Tensor, activation: str, sums: bool) ->
     return left.new_empty(left.shape[0], right.shape[1]), left.new_empty(right.shape[1] if sums else 0)
 
 
-@torch.library.custom_op("amp_compiler::mm_with_sum", mutates_args=())
+@torch.library.custom_op("amp_compiler::mm_with_sum", mutates_args=(), tags=_TAGS)
 def mm_with_sum(left: Tensor, right: Tensor, of_left: bool) -> Pair:
     """A product, and what one of its operands adds up to over the inner dimension: the gradients of weight and bias.
 
