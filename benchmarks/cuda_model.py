@@ -180,7 +180,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--skip", nargs="+", default=[], metavar="PASS", help="leave passes of ours out, to see their worth"
     )
-    parser.add_argument("--mode", choices=MODES, default=MODES[0], help="of ours, as if every trial on a device succeeded")
+    parser.add_argument(
+        "--mode", choices=MODES, default=MODES[0], help="of ours, as if every trial on a device succeeded"
+    )
     parser.add_argument("--json", type=Path, help="where the numbers go; those of a default run go to results/")
     options = parser.parse_args(argv)
     options.device, options.threads = "cpu", torch.get_num_threads()  # no GPU has a part in the figures

@@ -89,7 +89,7 @@ def without(skipped: Sequence[str]) -> list[Any]:
 
 @contextlib.contextmanager
 def _tuned() -> Iterator[None]:
-    """Within it every trial succeeds. Inductor is not tuned: which product is the faster one, only a device can tell."""
+    """Within it every trial succeeds. Inductor is not tuned: which product is the faster one, a device has to say."""
     asked = mock.patch.object(build, "_is_tuned", lambda settings, graph_module: True)
     with asked, mock.patch.object(build, "TRIALS", lambda operator, arguments: ""):
         yield

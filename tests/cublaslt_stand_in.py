@@ -77,7 +77,7 @@ class StandIn:
     Args:
         refuses: names of epilogues that no algorithm is found for.
         algorithms: number of algorithms that are found.
-        breaks: `breaks(name, algorithm, values)` changes what an algorithm, by its number, writes, for trials that have to find it.
+        breaks: `breaks(name, algorithm, values)` changes what an algorithm writes, for trials that have to find it.
     """
 
     refuses: tuple[str, ...] = ()

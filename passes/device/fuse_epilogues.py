@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -124,7 +125,7 @@ class _Work:
         results = _results(node)
         if not _is_product(product) or not results or not _of_form(node, kind) or not _is_trained(node, kind, product):
             return
-        if kind == RELU and any(set(one.users) != {other} for one, other in zip((product, *links), (*links, node))):
+        if kind == RELU and not _read_alone((product, *links, node)):
             return
         if any(not _read_by_products(one) for one in results):
             return
@@ -144,8 +145,9 @@ class _Work:
         kind = _BACKWARD[node.target]
         product, links = _behind(node.args[0])
         kept, results = _kept(node, kind), _results(node)
-        alone = all(set(one.users) == {other} for one, other in zip((product, *links), (*links, node)))
-        if not _is_product(product) or product.target is not _MM or not alone or kept is None or not results:
+        if not _is_product(product) or product.target is not _MM or kept is None or not results:
+            return
+        if not _read_alone((product, *links, node)):
             return
         value = product.meta["val"]
         if not _of_form(node, kind) or kept.meta["val"].shape[0] != value.shape[0] or _phase(kept) != "forward":
@@ -251,7 +253,9 @@ def _is_product(node: Any) -> bool:
     operands = node.args[1:] if node.target is _ADDMM else node.args
     biases = [one.meta["val"] for one in node.args[:1]] if node.target is _ADDMM else []  # type: ignore[union-attr]
     columns = node.meta["val"].shape[1]
-    plain = all(one.shape == (columns,) and one.is_contiguous() and one.dtype is node.meta["val"].dtype for one in biases)
+    plain = all(
+        one.shape == (columns,) and one.is_contiguous() and one.dtype is node.meta["val"].dtype for one in biases
+    )
     return plain and all(map(_fits, operands)) and node.meta["val"].is_contiguous()
 
 
@@ -276,6 +280,11 @@ def _behind(node: Any) -> tuple[Any, list[fx.Node]]:
         links.insert(0, node)
         node = node.args[0]
     return node, links
+
+
+def _read_alone(chain: tuple[fx.Node, ...]) -> bool:
+    """Whether each node is read by the next one and nothing else."""
+    return all(set(one.users) == {other} for one, other in pairwise(chain))
 
 
 def _results(node: fx.Node) -> list[fx.Node]:
@@ -316,7 +325,7 @@ def _is_trained(node: fx.Node, kind: str, product: fx.Node) -> bool:
 
 
 def _kept(node: fx.Node, kind: str) -> fx.Node | None:
-    """What the gradient of an activation reads where that was at the end of a product; GELU's argument, whatever made it."""
+    """What the gradient of an activation is to read: a mask that stands beside the result, or GELU's argument."""
     source, links = _behind(node.args[1])
     chain = [source, *links]
     if kind == GELU:

@@ -174,7 +174,9 @@ def _polynomial(value: Any, source: fx.Node, parts: set[fx.Node]) -> Polynomial 
         return {0: float(value)}
     if value is source:
         return {1: 1.0}
-    if not isinstance(value, fx.Node) or value.op != "call_function" or value.kwargs and cast_type(value) is None:
+    if not isinstance(value, fx.Node) or value.op != "call_function":
+        return None
+    if value.kwargs and cast_type(value) is None:
         return None
     if _widens(value):
         if value.args[0] is not source:

@@ -33,6 +33,7 @@ def seconds(made, run):
 
 def call(operator, activation="gelu", dtype=torch.bfloat16, more=True):
     """Fake arguments; `more` is a bias, sums, or the left operand."""
+
     def of(*shape, dtype=dtype):
         return torch.empty(shape, dtype=dtype)
 

@@ -1,9 +1,8 @@
-"""Products with an activation, its gradient or sums at their end: against autograd, and against what cuBLASLt documents."""
+"""Products with an activation, its gradient or sums at their end, against autograd and what cuBLASLt documents."""
 
 from __future__ import annotations
 
 import ctypes
-import os
 
 import pytest
 import torch
@@ -159,7 +158,7 @@ def test_what_does_not_fit_is_done_by_loops(left, right, stand_in):
 def test_what_the_library_refuses_is_done_by_loops(stand_in):
     stand_in.refuses = ("GELU_AUX",)
     left, right = matrix(ROWS, INNER, torch.bfloat16), matrix(INNER, COLUMNS, torch.bfloat16)
-    found, kept = ACTIVATION(left, right, None, "gelu")
+    _, kept = ACTIVATION(left, right, None, "gelu")
     assert torch.equal(kept, left @ right) and not stand_in.ran
     ACTIVATION(left, right, right[0].contiguous(), "gelu")
     assert [one.epilogue for one in stand_in.ran] == ["GELU_AUX_BIAS"]

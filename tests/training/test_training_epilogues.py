@@ -66,7 +66,9 @@ def trained(model, mode, steps=4, **options):
     torch.manual_seed(0)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
-    step = amp.training_step(model, squares, torch.optim.AdamW(model.parameters(), 1e-2), dtype="bf16", mode=mode, **options)
+    step = amp.training_step(
+        model, squares, torch.optim.AdamW(model.parameters(), 1e-2), dtype="bf16", mode=mode, **options
+    )
     x, y = torch.randn(2, ROWS // 2, WIDE), torch.randn(2, ROWS // 2, 8)
     losses = torch.stack([step(x, y) for _ in range(steps)])
     return step, losses
@@ -102,10 +104,12 @@ def test_relu_without_biases_as_t5s(stand_in):
     compared(lambda: Block(nn.ReLU(), bias=False), ["RELU_AUX", "DRELU"], stand_in)
 
 
+@pytest.mark.slow  # the golden text of `fuse_epilogues` has it
 def test_gelu_by_the_error_function_leaves_the_sums(stand_in):
     compared(lambda: Block(nn.GELU()), ["BGRADB"] * 3, stand_in)
 
 
+@pytest.mark.slow  # the golden text of `fuse_epilogues` has it
 def test_dropout_between_leaves_the_loops(stand_in):
     make = lambda: Block(nn.Sequential(nn.GELU(approximate="tanh"), nn.Dropout(0.5)))  # noqa: E731
     step, _ = trained(make(), TUNED)

@@ -252,7 +252,9 @@ class Cublaslt:
     def _described(self, form: _Form) -> _Plan:
         product, code = ctypes.c_void_p(), TYPES[form.dtype]
         self._check(self._api.cublasLtMatmulDescCreate(ctypes.byref(product), _COMPUTE_FP32, _FP32))
-        for attribute, transposed in zip((_Descriptor.TRANSPOSE_A, _Descriptor.TRANSPOSE_B), form.transposed, strict=True):
+        for attribute, transposed in zip(
+            (_Descriptor.TRANSPOSE_A, _Descriptor.TRANSPOSE_B), form.transposed, strict=True
+        ):
             self._set(product, attribute, ctypes.c_int32(int(transposed)))
         self._set(product, _Descriptor.EPILOGUE, ctypes.c_uint32(int(form.epilogue)))
         self._set(product, _Descriptor.BIAS_TYPE, ctypes.c_int32(code))

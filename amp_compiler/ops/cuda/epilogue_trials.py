@@ -11,7 +11,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -71,8 +71,8 @@ def _tried(operator: Any, arguments: Sequence[Any]) -> tuple[str, bool]:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "not-tried-within-a-capture", False
     try:
-        with ThreadPoolExecutor(1) as pool:  # the modes in which a graph is traced belong to a thread
-            return pool.submit(_verdict, operator, [_like(one) for one in arguments]).result(), True
+        with torch.no_grad(), torch.autocast(device.type, enabled=False), _on(device):
+            return _compared(operator, arguments), True
     except torch.OutOfMemoryError:
         return "no-memory-to-try-it", False
     except RuntimeError as cause:
@@ -82,25 +82,8 @@ def _tried(operator: Any, arguments: Sequence[Any]) -> tuple[str, bool]:
             torch.cuda.empty_cache()  # what a trial took is not the step's
 
 
-class _Like:
-    """What a tensor is to be, but for its elements; a fake one must not enter another thread."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape, self.stride = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
-        self.dtype, self.device = tensor.dtype, tensor.device
-
-
-def _like(argument: Any) -> Any:
-    return _Like(argument) if isinstance(argument, Tensor) else argument
-
-
-def _verdict(operator: Any, arguments: Sequence[Any]) -> str:
-    with torch.no_grad():
-        device = arguments[0].device
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                return _compared(operator, arguments)
-        return _compared(operator, arguments)
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _compared(operator: Any, arguments: Sequence[Any]) -> str:
@@ -127,7 +110,9 @@ def _compared(operator: Any, arguments: Sequence[Any]) -> str:
         right = [choice for choice in right if _spreads_nan(library, call, choice, operator, given, results, expected)]
         if not right:
             return "wrong:-NaN-is-lost-or-made"
-        seconds = {choice: seconds_of(functools.partial(library.run, call, choice), call.out.device) for choice in right}
+        seconds = {
+            choice: seconds_of(functools.partial(library.run, call, choice), call.out.device) for choice in right
+        }
         best = min(right, key=lambda one: seconds[one])
         loops = seconds_of(_loops(operator, *given), call.out.device)
         if seconds[best] >= loops:
@@ -181,10 +166,10 @@ def _numbers(operator: Any, arguments: Sequence[Any]) -> list[Any]:
     generator = torch.Generator(device).manual_seed(_SEED)
     made = []
     for place, one in enumerate(arguments):
-        if not isinstance(one, _Like):
+        if not isinstance(one, Tensor):
             made.append(one)
             continue
-        values = torch.empty_strided(one.shape, one.stride, dtype=one.dtype, device=device)
+        values = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=device)
         if one.dtype is torch.uint8:
             made.append(values.random_(256, generator=generator))
             continue
@@ -233,7 +218,7 @@ def _near(found: Tensor, expected: Tensor, spread: Any) -> bool:
 def _is_by_tanh(
     library: Any, call: Call, choice: int, operator: Any, given: Sequence[Any], results: Sequence[Tensor]
 ) -> bool:
-    """Whether it is GELU by the hyperbolic tangent: that by the error function is as near for each element by itself."""
+    """Whether GELU is the one by the hyperbolic tangent. No element by itself tells: both are within its rounding."""
     _run(library, call, choice)
     argument, found = (results[1] if operator is ACTIVATION else given[2]).float(), results[0].float()
     away = []
@@ -251,7 +236,7 @@ def _spreads_nan(
     library: Any, call: Call, choice: int, operator: Any, given: Sequence[Any], results: Sequence[Tensor],
     expected: Sequence[Tensor],
 ) -> bool:  # fmt: skip
-    """Whether NaN comes through where it does in the loops, and nowhere else: it is what tells that a step overflowed."""
+    """Whether NaN comes through where it does in the loops, and nowhere else: it tells that a step has overflowed."""
     _run(library, call, choice)
     pairs = list(zip(results, expected, strict=True))
     if operator is ACTIVATION and given[3] != GELU:
