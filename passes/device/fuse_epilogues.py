@@ -237,13 +237,17 @@ def _of_form(node: fx.Node, kind: str) -> bool:
     return node.target is aten.relu.default or schema_argument(node, "threshold") == 0
 
 
+def _is_static(value: torch.Tensor) -> bool:
+    """Whether its sizes are known: asking a symbolic one would put a bound on it."""
+    return all(type(one) is int for one in (*value.shape, *value.stride()))
+
+
 def _fits(node: Any) -> bool:
     """Whether it is a matrix in 16 bits that cuBLASLt reads as it lies."""
     value = node_tensor(node) if isinstance(node, fx.Node) else None
-    if value is None or value.dim() != 2 or value.dtype not in cublaslt.TYPES:
+    if value is None or value.dim() != 2 or value.dtype not in cublaslt.TYPES or not _is_static(value):
         return False
-    numbers = (*value.shape, *value.stride())
-    return all(type(one) is int for one in numbers) and cublaslt.lies(value.shape, value.stride()) is not None
+    return cublaslt.lies(value.shape, value.stride()) is not None
 
 
 def _is_product(node: Any) -> bool:
@@ -264,9 +268,9 @@ def _links(node: fx.Node) -> bool:
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return False
     before, after = node_tensor(node.args[0]), node_tensor(node)
-    if before is None or after is None or not before.dim() or not after.dim() or before.shape[-1] != after.shape[-1]:
+    if before is None or after is None or not (_is_static(before) and _is_static(after)):
         return False
-    if not after.is_contiguous():
+    if before.shape[-1:] != after.shape[-1:] or not after.dim() or not after.is_contiguous():
         return False
     if node.target is aten.clone.default:
         return before.is_contiguous()

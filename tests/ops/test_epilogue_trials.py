@@ -128,6 +128,16 @@ def test_what_is_slower_or_refused_is_not_used(stand_in, monkeypatch):
     assert Trials()(WITH_SUM, call(WITH_SUM)) == "no-cuBLASLt"
 
 
+def test_deterministic_algorithms_are_asked_for_elsewhere(stand_in):
+    trials = Trials()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert trials(WITH_SUM, call(WITH_SUM)) == "not-known-to-be-deterministic" and not stand_in.ran
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert trials(WITH_SUM, call(WITH_SUM)) == ""
+
+
 def test_without_memory_it_is_tried_again_another_time(stand_in, monkeypatch):
     def full(*arguments):
         raise torch.OutOfMemoryError("CUDA out of memory")

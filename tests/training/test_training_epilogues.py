@@ -19,6 +19,7 @@ from amp_compiler.ops.cuda import cublaslt, epilogue_trials
 from amp_compiler.training import build
 
 WIDE, INNER, ROWS = 16, 64, 24
+DYNAMIC = torch.export.Dim.DYNAMIC
 
 
 class WrittenOut(nn.Module):
@@ -139,6 +140,15 @@ def test_what_is_refused_or_slower_stays_and_the_plan_says_so(stand_in, monkeypa
     monkeypatch.setattr(epilogue_trials, "seconds_of", lambda run, device: 2.0 if by_library(stand_in, run) else 1.0)
     step = compared(lambda: Block(nn.GELU(approximate="tanh")), [], stand_in)
     assert "mm_activation slower: 2.00 of the time" in " ".join(step.plan.notes)
+
+
+def test_sizes_that_may_change_are_left_alone_and_get_no_bound(stand_in, builds):
+    model = Block(nn.GELU(approximate="tanh"))
+    optimizer, sizes = torch.optim.SGD(model.parameters(), 1e-2), ({0: DYNAMIC}, {0: DYNAMIC})
+    step = amp.training_step(model, squares, optimizer, dtype="bf16", mode=TUNED, dynamic_shapes=sizes)
+    for rows in (24, 40, 7):
+        step(torch.randn(rows, WIDE), torch.randn(rows, 8))
+    assert len(builds) == 1 and not stand_in.ran and "amp_compiler.mm_" not in step.stages["fuse_epilogues"].text
 
 
 def test_a_step_is_tuned_where_kernels_can_be_tried_alone(stand_in, monkeypatch):

@@ -68,6 +68,8 @@ def _tried(operator: Any, arguments: Sequence[Any]) -> tuple[str, bool]:
     device, library = arguments[0].device, cublaslt.CUBLASLT
     if device.type != library.device or not library.available():
         return "no-cuBLASLt", True
+    if torch.are_deterministic_algorithms_enabled():  # nothing is said of the order of an epilogue's sums
+        return "not-known-to-be-deterministic", False
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "not-tried-within-a-capture", False
     try:
