@@ -22,8 +22,8 @@ aten = torch.ops.aten
 _MM, _ADDMM = aten.mm.default, aten.addmm.default
 _SUM, _T = aten.sum.dim_IntList, (aten.t.default, aten.transpose.int)
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-_FORWARD = {aten.gelu.default: GELU, aten.relu.default: RELU}
-_BACKWARD = {aten.gelu_backward.default: GELU, aten.threshold_backward.default: RELU}
+_FORWARD: dict[Any, str] = {aten.gelu.default: GELU, aten.relu.default: RELU}
+_BACKWARD: dict[Any, str] = {aten.gelu_backward.default: GELU, aten.threshold_backward.default: RELU}
 TryOut = Callable[[Any, tuple[Any, ...]], str]
 
 
@@ -122,7 +122,7 @@ class _Work:
         """An activation of a product in the forward."""
         kind = _FORWARD[node.target]
         product, links = _behind(node.args[0])
-        results = _results(node)
+        results = _results(node, product)
         if not _is_product(product) or not results or not _of_form(node, kind) or not _is_trained(node, kind, product):
             return
         if kind == RELU and not _read_alone((product, *links, node)):
@@ -144,7 +144,7 @@ class _Work:
         """The gradient of an activation, where that of its result is a product."""
         kind = _BACKWARD[node.target]
         product, links = _behind(node.args[0])
-        kept, results = _kept(node, kind), _results(node)
+        kept, results = _kept(node, kind), _results(node, product)
         if not _is_product(product) or product.target is not _MM or kept is None or not results:
             return
         if not _read_alone((product, *links, node)):
@@ -154,7 +154,7 @@ class _Work:
             return
         if kind == GELU and kept.meta["val"].shape != value.shape:
             return
-        sums = [user for one in results for view in _matrices(one) for user in view.users if _adds_rows(user, view)]
+        sums = [user for one in results for view in _matrices(one) for user in view.users if _adds_rows(user)]
         for wanted in dict.fromkeys((bool(sums), False)):
             arguments = (*product.args, kept, kind, wanted)
             if self._tried(product, GRADIENT, arguments):
@@ -171,8 +171,8 @@ class _Work:
 
     def sum(self, node: fx.Node) -> None:
         """The sums over rows of a value of which a product is made as well, over the same dimension."""
-        value = node.args[0]
-        if not _adds_rows(node, value):
+        value: Any = node.args[0]
+        if not _adds_rows(node):
             return
         order = {one: place for place, one in enumerate(self.graph.nodes)}
         for product, of_left in _products_over_rows(value):
@@ -254,13 +254,12 @@ def _is_product(node: Any) -> bool:
     """Whether it is a plain product of two matrices, with a bias for each row or none, that cuBLASLt can compute."""
     if not isinstance(node, fx.Node) or node.target not in (_MM, _ADDMM) or node.kwargs or not _fits(node):
         return False
-    operands = node.args[1:] if node.target is _ADDMM else node.args
-    biases = [one.meta["val"] for one in node.args[:1]] if node.target is _ADDMM else []  # type: ignore[union-attr]
-    columns = node.meta["val"].shape[1]
-    plain = all(
-        one.shape == (columns,) and one.is_contiguous() and one.dtype is node.meta["val"].dtype for one in biases
-    )
-    return plain and all(map(_fits, operands)) and node.meta["val"].is_contiguous()
+    value, operands = node.meta["val"], node.args
+    if node.target is _ADDMM:
+        bias, *operands = (node_tensor(node.args[0]), *node.args[1:])  # type: ignore[arg-type]
+        if bias is None or bias.shape != value.shape[1:] or not bias.is_contiguous() or bias.dtype is not value.dtype:
+            return False
+    return bool(value.is_contiguous()) and all(map(_fits, operands))
 
 
 def _links(node: fx.Node) -> bool:
@@ -291,13 +290,15 @@ def _read_alone(chain: tuple[fx.Node, ...]) -> bool:
     return all(set(one.users) == {other} for one, other in pairwise(chain))
 
 
-def _results(node: fx.Node) -> list[fx.Node]:
-    """What gives the result in 16 bits: the node itself or, of one in FP32, the casts that are all that read it."""
-    value = node_tensor(node)
-    if value is None or value.dtype in cublaslt.TYPES:
-        return [] if value is None else [node]
+def _results(node: fx.Node, product: Any) -> list[fx.Node]:
+    """What gives the result in the product's type: the node or, of one in FP32, the casts that are all that read it."""
+    value, made = node_tensor(node), node_tensor(product) if isinstance(product, fx.Node) else None
+    if value is None or made is None:
+        return []
+    if value.dtype is made.dtype:
+        return [node]
     users = list(node.users)
-    return users if all(cast_type(user) in cublaslt.TYPES for user in users) else []
+    return users if all(cast_type(user) is made.dtype for user in users) else []
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
@@ -331,7 +332,7 @@ def _is_trained(node: fx.Node, kind: str, product: fx.Node) -> bool:
 def _kept(node: fx.Node, kind: str) -> fx.Node | None:
     """What the gradient of an activation is to read: a mask that stands beside the result, or GELU's argument."""
     source, links = _behind(node.args[1])
-    chain = [source, *links]
+    chain: list[Any] = [source, *links]
     if kind == GELU:
         return next((one for one in chain if _fits(one) and one.meta["val"].is_contiguous()), None)
     made = source.args[0] if isinstance(source, fx.Node) and source.target is operator.getitem else None
@@ -348,9 +349,10 @@ def _matrices(node: fx.Node) -> Iterator[fx.Node]:
             yield from _matrices(user)
 
 
-def _adds_rows(node: fx.Node, value: Any) -> bool:
+def _adds_rows(node: fx.Node) -> bool:
     """Whether it gives the sums over the rows of a matrix in 16 bits, in its type."""
-    if node.target is not _SUM or node.args[0] is not value or not _fits(value) or _phase(node) != "backward":
+    value: Any = node.args[0] if node.target is _SUM else None
+    if not _fits(value) or _phase(node) != "backward":
         return False
     dims = schema_argument(node, "dim")
     return list(dims or ()) in ([0], [-2]) and node.meta["val"].dtype is value.meta["val"].dtype

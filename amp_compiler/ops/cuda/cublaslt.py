@@ -262,7 +262,7 @@ class Cublaslt:
             self._set(product, _Descriptor.AUX_LD, ctypes.c_int64(form.aux_ld))
         if form.aux_type is not None:
             self._set(product, _Descriptor.AUX_TYPE, ctypes.c_int32(form.aux_type))
-        return _Plan(product, *(self._layout(one, code) for one in (form.a, form.b, form.d)))
+        return _Plan(product, self._layout(form.a, code), self._layout(form.b, code), self._layout(form.d, code))
 
     def _layout(self, matrix: _Matrix, code: int) -> ctypes.c_void_p:
         made = ctypes.c_void_p()

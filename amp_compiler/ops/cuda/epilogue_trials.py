@@ -150,7 +150,7 @@ def seconds_of(run: Callable[[], Any], device: torch.device) -> float:
     """Time of one call on a device, the least of a few rounds of several."""
     for _ in range(_ROUNDS):
         run()
-    times = []
+    times: list[float] = []
     for _ in range(_ROUNDS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
