@@ -254,9 +254,10 @@ def _is_product(node: Any) -> bool:
     """Whether it is a plain product of two matrices, with a bias for each row or none, that cuBLASLt can compute."""
     if not isinstance(node, fx.Node) or node.target not in (_MM, _ADDMM) or node.kwargs or not _fits(node):
         return False
-    value, operands = node.meta["val"], node.args
+    value = node.meta["val"]
+    operands: Any = node.args
     if node.target is _ADDMM:
-        bias, *operands = (node_tensor(node.args[0]), *node.args[1:])  # type: ignore[arg-type]
+        bias, operands = node_tensor(operands[0]), operands[1:]
         if bias is None or bias.shape != value.shape[1:] or not bias.is_contiguous() or bias.dtype is not value.dtype:
             return False
     return bool(value.is_contiguous()) and all(map(_fits, operands))
