@@ -358,7 +358,7 @@ def _step_options(weights: TrainedWeights, begun: Begun, options: StepOptions, k
         "divisor": options.divisor,
         "gather": options.gather,
         "stage": native.FORWARD,
-        "tuned": _is_tuned(options.settings, begun.captured.graph_module),
+        "tuned": options.enabled and _is_tuned(options.settings, begun.captured.graph_module),
         **_reduction_options(weights, options, begun.written, kept.weights.parts),
     }
 

@@ -19,6 +19,7 @@ _MUL, _ADD = (aten.mul.Tensor, aten.mul.Scalar), (aten.add.Tensor, aten.add.Scal
 _POW = aten.pow.Tensor_Scalar
 _LOW = (torch.float16, torch.bfloat16)
 _MOST = 3  # degree of the polynomial
+_MOST_PARTS = 16  # nodes that one is looked for among
 _ROOT = math.sqrt(2 / math.pi)
 _ARGUMENT, _OUTSIDE = {1: _ROOT, 3: 0.044715 * _ROOT}, {1: 0.5}
 _NEAR = 1e-6  # of the numbers, which libraries write with 8 digits or more
@@ -93,9 +94,13 @@ class _Written:
     @classmethod
     def around(cls, tanh: fx.Node) -> _Written | None:
         """That which a hyperbolic tangent is a part of, if it is one."""
-        source = _source(tanh.args[0])
+        found = (cls._of(tanh, source) for source in _sources(tanh.args[0]))
+        return next((one for one in found if one is not None), None)
+
+    @classmethod
+    def _of(cls, tanh: fx.Node, source: fx.Node) -> _Written | None:
         parts: set[fx.Node] = {tanh}
-        if source is None or not _same(_polynomial(tanh.args[0], source, parts), _ARGUMENT):
+        if not _same(_polynomial(tanh.args[0], source, parts), _ARGUMENT):
             return None
         last = _only_user(tanh)
         if last is None or last.target not in _ADD or last.kwargs or 1 not in last.args:
@@ -151,21 +156,18 @@ def _widens(node: fx.Node) -> bool:
     return cast_type(node) is torch.float32 and before is not None and before.dtype in _LOW
 
 
-def _source(value: Any) -> fx.Node | None:
-    """The one node that a polynomial is one of."""
-    leaves, waiting, seen = set(), [value], set()
-    while waiting:
-        node = waiting.pop()
-        if not isinstance(node, fx.Node) or node in seen:
+def _sources(value: Any) -> list[fx.Node]:
+    """The nodes that it may be a polynomial of."""
+    found: dict[fx.Node, None] = {}
+    waiting = [value]
+    while waiting and len(found) < _MOST_PARTS:
+        node = waiting.pop(0)
+        if not isinstance(node, fx.Node) or node in found:
             continue
-        seen.add(node)
+        found[node] = None
         if node.op == "call_function" and (node.target in (*_MUL, *_ADD, _POW) or _widens(node)):
             waiting += node.args
-        else:
-            leaves.add(node)
-        if len(leaves) > 1:
-            return None
-    return next(iter(leaves), None)
+    return list(found)
 
 
 def _polynomial(value: Any, source: fx.Node, parts: set[fx.Node]) -> Polynomial | None:
