@@ -77,11 +77,13 @@ class StandIn:
     Args:
         refuses: names of epilogues that no algorithm is found for.
         algorithms: number of algorithms that are found.
+        silent: algorithms, by their number, that write nothing beside the result.
         breaks: `breaks(name, algorithm, values)` changes what an algorithm writes, for trials that have to find it.
     """
 
     refuses: tuple[str, ...] = ()
     algorithms: int = 2
+    silent: tuple[int, ...] = ()
     breaks: object = None
     ran: list[Ran] = field(default_factory=list)
     asked: int = 0
@@ -164,21 +166,23 @@ class StandIn:
         name = NAMES[given[EPILOGUE]]
         values = left @ right
         assert values.shape == (d_layout.rows, d_layout.columns)
-        values = self._epilogue(name, values, left, right, given, d_layout)
+        writes = algorithm._obj[0] not in self.silent
+        values = self._epilogue(name, values, left, right, given, d_layout, writes)
         if self.breaks is not None:
             values = self.breaks(name, algorithm._obj[0], values)
         d_layout.memory(d.value)[:] = narrowed(values, d_layout.code)
         self.ran.append(Ran(name, algorithm._obj[0], handle.value))
         return SUCCESS
 
-    def _epilogue(self, name, values, left, right, given, out):
+    def _epilogue(self, name, values, left, right, given, out, writes):
         vector = None
         if any(part in name for part in ("BIAS", "BGRAD")):
             length = out.columns if name == "BGRADB" else out.rows
             assert given.get(BIAS_TYPE, out.code) == out.code
             vector = Layout(out.code, length, 1, length).memory(given[BIAS_POINTER])[:, 0]
         if name in ("BGRADA", "BGRADB"):  # over the inner dimension
-            vector[:] = narrowed(left.sum(1) if name == "BGRADA" else right.sum(0), out.code)
+            if writes:
+                vector[:] = narrowed(left.sum(1) if name == "BGRADA" else right.sum(0), out.code)
             return values
         if name.endswith("BIAS"):
             values = values + widened(vector, out.code)[:, None]
@@ -186,17 +190,19 @@ class StandIn:
             assert given[AUX_LD] % 8 == 0 and given[AUX_LD] >= out.rows and given[AUX_TYPE] == out.code
             kept = Layout(out.code, out.rows, out.columns, given[AUX_LD]).memory(given[AUX_POINTER])
             if name.startswith("GELU"):
-                kept[:] = narrowed(values, out.code)
+                if writes:
+                    kept[:] = narrowed(values, out.code)
                 return gelu(values)
             values = values * gelu_slope(widened(kept, out.code))
         else:
             assert given[AUX_LD] % 128 == 0 and given[AUX_LD] >= out.rows and AUX_TYPE not in given
             bits = Bits(given[AUX_POINTER], out.rows, out.columns, given[AUX_LD])
             if name.startswith("RELU"):
-                bits.write(~(values <= 0))
+                if writes:
+                    bits.write(~(values <= 0))
                 return np.where(values <= 0, np.float32(0), values)
             values = np.where(bits.read(), values, np.float32(0))
-        if name.endswith("BGRAD"):  # the gradient of a bias that was added to every column
+        if name.endswith("BGRAD") and writes:  # the gradient of a bias that was added to every column
             vector[:] = narrowed(values.sum(1), out.code)
         return values
 

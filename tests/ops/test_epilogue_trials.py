@@ -87,6 +87,16 @@ def test_other_numbers_are_found(wrong, operator, activation, more, stand_in):
     assert Trials()(operator, call(operator, activation, more=more)) == "wrong:-other-numbers"
 
 
+@pytest.mark.parametrize(("operator", "activation", "more"), CALLS)
+def test_what_an_algorithm_leaves_out_is_found(operator, activation, more, stand_in):
+    """The first one has left the right numbers there."""
+    stand_in.silent = (2,)
+    given = call(operator, activation, more=more)
+    assert Trials()(operator, given) == ""
+    operator(*(torch.zeros_like(one) if isinstance(one, torch.Tensor) else one for one in given))
+    assert stand_in.ran[-1].algorithm == (2 if operator is GRADIENT and not more else 1)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("operator", [ACTIVATION, GRADIENT])
 def test_gelu_by_the_error_function_is_found(operator, dtype, monkeypatch, stand_in):

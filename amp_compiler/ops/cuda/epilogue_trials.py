@@ -96,7 +96,7 @@ def _compared(operator: Any, arguments: Sequence[Any]) -> str:
     try:
         right = []
         for choice in range(library.choices(call)):
-            _run(library, call, choice)
+            _run(library, call, results, choice)
             if _agrees(operator, given, results, expected, spread):
                 right.append(choice)
         if not right:
@@ -125,9 +125,10 @@ def _compared(operator: Any, arguments: Sequence[Any]) -> str:
     return ""
 
 
-def _run(library: Any, call: Call, choice: int) -> None:
-    """Into what holds other numbers before: that nothing is written must not look like a result."""
-    call.out.fill_(-77.0)
+def _run(library: Any, call: Call, results: Sequence[Tensor], choice: int) -> None:
+    """Into what holds other numbers before: what is not written must not look like a result."""
+    for one in results:
+        one.fill_(77)
     library.run(call, choice)
 
 
@@ -221,7 +222,7 @@ def _is_by_tanh(
     library: Any, call: Call, choice: int, operator: Any, given: Sequence[Any], results: Sequence[Tensor]
 ) -> bool:
     """Whether GELU is the one by the hyperbolic tangent. No element by itself tells: both are within its rounding."""
-    _run(library, call, choice)
+    _run(library, call, results, choice)
     argument, found = (results[1] if operator is ACTIVATION else given[2]).float(), results[0].float()
     away = []
     for form in ("tanh", "none"):
@@ -239,7 +240,7 @@ def _spreads_nan(
     expected: Sequence[Tensor],
 ) -> bool:  # fmt: skip
     """Whether NaN comes through where it does in the loops, and nowhere else: it tells that a step has overflowed."""
-    _run(library, call, choice)
+    _run(library, call, results, choice)
     pairs = list(zip(results, expected, strict=True))
     if operator is ACTIVATION and given[3] != GELU:
         columns = results[0].shape[1]
