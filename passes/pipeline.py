@@ -315,6 +315,7 @@ STEP = Pipeline(
         "split_complex",
         "place_weights",
         "native_ops",
+        "join_gelu",
         "chunk_logits",
         "synchronize_norms",
         "differentiate",
@@ -339,7 +340,7 @@ UPDATE = Pipeline(
 )
 DEVICE = Pipeline(
     "DEVICE",
-    ("recompute_cheap", "defer_gradients", "cut_step"),
+    ("recompute_cheap", "fuse_epilogues", "defer_gradients", "cut_step"),
     "The step fitted to the device that runs it.",
 )
 PIECE = Pipeline(

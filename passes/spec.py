@@ -35,6 +35,8 @@ class Spec:
     modules: bool = False
 
 
+_DEVICE = _STEP | {Key.EPILOGUE}
+
 SPECS: dict[str, Spec] = {
     "CAPTURE": Spec(_PLANNED, (*_REGIONS, "aten._assert_tensor_metadata", "aten.alias")),
     "FORWARD": Spec(_PLANNED, (*_REGIONS, "aten._assert_tensor_metadata")),
@@ -47,8 +49,8 @@ SPECS: dict[str, Spec] = {
     "UPDATE": Spec(_STEP, phases=("update",)),
     "ONNX_CAPTURE": Spec(_CAPTURED, (*_REGIONS, "aten._assert_tensor_metadata", "aten.alias")),
     "ONNX_EXPORT": Spec(_CAST | {Key.STORED}, (*_REGIONS, "aten._assert_tensor_metadata", "aten.alias")),
-    "DEVICE": Spec(_STEP, modules=True),
-    "PIECE": Spec(_STEP | {Key.RECOMPUTED}),
+    "DEVICE": Spec(_DEVICE, modules=True),
+    "PIECE": Spec(_DEVICE | {Key.RECOMPUTED}),
 }
 
 

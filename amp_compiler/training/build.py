@@ -11,6 +11,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
+from amp_compiler.backends.backend import TUNED
 from amp_compiler.backends.cuda_graph import GraphedRun, GraphSettings, graph_obstacle
 from amp_compiler.backends.step_runner import adds_sums, counting, is_on_cpu, kernels_for, most_inner, run_cut_step
 from amp_compiler.forward.program import build_run, captures_whole, normalize, plan_captured, rewrite
@@ -22,7 +23,7 @@ from amp_compiler.fx.capture import Captured, Source, capture_module
 from amp_compiler.fx.checkpoints import refused_checkpoints
 from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.generators import generators_kept
-from amp_compiler.fx.graph import copy_graph, results_of, torch_dtype
+from amp_compiler.fx.graph import copy_graph, node_tensor, results_of, torch_dtype
 from amp_compiler.fx.hooks import refuse_parameter_hooks
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.mixed_types import refuse_mixed_types
@@ -32,8 +33,10 @@ from amp_compiler.fx.synchronized_norms import check_marks, marked_norms
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops import native
 from amp_compiler.ops.cpu.arena import ArenaMemory, ArenaRun
+from amp_compiler.ops.cuda.epilogue_trials import TRIALS
 from amp_compiler.ops.loss_scale import LossScale
 from amp_compiler.ops.update.counts import UpdateCounts
+from amp_compiler.passes.device.fuse_epilogues import notes_of
 from amp_compiler.passes.diagnose.hold_products import products
 from amp_compiler.passes.pipeline import HOLD, Late, Pipeline, Stages
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
@@ -50,6 +53,7 @@ PARALLEL = (
     " ranks (`reduce: {shard: update}` in the rules splits masters and moments); or train"
     " DistributedDataParallel(amp.compile(model)) or fully_shard(amp.compile(model)) in a loop"
 )
+_TRIED = "cuda"  # where kernels are tried out, see `fuse_epilogues`
 _SCALE, _SKIPPED = ("scale", "scale", 0), ("scale", "skipped_steps", 0)
 
 
@@ -243,7 +247,8 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
     static = settings.dynamic_shapes is None or begun.gradients is not None
     examples = [one.get(begun.leaves) for one in resolve] if static else _values(step)
     counts = UpdateCounts() if held and not options.gather else None
-    compiled = _compile(step, examples, settings, begun.emulated, stages, len(held), counts)
+    notes: list[str] = []
+    compiled = _compile(step, examples, settings, begun.emulated, stages, len(held), counts, notes)
     if settings.runs_on.asks_arena and static and is_on_cpu(step):
         compiled = ArenaRun(compiled, results + 3, state.memory)
     placeholders, known = step.graph.find_nodes(op="placeholder"), weights.fixed(step)
@@ -260,7 +265,7 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
     buffers = tuple(weights.inputs.getters[name] for name in begun.written)
     return StepProgram(
         step,
-        _told(begun.plan, step, weights, options),
+        _told(begun.plan, step, weights, options, notes),
         weights.groups,
         weights.names(),
         run,
@@ -353,6 +358,7 @@ def _step_options(weights: TrainedWeights, begun: Begun, options: StepOptions, k
         "divisor": options.divisor,
         "gather": options.gather,
         "stage": native.FORWARD,
+        "tuned": options.enabled and _is_tuned(options.settings, begun.captured.graph_module),
         **_reduction_options(weights, options, begun.written, kept.weights.parts),
     }
 
@@ -382,13 +388,20 @@ def _reduction_options(
 
 
 def _told(
-    plan: PrecisionPlan | None, step: fx.GraphModule, weights: TrainedWeights, options: StepOptions
+    plan: PrecisionPlan | None,
+    step: fx.GraphModule,
+    weights: TrainedWeights,
+    options: StepOptions,
+    notes: Sequence[str],
 ) -> PrecisionPlan | None:
-    """The plan, with what a step that is split over the ranks sends and holds."""
-    if plan is None or options.reduction is None or not options.reduction.shards or options.gather == "add":
+    """The plan, with what a step that is split over the ranks sends and holds, and what it tried in vain."""
+    if plan is None:
         return plan
-    traffic = traffic_of(step.graph, options.reduction.ranks, weights.updated)
-    return replace(plan, notes=traffic.notes(weights.names()[weights.parts :]))
+    told = (*plan.notes, *notes)
+    if options.reduction is not None and options.reduction.shards and options.gather != "add":
+        traffic = traffic_of(step.graph, options.reduction.ranks, weights.updated)
+        told = (*traffic.notes(weights.names()[weights.parts :]), *told)
+    return replace(plan, notes=told) if told else plan
 
 
 def _compile(
@@ -399,8 +412,9 @@ def _compile(
     stages: Stages,
     held: int,
     counts: UpdateCounts | None,
+    notes: list[str],
 ) -> Callable[..., Sequence[Any]]:
-    """The step graph, which stays as it is for reading, as a function of its placeholders' tensors."""
+    """The step graph, which stays as it is for reading, as a function of its placeholders' tensors; adds to `notes`."""
 
     def build(piece: fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
         return build_run(piece, given, settings, round_exactly, stages)
@@ -409,11 +423,19 @@ def _compile(
         if not settings.runs_on.compiled:
             return build(step, examples)
         kernels = kernels_for(step)
-        options = {
+        options: dict[str, Any] = {"try_out": TRIALS} if _is_tuned(settings, step) else {}
+        options |= {
             "most_inner": most_inner(kernels), "kernels": tuple(kernels), "adds": adds_sums(kernels), "held": held,
         }  # fmt: skip
         cut = settings.pipelines["DEVICE"].run(copy_graph(step), options, stages)
+        notes += notes_of(cut)
         return run_cut_step(cut, examples, build, kernels if counts is None else counting(kernels, counts))
+
+
+def _is_tuned(settings: Settings, graph_module: fx.GraphModule) -> bool:
+    """Whether what only a GPU can tell is tried out on it."""
+    values = (node_tensor(node) for node in graph_module.graph.find_nodes(op="placeholder"))
+    return settings.mode == TUNED and any(value.device.type == _TRIED for value in values if value is not None)
 
 
 def _values(step: fx.GraphModule) -> list[Any]:

@@ -126,6 +126,25 @@ def test_a_product_counts_its_operands_and_operations(costs):
 
 
 @pytest.mark.compiles
+def test_a_product_with_an_epilogue_counts_what_it_keeps_and_adds_up(costs):
+    from amp_compiler.ops import epilogues
+
+    a, b = torch.ones(32, 64, dtype=torch.bfloat16), torch.ones(64, 128, dtype=torch.bfloat16)
+    bias, flops = torch.ones(128, dtype=torch.bfloat16), 2 * 32 * 64 * 128
+
+    def run(a, b, bias):
+        made, mask = epilogues.ACTIVATION(a, b, bias, "relu")
+        return made, *epilogues.GRADIENT(a, b, mask, "relu", True)
+
+    (forward, backward), _ = compiled(costs, run, a, b, bias)
+    for one in (forward, backward):
+        assert (one.kind, one.flops, one.precision) == (costs["kernel"].MATMUL, flops, "16 bits")
+    out, mask = 2 * 32 * 128, 32 * 128 // 8
+    assert (forward.read, forward.written) == (a.nbytes + b.nbytes + bias.nbytes, out + mask)
+    assert (backward.read, backward.written) == (a.nbytes + b.nbytes + mask, out + bias.nbytes)
+
+
+@pytest.mark.compiles
 @pytest.mark.parametrize("gradients", [False, True])
 def test_a_loss_in_chunks_counts_each_chunk(costs, gradients):
     from amp_compiler.ops import classifier_loss  # noqa: F401  # registers the operators
