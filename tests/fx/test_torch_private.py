@@ -10,7 +10,13 @@ import torch
 from torch import fx
 
 import amp_compiler as amp
-from amp_compiler.fx.torch_private import forward_of, inductor_graph_pass, new_graph_module, traced_graph
+from amp_compiler.fx.torch_private import (
+    forward_of,
+    inductor_graph_pass,
+    is_pointwise,
+    new_graph_module,
+    traced_graph,
+)
 
 
 def traced() -> fx.GraphModule:
@@ -99,3 +105,10 @@ def test_the_last_states_of_an_lstm_have_the_form_that_they_have_in_eager(layers
     found, expected = amp.compile(model, dtype="bf16", backend="eager")(x), model(x)
     assert found.shape == expected.shape
     torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-7)
+
+
+def test_every_activation_is_made_element_by_element() -> None:
+    """Whatever of it this torch's tags leave out."""
+    names = "relu leaky_relu _prelu_kernel elu celu selu gelu silu mish softplus hardtanh hardswish hardsigmoid".split()
+    assert [name for name in names if not is_pointwise(getattr(torch.ops.aten, name).default)] == []
+    assert not is_pointwise(torch.ops.aten._softmax.default) and not is_pointwise(torch.ops.aten.mm.default)
