@@ -599,6 +599,13 @@ def whole_powers() -> Iterator[None]:
         torch.SymFloat.__pow__ = theirs  # type: ignore[method-assign]
 
 
+def is_pointwise(operator: torch._ops.OpOverload) -> bool:
+    """Whether each element of its result is made of one of each operand."""
+    aten = torch.ops.aten
+    untagged = (aten.leaky_relu.default, aten.hardswish.default, aten._prelu_kernel.default)  # the first in torch 2.11
+    return torch.Tag.pointwise in operator.tags or operator in untagged
+
+
 def is_stand_in(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one of a trace, which has no values."""
     return torch._subclasses.fake_tensor.is_fake(tensor)

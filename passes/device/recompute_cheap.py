@@ -16,6 +16,7 @@ from amp_compiler.errors import PassError
 from amp_compiler.fx.alias import AliasGroups, alias_sources, written_roots
 from amp_compiler.fx.graph import hint, node_tensor, results_of
 from amp_compiler.fx.meta import Key
+from amp_compiler.fx.torch_private import is_pointwise
 from amp_compiler.passes.base import InPlacePass, PassResult
 from amp_compiler.planner.mincut import TwoLabelProblem
 
@@ -253,9 +254,9 @@ def _is_elementwise(node: fx.Node) -> bool:
     """Whether each element is made of one of each operand, and nothing is written or drawn."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    tags = node.target.tags
-    loops = torch.Tag.pointwise in tags or node.target in _CASTS
-    return loops and torch.Tag.nondeterministic_seeded not in tags and not node.target._schema.is_mutable
+    loops = is_pointwise(node.target) or node.target in _CASTS
+    drawn = torch.Tag.nondeterministic_seeded in node.target.tags
+    return loops and not drawn and not node.target._schema.is_mutable
 
 
 def _is_loop(node: fx.Node) -> bool:

@@ -10,7 +10,13 @@ import torch
 from torch import fx
 
 import amp_compiler as amp
-from amp_compiler.fx.torch_private import forward_of, inductor_graph_pass, new_graph_module, traced_graph
+from amp_compiler.fx.torch_private import (
+    forward_of,
+    inductor_graph_pass,
+    is_pointwise,
+    new_graph_module,
+    traced_graph,
+)
 
 
 def traced() -> fx.GraphModule:
@@ -99,3 +105,12 @@ def test_the_last_states_of_an_lstm_have_the_form_that_they_have_in_eager(layers
     found, expected = amp.compile(model, dtype="bf16", backend="eager")(x), model(x)
     assert found.shape == expected.shape
     torch.testing.assert_close(found, expected, rtol=2**-6, atol=2**-7)
+
+
+def test_every_activation_is_made_element_by_element() -> None:
+    """Whatever of it this torch's tags leave out."""
+    aten = torch.ops.aten
+    rectifiers = (aten.relu, aten.leaky_relu, aten._prelu_kernel, aten.elu, aten.celu, aten.selu, aten.softplus)
+    others = (aten.gelu, aten.silu, aten.mish, aten.sigmoid, aten.tanh, aten.hardtanh, aten.hardswish, aten.hardsigmoid)
+    assert [one for one in (*rectifiers, *others) if not is_pointwise(one.default)] == []
+    assert not is_pointwise(aten._softmax.default) and not is_pointwise(aten.mm.default)

@@ -35,9 +35,15 @@ def test_it_tells_its_words(words):
 
 
 def test_what_it_runs_exists():
-    named = re.findall(r"(?<![\w/.])(?:benchmarks|tests|tools)/[\w./]*\w", TEXT)
-    assert {"tools/gpu_facts.py", "benchmarks/update.py", "benchmarks/train_step.py", "tests/ops"} <= set(named)
-    assert not [name for name in named if not (ROOT / name).exists()]
+    named = re.findall(r"(?<![\w/.])(?:benchmarks|tests|tools)/[\w./*]*\w", TEXT)
+    assert {"tools/gpu_facts.py", "benchmarks/update.py", "benchmarks/train_step.py"} <= set(named)
+    assert not [name for name in named if not list(ROOT.glob(name))]
+
+
+def test_it_runs_every_test_that_needs_a_gpu():
+    named = {path for pattern in re.findall(r"(tests/[\w/]*\*[\w.*]*)", TEXT) for path in ROOT.glob(pattern)}
+    marked = {path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text(encoding="utf-8")}
+    assert named == marked - {Path(__file__)} and len(named) > 5
 
 
 def test_no_word_takes_longer_than_nine_minutes():

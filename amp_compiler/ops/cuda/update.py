@@ -25,7 +25,8 @@ from amp_compiler.ops.update.rounding import Storage
 BLOCK = 1024
 CHECK_BLOCK, GATHER_BLOCK = 4096, 2048
 # Without a bound ptxas aims at ten programs of 128 threads on a multiprocessor for some combinations of options, and
-# spills. 64 registers let eight run, and 56, with which an update does without turned places, nine.
+# spills. 64 registers let eight run, and 56, with which most updates do, nine: not those with turned places, and with
+# Kahan's errors not with every compiler.
 _OPTIONS = {"num_warps": 4, "maxnreg": 64, "enable_fp_fusion": False}
 _UPDATE_OPTIONS = {**_OPTIONS, "maxnreg": 56}
 _CHECK_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
@@ -70,7 +71,12 @@ def _group_options(group: Group, mode: int) -> dict[str, Any]:
         raise LoweringError("the moments of one tensor are of several types", mend="keep all of them in one type")
     types = {"GRAD_TYPE": grad, "WEIGHT_TYPE": weight, "EXTRA_TYPE": extra, "MOMENT_TYPE": first}
     how = {"MODE": int(mode), "TURNED": group.turned, "ALIGNED": group.aligned, "BLOCK": BLOCK}
-    return {**types, **how, **(_OPTIONS if group.turned else _UPDATE_OPTIONS)}
+    return {**types, **how, **update_options(group.turned, mode)}
+
+
+def update_options(turned: int, mode: int) -> dict[str, Any]:
+    """How an update is compiled, by the columns that lie turned and by how weights are stored."""
+    return _OPTIONS if turned or mode == Storage.KAHAN else _UPDATE_OPTIONS
 
 
 def grad_check(grads: Tensors, inv_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
