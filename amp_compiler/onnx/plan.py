@@ -121,7 +121,9 @@ def plan_onnx(
         opened = _at_opset(opened, opset, raising)
     wide = types_of(as_fp32)
 
-    def lowered_from(file: OnnxFile, checked: bool, only: frozenset[str] | None = None) -> tuple[Lowered, Fusion | None]:
+    def lowered_from(
+        file: OnnxFile, checked: bool, only: frozenset[str] | None = None
+    ) -> tuple[Lowered, Fusion | None]:
         fuses = bool(fused) or only is not None
         model = read_model(file, check=checked, sizes=sizes, plain=not wide and not fuses)
         if wide:

@@ -270,17 +270,13 @@ class _Fuser:
         _become(last, "Slice", [normal.outputs[0], *bounds], [])
         return [negative, both, normal]
 
-    def _node(
-        self, last: ir.Node, op: str, inputs: list[ir.Value], made: ValueType, *attributes: ir.Attr
-    ) -> ir.Node:
+    def _node(self, last: ir.Node, op: str, inputs: list[ir.Value], made: ValueType, *attributes: ir.Attr) -> ir.Node:
         """A node in front of the last one of a norm, which is where the model says that this stands."""
         if not self._node_names:
             self._node_names = {node.name or "" for graph in self.model.graphs() for node in graph}
         value = self._value(f"{last.outputs[0].name}_{op.lower()}", made, ir_type(made.dtype or DType.FLOAT32))
         name = unique(f"{last.name}_{op.lower()}", self._node_names)
-        return ir.Node(
-            "", op, inputs, attributes, outputs=[value], name=name, metadata_props=dict(last.metadata_props)
-        )
+        return ir.Node("", op, inputs, attributes, outputs=[value], name=name, metadata_props=dict(last.metadata_props))
 
     def _value(self, name: str, known: ValueType, kind: ir.DataType) -> ir.Value:
         shape = None if known.shape is None else ir.Shape(known.shape)
