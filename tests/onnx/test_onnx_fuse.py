@@ -235,7 +235,7 @@ def test_a_mean_without_its_dimension():
     ]
     data = [scalar("axes", [-1], np.int64), weight("scale", 6)]
     source = model(nodes, [info("x", 6, 6)], [info("y", 6, 6)], data)
-    made, done = fused(source)
+    made, _ = fused(source)
     assert ops(made) == ["ReduceMean", "Sub", "Neg", "Concat", "LayerNormalization", "Slice"], "an RMSNorm of that"
     same(source, made)
 

@@ -92,7 +92,7 @@ def test_an_rms_norm_is_right_for_all_numbers_of_fp16(epsilon, opset):
 
 
 def test_numbers_beyond_fp16_are_read_in_fp32():
-    """Rows of a stored table are beyond FP16, as is what calibration has seen: no cast to FP16 stands before the norm."""
+    """Rows of a stored table, and what calibration has seen: no cast to FP16 stands before the norm."""
     table = (RNG.standard_normal((16, WIDTH)) * 1e6).astype(np.float32)
     scale = np.ones(WIDTH, np.float32)
     source = between_identities(np.zeros((4, WIDTH)), scale, 1e-6, 20)
