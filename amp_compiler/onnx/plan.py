@@ -73,14 +73,14 @@ def explain_onnx(
     """
     low = low_type(dtype)
     plan, _, _ = plan_onnx(
-        source, load_rules(rules), low, ranges,
+        open_model(source), load_rules(rules), low, ranges,
         stages=stages, check=check, opset=opset, sizes=sizes, as_fp32=as_fp32, fused=fuse,
     )  # fmt: skip
     return replace(plan)  # reads the verdicts, so that the plan does not hold on to the model
 
 
 def plan_onnx(
-    source: Source,
+    opened: OnnxFile,
     rules: RuleSet,
     low: DType,
     ranges: Mapping[str, float] | None = None,
@@ -97,7 +97,7 @@ def plan_onnx(
     """The plan of a model, the lowered model that `lowering.apply` carries it out on, and what ranges demand.
 
     Args:
-        source: path of a model, a `ModelProto`, or what `open_model` gave.
+        opened: the model, as `open_model` gives it.
         rules: the rules.
         low: the 16-bit type.
         ranges: calibrated largest magnitude by value name.
@@ -115,7 +115,6 @@ def plan_onnx(
     Raises:
         OnnxError: the model cannot be read, or its opset not be raised.
     """
-    opened = open_model(source)
     named = names_ops(rules)
     if opset is not None:
         opened = _at_opset(opened, opset, raising)

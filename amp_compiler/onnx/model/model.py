@@ -165,7 +165,8 @@ def open_model(source: Source) -> OnnxFile:
     """Open a model: the one place where an ONNX file is read. The data of external tensors stay where they are.
 
     Args:
-        source: a path; or a message, which is not changed; or a model that is open already.
+        source: a path; or a message, which is not changed; or a model that is open already. Of that a message in memory
+            is read anew: it is shared with its owner, who may have changed it since.
 
     Raises:
         OnnxError: there is no such file, or it holds no ONNX model, or a damaged one.
@@ -178,7 +179,7 @@ def open_model(source: Source) -> OnnxFile:
         ```
     """
     if isinstance(source, OnnxFile):
-        return source
+        return source if source.path is not None else _checked(source)
     if isinstance(source, onnx.ModelProto):
         return _checked(OnnxFile(source))
     if not isinstance(source, str | Path):
