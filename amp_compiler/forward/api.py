@@ -122,7 +122,7 @@ def explain(
     dtype: str = "auto",
     dynamic_shapes: Any = None,
     device: str | None = None,
-    fuse: bool = False,
+    fuse: bool | None = None,
     opset: int | None = None,
 ) -> PrecisionPlan:
     """Plan the precision of a model without compiling or running it.

@@ -149,6 +149,8 @@ class PrecisionGraph:
         folds: a cast of a parameter or constant is done once on the stored data and costs nothing at run time.
 
     Attributes:
+        lists: values that are lists of tensors of one type, as a name of each: no cast takes such a value, so all that
+            reads or makes one list has one type.
         magnitude_of: the largest finite magnitude of the numbers stored under a value's name; `None` where there are
             none, or they are not known. What lowers a model sets it.
 
@@ -167,6 +169,7 @@ class PrecisionGraph:
         self.values: dict[str, Value] = {}
         self.nodes: dict[str, Node] = {}
         self.outputs: list[str] = []
+        self.lists: set[str] = set()
         self._producer: dict[str, str] = {}
         self._users: dict[str, list[tuple[str, int]]] = {}
 

@@ -77,7 +77,7 @@ def convert_onnx(
     providers: Sequence[str] | None = None,
     custom_ops: Sequence[str | Path] | None = None,
     as_fp32: Iterable[str] | str = (),
-    fuse: bool = False,
+    fuse: bool | None = None,
 ) -> Conversion:
     """Convert an ONNX model to mixed precision.
 

@@ -13,10 +13,10 @@ import onnx
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import DType, low_type
 from amp_compiler.ir.graph import Node, Pin
-from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.ir.plan import PlannedCast, PrecisionPlan
 from amp_compiler.onnx.check.loads import latest_opset, refusal_of
-from amp_compiler.onnx.lowering.compounds import mark_compounds
-from amp_compiler.onnx.lowering.fuse import Fusion, told_fusion
+from amp_compiler.onnx.lowering.compounds import LAYER_NORM, RMS_NORM, mark_compounds
+from amp_compiler.onnx.lowering.fuse import FIRST_OPSET, Fusion, told_fusion
 from amp_compiler.onnx.lowering.fuse import fuse as fuse_compounds
 from amp_compiler.onnx.lowering.lower import Lowered, lower
 from amp_compiler.onnx.lowering.norms import find_norms, pin_norm
@@ -31,11 +31,13 @@ from amp_compiler.onnx.model.retype import make_fp32, types_of
 from amp_compiler.onnx.model.validate import told_as_onnx
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.plan.make_plan import make_plan
+from amp_compiler.planner.free_nodes import CAST_OVERHEAD
 from amp_compiler.planner.numbers import find_numbers
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.matching import RuleMatcher
 from amp_compiler.policy.rules import Context, Precision, RuleSet
 
+_NORMS = {LAYER_NORM: "onnx.LayerNormalization", RMS_NORM: "onnx.RMSNormalization"}  # by part, the op for it
 _ASKED = (Precision.LOW, Precision.WIDEST, Precision.BETWEEN, Precision.FOLLOW)
 
 
@@ -50,7 +52,7 @@ def explain_onnx(
     sizes: Sizes | None = None,
     as_fp32: Iterable[str] | str = (),
     opset: int | None = None,
-    fuse: bool = False,
+    fuse: bool | None = None,
 ) -> PrecisionPlan:
     """The plan that `convert_onnx` would carry out.
 
@@ -71,14 +73,14 @@ def explain_onnx(
     """
     low = low_type(dtype)
     plan, _, _ = plan_onnx(
-        source, load_rules(rules), low, ranges,
+        open_model(source), load_rules(rules), low, ranges,
         stages=stages, check=check, opset=opset, sizes=sizes, as_fp32=as_fp32, fused=fuse,
     )  # fmt: skip
     return replace(plan)  # reads the verdicts, so that the plan does not hold on to the model
 
 
 def plan_onnx(
-    source: Source,
+    opened: OnnxFile,
     rules: RuleSet,
     low: DType,
     ranges: Mapping[str, float] | None = None,
@@ -90,12 +92,12 @@ def plan_onnx(
     opset: int | None = None,
     sizes: Sizes | None = None,
     as_fp32: Iterable[str] | str = (),
-    fused: bool = False,
+    fused: bool | None = None,
 ) -> tuple[PrecisionPlan, Lowered, Ranges]:
     """The plan of a model, the lowered model that `lowering.apply` carries it out on, and what ranges demand.
 
     Args:
-        source: path of a model, a `ModelProto`, or what `open_model` gave.
+        opened: the model, as `open_model` gives it.
         rules: the rules.
         low: the 16-bit type.
         ranges: calibrated largest magnitude by value name.
@@ -108,22 +110,24 @@ def plan_onnx(
         opset: raise the model to this opset, and no further.
         sizes: as for `explain_onnx`.
         as_fp32: as for `explain_onnx`.
-        fused: write norms and GELUs that stand in parts as one op each first, as `convert_onnx(fuse=True)` does.
+        fused: as `fuse` of `convert_onnx`.
 
     Raises:
         OnnxError: the model cannot be read, or its opset not be raised.
     """
-    opened = open_model(source)
     named = names_ops(rules)
     if opset is not None:
         opened = _at_opset(opened, opset, raising)
     wide = types_of(as_fp32)
 
-    def lowered_from(file: OnnxFile, checked: bool) -> tuple[Lowered, Fusion | None]:
-        model = read_model(file, check=checked, sizes=sizes, plain=not wide and not fused)
+    def lowered_from(
+        file: OnnxFile, checked: bool, only: frozenset[str] | None = None
+    ) -> tuple[Lowered, Fusion | None]:
+        fuses = bool(fused) or only is not None
+        model = read_model(file, check=checked, sizes=sizes, plain=not wide and not fuses)
         if wide:
             make_fp32(model, wide, keep_io_types=keep_io_types)
-        fusion = fuse_compounds(model) if fused else None
+        fusion = fuse_compounds(model, only) if fuses else None
         return lower(model, low, **options), fusion
 
     options: dict[str, Any] = {
@@ -134,21 +138,103 @@ def plan_onnx(
         if raising and opset is None and lowered.late:
             raised = _raised(opened, lowered, rules)
             if raised is not None:
+                opened = raised
                 lowered, fusion = lowered_from(raised, False)
         compounds = mark_compounds(lowered)
-        found = pin_ranges(lowered, ranges, powers=rules.keeps("powers"))
-        pin_batch_norms(lowered)
-        pin_scales(lowered)
-        if rules.keeps("running_sums"):
-            pin_running_sums(lowered)
-        known = {name: largest for name, largest in (ranges or {}).items() if name in lowered.graph.values}
-        _unify_norms(lowered, compounds, rules, low, known)
-        if low is DType.FLOAT16 and rules.keeps("powers"):
-            _keep_means(lowered, rules, known)
-        if stages is not None:
-            stages.note("capture", lowered.graph.to_text())
-        plan = make_plan(lowered.graph, rules, low, ranges=known, stages=stages, later=True)
-        return plan if fusion is None else _with_fusion(plan, lowered, fusion), lowered, found
+        norms = _norms_in_parts(lowered, compounds) if fused is None else []
+        plan, found = _decided(lowered, compounds, fusion, rules, ranges, None if norms else stages)
+        torn = _torn(lowered, norms, plan, rules)
+        if torn:
+            whole, fusion = lowered_from(opened, False, torn)
+            made, ranged = _decided(whole, mark_compounds(whole), fusion, rules, ranges, stages)
+            if _cast_cost(made) < _cast_cost(plan):
+                return made, whole, ranged
+        if norms and stages is not None:
+            plan, found = _decided(lowered, compounds, None, rules, ranges, stages)
+        return plan, lowered, found
+
+
+def _decided(
+    lowered: Lowered,
+    compounds: list[list[str]],
+    fusion: Fusion | None,
+    rules: RuleSet,
+    ranges: Mapping[str, float] | None,
+    stages: Stages | None,
+) -> tuple[PrecisionPlan, Ranges]:
+    """The plan of a lowered model, and what ranges demand. Fills in what the graph demands of its nodes."""
+    low = lowered.low
+    known = {name: largest for name, largest in (ranges or {}).items() if name in lowered.graph.values}
+    if fusion is not None:
+        known.update({name: known[source] for name, source in fusion.like.items() if source in known})
+        _mark_fused(lowered, fusion)
+    found = pin_ranges(lowered, known, powers=rules.keeps("powers"))
+    pin_batch_norms(lowered)
+    pin_scales(lowered)
+    if rules.keeps("running_sums"):
+        pin_running_sums(lowered)
+    _unify_norms(lowered, compounds, rules, low, known)
+    if low is DType.FLOAT16 and rules.keeps("powers"):
+        _keep_means(lowered, rules, known)
+    if stages is not None:
+        stages.note("capture", lowered.graph.to_text())
+    plan = make_plan(lowered.graph, rules, low, ranges=known, stages=stages, later=True)
+    return plan if fusion is None else _with_fusion(plan, lowered, fusion), found
+
+
+def _norms_in_parts(lowered: Lowered, compounds: list[list[str]]) -> list[list[str]]:
+    """The norms among the compounds, where the opset has an op for them."""
+    if lowered.model.opset("") < FIRST_OPSET:
+        return []
+    nodes = lowered.graph.nodes
+    return [names for names in compounds if any(nodes[name].part in _NORMS for name in names)]
+
+
+def _torn(lowered: Lowered, norms: list[list[str]], plan: PrecisionPlan, rules: RuleSet) -> frozenset[str]:
+    """The results of the norms beside which a plan has casts, though the rules would have one op for them 16-bit.
+
+    Args:
+        lowered: the lowered model.
+        norms: the nodes of each norm that stands in parts.
+        plan: the plan of it.
+        rules: the rules.
+    """
+    beside: set[str] = set()
+    for cast in plan.casts if norms else ():
+        if _moves(cast):
+            maker = lowered.graph.producer(cast.value)
+            beside.update([name for name, _ in cast.users], [maker.name] if maker is not None else ())
+    norms = [names for names in norms if not beside.isdisjoint(names)]
+    if not norms:
+        return frozenset()
+    matcher = RuleMatcher(rules, lowered.graph, Context(lowered.low, lowered.graph.device))
+    numbers = find_numbers(lowered.graph, rules)
+
+    def may_be_low(node: Node) -> bool:
+        if node.name in numbers.kept or (node.pin is not None and node.pin.precision == Precision.KEEP.value):
+            return False
+        decision = matcher.decide(replace(node, op=_NORMS[node.part])) if node.part in _NORMS else None
+        return decision is None or decision.precision in (Precision.LOW, Precision.FOLLOW)
+
+    whole = [names for names in norms if all(may_be_low(lowered.graph.nodes[name]) for name in names)]
+    return frozenset(lowered.nodes[names[-1]].outputs[0].name or "" for names in whole)
+
+
+def _moves(cast: PlannedCast) -> bool:
+    return cast.bytes > 0 and not cast.explicit
+
+
+def _cast_cost(plan: PrecisionPlan) -> int:
+    """What the casts of a plan cost, as the cut counts it."""
+    return sum(cast.bytes + CAST_OVERHEAD for cast in plan.casts if _moves(cast))
+
+
+def _mark_fused(lowered: Lowered, fusion: Fusion) -> None:
+    """Say of each op that took the place of a norm or GELU what it stands for (`Node.part`). Changes the graph."""
+    nodes = lowered.graph.nodes
+    for name, node in lowered.nodes.items() if fusion.kinds else ():
+        if node in fusion.kinds:
+            nodes[name] = replace(nodes[name], part=fusion.kinds[node])
 
 
 def _with_fusion(plan: PrecisionPlan, lowered: Lowered, fusion: Fusion) -> PrecisionPlan:

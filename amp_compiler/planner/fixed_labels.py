@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from amp_compiler.errors import GraphError
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Node, ValueKind
 from amp_compiler.planner.draft import Draft
@@ -15,6 +16,7 @@ from amp_compiler.planner.typing import FP32, KEEP, LOW, TypingRules
 from amp_compiler.policy.rules import Precision
 
 _SHARED = "shares memory that is changed in place"
+_NAMED = (Precision.LOW, Precision.FP32)
 _VALUES = {precision: precision.value for precision in Precision}  # `value` of an enum is looked up in Python
 
 
@@ -106,7 +108,16 @@ class _Walk:
         label: str | None
         if typing.is_cast or not typing.movable:
             label = KEEP
-            if not typing.is_cast and typing.made and precision is not Precision.KEEP:
+            if typing.joins and precision in _NAMED:
+                label = _VALUES[precision]
+            elif typing.clashes and typing.info.factors:  # which no kernel takes
+                raise GraphError(
+                    f"'{name}' ({node.op}) multiplies data of two 16-bit types, and torch gives its result in the one"
+                    f" that is not {self.draft.context.low.short}",
+                    where=node.source,
+                    mend="cast the operand to FP32 in the model: .float()",
+                )
+            elif not typing.is_cast and typing.made and precision is not Precision.KEEP:
                 found.notes[name] = "stays as captured: " + (
                     "it mixes in another floating-point type" if typing.data else "no operand of it can be cast"
                 )

@@ -12,6 +12,7 @@ from amp_compiler.planner.typing import FP32, KEEP, LOW, NodeTyping, Role, Typin
 # What starting a cast costs where a runtime runs a file node by node, in bytes that it moves in that time. The CPU
 # provider of ONNX Runtime takes 0.3 µs a node, in which it moves about 4 KB; a GPU starts no faster, and moves more.
 CAST_OVERHEAD = 4096
+_NEVER = 1 << 48  # bytes that a cast costs which there is not: more than all others together
 _WHOLE = frozenset(
     {
         DType.BOOL, DType.INT8, DType.INT16, DType.INT32, DType.INT64,
@@ -79,6 +80,8 @@ class FollowProblem:
         """What one cast of a value costs: its bytes, and in a file the start of a node; 0 for stored data."""
         if self.graph.is_folded(value):
             return 0
+        if value in self.graph.lists:
+            return _NEVER
         return self.graph.values[value].numel * (src.itemsize + dst.itemsize) + self.overhead
 
     def maker(self, value: str) -> str | None:

@@ -23,6 +23,7 @@ _FOREIGN = frozenset(
         DType.COMPLEX32, DType.COMPLEX64, DType.COMPLEX128,
     }
 )  # fmt: skip
+_HALVES = frozenset({DType.FLOAT16, DType.BFLOAT16})
 
 
 class Role(enum.Enum):
@@ -32,6 +33,7 @@ class Role(enum.Enum):
     FIXED = "fixed"  # stays in its captured type whatever the label: a `keep` slot, or a type constraint of the op
     ANY = "any"  # every floating-point type will do, no cast is ever placed: shape-only arguments, explicit casts
     DATA = "data"  # takes the type of the node's label
+    HALF = "half"  # of the other 16-bit type beside such data: takes the type of the label, but is none that decides
 
     __hash__ = object.__hash__  # that of `Enum` is written in Python
 
@@ -47,6 +49,9 @@ class NodeTyping:
         made: the outputs whose type a label decides, those captured in a flexible type.
         is_cast: it is an explicit cast of the model.
         movable: a label other than `keep` has a meaning: it reads data, and mixes in no other floating-point type.
+        joins: it mixes in the other 16-bit type alone, as torch may run it under autocast only: where a rule asks for
+            one type, all operands are cast to that.
+        clashes: it does so, and torch gives its result in that other type, which no plan can change.
     """
 
     info: OpInfo
@@ -55,6 +60,8 @@ class NodeTyping:
     made: tuple[str, ...]
     is_cast: bool
     movable: bool
+    joins: bool = False
+    clashes: bool = False
 
     def mixes(self, label: str) -> bool:
         """True where the node takes data operands of different types as they are: at least one must be FP32."""
@@ -67,6 +74,7 @@ class _Operands(NamedTuple):
     roles: tuple[Role, ...]
     data: tuple[int, ...]
     movable: bool
+    joins: bool
 
 
 class TypingRules:
@@ -161,6 +169,8 @@ class TypingRules:
         role = typing.roles[index]
         if role is Role.OTHER or role is Role.ANY:
             return None
+        if role is Role.HALF:
+            return None if label == KEEP else self.label_type(label, self.low)
         captured = self.graph.values[node.inputs[index].value].dtype
         if role is Role.FIXED:
             return captured
@@ -194,7 +204,7 @@ class TypingRules:
         values = self.graph.values
         for index, (operand, role, read) in enumerate(zip(node.inputs, typing.roles, reads, strict=True)):
             wanted: DType | None
-            if role is Role.DATA and not mixes:
+            if (role is Role.DATA and not mixes) or role is Role.HALF:
                 wanted = given or values[operand.value].dtype
             elif role is Role.OTHER or role is Role.FIXED:
                 wanted = values[operand.value].dtype
@@ -225,17 +235,26 @@ class TypingRules:
             if values[name].dtype not in flexible:
                 made = tuple([name for name in made if values[name].dtype in flexible])
                 break
-        return NodeTyping(info, known.roles, known.data, made, is_cast, known.movable)
+        if not known.joins:
+            return NodeTyping(info, known.roles, known.data, made, is_cast, known.movable)
+        clashes = any(values[name].dtype in _HALVES and values[name].dtype not in flexible for name in node.outputs)
+        return NodeTyping(info, known.roles, known.data, made, is_cast, False, not clashes, clashes)
 
     def _look_at(self, read: list[tuple[Operand, Value]], info: OpInfo, is_cast: bool) -> _Operands:
         ranked = info.promotes and any(value.dtype.is_float and value.rank != 0 for _, value in read)
         roles = [self._role(operand, value, info, is_cast, scalars_yield=ranked) for operand, value in read]
         data = tuple([index for index, role in enumerate(roles) if role is Role.DATA])
-        foreign = Role.OTHER in roles and any(
-            role is Role.OTHER and self._is_foreign(operand, value, info, ranked)
-            for (operand, value), role in zip(read, roles, strict=True)
-        )
-        return _Operands(tuple(roles), data, bool(data) and not is_cast and not foreign)
+        foreign = [
+            index
+            for index, ((operand, value), role) in enumerate(zip(read, roles, strict=True))
+            if role is Role.OTHER and self._is_foreign(operand, value, info, ranked)
+        ]
+        movable = bool(data) and not is_cast
+        joins = movable and bool(foreign) and not self.graph.is_file
+        joins = joins and all(read[index][1].dtype in _HALVES for index in foreign)
+        for index in foreign if joins else ():
+            roles[index] = Role.HALF
+        return _Operands(tuple(roles), data, movable and not foreign, joins)
 
     def _role(self, operand: Operand, value: Value, info: OpInfo, is_cast: bool, *, scalars_yield: bool) -> Role:
         if value.dtype not in self.flexible:

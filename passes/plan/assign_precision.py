@@ -61,7 +61,7 @@ class AssignPrecision(FunctionalPass[Draft]):
         for name, label in subject.labels.items():
             if label not in LABELS:
                 return f"node '{name}' has the unknown label '{label}'"
-            if label != KEEP and not typing[name].movable:
+            if label != KEEP and not (typing[name].movable or typing[name].joins):
                 return f"node '{name}' has the label '{label}' and cannot be moved"
         return None
 

@@ -12,6 +12,7 @@ from amp_compiler.ir.graph import Attr, Node, Value
 from amp_compiler.passes.base import FunctionalPass, PassResult
 from amp_compiler.planner.between import settle_between
 from amp_compiler.planner.draft import Draft
+from amp_compiler.planner.lists import unify_lists
 from amp_compiler.planner.numbers import find_numbers
 from amp_compiler.planner.probabilities import makers_of_outputs, makers_of_probabilities
 from amp_compiler.policy.marks import error_at
@@ -30,7 +31,8 @@ class Classify(FunctionalPass[Draft]):
 
     The model's own pins come first, then what cannot be converted, then the rules, of which the last match wins, then a
     guard for numbers that the low type does not hold, one for probabilities that a loss in FP32 reads, and one for
-    sizes, indices and angles, which are no data. What is `between` comes to low or FP32 last.
+    sizes, indices and angles, which are no data. What is `between` comes to low or FP32, and then all that reads or
+    makes one list of tensors to one precision.
 
     Before (rules `default`, low type fp16):
 
@@ -73,9 +75,12 @@ class Classify(FunctionalPass[Draft]):
             reason = "it makes an FP32 output of the model between fixed bounds, whose logarithm a loss may take"
             decisions[name] = _in_fp32(decisions[name], reason)
         _keep_numbers(subject, decisions)
-        for name, why in settle_between(subject, decisions).items():
+        between = settle_between(subject, decisions)
+        for name, why in between.items():
             told, low = why or "between nodes that run low", Precision.FP32 if why else Precision.LOW
             decisions[name] = replace(decisions[name], precision=low, reason=f"{decisions[name].reason}; {told}")
+        if subject.graph.lists:
+            unify_lists(subject, decisions, between)
         return PassResult(replace(subject, decisions=decisions) if decisions else subject, bool(decisions))
 
 

@@ -16,8 +16,8 @@ from tensorflow_graphs import GRAPHS, TensorFlowGraph
 import amp_compiler as amp
 from amp_compiler.onnx.convert import convert_onnx
 
-# Lists of tensors are sequences in ONNX, which hold what they held; in torch they are gone when a graph is captured.
-# With the casts that come of that: TensorFlow makes all that is in a list 16-bit, which an FP32 reader of it would see.
+# Lists of tensors are sequences in ONNX, where there are none of BF16, so that they stay as they are there, with the
+# casts that come of that. In torch they are gone when a graph is captured.
 SEQUENCES = {
     "TensorListSetGet": 4,
     "TensorListFromTensor": 4,
@@ -48,8 +48,9 @@ def model_of(graph: TensorFlowGraph, dtype: str):
     return made
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", [name for name in GRAPHS if name not in SEQUENCES])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [(name, dtype) for name in GRAPHS for dtype in DTYPES[: 1 if name in SEQUENCES else None]]
+)
 def test_no_more_casts_than_tensorflow_puts_into_its_own_graphs(name, dtype):
     graph = GRAPHS[name]
     source = model_of(graph, dtype)
@@ -71,9 +72,11 @@ def test_what_is_fetched_by_name_stays_as_it_is():
 
 # The lists of `default` are autocast's, which have these ops in FP32, and a root in 16 bits.
 OTHER_LISTS = ("NoOp", "PreserveFetches", "InvOp", "LogOp", "SoftplusOp")
+# An FP32 input that is put into a list may be read in FP32, which TensorFlow has rounded to FP16 by then.
+ROUNDED_THERE = ("TensorListSetGet",)
 
 
-@pytest.mark.parametrize("name", [name for name in GRAPHS if name not in (*SEQUENCES, *OTHER_LISTS)])
+@pytest.mark.parametrize("name", [name for name in GRAPHS if name not in (*ROUNDED_THERE, *OTHER_LISTS)])
 def test_no_more_casts_by_default_either(name):
     graph = GRAPHS[name]
     source = graph.model()
@@ -256,9 +259,9 @@ def test_no_more_casts_than_tensorflow_in_a_torch_graph(name):
 
 
 @pytest.mark.parametrize(("name", "casts"), SEQUENCES.items())
-def test_sequences_hold_what_they_held(name, casts):
-    """No cast takes a sequence, so it keeps its type, and each product is cast on its way in and out."""
-    done = check(GRAPHS[name].model(), "fp16", "tensorflow")
+def test_there_are_no_sequences_of_bf16(name, casts):
+    """So they hold what they held, and each product is cast on its way in and out."""
+    done = check(GRAPHS[name].model(), "bf16", "tensorflow")
     assert len(all_casts(done.model.graph)) == casts
     precisions = {planned.name: planned.precision for planned in done.plan.nodes}
     assert [one for one in GRAPHS[name].low if precisions[one] != "low"] == []

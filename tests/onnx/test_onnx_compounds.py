@@ -56,7 +56,7 @@ def test_what_is_something_else(source):
 @BOTH
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_norm_is_fp32_from_its_input_to_its_result(name, dtype):
-    done = check(WRITTEN[name](), dtype)
+    done = check(WRITTEN[name](), dtype, fuse=False)
     assert set(inner(done.plan).values()) == {"fp32"}
     assert len(casts(done.model)) == 4  # of the input and of the output of the graph, and of those of the norm
     reasons = [entry.reason for entry in done.plan.nodes if entry.precision == "fp32"]

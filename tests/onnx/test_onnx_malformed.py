@@ -20,6 +20,7 @@ import amp_compiler as amp
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.convert import convert_onnx
 from amp_compiler.onnx.model.model import open_model
+from amp_compiler.onnx.plan import explain_onnx
 
 WAYS: dict[str, Callable[[Any], Any]] = {
     "convert": convert_onnx,
@@ -430,6 +431,27 @@ def test_the_mend_of_a_damaged_file_stands_in_the_shell(tmp_path, capsys, monkey
 def test_an_open_model_is_not_looked_at_again():
     opened = open_model(mlp())
     assert convert_onnx(opened).plan == convert_onnx(mlp()).plan
+
+
+EDITS = {
+    "a node more": lambda graph: graph.node.append(h.make_node("Relu", [graph.output[0].name], ["more"])),
+    "another op": lambda graph: setattr(graph.node[1], "op_type", "Exp"),
+    "a value renamed": lambda graph: (
+        graph.node[0].output.__setitem__(0, "n"),
+        graph.node[1].input.__setitem__(0, "n"),
+    ),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_message_that_its_owner_changes_is_read_anew(edit):
+    source = mlp()
+    opened = open_model(source)
+    EDITS[edit](source.graph)
+    for done in (convert_onnx(opened), convert_onnx(source)):
+        onnx.checker.check_model(done.model, full_check=True)
+        assert done.plan == explain_onnx(opened) and len(done.plan.nodes) == len(source.graph.node)
+    assert convert_onnx(opened).model == convert_onnx(source).model
 
 
 def test_the_callers_own_error_is_no_fault_of_the_model():

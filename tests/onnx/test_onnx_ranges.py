@@ -249,7 +249,7 @@ def layer_norm(opset, bias=True):
 def test_a_written_out_layer_norm_is_fp32_as_a_whole(opset, bias, rules):
     """ONNX Runtime fuses it to one op of one type: `check` loads the model."""
     source = layer_norm(opset, bias)
-    done = check(source, "fp16", rules)
+    done = check(source, "fp16", rules, fuse=False)
     precisions = {entry.name: entry.precision for entry in done.plan.nodes}
     assert precisions.pop("before") == precisions.pop("after") == "low"
     assert set(precisions.values()) == {"fp32"} and len(precisions) == 8 + bias
@@ -260,7 +260,7 @@ def test_a_written_out_layer_norm_is_fp32_as_a_whole(opset, bias, rules):
 def test_a_written_out_layer_norm_in_bf16(opset):
     """There ONNX Runtime's CPU provider lacks kernels, which it says after its fusions: none of them may fail."""
     for rules, wanted in (("default", {"fp32"}), ("apex-o3", {"low"})):
-        done = check(layer_norm(opset), "bf16", rules)
+        done = check(layer_norm(opset), "bf16", rules, fuse=False)
         inner = {entry.precision for entry in done.plan.nodes if entry.name not in ("before", "after")}
         assert inner == wanted
         with pytest.raises(Exception, match="NOT_IMPLEMENTED"):

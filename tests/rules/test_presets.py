@@ -77,6 +77,7 @@ def test_every_rule_decides_on_some_op(preset):
             for node in (
                 Node("y", "onnx.Mul", (), (), part="layer_norm"),
                 Node("y", "onnx.Mul", (), (), part="gelu"),
+                Node("y", "onnx.LayerNormalization", (), (), part="layer_norm"),
                 Node("y", "aten.mul", (), (), module=LOSS_FUNCTION),
                 Node("y", "aten.gelu", (), (), {"approximate": "tanh"}),
                 Node("y", "aten.conv1d", operands, (), {"groups": 8}),

@@ -11,7 +11,7 @@ from amp_compiler.ir.dtypes import DType, dtype_from_short
 from amp_compiler.ir.graph import ValueKind
 from amp_compiler.ir.plan import RETURN, PlannedCast, PrecisionPlan
 from amp_compiler.onnx.lowering.idle_casts import drop_idle_casts
-from amp_compiler.onnx.lowering.lower import Lowered, Site
+from amp_compiler.onnx.lowering.lower import EMPTY_LIST, Lowered, Site
 from amp_compiler.onnx.lowering.scopes import Scopes
 from amp_compiler.onnx.lowering.widen import widen_math
 from amp_compiler.onnx.model.data import convert, tensor_of
@@ -254,6 +254,8 @@ class _Writer:
         if found is not None:
             return found
         old = self._value(name)
+        if name in self.lowered.graph.lists:
+            return self._fold_list(name, old, dst)
         tensor = tensor_of(old)
         if tensor is None:
             raise LoweringError(f"'{name}' holds no data", mend="plan this model again")
@@ -267,6 +269,21 @@ class _Writer:
         else:
             node = with_data(producer, made, new, unique(f"{producer.name}_{dst.short}", self.node_names))
             self._home(old).insert_before(producer, node)
+        self.folded[name, dst] = new
+        return new
+
+    def _fold_list(self, name: str, old: ir.Value, dst: DType) -> ir.Value:
+        """An empty list of another type, beside the one that there is."""
+        producer = old.producer()
+        if producer is None:
+            raise LoweringError(f"'{name}' is no empty list", mend="plan this model again")
+        new = ir.Value(
+            name=unique(f"{old.name}_{dst.short}", self.value_names), type=ir.SequenceType(ir.TensorType(ir_type(dst)))
+        )
+        kind = ir.AttrInt64("dtype", ir_type(dst).value)
+        title = unique(f"{producer.name}_{dst.short}", self.node_names)
+        node = ir.Node("", EMPTY_LIST, [], [kind], outputs=[new], name=title)
+        self._home(old).insert_before(producer, node)
         self.folded[name, dst] = new
         return new
 
@@ -296,7 +313,10 @@ class _Writer:
                 data.name = old.name
             old.const_value = data
         else:
-            set_data(producer, maker.attributes["value"].value)
+            if producer.op_type == EMPTY_LIST:
+                producer.attributes["dtype"] = maker.attributes["dtype"]
+            else:
+                set_data(producer, maker.attributes["value"].value)
             self._home(old).remove(maker, safe=True)
         set_type(old, neutral_type(new.dtype.value) if new.dtype is not None else self.lowered.low)
 

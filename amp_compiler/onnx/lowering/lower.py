@@ -7,8 +7,10 @@ as operands after its own (`then_branch.0`), and everything that crosses the bor
 Bodies of Loop and Scan count as the region around them, so that a captured value is cast once, outside; each branch of
 an If is a region of its own.
 
-Initializers, `Constant` and `ConstantOfShape` nodes are parameters and constants, whose casts cost nothing: the stored
-data are rounded. An initializer that is also an input of the graph keeps its type, like a buffer that others may write.
+A sequence of tensors is a value of the type of its tensors that no cast takes (`PrecisionGraph.lists`), an empty one a
+constant. Initializers, `Constant` and `ConstantOfShape` nodes are parameters and constants, whose casts cost nothing:
+the stored data are rounded. An initializer that is also an input of the graph keeps its type, like a buffer that others
+may write.
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from amp_compiler.onnx.model.types import canonical_op, neutral_type
 from amp_compiler.policy.op_table import op_table
 
 FOLDED = ("Constant", "ConstantOfShape")
+EMPTY_LIST = "SequenceEmpty"
 LOOPS = ("Loop", "Scan")
+_STORING = (*FOLDED, EMPTY_LIST)
 _NO_ATTRIBUTES: dict[str, Attr] = {}  # of all nodes that have none; nothing changes those of a node
 QUANTIZING = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"})
 _EXAMINED = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT64)
@@ -127,7 +131,7 @@ def lower(
         name = builder.names.get(value)
         if name is None:
             continue
-        if keep_io_types or lowered.graph.values[name].dtype not in (DType.FLOAT32, low):
+        if keep_io_types or name in lowered.graph.lists or lowered.graph.values[name].dtype not in (DType.FLOAT32, low):
             lowered.graph.outputs.append(name)
             lowered.returned.append(index)
     lowered.graph.magnitude_of = functools.cache(lambda name: _magnitude(lowered, name))
@@ -175,7 +179,7 @@ class _Builder:
                 self._add_source(value, ValueKind.PARAMETER)
         add = self._add_plain if isinstance(graph, PlainGraph) and not self.quantizes else self._add_node
         for node in self.held[graph]:
-            if node.op_type in FOLDED and is_folded(node, self.model):
+            if node.op_type in _STORING and (is_folded(node, self.model) or self._is_empty_list(node)):
                 self._add_source(node.outputs[0], ValueKind.CONSTANT)
                 continue
             add(node, region)
@@ -316,7 +320,15 @@ class _Builder:
             name = self._unique(name, lambda wanted: wanted in self._reserved or wanted in values)
         self.names[value] = name
         values[name] = value
+        if known.item in (DType.FLOAT32, self.lowered.low):
+            self.graph.lists.add(name)
+            return Value(name, known.item, None, 0, kind)
         return Value(name, known.dtype or DType.OTHER, known.shape, known.numel, kind)
+
+    def _is_empty_list(self, node: ir.Node) -> bool:
+        """True for an empty list of FP32 or 16-bit tensors, which can as well be one of the other type."""
+        item = self.model.type_of(node.outputs[0]).item
+        return node.op_type == EMPTY_LIST and not node.domain and item in (DType.FLOAT32, self.lowered.low)
 
     def _node_name(self, node: ir.Node) -> str:
         name = node.name or ""

@@ -10,10 +10,18 @@ import onnx_ir as ir
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Pin
 from amp_compiler.onnx.model.model import UNKNOWN, OnnxModel, bodies
-from amp_compiler.onnx.model.types import Formal, Signature, canonical_domain, first_version, signature_of
+from amp_compiler.onnx.model.types import (
+    LIST_OPS,
+    Formal,
+    Signature,
+    canonical_domain,
+    first_version,
+    signature_of,
+)
 
 _CASTS = ("onnx.Cast", "onnx.CastLike")
 _BITS = ("onnx.BitCast",)
+_LISTING = frozenset({*(f"onnx.{name}" for name in LIST_OPS), "onnx.Identity"})
 _FP32_WITHIN = ("onnx.MeanVarianceNormalization",)
 
 
@@ -42,8 +50,11 @@ class Constraints:
                     self._made.add(formal.variable)
 
     def is_flexible(self, value: ir.Value | None) -> bool:
-        """True for a value captured in FP32 or in the low type."""
-        return value is not None and self.model.type_of(value).dtype in self.flexible
+        """True for a value captured in FP32 or in the low type, or for a list of such."""
+        if value is None:
+            return False
+        known = self.model.type_of(value)
+        return (known.dtype if known.tensor else known.item) in self.flexible
 
     def operand(self, index: int) -> tuple[str, frozenset[DType] | None, bool]:
         """Slot name, allowed types, and whether the type is tied to that of an output."""
@@ -75,6 +86,8 @@ class Constraints:
         for index, value in enumerate(self.node.outputs):
             formal = self.signature.output(index)
             if formal is None or formal.variable in carried or not value.name or not self.is_flexible(value):
+                continue
+            if carried and self.node.op_type in LIST_OPS:  # what a list holds has the type of the list
                 continue
             return self._starved(starved) or f"its output '{value.name}' does not take the type of an input"
         return None if carried else self._starved(starved)
@@ -120,7 +133,9 @@ def pin_of(constraints: Constraints, op: str, *, named: bool, quantized: str) ->
         return Pin("keep", f"the type of '{unknown}' cannot be inferred, and is not guessed")
     if op in _BITS:
         return Pin("keep", "it reads the bits of its input as another type of the same width")
-    if any(not model.type_of(value).tensor for value in values):
+    lists = [value for value in values if not model.type_of(value).tensor]
+    listed = op in _LISTING and all(constraints.is_flexible(value) for value in lists)
+    if lists and not listed:
         return Pin("keep", "it handles a sequence, an optional or a sparse tensor")
     if quantized:
         return Pin("keep", quantized)

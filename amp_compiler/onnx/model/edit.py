@@ -32,7 +32,9 @@ def set_data(node: ir.Node, data: ir.TensorProtocol) -> None:
 
 def set_type(value: ir.Value, dtype: DType) -> None:
     """Change the element type of a value that has a type."""
-    if value.type is not None:
+    if isinstance(value.type, ir.SequenceType):
+        value.type = ir.SequenceType(ir.TensorType(ir_type(dtype)))
+    elif value.type is not None:
         value.type = ir.TensorType(ir_type(dtype), denotation=value.type.denotation)
 
 

@@ -38,16 +38,18 @@ class ValueType:
         dtype: element type; `None` where inference could not tell.
         shape: dimensions, a string for a symbolic one, `None` for an unknown rank.
         tensor: it is a dense tensor, no sequence, optional or sparse one.
+        item: the element type of the tensors of a sequence; `None` for what is none.
     """
 
     dtype: DType | None
     shape: tuple[int | str, ...] | None = None
     tensor: bool = True
+    item: DType | None = None
 
     @functools.cached_property
-    def kind(self) -> DType | bool | None:
-        """The element type of a tensor; `False` for what is none."""
-        return self.dtype if self.tensor else False
+    def kind(self) -> DType | tuple[DType | None] | None:
+        """The element type of a tensor; that of the tensors of a sequence in a tuple, `(None,)` for anything else."""
+        return self.dtype if self.tensor else (self.item,)
 
     @functools.cached_property
     def numel(self) -> int:
@@ -165,7 +167,8 @@ def open_model(source: Source) -> OnnxFile:
     """Open a model: the one place where an ONNX file is read. The data of external tensors stay where they are.
 
     Args:
-        source: a path; or a message, which is not changed; or a model that is open already.
+        source: a path; or a message, which is not changed; or a model that is open already. Of that a message in memory
+            is read anew: it is shared with its owner, who may have changed it since.
 
     Raises:
         OnnxError: there is no such file, or it holds no ONNX model, or a damaged one.
@@ -178,7 +181,7 @@ def open_model(source: Source) -> OnnxFile:
         ```
     """
     if isinstance(source, OnnxFile):
-        return source
+        return source if source.path is not None else _checked(source)
     if isinstance(source, onnx.ModelProto):
         return _checked(OnnxFile(source))
     if not isinstance(source, str | Path):
@@ -431,6 +434,9 @@ def _value_type(proto: onnx.TypeProto) -> ValueType:
     kind = proto.WhichOneof("value")
     if kind is None:
         return UNKNOWN
+    if kind == "sequence_type" and proto.sequence_type.elem_type.WhichOneof("value") == "tensor_type":
+        element = proto.sequence_type.elem_type.tensor_type.elem_type
+        return ValueType(DType.OTHER, None, tensor=False, item=neutral_type(element) if element else None)
     if kind != "tensor_type":
         return ValueType(DType.OTHER, None, tensor=False)
     tensor = proto.tensor_type

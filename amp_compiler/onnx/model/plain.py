@@ -15,6 +15,7 @@ import onnx
 import onnx_ir as ir
 from onnx import AttributeProto, TensorProto
 
+from amp_compiler.onnx.model.types import LIST_OPS
 from amp_compiler.onnx.model.validate import NodeText
 
 _BODIES = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
@@ -150,10 +151,17 @@ def plain_model(proto: onnx.ModelProto, texts: Sequence[NodeText] | None) -> ir.
 
     Returns:
         What stands in for its `onnx_ir.Model`; `None` for a model with functions, bodies, sparse initializers, data in
-        other files, annotations, or nodes out of order.
+        other files, annotations, lists of tensors, or nodes out of order.
     """
     graph = proto.graph
-    if texts is None or _placed(proto) or proto.functions or graph.sparse_initializer or graph.quantization_annotation:
+    if (
+        texts is None
+        or not LIST_OPS.isdisjoint([text.op for text in texts])
+        or _placed(proto)
+        or proto.functions
+        or graph.sparse_initializer
+        or graph.quantization_annotation
+    ):
         return None
     made = PlainGraph(graph)
     return cast("ir.Model", PlainModel(proto, made)) if _fill(made, texts) else None

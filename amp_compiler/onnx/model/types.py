@@ -10,6 +10,13 @@ import onnx_ir as ir
 
 from amp_compiler.ir.dtypes import DType
 
+LIST_OPS = frozenset(
+    {
+        "SequenceConstruct", "SequenceEmpty", "SequenceInsert", "SequenceErase", "SequenceAt", "SequenceLength",
+        "SplitToSequence", "ConcatFromSequence",
+    }
+)  # fmt: skip
+"""The ops of sequences of tensors, which hold what was put into them in one type."""
 FLOAT8 = ("FLOAT8E4M3FN", "FLOAT8E4M3FNUZ", "FLOAT8E5M2", "FLOAT8E5M2FNUZ")
 _BY_NAME = {
     "FLOAT": DType.FLOAT32, "DOUBLE": DType.FLOAT64, "FLOAT16": DType.FLOAT16, "BFLOAT16": DType.BFLOAT16,
@@ -134,7 +141,9 @@ def first_version(domain: str, op_type: str, version: int, slot: int, low: DType
 
 @functools.cache
 def _parse(text: str) -> DType:
-    """`tensor(float16)` as a type; sequences, optionals and strings are `OTHER`."""
+    """`tensor(float16)` as a type, as a sequence of such is one; optionals and strings are `OTHER`."""
+    if text.startswith("seq(tensor("):
+        text = text[len("seq(") : -1]
     if not text.startswith("tensor("):
         return DType.OTHER
     name = text[len("tensor(") : -1].upper()

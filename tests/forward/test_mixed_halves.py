@@ -1,0 +1,85 @@
+"""Operands that the model itself made of the other 16-bit type: they are cast, as torch.autocast casts them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import amp_compiler as amp
+from amp_compiler.errors import AmpError
+
+LOW = {"fp16": torch.float16, "bf16": torch.bfloat16}
+OTHER = {"fp16": torch.bfloat16, "bf16": torch.float16}
+MODELS = {
+    "the data of a layer": lambda layer, x, half: layer(x.to(half)),
+    "behind another layer": lambda layer, x, half: layer(layer(x).to(half)),
+    "a factor": lambda layer, x, half: torch.mm(layer(x), x.to(half).t()),
+    "the summand of a product": lambda layer, x, half: torch.addmm(layer(x).to(half), x, x.t() @ x),
+}
+
+
+class Model(nn.Module):
+    """A layer, and what is done with it."""
+
+    def __init__(self, compute, half):
+        super().__init__()
+        self.layer, self.compute, self.half = nn.Linear(8, 8), compute, half
+
+    def forward(self, x):
+        return self.compute(self.layer, x, self.half)
+
+
+@pytest.mark.parametrize("trained", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.usefixtures("bf16_kernels")
+def test_it_runs_as_under_autocast(name, dtype, trained):
+    torch.manual_seed(0)
+    model = Model(MODELS[name], OTHER[dtype])
+    x = torch.randn(4, 8)
+    found = []
+    for run in (model, amp.compile(model, dtype=dtype, backend="eager")):
+        given = x.clone().requires_grad_(trained)
+        with torch.set_grad_enabled(trained), torch.autocast("cpu", LOW[dtype], enabled=run is model):
+            y = run(given)
+        if trained:
+            y.float().square().sum().backward()
+        found.append([y.detach().float(), *([given.grad, model.layer.weight.grad.clone()] if trained else [])])
+        model.zero_grad()
+    for want, got in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=4 * torch.finfo(LOW[dtype]).eps, atol=1e-6 * want.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_the_plan_shows_the_cast(dtype):
+    plan = amp.explain(Model(MODELS["a factor"], OTHER[dtype]), (torch.ones(4, 8),), dtype=dtype, device="cpu")
+    other = "bf16" if dtype == "fp16" else "fp16"
+    assert [(cast.src, cast.dst) for cast in plan.casts if cast.users and cast.src == other] == [(other, dtype)]
+    assert {node.precision for node in plan.nodes if node.op == "aten.mm"} == {"low"}
+
+
+def test_a_rule_for_fp32_casts_it_up():
+    rules = {"version": 1, "extends": "default", "rules": [{"match": {"op": "aten.mm"}, "precision": "fp32"}]}
+    model, x = Model(MODELS["a factor"], torch.bfloat16), torch.randn(4, 8)
+    with torch.no_grad():
+        got = amp.compile(model, dtype="fp16", rules=rules, backend="eager")(x)
+        layer = nn.functional.linear(
+            x.half().float(), model.layer.weight.half().float(), model.layer.bias.half().float()
+        )
+    torch.testing.assert_close(got, layer.half().float() @ x.bfloat16().float().t(), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_result_of_the_other_type_is_refused(dtype):
+    """To torch, which traces it without autocast, the product is of the type of its first factor."""
+    model = Model(lambda layer, x, half: torch.mm(x.to(half), layer(x).t()), OTHER[dtype])
+    with pytest.raises(AmpError, match=r"two 16-bit types.*\.float\(\)"):
+        amp.compile(model, dtype=dtype, backend="eager")(torch.ones(4, 8))
+
+
+def test_what_torch_cannot_even_trace_is_told():
+    """A batched product of two types has no shape for torch: the error is ours, and says where."""
+    model = Model(lambda layer, x, half: layer(x)[None] @ x.to(half).t()[None], torch.bfloat16)
+    with pytest.raises(AmpError, match=r"test_mixed_halves\.py"):
+        amp.compile(model, dtype="fp16", backend="eager")(torch.ones(4, 8))

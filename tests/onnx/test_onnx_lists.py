@@ -1,0 +1,253 @@
+"""Lists of tensors: what reads or makes one list, puts in or takes out, runs in one type, and no cast takes a list."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto as T
+from onnx import helper as h
+from onnx import parser
+from onnx_models import DTYPES, check, info, model, node, run, scalar, weight
+
+from amp_compiler.onnx.check.verify import verify
+from amp_compiler.onnx.convert import convert_onnx
+
+RNG = np.random.default_rng(5)
+X = RNG.standard_normal((4, 4)).astype(np.float32)
+AT = scalar("at", 0, np.int64)
+
+
+def graph(body, outputs="float[4, 4] y", inputs=""):
+    text = f"""<ir_version: 9, opset_import: ["" : 18]> g (float[4, 4] x{inputs}) => ({outputs})
+        <float[4, 4] w, int64 at = {{0}}> {{ {body} }}"""
+    made = parser.parse_model(text)
+    del made.graph.initializer[:]
+    made.graph.initializer.extend([weight("w", 4, 4), AT])
+    return made
+
+
+def precisions(plan):
+    return {planned.name: planned.precision for planned in plan.nodes}
+
+
+def held(made):
+    """The element type of each empty list."""
+    return [entry.attribute[0].i for entry in made.graph.node if entry.op_type == "SequenceEmpty"]
+
+
+PRODUCTS = """
+    [product] a = MatMul(x, w) [again] b = MatMul(a, w)
+    [empty] e = SequenceEmpty<dtype = 1>() [put] l = SequenceInsert(e, a) [more] m = SequenceInsert(l, b)
+    [drop] n = SequenceErase(m, at) [take] c = SequenceAt(n, at) [last] y = MatMul(c, w)"""
+
+
+def test_a_list_of_products_is_low():
+    source = graph(PRODUCTS)
+    done = check(source, "fp16")
+    assert {precisions(done.plan)[one] for one in ("put", "more", "drop", "take")} == {"low"}
+    assert held(done.model) == [T.FLOAT16] and len([cast for cast in done.plan.casts if cast.bytes]) == 2
+    assert verify(source, done.model, [{"x": X}]).largest_error < 2e-3
+
+
+def test_where_its_type_is_declared_it_changes():
+    source = graph(PRODUCTS)
+    kind = h.make_sequence_type_proto(h.make_tensor_type_proto(T.FLOAT, [4, 4]))
+    source.graph.value_info.extend(h.make_value_info(name, kind) for name in ("l", "m"))
+    made = check(source, "fp16").model
+    declared = {one.name: one.type.sequence_type.elem_type.tensor_type.elem_type for one in made.graph.value_info}
+    assert {declared[name] for name in ("l", "m") if name in declared} <= {T.FLOAT16}
+
+
+@pytest.mark.parametrize("put_in", ["x", "r"])
+def test_an_fp32_reader_sees_no_rounded_number(put_in):
+    """What is FP32 is put in, beside a product, and what is taken out is an output."""
+    source = graph(f"""
+        [product] a = MatMul(x, w) [relu] r = Relu(x) [made] l = SequenceConstruct(a, {put_in})
+        one = Constant<value_int = 1>() [take] c = SequenceAt(l, one) [same] y = Identity(c)""")
+    done = check(source, "fp16")
+    assert precisions(done.plan)["made"] == precisions(done.plan)["take"] == "fp32"
+    np.testing.assert_array_equal(run(done.model, {"x": X})[0], run(source, {"x": X})[0])
+
+
+def test_an_empty_list_of_which_two_come():
+    source = graph(
+        """[product] a = MatMul(x, w) [empty] e = SequenceEmpty<dtype = 1>()
+        [low] l = SequenceInsert(e, a) [wide] m = SequenceInsert(e, x)
+        [p] c = SequenceAt(l, at) [q] z = SequenceAt(m, at) [last] y = MatMul(c, w)""",
+        "float[4, 4] y, float[4, 4] z",
+    )
+    done = check(source, "fp16")
+    assert (precisions(done.plan)["low"], precisions(done.plan)["wide"]) == ("low", "fp32")
+    assert sorted(held(done.model)) == [T.FLOAT, T.FLOAT16]
+    np.testing.assert_array_equal(run(done.model, {"x": X})[1], X)
+
+
+def test_a_length_asks_for_no_type():
+    source = graph(PRODUCTS + "[count] k = SequenceLength(m)", "float[4, 4] y, int64 k")
+    done = check(source, "fp16")
+    assert precisions(done.plan)["more"] == "low" and run(done.model, {"x": X})[1] == 2
+
+
+GIVEN = {
+    "an output": ("[product] a = MatMul(x, w) [made] l = SequenceConstruct(a, a)", "seq(float[4, 4]) l", ""),
+    "an input": (
+        "[product] a = MatMul(x, w) [made] m = SequenceInsert(l, a) [take] c = SequenceAt(m, at) y = MatMul(c, w)",
+        "float[4, 4] y",
+        ", seq(float[4, 4]) l",
+    ),
+}
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("kind", GIVEN)
+def test_what_enters_or_leaves_the_graph_keeps_its_type(kind, keep):
+    source = graph(*GIVEN[kind])
+    done = check(source, "fp16", keep_io_types=keep)
+    assert precisions(done.plan)["made"] == "keep" and precisions(done.plan)["product"] == "low"
+    before = [one.type for one in (*source.graph.input, *source.graph.output) if one.type.HasField("sequence_type")]
+    after = [one.type for one in (*done.model.graph.input, *done.model.graph.output)]
+    assert before and all(one in after for one in before)
+
+
+def carried():
+    """A Loop puts a product into a list that it carries."""
+    listed = h.make_sequence_type_proto(h.make_tensor_type_proto(T.FLOAT, [4, 4]))
+    flag, count = info("go", kind=T.BOOL), info("i", kind=T.INT64)
+    body = h.make_graph(
+        [node("Identity", ["go"], ["on"]), node("MatMul", ["x", "w"], ["p"], "inner"),
+         node("SequenceInsert", ["l", "p"], ["m"], "put")],
+        "body", [count, flag, h.make_value_info("l", listed)],
+        [info("on", kind=T.BOOL), h.make_value_info("m", listed)],
+    )  # fmt: skip
+    nodes = [
+        node("SequenceEmpty", [], ["e"], dtype=T.FLOAT),
+        h.make_node("Loop", ["three", "", "e"], ["r"], "loop", body=body),
+        node("SequenceAt", ["r", "at"], ["c"], "take"),
+        node("MatMul", ["c", "w"], ["y"], "last"),
+    ]
+    data = [weight("w", 4, 4), AT, scalar("three", 3, np.int64)]
+    return model(nodes, [info("x", 4, 4)], [info("y", 4, 4)], data, opset=18)
+
+
+def chosen():
+    """An If puts a product into a list, or not, and reads another one that is outside."""
+
+    def branch(name, *made):
+        kind = h.make_sequence_type_proto(h.make_tensor_type_proto(T.FLOAT, [4, 4]))
+        return h.make_graph(list(made), name, [], [h.make_value_info(made[-1].output[0], kind)])
+
+    nodes = [
+        node("MatMul", ["x", "w"], ["a"], "product"),
+        node("SequenceConstruct", ["a", "a"], ["l"], "made"),
+        h.make_node(
+            "If", ["go"], ["r"], "pick",
+            then_branch=branch("then", node("SequenceAt", ["l", "at"], ["p"], "inner"),
+                               node("SequenceInsert", ["l", "p"], ["m"], "put")),
+            else_branch=branch("other", node("SequenceErase", ["l", "at"], ["n"], "drop")),
+        ),
+        node("SequenceAt", ["r", "at"], ["c"], "take"),
+        node("MatMul", ["c", "w"], ["y"], "last"),
+    ]  # fmt: skip
+    return model(
+        nodes, [info("x", 4, 4), info("go", kind=T.BOOL)], [info("y", 4, 4)], [weight("w", 4, 4), AT], opset=18
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("make", [carried, chosen])
+def test_a_list_that_crosses_the_border_of_a_body_keeps_its_type(make, dtype):
+    source = make()
+    done = check(source, dtype)
+    found = precisions(done.plan)
+    assert found["put"] == found["take"] == "keep" and found["last"] == "low"
+    feeds = {"x": X, **({"go": np.asarray(True)} if make is chosen else {})}
+    assert verify(source, done.model, [feeds]).largest_error < (2e-3 if dtype == "fp16" else 2e-2)
+
+
+def test_a_list_is_read_within_a_body():
+    nodes = [
+        node("MatMul", ["x", "w"], ["a"], "product"),
+        node("SequenceConstruct", ["a", "a"], ["l"], "made"),
+        h.make_node(
+            "If", ["go"], ["y"], "pick",
+            then_branch=h.make_graph([node("SequenceAt", ["l", "at"], ["p"], "inner"),
+                                      node("MatMul", ["p", "w"], ["q"], "last")], "then", [], [info("q", 4, 4)]),
+            else_branch=h.make_graph([node("MatMul", ["a", "w"], ["o"])], "other", [], [info("o", 4, 4)]),
+        ),
+    ]  # fmt: skip
+    source = model(nodes, [info("x", 4, 4), info("go", kind=T.BOOL)], [info("y", 4, 4)], [weight("w", 4, 4), AT],
+                   opset=18)  # fmt: skip
+    done = check(source, "fp16")
+    assert precisions(done.plan)["made"] == precisions(done.plan)["inner"] == "low"
+    for go in (True, False):
+        assert verify(source, done.model, [{"x": X, "go": np.asarray(go)}]).largest_error < 2e-3
+
+
+@pytest.mark.parametrize("asked", ["fp32", "keep"])
+def test_a_rule_for_one_node_of_a_list_holds_for_all(asked):
+    rules = {"version": 1, "extends": "default", "rules": [{"match": {"node": "^drop$"}, "precision": asked}]}
+    done = check(graph(PRODUCTS), "fp16", rules)
+    planned = {one.name: one for one in done.plan.nodes}
+    assert {planned[one].precision for one in ("put", "more", "drop", "take")} == {asked}
+    assert "one list" in planned["put"].reason and "'drop'" in planned["put"].reason
+
+
+@st.composite
+def programs(draw):
+    """A few lists that inputs, products and what was taken out of others are put into."""
+    nodes, tensors, lists = [node("MatMul", ["x", "w"], ["t0"])], ["x", "t0"], []
+    for step in range(draw(st.integers(3, 12))):
+        kinds = ["product", "tanh", "relu", "empty", "construct", "split"]
+        kinds += ["insert", "insert", "take", "take", "join"] if lists else []
+        kind, made = draw(st.sampled_from(kinds)), f"v{step}"
+        one = draw(st.sampled_from(tensors))
+        source, size = draw(st.sampled_from(lists)) if lists else ("", 0)
+        if kind == "product":
+            nodes.append(node("MatMul", [one, "w"], [made]))
+        elif kind in ("tanh", "relu"):
+            nodes.append(node(kind.title(), [one], [made]))
+        elif kind == "take" and size:
+            nodes.append(node("SequenceAt", [source, "at"], [made]))
+        elif kind == "join" and size:
+            nodes.append(node("ConcatFromSequence", [source], [f"{made}_all"], axis=0))
+            nodes.append(node("Slice", [f"{made}_all", "zero", "four"], [made]))
+        elif kind == "empty":
+            nodes.append(node("SequenceEmpty", [], [made], dtype=T.FLOAT))
+            lists.append((made, 0))
+            continue
+        elif kind == "construct":
+            nodes.append(node("SequenceConstruct", [one, draw(st.sampled_from(tensors))], [made]))
+            lists.append((made, 2))
+            continue
+        elif kind == "split":
+            nodes.append(node("Concat", [one, one], [f"{made}_all"], axis=0))
+            nodes.append(node("SplitToSequence", [f"{made}_all", "four_"], [made], axis=0))
+            lists.append((made, 2))
+            continue
+        else:
+            nodes.append(node("SequenceInsert", [source, one], [made]) if source else node("Identity", [one], [made]))
+            if source:
+                lists.append((made, size + 1))
+                continue
+        tensors.append(made)
+    returned = dict.fromkeys([*draw(st.lists(st.sampled_from(tensors[1:]), max_size=2)), tensors[-1]])
+    data = [weight("w", 4, 4), AT, scalar("zero", [0], np.int64), scalar("four", [4], np.int64),
+            scalar("four_", 4, np.int64)]  # fmt: skip
+    nodes += [node("Identity", [name], [f"out_{name}"]) for name in returned]
+    return model(nodes, [info("x", 4, 4)], [info(f"out_{name}", 4, 4) for name in returned], data, opset=18)
+
+
+@pytest.mark.parametrize("rules", ["default", "tensorflow", "safe", "apex-o3"])
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(source=programs())
+def test_any_program_of_lists(rules, source):
+    """It is valid, loads, casts no list, and is as near as 16-bit arithmetic is."""
+    done = check(source, "fp16", rules)
+    assert verify(source, done.model, [{"x": X}]).largest_error < 1e-2
+    makers = ("SequenceInsert", "SequenceErase", "SequenceConstruct", "SplitToSequence")
+    lists = {one.output[0] for one in source.graph.node if one.op_type in makers}
+    assert lists.isdisjoint(cast.value for cast in done.plan.casts)
+    converted = convert_onnx(source, rules=rules, dtype="bf16")
+    assert all(kind == T.FLOAT for kind in held(converted.model))

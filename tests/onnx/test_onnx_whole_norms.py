@@ -1,0 +1,155 @@
+"""Norms that are written out in parts, by default: one op where that saves casts, and right for all that FP16 holds."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from compound_models import norm
+from onnx import numpy_helper as nh
+from onnx_models import DTYPES, check, info, model, node, run, scalar
+
+import amp_compiler as amp
+from amp_compiler.onnx.check.emulate import emulate
+from amp_compiler.onnx.check.verify import verify
+from amp_compiler.onnx.convert import convert_onnx
+
+RNG = np.random.default_rng(7)
+WIDTH = 64
+DOUBLED = ["Neg", "Concat", "LayerNormalization", "Slice"]  # an RMSNorm where there is no op for it yet
+KINDS = {
+    "rms": ({"opset": 18}, DOUBLED),
+    "rms, axes as attribute": ({"opset": 17}, DOUBLED),
+    "rms, opset 23": ({"opset": 23}, ["RMSNormalization"]),
+    "layer norm": ({"opset": 18, "centred": True, "bias": True}, ["LayerNormalization"]),
+}
+
+
+def ops(made):
+    return [entry.op_type for entry in made.graph.node if entry.op_type != "Cast"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_cast_stands_around_it(kind, dtype):
+    options, written = KINDS[kind]
+    source = norm(**options)
+    done = check(source, dtype)
+    assert ops(done.model) == ["MatMul", *written, "MatMul"]
+    assert [(cast.value, cast.dst) for cast in done.plan.casts if cast.bytes] == [("input", dtype), ("y", "fp32")]
+    (planned,) = [one for one in done.plan.nodes if one.op.endswith("Normalization")]
+    assert planned.precision == "low" and "written out in" in planned.reason
+    assert done.plan == amp.explain(source, dtype=dtype)
+
+
+def rows():
+    """Rows of all sizes that FP16 holds, one of zeros, of equal numbers, of a single large number."""
+    drawn = [RNG.standard_normal(WIDTH) * spread for spread in (1.0, 3000.0, 20000.0, 1e-4, 1e-6, 0.0)]
+    single = np.zeros(WIDTH)
+    single[3] = 65504.0
+    data = np.stack([*drawn, np.full(WIDTH, 0.7), np.full(WIDTH, -60000.0), single])
+    return np.clip(data, -65504, 65504).astype(np.float16).astype(np.float32)
+
+
+def between_identities(data, scale, epsilon, opset):
+    """An RMSNorm between products with the identity, which round nothing that FP16 holds."""
+    axes = {"axes": [-1]} if opset < 18 else {}
+    nodes = [
+        node("MatMul", ["input", "eye"], ["x"]),
+        node("Pow", ["x", "two"], ["s"]),
+        node("ReduceMean", ["s", *([] if axes else ["axis"])], ["m"], **axes),
+        node("Add", ["m", "eps"], ["v"]),
+        node("Sqrt", ["v"], ["r"]),
+        node("Reciprocal", ["r"], ["i"]),
+        node("Mul", ["x", "i"], ["n"]),
+        node("Mul", ["n", "scale"], ["q"]),
+        node("MatMul", ["q", "eye"], ["y"]),
+    ]
+    stored = [
+        nh.from_array(np.eye(WIDTH, dtype=np.float32), "eye"),
+        nh.from_array(scale, "scale"),
+        scalar("two", 2.0),
+        scalar("eps", epsilon),
+        *([] if axes else [nh.from_array(np.array([-1]), "axis")]),
+    ]
+    return model(nodes, [info("input", *data.shape)], [info("y", *data.shape)], stored, opset=opset,
+                 ir_version=11 if opset > 22 else 9)  # fmt: skip
+
+
+@pytest.mark.parametrize("opset", [17, 20, 23])
+@pytest.mark.parametrize("epsilon", [1e-5, 1e-6, 1e-12])
+def test_an_rms_norm_is_right_for_all_numbers_of_fp16(epsilon, opset):
+    """But for the rounding of its result, to the last digits of FP32: in FP16 its squares would be 0 or infinite."""
+    data = rows()
+    scale = RNG.uniform(0.5, 2, WIDTH).astype(np.float16).astype(np.float32)
+    source = between_identities(data, scale, epsilon, opset)
+    made = check(source, "fp16").model
+    assert "Pow" not in ops(made)
+    wide = data.astype(np.float64)
+    want = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + epsilon) * scale
+    for got in (run(made, {"input": data})[0], run(emulate(made).proto, {"input": data})[0]):
+        assert (np.abs(got - want) <= np.abs(want) * 2.0**-10.9 + 2.0**-24.9).all()
+
+
+def test_numbers_beyond_fp16_are_read_in_fp32():
+    """Rows of a stored table, and what calibration has seen: no cast to FP16 stands before the norm."""
+    table = (RNG.standard_normal((16, WIDTH)) * 1e6).astype(np.float32)
+    scale = np.ones(WIDTH, np.float32)
+    source = between_identities(np.zeros((4, WIDTH)), scale, 1e-6, 20)
+    del source.graph.node[0], source.graph.input[:]
+    source.graph.node.insert(0, node("Gather", ["table", "ids"], ["x"]))
+    source.graph.input.append(info("ids", 4, kind=7))
+    source.graph.initializer.append(nh.from_array(table, "table"))
+    feeds = {"ids": np.arange(4)}
+    assert verify(source, check(source, "fp16").model, [feeds]).largest_error < 1e-3
+    calibrated = between_identities(np.zeros((4, WIDTH)), scale, 1e-6, 20)
+    feeds = {"input": table[:4] / 10}
+    for rows_, limit in ((feeds, 1e-3), ({"input": feeds["input"] / 1e5}, 1e-3)):
+        done = convert_onnx(calibrated, calibration=[rows_], verify=[rows_])
+        assert done.report.largest_error < limit
+
+
+RULES = {
+    "safe": "safe",
+    "its part": [{"match": {"part": "rms_norm"}, "precision": "fp32"}],
+    "a node of it": [{"match": {"node": "^n_pow"}, "precision": "fp32"}],
+    "kept": [{"match": {"node": "^n_root"}, "precision": "keep"}],
+}
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_what_a_rule_wants_in_fp32_stays_in_parts(kind):
+    rules = RULES[kind]
+    rules = rules if isinstance(rules, str) else {"version": 1, "extends": "default", "rules": rules}
+    source = norm(opset=18)
+    done = check(source, "fp16", rules)
+    assert ops(done.model) == ops(source)
+
+
+def test_a_rule_that_names_the_part_holds_for_the_one_op():
+    rules = {"version": 1, "extends": "default", "rules": [{"match": {"part": "rms_norm"}, "precision": "fp32"}]}
+    for opset in (20, 23):
+        plan = convert_onnx(norm(opset=opset), rules=rules, fuse=True).plan
+        (planned,) = [one for one in plan.nodes if one.op.endswith("Normalization")]
+        assert planned.precision == "fp32"
+
+
+def test_a_norm_without_casts_beside_it_stays_in_parts():
+    source = norm(opset=18, products=False)
+    done = check(source, "fp16")
+    assert ops(done.model) == ops(source) and not done.changed
+
+
+def test_norms_that_share_a_scale_share_it_twice():
+    source = between_identities(np.zeros((4, WIDTH)), np.ones(WIDTH, np.float32), 1e-6, 20)
+    again = [onnx.NodeProto.FromString(entry.SerializeToString()) for entry in source.graph.node]
+    made = {name for entry in again for name in entry.output}
+    for entry in source.graph.node:
+        entry.output[0] = f"{entry.output[0]}_1"
+        entry.input[:] = [f"{name}_1" if name in made else name for name in entry.input]
+        entry.name = entry.output[0]
+    again[0].input[0] = "y_1"
+    source.graph.node.extend(again)
+    converted = check(source, "fp16").model
+    assert ops(converted) == ["MatMul", *DOUBLED, "MatMul", "MatMul", *DOUBLED, "MatMul"]
+    assert len([one for one in converted.graph.initializer if one.name.startswith("scale")]) == 1
