@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING
 
@@ -207,6 +207,21 @@ class PrecisionGraph:
             values[own], users[own], makers[own] = value, [], name
         for index, known in enumerate(read):
             known.append((name, index))
+        self.nodes[name] = node
+
+    def append(self, node: Node, outputs: Sequence[Value]) -> None:
+        """`add_node` without its checks, for those who know that names are new, and operands made before.
+
+        Args:
+            node: the node.
+            outputs: the values of its `outputs`.
+        """
+        name, users, values, makers = node.name, self._users, self.values, self._producer
+        for index, operand in enumerate(node.inputs):
+            users[operand.value].append((name, index))
+        for value in outputs:
+            own = value.name
+            values[own], users[own], makers[own] = value, [], name
         self.nodes[name] = node
 
     def is_folded(self, value: str) -> bool:
