@@ -21,12 +21,13 @@ def settled_low(problem: FollowProblem) -> set[str]:
     if len(pending) == len(problem.free):
         return set()
     found = set(problem.free).difference(pending)
-    graph, typings = problem.graph, problem.typing.nodes
+    graph, typings, free = problem.graph, problem.typing.nodes, problem.free
     while pending and found:
         name = pending.pop()
         node, typing = graph.nodes[name], typings[name]
-        beside = [maker for index in typing.data if (maker := problem.maker(node.inputs[index].value)) is not None]
-        beside += [user.name for value in typing.made for user, _ in graph.users(value)]
+        makers = (graph.maker(node.inputs[index].value) for index in typing.data)
+        beside = [maker for maker in makers if maker is not None and maker in free]
+        beside += [user for value in typing.made for user, _ in graph.readers(value)]
         for other in beside:
             if other in found:
                 found.remove(other)
@@ -40,20 +41,18 @@ def _may_be_fp32(problem: FollowProblem, name: str) -> bool:
     node, typing = graph.nodes[name], typings[name]
     if typing.info.promotes or (typing.info.exact and problem.keeps_bits(name)):
         return True
-    low, values = problem.typing.low, graph.values
+    low, values, maker, returned = problem.typing.low, graph.values, graph.maker, problem.returned
     for index in typing.data:
         value = node.inputs[index].value
         if values[value].kind is ValueKind.RESULT:
-            if problem.maker(value) is None and problem.typing.result(value, labels) is not low:
+            if maker(value) not in free and problem.typing.result(value, labels) is not low:
                 return True
         elif not graph.is_folded(value) and values[value].dtype is not low:
             return True
     for value in typing.made:
-        if value in problem.returned:
+        if value in returned:
             return True
-        for user, index in graph.users(value):
-            if typings[user.name].roles[index] is not Role.DATA:
-                return True
-            if user.name not in free and labels[user.name] != LOW:
+        for user, index in graph.readers(value):
+            if typings[user].roles[index] is not Role.DATA or (user not in free and labels[user] != LOW):
                 return True
     return False

@@ -47,6 +47,7 @@ class NodeTyping:
         made: the outputs whose type a label decides, those captured in a flexible type.
         is_cast: it is an explicit cast of the model.
         movable: a label other than `keep` has a meaning: it reads data, and mixes in no other floating-point type.
+        uniform: all operands have the role DATA.
     """
 
     info: OpInfo
@@ -55,6 +56,20 @@ class NodeTyping:
     made: tuple[str, ...]
     is_cast: bool
     movable: bool
+    uniform: bool
+
+    def reads_one(self, label: str, low: DType) -> DType | None:
+        """The type that all operands must be read in, as of most nodes; `None` where `TypingRules.need` says of each.
+
+        Args:
+            label: the label of the node.
+            low: the 16-bit type.
+        """
+        if label == KEEP or not self.uniform:
+            return None
+        if label == LOW:
+            return low
+        return None if self.info.promotes else DType.FLOAT32
 
     def mixes(self, label: str) -> bool:
         """True where the node takes data operands of different types as they are: at least one must be FP32."""
@@ -67,6 +82,7 @@ class _Operands(NamedTuple):
     roles: tuple[Role, ...]
     data: tuple[int, ...]
     movable: bool
+    uniform: bool
 
 
 class TypingRules:
@@ -91,17 +107,9 @@ class TypingRules:
     def __init__(self, graph: PrecisionGraph, ops: OpTable, low: DType) -> None:
         self.graph, self.ops, self.low = graph, ops, low
         self.flexible = frozenset({DType.FLOAT32, low})
-        infos: dict[str, OpInfo] = {}
-        self._known: dict[tuple[object, ...], _Operands] = {}
         self.nodes: dict[str, NodeTyping] = {}
         self.cast_results: set[str] = set()  # what explicit casts make, which few graphs have many of
-        for node in graph.nodes.values():
-            info = infos.get(node.op)
-            if info is None:
-                info = infos[node.op] = ops.info(node.op)
-            found = self.nodes[node.name] = self._type(node, info)
-            if found.is_cast:
-                self.cast_results.update(node.outputs)
+        self._type_nodes()
 
     def fits(self, graph: PrecisionGraph, ops: OpTable, low: DType) -> bool:
         """True where these are the rules of that graph, as it is now, with that table and type."""
@@ -142,15 +150,6 @@ class TypingRules:
         A node that mixes (see `NodeTyping.mixes`) needs nothing of any one operand: `anchor` says what it needs.
         """
         return self._need(node, index, self.nodes[node.name], label)
-
-    def reads_one(self, node: Node, label: str) -> DType | None:
-        """The type that a node must read all operands in, as most do; `None` where it is for `need` to say of each."""
-        typing = self.nodes[node.name]
-        if label == KEEP or len(typing.data) < len(typing.roles):
-            return None
-        if label == LOW:
-            return self.low
-        return None if typing.info.promotes else DType.FLOAT32
 
     def needs(self, node: Node, label: str) -> list[DType | None]:
         """What `need` says of each operand."""
@@ -207,25 +206,31 @@ class TypingRules:
             return f"node '{node.name}' is to run in fp32 and reads no operand in fp32"
         return None
 
-    def _type(self, node: Node, info: OpInfo) -> NodeTyping:
-        values = self.graph.values
-        is_cast = node.pin is not None and node.pin.precision == "cast"
-        # Nodes of one op that read alike operands share what is found of these.
-        key: list[object] = [node.op, is_cast]
-        for operand in node.inputs:
-            value = values[operand.value]
-            key += (operand.slot, operand.allowed, operand.tied, value.dtype, value.shape == (), value.volatile)
-        alike = tuple(key)
-        known = self._known.get(alike)
-        if known is None:
-            read = [(operand, values[operand.value]) for operand in node.inputs]
-            known = self._known[alike] = self._look_at(read, info, is_cast)
-        flexible, made = self.flexible, node.outputs
-        for name in made:
-            if values[name].dtype not in flexible:
-                made = tuple([name for name in made if values[name].dtype in flexible])
-                break
-        return NodeTyping(info, known.roles, known.data, made, is_cast, known.movable)
+    def _type_nodes(self) -> None:
+        """Fill `nodes`. Nodes of one op that read alike operands share what is found of these."""
+        values, flexible, nodes = self.graph.values, self.flexible, self.nodes
+        shared: dict[tuple[object, ...], tuple[OpInfo, _Operands]] = {}
+        for node in self.graph.nodes.values():
+            is_cast = node.pin is not None and node.pin.precision == "cast"
+            key: list[object] = [node.op, is_cast]
+            for operand in node.inputs:
+                value = values[operand.value]
+                key += (operand.slot, operand.allowed, operand.tied, value.dtype, value.shape == (), value.volatile)
+            alike = tuple(key)
+            known = shared.get(alike)
+            if known is None:
+                info = self.ops.info(node.op)
+                read = [(operand, values[operand.value]) for operand in node.inputs]
+                known = shared[alike] = info, self._look_at(read, info, is_cast)
+            info, (roles, data, movable, uniform) = known
+            made = node.outputs
+            for name in made:
+                if values[name].dtype not in flexible:
+                    made = tuple([name for name in made if values[name].dtype in flexible])
+                    break
+            nodes[node.name] = NodeTyping(info, roles, data, made, is_cast, movable, uniform)
+            if is_cast:
+                self.cast_results.update(node.outputs)
 
     def _look_at(self, read: list[tuple[Operand, Value]], info: OpInfo, is_cast: bool) -> _Operands:
         ranked = info.promotes and any(value.dtype.is_float and value.rank != 0 for _, value in read)
@@ -235,7 +240,8 @@ class TypingRules:
             role is Role.OTHER and self._is_foreign(operand, value, info, ranked)
             for (operand, value), role in zip(read, roles, strict=True)
         )
-        return _Operands(tuple(roles), data, bool(data) and not is_cast and not foreign)
+        movable = bool(data) and not is_cast and not foreign
+        return _Operands(tuple(roles), data, movable, len(data) == len(roles))
 
     def _role(self, operand: Operand, value: Value, info: OpInfo, is_cast: bool, *, scalars_yield: bool) -> Role:
         if value.dtype not in self.flexible:

@@ -97,14 +97,14 @@ class _Placer:
         """All casts in execution order."""
         mixing: list[tuple[int, Node]] = []
         explicit: list[tuple[tuple[int, int], PlannedCast]] = []
-        types, labels, typings = self.types, self.labels, self.typing.nodes
+        types, labels, typings, low = self.types, self.labels, self.typing.nodes, self.typing.low
         for order, node in enumerate(self.graph.nodes.values()):
             typing, label = typings[node.name], labels[node.name]
             if label == FP32 and typing.mixes(label) and typing.data:
                 mixing.append((order, node))
             if typing.is_cast:
                 explicit += [((order, -1), cast) for cast in self._model_cast(node)]
-            one = self.typing.reads_one(node, label)
+            one = low if label == LOW and typing.uniform else typing.reads_one(label, low)
             if one is not None:
                 for index, operand in enumerate(node.inputs):
                     if types[operand.value] is not one:
@@ -204,17 +204,24 @@ def _reads(draft: Draft) -> dict[str, dict[int, DType]]:
 
 
 def _wrong_types(draft: Draft) -> str | None:
-    typing, reads, types = draft.typing, _reads(draft), draft.types
+    typing, reads, types, labels = draft.typing, _reads(draft), draft.types, draft.labels
+    typings, low = typing.nodes, typing.low
     for node in draft.graph.nodes.values():
-        name = node.name
+        name, label = node.name, labels[node.name]
+        one, cast = typings[name].reads_one(label, low), reads.get(name)
+        if one is not None and cast is None:
+            for operand in node.inputs:
+                if types[operand.value] is not one:
+                    break
+            else:
+                continue  # as most
         read = [types[operand.value] for operand in node.inputs]
-        if name in reads:
-            for index, dtype in reads[name].items():
+        if cast is not None:
+            for index, dtype in cast.items():
                 read[index] = dtype
-        one = typing.reads_one(node, draft.labels[name])
-        if one is not None and read.count(one) == len(read):
-            continue
-        wrong = typing.complaint(node, draft.labels[name], read)
+            if one is not None and read.count(one) == len(read):
+                continue
+        wrong = typing.complaint(node, label, read)
         if wrong is not None:
             return wrong
     for index, value in enumerate(draft.graph.outputs):
@@ -230,7 +237,11 @@ def _lossy_pair(draft: Draft) -> str | None:
     if not draft.decisions:
         return None  # labels written by hand
     typing = draft.typing
-    if not any(label == LOW and typing[name].info.exact for name, label in draft.labels.items()):
+    nodes = typing.nodes
+    for name, label in draft.labels.items():
+        if label == LOW and nodes[name].info.exact:
+            break
+    else:
         return None
     semantics = resolve(draft, typing)
     problem = FollowProblem(typing, semantics)

@@ -5,11 +5,11 @@ Nodes of one op and alike types share what the model demands of them. Others go 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from amp_compiler.ir.dtypes import DType
-from amp_compiler.ir.graph import Node, Operand, Value, ValueKind
+from amp_compiler.ir.graph import Node, Operand, Pin, Value, ValueKind
 from amp_compiler.ir.plan import RETURN
 from amp_compiler.onnx.lowering.lower import (
     FOLDED,
@@ -21,14 +21,14 @@ from amp_compiler.onnx.lowering.lower import (
     module_of,
     source_of,
 )
-from amp_compiler.onnx.lowering.pins import Demands
 from amp_compiler.onnx.model.model import UNKNOWN, OnnxModel, PlainTypes
 from amp_compiler.onnx.model.plain import PlainGraph, PlainNode
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-_RESULT = ValueKind.RESULT  # members of an enum are looked up slowly
+_RESULT = ValueKind.RESULT
+_NO_PROPS: dict[str, str] = {}
 
 
 class PlainBuilder(Builder):
@@ -41,7 +41,7 @@ class PlainBuilder(Builder):
         lowered.values = cast("dict[str, ir.Value]", self.plain.values)
         lowered.nodes = cast("dict[str, ir.Node]", _ByPlace(self.plain, lowered.places))
         self._types = cast("PlainTypes", self.model.types).by_name
-        self._alike: dict[tuple[object, ...], tuple[str, Demands]] = {}
+        self._alike: dict[tuple[Any, ...], _Alike] = {}
 
     def _ops_of(self, model: OnnxModel) -> set[str]:
         return {text[1] for text in self.plain.texts}
@@ -57,58 +57,81 @@ class PlainBuilder(Builder):
         self.lowered.places[name] = cast("PlainNode", node).index
 
     def _add_nodes(self, graph: ir.Graph, region: str) -> None:
-        plain, places, shared = self.plain, self.lowered.places, not self.quantizes
-        for place, (name, op_type, _, read, _, _) in enumerate(plain.texts):
-            usual = name and name not in places and name != RETURN and "" not in read and op_type not in FOLDED
-            if usual and shared and self._add_alike(place):
-                continue
-            node = cast("ir.Node", plain.nodes[place])
-            if op_type in FOLDED and is_folded(node, self.model):
-                self._add_source(node.outputs[0], ValueKind.CONSTANT)
-            else:
-                self._add_node(node, region)
+        self.graph.extend(self._made())
 
-    def _add_alike(self, place: int) -> bool:
-        """Add a node by what is known of one alike; false where its demands are its own."""
-        plain, types = self.plain, self._types
-        name, op_type, domain, read, made, held = plain.texts[place]
-        attributes = plain.nodes[place].attributes.data if held else None
-        known = [types.get(value, UNKNOWN) for value in made]
-        kind = (
-            op_type, domain, held and "output_dtype" in attributes, len(read),
-            *[types.get(value, UNKNOWN).kind for value in read], *[one.kind for one in known],
-        )  # fmt: skip
-        settled = self._alike.get(kind)
-        if settled is None:
-            node = cast("ir.Node", plain.nodes[place])
-            op, _ = self._op(node)
-            demands = self.demands.of(node, op, named=False, quantized="", inner=False)
-            if not op.startswith("onnx.") or demands.own:
-                return False
-            settled = self._alike[kind] = op, demands
-        op, (pin, late, slots, _) = settled
-        if late is not None:
-            self.lowered.late[name] = late
-        values = self.graph.values
-        operands = [
-            Operand(values[value].name, slot, allowed, tied)
-            for value, (slot, allowed, tied) in zip(read, slots, strict=True)
-        ]
-        outputs = [
-            Value(value, one.dtype or DType.OTHER, one.shape, one.numel, _RESULT)
-            for value, one in zip(made, known, strict=True)
-        ]
-        props = plain.nodes[place].metadata_props if plain.told else None
-        self.graph.append(
-            Node(
-                name, op, tuple(operands), made, attributes_of(attributes) if attributes else NO_ATTRIBUTES,
-                module_of(name, props) if props or name[0] == "/" else "", "", source_of(props) if props else "",
-                "", "forward", pin,
-            ),
-            outputs,
-        )  # fmt: skip
-        self.lowered.places[name] = place
-        return True
+    def _made(self) -> Iterator[tuple[Node, Sequence[Value]]]:
+        """The nodes, as far as they are like others: what is not is added beside. One loop, as a graph has many."""
+        plain, places, late_nodes, alike = self.plain, self.lowered.places, self.lowered.late, self._alike
+        known, values, shared, told = self._types.get, self.graph.values, not self.quantizes, plain.told
+        for place, (name, op_type, domain, read, made, held) in enumerate(plain.texts):
+            if not shared or not name or name in places or name == RETURN or op_type in FOLDED or "" in read:
+                self._add_own(place)
+                continue
+            attributes = plain.nodes[place].attributes.data if held else NO_ATTRIBUTES
+            kind: list[Any] = [op_type, domain, "output_dtype" in attributes, len(read)]
+            operands = []
+            for one in read:
+                value = values[one]
+                operands.append(value)
+                kind.append(value.dtype)
+            outputs = []
+            for one in made:
+                type_ = known(one, UNKNOWN)
+                dtype = type_.dtype
+                outputs.append(Value(one, dtype, type_.shape, type_.numel, _RESULT))  # type: ignore[arg-type]
+                kind.append(dtype)
+            key = tuple(kind)
+            settled = alike.get(key)
+            if settled is None:
+                settled = alike[key] = self._look_at(plain.nodes[place], kind[4:])
+            op, pin, late, slots, own = settled
+            if own:
+                self._add_own(place)
+                continue
+            if late is not None:
+                late_nodes[name] = late
+            inputs = []
+            for value, (slot, allowed, tied) in zip(operands, slots, strict=True):
+                inputs.append(Operand(value.name, slot, allowed, tied))
+            attrs = attributes_of(attributes) if held else NO_ATTRIBUTES
+            props = plain.nodes[place].metadata_props if told else _NO_PROPS
+            module = module_of(name, props) if props or name[0] == "/" else ""
+            source = source_of(props) if props else ""
+            places[name] = place
+            yield Node(name, op, tuple(inputs), made, attrs, module, "", source, "", "forward", pin), outputs
+
+    def _add_own(self, place: int) -> None:
+        """Add a node of which there may be no other alike."""
+        node = cast("ir.Node", self.plain.nodes[place])
+        if node.op_type in FOLDED and is_folded(node, self.model):
+            self._add_source(node.outputs[0], ValueKind.CONSTANT)
+        else:
+            self._add_node(node, "")
+
+    def _look_at(self, node: PlainNode, dtypes: list[DType | None]) -> _Alike:
+        """What is common to all nodes that are like this one: of one op, whose values have the same types."""
+        op, _ = self._op(cast("ir.Node", node))
+        if not op.startswith("onnx.") or None in dtypes or DType.OTHER in dtypes:  # which may be no tensor
+            return _Alike(op, None, None, (), True)
+        return _Alike(op, *self.demands.of(cast("ir.Node", node), op, named=False, quantized="", inner=False))
+
+
+class _Alike(NamedTuple):
+    """What nodes have in common.
+
+    Args:
+        op: their neutral op.
+        pin: see `Demands`, as what follows.
+        late: the first opset that admits the low type.
+        slots: of their operands.
+        own: whether each has demands of its own.
+    """
+
+    op: str
+    pin: Pin | None
+    late: int | None
+    slots: tuple[tuple[str, frozenset[DType] | None, bool], ...]
+    own: bool
 
 
 class _OwnNames(dict["ir.Value", str]):
