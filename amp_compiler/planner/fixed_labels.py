@@ -105,12 +105,12 @@ class _Walk:
         fixed, wides, stored, follow, float32 = found.fixed, found.wide, found.stored, Precision.FOLLOW, DType.FLOAT32
         for name, node in self.draft.graph.nodes.items():
             typing, precision = typings[name], decisions[name].precision
-            made = typing.made
+            made = node.outputs if typing.plain else typing.made_by(node)
             writes = next((memory[one] for one in made if one in memory), None) if memory else None
             label: str | None
             if typing.is_cast or not typing.movable:
                 label = KEEP
-                self._note_kept(name, typing, precision)
+                self._note_kept(node, typing, precision)
             elif precision is follow and not memory:
                 label = None
             elif writes is not None and writes in self.kept:
@@ -134,17 +134,17 @@ class _Walk:
             if writes is not None:
                 self._agree(made, writes)
 
-    def _note_kept(self, name: str, typing: NodeTyping, precision: Precision) -> None:
+    def _note_kept(self, node: Node, typing: NodeTyping, precision: Precision) -> None:
         """Say of a node that cannot be moved why it stays, where the rules would move it."""
-        if not typing.is_cast and typing.made and precision is not Precision.KEEP:
-            self.found.notes[name] = "stays as captured: " + (
+        if not typing.is_cast and typing.made_by(node) and precision is not Precision.KEEP:
+            self.found.notes[node.name] = "stays as captured: " + (
                 "it mixes in another floating-point type" if typing.data else "no operand of it can be cast"
             )
 
     def _in_kept_memory(self, node: Node, precision: Precision) -> str:
         values = self.draft.graph.values
         if precision is Precision.FP32 and all(
-            values[name].dtype is DType.FLOAT32 for name in self.typing[node.name].made
+            values[name].dtype is DType.FLOAT32 for name in self.typing[node.name].made_by(node)
         ):
             return FP32
         if precision is not Precision.KEEP:

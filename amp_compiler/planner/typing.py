@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Node, Operand, PrecisionGraph, Value
@@ -38,25 +37,33 @@ class Role(enum.Enum):
 
 @value_class
 class NodeTyping:
-    """What labels mean for one node.
+    """What labels mean for a node, and for all that are like it.
 
     Args:
         info: its entry in the op table.
         roles: role of each operand.
         data: indices of the operands with role DATA.
-        made: the outputs whose type a label decides, those captured in a flexible type.
+        decided: whether a label decides the type of each output: that of one captured in a flexible type.
         is_cast: it is an explicit cast of the model.
         movable: a label other than `keep` has a meaning: it reads data, and mixes in no other floating-point type.
         uniform: all operands have the role DATA.
+        plain: a label decides the type of every output.
     """
 
     info: OpInfo
     roles: tuple[Role, ...]
     data: tuple[int, ...]
-    made: tuple[str, ...]
+    decided: tuple[bool, ...]
     is_cast: bool
     movable: bool
     uniform: bool
+    plain: bool
+
+    def made_by(self, node: Node) -> tuple[str, ...]:
+        """The outputs of a node whose type a label decides."""
+        if self.plain:
+            return node.outputs
+        return tuple([name for name, decided in zip(node.outputs, self.decided, strict=True) if decided])
 
     def reads_one(self, label: str, low: DType) -> DType | None:
         """The type that all operands must be read in, as of most nodes; `None` where `TypingRules.need` says of each.
@@ -74,15 +81,6 @@ class NodeTyping:
     def mixes(self, label: str) -> bool:
         """True where the node takes data operands of different types as they are: at least one must be FP32."""
         return self.info.promotes and label == FP32
-
-
-class _Operands(NamedTuple):
-    """What `NodeTyping` says of operands alone."""
-
-    roles: tuple[Role, ...]
-    data: tuple[int, ...]
-    movable: bool
-    uniform: bool
 
 
 class TypingRules:
@@ -137,10 +135,10 @@ class TypingRules:
     def results(self, labels: Mapping[str, str]) -> dict[str, DType]:
         """The types of all values after the rewrite, see `result`."""
         found = {name: value.dtype for name, value in self.graph.values.items()}
-        nodes, low = self.nodes, self.low
+        typings, nodes, low = self.nodes, self.graph.nodes, self.low
         for name, label in labels.items():
             if label != KEEP:
-                for made in nodes[name].made:
+                for made in typings[name].made_by(nodes[name]):
                     found[made] = low if label == LOW else DType.FLOAT32
         return found
 
@@ -207,32 +205,28 @@ class TypingRules:
         return None
 
     def _type_nodes(self) -> None:
-        """Fill `nodes`. Nodes of one op that read alike operands share what is found of these."""
+        """Fill `nodes`. Nodes of one op that read and make alike values share what is found of them."""
         values, flexible, nodes = self.graph.values, self.flexible, self.nodes
-        shared: dict[tuple[object, ...], tuple[OpInfo, _Operands]] = {}
-        for node in self.graph.nodes.values():
+        shared: dict[tuple[object, ...], NodeTyping] = {}
+        for name, node in self.graph.nodes.items():
             is_cast = node.pin is not None and node.pin.precision == "cast"
             key: list[object] = [node.op, is_cast]
+            for made in node.outputs:
+                key.append(values[made].dtype in flexible)
             for operand in node.inputs:
                 value = values[operand.value]
                 key += (operand.slot, operand.allowed, operand.tied, value.dtype, value.shape == (), value.volatile)
             alike = tuple(key)
             known = shared.get(alike)
             if known is None:
-                info = self.ops.info(node.op)
-                read = [(operand, values[operand.value]) for operand in node.inputs]
-                known = shared[alike] = info, self._look_at(read, info, is_cast)
-            info, (roles, data, movable, uniform) = known
-            made = node.outputs
-            for name in made:
-                if values[name].dtype not in flexible:
-                    made = tuple([name for name in made if values[name].dtype in flexible])
-                    break
-            nodes[node.name] = NodeTyping(info, roles, data, made, is_cast, movable, uniform)
+                known = shared[alike] = self._look_at(node, is_cast)
+            nodes[name] = known
             if is_cast:
                 self.cast_results.update(node.outputs)
 
-    def _look_at(self, read: list[tuple[Operand, Value]], info: OpInfo, is_cast: bool) -> _Operands:
+    def _look_at(self, node: Node, is_cast: bool) -> NodeTyping:
+        info, values = self.ops.info(node.op), self.graph.values
+        read = [(operand, values[operand.value]) for operand in node.inputs]
         ranked = info.promotes and any(value.dtype.is_float and value.rank != 0 for _, value in read)
         roles = [self._role(operand, value, info, is_cast, scalars_yield=ranked) for operand, value in read]
         data = tuple([index for index, role in enumerate(roles) if role is Role.DATA])
@@ -240,8 +234,9 @@ class TypingRules:
             role is Role.OTHER and self._is_foreign(operand, value, info, ranked)
             for (operand, value), role in zip(read, roles, strict=True)
         )
+        decided = tuple([values[name].dtype in self.flexible for name in node.outputs])
         movable = bool(data) and not is_cast and not foreign
-        return _Operands(tuple(roles), data, movable, len(data) == len(roles))
+        return NodeTyping(info, tuple(roles), data, decided, is_cast, movable, len(data) == len(roles), all(decided))
 
     def _role(self, operand: Operand, value: Value, info: OpInfo, is_cast: bool, *, scalars_yield: bool) -> Role:
         if value.dtype not in self.flexible:

@@ -65,7 +65,8 @@ class Classify(FunctionalPass[Draft]):
         """Decide node by node, then widen what makes the probabilities of a loss, and keep what is no data."""
         matcher = RuleMatcher(subject.rules, subject.graph, subject.context, subject.ranges)
         flexible = subject.flexible
-        decisions = {node.name: _decide(subject, flexible, matcher, node) for node in subject.graph.nodes.values()}
+        nodes, values = subject.graph.nodes, subject.graph.values
+        decisions = {name: _decide(subject, values, flexible, matcher, node) for name, node in nodes.items()}
         for name, loss in makers_of_probabilities(subject, decisions).items():
             reason = f"'{loss.name}' ({loss.op}) takes the logarithm of what it makes, so it runs in FP32"
             decisions[name] = _in_fp32(decisions[name], reason)
@@ -79,7 +80,9 @@ class Classify(FunctionalPass[Draft]):
         return PassResult(replace(subject, decisions=decisions) if decisions else subject, bool(decisions))
 
 
-def _decide(draft: Draft, flexible: frozenset[DType], matcher: RuleMatcher, node: Node) -> Decision:
+def _decide(
+    draft: Draft, values: Mapping[str, Value], flexible: frozenset[DType], matcher: RuleMatcher, node: Node
+) -> Decision:
     if node.pin is not None:
         return Decision(Precision.FP32 if node.pin.precision == "fp32" else Precision.KEEP, reason=node.pin.reason)
     stuck = _why_untouchable(draft.graph.values, flexible, node)

@@ -189,17 +189,16 @@ class _Placer:
                 )
 
 
-def _reads(draft: Draft) -> dict[str, dict[int, DType]]:
-    """By reader and operand index that a cast serves: the type that is read."""
-    found: dict[str, dict[int, DType]] = {}
+def _reads(draft: Draft) -> dict[str, tuple[tuple[int, DType], ...]]:
+    """By reader: index and type of each operand that a cast serves."""
+    found: dict[str, tuple[tuple[int, DType], ...]] = {}
+    kinds: dict[tuple[int, DType], tuple[tuple[int, DType], ...]] = {}  # most readers have one such operand
     for cast in draft.casts or ():
         dtype = dtype_from_short(cast.dst)
         for name, index in cast.users:
-            known = found.get(name)
-            if known is None:
-                found[name] = {index: dtype}
-            else:
-                known[index] = dtype
+            one = (index, dtype)
+            alone = kinds.setdefault(one, (one,))
+            found[name] = found[name] + alone if name in found else alone
     return found
 
 
@@ -217,16 +216,17 @@ def _wrong_types(draft: Draft) -> str | None:
                 continue  # as most
         read = [types[operand.value] for operand in node.inputs]
         if cast is not None:
-            for index, dtype in cast.items():
+            for index, dtype in cast:
                 read[index] = dtype
             if one is not None and read.count(one) == len(read):
                 continue
         wrong = typing.complaint(node, label, read)
         if wrong is not None:
             return wrong
+    given = dict(reads.get(RETURN, ()))
     for index, value in enumerate(draft.graph.outputs):
         captured = draft.graph.values[value].dtype
-        returned = reads.get(RETURN, {}).get(index, types[value])
+        returned = given.get(index, types[value])
         if returned is not captured:
             return f"output {index} is returned in {returned.short}, not in {captured.short}"
     return None
@@ -249,7 +249,7 @@ def _lossy_pair(draft: Draft) -> str | None:
     rounded = [name for name in semantics.free if draft.labels[name] == LOW and problem.keeps_bits(name)]
     problem.free = {}  # every label is settled by now
     for name in rounded:
-        for value in typing[name].made:
+        for value in typing[name].made_by(draft.graph.nodes[name]):
             if problem.needs_bits(value):
                 return f"'{value}' is rounded to {typing.low.short} and read in a wider type"
     return None

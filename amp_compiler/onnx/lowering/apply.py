@@ -15,7 +15,7 @@ from amp_compiler.onnx.lowering.lower import Lowered, Site
 from amp_compiler.onnx.lowering.scopes import Scopes
 from amp_compiler.onnx.lowering.widen import widen_math
 from amp_compiler.onnx.model.data import convert, tensor_of
-from amp_compiler.onnx.model.edit import set_data, set_type, unique, with_data
+from amp_compiler.onnx.model.edit import Names, set_data, set_type, unique, with_data
 from amp_compiler.onnx.model.model import bodies
 from amp_compiler.onnx.model.types import ir_type, neutral_type
 
@@ -76,7 +76,7 @@ class _Writer:
         self.scopes = Scopes(lowered.owners, {self.main: 0})
         self._given: dict[ir.Value, ir.Graph] = {}
         self._orders: dict[ir.Graph, dict[ir.Node, int]] = {}
-        self.node_names, self.value_names = {"", *lowered.node_names}, {"", *lowered.value_names}
+        self.node_names, self.value_names = Names(lowered.node_names), Names(lowered.value_names)
         for graph in lowered.model.graphs():
             nodes = list(graph)
             given = [*graph.inputs, *graph.initializers.values()]

@@ -14,7 +14,8 @@ data are rounded. An initializer that is also an input of the graph keeps its ty
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
@@ -82,8 +83,8 @@ class Lowered:
     fused: int = 0
     notes: list[str] = field(default_factory=list)
     renamed: bool = False
-    value_names: Collection[str] = frozenset()
-    node_names: Collection[str] = frozenset()
+    value_names: AbstractSet[str] = frozenset()
+    node_names: AbstractSet[str] = frozenset()
 
     def sites_of(self, name: str) -> list[Site]:
         """Where the operands of a neutral node stand; none for a name that no node has."""
