@@ -42,12 +42,9 @@ def _may_be_fp32(problem: FollowProblem) -> Iterator[str]:
     nodes, typings, free = problem.graph.nodes, problem.typing.nodes, problem.free
     for name in free:
         node, typing = nodes[name], typings[name]
-        if (
-            typing.info.promotes
-            or (typing.info.exact and problem.keeps_bits(name))
-            or _reads_fp32(problem, node, typing)
-            or _is_asked_for_fp32(problem, typing.made_by(node))
-        ):
+        rounds = typing.info.exact and problem.keeps_bits(name)
+        beside = rounds or _reads_fp32(problem, node, typing) or _is_asked_for_fp32(problem, typing.made_by(node))
+        if beside or typing.info.promotes:
             yield name
 
 

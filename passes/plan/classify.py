@@ -65,8 +65,13 @@ class Classify(FunctionalPass[Draft]):
         """Decide node by node, then widen what makes the probabilities of a loss, and keep what is no data."""
         matcher = RuleMatcher(subject.rules, subject.graph, subject.context, subject.ranges)
         flexible = subject.flexible
-        nodes, values = subject.graph.nodes, subject.graph.values
-        decisions = {name: _decide(subject, values, flexible, matcher, node) for name, node in nodes.items()}
+        decisions: dict[str, Decision] = {}
+        values, by_kind = subject.graph.values, matcher.by_kind_alone
+        for name, node in subject.graph.nodes.items():
+            found = None if node.pin is not None or node.attrs else by_kind.get((node.op, node.part))
+            if found is None or found.math is not None or found.refusal or not _is_open(values, flexible, node):
+                found = _decide(subject, flexible, matcher, node)
+            decisions[name] = found
         for name, loss in makers_of_probabilities(subject, decisions).items():
             reason = f"'{loss.name}' ({loss.op}) takes the logarithm of what it makes, so it runs in FP32"
             decisions[name] = _in_fp32(decisions[name], reason)
@@ -80,9 +85,7 @@ class Classify(FunctionalPass[Draft]):
         return PassResult(replace(subject, decisions=decisions) if decisions else subject, bool(decisions))
 
 
-def _decide(
-    draft: Draft, values: Mapping[str, Value], flexible: frozenset[DType], matcher: RuleMatcher, node: Node
-) -> Decision:
+def _decide(draft: Draft, flexible: frozenset[DType], matcher: RuleMatcher, node: Node) -> Decision:
     if node.pin is not None:
         return Decision(Precision.FP32 if node.pin.precision == "fp32" else Precision.KEEP, reason=node.pin.reason)
     stuck = _why_untouchable(draft.graph.values, flexible, node)
@@ -143,6 +146,14 @@ def _check_math(draft: Draft, node: Node, decision: Decision) -> None:
         f"'math: {math_type.short}' cannot be carried out: {why}",
         "write 'math: fp32', or leave it out",
     )
+
+
+def _is_open(values: Mapping[str, Value], flexible: frozenset[DType], node: Node) -> bool:
+    """True where a node reads nothing but what a plan may exchange, as most do: `_why_untouchable` has no reason."""
+    for operand in node.inputs:
+        if values[operand.value].dtype not in flexible:
+            return False
+    return bool(node.inputs)
 
 
 def _why_untouchable(values: Mapping[str, Value], flexible: frozenset[DType], node: Node) -> str | None:

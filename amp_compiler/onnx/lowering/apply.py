@@ -128,15 +128,18 @@ class _Writer:
         return self.lowered.values[name]
 
     def _retype(self) -> bool:
-        values = self.lowered.graph.values
-        changed = [(name, dtype) for name, dtype in self.plan.types.items() if values[name].dtype is not dtype]
-        condensed = self.lowered.model.condensed
+        values, types, condensed = self.lowered.graph.values, self.plan.types, self.lowered.model.condensed
+
+        def changed(name: str) -> bool:
+            return name in types and values[name].dtype is not types[name]
+
         if condensed is not None:
-            condensed.retype(dict(changed))
-        for name, dtype in changed:
-            if condensed is None or name in self.lowered.values:
-                set_type(self._value(name), dtype)
-        return bool(changed)
+            condensed.retype({name: types[name] for name in condensed.described if changed(name)})
+        names = types if condensed is None else [name for name in self.lowered.values if changed(name)]
+        for name in names:
+            if changed(name):
+                set_type(self._value(name), types[name])
+        return any(values[name].dtype is not dtype for name, dtype in types.items())
 
     def _place(self, cast: PlannedCast) -> None:
         source = self._value(cast.value)

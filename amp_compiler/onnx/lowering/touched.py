@@ -12,6 +12,7 @@ from amp_compiler.onnx.model.plain import PlainGraph
 
 _CASTS = frozenset({"Cast", "CastLike"})
 _CHANGED = frozenset({*FOLDED, "BatchNormalization"})
+_LOOKED_AT = _CASTS | _CHANGED
 _MUCH = 1_800_000_000  # bytes of stored data from which they may have to go to a file of their own
 
 
@@ -57,7 +58,7 @@ def _touched(lowered: Lowered, plan: PrecisionPlan, graph: PlainGraph) -> set[in
         found.add(makers[planned.value])
         found.update([places[name] for name, _ in planned.users if name != RETURN])
     beside = [value.name for value in graph.outputs]
-    for place, text in enumerate(graph.texts):
+    for place, text in enumerate(graph.texts) if not _LOOKED_AT.isdisjoint([text[1] for text in graph.texts]) else ():
         if text[1] in _CASTS:
             beside += [*text.inputs, *text.outputs]
         elif text[1] in _CHANGED:

@@ -37,11 +37,12 @@ class Condensed:
         model: the `onnx_ir` model.
         nodes: by index, the nodes that are objects.
         values: by name, the values that these read and make, and what runs read from without.
+        described: the values that the model says types of, by name.
     """
 
     def __init__(self, proto: onnx.ModelProto, graph: PlainGraph, kept: Collection[int]) -> None:
         self.proto, self.graph = proto, graph
-        self._infos = {info.name: info for info in proto.graph.value_info}
+        self.described = {info.name: info for info in proto.graph.value_info}
         self._runs = _runs(len(graph.texts), sorted(kept))
         self.model = ir.serde.deserialize_model(self._short(set(kept)))
         made = self.model.graph
@@ -89,7 +90,7 @@ class Condensed:
         self._give([node for node in made if node.domain == _DOMAIN], wanted)
         short.graph.node.extend(made)
         described = {*graph.initializers, *(name for index in kept for name in graph.texts[index].outputs)}
-        infos = self._infos
+        infos = self.described
         short.graph.value_info.extend(infos[name] for name in infos if name in described)
         return short
 
@@ -131,7 +132,7 @@ class Condensed:
                 graph.MergeFromString(self._written(begin, end))
             else:
                 graph.node.append(node)
-        if self._infos:
+        if self.described:
             self._describe(graph, written, described)
 
     def _written(self, begin: int, end: int) -> bytes:
@@ -164,12 +165,12 @@ class Condensed:
                 continue
             begin, end = next(runs)
             for text in self.graph.texts[begin:end]:
-                infos += [self._info(name) for name in text.outputs if name in self._infos and name not in returned]
+                infos += [self._info(name) for name in text.outputs if name in self.described and name not in returned]
         del graph.value_info[:]
         graph.value_info.extend(infos)
 
     def _info(self, name: str) -> onnx.ValueInfoProto:
-        value = ir.serde.deserialize_value_info_proto(self._infos[name], None)
+        value = ir.serde.deserialize_value_info_proto(self.described[name], None)
         if name in self._types:
             set_type(value, self._types[name])
         return ir.serde.serialize_value(value)
