@@ -53,9 +53,9 @@ class Texts:
             self._lines = Lines()
         return str(self._lines.format(subject))
 
-    def state(self, subject: Any) -> Any:
-        """That by which a change is seen: what a draft holds, and of all else the text."""
-        return subject.state() if hasattr(type(subject), "state") else self.of(subject)
+    def state(self, subject: Any, *, kept: bool = True) -> Any:
+        """That by which a change is seen: what a draft holds, and of all else the text; `kept` as for `Draft.state`."""
+        return subject.state(kept=kept) if hasattr(type(subject), "state") else self.of(subject)
 
     def clear(self) -> None:
         """Forget the graphs that were written."""
@@ -154,7 +154,7 @@ class FunctionalPass(Pass[Subject]):
     def _kept_its_kind(self, subject: Subject, before: Any, result: PassResult[Subject], texts: Texts) -> str | None:
         if result.subject is not subject and not result.modified:
             return "nothing was modified, and it returned another object"
-        changed = texts.state(subject) != before
+        changed = texts.state(subject, kept=False) != before
         return "it changed its input, which a functional pass leaves as it is" if changed else None
 
 

@@ -127,7 +127,8 @@ def convert_onnx(
     """
     low = low_type(dtype)
     rule_set = load_rules(rules)
-    opened = open_model(source)
+    with _paused_collector():
+        opened = open_model(source)
     target = None if output is None else _target(opened, output)
     engine = make_engine(providers, custom_ops)
     loading = _Loading(opened, engine) if check else None

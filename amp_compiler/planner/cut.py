@@ -58,7 +58,7 @@ def _values_at_stake(problem: FollowProblem, names: list[str]) -> dict[str, None
         node, typing = problem.graph.nodes[name], problem.typing[name]
         for index in typing.data:
             found[node.inputs[index].value] = None
-        for value in typing.made:
+        for value in typing.made_by(node):
             found[value] = None
             for user, _ in problem.graph.users(value) if problem.typing.cast_results else ():
                 found.update((out, None) for out in user.outputs if upcast_source(problem.typing, out) == value)

@@ -57,10 +57,14 @@ class Draft:
             lines += (name, text)
         return "".join(lines)
 
-    def state(self) -> tuple[object, ...]:
-        """What `to_text` is made of, by which two states of a draft are compared; it stays as it is."""
+    def state(self, *, kept: bool = True) -> tuple[object, ...]:
+        """What `to_text` is made of, by which two states of a draft are compared.
+
+        Args:
+            kept: it stays as it is, whatever becomes of the draft; else it is to be compared at once.
+        """
         held = (self.decisions, self.labels, self.notes)
-        return (*(dict(one) if isinstance(one, dict) else one for one in held), self.casts)
+        return (*(dict(one) if kept and isinstance(one, dict) else one for one in held), self.casts)
 
     @property
     def flexible(self) -> frozenset[DType]:

@@ -12,7 +12,7 @@ from amp_compiler.errors import GraphError
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Node, ValueKind
 from amp_compiler.planner.draft import Draft
-from amp_compiler.planner.typing import FP32, KEEP, LOW, TypingRules
+from amp_compiler.planner.typing import FP32, KEEP, LOW, NodeTyping, TypingRules
 from amp_compiler.policy.rules import Precision
 
 _SHARED = "shares memory that is changed in place"
@@ -77,15 +77,14 @@ def resolve(draft: Draft, typing: TypingRules) -> Semantics:
     }
     while True:
         walk = _Walk(draft, typing, memory, kept)
-        for node in draft.graph.nodes.values():
-            walk.visit(node)
+        walk.run()
         if walk.disagreeing <= kept:
             return walk.found
         kept |= walk.disagreeing
 
 
 class _Walk:
-    """One walk in execution order."""
+    """One walk in execution order. Its loop is long, since a graph has many nodes: what few need stands outside."""
 
     def __init__(self, draft: Draft, typing: TypingRules, memory: dict[str, str], kept: set[str]) -> None:
         self.draft, self.typing, self.memory, self.kept = draft, typing, memory, kept
@@ -100,52 +99,63 @@ class _Walk:
         self.memory_wide: dict[str, bool] = {}
         self.disagreeing: set[str] = set()
 
-    def visit(self, node: Node) -> None:
-        """Give the node its label, or leave it free, and give its outputs their semantic type."""
-        name, found, memory = node.name, self.found, self.memory
-        typing, precision = self.typing.nodes[name], self.decisions[name].precision
-        writes = next((memory[made] for made in typing.made if made in memory), None) if memory else None
-        label: str | None
-        if typing.is_cast or not typing.movable:
-            label = KEEP
-            if typing.joins and precision in _NAMED:
+    def run(self) -> None:
+        """Give each node its label, or leave it free, and give its outputs their semantic type."""
+        found, memory, decisions, typings, values = (
+            self.found, self.memory, self.decisions, self.typing.nodes, self.values
+        )  # fmt: skip
+        fixed, wides, stored, follow, float32 = found.fixed, found.wide, found.stored, Precision.FOLLOW, DType.FLOAT32
+        for name, node in self.draft.graph.nodes.items():
+            typing, precision = typings[name], decisions[name].precision
+            made = node.outputs if typing.plain else typing.made_by(node)
+            writes = next((memory[one] for one in made if one in memory), None) if memory else None
+            label: str | None
+            if typing.is_cast or not typing.movable:
+                label = self._label_kept(node, typing, precision)
+            elif precision is follow and not memory:
+                label = None
+            elif writes is not None and writes in self.kept:
+                label = self._in_kept_memory(node, precision)
+            elif precision is Precision.WIDEST or precision is follow:
+                label = self._by_operands(node, precision, writes)
+            else:
                 label = _VALUES[precision]
-            elif typing.clashes and typing.info.factors:  # which no kernel takes
-                raise GraphError(
-                    f"'{name}' ({node.op}) multiplies data of two 16-bit types, and torch gives its result in the one"
-                    f" that is not {self.draft.context.low.short}",
-                    where=node.source,
-                    mend="cast the operand to FP32 in the model: .float()",
-                )
-            elif not typing.is_cast and typing.made and precision is not Precision.KEEP:
-                found.notes[name] = "stays as captured: " + (
-                    "it mixes in another floating-point type" if typing.data else "no operand of it can be cast"
-                )
-        elif writes is not None and writes in self.kept:
-            label = self._in_kept_memory(node, precision)
-        elif precision is Precision.WIDEST or precision is Precision.FOLLOW:
-            label = self._by_operands(node, precision, writes)
-        else:
-            label = _VALUES[precision]
-        if label is None:
-            found.free.append(name)
-            self.free.add(name)
-            wide = found.widest(node, typing.data) is not None
-        else:
-            found.fixed[name] = label
-            wide = label == FP32
-        for made in typing.made:
-            found.wide[made] = self.values[made].dtype is DType.FLOAT32 if label == KEEP else wide
-        if found.stored and typing.info.moves == "shape" and typing.data:
-            data = [node.inputs[index].value for index in typing.data]
-            found.stored.update(typing.made if found.stored.issuperset(data) else ())
-        if writes is not None:
-            self._agree(typing.made, writes)
+            if label is None:
+                found.free.append(name)
+                self.free.add(name)
+                wide = found.widest(node, typing.data) is not None
+            else:
+                fixed[name] = label
+                wide = label == FP32
+            for one in made:
+                wides[one] = values[one].dtype is float32 if label == KEEP else wide
+            if stored and typing.info.moves == "shape" and typing.data:
+                data = [node.inputs[index].value for index in typing.data]
+                stored.update(made if stored.issuperset(data) else ())
+            if writes is not None:
+                self._agree(made, writes)
+
+    def _label_kept(self, node: Node, typing: NodeTyping, precision: Precision) -> str:
+        """The label of a node that cannot be moved; notes why it stays where the rules would move it."""
+        if typing.joins and precision in _NAMED:
+            return _VALUES[precision]
+        if typing.clashes and typing.info.factors:  # which no kernel takes
+            raise GraphError(
+                f"'{node.name}' ({node.op}) multiplies data of two 16-bit types, and torch gives its result in the one"
+                f" that is not {self.draft.context.low.short}",
+                where=node.source,
+                mend="cast the operand to FP32 in the model: .float()",
+            )
+        if not typing.is_cast and typing.made_by(node) and precision is not Precision.KEEP:
+            self.found.notes[node.name] = "stays as captured: " + (
+                "it mixes in another floating-point type" if typing.data else "no operand of it can be cast"
+            )
+        return KEEP
 
     def _in_kept_memory(self, node: Node, precision: Precision) -> str:
         values = self.draft.graph.values
         if precision is Precision.FP32 and all(
-            values[name].dtype is DType.FLOAT32 for name in self.typing[node.name].made
+            values[name].dtype is DType.FLOAT32 for name in self.typing[node.name].made_by(node)
         ):
             return FP32
         if precision is not Precision.KEEP:
@@ -154,8 +164,6 @@ class _Walk:
 
     def _by_operands(self, node: Node, precision: Precision, writes: str | None) -> str | None:
         memory, operands = self.memory, self.typing.nodes[node.name].data
-        if precision is Precision.FOLLOW and not memory:
-            return None
         data = [node.inputs[index].value for index in operands]
         shared = next((name for name in data if memory.get(name) == writes), None) if writes else None
         widest = self.found.widest(node, operands)

@@ -104,7 +104,7 @@ class FollowProblem:
         for name in reversed(list(self.free)):
             if not self.keeps_bits(name):
                 continue
-            made = self.typing[name].made
+            made = self.typing[name].made_by(self.graph.nodes[name])
             if made and not any(self.needs_bits(value) for value in made):
                 continue
             self.labels[name] = FP32
@@ -256,6 +256,6 @@ def own_elements(typing: TypingRules, name: str) -> int:
     values, inputs, moved = typing.graph.values, node.inputs, 0
     for index in found.data:
         moved += values[inputs[index].value].numel
-    for value in found.made:
+    for value in found.made_by(node):
         moved += values[value].numel
     return moved

@@ -97,20 +97,27 @@ class _Analysis:
         for value in graph.values.values():
             if value.kind is not ValueKind.RESULT:
                 self.origins[value.name] = _by_kind(value)
-        infos, origins, values = self.infos, self.origins, graph.values
+        infos, origins, values, data = self.infos, self.origins, graph.values, Origin.DATA
         ends: dict[str, Origin | None] = {}
+        flows: dict[str, bool] = {}  # by op, whether what data flow into makes data
         for node in graph.nodes.values():
-            info = infos.get(node.op)
-            if info is None:
-                info = infos[node.op] = ops.info(node.op)
-                ends[node.op] = None if _may_begin(node.op, info) else Origin.DATA
-            origin = None if node.attrs else ends[node.op]
+            op = node.op
+            if op not in infos:
+                info = infos[op] = ops.info(op)
+                ends[op] = None if _may_begin(op, info) else data
+                flows[op] = not info.positions and info.family not in ("factory", "random")
+            origin = None if node.attrs else ends[op]
+            if origin is None and flows[op]:
+                for operand in node.inputs:  # as most: `_made_by` would say the same of it
+                    if origins[operand.value] is data and values[operand.value].dtype in FLOATS:
+                        origin = data
+                        break
             for name in node.outputs:
                 dtype = values[name].dtype
                 if dtype not in FLOATS:
                     origins[name] = _by_type(dtype)
                 else:
-                    origin = origins[name] = self._made_by(node, info) if origin is None else origin
+                    origin = origins[name] = self._made_by(node, infos[op]) if origin is None else origin
 
     def may_be_curved(self, op: str, info: OpInfo) -> bool:
         """Whether `angles` may find something at an op: at curves but for sines, only where there are positions."""
@@ -185,8 +192,9 @@ class _Analysis:
 
     def _difference(self, node: Node) -> None:
         """Neighbours that are far from the start are one number in 16 bits; so are a place and the cell it is in."""
-        if any(self.origins[operand.value] is Origin.DATA for operand in node.inputs):
-            return  # as of most
+        for operand in node.inputs:
+            if self.origins[operand.value] is Origin.DATA:
+                return  # as of most
         read = list(self._operands(node))
         origins = [self.origins[name] for name in read]
         if len(read) != 2 or not all(origin in (Origin.POSITION, Origin.GIVEN) for origin in origins):

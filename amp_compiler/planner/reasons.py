@@ -88,7 +88,7 @@ class _Counts:
         change = _Change(own_elements(self.typing, name) * (self.fp32 - self.low) * (1 if to_fp32 else -1))
         for value in dict.fromkeys([node.inputs[index].value for index in typing.data]):
             self._as_user(change, name, value, node.region, to_fp32)
-        for value in typing.made:
+        for value in typing.made_by(node):
             self._as_maker(change, value, to_fp32)
         return change.moved, change.casts
 
@@ -102,7 +102,7 @@ class _Counts:
             return False
         return problem.keeps_bits(name) and any(
             self.labels[user] == FP32
-            for value in typing.made
+            for value in typing.made_by(node)
             for demand in problem.demands(value).values()
             for user in (*demand.takers, *demand.mixers)
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from amp_compiler.ir.graph import ValueKind
+from collections.abc import Iterator
+
+from amp_compiler.ir.graph import Node, ValueKind
 from amp_compiler.planner.free_nodes import FollowProblem
-from amp_compiler.planner.typing import LOW, Role
+from amp_compiler.planner.typing import LOW, NodeTyping, Role
 
 
 def settled_low(problem: FollowProblem) -> set[str]:
@@ -17,16 +19,17 @@ def settled_low(problem: FollowProblem) -> set[str]:
     Args:
         problem: its exact nodes are held already.
     """
-    pending = [name for name in problem.free if _may_be_fp32(problem, name)]
+    pending = list(_may_be_fp32(problem))
     if len(pending) == len(problem.free):
         return set()
     found = set(problem.free).difference(pending)
-    graph, typings = problem.graph, problem.typing.nodes
+    graph, typings, free = problem.graph, problem.typing.nodes, problem.free
     while pending and found:
         name = pending.pop()
         node, typing = graph.nodes[name], typings[name]
-        beside = [maker for index in typing.data if (maker := problem.maker(node.inputs[index].value)) is not None]
-        beside += [user.name for value in typing.made for user, _ in graph.users(value)]
+        makers = (graph.maker(node.inputs[index].value) for index in typing.data)
+        beside = [maker for maker in makers if maker is not None and maker in free]
+        beside += [user for value in typing.made_by(node) for user, _ in graph.readers(value)]
         for other in beside:
             if other in found:
                 found.remove(other)
@@ -34,26 +37,36 @@ def settled_low(problem: FollowProblem) -> set[str]:
     return found
 
 
-def _may_be_fp32(problem: FollowProblem, name: str) -> bool:
-    """True for a free node beside which something that is not free is FP32, or asks for it, or sees what is rounded."""
-    graph, typings, free, labels = problem.graph, problem.typing.nodes, problem.free, problem.labels
-    node, typing = graph.nodes[name], typings[name]
-    if typing.info.promotes or (typing.info.exact and problem.keeps_bits(name)):
-        return True
-    low, values = problem.typing.low, graph.values
+def _may_be_fp32(problem: FollowProblem) -> Iterator[str]:
+    """The free nodes beside which something that is not free is FP32, or asks for it, or sees what is rounded."""
+    nodes, typings, free = problem.graph.nodes, problem.typing.nodes, problem.free
+    for name in free:
+        node, typing = nodes[name], typings[name]
+        rounds = typing.info.exact and problem.keeps_bits(name)
+        beside = rounds or _reads_fp32(problem, node, typing) or _is_asked_for_fp32(problem, typing.made_by(node))
+        if beside or typing.info.promotes:
+            yield name
+
+
+def _reads_fp32(problem: FollowProblem, node: Node, typing: NodeTyping) -> bool:
+    graph, free, low = problem.graph, problem.free, problem.typing.low
     for index in typing.data:
-        value = node.inputs[index].value
-        if values[value].kind is ValueKind.RESULT:
-            if problem.maker(value) is None and problem.typing.result(value, labels) is not low:
+        name = node.inputs[index].value
+        value = graph.values[name]
+        if value.kind is ValueKind.RESULT:
+            if graph.maker(name) not in free and problem.typing.result(name, problem.labels) is not low:
                 return True
-        elif not graph.is_folded(value) and values[value].dtype is not low:
+        elif not graph.is_folded(name) and value.dtype is not low:
             return True
-    for value in typing.made:
+    return False
+
+
+def _is_asked_for_fp32(problem: FollowProblem, made: tuple[str, ...]) -> bool:
+    typings, free, labels = problem.typing.nodes, problem.free, problem.labels
+    for value in made:
         if value in problem.returned:
             return True
-        for user, index in graph.users(value):
-            if typings[user.name].roles[index] is not Role.DATA:
-                return True
-            if user.name not in free and labels[user.name] != LOW:
+        for user, index in problem.graph.readers(value):
+            if typings[user].roles[index] is not Role.DATA or (user not in free and labels[user] != LOW):
                 return True
     return False

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
 
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Node, Operand, PrecisionGraph, Value
@@ -40,15 +39,17 @@ class Role(enum.Enum):
 
 @value_class
 class NodeTyping:
-    """What labels mean for one node.
+    """What labels mean for a node, and for all that are like it.
 
     Args:
         info: its entry in the op table.
         roles: role of each operand.
         data: indices of the operands with role DATA.
-        made: the outputs whose type a label decides, those captured in a flexible type.
+        decided: whether a label decides the type of each output: that of one captured in a flexible type.
         is_cast: it is an explicit cast of the model.
         movable: a label other than `keep` has a meaning: it reads data, and mixes in no other floating-point type.
+        uniform: all operands have the role DATA.
+        plain: a label decides the type of every output.
         joins: it mixes in the other 16-bit type alone, as torch may run it under autocast only: where a rule asks for
             one type, all operands are cast to that.
         clashes: it does so, and torch gives its result in that other type, which no plan can change.
@@ -57,24 +58,36 @@ class NodeTyping:
     info: OpInfo
     roles: tuple[Role, ...]
     data: tuple[int, ...]
-    made: tuple[str, ...]
+    decided: tuple[bool, ...]
     is_cast: bool
     movable: bool
+    uniform: bool
+    plain: bool
     joins: bool = False
     clashes: bool = False
+
+    def made_by(self, node: Node) -> tuple[str, ...]:
+        """The outputs of a node whose type a label decides."""
+        if self.plain:
+            return node.outputs
+        return tuple([name for name, decided in zip(node.outputs, self.decided, strict=True) if decided])
+
+    def reads_one(self, label: str, low: DType) -> DType | None:
+        """The type that all operands must be read in, as of most nodes; `None` where `TypingRules.need` says of each.
+
+        Args:
+            label: the label of the node.
+            low: the 16-bit type.
+        """
+        if label == KEEP or not self.uniform:
+            return None
+        if label == LOW:
+            return low
+        return None if self.info.promotes else DType.FLOAT32
 
     def mixes(self, label: str) -> bool:
         """True where the node takes data operands of different types as they are: at least one must be FP32."""
         return self.info.promotes and label == FP32
-
-
-class _Operands(NamedTuple):
-    """What `NodeTyping` says of operands alone."""
-
-    roles: tuple[Role, ...]
-    data: tuple[int, ...]
-    movable: bool
-    joins: bool
 
 
 class TypingRules:
@@ -99,17 +112,9 @@ class TypingRules:
     def __init__(self, graph: PrecisionGraph, ops: OpTable, low: DType) -> None:
         self.graph, self.ops, self.low = graph, ops, low
         self.flexible = frozenset({DType.FLOAT32, low})
-        infos: dict[str, OpInfo] = {}
-        self._known: dict[tuple[object, ...], _Operands] = {}
         self.nodes: dict[str, NodeTyping] = {}
         self.cast_results: set[str] = set()  # what explicit casts make, which few graphs have many of
-        for node in graph.nodes.values():
-            info = infos.get(node.op)
-            if info is None:
-                info = infos[node.op] = ops.info(node.op)
-            found = self.nodes[node.name] = self._type(node, info)
-            if found.is_cast:
-                self.cast_results.update(node.outputs)
+        self._type_nodes()
 
     def fits(self, graph: PrecisionGraph, ops: OpTable, low: DType) -> bool:
         """True where these are the rules of that graph, as it is now, with that table and type."""
@@ -137,10 +142,10 @@ class TypingRules:
     def results(self, labels: Mapping[str, str]) -> dict[str, DType]:
         """The types of all values after the rewrite, see `result`."""
         found = {name: value.dtype for name, value in self.graph.values.items()}
-        nodes, low = self.nodes, self.low
+        typings, nodes, low = self.nodes, self.graph.nodes, self.low
         for name, label in labels.items():
             if label != KEEP:
-                for made in nodes[name].made:
+                for made in typings[name].made_by(nodes[name]):
                     found[made] = low if label == LOW else DType.FLOAT32
         return found
 
@@ -150,15 +155,6 @@ class TypingRules:
         A node that mixes (see `NodeTyping.mixes`) needs nothing of any one operand: `anchor` says what it needs.
         """
         return self._need(node, index, self.nodes[node.name], label)
-
-    def reads_one(self, node: Node, label: str) -> DType | None:
-        """The type that a node must read all operands in, as most do; `None` where it is for `need` to say of each."""
-        typing = self.nodes[node.name]
-        if label == KEEP or len(typing.data) < len(typing.roles):
-            return None
-        if label == LOW:
-            return self.low
-        return None if typing.info.promotes else DType.FLOAT32
 
     def needs(self, node: Node, label: str) -> list[DType | None]:
         """What `need` says of each operand."""
@@ -217,30 +213,29 @@ class TypingRules:
             return f"node '{node.name}' is to run in fp32 and reads no operand in fp32"
         return None
 
-    def _type(self, node: Node, info: OpInfo) -> NodeTyping:
-        values = self.graph.values
-        is_cast = node.pin is not None and node.pin.precision == "cast"
-        # Nodes of one op that read alike operands share what is found of these.
-        key: list[object] = [node.op, is_cast]
-        for operand in node.inputs:
-            value = values[operand.value]
-            key += (operand.slot, operand.allowed, operand.tied, value.dtype, value.shape == (), value.volatile)
-        alike = tuple(key)
-        known = self._known.get(alike)
-        if known is None:
-            read = [(operand, values[operand.value]) for operand in node.inputs]
-            known = self._known[alike] = self._look_at(read, info, is_cast)
-        flexible, made = self.flexible, node.outputs
-        for name in made:
-            if values[name].dtype not in flexible:
-                made = tuple([name for name in made if values[name].dtype in flexible])
-                break
-        if not known.joins:
-            return NodeTyping(info, known.roles, known.data, made, is_cast, known.movable)
-        clashes = any(values[name].dtype in _HALVES and values[name].dtype not in flexible for name in node.outputs)
-        return NodeTyping(info, known.roles, known.data, made, is_cast, False, not clashes, clashes)
+    def _type_nodes(self) -> None:
+        """Fill `nodes`. Nodes of one op that read and make alike values share what is found of them."""
+        values, nodes = self.graph.values, self.nodes
+        shared: dict[tuple[object, ...], NodeTyping] = {}
+        for name, node in self.graph.nodes.items():
+            is_cast = node.pin is not None and node.pin.precision == "cast"
+            key: list[object] = [node.op, is_cast]
+            for made in node.outputs:
+                key.append(values[made].dtype)
+            for operand in node.inputs:
+                value = values[operand.value]
+                key += (operand.slot, operand.allowed, operand.tied, value.dtype, value.shape == (), value.volatile)
+            alike = tuple(key)
+            known = shared.get(alike)
+            if known is None:
+                known = shared[alike] = self._look_at(node, is_cast)
+            nodes[name] = known
+            if is_cast:
+                self.cast_results.update(node.outputs)
 
-    def _look_at(self, read: list[tuple[Operand, Value]], info: OpInfo, is_cast: bool) -> _Operands:
+    def _look_at(self, node: Node, is_cast: bool) -> NodeTyping:
+        info, values = self.ops.info(node.op), self.graph.values
+        read = [(operand, values[operand.value]) for operand in node.inputs]
         ranked = info.promotes and any(value.dtype.is_float and value.rank != 0 for _, value in read)
         roles = [self._role(operand, value, info, is_cast, scalars_yield=ranked) for operand, value in read]
         data = tuple([index for index, role in enumerate(roles) if role is Role.DATA])
@@ -250,11 +245,26 @@ class TypingRules:
             if role is Role.OTHER and self._is_foreign(operand, value, info, ranked)
         ]
         movable = bool(data) and not is_cast
+        made = [values[name].dtype for name in node.outputs]
         joins = movable and bool(foreign) and not self.graph.is_file
         joins = joins and all(read[index][1].dtype in _HALVES for index in foreign)
+        clashes = joins and any(dtype in _HALVES and dtype not in self.flexible for dtype in made)
         for index in foreign if joins else ():
             roles[index] = Role.HALF
-        return _Operands(tuple(roles), data, movable and not foreign, joins)
+        decided = tuple([dtype in self.flexible for dtype in made])
+        uniform, plain = len(data) == len(roles), all(decided)
+        return NodeTyping(
+            info,
+            tuple(roles),
+            data,
+            decided,
+            is_cast,
+            movable and not foreign,
+            uniform,
+            plain,
+            joins and not clashes,
+            clashes,
+        )
 
     def _role(self, operand: Operand, value: Value, info: OpInfo, is_cast: bool, *, scalars_yield: bool) -> Role:
         if value.dtype not in self.flexible:

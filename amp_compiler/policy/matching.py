@@ -23,6 +23,9 @@ class RuleMatcher:
         context: low type and device; rules for other ones never match.
         ranges: calibrated largest magnitude by value name.
 
+    Attributes:
+        by_kind_alone: by op and part, the decisions made so far that are those on every such node.
+
     Example:
         >>> from amp_compiler.ir.dtypes import DType
         >>> from amp_compiler.policy.loader import load_rules
@@ -37,7 +40,7 @@ class RuleMatcher:
     ranges: Mapping[str, float] = field(default_factory=dict)
     _by_kind: dict[Kind, tuple[Candidate, ...]] = field(default_factory=dict, init=False, repr=False)
     _decisions: dict[tuple[Any, ...], Decision] = field(default_factory=dict, init=False, repr=False)
-    _by_kind_alone: dict[Kind, Decision] = field(default_factory=dict, init=False, repr=False)
+    by_kind_alone: dict[Kind, Decision] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.view = View(self.graph, self.rules.ops, self.ranges, frozenset(self.graph.outputs))
@@ -51,7 +54,7 @@ class RuleMatcher:
             The decision, or `None` where no rule with a precision matches.
         """
         kind = (node.op, node.part)
-        settled = self._by_kind_alone.get(kind)
+        settled = self.by_kind_alone.get(kind)
         if settled is not None:
             return settled
         refined: list[Rule] = []
@@ -67,7 +70,7 @@ class RuleMatcher:
                 if found not in self._decisions:
                     self._decisions[found] = self._merge(node, rule, refined)
                 if alone:
-                    self._by_kind_alone[kind] = self._decisions[found]
+                    self.by_kind_alone[kind] = self._decisions[found]
                 return self._decisions[found]
         return None
 

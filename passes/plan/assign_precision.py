@@ -57,11 +57,10 @@ class AssignPrecision(FunctionalPass[Draft]):
         """Every node has a label, and nodes that cannot be moved have `keep`."""
         if list(subject.labels) != list(subject.graph.nodes):
             return "the labels are not those of the graph's nodes in execution order"
-        typing = subject.typing
-        for name, label in subject.labels.items():
+        for (name, label), typing in zip(subject.labels.items(), subject.typing.nodes.values(), strict=True):
             if label not in LABELS:
                 return f"node '{name}' has the unknown label '{label}'"
-            if label != KEEP and not (typing[name].movable or typing[name].joins):
+            if label != KEEP and not (typing.movable or typing.joins):
                 return f"node '{name}' has the label '{label}' and cannot be moved"
         return None
 

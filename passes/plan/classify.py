@@ -67,7 +67,13 @@ class Classify(FunctionalPass[Draft]):
         """Decide node by node, then widen what makes the probabilities of a loss, and keep what is no data."""
         matcher = RuleMatcher(subject.rules, subject.graph, subject.context, subject.ranges)
         flexible = subject.flexible
-        decisions = {node.name: _decide(subject, flexible, matcher, node) for node in subject.graph.nodes.values()}
+        decisions: dict[str, Decision] = {}
+        values, by_kind = subject.graph.values, matcher.by_kind_alone
+        for name, node in subject.graph.nodes.items():
+            found = None if node.pin is not None or node.attrs else by_kind.get((node.op, node.part))
+            if found is None or found.math is not None or found.refusal or not _is_open(values, flexible, node):
+                found = _decide(subject, flexible, matcher, node)
+            decisions[name] = found
         for name, loss in makers_of_probabilities(subject, decisions).items():
             reason = f"'{loss.name}' ({loss.op}) takes the logarithm of what it makes, so it runs in FP32"
             decisions[name] = _in_fp32(decisions[name], reason)
@@ -145,6 +151,14 @@ def _check_math(draft: Draft, node: Node, decision: Decision) -> None:
         f"'math: {math_type.short}' cannot be carried out: {why}",
         "write 'math: fp32', or leave it out",
     )
+
+
+def _is_open(values: Mapping[str, Value], flexible: frozenset[DType], node: Node) -> bool:
+    """True where a node reads nothing but what a plan may exchange, as most do: `_why_untouchable` has no reason."""
+    for operand in node.inputs:
+        if values[operand.value].dtype not in flexible:
+            return False
+    return bool(node.inputs)
 
 
 def _why_untouchable(values: Mapping[str, Value], flexible: frozenset[DType], node: Node) -> str | None:

@@ -97,14 +97,14 @@ class _Placer:
         """All casts in execution order."""
         mixing: list[tuple[int, Node]] = []
         explicit: list[tuple[tuple[int, int], PlannedCast]] = []
-        types, labels, typings = self.types, self.labels, self.typing.nodes
+        types, labels, typings, low = self.types, self.labels, self.typing.nodes, self.typing.low
         for order, node in enumerate(self.graph.nodes.values()):
             typing, label = typings[node.name], labels[node.name]
             if label == FP32 and typing.mixes(label) and typing.data:
                 mixing.append((order, node))
             if typing.is_cast:
                 explicit += [((order, -1), cast) for cast in self._model_cast(node)]
-            one = self.typing.reads_one(node, label)
+            one = low if label == LOW and typing.uniform else typing.reads_one(label, low)
             if one is not None:
                 for index, operand in enumerate(node.inputs):
                     if types[operand.value] is not one:
@@ -189,37 +189,44 @@ class _Placer:
                 )
 
 
-def _reads(draft: Draft) -> dict[str, dict[int, DType]]:
-    """By reader and operand index that a cast serves: the type that is read."""
-    found: dict[str, dict[int, DType]] = {}
+def _reads(draft: Draft) -> dict[str, tuple[tuple[int, DType], ...]]:
+    """By reader: index and type of each operand that a cast serves."""
+    found: dict[str, tuple[tuple[int, DType], ...]] = {}
+    kinds: dict[tuple[int, DType], tuple[tuple[int, DType], ...]] = {}  # most readers have one such operand
     for cast in draft.casts or ():
         dtype = dtype_from_short(cast.dst)
         for name, index in cast.users:
-            known = found.get(name)
-            if known is None:
-                found[name] = {index: dtype}
-            else:
-                known[index] = dtype
+            one = (index, dtype)
+            alone = kinds.setdefault(one, (one,))
+            found[name] = found[name] + alone if name in found else alone
     return found
 
 
 def _wrong_types(draft: Draft) -> str | None:
-    typing, reads, types = draft.typing, _reads(draft), draft.types
+    typing, reads, types, labels = draft.typing, _reads(draft), draft.types, draft.labels
+    typings, low = typing.nodes, typing.low
     for node in draft.graph.nodes.values():
-        name = node.name
+        name, label = node.name, labels[node.name]
+        one, cast = typings[name].reads_one(label, low), reads.get(name)
+        if one is not None and cast is None:
+            for operand in node.inputs:
+                if types[operand.value] is not one:
+                    break
+            else:
+                continue  # as most
         read = [types[operand.value] for operand in node.inputs]
-        if name in reads:
-            for index, dtype in reads[name].items():
+        if cast is not None:
+            for index, dtype in cast:
                 read[index] = dtype
-        one = typing.reads_one(node, draft.labels[name])
-        if one is not None and read.count(one) == len(read):
-            continue
-        wrong = typing.complaint(node, draft.labels[name], read)
+            if one is not None and read.count(one) == len(read):
+                continue
+        wrong = typing.complaint(node, label, read)
         if wrong is not None:
             return wrong
+    given = dict(reads.get(RETURN, ()))
     for index, value in enumerate(draft.graph.outputs):
         captured = draft.graph.values[value].dtype
-        returned = reads.get(RETURN, {}).get(index, types[value])
+        returned = given.get(index, types[value])
         if returned is not captured:
             return f"output {index} is returned in {returned.short}, not in {captured.short}"
     return None
@@ -230,7 +237,11 @@ def _lossy_pair(draft: Draft) -> str | None:
     if not draft.decisions:
         return None  # labels written by hand
     typing = draft.typing
-    if not any(label == LOW and typing[name].info.exact for name, label in draft.labels.items()):
+    nodes = typing.nodes
+    for name, label in draft.labels.items():
+        if label == LOW and nodes[name].info.exact:
+            break
+    else:
         return None
     semantics = resolve(draft, typing)
     problem = FollowProblem(typing, semantics)
@@ -238,7 +249,7 @@ def _lossy_pair(draft: Draft) -> str | None:
     rounded = [name for name in semantics.free if draft.labels[name] == LOW and problem.keeps_bits(name)]
     problem.free = {}  # every label is settled by now
     for name in rounded:
-        for value in typing[name].made:
+        for value in typing[name].made_by(draft.graph.nodes[name]):
             if problem.needs_bits(value):
                 return f"'{value}' is rounded to {typing.low.short} and read in a wider type"
     return None

@@ -19,7 +19,7 @@ from amp_compiler.onnx import plan as planning
 from amp_compiler.onnx.convert import convert_onnx
 from amp_compiler.onnx.model import condense
 from amp_compiler.onnx.model.model import open_model, read_model
-from amp_compiler.onnx.model.plain import PlainGraph, PlainNode
+from amp_compiler.onnx.model.plain import PlainGraph
 
 
 def read_whole(opened, *, plain, **options):
@@ -128,8 +128,8 @@ def test_no_message_outlives_a_conversion():
     gc.disable()
     try:
         convert_onnx(chain(40), check=False)
-        nodes = [one for one in gc.get_objects() if isinstance(one, PlainNode)]
-        assert [one for one in nodes if one.message.op_type] == []
+        graphs = [one for one in gc.get_objects() if isinstance(one, PlainGraph)]
+        assert [one for one in graphs if one.proto.node] == []
     finally:
         gc.enable()
 

@@ -15,11 +15,13 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import cast
 
 import onnx_ir as ir
 
 from amp_compiler.onnx.lowering.lower import Lowered
 from amp_compiler.onnx.model.model import all_graphs
+from amp_compiler.onnx.model.plain import PlainGraph
 from amp_compiler.onnx.model.terms import Either, Found, Made, Number, Stored, Term, Whatever, is_op, scalar_of
 
 RMS_NORM, LAYER_NORM, GELU = "rms_norm", "layer_norm", "gelu"
@@ -139,12 +141,22 @@ def find_compounds(graph: ir.Graph) -> Iterator[list[Compound]]:
         >>> [[way.kind for way in ways] for ways in find_compounds(read_model(open_model(proto)).ir.graph)]
         [['rms_norm', 'rms_norm']]
     """
-    for inner in all_graphs(graph):
-        for node in inner:
-            if node.op_type in _ANCHORS and is_op(node, node.op_type) and _is_likely(node):
-                ways = _ways(node)
-                if ways:
-                    yield ways
+    for node in _anchors(graph):
+        if is_op(node, node.op_type) and _is_likely(node):
+            ways = _ways(node)
+            if ways:
+                yield ways
+
+
+def _anchors(graph: ir.Graph) -> Iterator[ir.Node]:
+    if not isinstance(graph, PlainGraph):
+        for inner in all_graphs(graph):
+            yield from (node for node in inner if node.op_type in _ANCHORS)
+        return
+    added = {name for text in graph.texts if text[1] == "Add" for name in text[3]}
+    for index, text in enumerate(graph.texts):
+        if text[1] in _ANCHORS and (text[1] == "ReduceMean" or not added.isdisjoint(text[4])):
+            yield cast("ir.Node", graph.nodes[index])
 
 
 def mark_compounds(lowered: Lowered) -> list[list[str]]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
@@ -37,7 +38,7 @@ FOLDED = ("Constant", "ConstantOfShape")
 EMPTY_LIST = "SequenceEmpty"
 LOOPS = ("Loop", "Scan")
 _STORING = (*FOLDED, EMPTY_LIST)
-_NO_ATTRIBUTES: dict[str, Attr] = {}  # of all nodes that have none; nothing changes those of a node
+NO_ATTRIBUTES: dict[str, Attr] = {}  # of all nodes that have none; nothing changes those of a node
 QUANTIZING = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"})
 _EXAMINED = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT64)
 
@@ -64,6 +65,7 @@ class Lowered:
         sites: where the operands of neutral nodes stand that leave inputs out or have bodies; see `sites_of`.
         returned: for each output of the neutral graph, its index among the outputs of the model.
         owners: by body, the node that holds it.
+        places: of a plain graph, by neutral name, the place of each node.
         late: nodes kept only since their opset does not admit the low type, with the first opset that does.
         fused: how many norms and GELUs were made one op each before the model was lowered.
         notes: what there is to say of that, in a sentence each.
@@ -80,12 +82,13 @@ class Lowered:
     sites: dict[str, list[Site]] = field(default_factory=dict)
     returned: list[int] = field(default_factory=list)
     owners: dict[ir.Graph, ir.Node] = field(default_factory=dict)
+    places: dict[str, int] = field(default_factory=dict)
     late: dict[str, int] = field(default_factory=dict)
     fused: int = 0
     notes: list[str] = field(default_factory=list)
     renamed: bool = False
-    value_names: frozenset[str] = frozenset()
-    node_names: frozenset[str] = frozenset()
+    value_names: AbstractSet[str] = frozenset()
+    node_names: AbstractSet[str] = frozenset()
 
     def sites_of(self, name: str) -> list[Site]:
         """Where the operands of a neutral node stand; none for a name that no node has."""
@@ -122,13 +125,11 @@ def lower(
         ```
     """
     lowered = Lowered(model, PrecisionGraph("onnx", folds=True), low)
-    builder = _Builder(lowered, named or (lambda op, name: False), keep_quantized)
     main = model.ir.graph
-    if not isinstance(main, PlainGraph):  # whose values have names of their own
-        builder.reserve(main)
+    builder = _builder_of(main)(lowered, named or (lambda op, name: False), keep_quantized)
     builder.add_graph(main, "")
     for index, value in enumerate(main.outputs):
-        name = builder.names.get(value)
+        name = builder.name_of(value)
         if name is None:
             continue
         if keep_io_types or name in lowered.graph.lists or lowered.graph.values[name].dtype not in (DType.FLOAT32, low):
@@ -147,28 +148,42 @@ def _magnitude(lowered: Lowered, name: str) -> float | None:
     return examine(tensor, lowered.low).largest
 
 
-class _Builder:
+def _builder_of(graph: ir.Graph) -> type[Builder]:
+    if not isinstance(graph, PlainGraph):
+        return Builder
+    from amp_compiler.onnx.lowering.lower_plain import PlainBuilder  # it is derived from what stands here
+
+    return PlainBuilder
+
+
+class Builder:
     """Adds graph after graph, each value and node under a name of its own."""
 
     def __init__(self, lowered: Lowered, named: Callable[[str, str], bool], keep_quantized: bool) -> None:
         self.lowered, self.model, self.graph = lowered, lowered.model, lowered.graph
         self.named, self.keep_quantized = named, keep_quantized
         self.names: dict[ir.Value, str] = {}
-        self.held = {graph: list(graph) for graph in lowered.model.graphs()}
-        ops = {node.op_type for nodes in self.held.values() for node in nodes} if keep_quantized else set()
-        self.quantizes = not ops.isdisjoint(QUANTIZING)
+        self.quantizes = keep_quantized and not self._ops_of(lowered.model).isdisjoint(QUANTIZING)
         self.demands = Demanded(lowered.model, lowered.low)
         self._ops: dict[tuple[str, str], tuple[str, bool]] = {}
-        self._kinds: dict[tuple[object, ...], tuple[str, Demands]] = {}
-        self._reserved: dict[str, ir.Value] = {}
         self._next: dict[str, int] = {}
         self._unnamed: dict[str, int] = {}
 
-    def reserve(self, graph: ir.Graph) -> None:
-        """Give values of the main graph their own names, whatever values in bodies before them are called."""
-        made = (out for node in self.held[graph] for out in node.outputs)
-        values = [*graph.inputs, *graph.initializers.values(), *made]
+    def _ops_of(self, model: OnnxModel) -> set[str]:
+        """The types of the ops of a model. Gives values of its main graph their own names, whatever others are called.
+
+        Values in bodies, which stand before them, may have the same names.
+        """
+        self.held = {graph: list(graph) for graph in model.graphs()}
+        main = model.ir.graph
+        made = (out for node in self.held[main] for out in node.outputs)
+        values = [*main.inputs, *main.initializers.values(), *made]
         self._reserved = {value.name: value for value in values if value.name}
+        return {node.op_type for nodes in self.held.values() for node in nodes}
+
+    def name_of(self, value: ir.Value) -> str | None:
+        """The neutral name of a value; `None` for one that was not added."""
+        return self.names.get(value)
 
     def add_graph(self, graph: ir.Graph, region: str) -> None:
         """Add the inputs, initializers and nodes of a graph."""
@@ -177,12 +192,14 @@ class _Builder:
         for value in graph.initializers.values():
             if value not in self.names:
                 self._add_source(value, ValueKind.PARAMETER)
-        add = self._add_plain if isinstance(graph, PlainGraph) and not self.quantizes else self._add_node
+        self._add_nodes(graph, region)
+
+    def _add_nodes(self, graph: ir.Graph, region: str) -> None:
         for node in self.held[graph]:
             if node.op_type in _STORING and (is_folded(node, self.model) or self._is_empty_list(node)):
                 self._add_source(node.outputs[0], ValueKind.CONSTANT)
-                continue
-            add(node, region)
+            else:
+                self._add_node(node, region)
 
     def _add_source(self, value: ir.Value, kind: ValueKind) -> None:
         self.graph.add_value(self._value(value, kind))
@@ -209,57 +226,19 @@ class _Builder:
                 op,
                 tuple(operands),
                 tuple([value.name for value in outputs]),
-                _attributes(held) if held else _NO_ATTRIBUTES,
-                _module(node, props),
-                source=_source(props) if props else "",
+                attributes_of(held) if held else NO_ATTRIBUTES,
+                module_of(node.name or "", props),
+                source=source_of(props) if props else "",
                 region=region,
                 pin=demands.pin,
             ),
             outputs,
         )
-        self.lowered.nodes[name] = node
+        self._keep_node(node, name)
 
-    def _add_plain(self, node: ir.Node, region: str) -> None:
-        """`_add_node` in fewer instructions: of a node without attributes, among values that have their own names."""
-        name, lowered, types = node.name, self.lowered, self.model.types
-        read, made = node.inputs, node.outputs
-        if not name or name in lowered.nodes or name == RETURN or node.attributes.data or None in read:
-            self._add_node(node, region)
-            return
-        known = [types.get(value, UNKNOWN) for value in made]
-        kind = (
-            node.op_type, node.domain, len(read),
-            *[types.get(value, UNKNOWN).kind for value in read], *[one.kind for one in known],  # type: ignore[arg-type]
-        )  # fmt: skip
-        settled = self._kinds.get(kind)
-        if settled is None:
-            op, _ = self._op(node)
-            demands = self.demands.of(node, op, named=False, quantized="", inner=False)
-            if not op.startswith("onnx.") or demands.own:
-                self._add_node(node, region)
-                return
-            settled = self._kinds[kind] = op, demands
-        op, demands = settled
-        if demands.late is not None:
-            lowered.late[name] = demands.late
-        operands = [
-            Operand(value.name, slot, allowed, tied)  # type: ignore[arg-type, union-attr]
-            for value, (slot, allowed, tied) in zip(read, demands.slots, strict=True)
-        ]
-        outputs, names, values = [], self.names, lowered.values
-        for value, one in zip(made, known, strict=True):
-            own: str = value.name  # type: ignore[assignment]
-            names[value], values[own] = own, value
-            outputs.append(Value(own, one.dtype or DType.OTHER, one.shape, one.numel, ValueKind.RESULT))
-        props = node.metadata_props
-        self.graph.add_node(
-            Node(
-                name, op, tuple(operands), tuple([value.name for value in outputs]), _NO_ATTRIBUTES,
-                _module(node, props), "", _source(props) if props else "", region, "forward", demands.pin,
-            ),
-            outputs,
-        )  # fmt: skip
-        lowered.nodes[name] = node
+    def _keep_node(self, node: ir.Node, name: str) -> None:
+        """Note the node behind a neutral one."""
+        self.lowered.nodes[name] = node
 
     def _op(self, node: ir.Node) -> tuple[str, bool]:
         """The neutral name of the op of a node, and whether it quantises."""
@@ -314,16 +293,20 @@ class _Builder:
         return any(is_quantizing(user) for out in node.outputs for user, _ in out.uses())
 
     def _value(self, value: ir.Value, kind: ValueKind) -> Value:
-        known, values = self.model.types.get(value, UNKNOWN), self.lowered.values
-        name = value.name or "value"
-        if name in values or self._reserved.get(name, value) is not value:
-            name = self._unique(name, lambda wanted: wanted in self._reserved or wanted in values)
-        self.names[value] = name
-        values[name] = value
+        known, name = self.model.types.get(value, UNKNOWN), self._value_name(value)
         if known.item in (DType.FLOAT32, self.lowered.low):
             self.graph.lists.add(name)
             return Value(name, known.item, None, 0, kind)
         return Value(name, known.dtype or DType.OTHER, known.shape, known.numel, kind)
+
+    def _value_name(self, value: ir.Value) -> str:
+        """A name of its own for a value, which is noted."""
+        values, name = self.lowered.values, value.name or "value"
+        if name in values or self._reserved.get(name, value) is not value:
+            name = self._unique(name, lambda wanted: wanted in self._reserved or wanted in values)
+        self.names[value] = name
+        values[name] = value
+        return name
 
     def _is_empty_list(self, node: ir.Node) -> bool:
         """True for an empty list of FP32 or 16-bit tensors, which can as well be one of the other type."""
@@ -362,22 +345,22 @@ def is_quantizing(node: ir.Node) -> bool:
     return node.domain in ("", "ai.onnx", "com.microsoft") and node.op_type in QUANTIZING
 
 
-def _source(props: Mapping[str, str]) -> str:
+def source_of(props: Mapping[str, str]) -> str:
     """The line of the model that torch's exporter leaves."""
     return props.get("pkg.torch.onnx.stack_trace", "").rpartition("\n")[2][:200]
 
 
-def _module(node: ir.Node, props: Mapping[str, str]) -> str:
+def module_of(name: str, props: Mapping[str, str]) -> str:
     """The module path that exporters leave: torch's metadata, or a path as node name (`/encoder/layer.0/MatMul`)."""
     scopes = props.get("pkg.torch.onnx.name_scopes") if props else None
     if scopes:
         names = [part.strip(" '\"") for part in scopes.strip("[]").split(",")]
         return names[-2] if len(names) > 1 else ""
-    name = node.name or ""
     return ".".join(name.strip("/").split("/")[:-1]) if name.startswith("/") else ""
 
 
-def _attributes(held: Mapping[str, ir.Attr]) -> dict[str, Attr]:
+def attributes_of(held: Mapping[str, ir.Attr]) -> dict[str, Attr]:
+    """The attributes of a node that are numbers and strings, or lists of them."""
     found: dict[str, Attr] = {}
     kinds = ir.AttributeType
     for name, attribute in held.items():

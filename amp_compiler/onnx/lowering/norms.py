@@ -13,6 +13,7 @@ from amp_compiler.onnx.lowering.lower import Lowered
 from amp_compiler.onnx.lowering.walk import Walker, is_square
 from amp_compiler.onnx.model.edit import unique
 
+_SQUARING = ("onnx.Mul", "onnx.Pow")
 _ROOTS = ("onnx.Sqrt", "onnx.Pow")
 
 _ONE_TYPE = 17  # the first opset whose LayerNormalization ties the types of data and scale
@@ -31,7 +32,8 @@ def find_norms(lowered: Lowered) -> list[list[str]]:
         [['mean', 'centred', 'square', 'variance', 'plus_eps', 'root', 'quotient', 'scale', 'bias']]
     """
     walker = _Norms(lowered, {})
-    found = (walker.around(node) for node in lowered.graph.nodes.values() if is_square(node) or _is_power(walker, node))
+    squaring = [node for node in lowered.graph.nodes.values() if node.op in _SQUARING]
+    found = (walker.around(node) for node in squaring if is_square(node) or _is_power(walker, node))
     return [[node.name for node in norm] for norm in found if norm]
 
 

@@ -14,6 +14,8 @@ _GROWING = frozenset(
 )
 _ENDING = frozenset({"onnx.Sqrt", "onnx.Reciprocal", "onnx.Div", "onnx.Log", "onnx.Pow"})
 _OFF_ZERO = frozenset({"onnx.Clip", "onnx.Max", "onnx.Add"})  # what keeps a divisor off zero
+_SQUARING = ("onnx.Mul", "onnx.Pow")
+_WATCHED = frozenset({"onnx.Pow", "onnx.Mul", "onnx.Cast", "onnx.Exp", *_SQUARES})  # what may overflow, or count
 _COUNTING = frozenset({"onnx.Size", "onnx.ReduceProd"})
 _REACH = 12  # nodes between an op that overflows and the one that brings its result back into range
 
@@ -24,7 +26,7 @@ class Overflows(Walker):
     def patterns(self) -> None:
         """Squares, exponentials and numbers of elements."""
         for node in self.graph.nodes.values():
-            if node.part == GELU:
+            if node.op not in _WATCHED or node.part == GELU:
                 continue  # an infinite cube is the argument of a tanh, which is then 1
             if node.op == "onnx.Pow" and (self.scalar(node, 1) or 0) >= 2:
                 self._overflows(node, "powers leave the range of fp16")
@@ -40,7 +42,7 @@ class Overflows(Walker):
 
     def sums_of_squares(self) -> Iterator[list[str]]:
         """The nodes of each sum of squares, up to the root or quotient that it ends in; the square comes first."""
-        for node in self.graph.nodes.values():
+        for node in [node for node in self.graph.nodes.values() if node.op in _SQUARING]:
             squared = self._sums_squares(node) or (node.op == "onnx.Pow" and self.scalar(node, 1) == 2)
             if squared and self._is_summed(node):
                 yield [node.name, *self._to_end(node)]

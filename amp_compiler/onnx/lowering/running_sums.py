@@ -33,7 +33,7 @@ def pin_running_sums(lowered: Lowered) -> None:
     """
     nodes = lowered.graph.nodes
     finder = _Finder(lowered, {})
-    names = {value: name for name, value in lowered.values.items()}
+    names = {value: name for name, value in lowered.values.items()} if lowered.owners else {}
     for body, holder in lowered.owners.items():
         for before, after in _states(body, holder):
             if before not in names or after not in names:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
 
 from amp_compiler.ir.plan import RETURN, PrecisionPlan
 from amp_compiler.onnx.lowering.apply import is_rounded_in_place
 from amp_compiler.onnx.lowering.lower import FOLDED, Lowered
 from amp_compiler.onnx.lowering.norms import find_norms
-from amp_compiler.onnx.model.plain import PlainGraph, PlainNode, PlainValue
+from amp_compiler.onnx.model.plain import PlainGraph
 
 _CASTS = frozenset({"Cast", "CastLike"})
 _CHANGED = frozenset({*FOLDED, "BatchNormalization"})
+_LOOKED_AT = _CASTS | _CHANGED
 _MUCH = 1_800_000_000  # bytes of stored data from which they may have to go to a file of their own
 
 
@@ -30,16 +30,17 @@ def open_touched(lowered: Lowered, plan: PrecisionPlan) -> None:
     graph = lowered.model.ir.graph
     if not isinstance(graph, PlainGraph):
         return
-    nodes = cast("dict[str, PlainNode]", lowered.nodes)
+    places = lowered.places
     stored = sum(tensor.ByteSize() for tensor in graph.proto.initializer)
     everything = lowered.renamed or plan.has_math or stored > _MUCH
-    opened = lowered.model.open_nodes(range(len(graph.nodes)) if everything else _touched(lowered, plan, graph))
+    opened = lowered.model.open_nodes(range(len(graph.texts)) if everything else _touched(lowered, plan, graph))
     if opened is None:
         return
-    lowered.value_names = frozenset(lowered.values)
-    lowered.node_names = frozenset([node.name for node in graph.nodes])
-    lowered.values = {name: value for name, value in opened.values.items() if name in lowered.values}
-    lowered.nodes = {name: opened.nodes[node.index] for name, node in nodes.items() if node.index in opened.nodes}
+    lowered.value_names = graph.makers.keys()
+    lowered.node_names = frozenset([text.name for text in graph.texts])
+    lowered.values = {name: value for name, value in opened.values.items() if name in graph.makers}
+    found = opened.nodes
+    lowered.nodes = {name: found[place] for name, place in places.items() if place in found}
     lowered.sites = {
         name: [replace(site, node=lowered.nodes[name]) for site in sites]
         for name, sites in lowered.sites.items()
@@ -49,23 +50,23 @@ def open_touched(lowered: Lowered, plan: PrecisionPlan) -> None:
 
 def _touched(lowered: Lowered, plan: PrecisionPlan, graph: PlainGraph) -> set[int]:
     """The places of the nodes."""
-    nodes = cast("dict[str, PlainNode]", lowered.nodes)
-    values = cast("dict[str, PlainValue]", lowered.values)
+    places, makers = lowered.places, graph.makers
     found: set[int] = set()
     for planned in plan.casts:
-        if planned.value in values and is_rounded_in_place(lowered, planned):
+        if planned.value in makers and is_rounded_in_place(lowered, planned):
             continue
-        maker = values[planned.value].maker
-        found.update([nodes[name].index for name, _ in planned.users if name != RETURN])
-        found.update([maker.index] if maker is not None else ())
-    beside = list(graph.outputs)
-    for node in graph.nodes:
-        if node.op_type in _CASTS:
-            beside += [value for value in (*node.inputs, *node.outputs) if value is not None]
-        elif node.op_type in _CHANGED:
-            found.add(node.index)
+        found.add(makers[planned.value])
+        found.update([places[name] for name, _ in planned.users if name != RETURN])
+    beside = [value.name for value in graph.outputs]
+    for place, text in enumerate(graph.texts) if not _LOOKED_AT.isdisjoint([text[1] for text in graph.texts]) else ():
+        if text[1] in _CASTS:
+            beside += [*text.inputs, *text.outputs]
+        elif text[1] in _CHANGED:
+            found.add(place)
     for value in beside:
-        found.update([user.index for user, _ in value.users])
-        found.update([value.maker.index] if value.maker is not None else ())
-    found.update(nodes[name].index for norm in find_norms(lowered) for name in norm)
+        if value:
+            found.add(makers[value])
+            found.update([places[user.name] for user, _ in lowered.graph.users(value)])
+    found.update(places[name] for norm in find_norms(lowered) for name in norm)
+    found.discard(-1)  # the place of what no node makes
     return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
+
 import onnx_ir as ir
 
 from amp_compiler.ir.dtypes import DType
@@ -38,7 +40,29 @@ def set_type(value: ir.Value, dtype: DType) -> None:
         value.type = ir.TensorType(ir_type(dtype), denotation=value.type.denotation)
 
 
-def unique(name: str, taken: set[str]) -> str:
+class Names:
+    """Names that are taken.
+
+    Args:
+        known: those of a model; they are not copied.
+    """
+
+    def __init__(self, known: Container[str]) -> None:
+        self._known, self._added = known, {""}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._added or name in self._known
+
+    def add(self, name: str) -> None:
+        """Take one more."""
+        self._added.add(name)
+
+    def update(self, names: Iterable[str]) -> None:
+        """Take some more."""
+        self._added.update(names)
+
+
+def unique(name: str, taken: set[str] | Names) -> str:
     """`name`, with a number after it where it is taken; it counts as taken from then on."""
     number, found = 1, name
     while found in taken:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import stat
 from collections.abc import Collection, Iterator, Sequence
@@ -19,7 +18,7 @@ from amp_compiler.ir.dtypes import DType
 from amp_compiler.onnx.model.condense import Condensed
 from amp_compiler.onnx.model.infer import Sizes, infer, infer_checked, infer_sized, light_of, stripped
 from amp_compiler.onnx.model.order import in_order
-from amp_compiler.onnx.model.plain import PlainGraph, PlainNode, PlainValue, plain_model
+from amp_compiler.onnx.model.plain import TOLD, PlainGraph, PlainValue, plain_model
 from amp_compiler.onnx.model.sparse import dense
 from amp_compiler.onnx.model.types import neutral_type
 from amp_compiler.onnx.model.validate import NodeText, check_fully, check_structure, told_as_onnx
@@ -39,6 +38,10 @@ class ValueType:
         shape: dimensions, a string for a symbolic one, `None` for an unknown rank.
         tensor: it is a dense tensor, no sequence, optional or sparse one.
         item: the element type of the tensors of a sequence; `None` for what is none.
+
+    Attributes:
+        kind: the element type of a tensor; that of the tensors of a sequence in a tuple, `(None,)` for anything else.
+        numel: elements; a dimension without a number counts as `SIZE_HINT`.
     """
 
     dtype: DType | None
@@ -46,20 +49,32 @@ class ValueType:
     tensor: bool = True
     item: DType | None = None
 
-    @functools.cached_property
-    def kind(self) -> DType | tuple[DType | None] | None:
-        """The element type of a tensor; that of the tensors of a sequence in a tuple, `(None,)` for anything else."""
-        return self.dtype if self.tensor else (self.item,)
+    kind: DType | tuple[DType | None] | None = field(init=False, repr=False, compare=False)
+    numel: int = field(init=False, repr=False, compare=False)
 
-    @functools.cached_property
-    def numel(self) -> int:
-        """Elements; a dimension without a number counts as `SIZE_HINT`."""
-        if self.shape is None:
-            return SIZE_HINT * SIZE_HINT
-        return math.prod(size if isinstance(size, int) else SIZE_HINT for size in self.shape)
+    def __post_init__(self) -> None:
+        shape = (SIZE_HINT, SIZE_HINT) if self.shape is None else self.shape
+        numel = math.prod(size if isinstance(size, int) else SIZE_HINT for size in shape)
+        object.__setattr__(self, "kind", self.dtype if self.tensor else (self.item,))
+        object.__setattr__(self, "numel", numel)
 
 
 UNKNOWN = ValueType(None)
+
+
+class PlainTypes:
+    """What is known of the values of a plain graph, in the place of a dict by value.
+
+    Args:
+        by_name: the same by the name of the value.
+    """
+
+    def __init__(self, by_name: dict[str, ValueType]) -> None:
+        self.by_name = by_name
+
+    def get(self, value: PlainValue, default: ValueType) -> ValueType:
+        """What is known of a value."""
+        return self.by_name.get(value.name, default)
 
 
 @dataclass(frozen=True)
@@ -136,7 +151,7 @@ class OnnxModel:
             return None
         made = self.condensed = Condensed(self.proto, self.ir.graph, kept)
         self.ir, self.types = made.model, {}
-        self.unnamed = {node for place, node in made.nodes.items() if not made.graph.nodes[place].name}
+        self.unnamed = {node for place, node in made.nodes.items() if not made.graph.texts[place].name}
         described = {info.name for info in self.proto.graph.value_info}
         self.described = {value for name, value in made.model.graph.initializers.items() if name in described}
         return made
@@ -300,6 +315,7 @@ def _read_plain(opened: OnnxFile, model: onnx_ir.Model, check: bool, sizes: Size
     graph = cast("PlainGraph", model.graph)
     contents = Contents(bodies=False, tensors=graph.tensors)
     light = light_of(opened.proto, opened.folder, contents)
+    graph.told = TOLD in light.SerializeToString()
     if check:
         check_fully(light, opened.name)
     with told_as_onnx(opened.name, "its graph is malformed"):
@@ -386,21 +402,11 @@ class _Binder:
             self._bind_bodies(graph, proto, inferred)
 
     def bind_plain(self, graph: PlainGraph, inferred: onnx.GraphProto) -> None:
-        """Fill `types` and `unnamed` for a graph without bodies that stands in for one of `onnx_ir`."""
-        known, types = self._known(inferred), cast("dict[PlainValue, ValueType]", self.model.types)
-        for value in graph.inputs:
-            if value.name in known:
-                types[value] = known[value.name]
-        for value, tensor in zip(graph.initializers.values(), graph.proto.initializer, strict=True):
-            types[value] = ValueType(neutral_type(tensor.data_type), tuple(tensor.dims))
-        unnamed = cast("set[PlainNode]", self.model.unnamed)
-        for node in graph.nodes:
-            if not node.name:
-                unnamed.add(node)
-            for value in node.outputs:
-                found = known.get(value.name)
-                if found is not None:
-                    types[value] = found
+        """Fill `types` for a graph without bodies that stands in for one of `onnx_ir`."""
+        known = self._known(inferred)
+        for tensor in graph.proto.initializer:
+            known[tensor.name] = ValueType(neutral_type(tensor.data_type), tuple(tensor.dims))
+        self.model.types = cast("dict[onnx_ir.Value, ValueType]", PlainTypes(known))
 
     def _bind_bodies(self, graph: onnx_ir.Graph, proto: onnx.GraphProto, inferred: onnx.GraphProto) -> None:
         for node, message, shadow in zip(graph, proto.node, inferred.node, strict=True):
