@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
+_PEAK = re.compile(rb"VmHWM:\s+(\d+) kB")  # the most that a process has held in memory
 STEPS_KEY = "steps"  # of what a step's state_dict holds of its own
 _MEND = "pass a list of them, such as callbacks=[amp.callbacks.JSONLines('run.jsonl', every=10)]"
 
@@ -216,6 +219,12 @@ def shares(counts: Sequence[float], dtype: str) -> tuple[float, float, float]:
 def _memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    if device.type != "cpu" or resource is None:
+    if device.type != "cpu":
         return None
-    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * _UNIT
+    try:  # on Linux `resource` tells at least what the process held that started this one
+        peak = _PEAK.search(Path("/proc/self/status").read_bytes())
+    except OSError:
+        peak = None
+    if peak is not None:
+        return 1024 * int(peak[1])
+    return None if resource is None else int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * _UNIT

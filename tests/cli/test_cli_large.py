@@ -24,12 +24,12 @@ def model():
 @pytest.mark.slow
 def test_a_llama_of_7b_is_planned_within_a_gigabyte(tmp_path: Path) -> None:
     (tmp_path / "llama.py").write_text(LLAMA_7B, encoding="utf-8")
-    program = "import atexit, resource, amp_compiler.cli.main as m\n"
-    program += "atexit.register(lambda: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))\nm.main()"
+    program = f"import atexit, sys\nsys.path.append({str(Path(__file__).parents[1])!r})\nfrom own_memory import peak\n"
+    program += "import amp_compiler.cli.main as m\natexit.register(lambda: print(peak()))\nm.main()"
     spec, output = f"{tmp_path / 'llama.py'}:model", tmp_path / "plan.json"
     arguments = ["explain", spec, "--device", "cuda", "--format", "json", "--output", str(output)]
     done = subprocess.run([sys.executable, "-c", program, *arguments], check=True, capture_output=True, text=True)
     plan = json.loads(output.read_text(encoding="utf-8"))
     assert (plan["device"], plan["dtype"]) == ("cuda", "bf16")
     assert sum(node["op"] == "aten.linear" for node in plan["nodes"]) == 32 * 7 + 1
-    assert int(done.stdout.split()[-1]) < 1e6  # kilobytes
+    assert int(done.stdout.split()[-1]) < 1e9

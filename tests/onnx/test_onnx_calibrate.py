@@ -179,21 +179,22 @@ def test_names_of_taps_do_not_collide_with_the_models_own():
 
 
 MEMORY = """
-import resource, sys
+import sys
 import numpy as np
 from onnx import helper
 sys.path.insert(0, sys.argv[1])
 from onnx_helpers import make_model, value
+from own_memory import peak
 from amp_compiler.onnx.check.calibrate import calibrate
 size, depth = 1_000_000, 100
 names = ["x", *(f"v{i}" for i in range(depth))]
 nodes = [helper.make_node("Cos", [one], [two]) for one, two in zip(names, names[1:])]
 model = make_model(nodes, [value("x", ["n"])], [value(names[-1], ["n"])])
 calibrate(model, [{"x": np.ones(8, np.float32)}])
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
 found = calibrate(model, [{"x": np.ones(size, np.float32)}])
 assert len(found) == depth + 1
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+print((peak() - before) / 2**20)
 """
 
 

@@ -20,13 +20,15 @@ SIDE = 8192
 BYTES = 4 * SIDE * SIDE  # of one weight: 256 MiB
 
 CONVERT = """
-import json, resource, sys, time
+import json, sys, time
+sys.path.insert(0, sys.argv[3])
+from own_memory import peak
 from amp_compiler.onnx.convert import convert_onnx
-start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+start = peak()
 begun = time.perf_counter()
 done = convert_onnx(sys.argv[1], sys.argv[2], dtype="fp16")
 facts = {
-    "peak": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, "start": 1024 * start,
+    "peak": peak(), "start": start,
     "low": done.plan.low_nodes, "nodes": len(done.plan.nodes), "seconds": time.perf_counter() - begun,
 }
 print(json.dumps(facts))
@@ -34,7 +36,7 @@ print(json.dumps(facts))
 
 
 def convert_in_a_process(source: Path, target: Path) -> dict[str, float]:
-    command = [sys.executable, "-c", CONVERT, str(source), str(target)]
+    command = [sys.executable, "-c", CONVERT, str(source), str(target), str(Path(__file__).parents[1])]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     facts: dict[str, float] = json.loads(done.stdout)
