@@ -2,8 +2,8 @@
 
 On a GPU cuBLASLt does these where the product is still in registers. So an activation and its gradient read the FP32
 sums, where a loop behind the product reads what was rounded to 16 bits: they are rounded once less. What is kept for a
-gradient is rounded, to the bit as the product alone would be. Anywhere else, and for what cuBLASLt refuses, the
-operators are the loops; a mask that one way has written the other reads.
+gradient is rounded, as the product alone would be. Anywhere else, and for a form of call that no trial has found right
+(`ops.cuda.epilogue_trials`), the operators are the loops; a mask that one way has written the other reads.
 """
 
 from __future__ import annotations
@@ -108,11 +108,11 @@ def _run(operator: Any, *arguments: Any) -> Pair:
     library = cublaslt.CUBLASLT
     if arguments[0].device.type == library.device and library.available():
         call, results = prepared(operator._opoverload, *arguments)
-        try:
-            library.run(call)
-        except Refused:
-            pass
-        else:
+        if library.trusts(call):
+            try:
+                library.run(call)
+            except Refused:  # what is wrong with more than this call shows in the loops as well
+                return composed(operator._opoverload, *arguments)
             return results
     return composed(operator._opoverload, *arguments)
 

@@ -22,9 +22,19 @@ SLACK = {dtype: 2 * torch.finfo(dtype).eps for dtype in LOW}
 
 @pytest.fixture
 def stand_in(monkeypatch):
+    """A library whose every form is taken for right; trials are tested elsewhere."""
     made = StandIn()
-    monkeypatch.setattr(cublaslt, "CUBLASLT", cublaslt.Cublaslt(made, "cpu"))
+    library = cublaslt.Cublaslt(made, "cpu")
+    monkeypatch.setattr(cublaslt, "CUBLASLT", library)
+    monkeypatch.setattr(library, "trusts", lambda call: trusts(library, call))
     return made
+
+
+def trusts(library, call):
+    try:
+        return library.choices(call) > 0
+    except cublaslt.Refused:
+        return False
 
 
 def matrix(rows, columns, dtype, lies="rows", seed=0):
@@ -162,6 +172,21 @@ def test_what_the_library_refuses_is_done_by_loops(stand_in):
     assert torch.equal(kept, left @ right) and not stand_in.ran
     ACTIVATION(left, right, right[0].contiguous(), "gelu")
     assert [one.epilogue for one in stand_in.ran] == ["GELU_AUX_BIAS"]
+
+
+def test_what_was_not_tried_is_done_by_loops(monkeypatch):
+    library = cublaslt.Cublaslt(made := StandIn(), "cpu")
+    monkeypatch.setattr(cublaslt, "CUBLASLT", library)
+    left, right = matrix(ROWS, INNER, torch.bfloat16), matrix(INNER, COLUMNS, torch.bfloat16)
+    WITH_SUM(left, right, True)
+    assert not made.ran
+    call, _ = epilogues.prepared(WITH_SUM, left, right, True)
+    library.choices(call)
+    library.prefer(call, 1)
+    WITH_SUM(left, right, True)
+    assert [one.algorithm for one in made.ran] == [2]
+    WITH_SUM(left.t().contiguous().t(), right, True)
+    assert len(made.ran) == 1, "the same sizes in another layout are another form"
 
 
 def test_flops_are_those_of_the_product():

@@ -73,7 +73,9 @@ def test_calls_are_captured_and_replayed(activation):
     forward, backward = (call(one, activation, True, torch.bfloat16, "small") for one in (ACTIVATION, GRADIENT))
     for operator, given in ((ACTIVATION, forward), (GRADIENT, backward)):
         try:
-            cublaslt.CUBLASLT.choices(prepared(operator, *given)[0])
+            made, _ = prepared(operator, *given)
+            cublaslt.CUBLASLT.choices(made)
+            cublaslt.CUBLASLT.prefer(made, 0)
         except Refused as reason:
             pytest.skip(f"cuBLASLt refuses: {reason}")
     ACTIVATION(*forward), GRADIENT(*backward)

@@ -126,13 +126,17 @@ class _Form:
 
 @dataclass
 class _Plan:
-    """The descriptors of a form, which live as long as the process, and the ways to compute it, best first."""
+    """The descriptors of a form, which live as long as the process, and the ways to compute it, best first.
+
+    `preferred` says that the first one was tried out and chosen.
+    """
 
     product: ctypes.c_void_p
     a: ctypes.c_void_p
     b: ctypes.c_void_p
     d: ctypes.c_void_p
     found: list[_Found] = field(default_factory=list)
+    preferred: bool = False
 
 
 def lies(shape: Sequence[int], stride: Sequence[int]) -> tuple[bool, int] | None:
@@ -213,10 +217,19 @@ class Cublaslt:
             return len(self._plan(form, call).found)
 
     def prefer(self, call: Call, choice: int) -> None:
-        """Let calls of this form run in one of the ways from now on."""
+        """Let calls of this form run in one of the ways from now on, which was found to be right."""
         with self._lock:
-            found = self._plans[_form_of(call)].found
-            found.insert(0, found.pop(choice))
+            plan = self._plans[_form_of(call)]
+            plan.found.insert(0, plan.found.pop(choice))
+            plan.preferred = True
+
+    def trusts(self, call: Call) -> bool:
+        """Whether a way was found to be right for calls of this form; a compiler may lay operands out otherwise."""
+        try:
+            plan = self._plans.get(_form_of(call))
+        except Refused:
+            return False
+        return plan is not None and plan.preferred
 
     def _functions(self) -> Any:
         if not self._looked:

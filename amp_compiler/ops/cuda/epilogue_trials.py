@@ -94,13 +94,17 @@ def _compared(operator: Any, arguments: Sequence[Any]) -> str:
     call, results = prepared(operator, *given)
     expected, spread = composed(operator, *given), _spread(operator, *given)
     try:
-        right = []
+        right, refused = [], None
         for choice in range(library.choices(call)):
-            _run(library, call, results, choice)
+            try:
+                _run(library, call, results, choice)
+            except Refused as reason:
+                refused = reason
+                continue
             if _agrees(operator, given, results, expected, spread):
                 right.append(choice)
         if not right:
-            return "wrong:-other-numbers"
+            return _refused(refused) if refused is not None else "wrong:-other-numbers"
         if GELU in given:
             right = [choice for choice in right if _is_by_tanh(library, call, choice, operator, given, results)]
             if not right:
@@ -121,8 +125,12 @@ def _compared(operator: Any, arguments: Sequence[Any]) -> str:
             return f"slower:-{seconds[best] / loops:.2f}-of-the-time"
         library.prefer(call, best)
     except Refused as reason:
-        return f"refused:-{reason}".replace(" ", "-")
+        return _refused(reason)
     return ""
+
+
+def _refused(reason: Refused) -> str:
+    return f"refused:-{reason}".replace(" ", "-")
 
 
 def _run(library: Any, call: Call, results: Sequence[Tensor], choice: int) -> None:
