@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import sys
 
 import pytest
@@ -31,6 +33,14 @@ def test_a_kernel_takes_the_longer_of_its_bytes_and_its_operations(costs):
     assert product.seconds(h200) == pytest.approx(7e-6 + 2.5e-6)
     wide = kernel.Kernel("mm", kernel.MATMUL, 0, 0, flops=67_000_000, precision="fp32", launches=2, in_graph=False)
     assert wide.seconds(h200) == pytest.approx(1e-6 + 2 * 5e-6)
+
+
+def test_the_table_has_every_model_but_those_that_a_device_is_asked_about(costs):
+    model = costs["model"]
+    assert model.parse([]).default and set(model.COUNTED) == set(model.models.CUDA_SIZES) - {"lstm"}
+    rows = json.loads((BENCHMARKS / "results" / "cuda_model.json").read_text(encoding="utf-8"))["rows"]
+    told = [(row["model"], row["dtype"], row["variant"]) for row in rows]
+    assert told == list(itertools.product(model.COUNTED, model.SETTINGS, model.VARIANTS))
 
 
 def test_costs_are_summed_by_class(costs):
