@@ -260,7 +260,7 @@ def convert(
         bool | None,
         typer.Option(
             "--fuse/--no-fuse",
-            help="Write norms and GELUs that stand in parts as the one op that the opset has for each, or none of them. "
+            help="Write norms and GELUs that stand in parts as the one op that the opset has for each, or none. "
             "By default norms beside which casts would stand.",
         ),
     ] = None,
