@@ -202,8 +202,10 @@ def show(rows: list[dict[str, Any]]) -> Table:
 
 
 def show_casts(rows: list[dict[str, Any]]) -> Table:
-    """Casts, their MB a run and error of each export beside AutoCast's: by default, which fuses nothing, and fused."""
-    table = Table(title=f"casts, MB cast, error; by default nothing is fused, fused is `--fuse --opset {FUSING_OPSET}`")
+    """Casts, their MB a run and error of each export beside AutoCast's: by default, and all norms and GELUs fused."""
+    table = Table(
+        title=f"casts, MB cast, error; by default norms beside casts are fused, fused: `--fuse --opset {FUSING_OPSET}`"
+    )
     for column in ("model", "default", CAREFUL, "default: at most its casts, bytes, error", "fused", "fused: at most"):
         table.add_column(column)
     for row in rows:

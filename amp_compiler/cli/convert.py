@@ -47,7 +47,7 @@ class ConvertOptions:
         providers: execution providers of ONNX Runtime.
         custom_ops: libraries of custom ops for ONNX Runtime.
         as_fp32: types that are made FP32 first.
-        fuse: write norms and GELUs that stand in parts as one op each.
+        fuse: write norms and GELUs that stand in parts as one op each, or none; by default norms beside casts.
     """
 
     source: Path
@@ -65,7 +65,7 @@ class ConvertOptions:
     providers: tuple[str, ...] = ()
     custom_ops: tuple[Path, ...] = ()
     as_fp32: tuple[str, ...] = ()
-    fuse: bool = False
+    fuse: bool | None = None
 
     @property
     def engine(self) -> Engine:

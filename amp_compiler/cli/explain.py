@@ -39,7 +39,7 @@ class ExplainOptions:
         loss: names the loss of a training step.
         backend: what the stages are made for.
         device: the device that is planned for: `cpu`, `cuda`, or `auto` for that of the model.
-        fuse: of an ONNX model: plan it with norms and GELUs that stand in parts as one op each.
+        fuse: of an ONNX model: as for `convert`.
         opset: of an ONNX model: raise it to this opset first.
     """
 
@@ -58,7 +58,7 @@ class ExplainOptions:
     loss: str = ""
     backend: str = NODE_BY_NODE
     device: str = "auto"
-    fuse: bool = False
+    fuse: bool | None = None
     opset: int | None = None
 
     @property

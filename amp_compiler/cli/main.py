@@ -143,7 +143,9 @@ def explain(
     device: Annotated[
         Device, typer.Option("--device", help="Plan for this device, which need not be there.")
     ] = Device.AUTO,
-    fuse: Annotated[bool, typer.Option("--fuse", help="Of an ONNX file: as `convert --fuse` plans it.")] = False,
+    fuse: Annotated[
+        bool | None, typer.Option("--fuse/--no-fuse", help="Of an ONNX file: as `convert` plans it with this.")
+    ] = None,
     opset: Annotated[
         int | None, typer.Option("--opset", metavar="N", help="Of an ONNX file: as `convert --opset` plans it.")
     ] = None,
@@ -255,11 +257,13 @@ def convert(
         ),
     ] = None,
     fuse: Annotated[
-        bool,
+        bool | None,
         typer.Option(
-            "--fuse", help="Write norms and GELUs that stand in parts as the one op that the opset has for each."
+            "--fuse/--no-fuse",
+            help="Write norms and GELUs that stand in parts as the one op that the opset has for each, or none. "
+            "By default norms beside which casts would stand.",
         ),
-    ] = False,
+    ] = None,
     json_: JsonOption = False,
 ) -> None:
     """Convert an ONNX model to mixed precision. Exit codes: 1 no conversion, 2 wrong usage, 3 failed verification."""
