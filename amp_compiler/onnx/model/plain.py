@@ -89,7 +89,8 @@ class PlainNode:
     @property
     def message(self) -> onnx.NodeProto:
         """Its message."""
-        return self._of.proto.node[self.index]
+        found: onnx.NodeProto = self._of.proto.node[self.index]
+        return found
 
     @property
     def inputs(self) -> tuple[PlainValue | None, ...]:
