@@ -30,9 +30,10 @@ def settle_between(draft: Draft, decisions: Mapping[str, Decision]) -> dict[str,
     Returns:
         By node name, the reason for FP32, or an empty text.
     """
-    asked = {name: decision.precision for name, decision in decisions.items()}
-    if Precision.BETWEEN not in asked.values():
+    between = Precision.BETWEEN
+    if not any(decision.precision is between for decision in decisions.values()):
         return {}
+    asked = {name: decision.precision for name, decision in decisions.items()}
     walk = _Walk(draft, asked)
     return {name: walk.why_fp32(name) for name, precision in asked.items() if precision is Precision.BETWEEN}
 

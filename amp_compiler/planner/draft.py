@@ -63,8 +63,8 @@ class Draft:
         Args:
             kept: it stays as it is, whatever becomes of the draft; else it is to be compared at once.
         """
-        held = (self.decisions, self.labels, self.notes)
-        return (*(dict(one) if kept and isinstance(one, dict) else one for one in held), self.casts)
+        held = (self.labels, self.decisions, self.notes)  # what differs behind a pass stands before what does not
+        return (self.casts, *(dict(one) if kept and isinstance(one, dict) else one for one in held))
 
     @property
     def flexible(self) -> frozenset[DType]:

@@ -105,8 +105,8 @@ class _Walk:
             self.found, self.memory, self.decisions, self.typing.nodes, self.values
         )  # fmt: skip
         fixed, wides, stored, follow, float32 = found.fixed, found.wide, found.stored, Precision.FOLLOW, DType.FLOAT32
-        for name, node in self.draft.graph.nodes.items():
-            typing, precision = typings[name], decisions[name].precision
+        for (name, node), typing in zip(self.draft.graph.nodes.items(), typings.values(), strict=True):
+            precision, data = decisions[name].precision, typing.data
             made = node.outputs if typing.plain else typing.made_by(node)
             writes = next((memory[one] for one in made if one in memory), None) if memory else None
             label: str | None
@@ -123,15 +123,16 @@ class _Walk:
             if label is None:
                 found.free.append(name)
                 self.free.add(name)
-                wide = found.widest(node, typing.data) is not None
+                one = node.inputs[data[0]].value if len(data) == 1 else None
+                wide = found.widest(node, data) is not None if one is None else wides[one]
             else:
                 fixed[name] = label
                 wide = label == FP32
             for one in made:
                 wides[one] = values[one].dtype is float32 if label == KEEP else wide
-            if stored and typing.info.moves == "shape" and typing.data:
-                data = [node.inputs[index].value for index in typing.data]
-                stored.update(made if stored.issuperset(data) else ())
+            if stored and typing.info.moves == "shape" and data:
+                read = [node.inputs[index].value for index in data]
+                stored.update(made if stored.issuperset(read) else ())
             if writes is not None:
                 self._agree(made, writes)
 

@@ -101,7 +101,7 @@ class FollowProblem:
 
     def hold_exact_nodes(self) -> None:
         """Label fp32, from the end, the exact nodes of whose result somebody needs every bit."""
-        for name in reversed(list(self.free)):
+        for name in reversed(list(self.free)) if self.typing.has_exact else ():
             if not self.keeps_bits(name):
                 continue
             made = self.typing[name].made_by(self.graph.nodes[name])

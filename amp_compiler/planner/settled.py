@@ -39,34 +39,37 @@ def settled_low(problem: FollowProblem) -> set[str]:
 
 def _may_be_fp32(problem: FollowProblem) -> Iterator[str]:
     """The free nodes beside which something that is not free is FP32, or asks for it, or sees what is rounded."""
-    nodes, typings, free = problem.graph.nodes, problem.typing.nodes, problem.free
+    graph, typings, free, labels = problem.graph, problem.typing.nodes, problem.free, problem.labels
+    values, makers, readers, low, returned = (
+        graph.values,
+        graph.maker,
+        graph.readers,
+        problem.typing.low,
+        problem.returned,
+    )
+
+    def reads_fp32(node: Node, typing: NodeTyping) -> bool:
+        for index in typing.data:
+            name = node.inputs[index].value
+            value = values[name]
+            if value.kind is ValueKind.RESULT:
+                if makers(name) not in free and problem.typing.result(name, labels) is not low:
+                    return True
+            elif not graph.is_folded(name) and value.dtype is not low:
+                return True
+        return False
+
+    def is_asked_for_fp32(made: tuple[str, ...]) -> bool:
+        for value in made:
+            if value in returned:
+                return True
+            for user, index in readers(value):
+                if typings[user].roles[index] is not Role.DATA or (user not in free and labels[user] != LOW):
+                    return True
+        return False
+
     for name in free:
-        node, typing = nodes[name], typings[name]
-        rounds = typing.info.exact and problem.keeps_bits(name)
-        beside = rounds or _reads_fp32(problem, node, typing) or _is_asked_for_fp32(problem, typing.made_by(node))
-        if beside or typing.info.promotes:
+        node, typing = graph.nodes[name], typings[name]
+        rounds = typing.info.promotes or (typing.info.exact and problem.keeps_bits(name))
+        if rounds or reads_fp32(node, typing) or is_asked_for_fp32(typing.made_by(node)):
             yield name
-
-
-def _reads_fp32(problem: FollowProblem, node: Node, typing: NodeTyping) -> bool:
-    graph, free, low = problem.graph, problem.free, problem.typing.low
-    for index in typing.data:
-        name = node.inputs[index].value
-        value = graph.values[name]
-        if value.kind is ValueKind.RESULT:
-            if graph.maker(name) not in free and problem.typing.result(name, problem.labels) is not low:
-                return True
-        elif not graph.is_folded(name) and value.dtype is not low:
-            return True
-    return False
-
-
-def _is_asked_for_fp32(problem: FollowProblem, made: tuple[str, ...]) -> bool:
-    typings, free, labels = problem.typing.nodes, problem.free, problem.labels
-    for value in made:
-        if value in problem.returned:
-            return True
-        for user, index in problem.graph.readers(value):
-            if typings[user].roles[index] is not Role.DATA or (user not in free and labels[user] != LOW):
-                return True
-    return False

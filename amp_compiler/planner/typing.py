@@ -114,6 +114,7 @@ class TypingRules:
         self.flexible = frozenset({DType.FLOAT32, low})
         self.nodes: dict[str, NodeTyping] = {}
         self.cast_results: set[str] = set()  # what explicit casts make, which few graphs have many of
+        self.has_exact = False  # whether rounding commutes with the op of some node
         self._type_nodes()
 
     def fits(self, graph: PrecisionGraph, ops: OpTable, low: DType) -> bool:
@@ -142,10 +143,11 @@ class TypingRules:
     def results(self, labels: Mapping[str, str]) -> dict[str, DType]:
         """The types of all values after the rewrite, see `result`."""
         found = {name: value.dtype for name, value in self.graph.values.items()}
-        typings, nodes, low = self.nodes, self.graph.nodes, self.low
-        for name, label in labels.items():
+        low = self.low
+        for (name, node), typing in zip(self.graph.nodes.items(), self.nodes.values(), strict=True):
+            label = labels.get(name, KEEP)
             if label != KEEP:
-                for made in typings[name].made_by(nodes[name]):
+                for made in node.outputs if typing.plain else typing.made_by(node):
                     found[made] = low if label == LOW else DType.FLOAT32
         return found
 
@@ -229,6 +231,7 @@ class TypingRules:
             known = shared.get(alike)
             if known is None:
                 known = shared[alike] = self._look_at(node, is_cast)
+                self.has_exact = self.has_exact or known.info.exact
             nodes[name] = known
             if is_cast:
                 self.cast_results.update(node.outputs)

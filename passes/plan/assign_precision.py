@@ -48,10 +48,9 @@ class AssignPrecision(FunctionalPass[Draft]):
 
     def requires(self, subject: Draft) -> str | None:
         """Every node has a decision."""
-        for name in subject.graph.nodes:
-            if name not in subject.decisions:
-                return f"node '{name}' has no decision"
-        return None
+        if subject.graph.nodes.keys() <= subject.decisions.keys():
+            return None
+        return f"node '{next(name for name in subject.graph.nodes if name not in subject.decisions)}' has no decision"
 
     def ensures(self, subject: Draft, remembered: Any) -> str | None:
         """Every node has a label, and nodes that cannot be moved have `keep`."""

@@ -57,9 +57,9 @@ class Classify(FunctionalPass[Draft]):
 
     def ensures(self, subject: Draft, remembered: Any) -> str | None:
         """Every node has a decision, and every decision a reason."""
-        missing = [name for name in subject.graph.nodes if name not in subject.decisions]
-        if missing:
-            return f"node '{missing[0]}' has no decision"
+        if not subject.graph.nodes.keys() <= subject.decisions.keys():
+            missing = next(name for name in subject.graph.nodes if name not in subject.decisions)
+            return f"node '{missing}' has no decision"
         mute = [name for name, decision in subject.decisions.items() if not decision.reason]
         return f"the decision on node '{mute[0]}' has no reason" if mute else None
 

@@ -98,8 +98,8 @@ class _Placer:
         mixing: list[tuple[int, Node]] = []
         explicit: list[tuple[tuple[int, int], PlannedCast]] = []
         types, labels, typings, low = self.types, self.labels, self.typing.nodes, self.typing.low
-        for order, node in enumerate(self.graph.nodes.values()):
-            typing, label = typings[node.name], labels[node.name]
+        for order, (node, typing) in enumerate(zip(self.graph.nodes.values(), typings.values(), strict=True)):
+            label = labels[node.name]
             if label == FP32 and typing.mixes(label) and typing.data:
                 mixing.append((order, node))
             if typing.is_cast:
@@ -205,9 +205,9 @@ def _reads(draft: Draft) -> dict[str, tuple[tuple[int, DType], ...]]:
 def _wrong_types(draft: Draft) -> str | None:
     typing, reads, types, labels = draft.typing, _reads(draft), draft.types, draft.labels
     typings, low = typing.nodes, typing.low
-    for node in draft.graph.nodes.values():
-        name, label = node.name, labels[node.name]
-        one, cast = typings[name].reads_one(label, low), reads.get(name)
+    for (name, node), own in zip(draft.graph.nodes.items(), typings.values(), strict=True):
+        label, cast = labels[name], reads.get(name)
+        one = low if label == LOW and own.uniform else own.reads_one(label, low)
         if one is not None and cast is None:
             for operand in node.inputs:
                 if types[operand.value] is not one:
@@ -237,11 +237,8 @@ def _lossy_pair(draft: Draft) -> str | None:
     if not draft.decisions:
         return None  # labels written by hand
     typing = draft.typing
-    nodes = typing.nodes
-    for name, label in draft.labels.items():
-        if label == LOW and nodes[name].info.exact:
-            break
-    else:
+    exact = (name for name in draft.labels if typing[name].info.exact) if typing.has_exact else ()
+    if all(draft.labels[name] != LOW for name in exact):
         return None
     semantics = resolve(draft, typing)
     problem = FollowProblem(typing, semantics)

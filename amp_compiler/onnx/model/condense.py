@@ -96,7 +96,8 @@ class Condensed:
 
     def _objects(self, begin: int, end: int, wanted: dict[str, None]) -> list[onnx.NodeProto]:
         wanted.update((name, None) for text in self.graph.texts[begin:end] for name in text.inputs if name)
-        return self.graph.proto.node[begin:end]
+        found: list[onnx.NodeProto] = self.graph.proto.node[begin:end]
+        return found
 
     def _run(self, begin: int, end: int, wanted: dict[str, None]) -> onnx.NodeProto:
         makers = self.graph.makers
@@ -141,7 +142,7 @@ class Condensed:
         `onnx_ir` does not write those. Bytes are put together in a third of the time in which messages are copied.
         """
         texts = [node.SerializeToString() for node in self.graph.proto.node[begin:end]]
-        written = b"".join([part for text in texts for part in (_head(len(text)), text)])
+        written: bytes = b"".join([part for text in texts for part in (_head(len(text)), text)])
         kinds = [kind for kind, field in _TEXTS.items() if field in written]
         if not kinds:
             return written
@@ -150,7 +151,8 @@ class Condensed:
             for kind in kinds:
                 if not getattr(node, kind):
                     node.ClearField(kind)
-        return made.SerializeToString()
+        written = made.SerializeToString()
+        return written
 
     def _describe(
         self, graph: onnx.GraphProto, written: list[onnx.NodeProto], described: dict[str, onnx.ValueInfoProto]
