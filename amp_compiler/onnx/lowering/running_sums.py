@@ -114,5 +114,5 @@ class _Finder(Walker):
         return node.op in _ADDING or (node.op in _SCATTERING and node.attrs.get("reduction") == "add")
 
     def _carries(self, node: Node) -> bool:
-        plain = self.info(node).family in ("elementwise", "transcendental") or node.op in _ADDING or node.op in _SCATTERING
-        return plain or node.op in _HOLDERS or self.passes(node)
+        plain = self.info(node).family in ("elementwise", "transcendental")
+        return plain or node.op in _ADDING | _SCATTERING | _HOLDERS or self.passes(node)
