@@ -8,6 +8,7 @@ sizes, positions, stored numbers), they are computed as they were captured.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ from amp_compiler.policy.rules import OpInfo, OpTable, RuleSet
 
 _BODIES = frozenset({"onnx.If", "onnx.Loop", "onnx.Scan"})
 _DIFFERENCES = frozenset({"onnx.Sub", "aten.sub", "aten.subtract", "aten.rsub", "onnx.Add", "aten.add"})
+_COUNTING = frozenset({"matmul", "convolution", "pooling"})
 _COORDINATES = 4  # a product that sums up to this many numbers makes other coordinates of them
 _INTEGERS = frozenset(
     {DType.INT8, DType.INT16, DType.INT32, DType.INT64, DType.UINT8, DType.UINT16, DType.UINT32, DType.UINT64}
@@ -53,8 +55,9 @@ def find_numbers(graph: PrecisionGraph, rules: RuleSet) -> Numbers:
     indices and coordinates, from comparisons and rounding, from sines, and from any curve that positions go through,
     the nodes are collected that nothing but numbers known to every bit went into. So are differences of positions.
     Products, norms, softmax and pooling end that; a product that sums next to nothing, as that of positions or
-    coordinates with frequencies, does not. What has been data before it becomes whole numbers is computed in the widest
-    type of its inputs.
+    coordinates with frequencies, does not, nor does one that counts: a product or mean of given numbers that becomes
+    whole numbers. What has been data before it becomes such a number is computed in the widest type of its inputs; the
+    phase of a sine may be a long sum of data.
 
     Args:
         graph: the captured graph.
@@ -166,15 +169,18 @@ class _Analysis:
     def sizes(self, node: Node, info: OpInfo) -> None:
         """Casts to whole numbers, sizes, indices and coordinates."""
         if info.casts and all(self.graph.values[name].dtype in _INTEGERS for name in node.outputs):  # none: `item`
-            self._back(node, f"{_told(node)} makes whole numbers of what is made of it", through_data=True)
+            self._back(node, f"{_told(node)} makes whole numbers of what is made of it", counted=True)
         for operand in node.inputs if info.indices else ():
             if operand.slot in info.indices:
-                self._back_from([operand.value], f"what is made of it is a size or a coordinate of {_told(node)}")
+                reason = f"what is made of it is a size or a coordinate of {_told(node)}"
+                self._back_from([operand.value], reason, places=True)
 
     def steps(self, node: Node, info: OpInfo) -> None:
         """Comparisons, rounding, and casts to truth values, which compare with zero."""
         if info.steps and self._origin(node) < Origin.DATA:
             self.found.kept.setdefault(node.name, "it compares or rounds numbers that are known to every bit")
+        elif info.steps:
+            self.found.widest.setdefault(node.name, "it compares or rounds")
         if info.steps or (info.casts and _makes(self.graph, node, DType.BOOL)):
             self._back(node, f"{_told(node)} compares or rounds what is made of it")
 
@@ -183,8 +189,9 @@ class _Analysis:
         if node.op in _DIFFERENCES:
             self._difference(node)
             return
-        if info.periodic and self._origin(node) < Origin.DATA:
-            self.found.kept.setdefault(node.name, "its operand is an angle, of which the whole turns do not count")
+        if info.periodic:
+            found = self.found.kept if self._origin(node) < Origin.DATA else self.found.widest
+            found.setdefault(node.name, "its operand is an angle, of which the whole turns do not count")
             self._back(node, f"{_told(node)} takes the angles that are made of it")
         elif (info.squashes or info.family == "transcendental") and self._origin(node) is Origin.POSITION:
             self.found.kept.setdefault(node.name, "its operand is made of positions alone")
@@ -214,36 +221,59 @@ class _Analysis:
         maker = self.graph.producer(name)
         return self.origins[name] is Origin.POSITION or (maker is not None and self.infos[maker.op].steps)
 
-    def _back(self, node: Node, reason: str, *, through_data: bool = False) -> None:
+    def _back(self, node: Node, reason: str, *, counted: bool = False) -> None:
         """`_back_from` the floating-point operands of a node."""
-        self._back_from(list(self._operands(node)), reason, through_data)
+        self._back_from(list(self._operands(node)), reason, counted=counted)
 
-    def _back_from(self, pending: list[str], reason: str, through_data: bool = False) -> None:
+    def _back_from(self, pending: list[str], reason: str, *, counted: bool = False, places: bool = False) -> None:
         """Keep what makes some values, as far as they are known to every bit, and behind that what is computed plainly.
+
+        What data went into runs in the widest type of its inputs, back to the product that made it.
 
         Args:
             pending: the values.
             reason: why.
-            through_data: what data went into runs in the widest type of its inputs, back to the product that made it.
+            counted: the values become whole numbers, so that a product or mean of given numbers counts, and is kept.
+            places: the values are coordinates, so that an offset that data make is added to a stored place as captured.
         """
         while pending:
             name = pending.pop()
             maker = self.graph.producer(name)
             if maker is None or maker.name in self.found.kept:
                 continue
-            if self.origins[name] < Origin.DATA:
+            exact = self.origins[name] < Origin.DATA or (counted and self._counts(maker))
+            if exact or (places and self._moves_place(maker)):
                 self.found.kept[maker.name] = reason
-            elif not through_data or not self.infos[maker.op].plain or maker.name in self.found.widest:
+            elif maker.name in self.found.widest or not self._is_plain(maker):
                 continue
             else:
                 self.found.widest[maker.name] = reason
             pending += self._operands(maker)
 
+    def _is_plain(self, node: Node) -> bool:
+        """True for what computes element by element, moves elements, adds them up or interpolates between them."""
+        info = self.infos[node.op]
+        return info.plain or info.family == "resample"
+
+    def _counts(self, node: Node) -> bool:
+        """True for a product, convolution or mean of numbers that are known to every bit."""
+        return (
+            self.infos[node.op].family in _COUNTING
+            and not _is_learned(self.graph, node)
+            and self._origin(node) < Origin.DATA
+        )
+
+    def _moves_place(self, node: Node) -> bool:
+        """True for a sum of data and many stored numbers, whose rounding a plan takes to cost nothing."""
+        return node.op in _DIFFERENCES and any(
+            self.origins[name] is Origin.STORED and self.graph.values[name].numel != 1 for name in self._operands(node)
+        )
+
 
 def _may_begin(op: str, info: OpInfo) -> bool:
     """Whether an op, without attributes, may make anything but data."""
     return bool(
-        info.positions or info.plain or op in _BODIES or info.family in ("factory", "random", "matmul")
+        info.positions or info.plain or op in _BODIES or info.family in ("factory", "random", "matmul", "convolution")
     )  # an einsum, which may too, has an attribute
 
 
@@ -275,14 +305,36 @@ def _sums_little(graph: PrecisionGraph, node: Node, info: OpInfo) -> bool:
 
     A layer of a torch model, whose weight is a parameter, is none, however narrow it is.
     """
+    size: int | None
     equation = node.attrs.get("equation")
-    if isinstance(equation, str):  # an einsum
-        read, arrow, made = equation.replace(" ", "").partition("->")
-        return bool(arrow) and set(read) - {",", "."} <= set(made)
-    if info.family != "matmul":
-        return False
-    learned = graph.device != "onnx" and any(  # an ONNX file does not tell parameters from other stored numbers
+    if isinstance(equation, str):
+        size = _summed_by_einsum(graph, node, equation)
+    elif info.family in ("matmul", "convolution") and not _is_learned(graph, node):
+        size = reduction_size(graph, node, info.sums)
+    else:
+        size = None
+    return size is not None and size <= _COORDINATES
+
+
+def _is_learned(graph: PrecisionGraph, node: Node) -> bool:
+    """True for a layer of a torch model with a parameter; an ONNX file does not tell them from other stored numbers."""
+    return graph.device != "onnx" and any(
         graph.values[operand.value].kind is ValueKind.PARAMETER for operand in node.inputs
     )
-    size = None if learned else reduction_size(graph, node, info.sums)
-    return size is not None and size <= _COORDINATES
+
+
+def _summed_by_einsum(graph: PrecisionGraph, node: Node, equation: str) -> int | None:
+    """How many products one element of an einsum sums, `None` where that is unknown."""
+    read, arrow, made = equation.replace(" ", "").partition("->")
+    summed = set(read) - {",", "."} - set(made)
+    if not arrow:
+        return None
+    sizes: dict[str, int] = {}
+    values = [value for _, value in graph.operands(node) if value.dtype.is_float]
+    for term, value in zip(read.split(","), values, strict=False):
+        before, _, behind = term.partition("...")
+        shape = value.shape or ()
+        for label, size in (*zip(before, shape, strict=False), *zip(behind[::-1], shape[::-1], strict=False)):
+            if isinstance(size, int):
+                sizes[label] = size
+    return math.prod(sizes[label] for label in summed) if summed <= sizes.keys() else None

@@ -219,7 +219,10 @@ def test_the_part_behind_the_point(dtype):
 
 @BOTH
 def test_whole_numbers_made_of_data_are_made_of_what_is_there(dtype):
-    """Behind an exponential in FP32 nothing is rounded on the way to whole numbers; behind a product it is low."""
+    """Behind an exponential in FP32 nothing is rounded on the way to whole numbers; behind a layer it is low.
+
+    A product of what is given counts, as a sum over a mask does.
+    """
 
     def source(*first):
         nodes = [
@@ -233,9 +236,11 @@ def test_whole_numbers_made_of_data_are_made_of_what_is_there(dtype):
         return model(nodes, [info("x", 4, 8)], [info("y", 4, 8)], data)
 
     wide = check(source(node("Exp", ["x"], ["d"])), dtype)
-    product = check(source(node("MatMul", ["x", "w"], ["d"])), dtype)
-    found = [next(entry for entry in done.plan.nodes if entry.name == "scale") for done in (wide, product)]
-    assert [entry.precision for entry in found] == ["keep", "low"]
+    layer = check(source(node("Softmax", ["x"], ["s"]), node("MatMul", ["s", "w"], ["d"])), dtype)
+    product = check(source(node("MatMul", ["x", "w"], ["d"], "count")), dtype)
+    found = [next(entry for entry in done.plan.nodes if entry.name == "scale") for done in (wide, layer, product)]
+    assert [entry.precision for entry in found] == ["keep", "low", "fp32"]
+    assert next(entry for entry in product.plan.nodes if entry.name == "count").precision == "keep"
     assert all("makes whole numbers" in entry.reason for entry in found)
 
 
@@ -457,6 +462,49 @@ def test_a_difference_of_positions(dtype):
     assert error(source, convert_onnx(source, dtype=dtype, rules=OFF).model, feeds) > (0.05 if dtype == "bf16" else 0)
 
 
+@BOTH
+def test_the_phase_of_predicted_frequencies(dtype):
+    """As the source of a vocoder computes it: the running sum of what a layer made is an angle."""
+    nodes = [
+        node("MatMul", ["x", "w"], ["m"], "product"), node("Sigmoid", ["m"], ["p"], "step"),
+        node("CumSum", ["p", "axis"], ["c"], "sum"), node("Mul", ["c", "turn"], ["a"], "angle"),
+        node("Sin", ["a"], ["y"], "sine"),
+    ]  # fmt: skip
+    data = [weight("w", 8, 1, scale=0.1), scalar("axis", 0, np.int64), scalar("turn", 6.2831853)]
+    source = model(nodes, [info("x", "n", 8)], [info("y", "n", 1)], data)
+    feeds = {"x": np.zeros((3001, 8), np.float32)}  # a step of 1/2, which 16 bits hold
+    done = check(source, dtype)
+    found = {entry.name: entry.precision for entry in done.plan.nodes}
+    assert [found[name] for name in ("product", "sum", "angle", "sine")] == ["low", "fp32", "fp32", "fp32"]
+    assert np.abs(outputs(source, feeds)[0] - outputs(done.model, feeds)[0]).max() < 1e-6  # of an angle of 9,000
+    assert np.abs(outputs(convert_onnx(source, dtype=dtype, rules=OFF).model, feeds)[0]).max() > 0.5
+
+
+@BOTH
+def test_offsets_of_stored_places(dtype):
+    """A picture that is moved by what a layer predicts: the places are not rounded with the weights."""
+    nodes = [
+        node("MatMul", ["x", "w"], ["m"], "product"), node("Tanh", ["m"], ["t"]), node("MatMul", ["t", "v"], ["o"]),
+        node("Add", ["o", "base"], ["g"], "place"), node("GridSample", ["picture", "g"], ["y"], "sample"),
+    ]  # fmt: skip
+    across, down = np.meshgrid(np.linspace(-1, 1, 83), np.linspace(-1, 1, 61))
+    base = np.stack([across, down], -1)[None].astype(np.float32)
+    data = [weight("w", 8, 8), weight("v", 8, 2, scale=1e-4), nh.from_array(base, "base")]
+    source = model(
+        nodes, [info("x", 1, 61, 83, 8), info("picture", 1, 2, 61, 83)], [info("y", 1, 2, 61, 83)], data, opset=20
+    )  # fmt: skip
+    feeds = {
+        "x": RNG.standard_normal((1, 61, 83, 8)).astype(np.float32),
+        "picture": RNG.standard_normal((1, 2, 61, 83)).astype(np.float32),
+    }
+    done = check(source, dtype)
+    found = {entry.name: entry for entry in done.plan.nodes}
+    assert found["product"].precision == "low" and "stays as captured" in found["place"].reason
+    bound = 1e-3 if dtype == "bf16" else 2e-4
+    assert error(source, done.model, feeds) < bound
+    assert error(source, convert_onnx(source, dtype=dtype, rules=OFF).model, feeds) > 10 * bound
+
+
 # ---- running sums
 
 
@@ -541,6 +589,40 @@ def test_a_running_product(dtype, op):
     assert decay.precision == "fp32" and "running product 's' that 'sum'" in decay.reason
     feeds = {"x": np.zeros((4000, 8), np.float32)}
     assert error(source, done.model, feeds) < 1e-6  # nothing that is low has a part in it
+
+
+@BOTH
+def test_a_running_sum_of_exponentials(dtype):
+    def in_logarithms(state, step):
+        return [
+            node("Exp", [state], ["a"], "exp"), node("Abs", [step], ["b"], "size"),
+            node("Add", ["a", "b"], ["c"], "add"), node("Log", ["c"], ["n"], "log"),
+        ]  # fmt: skip
+
+    source = summed("Scan", in_logarithms)
+    done = check(source, dtype)
+    found = {entry.name: entry.precision for entry in done.plan.nodes}
+    assert [found[name] for name in ("product", "exp", "add", "log")] == ["low", "fp32", "fp32", "fp32"]
+    feeds = {"x": np.ones((4000, 8), np.float32)}
+    assert error(source, done.model, feeds) < (1e-3 if dtype == "bf16" else 1e-4)
+    if dtype == "bf16":
+        assert error(source, convert_onnx(source, dtype=dtype, rules=OFF).model, feeds) > 0.01
+
+
+@BOTH
+def test_a_sum_that_two_states_carry_in_turn(dtype):
+    nodes = [node("Add", ["b", "e"], ["n"], "add"), node("Identity", ["a"], ["m"], "pass")]
+    body = h.make_graph(nodes, "body", [info("a", 8), info("b", 8), info("e", 8)], [info("n", 8), info("m", 8)])
+    source = model(
+        [h.make_node("Scan", ["start", "start", "x"], ["y", "z"], "sum", body=body, num_scan_inputs=1)],
+        [info("x", 3000, 8)], [info("y", 8), info("z", 8)], [nh.from_array(np.zeros(8, np.float32), "start")],
+    )  # fmt: skip
+    done = check(source, dtype)
+    added = next(entry for entry in done.plan.nodes if entry.name == "add")
+    assert added.precision == "fp32" and "running sum" in added.reason
+    feeds = {"x": RNG.uniform(0, 1, (3000, 8)).astype(np.float32)}
+    assert error(source, done.model, feeds) == 0
+    assert error(source, convert_onnx(source, dtype=dtype, rules=OFF).model, feeds) > 1e-3
 
 
 @BOTH

@@ -12,6 +12,7 @@ input mask: bool[4, 8]
 input x: fp32[4, 8]
 param w: fp32[8, 8]
 param thin: fp32[2, 8]
+param narrow: fp32[8, 2]
 param table: fp32[100, 8]
 const c: fp32[]
 """
@@ -41,6 +42,7 @@ def one(name, op, operand, slot="input", dtype="fp32"):
 
 
 PRODUCT = "m = onnx.MatMul(A={}, B=w) -> fp32[4, 8]\n"
+LAYER = one("d", "Softmax", "x") + PRODUCT.format("d")
 
 
 @pytest.mark.parametrize(
@@ -51,19 +53,30 @@ PRODUCT = "m = onnx.MatMul(A={}, B=w) -> fp32[4, 8]\n"
         (mul("a", "x", "c") + cast("i", "a", "bool"), ["a"], []),
         (mul("a", "x", "c") + cast("i", "a", "fp16"), [], []),
         (mul("a", "x", "c") + cast("i", "a", "fp8"), [], []),
-        (PRODUCT.format("x") + mul("a", "m", "c") + cast("i", "a"), [], ["a"]),
-        (PRODUCT.format("x") + mul("b", "x", "c") + mul("a", "m", "b") + cast("i", "a"), ["b"], ["a"]),
-        (PRODUCT.format("x") + mul("a", "m", "c") + one("r", "Round", "a", "X"), [], []),
-        (PRODUCT.format("x") + mul("a", "m", "c") + cast("i", "a", "bool"), [], []),
-        (one("s", "Softmax", "x") + mul("a", "s", "c") + one("r", "Floor", "a", "X"), [], []),
+        (PRODUCT.format("x") + mul("a", "m", "c") + cast("i", "a"), ["m"], ["a"]),
+        (LAYER + mul("a", "m", "c") + cast("i", "a"), [], ["a"]),
+        (LAYER + mul("b", "x", "c") + mul("a", "m", "b") + cast("i", "a"), ["b"], ["a"]),
+        (one("m", "GlobalAveragePool", "x", "X") + mul("a", "m", "c") + cast("i", "a"), ["m"], ["a"]),
+        (LAYER + mul("a", "m", "c") + one("r", "Round", "a", "X"), [], ["a", "r"]),
+        (LAYER + mul("a", "m", "c") + cast("i", "a", "bool"), [], ["a"]),
+        (one("s", "Softmax", "x") + mul("a", "s", "c") + one("r", "Floor", "a", "X"), [], ["a", "r"]),
         (mul("a", "x", "c") + one("r", "Floor", "a", "X"), ["a", "r"], []),
         (mul("a", "x", "c") + "g = onnx.Greater(A=a, B=c) -> bool[4, 8]\n", ["a", "g"], []),
-        (PRODUCT.format("x") + mul("a", "x", "c") + "g = onnx.Greater(A=m, B=a) -> bool[4, 8]\n", ["a"], []),
+        (PRODUCT.format("x") + mul("a", "x", "c") + "g = onnx.Greater(A=m, B=a) -> bool[4, 8]\n", ["a"], ["g"]),
         (mul("a", "x", "c") + "g = onnx.GridSample(X=x, grid=a) -> fp32[4, 8]\n", ["a"], []),
         (mul("a", "x", "c") + "g = onnx.GridSample(X=a, grid=x) -> fp32[4, 8]\n", [], []),
         (mul("a", "x", "c") + one("s", "Sin", "a"), ["a", "s"], []),
         (mul("a", "x", "c") + one("s", "Sin", "a") + mul("b", "s", "c") + one("t", "Tanh", "b"), ["a", "s"], []),
-        (PRODUCT.format("x") + mul("a", "m", "c") + one("s", "Sin", "a"), [], []),
+        (LAYER + mul("a", "m", "c") + one("s", "Sin", "a"), [], ["a", "s"]),
+        (LAYER + one("r", "Resize", "m", "X") + one("s", "Sin", "r"), [], ["r", "s"]),
+        (LAYER + "p = onnx.Add(A=m, B=w) -> fp32[4, 8]\n" + mul("a", "p", "c")
+         + "g = onnx.GridSample(X=x, grid=a) -> fp32[4, 8]\n", ["p"], ["a"]),
+        (LAYER + "p = onnx.Add(A=m, B=c) -> fp32[4, 8]\n" + mul("a", "p", "c")
+         + "g = onnx.GridSample(X=x, grid=a) -> fp32[4, 8]\n", [], ["a", "p"]),
+        (LAYER + "p = onnx.Add(A=m, B=w) -> fp32[4, 8]\n" + cast("i", "p"), [], ["p"]),
+        ("t = onnx.AffineGrid(theta=x) -> fp32[4, 8]\n" + mul("a", "t", "c")
+         + "g = onnx.GridSample(X=x, grid=a) -> fp32[4, 8]\n", ["a", "t"], []),
+        (mul("a", "x", "c") + "h = onnx.OneHot(indices=a, depth=c, values=c) -> fp32[4, 8]\n", ["a"], []),
         (cast("p", "mask", "fp32") + mul("a", "p", "c") + one("t", "Tanh", "a"), [], []),
         (cast("p", "ids", "fp32") + mul("a", "p", "c") + one("t", "Tanh", "a"), ["a", "p", "t"], []),
         (cast("p", "ids", "fp32") + mul("a", "p", "x") + one("t", "Tanh", "a"), [], []),
@@ -76,7 +89,7 @@ PRODUCT = "m = onnx.MatMul(A={}, B=w) -> fp32[4, 8]\n"
         (mul("a", "c", "c") + "r = onnx.Range(start=c, limit=a, delta=c) -> fp32[4, 8]\n", ["a"], []),
         ("v = onnx.RandomNormal() -> fp32[4, 8]\n" + mul("a", "v", "c") + "g = onnx.Less(A=a, B=c) -> bool[4, 8]\n",
          ["a", "g", "v"], []),
-        ("v = own.Op(x=x) -> fp32[4, 8]\n" + mul("a", "v", "c") + one("s", "Sin", "a"), [], []),
+        ("v = own.Op(x=x) -> fp32[4, 8]\n" + mul("a", "v", "c") + one("s", "Sin", "a"), [], ["a", "s"]),
     ],
 )  # fmt: skip
 def test_where_it_begins_and_ends(body, kept, widest):
@@ -93,11 +106,16 @@ def test_where_it_begins_and_ends(body, kept, widest):
         ('m = onnx.Einsum(Inputs.0=x, Inputs.1=w) {equation="i, j -> ij"} -> fp32[4, 8]\n', True),
         ('m = onnx.Einsum(Inputs.0=x, Inputs.1=w) {equation="...i,...j->...ij"} -> fp32[4, 8]\n', True),
         ('m = onnx.Einsum(Inputs.0=x, Inputs.1=w) {equation="ij,jk"} -> fp32[4, 8]\n', False),
+        ('m = onnx.Einsum(Inputs.0=x, Inputs.1=w) {equation="ij,kj->ik"} -> fp32[4, 8]\n', False),
+        ('m = onnx.Einsum(Inputs.0=t, Inputs.1=thin) {equation="ij,jk->ik"} -> fp32[4, 8]\n', True),
+        ('m = onnx.Einsum(Inputs.0=t, Inputs.1=thin) {equation="...j,jk->...k"} -> fp32[4, 8]\n', True),
         ("m = onnx.Conv(X=x, W=w) -> fp32[4, 8]\n", False),
+        ("m = onnx.Conv(X=x, W=narrow) -> fp32[4, 8]\n", True),
     ],
 )
 def test_products_of_coordinates(product, little):
-    kept, _ = found(product + one("s", "Sin", "m"))
+    body = "t = onnx.Slice(data=x) -> fp32[4, 2]\n" if "=t," in product and "t =" not in product else ""
+    kept, _ = found(body + product + one("s", "Sin", "m"))
     assert ("m" in kept) is ("s" in kept) is little
 
 

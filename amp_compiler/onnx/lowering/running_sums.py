@@ -25,8 +25,9 @@ def pin_running_sums(lowered: Lowered) -> None:
     """Pin to FP32 what lies between a state of a Loop or Scan and its next value, where something is added to it, or
     it is multiplied.
 
-    What lies between is arithmetic, selection and moves of elements: a state that goes through a product of matrices or
-    an activation, as that of a recurrent cell, is no sum. Changes `lowered.graph`.
+    What lies between is arithmetic, logarithms and the like, selection and moves of elements, and other states of the
+    same body: a state that goes through a product of matrices or an activation, as that of a recurrent cell, is no sum.
+    Changes `lowered.graph`.
 
     Args:
         lowered: the lowered model.
@@ -35,13 +36,13 @@ def pin_running_sums(lowered: Lowered) -> None:
     finder = _Finder(lowered, {})
     names = {value: name for name, value in lowered.values.items()} if lowered.owners else {}
     for body, holder in lowered.owners.items():
-        for before, after in _states(body, holder):
-            if before not in names or after not in names:
-                continue
-            path = finder.between(names[before], names[after])
+        states = [(names[before], names[after]) for before, after in _states(body, holder)
+                  if before in names and after in names]  # fmt: skip
+        for before, after in states:
+            path = finder.between(before, after, states)
             kind = finder.kind(path)
             for name in path if kind else ():
-                finder.pin(nodes[name], f"part of the running {kind} '{names[before]}' that {_told(holder)} carries")
+                finder.pin(nodes[name], f"part of the running {kind} '{before}' that {_told(holder)} carries")
     for name, reason in finder.pins.items():
         nodes[name] = replace(nodes[name], pin=Pin("fp32", reason))
 
@@ -63,28 +64,42 @@ def _told(holder: ir.Node) -> str:
 
 
 class _Finder(Walker):
-    def between(self, before: str, after: str) -> list[str]:
-        """The nodes on the ways from one value to another that arithmetic and moves of elements make up."""
+    def between(self, before: str, after: str, states: list[tuple[str, str]]) -> list[str]:
+        """The nodes on the ways from one value to another that arithmetic and moves of elements make up.
+
+        Args:
+            before: a state that a body takes.
+            after: its next value.
+            states: all states of the body, with their next values: a way may lead through another one, step after step.
+        """
+        handed: dict[str, list[str]] = {}
+        for other, following in states:
+            if other != before:
+                handed.setdefault(following, []).append(other)
         reached = {before}
         pending = [before]
-        found: list[Node] = []
         while pending:
-            for node, _ in self.graph.users(pending.pop()):
-                if self._carries(node) and not reached.issuperset(node.outputs):
-                    found.append(node)
-                    pending += [name for name in node.outputs if name not in reached]
-                    reached.update(node.outputs)
+            name = pending.pop()
+            made = [out for node, _ in self.graph.users(name) if self._carries(node) for out in node.outputs]
+            fresh = [out for out in dict.fromkeys((*made, *handed.get(name, ()))) if out not in reached]
+            reached.update(fresh)
+            pending += fresh
         if after not in reached or after == before:
             return []
-        wanted = {after}
-        path = []
-        for name in reversed(self.graph.nodes):
-            node = self.graph.nodes[name]
-            if not wanted.isdisjoint(node.outputs) and self._carries(node):
-                operands = {operand.value for operand in node.inputs}
-                if operands & reached:
-                    wanted |= operands & reached
-                    path.append(name)
+        taken = {state: following for state, following in states if state != before}
+        wanted, path = {after}, dict[str, None]()
+        pending = [after]
+        while pending:
+            name = pending.pop()
+            node = self.graph.producer(name)
+            sources = [taken[name]] if name in taken else []
+            if node is not None and self._carries(node):
+                sources = [operand.value for operand in node.inputs if operand.value in reached]
+                if sources:
+                    path[node.name] = None
+            fresh = [source for source in dict.fromkeys(sources) if source in reached and source not in wanted]
+            wanted.update(fresh)
+            pending += fresh
         return [name for name in path if self.graph.nodes[name].op not in _HOLDERS]
 
     def kind(self, path: list[str]) -> str:
@@ -99,5 +114,5 @@ class _Finder(Walker):
         return node.op in _ADDING or (node.op in _SCATTERING and node.attrs.get("reduction") == "add")
 
     def _carries(self, node: Node) -> bool:
-        plain = self.info(node).family == "elementwise" or node.op in _ADDING or node.op in _SCATTERING
-        return plain or node.op in _HOLDERS or self.passes(node)
+        plain = self.info(node).family in ("elementwise", "transcendental")
+        return plain or node.op in _ADDING | _SCATTERING | _HOLDERS or self.passes(node)
