@@ -20,6 +20,7 @@ from amp_compiler.onnx.model.types import ir_type, neutral_type
 _OPS = {LAYER_NORM: ("LayerNormalization", 17), RMS_NORM: ("RMSNormalization", 23), GELU: ("Gelu", 20)}
 FIRST_OPSET = 17  # from which on a norm can be written so: an RMSNorm before 23 by a LayerNorm
 _STORING = ("Constant", "Cast", "Identity", "Reshape", "Unsqueeze", "Squeeze")  # goes where nothing reads it
+_MADE_ONE = frozenset({"Pow", "ReduceMean", "Add", "Sqrt", "Div"})  # an RMSNorm that ONNX Runtime makes one kernel
 _LISTED = 3  # nodes that a reason names
 
 
@@ -95,7 +96,7 @@ def fuse(model: OnnxModel, only: Collection[str] | None = None) -> Fusion:
             if model.opset("") < since:
                 done.late[op, since] += 1
                 why = f"{op} comes with opset {since}, and the opset is {model.opset('')}"
-                if way.kind != RMS_NORM or norm is None or not fuser.doubles(norm):
+                if way.kind != RMS_NORM or norm is None or not fuser.doubles(way, norm, unasked=only is not None):
                     break
                 op = _OPS[LAYER_NORM][0]
             told = f"it was written out in {len(way.nodes)} nodes ({_listed(way)})"
@@ -218,8 +219,13 @@ class _Fuser:
         if tuple(shape) != sizes and tensor_of(value) is None:
             raise _Unfit(f"'{value.name}' is not stored in the shape {list(sizes)}")
 
-    def doubles(self, norm: _Norm) -> bool:
-        """Whether an RMSNorm can be written by a LayerNorm: the opset has it, and the scale is stored."""
+    def doubles(self, way: Compound, norm: _Norm, *, unasked: bool) -> bool:
+        """Whether an RMSNorm is to be written by a LayerNorm: the opset has it, and the scale is stored.
+
+        Unasked it is not where a runtime makes one kernel of the parts, with the casts before and behind it.
+        """
+        if unasked and _MADE_ONE.issubset(node.op_type for node in way.nodes):
+            return False
         return self.model.opset("") >= FIRST_OPSET and tensor_of(norm.operands[0]) is not None
 
     # ---- writing it
