@@ -129,7 +129,7 @@ def convert_onnx(
     """
     low = low_type(dtype)
     rule_set = load_rules(rules)
-    with _paused_collector():
+    with _paused_collector(lasting=False):
         opened = open_model(source)
     target = None if output is None else _target(opened, output)
     engine = make_engine(providers, custom_ops)
@@ -216,8 +216,12 @@ _MANY = 100_000  # new objects from which on the collector's next turn takes lon
 
 
 @contextlib.contextmanager
-def _paused_collector() -> Iterator[None]:
-    """No garbage collection while a large graph is built, which would walk it over and over."""
+def _paused_collector(*, lasting: bool = True) -> Iterator[None]:
+    """No garbage collection while a large graph is built, which would walk it over and over.
+
+    Args:
+        lasting: what was made counts as old afterwards.
+    """
     was = gc.isenabled()
     gc.disable()
     try:
@@ -225,7 +229,7 @@ def _paused_collector() -> Iterator[None]:
     finally:
         if was:
             # How many objects a user has frozen is counted one by one, which takes longer than a small graph.
-            if gc.get_count()[0] > _MANY and not gc.get_freeze_count():
+            if lasting and gc.get_count()[0] > _MANY and not gc.get_freeze_count():
                 gc.freeze()  # what was made counts as old, so that the collector does not walk it at its next turn
                 gc.unfreeze()
             gc.enable()

@@ -164,3 +164,12 @@ def test_the_text_of_nodes_is_that_of_the_message(monkeypatch):
     unread = dataclasses.replace(opened, texts=None)
     assert not isinstance(read_model(unread, check=False, plain=True).ir.graph, PlainGraph)
     assert_same(source, monkeypatch, opset=21)
+
+
+@pytest.mark.parametrize("length", [60, 200, 20_000])
+def test_nodes_of_all_sizes_are_copied(monkeypatch, length):
+    """A size is written in one, two or three bytes."""
+    source = chain(8)
+    source.graph.node[4].name = "n" * length
+    source.graph.node[5].doc_string = "d" * length
+    assert_same(source, monkeypatch)

@@ -161,7 +161,8 @@ class Builder:
         self.lowered, self.model, self.graph = lowered, lowered.model, lowered.graph
         self.named, self.keep_quantized = named, keep_quantized
         self.names: dict[ir.Value, str] = {}
-        self.quantizes = keep_quantized and not self._ops_of(lowered.model).isdisjoint(QUANTIZING)
+        ops = self._ops_of(lowered.model)
+        self.quantizes = keep_quantized and not ops.isdisjoint(QUANTIZING)
         self.demands = Demanded(lowered.model, lowered.low)
         self._ops: dict[tuple[str, str], tuple[str, bool]] = {}
         self._next: dict[str, int] = {}

@@ -25,7 +25,6 @@ _TENSORS = (AttributeProto.TENSOR, AttributeProto.TENSORS, AttributeProto.SPARSE
 _EXTERNAL = TensorProto.EXTERNAL
 TOLD = b"pkg.torch.onnx."
 """What the keys begin with under which torch's exporter tells of a node where it comes from."""
-_PLACING = 11  # the IR version, of onnx 1.18, from which on nodes may say so
 _DEVICES = operator.attrgetter("device_configurations")
 
 
@@ -262,8 +261,8 @@ def plain_model(proto: onnx.ModelProto, texts: Sequence[NodeText] | None) -> ir.
 
 
 def _placed(proto: onnx.ModelProto) -> bool:
-    """Whether a model or a node of it says on which devices it runs, as from that version of ONNX's format on."""
-    if proto.ir_version < _PLACING:
+    """Whether a model or a node of it says on which devices it runs, as from onnx 1.18 on."""
+    if not hasattr(proto, "configuration"):
         return False
     return bool(proto.configuration) or any(map(_DEVICES, proto.graph.node))
 
