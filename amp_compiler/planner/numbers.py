@@ -169,7 +169,8 @@ class _Analysis:
     def sizes(self, node: Node, info: OpInfo) -> None:
         """Casts to whole numbers, sizes, indices and coordinates."""
         if info.casts and all(self.graph.values[name].dtype in _INTEGERS for name in node.outputs):  # none: `item`
-            self._back(node, f"{_told(node)} makes whole numbers of what is made of it", counted=True)
+            # What reads the bits of a number (no `any`) counts nothing.
+            self._back(node, f"{_told(node)} makes whole numbers of what is made of it", counted=bool(info.any))
         for operand in node.inputs if info.indices else ():
             if operand.slot in info.indices:
                 reason = f"what is made of it is a size or a coordinate of {_told(node)}"
