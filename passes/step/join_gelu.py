@@ -103,7 +103,7 @@ class _Written:
         if not _same(_polynomial(tanh.args[0], source, parts), _ARGUMENT):
             return None
         last = _only_user(tanh)
-        if last is None or last.target not in _ADD or last.kwargs or 1 not in last.args:
+        if last is None or last.target not in _ADD or last.kwargs or len(last.args) != 2 or 1 not in last.args:
             return None
         parts.add(last)
         outside: Polynomial | None = {0: 1.0}
@@ -178,7 +178,7 @@ def _polynomial(value: Any, source: fx.Node, parts: set[fx.Node]) -> Polynomial 
         return {1: 1.0}
     if not isinstance(value, fx.Node) or value.op != "call_function":
         return None
-    if value.kwargs and cast_type(value) is None:
+    if (value.kwargs or len(value.args) > 2) and cast_type(value) is None:  # such as a factor of the second term
         return None
     if _widens(value):
         if value.args[0] is not source:
