@@ -24,6 +24,9 @@ OTHERS = {
     "not halved": lambda x: x * (1.0 + torch.tanh(ROOT * (x + 0.044715 * torch.pow(x, 3.0)))),
     "of two values": lambda x: 0.5 * x * (1.0 + torch.tanh(ROOT * (x.sin() + 0.044715 * torch.pow(x.sin(), 3.0)))),
     "a gate": lambda x: 0.5 * x.sin() * (1.0 + torch.tanh(ROOT * (x + 0.044715 * torch.pow(x, 3.0)))),
+    "a term with a factor": lambda x: (
+        0.5 * x * torch.ops.aten.add.Scalar(torch.tanh(ROOT * (x + 0.044715 * torch.pow(x, 3.0))), 0.5, 1)
+    ),
     "plain": lambda x: torch.tanh(x) + 1,
 }
 
