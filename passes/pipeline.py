@@ -340,7 +340,7 @@ UPDATE = Pipeline(
 )
 DEVICE = Pipeline(
     "DEVICE",
-    ("recompute_cheap", "fuse_epilogues", "defer_gradients", "cut_step"),
+    ("recompute_cheap", "fuse_epilogues", "defer_gradients", "cut_step", "branch_update"),
     "The step fitted to the device that runs it.",
 )
 PIECE = Pipeline(

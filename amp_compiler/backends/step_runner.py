@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from amp_compiler.fx.graph import node_tensor
+from amp_compiler.backends.branch import Branch
+from amp_compiler.fx.graph import copy_graph, node_tensor
 from amp_compiler.fx.torch_private import forward_of
 from amp_compiler.ops.cpu import update as cpu_update
 from amp_compiler.ops.native import NATIVE_OPS, UPDATE
 from amp_compiler.ops.update.counts import UpdateCounts
 from amp_compiler.ops.update.operators import CHECK, GATHER, OPERATORS
+from amp_compiler.passes.step.branch_update import BESIDE, END, join_branch
 from amp_compiler.passes.step.cut_step import BEFORE
 
 Kernels = Mapping[Any, Callable[..., Any]]
@@ -80,20 +82,34 @@ def run_cut_step(
     """
     if not hasattr(cut, BEFORE):
         return build(cut, examples)
-    graph, root = fx.Graph(), torch.nn.Module()
+    graph, root, branch = fx.Graph(), torch.nn.Module(), Branch()
     real = dict(zip(cut.graph.find_nodes(op="placeholder"), examples, strict=True))
     made: dict[fx.Node, fx.Node] = {}
     for node in cut.graph.nodes:
         made[node] = graph.node_copy(node, made.__getitem__)
-        if node.op == "call_function" and node.target in kernels:
+        if node.target is join_branch:
+            made[node].target = branch.join
+        elif node.op == "call_function" and node.target in kernels:
             made[node].target = kernels[node.target]
     for call in cut.graph.find_nodes(op="call_module"):
         piece: Any = getattr(cut, str(call.target))
+        if call.target == BESIDE:
+            root.add_module(BESIDE, _Piece(branch.forked(_with_kernels(piece, kernels))))
+            continue
         inputs = [real.get(node, node.meta["val"]) for node in call.args]
         launches = any(one.device.type != "cpu" for one in inputs if isinstance(one, torch.Tensor))
-        worth_it = call.target == BEFORE or len(piece.graph.nodes) > _FEW or launches
+        worth_it = call.target in (BEFORE, END) or len(piece.graph.nodes) > _FEW or launches
         root.add_module(str(call.target), _Piece(build(piece, inputs) if worth_it else forward_of(piece)))
     return fx.GraphModule(root, graph).forward  # type: ignore[no-any-return]
+
+
+def _with_kernels(piece: fx.GraphModule, kernels: Kernels) -> Callable[..., Any]:
+    """A piece of nothing but operators that kernels run."""
+    made = copy_graph(piece)
+    for node in made.graph.nodes:
+        if node.op == "call_function" and node.target in kernels:
+            node.target = kernels[node.target]
+    return forward_of(made)
 
 
 def is_on_cpu(step: fx.GraphModule) -> bool:

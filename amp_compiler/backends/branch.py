@@ -1,0 +1,57 @@
+"""`Branch`: a second stream, on which some kernels of a captured step run beside others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Branch:
+    """Makes a part of a step a branch of its CUDA graph.
+
+    What is not captured runs in order: the part runs where the branch ends. So a call that fails in between, for want
+    of memory, has changed nothing that the part would have.
+    """
+
+    def __init__(self) -> None:
+        self._stream: Any = None
+        self._waiting: Callable[[], Any] | None = None
+
+    def forked(self, run: Callable[..., Any]) -> Callable[..., tuple[()]]:
+        """The part as a call that begins the branch.
+
+        Args:
+            run: the part; what it gives is not used.
+        """
+
+        def beside(*inputs: Any) -> tuple[()]:
+            device = next((one.device for one in inputs if isinstance(one, Tensor) and one.device.type == "cuda"), None)
+            self._stream = self._waiting = None
+            if device is None or not torch.cuda.is_current_stream_capturing():
+                self._waiting = partial(run, *inputs)
+                return ()
+            with torch.cuda.device(device):
+                self._stream = torch.cuda.Stream()
+                self._stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(self._stream):
+                    run(*inputs)
+            return ()
+
+        return beside
+
+    def join(self, *given: Any) -> tuple[()]:
+        """The end of the branch.
+
+        Args:
+            given: what the part was given, so that its memory is not used again before.
+        """
+        waiting, stream, self._waiting, self._stream = self._waiting, self._stream, None, None
+        if waiting is not None:
+            waiting()
+        if stream is not None:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+        return ()
