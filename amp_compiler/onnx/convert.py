@@ -22,7 +22,7 @@ from amp_compiler.onnx.check.loads import MOST_NODES, Refusal, is_installed, is_
 from amp_compiler.onnx.check.run import Engine, make_engine
 from amp_compiler.onnx.later_opset import told_late
 from amp_compiler.onnx.lowering.apply import apply_plan
-from amp_compiler.onnx.lowering.lower import Lowered
+from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.lowering.norms import guard_norms
 from amp_compiler.onnx.lowering.parameters import unify_batch_norms
 from amp_compiler.onnx.lowering.touched import open_touched

@@ -10,7 +10,7 @@ from amp_compiler.ir.graph import Pin
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.lowering.compounds import mark_compounds
 from amp_compiler.onnx.lowering.fuse import Fusion, told_fusion
-from amp_compiler.onnx.lowering.lower import Lowered
+from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.lowering.norms import find_norms, pin_norm
 from amp_compiler.onnx.lowering.overflow import Overflows
 from amp_compiler.onnx.lowering.parameters import pin_batch_norms, pin_scales

@@ -9,7 +9,7 @@ import onnx
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.graph import Node
 from amp_compiler.onnx.check.loads import latest_opset, refusal_of
-from amp_compiler.onnx.lowering.lower import Lowered
+from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.model.model import OnnxFile
 from amp_compiler.onnx.model.opset import opset_of, raise_opset
 from amp_compiler.planner.numbers import find_numbers

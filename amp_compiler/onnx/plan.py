@@ -13,7 +13,8 @@ from amp_compiler.onnx.decide import Decided, decide
 from amp_compiler.onnx.later_opset import at_opset, raised_for
 from amp_compiler.onnx.lowering.fuse import Fusion
 from amp_compiler.onnx.lowering.fuse import fuse as fuse_compounds
-from amp_compiler.onnx.lowering.lower import Lowered, lower
+from amp_compiler.onnx.lowering.lower import lower
+from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.lowering.ranges import Ranges
 from amp_compiler.onnx.model.infer import Sizes
 from amp_compiler.onnx.model.model import OnnxFile, Source, open_model, read_model

@@ -174,7 +174,7 @@ def test_norms_that_share_a_scale_share_it_twice():
 
 
 def test_where_one_op_saves_nothing_the_stages_are_told_once():
-    """A product in FP32 in front of the norm: one op in FP16 would have its cast before it, the parts have it behind."""
+    """A product in FP32 stands before the norm: one op would have a cast in front, its parts have one behind."""
     rules = {"version": 1, "extends": "default", "rules": [{"match": {"node": "^product_in$"}, "precision": "fp32"}]}
     stages = Stages()
     plan = explain_onnx(norm(opset=18, root="reciprocal"), rules=rules, stages=stages)
