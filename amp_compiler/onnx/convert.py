@@ -20,8 +20,9 @@ from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.check.batches import Sizes
 from amp_compiler.onnx.check.loads import MOST_NODES, Refusal, is_installed, is_long, refusal_of, told_crash
 from amp_compiler.onnx.check.run import Engine, make_engine
+from amp_compiler.onnx.later_opset import told_late
 from amp_compiler.onnx.lowering.apply import apply_plan
-from amp_compiler.onnx.lowering.lower import Lowered
+from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.lowering.norms import guard_norms
 from amp_compiler.onnx.lowering.parameters import unify_batch_norms
 from amp_compiler.onnx.lowering.touched import open_touched
@@ -30,7 +31,7 @@ from amp_compiler.onnx.model.infer import infer, light_of, stripped
 from amp_compiler.onnx.model.model import OnnxFile, Source, open_model
 from amp_compiler.onnx.model.save import save, to_proto
 from amp_compiler.onnx.model.validate import told_as_onnx
-from amp_compiler.onnx.plan import plan_onnx, told_late
+from amp_compiler.onnx.plan import plan_onnx
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.unused import warn_of_unused
 

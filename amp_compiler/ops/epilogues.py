@@ -8,6 +8,7 @@ gradient is rounded, as the product alone would be. Anywhere else, and for a for
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -168,6 +169,19 @@ def prepared(operator: Any, left: Tensor, right: Tensor, *rest: Any) -> tuple[Ca
     epilogue = _BACKWARD[activation]
     call = Call(left, right, out, epilogue | Epilogue.SUM if sums else epilogue, total if sums else None, kept)
     return call, (out, total)
+
+
+def shown(operator: Any, arguments: Sequence[Any], results: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The results of an operator, with the bits of a mask in the place of it, bool [rows, columns].
+
+    Args:
+        operator: one of `OPERATORS`.
+        arguments: of it.
+        results: what it gave for them.
+    """
+    if operator is ACTIVATION and arguments[3] == RELU:
+        return results[0], bits_of(results[1], results[0].shape[1])
+    return results
 
 
 def mask_of(values: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ def test_what_stays_fp32_for_its_opset_is_told(monkeypatch, caplog):
     told = "1 node stays FP32 because the opset is 17: bf16 comes later for 1 Conv (opset 22); allow the opset to be "
     told += "raised"
     assert kept.notes == (told,) and told in caplog.text and opset(kept.model) == 17
-    monkeypatch.setattr("amp_compiler.onnx.plan.latest_opset", lambda: 21)
+    monkeypatch.setattr("amp_compiler.onnx.later_opset.latest_opset", lambda: 21)
     older = convert_onnx(source, dtype="bf16")
     assert opset(older.model) == 17 and "onnxruntime loads opsets up to 21" in older.notes[0]
     assert opset(convert_onnx(source, dtype="bf16", opset=22).model) == 22
@@ -87,7 +87,7 @@ def test_where_the_raised_model_does_not_load_a_lower_opset_is_tried(monkeypatch
 
     nodes = [node("Relu", ["x"], ["a"], "relu"), node("Conv", ["a", "w"], ["y"], "conv")]
     source = model(nodes, [info("x", 1, 2, 5, 5)], [info("y", 1, 3, 3, 3)], [weight("w", 3, 2, 3, 3)], opset=12)
-    monkeypatch.setattr("amp_compiler.onnx.plan.refusal_of", refuse)
+    monkeypatch.setattr("amp_compiler.onnx.later_opset.refusal_of", refuse)
     plan = convert_onnx(source, dtype="bf16", rules=LOW, check=False)
     assert asked == [22, 12, 13] and opset(plan.model) == 13
     assert {entry.name: entry.precision for entry in plan.plan.nodes} == {"relu": "low", "conv": "keep"}

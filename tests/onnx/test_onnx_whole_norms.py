@@ -14,6 +14,8 @@ import amp_compiler as amp
 from amp_compiler.onnx.check.emulate import emulate
 from amp_compiler.onnx.check.verify import verify
 from amp_compiler.onnx.convert import convert_onnx
+from amp_compiler.onnx.plan import explain_onnx
+from amp_compiler.passes.pipeline import PLAN, Stages
 
 RNG = np.random.default_rng(7)
 WIDTH = 64
@@ -169,3 +171,13 @@ def test_norms_that_share_a_scale_share_it_twice():
     converted = check(source, "fp16").model
     assert ops(converted) == ["MatMul", *DOUBLED, "MatMul", "MatMul", *DOUBLED, "MatMul"]
     assert len([one for one in converted.graph.initializer if one.name.startswith("scale")]) == 1
+
+
+def test_where_one_op_saves_nothing_the_stages_are_told_once():
+    """A product in FP32 stands before the norm: one op would have a cast in front, its parts have one behind."""
+    rules = {"version": 1, "extends": "default", "rules": [{"match": {"node": "^product_in$"}, "precision": "fp32"}]}
+    stages = Stages()
+    plan = explain_onnx(norm(opset=18, root="reciprocal"), rules=rules, stages=stages)
+    assert "onnx.LayerNormalization" not in {one.op for one in plan.nodes}
+    assert [stage.name for stage in stages] == ["capture", *PLAN.names]
+    assert "onnx.ReduceMean" in stages["capture"].text

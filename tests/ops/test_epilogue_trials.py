@@ -154,6 +154,6 @@ def test_without_memory_it_is_tried_again_another_time(stand_in, monkeypatch):
 
     trials, given = Trials(), call(WITH_SUM)
     with monkeypatch.context() as patched:
-        patched.setattr(epilogue_trials, "_numbers", full)
+        patched.setattr(epilogue_trials, "random_like", full)
         assert trials(WITH_SUM, given) == "no-memory-to-try-it"
     assert trials(WITH_SUM, given) == ""

@@ -11,7 +11,7 @@ from amp_compiler.ir.dtypes import DType, dtype_from_short
 from amp_compiler.ir.graph import ValueKind
 from amp_compiler.ir.plan import RETURN, PlannedCast, PrecisionPlan
 from amp_compiler.onnx.lowering.idle_casts import drop_idle_casts
-from amp_compiler.onnx.lowering.lower import EMPTY_LIST, Lowered, Site
+from amp_compiler.onnx.lowering.lowered import EMPTY_LIST, Lowered, Site
 from amp_compiler.onnx.lowering.scopes import Scopes
 from amp_compiler.onnx.lowering.widen import widen_math
 from amp_compiler.onnx.model.data import convert, tensor_of

@@ -19,7 +19,7 @@ from typing import cast
 
 import onnx_ir as ir
 
-from amp_compiler.onnx.lowering.lower import Lowered
+from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.model.model import all_graphs
 from amp_compiler.onnx.model.plain import PlainGraph
 from amp_compiler.onnx.model.terms import Either, Found, Made, Number, Stored, Term, Whatever, is_op, scalar_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from amp_compiler.ir.plan import PrecisionPlan
-from amp_compiler.onnx.lowering.lower import Lowered
+from amp_compiler.onnx.lowering.lowered import Lowered
 
 _CASTS = ("onnx.Cast", "onnx.CastLike")
 

@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from amp_compiler.ir.graph import Node, Pin
 from amp_compiler.onnx.lowering.compounds import GELU
-from amp_compiler.onnx.lowering.lower import Lowered
+from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.lowering.walk import Walker, is_square
 from amp_compiler.onnx.model.edit import unique
 

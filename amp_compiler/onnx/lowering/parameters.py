@@ -17,7 +17,7 @@ import onnx_ir as ir
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Node, Pin
 from amp_compiler.ir.plan import PrecisionPlan
-from amp_compiler.onnx.lowering.lower import Lowered
+from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.lowering.walk import Walker
 from amp_compiler.onnx.model.data import array_of, convert, release, tensor_of
 from amp_compiler.onnx.model.edit import unique, with_data

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Node, Pin, ValueKind
-from amp_compiler.onnx.lowering.lower import Lowered
+from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.lowering.overflow import Overflows
 from amp_compiler.onnx.lowering.walk import Walker
 from amp_compiler.onnx.model.data import Stored, examine, tensor_of

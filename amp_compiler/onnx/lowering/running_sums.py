@@ -12,7 +12,7 @@ from dataclasses import replace
 import onnx_ir as ir
 
 from amp_compiler.ir.graph import Node, Pin
-from amp_compiler.onnx.lowering.lower import LOOPS, Lowered
+from amp_compiler.onnx.lowering.lowered import LOOPS, Lowered
 from amp_compiler.onnx.lowering.walk import Walker
 
 _ADDING = frozenset({"onnx.Add", "onnx.Sub", "onnx.Sum", "onnx.Mean"})

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from amp_compiler.errors import LoweringError
-from amp_compiler.onnx.lowering.lower import LOOPS, Site
+from amp_compiler.onnx.lowering.lowered import LOOPS, Site
 
 
 @dataclass

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from amp_compiler.ir.plan import RETURN, PrecisionPlan
 from amp_compiler.onnx.lowering.apply import is_rounded_in_place
-from amp_compiler.onnx.lowering.lower import FOLDED, Lowered
+from amp_compiler.onnx.lowering.lowered import FOLDED, Lowered
 from amp_compiler.onnx.lowering.norms import find_norms
 from amp_compiler.onnx.model.plain import PlainGraph
 

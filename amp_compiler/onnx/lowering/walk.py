@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from amp_compiler.ir.graph import STORED_KINDS, Node
-from amp_compiler.onnx.lowering.lower import Lowered
+from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.model.data import array_of, tensor_of
 from amp_compiler.policy.op_table import op_table
 from amp_compiler.policy.rules import OpInfo

@@ -8,7 +8,7 @@ from amp_compiler.errors import LoweringError
 from amp_compiler.ir.dtypes import DType, dtype_from_short
 from amp_compiler.ir.graph import Node
 from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
-from amp_compiler.onnx.lowering.lower import FOLDED, Lowered
+from amp_compiler.onnx.lowering.lowered import FOLDED, Lowered
 from amp_compiler.onnx.model.edit import set_type, unique
 from amp_compiler.onnx.model.types import ir_type, neutral_type
 from amp_compiler.policy.marks import error_at

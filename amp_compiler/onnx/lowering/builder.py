@@ -1,0 +1,237 @@
+"""Making the neutral graph of a model, node by node and body by body."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import onnx_ir as ir
+
+from amp_compiler.errors import OnnxError
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.graph import Attr, Node, Operand, Value, ValueKind
+from amp_compiler.ir.plan import RETURN
+from amp_compiler.onnx.lowering.lowered import EMPTY_LIST, FOLDED, LOOPS, Lowered, Site
+from amp_compiler.onnx.lowering.pins import Demanded, Demands
+from amp_compiler.onnx.model.model import UNKNOWN, OnnxModel, bodies
+from amp_compiler.onnx.model.types import canonical_op
+from amp_compiler.policy.op_table import op_table
+
+NO_ATTRIBUTES: dict[str, Attr] = {}  # of all nodes that have none; nothing changes those of a node
+_QUANTIZING = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear"})
+_STORING = (*FOLDED, EMPTY_LIST)
+
+
+class Builder:
+    """Adds graph after graph, each value and node under a name of its own."""
+
+    def __init__(self, lowered: Lowered, named: Callable[[str, str], bool], keep_quantized: bool) -> None:
+        self.lowered, self.model, self.graph = lowered, lowered.model, lowered.graph
+        self.named, self.keep_quantized = named, keep_quantized
+        self.names: dict[ir.Value, str] = {}
+        ops = self._ops_of(lowered.model)
+        self.quantizes = keep_quantized and not ops.isdisjoint(_QUANTIZING)
+        self.demands = Demanded(lowered.model, lowered.low)
+        self._ops: dict[tuple[str, str], tuple[str, bool]] = {}
+        self._next: dict[str, int] = {}
+        self._unnamed: dict[str, int] = {}
+
+    def _ops_of(self, model: OnnxModel) -> set[str]:
+        """The types of the ops of a model. Gives values of its main graph their own names, whatever others are called.
+
+        Values in bodies, which stand before them, may have the same names.
+        """
+        self.held = {graph: list(graph) for graph in model.graphs()}
+        main = model.ir.graph
+        made = (out for node in self.held[main] for out in node.outputs)
+        values = [*main.inputs, *main.initializers.values(), *made]
+        self._reserved = {value.name: value for value in values if value.name}
+        return {node.op_type for nodes in self.held.values() for node in nodes}
+
+    def name_of(self, value: ir.Value) -> str | None:
+        """The neutral name of a value; `None` for one that was not added."""
+        return self.names.get(value)
+
+    def add_graph(self, graph: ir.Graph, region: str) -> None:
+        """Add the inputs, initializers and nodes of a graph."""
+        for value in graph.inputs:
+            self._addsource_of(value, ValueKind.BUFFER if value.is_initializer() else ValueKind.INPUT)
+        for value in graph.initializers.values():
+            if value not in self.names:
+                self._addsource_of(value, ValueKind.PARAMETER)
+        self._add_nodes(graph, region)
+
+    def _add_nodes(self, graph: ir.Graph, region: str) -> None:
+        for node in self.held[graph]:
+            if node.op_type in _STORING and (is_folded(node, self.model) or self._is_empty_list(node)):
+                self._addsource_of(node.outputs[0], ValueKind.CONSTANT)
+            else:
+                self._add_node(node, region)
+
+    def _addsource_of(self, value: ir.Value, kind: ValueKind) -> None:
+        self.graph.add_value(self._value(value, kind))
+
+    def _add_node(self, node: ir.Node, region: str) -> None:
+        name = self._node_name(node)
+        held = node.attributes.data
+        inner = bodies(node) if held else {}
+        for attribute, body in inner.items():
+            self.lowered.owners[body] = node
+            self.add_graph(body, region if node.op_type in LOOPS else f"{name}.{attribute}")
+        op, quantizing = self._op(node)
+        named = not op.startswith("onnx.") and self.named(op, name)
+        quantized = self._quantized(node, quantizing) if quantizing or self.quantizes else ""
+        demands = self.demands.of(node, op, named=named, quantized=quantized, inner=bool(inner))
+        if demands.late is not None:
+            self.lowered.late[name] = demands.late
+        operands = self._operands(node, name, demands, inner)
+        outputs = [self._value(out, ValueKind.RESULT) for out in node.outputs if out.name]
+        props = node.metadata_props
+        self.graph.add_node(
+            Node(
+                name,
+                op,
+                tuple(operands),
+                tuple([value.name for value in outputs]),
+                attributes_of(held) if held else NO_ATTRIBUTES,
+                module_of(node.name or "", props),
+                source=source_of(props) if props else "",
+                region=region,
+                pin=demands.pin,
+            ),
+            outputs,
+        )
+        self._keep_node(node, name)
+
+    def _keep_node(self, node: ir.Node, name: str) -> None:
+        """Note the node behind a neutral one."""
+        self.lowered.nodes[name] = node
+
+    def _op(self, node: ir.Node) -> tuple[str, bool]:
+        """The neutral name of the op of a node, and whether it quantises."""
+        key = (node.domain, node.op_type)
+        found = self._ops.get(key)
+        if found is None:
+            op = canonical_op(*key)
+            found = self._ops[key] = op, op_table().info(op).quantized
+        return found
+
+    def _operands(self, node: ir.Node, name: str, demands: Demands, inner: dict[str, ir.Graph]) -> list[Operand]:
+        """The operands of a node, called `name` in the neutral graph; those of its bodies behind its own."""
+        names, inputs = self.names, node.inputs
+        try:
+            operands = [
+                Operand(names[value], slot, allowed, tied)
+                for value, (slot, allowed, tied) in zip(inputs, demands.slots, strict=True)
+                if value is not None
+            ]
+        except KeyError as missing:
+            raise OnnxError(
+                f"it reads '{missing.args[0].name}', which nothing makes",
+                where=f"node '{node.name}' ({node.op_type})",
+                mend="run onnx.checker.check_model on the model",
+            ) from None
+        if len(operands) == len(inputs) and not inner:
+            return operands
+        sites = [Site(node, index) for index, value in enumerate(inputs) if value is not None]
+        self.lowered.sites[name] = sites
+        for attribute, body in inner.items():
+            for index, value in enumerate(body.outputs):
+                if value in names:
+                    captured = self.graph.values[names[value]].dtype
+                    operands.append(Operand(names[value], f"{attribute}.{index}", frozenset({captured})))
+                    sites.append(Site(node, index, body))
+        return operands
+
+    def _quantized(self, node: ir.Node, quantizing: bool) -> str:
+        """Why a node stays as it is that quantises, or stands beside one that does: its types belong to that."""
+        if not self.keep_quantized:
+            return ""
+        if quantizing:
+            return "quantised models are left intact"
+        beside = "it stands beside a quantising op, and quantised patterns are left intact"
+        return beside if self._is_beside(node) else ""
+
+    def _is_beside(self, node: ir.Node) -> bool:
+        """True for a node beside a quantising one."""
+        makers = (value.producer() for value in node.inputs if value is not None)
+        if any(maker is not None and _is_quantizing(maker) for maker in makers):
+            return True
+        return any(_is_quantizing(user) for out in node.outputs for user, _ in out.uses())
+
+    def _value(self, value: ir.Value, kind: ValueKind) -> Value:
+        known, name = self.model.types.get(value, UNKNOWN), self._value_name(value)
+        if known.item in (DType.FLOAT32, self.lowered.low):
+            self.graph.lists.add(name)
+            return Value(name, known.item, None, 0, kind)
+        return Value(name, known.dtype or DType.OTHER, known.shape, known.numel, kind)
+
+    def _value_name(self, value: ir.Value) -> str:
+        """A name of its own for a value, which is noted."""
+        values, name = self.lowered.values, value.name or "value"
+        if name in values or self._reserved.get(name, value) is not value:
+            name = self._unique(name, lambda wanted: wanted in self._reserved or wanted in values)
+        self.names[value] = name
+        values[name] = value
+        return name
+
+    def _is_empty_list(self, node: ir.Node) -> bool:
+        """True for an empty list of FP32 or 16-bit tensors, which can as well be one of the other type."""
+        item = self.model.type_of(node.outputs[0]).item
+        return node.op_type == EMPTY_LIST and not node.domain and item in (DType.FLOAT32, self.lowered.low)
+
+    def _node_name(self, node: ir.Node) -> str:
+        name = node.name or ""
+        if not name or node in self.model.unnamed:  # counted by op, so that casts in between change no name
+            number = self._unnamed[node.op_type] = self._unnamed.get(node.op_type, -1) + 1
+            name = f"{node.op_type}_{number}"
+        if name != RETURN and name not in self.lowered.nodes:
+            return name
+        self.lowered.renamed = True
+        return self._unique(name, lambda wanted: wanted in self.lowered.nodes)
+
+    def _unique(self, name: str, taken: Callable[[str], bool]) -> str:
+        number = self._next.get(name, 1)
+        while taken(f"{name}.{number}"):
+            number += 1
+        self._next[name] = number + 1
+        return f"{name}.{number}"
+
+
+def is_folded(node: ir.Node, model: OnnxModel) -> bool:
+    """True for a node that is nothing but stored data: a dense `Constant`, or a `ConstantOfShape` with a `value`."""
+    if node.domain not in ("", "ai.onnx") or node.op_type not in FOLDED or len(node.outputs) != 1:
+        return False
+    known = model.type_of(node.outputs[0])
+    stored = "value" in node.attributes or "value_float" in node.attributes or "value_floats" in node.attributes
+    return stored and known.tensor and known.dtype is not None
+
+
+def _is_quantizing(node: ir.Node) -> bool:
+    """True for the ops between floating-point and quantised values."""
+    return node.domain in ("", "ai.onnx", "com.microsoft") and node.op_type in _QUANTIZING
+
+
+def source_of(props: Mapping[str, str]) -> str:
+    """The line of the model that torch's exporter leaves."""
+    return props.get("pkg.torch.onnx.stack_trace", "").rpartition("\n")[2][:200]
+
+
+def module_of(name: str, props: Mapping[str, str]) -> str:
+    """The module path that exporters leave: torch's metadata, or a path as node name (`/encoder/layer.0/MatMul`)."""
+    scopes = props.get("pkg.torch.onnx.name_scopes") if props else None
+    if scopes:
+        names = [part.strip(" '\"") for part in scopes.strip("[]").split(",")]
+        return names[-2] if len(names) > 1 else ""
+    return ".".join(name.strip("/").split("/")[:-1]) if name.startswith("/") else ""
+
+
+def attributes_of(held: Mapping[str, ir.Attr]) -> dict[str, Attr]:
+    """The attributes of a node that are numbers and strings, or lists of them."""
+    found: dict[str, Attr] = {}
+    kinds = ir.AttributeType
+    for name, attribute in held.items():
+        if attribute.type in (kinds.INT, kinds.FLOAT, kinds.STRING):
+            found[name] = attribute.value
+        elif attribute.type in (kinds.INTS, kinds.FLOATS, kinds.STRINGS):
+            found[name] = tuple(attribute.value)
+    return found
