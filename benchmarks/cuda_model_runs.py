@@ -19,13 +19,14 @@ import inductor_costs
 import models
 import torch
 import torch.utils._pytree as pytree
-from kernel_costs import OTHER, RECURRENCE, UPDATE, Kernel, foreach_launches
+from kernel_costs import BRANCH, OTHER, RECURRENCE, TRUNK, UPDATE, Kernel, foreach_launches
 from measuring import TORCH_TYPES
 from torch import Tensor, fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_compiler as amp
 from amp_compiler.ops.update.operators import CHECK, COMMIT, FUSED, OPERATORS
+from amp_compiler.passes.step.branch_update import BESIDE, END
 from amp_compiler.training import build
 from amp_compiler.training.step import RUN as step_pipelines
 
@@ -91,7 +92,8 @@ def without(skipped: Sequence[str]) -> list[Any]:
 def _tuned() -> Iterator[None]:
     """Within it every trial succeeds. Inductor is not tuned: which product is the faster one, a device has to say."""
     asked = mock.patch.object(build, "_is_tuned", lambda settings, graph_module: True)
-    with asked, mock.patch.object(build, "TRIALS", lambda operator, arguments: ""):
+    epilogues = mock.patch.object(build, "TRIALS", lambda operator, arguments: "")
+    with asked, epilogues, mock.patch.object(build, "try_beside", lambda *given: ""):
         yield
 
 
@@ -100,14 +102,26 @@ def _our_kernels(kernels: list[Kernel]) -> Iterator[None]:
     """Within it the kernels between a step's graphs are added to the list when the step is built."""
     run_cut_step = build.run_cut_step
 
-    def noted(cut: fx.GraphModule, *rest: Any) -> Any:
-        for node in cut.graph.nodes:
+    def noted(cut: fx.GraphModule, examples: Sequence[Any], build_piece: Any, *rest: Any) -> Any:
+        for node, beside in [*_calls(cut, ""), *_calls(getattr(cut, BESIDE, None), BRANCH)]:
             arguments = fx.node.map_arg(node.args, lambda one: one.meta.get("val"))
-            kernels.extend(our_kernels(node.target, arguments))
-        return run_cut_step(cut, *rest)
+            kernels.extend(replace(one, beside=beside) for one in our_kernels(node.target, arguments))
+
+        def built(piece: fx.GraphModule, given: Sequence[Any]) -> Any:
+            first = len(kernels)
+            run = build_piece(piece, given)
+            if piece is getattr(cut, END, None):
+                kernels[first:] = [replace(one, beside=TRUNK) for one in kernels[first:]]
+            return run
+
+        return run_cut_step(cut, examples, built, *rest)
 
     with mock.patch.object(build, "run_cut_step", noted):
         yield
+
+
+def _calls(part: fx.GraphModule | None, beside: str) -> list[tuple[fx.Node, str]]:
+    return [] if part is None else [(node, beside) for node in part.graph.nodes if node.op == "call_function"]
 
 
 def our_kernels(operator: Any, arguments: Sequence[Any]) -> list[Kernel]:

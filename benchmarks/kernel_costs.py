@@ -19,6 +19,7 @@ FUSED, MATMUL, CONVOLUTION, ATTENTION, RECURRENCE, UPDATE, OTHER = CLASSES = (
 PRODUCTS = (MATMUL, CONVOLUTION, ATTENTION, RECURRENCE)
 PRECISION = {torch.bfloat16: "16 bits", torch.float16: "16 bits", torch.float32: "fp32", torch.float64: "fp64"}
 TF32 = "tf32"
+BRANCH, TRUNK = "branch", "trunk"
 _SMALL = (10, 13)  # launches that a loss in chunks makes beside the chunks, without gradients and with them
 
 
@@ -63,6 +64,7 @@ class Kernel:
         precision: of their elements, a key of `Chip.flops_per_second`.
         launches: number of kernels.
         in_graph: whether they are part of a CUDA graph.
+        beside: `BRANCH` of what runs on a second branch of the graph, `TRUNK` of what runs at that time on the first.
     """
 
     name: str
@@ -73,6 +75,7 @@ class Kernel:
     precision: str = "16 bits"
     launches: int = 1
     in_graph: bool = True
+    beside: str = ""
 
     @property
     def bytes(self) -> int:
@@ -100,6 +103,7 @@ class Cost:
         flops: of matrix products.
         seconds: by class of kernel, with their launches.
         bytes_of: bytes by class of kernel.
+        hidden: seconds of kernels on a second branch that the first branch's leave the memory idle for.
     """
 
     launches: float = 0.0
@@ -108,21 +112,28 @@ class Cost:
     flops: float = 0.0
     seconds: Mapping[str, float] = field(default_factory=dict)
     bytes_of: Mapping[str, float] = field(default_factory=dict)
+    hidden: float = 0.0
 
     @classmethod
     def of(cls, kernels: Iterable[Kernel], chip: Chip) -> Cost:
-        """The sum over kernels, which run one after another."""
-        total = cls()
+        """The sum over kernels, which run one after another but for those of a second branch.
+
+        While the trunk's kernels wait for arithmetic, those of the branch have the memory for themselves: for so long
+        they cost nothing but their launches.
+        """
+        total, branch, idle = cls(), 0.0, 0.0
         for one in kernels:
             outside = 0 if one.in_graph else one.launches
             time, moved = {one.kind: one.seconds(chip)}, {one.kind: one.bytes}
             total = total + cls(one.launches, outside, one.bytes, one.flops, time, moved)
-        return total
+            branch += one.busy(chip) if one.beside == BRANCH else 0.0
+            idle += one.busy(chip) - one.bytes / chip.bytes_per_second if one.beside == TRUNK else 0.0
+        return replace(total, hidden=min(branch, idle))
 
     @property
     def total_seconds(self) -> float:
-        """Of all classes."""
-        return sum(self.seconds.values())
+        """Of all classes, without what is hidden."""
+        return sum(self.seconds.values()) - self.hidden
 
     @property
     def product_seconds(self) -> float:
@@ -137,6 +148,7 @@ class Cost:
             self.flops + other.flops,
             _added(self.seconds, other.seconds),
             _added(self.bytes_of, other.bytes_of),
+            self.hidden + other.hidden,
         )
 
     def __mul__(self, factor: float) -> Cost:
@@ -147,6 +159,7 @@ class Cost:
             self.flops * factor,
             {kind: value * factor for kind, value in self.seconds.items()},
             {kind: value * factor for kind, value in self.bytes_of.items()},
+            self.hidden * factor,
         )
 
     def facts(self) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class Spec:
     modules: bool = False
 
 
-_DEVICE = _STEP | {Key.EPILOGUE}
+_DEVICE = _STEP | {Key.TRIED}
 
 SPECS: dict[str, Spec] = {
     "CAPTURE": Spec(_PLANNED, (*_REGIONS, "aten._assert_tensor_metadata", "aten.alias")),

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from amp_compiler.backends.branch import Branch
+from amp_compiler.errors import LoweringError
 from amp_compiler.fx.graph import copy_graph, node_tensor
 from amp_compiler.fx.torch_private import forward_of
 from amp_compiler.ops.cpu import update as cpu_update
@@ -98,9 +99,31 @@ def run_cut_step(
             continue
         inputs = [real.get(node, node.meta["val"]) for node in call.args]
         launches = any(one.device.type != "cpu" for one in inputs if isinstance(one, torch.Tensor))
-        worth_it = call.target in (BEFORE, END) or len(piece.graph.nodes) > _FEW or launches
+        if call.target == END:
+            root.add_module(END, _Piece(_checked(build(piece, inputs), inputs)))
+            continue
+        worth_it = call.target == BEFORE or len(piece.graph.nodes) > _FEW or launches
         root.add_module(str(call.target), _Piece(build(piece, inputs) if worth_it else forward_of(piece)))
     return fx.GraphModule(root, graph).forward  # type: ignore[no-any-return]
+
+
+def _checked(run: Callable[..., Any], examples: Sequence[Any]) -> Callable[..., Any]:
+    """A piece that is handed what another one makes: the first call sees that this is what it was built for."""
+    known: list[bool] = []
+
+    def checked(*inputs: Any) -> Any:
+        if not known:
+            for number, (one, example) in enumerate(zip(inputs, examples, strict=True)):
+                if isinstance(one, torch.Tensor) and (one.dtype, one.shape) != (example.dtype, example.shape):
+                    raise LoweringError(
+                        f"the end of the backward was built for {example.dtype} {list(example.shape)} as its input"
+                        f" {number}, and is given {one.dtype} {list(one.shape)}",
+                        mend="leave the pass branch_update out, and report this",
+                    )
+            known.append(True)
+        return run(*inputs)
+
+    return checked
 
 
 def _with_kernels(piece: fx.GraphModule, kernels: Kernels) -> Callable[..., Any]:

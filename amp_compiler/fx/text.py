@@ -247,7 +247,7 @@ _MARKS: tuple[tuple[str, Callable[[Any], str], Callable[[str], Any]], ...] = (
     (Key.WIDE, lambda value: f"wide={value}", str),
     (Key.STORED, lambda value: f"stored={value}", str),
     (Key.LOGITS, lambda value: f"logits={value}", str),
-    (Key.EPILOGUE, lambda value: f"epilogue={value}", str),
+    (Key.TRIED, lambda value: f"tried={value}", str),
     (Key.RECOMPUTED, lambda value: "recomputed", bool),
     (
         Key.STATE,

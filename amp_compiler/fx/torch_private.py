@@ -177,16 +177,23 @@ class OpenedOps(dict[Any, Any]):
 def _cacheable(inputs: Sequence[Any]) -> list[Any]:
     """The same inputs as fake tensors of fixed shapes that know of a `ShapeEnv`: without one torch caches no graph.
 
-    They stay as they are where some are fake already: one capture has one mode for all of them.
+    They stay as they are where some are fake already and of one mode. What passes have made has a mode of its own.
     """
-    from torch._guards import detect_fake_mode
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    if detect_fake_mode(inputs) is not None:
+    modes = {id(one.fake_mode) for one in inputs if isinstance(one, FakeTensor)}
+    if len(modes) == 1:
         return list(inputs)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    return [mode.from_tensor(one, static_shapes=True) if isinstance(one, torch.Tensor) else one for one in inputs]
+
+    def faked(one: torch.Tensor) -> torch.Tensor:
+        if not isinstance(one, FakeTensor):
+            return mode.from_tensor(one, static_shapes=True)
+        with mode:
+            return torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)
+
+    return [faked(one) if isinstance(one, torch.Tensor) else one for one in inputs]
 
 
 def recomputed() -> dict[str, Any]:

@@ -33,10 +33,11 @@ from amp_compiler.fx.synchronized_norms import check_marks, marked_norms
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops import native
 from amp_compiler.ops.cpu.arena import ArenaMemory, ArenaRun
+from amp_compiler.ops.cuda.branch_trial import try_beside
 from amp_compiler.ops.cuda.epilogue_trials import TRIALS
 from amp_compiler.ops.loss_scale import LossScale
 from amp_compiler.ops.update.counts import UpdateCounts
-from amp_compiler.passes.device.fuse_epilogues import notes_of
+from amp_compiler.passes.device.tried import notes_of
 from amp_compiler.passes.diagnose.hold_products import products
 from amp_compiler.passes.pipeline import HOLD, Late, Pipeline, Stages
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
@@ -423,7 +424,8 @@ def _compile(
         if not settings.runs_on.compiled:
             return build(step, examples)
         kernels = kernels_for(step)
-        options: dict[str, Any] = {"try_out": TRIALS} if _is_tuned(settings, step) else {}
+        tuned = _is_tuned(settings, step)
+        options: dict[str, Any] = {"try_out": TRIALS, "try_beside": try_beside} if tuned else {}
         options |= {
             "most_inner": most_inner(kernels), "kernels": tuple(kernels), "adds": adds_sums(kernels), "held": held,
         }  # fmt: skip

@@ -16,6 +16,7 @@ from amp_compiler.fx.meta import Key
 from amp_compiler.ops.cuda import cublaslt
 from amp_compiler.ops.epilogues import ACTIVATION, GELU, GRADIENT, RELU, WITH_SUM
 from amp_compiler.passes.base import InPlacePass, PassResult
+from amp_compiler.passes.device.tried import tell
 from amp_compiler.passes.step.simplify_casts import cast_type
 
 aten = torch.ops.aten
@@ -91,24 +92,6 @@ class FuseEpilogues(InPlacePass):
         if work.modified:
             subject.recompile()
         return PassResult(subject, work.modified)
-
-
-def notes_of(graph_module: fx.GraphModule) -> list[str]:
-    """What was tried out and is not done, and why, each form and reason once.
-
-    Args:
-        graph_module: as the pass left it, or as it was cut behind it.
-    """
-    found: dict[str, list[str]] = {}
-    for part in graph_module.modules():
-        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
-            for told in filter(None, node.meta.get(Key.EPILOGUE, "").split(",")):
-                found.setdefault(told, []).append(node.name)
-    return [f"{told.replace('-', ' ')} (at {_few(names)})" for told, names in found.items()]
-
-
-def _few(names: list[str]) -> str:
-    return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
 
 
 class _Work:
@@ -189,11 +172,7 @@ class _Work:
     def _tried(self, product: fx.Node, target: Any, arguments: tuple[Any, ...]) -> bool:
         reason = self._try_out(target, fx.node.map_arg(arguments, lambda one: one.meta["val"]))
         if reason:
-            known = product.meta.get(Key.EPILOGUE, "")
-            told = f"{target.overloadpacket.__name__}-{reason}"
-            if told not in known.split(","):
-                product.meta[Key.EPILOGUE] = f"{known},{told}" if known else told
-                self.modified = True
+            self.modified |= tell(product, f"{target.overloadpacket.__name__}-{reason}")
         return not reason
 
     def _pair(self, product: fx.Node, target: Any, arguments: tuple[Any, ...]) -> tuple[fx.Node, fx.Node]:

@@ -177,7 +177,9 @@ class _Values:
             if node in self._read:
                 problem.single(needed[node], if_zero=forced)
             sources = memory_of(node)
-            cost = (0 if node in self._alive else _KEPT * size_of(node)) + (node not in self._read) * _MOVED * size_of(node)
+            cost = (0 if node in self._alive else _KEPT * size_of(node)) + (node not in self._read) * _MOVED * size_of(
+                node
+            )
             if node in self._cheap and node not in kept:
                 again[node] = problem.variable()
                 problem.pair(needed[node], again[node], cost)

@@ -10,19 +10,22 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from amp_compiler.fx.alias import AliasGroups, written_roots
+from amp_compiler.fx.alias import AliasGroups, readers, written_roots
 from amp_compiler.fx.graph import LOW_TYPES, is_single_number, node_tensor, results_of, schema_argument
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import new_graph_module
 from amp_compiler.ops.update.operators import CHECK, COMMIT, OPERATORS
 from amp_compiler.passes.base import FunctionalPass, PassResult
 from amp_compiler.passes.device.recompute_cheap import is_elementwise, is_loop, memory_of, product_in_bytes, size_of
+from amp_compiler.passes.device.tried import tell
 from amp_compiler.passes.step.cut_step import BEFORE
 
+aten = torch.ops.aten
 BESIDE, END = "beside_backward", "backward_end"
 _MIB = 2**20
 _TRIED = 25  # bits: of so many elements is the update that is tried out
 _LOOKED_AT = 32  # places for the cut, the best ones by what can run beside
+_TRIED_WITH = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.convolution_backward.default)
 TryBeside = Callable[[Any, tuple[Any, ...], Any, tuple[Any, ...]], str]
 
 
@@ -73,9 +76,10 @@ class BranchUpdate(FunctionalPass[fx.GraphModule]):
     It is done in the mode `max-autotune` alone, and only where a trial on the device says that the two take less time
     beside each other than one behind the other; else a mark says why.
 
-    Left alone: norms whose statistics are 16 bits wide in torch, where they would be handed over; steps that must know all gradients before the first update (a check for what is not finite, clipping,
+    Left alone: steps that must know all gradients before the first update (a check for what is not finite, clipping,
     gradients of several batches or ranks); weights that the end of the backward reads, and those of optimizers whose
-    code is traced, that keep count of all updates together (SGD with momentum) or that round at random.
+    code is traced, that keep count of all updates together (SGD with momentum) or that round at random; a cut at which
+    statistics of norms are handed over that torch rounds to 16 bits, and a compiler does not.
 
     Args:
         try_beside: gives, for an update operator, its arguments, a product and its operands (fake tensors all), why
@@ -186,7 +190,7 @@ class _Step:
         return None if found is None or found[0] < least else found[1]
 
     def _ready(self) -> Iterator[tuple[int, int, fx.Node, int]]:
-        """For each weight that an early update may take: from which place on, the bytes moved, the update, its number."""
+        """For each weight that the branch may take: from which place on, bytes moved, the update, its number in it."""
         last_read: dict[fx.Node, int] = {}
         for place, node in enumerate(self.nodes):
             for source in node.all_input_nodes:
@@ -205,7 +209,7 @@ class _Step:
                 yield place + 1, moved, update, number
 
     def _products(self) -> tuple[list[int], dict[int, float]]:
-        """The places behind the backward's products, and how many bytes the products from each place on leave unused."""
+        """Places behind the backward's products, and how many bytes the products from each of them on leave unused."""
         places, room, left = [], {}, 0.0
         for place in range(len(self.nodes) - 1, -1, -1):
             node = self.nodes[place]
@@ -226,7 +230,7 @@ class _Step:
             elif node.target is not operator.getitem or node.args[0] in behind:  # a result goes with what makes it
                 behind[node] = None
         cut = _Cut(tuple(behind), tuple(self._made_again(behind)), {})
-        if any(map(_is_rounded_statistic, self.handed(cut))):
+        if any(map(_is_rounded_statistic, self.handed(cut))) or not any(one.target in _TRIED_WITH for one in behind):
             return None
         for first, _, update, number in self._ready():
             if first <= place:
@@ -261,8 +265,32 @@ class _Step:
 
     def _handed_over(self, cut: _Cut) -> int:
         """Bytes that are written and read at the cut, and would not have been: of loops that a loop goes on with."""
-        loops = [n for n in self.handed(cut) if is_loop(n) and not memory_of(n) and n.meta.get(Key.PHASE) == "backward"]
-        return 2 * sum(size_of(node) for node in loops if all(map(is_loop, node.users)))
+        later = {*cut.behind, *cut.again}
+        found = [one for one in self.handed(cut) if _is_made_by_loop(one) and self._goes_on(one, later)]
+        return 2 * sum(map(size_of, found))
+
+    def _goes_on(self, node: fx.Node, later: set[fx.Node]) -> bool:
+        """Whether a compiler could make one loop of a node and a reader of it behind the cut.
+
+        Not where it is written anyway: what is no loop reads it, or the reader also reads what such a reader makes.
+        """
+        if not all(map(is_loop, readers(node))):
+            return False
+        waiting, apart = {user for user in node.users if user in later}, set[fx.Node]()
+        made = {node}
+        for one in self.nodes[self.order[node] + 1 :]:
+            sources = [source for source in one.all_input_nodes if source in made]
+            if not sources:
+                continue
+            made.add(one)
+            if not is_loop(one) or any(source in apart for source in sources):
+                apart.add(one)
+            elif one in waiting:
+                return True
+            waiting.discard(one)
+            if not waiting:
+                break
+        return False
 
     def to_try(self, cut: _Cut) -> tuple[Any, tuple[Any, ...], Any, tuple[Any, ...]]:
         """What is tried out: the largest early update, of its first weights, and the dearest product beside it."""
@@ -270,7 +298,8 @@ class _Step:
         sizes, few = [size_of(_columns(update)[0][0][number]) for number in numbers], 1
         while few < len(sizes) and sum(sizes[: few + 1]) <= 4 << _TRIED:
             few += 1
-        product = max(cut.behind, key=lambda one: product_in_bytes(one)[0])
+        products = (node for node in cut.behind if node.target in _TRIED_WITH)
+        product = max(products, key=lambda one: product_in_bytes(one)[0])
         return (
             update.target,
             fx.node.map_arg(_arguments(update, numbers[:few]), lambda one: one.meta["val"]),
@@ -285,6 +314,11 @@ def _is_rounded_statistic(node: fx.Node) -> bool:
     if not isinstance(source, fx.Node) or value is None or value.dtype not in LOW_TYPES or node.args[1] == 0:
         return False
     return "norm" in getattr(source.target, "__name__", "")
+
+
+def _is_made_by_loop(node: fx.Node) -> bool:
+    source: Any = node.args[0] if node.target is operator.getitem else node
+    return is_loop(source) and not memory_of(node)
 
 
 def _columns(update: fx.Node) -> list[tuple[Sequence[fx.Node], bool]]:
@@ -313,7 +347,7 @@ def _told(subject: fx.GraphModule, reason: str) -> fx.GraphModule:
     made: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(subject.graph, made))
     (call,) = graph.find_nodes(op="call_module", target=BEFORE)
-    call.meta[Key.EPILOGUE] = f"update-beside-the-backward-{reason}"
+    tell(call, f"update-beside-the-backward-{reason}")
     return new_graph_module(subject, graph)
 
 
