@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from amp_compiler.backends.branch import Branch
 from amp_compiler.errors import LoweringError
 from amp_compiler.fx.graph import copy_graph, node_tensor
 from amp_compiler.fx.torch_private import forward_of
+from amp_compiler.ops.branch import Branch, join_branch
 from amp_compiler.ops.cpu import update as cpu_update
 from amp_compiler.ops.native import NATIVE_OPS, UPDATE
 from amp_compiler.ops.update.counts import UpdateCounts
 from amp_compiler.ops.update.operators import CHECK, GATHER, OPERATORS
-from amp_compiler.passes.step.branch_update import BESIDE, END, join_branch
+from amp_compiler.passes.step.branch_update import BESIDE, END
 from amp_compiler.passes.step.cut_step import BEFORE
 
 Kernels = Mapping[Any, Callable[..., Any]]

@@ -14,6 +14,7 @@ from amp_compiler.fx.alias import AliasGroups, readers, written_roots
 from amp_compiler.fx.graph import LOW_TYPES, is_single_number, node_tensor, results_of, schema_argument
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import new_graph_module
+from amp_compiler.ops.branch import join_branch
 from amp_compiler.ops.update.operators import CHECK, COMMIT, OPERATORS
 from amp_compiler.passes.base import FunctionalPass, PassResult
 from amp_compiler.passes.device.recompute_cheap import is_elementwise, is_loop, memory_of, product_in_bytes, size_of
@@ -27,15 +28,6 @@ _TRIED = 25  # bits: of so many elements is the update that is tried out
 _LOOKED_AT = 32  # places for the cut, the best ones by what can run beside
 _TRIED_WITH = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.convolution_backward.default)
 TryBeside = Callable[[Any, tuple[Any, ...], Any, tuple[Any, ...]], str]
-
-
-def join_branch(*updated: Any) -> tuple[()]:
-    """Where the branch ends: what it has read and written may be used again. `backends.branch` has what really waits.
-
-    Args:
-        updated: all that the branch was given, which is so kept until here.
-    """
-    return ()
 
 
 @dataclass(frozen=True)
@@ -235,28 +227,28 @@ class _Step:
         for first, _, update, number in self._ready():
             if first <= place:
                 cut.early.setdefault(update, []).append(number)
-        return cut
+        return cut if cut.early else None
 
     def _made_again(self, behind: Collection[fx.Node]) -> list[fx.Node]:
         """What stands before the cut and is made of as little that has to be handed over as it is itself."""
         later = set(behind)
         handed = {source for node in behind for source in node.all_input_nodes} - later
         for node in reversed(self.nodes):
-            if node in handed and self._can_be_again(node, later):
+            if node in handed and self._can_be_again(node):
                 sources = {one for one in node.all_input_nodes if one in self.order} - handed
                 if memory_of(node) or sum(map(size_of, sources)) <= size_of(node):
                     later.add(node)
                     handed |= set(node.all_input_nodes)
         return [node for node in self.nodes if node in later and node not in behind]
 
-    def _can_be_again(self, node: fx.Node, later: set[fx.Node]) -> bool:
+    def _can_be_again(self, node: fx.Node) -> bool:
         if node.op == "get_attr":
             return True
         if not self._written.isdisjoint(self._groups.root(one) for one in (node, *node.all_input_nodes)):
             return False
         if node_tensor(node) is None or node.target is operator.getitem:
             return False
-        return bool(memory_of(node)) or (is_elementwise(node) and all(map(is_loop, later.intersection(node.users))))
+        return bool(memory_of(node)) or (is_elementwise(node) and all(map(is_loop, readers(node))))
 
     def handed(self, cut: _Cut) -> set[fx.Node]:
         """What stands before the cut and is read behind it."""

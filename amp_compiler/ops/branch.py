@@ -1,4 +1,4 @@
-"""`Branch`: a second stream, on which some kernels of a captured step run beside others."""
+"""A branch of a CUDA graph: some kernels of a captured step run beside others, until `join_branch`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+
+
+def join_branch(*given: Any) -> tuple[()]:
+    """Where a branch ends, in a graph; what runs it puts `Branch.join` here.
+
+    Args:
+        given: what the branch was given, which is so kept until here.
+    """
+    return ()
 
 
 class Branch:
@@ -29,16 +37,14 @@ class Branch:
         """
 
         def beside(*inputs: Any) -> tuple[()]:
-            device = next((one.device for one in inputs if isinstance(one, Tensor) and one.device.type == "cuda"), None)
             self._stream = self._waiting = None
-            if device is None or not torch.cuda.is_current_stream_capturing():
+            if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
                 self._waiting = partial(run, *inputs)
                 return ()
-            with torch.cuda.device(device):
-                self._stream = torch.cuda.Stream()
-                self._stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(self._stream):
-                    run(*inputs)
+            self._stream = torch.cuda.Stream()
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                run(*inputs)
             return ()
 
         return beside
@@ -53,5 +59,5 @@ class Branch:
         if waiting is not None:
             waiting()
         if stream is not None:
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
+            torch.cuda.current_stream().wait_stream(stream)
         return ()
