@@ -70,7 +70,7 @@ class BranchUpdate(FunctionalPass[fx.GraphModule]):
 
     Left alone: steps that must know all gradients before the first update (a check for what is not finite, clipping,
     gradients of several batches or ranks); weights that the end of the backward reads, and those of optimizers whose
-    code is traced, that keep count of all updates together (SGD with momentum) or that round at random; a cut at which
+    code is traced, that keep count of all updates together (SGD) or that round at random; a cut at which
     statistics of norms are handed over that torch rounds to 16 bits, and a compiler does not.
 
     Args:
