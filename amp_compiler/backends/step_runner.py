@@ -95,16 +95,27 @@ def run_cut_step(
     for call in cut.graph.find_nodes(op="call_module"):
         piece: Any = getattr(cut, str(call.target))
         if call.target == BESIDE:
-            root.add_module(BESIDE, _Piece(branch.forked(_with_kernels(piece, kernels))))
-            continue
-        inputs = [real.get(node, node.meta["val"]) for node in call.args]
-        launches = any(one.device.type != "cpu" for one in inputs if isinstance(one, torch.Tensor))
-        if call.target == END:
-            root.add_module(END, _Piece(_checked(build(piece, inputs), inputs)))
-            continue
-        worth_it = call.target == BEFORE or len(piece.graph.nodes) > _FEW or launches
-        root.add_module(str(call.target), _Piece(build(piece, inputs) if worth_it else forward_of(piece)))
+            run = branch.forked(_with_kernels(piece, kernels), len(call.args))
+            made[call].args = (*made[call].args, *(made[node] for node in _read_beside(cut)))
+        else:
+            run = _built(call, piece, [real.get(node, node.meta["val"]) for node in call.args], build)
+        root.add_module(str(call.target), _Piece(run))
     return fx.GraphModule(root, graph).forward  # type: ignore[no-any-return]
+
+
+def _built(call: fx.Node, piece: fx.GraphModule, inputs: Sequence[Any], build: Build) -> Callable[..., Any]:
+    """A piece, compiled where that is worth it."""
+    launches = any(one.device.type != "cpu" for one in inputs if isinstance(one, torch.Tensor))
+    if call.target in (BEFORE, END) or len(piece.graph.nodes) > _FEW or launches:
+        run = build(piece, inputs)
+        return _checked(run, inputs) if call.target == END else run
+    return forward_of(piece)
+
+
+def _read_beside(cut: fx.GraphModule) -> list[fx.Node]:
+    """What the end of the backward reads of the step's inputs."""
+    (end,) = cut.graph.find_nodes(op="call_module", target=END)
+    return [node for node in end.args if node.op == "placeholder"]
 
 
 def _checked(run: Callable[..., Any], examples: Sequence[Any]) -> Callable[..., Any]:

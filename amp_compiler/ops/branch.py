@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def join_branch(*given: Any) -> tuple[()]:
@@ -29,22 +30,25 @@ class Branch:
         self._stream: Any = None
         self._waiting: Callable[[], Any] | None = None
 
-    def forked(self, run: Callable[..., Any]) -> Callable[..., tuple[()]]:
+    def forked(self, run: Callable[..., Any], given: int) -> Callable[..., tuple[()]]:
         """The part as a call that begins the branch.
 
         Args:
             run: the part; what it gives is not used.
+            given: how many of the inputs it is given. The others are read beside it: what shares memory with one of
+                them, as a buffer may with a weight, would be written too early, and so the part waits then.
         """
 
         def beside(*inputs: Any) -> tuple[()]:
             self._stream = self._waiting = None
-            if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
-                self._waiting = partial(run, *inputs)
+            captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+            if not captured or _memory(inputs[:given]) & _memory(inputs[given:]):
+                self._waiting = partial(run, *inputs[:given])
                 return ()
             self._stream = torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
-                run(*inputs)
+                run(*inputs[:given])
             return ()
 
         return beside
@@ -61,3 +65,7 @@ class Branch:
         if stream is not None:
             torch.cuda.current_stream().wait_stream(stream)
         return ()
+
+
+def _memory(tensors: Sequence[Any]) -> set[int]:
+    return {one.untyped_storage().data_ptr() for one in tensors if isinstance(one, Tensor)}

@@ -123,9 +123,11 @@ def _step_of(subject: fx.GraphModule) -> _Step | None:
     plain = all(node.op != "call_function" or node.target in known for node in graph.nodes)
     if not plain or len(checks) != 1 or len(calls) != 1 or checks[0].args[0] or not updates:
         return None
-    if any(node_tensor(node) is None for node in graph.find_nodes(op="placeholder")):
-        return None  # sizes that change: no graph is replayed then
-    return _Step(subject, calls[0], updates)
+    values = [node_tensor(node) for node in graph.find_nodes(op="placeholder")]
+    if any(value is None or not all(type(size) is int for size in value.shape) for value in values):
+        return None  # sizes that change: no graph is replayed then, and none of several ranks
+    step = _Step(subject, calls[0], updates)
+    return None if any(getattr(node.target, "namespace", "") == "_c10d_functional" for node in step.nodes) else step
 
 
 class _Step:

@@ -182,8 +182,14 @@ def test_what_is_captured_runs_on_the_branch_and_all_else_where_it_ends(capturin
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
     branch = Branch()
-    branch.forked(lambda *given: log.append(f"updates {given[0]}"))("w")
-    log.append("the end of the backward")
-    branch.join("w")
-    forked = ["branch waits for main", "on branch", "updates w", "behind branch", "the end of the backward"]
-    assert log == ([*forked, "main waits for branch"] if capturing else ["the end of the backward", "updates w"])
+    weight, other = torch.ones(3), torch.ones(2)
+    for read in (other, weight[1:]):
+        del log[:]
+        branch.forked(lambda *given: log.append(f"updates {given[0].tolist()}"), 1)(weight, read)
+        log.append("the end of the backward")
+        branch.join(weight)
+        forked = ["branch waits for main", "on branch", "updates [1.0, 1.0, 1.0]", "behind branch"]
+        if capturing and read is other:
+            assert log == [*forked, "the end of the backward", "main waits for branch"]
+        else:
+            assert log == ["the end of the backward", "updates [1.0, 1.0, 1.0]"]
