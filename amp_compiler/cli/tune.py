@@ -94,7 +94,7 @@ def _data(options: TuneOptions, model: str) -> Any:
 
 
 def _batch(example: Any, options: TuneOptions) -> Any:
-    from amp_compiler.fx.capture import split_example
+    from amp_compiler.fx.examples import split_example
 
     args, named = split_example(example)
     if args and named:

@@ -27,7 +27,7 @@ from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.settings import AUTO, device_of, make_settings
 from amp_compiler.forward.signature import leaves_key
 from amp_compiler.forward.unwrap import refuse_spread, unwrapped_model
-from amp_compiler.fx.capture import autocast_off
+from amp_compiler.fx.autocast_state import autocast_off
 from amp_compiler.fx.capture_errors import shapes_do_not_fit
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.synchronized_norms import joins_ranks
