@@ -88,9 +88,9 @@ def _data(options: TuneOptions, model: str) -> Any:
     """The inputs of an ONNX file, drawn where there are none."""
     if options.data is not None:
         return options.data
-    from amp_compiler.onnx.check.batches import random_batches
+    from amp_compiler.onnx.check.batches import random_batch
 
-    return random_batches(model)
+    return [random_batch(model)]
 
 
 def _batch(example: Any, options: TuneOptions) -> Any:
