@@ -26,7 +26,7 @@ _FORWARD = (
     "native_group_norm.default",
 )  # each reads its data first, and gives its result first
 _BACKWARD = ("native_group_norm_backward.default",)
-_GRADIENT, _DATA, _WEIGHT = 0, 1, 4  # arguments of the backward
+_DATA, _WEIGHT = 1, 4  # arguments of the backward
 
 Opened = Callable[..., Any]
 

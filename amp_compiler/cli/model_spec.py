@@ -18,7 +18,7 @@ import torch
 
 from amp_compiler.cli.usage import UsageError
 from amp_compiler.errors import AmpError
-from amp_compiler.fx.capture import split_example
+from amp_compiler.fx.examples import split_example
 from amp_compiler.ir.dtypes import dtype_from_short
 
 _ARGUMENT = re.compile(r"^(?:(?P<name>[A-Za-z_]\w*)=)?(?P<dtype>\w+)\[(?P<shape>\s*(?:\d+\s*(?:,\s*\d+\s*)*)?)\]$")

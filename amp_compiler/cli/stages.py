@@ -18,7 +18,7 @@ from rich.text import Text
 from amp_compiler.cli.usage import ALL, CAPTURED, NODE_BY_NODE, UsageError
 from amp_compiler.errors import AmpError, PassError
 from amp_compiler.forward import api as forward
-from amp_compiler.fx.capture import split_example
+from amp_compiler.fx.examples import split_example
 from amp_compiler.passes.base import FunctionalPass, PassResult
 from amp_compiler.passes.pipeline import DEVICE, PIPELINES, PLAN, STEP, Pipeline, Stage, Stages
 from amp_compiler.training import step as training

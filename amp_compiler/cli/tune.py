@@ -88,13 +88,13 @@ def _data(options: TuneOptions, model: str) -> Any:
     """The inputs of an ONNX file, drawn where there are none."""
     if options.data is not None:
         return options.data
-    from amp_compiler.onnx.check.batches import random_batches
+    from amp_compiler.onnx.check.batches import random_batch
 
-    return random_batches(model)
+    return [random_batch(model)]
 
 
 def _batch(example: Any, options: TuneOptions) -> Any:
-    from amp_compiler.fx.capture import split_example
+    from amp_compiler.fx.examples import split_example
 
     args, named = split_example(example)
     if args and named:

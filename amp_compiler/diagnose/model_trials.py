@@ -14,7 +14,8 @@ from amp_compiler.backends.backend import DEFAULT
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.program import EAGER, Program, build_program
 from amp_compiler.forward.settings import Settings, device_of
-from amp_compiler.fx.capture import Source, autocast_off
+from amp_compiler.fx.autocast_state import autocast_off
+from amp_compiler.fx.capture import Source
 from amp_compiler.fx.finiteness import Replay
 from amp_compiler.fx.graph import results_of
 from amp_compiler.fx.torch_private import TENSORS, building

@@ -15,7 +15,7 @@ from amp_compiler.diagnose.model_trials import OUTPUT, Tried
 from amp_compiler.errors import AmpError, CaptureError, first_line
 from amp_compiler.forward.graph_breaks import Pieces
 from amp_compiler.fx.attribute_writes import restored
-from amp_compiler.fx.capture import autocast_off
+from amp_compiler.fx.autocast_state import autocast_off
 from amp_compiler.fx.capture_errors import name_of, user_frame
 from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.python_walk import python_state

@@ -21,7 +21,8 @@ from amp_compiler.forward.graph_breaks import compile_piece
 from amp_compiler.forward.program import plan_captured
 from amp_compiler.forward.settings import AUTO, Settings, device_of, make_settings
 from amp_compiler.forward.unwrap import unwrapped_model
-from amp_compiler.fx.capture import capture_module, captured_from_graph_module, split_example
+from amp_compiler.fx.capture import capture_module, captured_from_graph_module
+from amp_compiler.fx.examples import split_example
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private import has_native_bf16
 from amp_compiler.ir.dtypes import DType, low_type

@@ -21,8 +21,9 @@ from amp_compiler.forward.program import Program, build_program, captures_whole
 from amp_compiler.forward.program_table import ProgramTable
 from amp_compiler.forward.settings import AUTO, Settings, device_of
 from amp_compiler.forward.signature import leaves_key, like_forward_of, module_key
-from amp_compiler.fx.capture import StandIn, autocast_off
+from amp_compiler.fx.autocast_state import autocast_off
 from amp_compiler.fx.capture_errors import shapes_do_not_fit
+from amp_compiler.fx.stand_in import StandIn
 from amp_compiler.fx.torch_private import (
     BUILDING,
     TENSORS,

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from amp_compiler.forward.same_objects import SameObjects
-from amp_compiler.fx.capture import StandIn
 from amp_compiler.fx.compiled_look import address_test
 from amp_compiler.fx.hooks import HOOKS, MODULE_HOOKS, hooks_made
+from amp_compiler.fx.stand_in import StandIn
 from amp_compiler.fx.torch_private import form_test, global_module_hooks
 
 TABLES = ("_modules", "_parameters", "_buffers")

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from amp_compiler.errors import UnknownFormError
-from amp_compiler.fx.capture import StandIn
 from amp_compiler.fx.hooks import MODULE_HOOKS, has_hooks, hook_numbers
+from amp_compiler.fx.stand_in import StandIn
 from amp_compiler.fx.torch_private import global_module_hooks
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from amp_compiler.errors import AmpError
-from amp_compiler.fx.capture import StandIn
 from amp_compiler.fx.spread import spread_over, spread_parameters
+from amp_compiler.fx.stand_in import StandIn
 
 _COMPILED = "_orig_mod"  # where `torch.compile` keeps what it compiles
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

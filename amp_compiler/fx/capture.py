@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import enum
-import io
-import logging
-import sys
-import threading
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,32 +12,30 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch.export.graph_signature import InputKind
-from torch.overrides import TorchFunctionMode
 
-from amp_compiler.errors import AmpError, CaptureError, CustomFunctionError, HookError
+from amp_compiler.errors import AmpError, CaptureError, CustomFunctionError
 from amp_compiler.fx.asked_names import names_asked
 from amp_compiler.fx.attribute_writes import Writes, WriteWatch, restored
+from amp_compiler.fx.autocast_state import regions_in
 from amp_compiler.fx.capture_errors import capture_error, name_of
 from amp_compiler.fx.custom_functions import recorded_functions
 from amp_compiler.fx.first_uses import written_first
 from amp_compiler.fx.generators import seeds_refused
-from amp_compiler.fx.graph import user_source
-from amp_compiler.fx.hooks import SavedTensorHooks, refuse_module_hooks, refuse_tensor_hook
+from amp_compiler.fx.hooks import refuse_module_hooks
 from amp_compiler.fx.mixed_types import refuse_mixed_types
 from amp_compiler.fx.named_keywords import keywords_named
 from amp_compiler.fx.number_arithmetic import compute_in_python
 from amp_compiler.fx.numbers import Changing, Number, NumberInputs
 from amp_compiler.fx.python_state import PythonState
 from amp_compiler.fx.python_walk import python_state
-from amp_compiler.fx.spread import is_sharded, spread_parameters
 from amp_compiler.fx.synchronized_norms import mark_norms, norms_apart
 from amp_compiler.fx.torch_private import (
     exporting,
-    inference_mode_as_no_grad,
     new_graph_module,
-    transform_of,
 )
+from amp_compiler.fx.tracing import quiet, silent_here, tracing_context
 from amp_compiler.fx.transformers_caches import register_caches
+from amp_compiler.fx.uncapturable import refuse_scripted, refuse_sharded, refuse_transforms
 from amp_compiler.fx.values_read import values_read
 
 
@@ -109,127 +100,6 @@ class Captured:
         return bool(label) and any(label == one or label.startswith(f"{one}[") for one in written)
 
 
-class StandIn(nn.Module):
-    """Base of a module that stands for another one, which is in its attribute `original`."""
-
-    original: Any
-
-
-_CASTS = frozenset(
-    getattr(torch.Tensor, name) for name in ("float", "half", "bfloat16", "double", "to", "type", "type_as")
-)
-_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]  # of `x.data`, as a mode sees it
-
-
-class KeepCastsApart(TorchFunctionMode):
-    """Gives every explicit cast an operand of its own while a model is traced.
-
-    On an FP32 tensor `x.float()` returns `x` itself, so a tracer would take every later use of `x` for a use of the
-    cast. With an alias in between, only what the user cast is cast. `x.data` is `x.detach()`.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._saved = SavedTensorHooks()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Alias the tensor that a cast is called on; a move to the device where it is already is no cast at all."""
-        kwargs = kwargs or {}
-        refuse_tensor_hook(func, args)
-        self._saved.refuse_others()
-        if func == _DATA:  # which no tracer takes note of
-            return args[0].detach()
-        if func in _CASTS and args and isinstance(args[0], torch.Tensor):
-            if func is torch.Tensor.to and _only_moves(args[0], *args[1:], **kwargs):
-                return args[0]
-            args = (torch.ops.aten.alias.default(args[0]), *args[1:])
-        return func(*args, **kwargs)
-
-
-def _only_moves(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
-    if len(args) > 1 or not set(kwargs) <= {"device", "non_blocking"}:
-        return False
-    places = [*args, *([kwargs["device"]] if "device" in kwargs else [])]
-    if len(places) != 1 or not isinstance(places[0], (str, torch.device)):
-        return False
-    place = torch.device(places[0])
-    return place.type == tensor.device.type and place.index in (None, tensor.device.index)
-
-
-@contextmanager
-def tracing_context() -> Iterator[None]:
-    """No ambient autocast, casts kept apart, and the warnings that tracing gives to every model muted."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        with autocast_off(), inference_mode_as_no_grad(), KeepCastsApart():
-            yield
-
-
-@contextmanager
-def _quiet(name: str) -> Iterator[None]:
-    target = logging.getLogger(name)
-    level = target.level
-    target.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        target.setLevel(level)
-
-
-class _OtherThreads(io.TextIOBase):
-    """Standard error without what one thread writes."""
-
-    def __init__(self, out: Any) -> None:
-        self._out, self._thread = out, threading.get_ident()
-
-    def write(self, text: str) -> int:
-        return len(text) if threading.get_ident() == self._thread else self._out.write(text)
-
-    def flush(self) -> None:
-        if self._out is not None:
-            self._out.flush()
-
-
-@contextmanager
-def _silent_here() -> Iterator[None]:
-    """This thread writes nothing to standard error."""
-    with contextlib.redirect_stderr(_OtherThreads(sys.stderr)):
-        yield
-
-
-def autocast_off() -> AbstractContextManager[None]:
-    """No ambient autocast: the plan decides, not the caller's context."""
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    return _autocast_off(kinds) if kinds else _AS_IT_IS
-
-
-_AS_IT_IS = contextlib.nullcontext()
-
-
-@contextmanager
-def _autocast_off(kinds: Sequence[str]) -> Iterator[None]:
-    for kind in kinds:
-        torch.set_autocast_enabled(kind, False)
-    try:
-        yield
-    finally:
-        for kind in kinds:
-            torch.set_autocast_enabled(kind, True)
-
-
-@contextmanager
-def _regions_in(low: torch.dtype | None) -> Iterator[None]:
-    """Regions of autocast that name no type have this one, as within `torch.autocast(dtype=low)`."""
-    before = {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")}
-    for kind, dtype in before.items():
-        torch.set_autocast_dtype(kind, low or dtype)
-    try:
-        yield
-    finally:
-        for kind, dtype in before.items():
-            torch.set_autocast_dtype(kind, dtype)
-
-
 def capture_module(
     model: nn.Module,
     args: tuple[Any, ...],
@@ -252,10 +122,10 @@ def capture_module(
         CaptureError: where the model cannot be taken as one graph; names the line of the model.
         AmpError: it multiplies what torch does not.
     """
-    _refuse_sharded(model)  # before anything looks into it: FSDP has tensors whose memory is given back
+    refuse_sharded(model)  # before anything looks into it: FSDP has tensors whose memory is given back
     asked: set[str] = set()
     while True:  # names that only the running code tells lead to more that it reads
-        with _regions_in(low):
+        with regions_in(low):
             more, captured = _captured(model, args, kwargs, dynamic_shapes, changing, asked)
         if more <= asked:
             refuse_mixed_types(captured.graph_module)
@@ -319,7 +189,7 @@ def export_module(
 
     What the forward writes to attributes is lost: it is not among the results, and is undone.
     """
-    _refuse_sharded(model)
+    refuse_sharded(model)
     with restored(python_state(model)):
         return _export(model, args, kwargs, dynamic_shapes)
 
@@ -328,7 +198,7 @@ def _export(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None, dynamic_shapes: Any
 ) -> torch.export.ExportedProgram:
     refuse_module_hooks(model)
-    _refuse_scripted(model)
+    refuse_scripted(model)
     try:
         register_caches()
         # On failure torch.export prints the graph so far; the error that is raised says what matters.
@@ -337,9 +207,9 @@ def _export(
             tracing_context(),
             recorded_functions() as custom,
             seeds_refused(),
-            _silent_here(),
-            _quiet("torch.fx.experimental.symbolic_shapes"),
-            _quiet("torch._subclasses.fake_tensor"),
+            silent_here(),
+            quiet("torch.fx.experimental.symbolic_shapes"),
+            quiet("torch._subclasses.fake_tensor"),
             keywords_named(model, kwargs or {}, dynamic_shapes) as shapes,
         ):
             program = torch.export.export(model, args, kwargs or {}, dynamic_shapes=shapes, strict=False)
@@ -355,7 +225,7 @@ def _export(
             where=name_of(model),
             mend="make it a torch.library custom op with register_autograd; amp.compile runs it between its pieces",
         )
-    _refuse_transforms(program.graph)
+    refuse_transforms(program.graph)
     return program
 
 
@@ -423,28 +293,6 @@ def captured_from_graph_module(graph_module: fx.GraphModule) -> Captured:
     return Captured(graph_module, inputs, {}, in_spec, out_spec)
 
 
-def split_example(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Example arguments as `(args, kwargs)`.
-
-    Raises:
-        AmpError: where they are neither a tuple, a dict, a pair of both nor a tensor.
-    """
-    if example is None:
-        return (), {}
-    if isinstance(example, torch.Tensor):
-        return (example,), {}
-    if isinstance(example, dict):
-        return (), dict(example)
-    if isinstance(example, (tuple, list)):
-        if len(example) == 2 and isinstance(example[0], (tuple, list)) and isinstance(example[1], dict):
-            return tuple(example[0]), dict(example[1])
-        return tuple(example), {}
-    raise AmpError(
-        f"example_args is a {type(example).__name__}",
-        mend="pass a tuple of arguments, a dict of keyword arguments, or both",
-    )
-
-
 def tensor_getter(model: nn.Module, captured: Captured, entry: Input) -> Callable[[], torch.Tensor]:
     """A quick way to today's tensor of a parameter, buffer or constant, which follows `module.weight = ...`.
 
@@ -464,43 +312,3 @@ def tensor_getter(model: nn.Module, captured: Captured, entry: Input) -> Callabl
     if leaf in table:
         return lambda: table[leaf]  # type: ignore[return-value]
     return lambda: getattr(owner, leaf)  # parametrized or plain attributes
-
-
-def _refuse_sharded(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if is_sharded(module):
-            raise HookError(
-                f"{_described(name)} is sharded over processes (FSDP): a graph would lose the messages between them",
-                mend="compile first and shard what you get, as in fully_shard(amp.compile(module)), block by block"
-                " where the blocks are sharded",
-            )
-    for name in spread_parameters(model):
-        raise HookError(
-            f"parameter '{name}' is a DTensor, spread over processes already: a graph would lose the messages",
-            mend="pass a model whose parameters are whole, and shard what you get, as in"
-            " fully_shard(amp.compile(module)); under tensor parallelism train it without amp_compiler",
-        )
-
-
-def _refuse_transforms(graph: fx.Graph) -> None:
-    for node in graph.nodes:
-        if transform_of(node):
-            raise CaptureError(
-                "forward differentiates with torch.func or torch.autograd.forward_ad, which a captured graph cannot"
-                f" hold ({transform_of(node)})",
-                where=user_source(node.meta.get("stack_trace")),
-                mend="do it outside of the model, or in a part that is not captured",
-            )
-
-
-def _described(name: str) -> str:
-    return f"module '{name}'" if name else "the model"
-
-
-def _refuse_scripted(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise CaptureError(
-                f"{_described(name)} is scripted (torch.jit), which a graph cannot look into",
-                mend="put the module that it was made of in its place",
-            )

@@ -13,7 +13,6 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from amp_compiler.errors import CaptureError, ValuesReadError
-from amp_compiler.fx.capture import tracing_context
 from amp_compiler.fx.capture_errors import user_frame
 from amp_compiler.fx.graph import rename_placeholder, user_source
 from amp_compiler.fx.meta import CUSTOM_REGION, Key, region_pin
@@ -28,6 +27,7 @@ from amp_compiler.fx.torch_private import (
     traced_graph,
     transform_of,
 )
+from amp_compiler.fx.tracing import tracing_context
 from amp_compiler.ir.graph import ValueKind
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PHASES = ("forward", "backward", "update")
-
 
 @dataclass(frozen=True, slots=True)
 class StepNode:

@@ -15,8 +15,10 @@ from google.protobuf.message import EncodeError
 from torch import nn
 
 from amp_compiler.errors import CaptureError, OnnxError
-from amp_compiler.fx.capture import StandIn, export_module, split_example
+from amp_compiler.fx.capture import export_module
+from amp_compiler.fx.examples import split_example
 from amp_compiler.fx.lower import lower_graph
+from amp_compiler.fx.stand_in import StandIn
 from amp_compiler.ir.dtypes import DType, low_type
 from amp_compiler.ir.files import output_file
 from amp_compiler.ir.graph import Pin

@@ -89,12 +89,6 @@ class FollowProblem:
         producer = self.graph.producer(value)
         return producer.name if producer is not None and producer.name in self.free else None
 
-    def fixed_type(self, value: str) -> DType | None:
-        """The type of a value, `None` where a free node makes it."""
-        if self.maker(value) is not None and self.typing.is_flexible(value):
-            return None
-        return self.typing.result(value, self.labels)
-
     def source(self, value: str) -> str:
         """The value that a low reader of `value` reads: what was upcast, where `value` is nothing but an upcast."""
         return (upcast_source(self.typing, value) or value) if self.typing.cast_results else value

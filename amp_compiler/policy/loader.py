@@ -12,7 +12,8 @@ from typing import Any
 from amp_compiler.errors import RuleError
 from amp_compiler.ir.dtypes import DType, dtype_from_short
 from amp_compiler.policy.marks import Mark, nearest
-from amp_compiler.policy.matchers import MATCHERS, Family, Match, Op, check_family, check_op, is_op
+from amp_compiler.policy.matchers import MATCHERS, Family, Match, Op
+from amp_compiler.policy.names import check_family, check_op, is_op
 from amp_compiler.policy.op_table import op_table
 from amp_compiler.policy.rules import Matcher, OpTable, Precision, Rule, RuleSet
 from amp_compiler.policy.schema import RuleFileModel, RuleModel

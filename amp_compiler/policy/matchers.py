@@ -6,8 +6,6 @@ here, the schema made anew (`amp-compiler rules schema`) and a line in `rules/RE
 
 from __future__ import annotations
 
-import fnmatch
-import functools
 import re
 from abc import abstractmethod
 from collections.abc import Callable
@@ -17,12 +15,10 @@ from typing import Any, ClassVar, Literal, Self
 from amp_compiler.ir.dtypes import LOW_TYPES, DType, dtype_from_short
 from amp_compiler.ir.graph import LOSS_FUNCTION, STORED_KINDS, Attr, Node, Value
 from amp_compiler.policy import forms
-from amp_compiler.policy.marks import Mark, nearest
-from amp_compiler.policy.op_table import NAMESPACES
+from amp_compiler.policy.marks import Mark
+from amp_compiler.policy.names import check_family, check_op, matches
 from amp_compiler.policy.reduction_size import reduction_size
-from amp_compiler.policy.rules import Comparison, Condition, Context, OpInfo, OpTable, Precision, View
-
-_GLOB = re.compile(r"[*?\[]")
+from amp_compiler.policy.rules import Comparison, Condition, Context, OpInfo, OpTable, View
 
 
 class Match(Condition):
@@ -108,7 +104,7 @@ class Op(_Ops):
 
     def possible(self, info: OpInfo, context: Context) -> bool:
         """By the name of the op."""
-        return _matches(self.names, info.name)
+        return matches(self.names, info.name)
 
     def compared(self, node: Node, view: View) -> str:
         """The op."""
@@ -124,7 +120,7 @@ class Feeds(_Ops):
 
     def holds(self, node: Node, view: View) -> bool:
         """By the ops that read what the node makes."""
-        return any(_matches(self.names, user.op) for name in node.outputs for user, _ in view.graph.users(name))
+        return any(matches(self.names, user.op) for name in node.outputs for user, _ in view.graph.users(name))
 
 
 @dataclass(frozen=True)
@@ -139,7 +135,7 @@ class Module(_Names):
 
     def holds(self, node: Node, view: View) -> bool:
         """By the name of the module."""
-        return _matches(self.names, node.module)
+        return matches(self.names, node.module)
 
     def compared(self, node: Node, view: View) -> str:
         """The module."""
@@ -156,7 +152,7 @@ class ModuleType(_Names):
 
     def holds(self, node: Node, view: View) -> bool:
         """By the class of the module."""
-        return _matches(self.names, node.module_type)
+        return matches(self.names, node.module_type)
 
     def compared(self, node: Node, view: View) -> str:
         """The class of the module."""
@@ -469,48 +465,6 @@ MATCHERS: dict[str, type[Match]] = {
 }  # fmt: skip
 
 
-def is_op(entry: str) -> bool:
-    """True for an op or a glob on ops, false for the name of a family."""
-    return "." in entry or _GLOB.search(entry) is not None
-
-
-def check_family(name: str, mark: Mark, table: OpTable) -> None:
-    """Check that there is such a family.
-
-    Raises:
-        RuleError: there is none; the mend names the nearest.
-    """
-    if name in table.families:
-        return
-    if name in {precision.value for precision in Precision}:
-        raise mark.error(f"'{name}' is a precision, not an op family", "name a family here")
-    ops = [op for op in table.ops if op.split(".", 1)[1] == name]
-    mend = f"an op is written '{ops[0]}'" if ops else nearest(name, sorted(table.families))
-    raise mark.error(f"there is no op family '{name}'", mend)
-
-
-def check_op(glob: str, mark: Mark, table: OpTable) -> None:
-    """Check that a glob matches some op of the table.
-
-    A literal namespace other than `aten` and `onnx` is a user's own, of which the table can know nothing.
-
-    Raises:
-        RuleError: it matches none; the mend names the nearest.
-    """
-    namespace, dot, name = glob.partition(".")
-    is_glob = _GLOB.search(glob) is not None
-    own = bool(dot) and bool(name) and _GLOB.search(namespace) is None and namespace not in NAMESPACES
-    if own or glob in table.ops or (is_glob and any(fnmatch.fnmatchcase(op, glob) for op in table.ops)):
-        return
-    what = f"'{glob}' matches no known op"
-    if name.endswith("_") and glob[:-1] in table.ops:
-        raise mark.error(what, f"an op in place has the name of the other: '{glob[:-1]}'")
-    base = glob.rpartition(".")[0]
-    if base in table.ops:
-        raise mark.error(what, f"overloads have no names of their own: '{base}'")
-    raise mark.error(what, nearest(glob, sorted(table.ops), "see rules/ops.yaml for the names"))
-
-
 def _regex(text: str, mark: Mark) -> re.Pattern[str]:
     try:
         return re.compile(text)
@@ -518,17 +472,6 @@ def _regex(text: str, mark: Mark) -> re.Pattern[str]:
         spot = getattr(cause, "pos", None)
         mend = "correct it" if spot is None else f"correct it at character {spot + 1}"
         raise mark.error(f"'{text}' is no regular expression: {cause}", mend) from cause
-
-
-@functools.lru_cache(maxsize=65536)
-def _matches(globs: tuple[str, ...], name: str) -> bool:
-    """Whether one of the globs matches the whole name; modules and ops come up again and again."""
-    return _pattern(globs).match(name) is not None
-
-
-@functools.lru_cache(maxsize=4096)
-def _pattern(globs: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(f"(?:{fnmatch.translate(glob)})" for glob in globs))
 
 
 def _attribute_is(attrs: dict[str, Attr], name: str, wanted: Attr) -> bool:

@@ -26,7 +26,7 @@ _NO_RANGES: Mapping[fx.Node, ValueRange] = MappingProxyType({})
 
 
 def report_nonfinite(
-    program: StepProgram, flags: Sequence[int], leaves: Sequence[Any] | None, scale: Tensor, most: int = SHOWN
+    program: StepProgram, flags: Sequence[int], leaves: Sequence[Any] | None, scale: Tensor
 ) -> NonfiniteReport:
     """Name the parameters and the first nodes of a step that were not finite.
 
@@ -38,7 +38,6 @@ def report_nonfinite(
         flags: per parameter of `program.updated` whether its gradient was not finite.
         leaves: the batch; `None` where the step was not skipped and cannot be run again.
         scale: the loss scale that the step ran with, FP32 scalar.
-        most: largest number of nodes to name.
     """
     bad = [number for number, flag in enumerate(flags) if flag]
     if not bad:
@@ -50,7 +49,7 @@ def report_nonfinite(
     if leaves is not None:
         seen = _replayed(program, leaves, scale)
         origins, ranges = seen.origins(made), seen.ranges
-    nodes = in_order(program.graph_module.graph, origins or made)[:most]
+    nodes = in_order(program.graph_module.graph, origins or made)[:SHOWN]
     shown = tuple(described(node, is_forward=is_forward(node), ranges=ranges, plan=program.plan) for node in nodes)
     return NonfiniteReport(parameters, shown, bool(origins))
 

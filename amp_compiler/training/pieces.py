@@ -4,58 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from amp_compiler.backends.backend import DEFAULT
 from amp_compiler.errors import AmpError, CaptureError, first_line
 from amp_compiler.forward.graph_breaks import Pieces
 from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.settings import Settings, device_of
-from amp_compiler.fx.capture import Captured, Input, Source
 from amp_compiler.fx.capture_errors import user_frame
-from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.generators import generators_kept, random_state, set_random_state
 from amp_compiler.fx.graph import torch_dtype
-from amp_compiler.fx.torch_private import building, needs_double_backward
+from amp_compiler.fx.torch_private import needs_double_backward
 from amp_compiler.ir.nonfinite import NonfiniteNode
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.layout import as_real, empty_laid_out_like, is_laid_out_like
-from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.policy.rules import RuleSet
-from amp_compiler.training.build import Begun, StepOptions, StepState, finish
+from amp_compiler.training.build import StepOptions, StepState, finish
 from amp_compiler.training.inputs import depends_on_nothing
+from amp_compiler.training.piece_buffers import WrittenBuffers
 from amp_compiler.training.piece_replay import PieceReplay
+from amp_compiler.training.piece_update import Made, update_graph
 from amp_compiler.training.piece_weights import LowReads
-from amp_compiler.training.program import LossModule, StepOutput, StepProgram
-from amp_compiler.training.standing import Standing
+from amp_compiler.training.program import LossModule, StepProgram
 from amp_compiler.training.step_hooks import hooks_before, with_hooks
 from amp_compiler.training.weights import is_stored_low, widened
 
 Decide = Callable[[tuple[SharedGradient, ...], tuple[str, ...]], tuple[SharedGradient, ...]]
-
-
-@dataclass(frozen=True)
-class Made:
-    """What forward and backward of a step give.
-
-    Args:
-        loss: detached.
-        aux: what the loss function returned beside it, detached.
-        gradients: by qualified name of the parameter; scaled, in its type and layout.
-        buffers: the new values of the buffers that forward wrote, by qualified name; the buffers hold the old ones.
-    """
-
-    loss: Tensor
-    aux: Any
-    gradients: dict[str, Tensor]
-    buffers: dict[str, Tensor]
 
 
 class PieceStep:
@@ -82,7 +62,7 @@ class PieceStep:
         self._drawn: list[Tensor] = []  # the random numbers' state before the last forward
         self.pieces = self._in_pieces() if enabled else None
         self._updates: dict[Any, StepProgram] = {}
-        self._buffers = _Buffers(model)
+        self._buffers = WrittenBuffers(model)
         # Parameters with a gradient among the batches gathered so far; a step that was one graph may have begun them.
         self._gathered = {name for name, one in model.named_parameters() if one in state.kept.sums}
 
@@ -281,112 +261,19 @@ class PieceStep:
             )
         return replace(made, gradients=gradients)
 
-    def update_for(self, made: Made, given: Sequence[Tensor], options: StepOptions, owners: Any) -> StepProgram:
+    def update_for(self, made: Made, options: StepOptions, owners: Any) -> StepProgram:
         """The program of the update: one for each set of parameters with a gradient."""
         types = tuple((name, gradient.dtype) for name, gradient in made.gradients.items())
         key = (owners, options.gather, options.scale, types, tuple(made.buffers))
         program = self._updates.get(key)
         if program is None or any(group.flags_changed() for group in program.groups):
-            begun = _update_graph(self.model, made, given)
+            begun = update_graph(self.model, made)
             program = self._updates[key] = finish(self.model, begun, options, self.state)
         return program
 
 
-class PieceProgram:
-    """One call of a `PieceStep`; behind it, it has what a `StepProgram` has.
-
-    Args:
-        step: what runs it.
-        spec: tree of the batch.
-        options: what to build an update for.
-        owners: which parameters stand in which group of which optimizer.
-        decide: gives what all ranks have a gradient of, see `PieceStep.shared`; `None` for one process.
-    """
-
-    def __init__(
-        self, step: PieceStep, spec: Any, options: StepOptions, owners: Any, decide: Decide | None = None
-    ) -> None:
-        self.step, self._spec, self._options, self._owners, self._decide = step, spec, options, owners, decide
-        self._update: StepProgram | None = None
-        self._made: Made | None = None
-
-    def prepare(self, leaves: Sequence[Any]) -> Made:
-        """Run forward and backward, and have the update's program ready; the next call is one of these leaves.
-
-        Args:
-            leaves: the batch.
-        """
-        batch, _ = pytree.tree_unflatten(list(leaves), self._spec)
-        made = self.step.forward_and_backward(batch, self._options.optimizers)
-        made = self.step.completed(self.step.hooked(made, self._options), self._options.gather)
-        if self._decide is not None:
-            made = self.step.shared(made, self._decide, self._options.gather)
-        with building():
-            self._update = self.step.update_for(made, _given(made), self._options, self._owners)
-        self._made = made
-        return made
-
-    def __call__(self, leaves: Sequence[Any], standing: Standing | None = None) -> StepOutput:
-        """Run one step on the flattened batch.
-
-        Args:
-            leaves: the batch.
-            standing: how everything stood before it; code of the user's runs in between.
-
-        Raises:
-            CaptureError: Dynamo can take none of it, or the loss depends on no parameter of the optimizers.
-            LoweringError: a piece, or the update, cannot be compiled.
-        """
-        made, self._made = self._made or self.prepare(leaves), None
-        output = self.update(_given(made))
-        return replace(output, loss=made.loss, aux=made.aux)
-
-    @property
-    def update(self) -> StepProgram:
-        """The program of the update.
-
-        Raises:
-            AmpError: before the call.
-        """
-        if self._update is None:
-            raise AmpError("the step has not been called yet", mend="call it with a batch first")
-        return self._update
-
-    @property
-    def plan(self) -> PrecisionPlan | None:
-        """The plans of all pieces together; `None` in plain FP32."""
-        return None if self.step.pieces is None else self.step.pieces.plan
-
-    @property
-    def stages(self) -> Stages:
-        """The text of every piece, and of the update, behind each pass."""
-        stages = Stages()
-        for stage in [*(() if self.step.pieces is None else self.step.pieces.stages), *self.update.stages]:
-            stages.note(stage.name, stage.text)
-        return stages
-
-    @property
-    def execution(self) -> str:
-        """How it ran and why, in words."""
-        pieces = self.step.pieces
-        if pieces is None or not pieces.plans:
-            how = f"as they are written, in {'FP32' if pieces is None else 'the types of the model'}"
-        elif pieces.given_up:
-            how = f"under torch.autocast, for {pieces.given_up}"
-        else:
-            how = f"in {len(pieces.plans)} piece{'s' * (len(pieces.plans) > 1)}"
-        cause = self.step.cause
-        where = f" ({cause.where})" if cause.where else ""
-        return f"forward and backward {how}, the update as one graph, because: {cause.what}{where}"
-
-
 def _like_parameter(gradient: Tensor, parameter: Tensor) -> Tensor:
     return torch.view_as_complex(gradient) if parameter.is_complex() else gradient.to(parameter.dtype)
-
-
-def _given(made: Made) -> list[Tensor]:
-    """What the graph of the update takes."""
-    return [made.loss, *made.buffers.values(), *made.gradients.values()]
 
 
 def _placeholder_of(parameter: str) -> str:
@@ -397,65 +284,6 @@ def _placeholder_of(parameter: str) -> str:
 def _trained(model: LossModule, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Tensor]:
     owned = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
     return {name: p for name, p in model.named_parameters() if p.requires_grad and id(p) in owned}
-
-
-class _Buffers:
-    """Which buffers a model's forward writes, and what they held before.
-
-    BatchNorm writes its buffers without telling autograd: which ones it writes is found by their values, in the first
-    call in each mode.
-    """
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self._model = model
-        self._known: dict[tuple[bool, ...], set[str]] = {}
-
-    @contextmanager
-    def watched(self) -> Iterator[Callable[[], dict[str, Tensor]]]:
-        """Run a forward within; what this gives takes the new values out of the buffers, which are as before then.
-
-        Where an error comes of the forward they are as before too.
-        """
-        modes = tuple(module.training for module in self._model.modules())
-        held = [
-            (
-                f"{path}.{name}" if path else name,
-                module._buffers,
-                name,
-                buffer,
-                buffer._version,
-                buffer.detach().clone(),
-            )
-            for path, module in self._model.named_modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-
-        def take() -> dict[str, Tensor]:
-            known = self._known.get(modes)
-            found = {}
-            for path, table, name, buffer, version, old in held:
-                now: Any = table[name] if name in table else None  # noqa: SIM401  # a scripted module's has no get
-                told = now is not buffer or buffer._version != version
-                if not isinstance(now, Tensor) or now.shape != buffer.shape or now.dtype is not buffer.dtype:
-                    continue  # another one, which it is to keep
-                if told or (path in known if known is not None else not torch.equal(buffer, old)):
-                    found[path] = now.detach().clone()
-                    table[name] = buffer
-                    with torch.no_grad():
-                        buffer.copy_(old)
-            return found
-
-        def take_and_note() -> dict[str, Tensor]:
-            found = take()
-            self._known[modes] = self._known.get(modes, set()) | set(found)
-            return found
-
-        try:
-            yield take_and_note
-        except BaseException:
-            take()
-            raise
 
 
 @contextmanager
@@ -486,32 +314,3 @@ def _no_gradient(parameter: Tensor) -> Tensor:
     """Zeros as the gradient of a parameter: FP32 where it is stored in 16 bits alone."""
     real = as_real(parameter.detach())
     return torch.zeros_like(real, dtype=torch.float32 if is_stored_low(parameter) else real.dtype)
-
-
-@without_full_collections()
-def _update_graph(model: LossModule, made: Made, given: Sequence[Tensor]) -> Begun:
-    """A graph that takes what the update reads and returns the loss and the new values of buffers."""
-    graph, inputs, mode = fx.Graph(), [], FakeTensorMode()
-
-    def placeholder(name: str, value: Tensor, source: Source, target: str = "", index: int = -1) -> fx.Node:
-        node = graph.placeholder(name.replace(".", "_"))
-        node.meta["val"] = mode.from_tensor(value.detach(), static_shapes=True)
-        inputs.append(Input(node.name, source, target, index))
-        return node
-
-    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    weights = [placeholder(f"p_{name}", parameters[name], Source.PARAMETER, name) for name in made.gradients]
-    wide = [node.name for node, one in zip(weights, made.gradients.values(), strict=True) if one.dtype is torch.float32]
-    written = [placeholder(f"b_{name}", buffers[name], Source.BUFFER, name) for name in made.buffers]
-    loss = placeholder("loss", made.loss, Source.USER, index=0)
-    values = [
-        placeholder(f"new_{name}", value, Source.USER, index=number)
-        for number, (name, value) in enumerate(made.buffers.items(), 1)
-    ]
-    first = 1 + len(values)
-    inputs += [Input(f"grad_{node.name}", Source.USER, index=place) for place, node in enumerate(weights, first)]
-    graph.output((loss, None, *values))
-    _, in_spec = pytree.tree_flatten((tuple(given), {}))
-    _, out_spec = pytree.tree_flatten((made.loss, None))
-    captured = Captured(fx.GraphModule({}, graph), tuple(inputs), {}, in_spec, out_spec)
-    return Begun(captured, given, 2, tuple(n.name for n in written), tuple(n.name for n in weights), tuple(wide))

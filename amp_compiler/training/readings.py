@@ -22,8 +22,8 @@ from amp_compiler.training.events import NonfiniteEvent
 from amp_compiler.training.held_scale import HeldScale
 from amp_compiler.training.nonfinite import report_nonfinite
 from amp_compiler.training.parts import UNSPLIT
+from amp_compiler.training.piece_program import PieceProgram
 from amp_compiler.training.piece_trial import PieceTrials
-from amp_compiler.training.pieces import PieceProgram
 from amp_compiler.training.program import StepOutput, StepProgram
 from amp_compiler.training.scale_watch import StuckWatch
 from amp_compiler.training.trial import StepTrials

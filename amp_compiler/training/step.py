@@ -7,10 +7,8 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from numbers import Real
 from typing import Any
 
-import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
@@ -27,7 +25,7 @@ from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.settings import AUTO, device_of, make_settings
 from amp_compiler.forward.signature import leaves_key
 from amp_compiler.forward.unwrap import refuse_spread, unwrapped_model
-from amp_compiler.fx.capture import autocast_off
+from amp_compiler.fx.autocast_state import autocast_off
 from amp_compiler.fx.capture_errors import shapes_do_not_fit
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.synchronized_norms import joins_ranks
@@ -35,12 +33,18 @@ from amp_compiler.fx.torch_private import TENSORS, building, saved_tensor_hooks
 from amp_compiler.ir.nonfinite import NonfiniteReport
 from amp_compiler.ir.plan import AutocastTotals
 from amp_compiler.onnx.importing.api import trained_module
-from amp_compiler.ops.cpu import update as cpu_update
 from amp_compiler.ops.loss_scale import LossScale, NoLossScale, make_loss_scale
 from amp_compiler.ops.update.rounding import WeightStorage
 from amp_compiler.passes.pipeline import CAPTURE, DEVICE, FORWARD, PIECE, PLAN, STEP, UPDATE
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.policy.unused import warn_of_unused
+from amp_compiler.training.arguments import (
+    check_call,
+    check_enabled,
+    check_loss_function,
+    check_numbers,
+    shapes_of_batch,
+)
 from amp_compiler.training.autocast import autocast_of
 from amp_compiler.training.build import (
     PARALLEL,
@@ -54,29 +58,28 @@ from amp_compiler.training.build import (
 from amp_compiler.training.counting import build_counting
 from amp_compiler.training.dry import DryStep, build_dry
 from amp_compiler.training.events import events_on
-from amp_compiler.training.fused_optimizers import check_optimizers, check_split, check_storage
+from amp_compiler.training.fused_optimizers import check_optimizers, check_storage
 from amp_compiler.training.held_scale import HeldScale
 from amp_compiler.training.inputs import KeptTensors
+from amp_compiler.training.joining import joined
 from amp_compiler.training.log import STEPS_KEY, StepLog
 from amp_compiler.training.parts import UNSPLIT, Parts
+from amp_compiler.training.piece_program import PieceProgram
 from amp_compiler.training.piece_trial import PieceTrials
-from amp_compiler.training.pieces import PieceProgram, PieceStep
-from amp_compiler.training.program import LossModule, StepProgram
-from amp_compiler.training.rank_values import RankValues
+from amp_compiler.training.pieces import PieceStep
+from amp_compiler.training.program import LossModule, StepOutput, StepProgram
 from amp_compiler.training.readings import StepReadings
 from amp_compiler.training.scale_watch import StuckWatch
 from amp_compiler.training.standing import Standing
 from amp_compiler.training.state import GradientSums, LowWeights
 from amp_compiler.training.step_hooks import check_hooks, hooks_before, hooks_behind
 from amp_compiler.training.step_programs import StepPrograms
-from amp_compiler.training.together import SAVING, Offer, Together, batch_form, begin, settings_of
+from amp_compiler.training.together import Offer, Together, batch_form, settings_of
 from amp_compiler.training.trial import StepTrials
 from amp_compiler.training.weights import OWN_KEY, WeightState, weight_storage, widened
 
 logger = logging.getLogger("amp_compiler")
 MOST_SIGNATURES = 64
-BUCKET_MB = 25  # of gradients that ranks send together, as DistributedDataParallel has it
-ALONE_BYTES = 2**20  # of a gradient that goes by itself, where the loops of the update take it as it comes
 _TENSORS_ALONE = {Tensor}
 RUN = (CAPTURE, PLAN, FORWARD, STEP, UPDATE, DEVICE, PIECE)  # the pipelines of a step
 
@@ -215,32 +218,17 @@ class TrainingStep(StepReadings):
         callbacks: Any = (),
         ranks: Ranks | None = None,
     ) -> None:
-        if type(enabled) is not bool:
-            raise AmpError(f"enabled={enabled!r}", mend="pass True or False")
+        check_enabled(enabled)
         self._group = process_group
         model, optimizer = trained_module(unwrapped_model(model, PARALLEL), optimizer)
         self.model = model
-        if clip_norm is not None and (not isinstance(clip_norm, Real) or clip_norm is True or not clip_norm > 0):
-            raise AmpError(f"clip_norm={clip_norm!r}", mend="pass a positive number, or None for no clipping")
-        if type(accumulate) is not int or accumulate < 1:
-            raise AmpError(f"accumulate={accumulate!r}", mend="pass a whole number from 1 on")
+        check_numbers(clip_norm, accumulate)
         self._accumulate, self._gathered = accumulate, 0
-        if isinstance(dynamic_shapes, Mapping):
-            raise AmpError(
-                f"dynamic_shapes= of a training step is a dict, of {', '.join(map(repr, dynamic_shapes))}",
-                mend="give a tuple, one entry for each of *batch; for a batch that is a dict: ({'x': {0: Dim('n')}},)",
-            )
-        if isinstance(dynamic_shapes, (tuple, list)):  # what is captured takes the batch as `*batch`, one tuple
-            dynamic_shapes = (tuple(dynamic_shapes),)
-        self._settings = make_settings(rules, dtype, backend, dynamic_shapes, passes, RUN, mode)
+        self._settings = make_settings(rules, dtype, backend, shapes_of_batch(dynamic_shapes), passes, RUN, mode)
         self._module = LossModule(model, loss_fn)
         refuse_spread(self._module, PARALLEL)
         self._optimizers = check_optimizers(optimizer)
-        if not callable(loss_fn):
-            raise AmpError(
-                f"loss_fn is a {type(loss_fn).__name__}",
-                mend="pass a function that is called as loss_fn(model, *batch) and returns the loss, or (loss, aux)",
-            )
+        check_loss_function(loss_fn)
         self._clip_norm, self._enabled = clip_norm, enabled
         self._device = device_of(self._module.parameters())
         self._held = HeldScale.of(self._choose_scale(loss_scale), loss_scale, self._device)
@@ -268,51 +256,23 @@ class TrainingStep(StepReadings):
         self._together: Together | None = None
         self._reduction: Reduction | None = None
         if ranks is not None:
-            self._join(ranks, broadcast_buffers)
-
-    def _join(self, ranks: Ranks, broadcast_buffers: bool) -> None:
-        """Become one of several ranks that train one model."""
-        model, optimizers, settings = self._module, self._optimizers, self._settings
-        section: dict[str, Any] = settings.rules.reduce
-        shards = self._enabled and section.get("shard") == "update"
-        if shards:
-            check_split(optimizers, self._weights.storage.low)
-        options = {
-            "options": [
-                f"{name}={value}"
-                for name, value in {
-                    "dtype": self._low.short,
-                    "loss_scale": self._scale_config,
-                    "clip_norm": self._clip_norm,
-                    "accumulate": self._accumulate,
-                    "enabled": self._enabled,
-                    "backend": settings.backend,
-                    "mode": settings.mode,
-                    "broadcast_buffers": broadcast_buffers,
-                    "passes": [pipeline.names for pipeline in settings.pipelines.values()],
-                }.items()
-            ]
-        }
-        begin(ranks, model, optimizers, settings.rules, options)
-        ranks.broadcast([self._weights.rounding.tensor])
-        values = RankValues(model, optimizers, lambda: self._scale_config.state_dict(self._scale))
-        self._together = Together(ranks, values, self._weights.parts if shards else None)
-        bucket_bytes, exchange = int(float(section.get("bucket_mb", BUCKET_MB)) * 2**20), ranks.uses_gloo(self._device)
-        loops = exchange and self._device.type == "cpu" and cpu_update.available()
-        self._reduction = Reduction(
-            ranks.name,
-            ranks.size,
-            bucket_bytes,
-            section.get("precision") == "fp32",
-            broadcast_buffers,
-            shards,
-            exchange,
-            min(ALONE_BYTES, bucket_bytes) if loops else 0,
-            ranks.rank,
-        )
-        if shards:
-            for one in self._optimizers:
-                self._weights.parts.whole_on_save(one, functools.partial(self._together.comes, SAVING))
+            told = {
+                "dtype": self._low.short,
+                "loss_scale": self._scale_config,
+                "clip_norm": clip_norm,
+                "accumulate": accumulate,
+                "enabled": enabled,
+            }
+            self._together, self._reduction = joined(
+                ranks,
+                self._module,
+                self._optimizers,
+                self._weights,
+                lambda: self._scale_config.state_dict(self._scale),
+                self._settings,
+                told,
+                broadcast_buffers,
+            )
 
     def _choose_scale(self, loss_scale: Any) -> LossScale:
         section = self._settings.rules.loss_scale
@@ -340,16 +300,7 @@ class TrainingStep(StepReadings):
             LoweringError: the graph cannot be compiled.
             LossScaleError: the gradients stay non-finite at the lowest loss scale; on a GPU some calls later.
         """
-        if named:
-            raise AmpError(
-                f"a training step takes its batch by position, and was given {', '.join(map(repr, named))} by name",
-                mend="give them as one dict, step({'x': x, 'y': y}), which loss_fn takes as its second argument",
-            )
-        if torch.is_inference_mode_enabled():
-            raise AmpError(
-                "a training step is called within torch.inference_mode(), in which nothing is differentiated",
-                mend="call it outside, or within torch.inference_mode(False); torch.no_grad() around it does no harm",
-            )
+        check_call(named)
         if self._last is None and self._together is None:
             ranks_of(self._group)
         hooks = hooks_behind(self._optimizers)
@@ -363,6 +314,15 @@ class TrainingStep(StepReadings):
                 with self._together.call():
                     program, leaves, spec = self._chosen(batch)
                 output = self._together.ranks.guarded(lambda: program(leaves, self._standing))
+        self._note(program, output, leaves, spec)
+        if hooks is not None and self._gathered == 0:
+            hooks.run(self._scale_config, self._scale)
+        if self._gathered == 0 and self._watch.note(self._scale_config, self._scale):
+            self.check()
+        return output.loss if output.aux is None else (output.loss, output.aux)
+
+    def _note(self, program: StepProgram | PieceProgram, output: StepOutput, leaves: list[Any], spec: Any) -> None:
+        """What a call has changed, and what others want to know of it."""
         self._standing.left(program.replayed if isinstance(program, StepProgram) else None)
         if self._together is not None:
             self._together.values.left()
@@ -388,11 +348,6 @@ class TrainingStep(StepReadings):
         self._log.note(
             output, self._gathered == 0, lambda: self._seen()[2], self._scale.skipped_steps, lambda: self.grad_norm
         )
-        if hooks is not None and self._gathered == 0:
-            hooks.run(self._scale_config, self._scale)
-        if self._gathered == 0 and self._watch.note(self._scale_config, self._scale):
-            self.check()
-        return output.loss if output.aux is None else (output.loss, output.aux)
 
     def _chosen(self, batch: tuple[Any, ...]) -> tuple[StepProgram | PieceProgram, list[Any], Any]:
         """What runs a batch, and its leaves and tree."""
@@ -422,6 +377,7 @@ class TrainingStep(StepReadings):
     def _program(
         self, batch: tuple[Any, ...], leaves: list[Any], spec: Any, hooked: bool
     ) -> StepProgram | PieceProgram:
+        """What runs a batch: the program of the call before, one of a batch like this one, a new one, or pieces."""
         gather = "" if self._accumulate == 1 else "use" if self._gathered == self._accumulate - 1 else "add"
         around = self._why_in_pieces(hooked) if self._pieces is None else None
         if around is not None:
@@ -434,21 +390,34 @@ class TrainingStep(StepReadings):
             again = None
         if again is not None and self._may_run(again, leaves, gather):
             return again
-        module, owners = self._standing.module, self._standing.owners
         try:
             with TENSORS:
                 form = leaves_key(leaves)
         except UnknownFormError as cause:  # of a dataclass, an array: Dynamo looks into them
             return self._piece_program(self._in_pieces(cause), spec, gather, leaves)
-        key = (spec, module, owners, gather, (self._scale_config, self._held_nodes), form)
+        standing = self._standing
+        key = (spec, standing.module, standing.owners, gather, (self._scale_config, self._held_nodes), form)
         program = self._programs.find(key, leaves)
         whole = program is not None and not program.flags_changed(self._standing)
         # The other ranks are asked once: what was found again is the one that is found here.
         if program is not None and whole and again is None and self._may_run(program, leaves, gather):
             self._programs.remember(mark, leaves, program)
             return program
-        stale, options = program, self._options(gather, leaves)
-        if program is None and len(self._programs) >= MOST_SIGNATURES:
+        return self._captured(batch, leaves, key, program)
+
+    def _captured(
+        self, batch: tuple[Any, ...], leaves: list[Any], key: tuple[Any, ...], stale: StepProgram | None
+    ) -> StepProgram | PieceProgram:
+        """A new program, or pieces where no graph takes the step.
+
+        Args:
+            batch: what is captured.
+            leaves: of it.
+            key: what the program is found by, as `_program` makes it.
+            stale: the one that was found by it and is to be replaced.
+        """
+        spec, gather = key[0], key[3]
+        if stale is None and len(self._programs) >= MOST_SIGNATURES:
             many = CaptureError(
                 f"the step was captured for {MOST_SIGNATURES} signatures (shapes and types of the batch, model modes, "
                 "Python values that loss and model read)",
@@ -457,6 +426,7 @@ class TrainingStep(StepReadings):
             if self._together is not None:
                 raise many
             return self._piece_program(self._in_pieces(many), spec, gather, leaves)
+        options = self._options(gather, leaves)
         if self._together is not None:
             self._together.builds()
         try:
@@ -479,17 +449,22 @@ class TrainingStep(StepReadings):
             if asked_for and isinstance(cause, CaptureError) and is_one_graph(self._module, batch):
                 raise shapes_do_not_fit("the step", cause) from cause
             return self._piece_program(self._in_pieces(cause), spec, gather, leaves)
+        self._keep(program, leaves, key, stale)
+        return program
+
+    def _keep(self, program: StepProgram, leaves: list[Any], key: tuple[Any, ...], stale: StepProgram | None) -> None:
+        """Have a new program found again, and the ranks know what goes with it."""
         self._standing.begin()
+        spec, before, *rest = key
         now = self._standing.module
-        if now != module:  # weights were converted for storage without masters: earlier programs will never fit again
+        if now != before:  # weights were converted for storage without masters: earlier programs will never fit again
             self._programs.clear()
         if stale is not None:  # one of dynamic shapes stands under another shape
             self._programs.drop(stale)
-        self._programs.add((spec, now, owners, gather, (self._scale_config, self._held_nodes), form), program, leaves)
+        self._programs.add((spec, now, *rest), program, leaves)
         if self._together is not None:
-            offer = self._offer(program.offered, program.written, leaves, gather, program.norms)
+            offer = self._offer(program.offered, program.written, leaves, key[3], program.norms)
             self._together.settle(offer, program.shared)
-        return program
 
     def _why_in_pieces(self, hooked: bool) -> CaptureError | None:
         """What around the step one graph would lose; `None` where there is nothing."""

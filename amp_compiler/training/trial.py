@@ -13,7 +13,8 @@ from torch import Tensor, fx
 from amp_compiler.backends.backend import DEFAULT
 from amp_compiler.errors import AmpError, first_line
 from amp_compiler.forward.program import EAGER
-from amp_compiler.fx.capture import Captured, Source, autocast_off
+from amp_compiler.fx.autocast_state import autocast_off
+from amp_compiler.fx.capture import Captured, Source
 from amp_compiler.fx.finiteness import Finiteness, Replay, is_forward
 from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import results_of

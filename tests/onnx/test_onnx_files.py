@@ -23,7 +23,7 @@ from onnx_models import (
 import amp_compiler as amp
 from amp_compiler.cli.convert import ConvertOptions, run_convert
 from amp_compiler.errors import OnnxError
-from amp_compiler.onnx.check.batches import random_batches
+from amp_compiler.onnx.check.batches import random_batch
 from amp_compiler.onnx.check.calibrate import calibrate
 from amp_compiler.onnx.check.run import stored_bytes
 from amp_compiler.onnx.convert import convert_onnx
@@ -156,7 +156,7 @@ def test_a_conversion_opens_its_input_once(opened, tmp_path):
     assert opened["m.onnx"] == 3
     ranges = calibrate(model, [batch])
     assert convert_onnx(model).plan == done.plan and explain_onnx(model, ranges=ranges) == done.plan
-    assert random_batches(model) and stored_bytes(model) == (tmp_path / "m.onnx").stat().st_size
+    assert random_batch(model) and stored_bytes(model) == (tmp_path / "m.onnx").stat().st_size
     assert opened["m.onnx"] == 3
 
 

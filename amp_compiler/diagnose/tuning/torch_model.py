@@ -23,7 +23,8 @@ from amp_compiler.forward.program import EAGER, normalize, rewrite
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.signature import leaves_key
 from amp_compiler.fx.alias import AliasGroups, written_roots
-from amp_compiler.fx.capture import Captured, Source, autocast_off, capture_module, tensor_getter
+from amp_compiler.fx.autocast_state import autocast_off
+from amp_compiler.fx.capture import Captured, Source, capture_module, tensor_getter
 from amp_compiler.fx.checkpoints import refused_checkpoints
 from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import LOW_TYPES, canonical_op, copy_graph, module_of, torch_dtype, user_source

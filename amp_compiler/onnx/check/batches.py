@@ -18,6 +18,7 @@ from amp_compiler.onnx.check.run import FLOAT_TYPES, Batch, open_to_run
 from amp_compiler.onnx.model.model import OnnxFile, Source
 
 Batches = Iterable[Batch] | str | Path
+_OPEN = 2  # size of dimensions that a model leaves open, in a batch that is drawn
 
 
 def required_inputs(proto: onnx.ModelProto) -> dict[str, onnx.TypeProto]:
@@ -211,28 +212,27 @@ def _check_tensor(name: str, value: Any, declared: onnx.TypeProto.Tensor, where:
         )
 
 
-def random_batches(model: Source, *, count: int = 1, seed: int = 0, size: int = 2) -> list[dict[str, Any]]:
-    """Random inputs of the declared types and shapes: standard normal floats, integers of 0 and 1.
+def random_batch(model: Source) -> dict[str, Any]:
+    """Random inputs of the declared types and shapes: standard normal floats, integers of 0 and 1; always the same.
+
+    Dimensions that the model leaves open are of size 2.
 
     Args:
         model: whose inputs.
-        count: number of batches.
-        seed: of the generator; the same seed gives the same batches.
-        size: of every dimension that the model leaves open.
 
     Raises:
         OnnxError: an input is no tensor of numbers.
     """
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     inputs = required_inputs(open_to_run(model).proto)
-    return [{name: _random(name, kind, generator, size) for name, kind in inputs.items()} for _ in range(count)]
+    return {name: _random(name, kind, generator) for name, kind in inputs.items()}
 
 
-def _random(name: str, declared: onnx.TypeProto, generator: np.random.Generator, size: int) -> np.ndarray:
+def _random(name: str, declared: onnx.TypeProto, generator: np.random.Generator) -> np.ndarray:
     if not declared.HasField("tensor_type") or not declared.tensor_type.HasField("shape"):
         raise OnnxError(f"no random values can be made for the input '{name}'", mend="give batches of inputs")
     dims = declared.tensor_type.shape.dim
-    shape = [dim.dim_value if dim.HasField("dim_value") else size for dim in dims]
+    shape = [dim.dim_value if dim.HasField("dim_value") else _OPEN for dim in dims]
     dtype = helper.tensor_dtype_to_np_dtype(declared.tensor_type.elem_type)
     if dtype.kind in "iub":
         return generator.integers(0, 2, shape).astype(dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.check.batches import Batches, iterate_batches, suggestion
@@ -17,7 +17,6 @@ def calibrate(
     batches: Batches,
     *,
     names: Iterable[str] | None = None,
-    on_batch: Callable[[int], object] | None = None,
     engine: Engine | None = None,
 ) -> dict[str, float]:
     """Run the FP32 model over all batches and measure its float values.
@@ -31,7 +30,6 @@ def calibrate(
         batches: an iterable of {input name: array}, an npz file (one batch), or a folder of npz files.
         names: measure these values only; by default all float inputs and all float results of nodes. Initializers
             are measured only when they are named.
-        on_batch: called with the number of batches done, after each.
         engine: execution providers and libraries of ops; the CPU alone by default.
 
     Returns:
@@ -66,10 +64,8 @@ def calibrate(
     del tapped.graph.output[: len(graph.output)]  # only the numbers are wanted
     runner = Runner(tapped, loaded.folder, loaded.name, engine) if taps else None
     ranges = {tap.value: 0.0 for tap in taps}
-    for done, batch in enumerate(iterate_batches(batches, loaded), start=1):
+    for batch in iterate_batches(batches, loaded):
         outputs = runner.run(batch) if runner is not None else {}
         for tap in taps:
             ranges[tap.value] = max(ranges[tap.value], tap.absmax(outputs))
-        if on_batch is not None:
-            on_batch(done)
     return ranges

@@ -91,15 +91,14 @@ class Expected:
     Args:
         original: the model.
         batches: as for `verify`, without `Probes`.
-        engine: as for `verify`.
 
     Raises:
         OnnxError: the model or a batch cannot be read, or the model not be run.
     """
 
-    def __init__(self, original: OnnxFile, batches: Batches, *, engine: Engine | None = None) -> None:
-        side = Side(original, False, engine, as_twin=has_low_types(original.proto))
-        self._original, self._engine = original, engine
+    def __init__(self, original: OnnxFile, batches: Batches) -> None:
+        side = Side(original, False, None, as_twin=has_low_types(original.proto))
+        self._original = original
         self.names = tuple(output.name for output in original.proto.graph.output)
         self.batches = [(batch, side.run(batch)) for batch in iterate_batches(batches, original)]
 
@@ -116,7 +115,7 @@ class Expected:
         _same_interface(self._original, converted)
         found = _Findings(list(self.names))
         try:
-            side = Side(converted, False, self._engine, as_twin=True)
+            side = Side(converted, False, None, as_twin=True)
         except OnnxError as refused:
             for batch, _ in self.batches:
                 found.fail(batch, "", refused.what)

@@ -12,7 +12,7 @@ from torch import fx
 from torch.export.graph_signature import InputKind
 
 from amp_compiler.errors import OnnxError, first_line
-from amp_compiler.fx.capture import split_example
+from amp_compiler.fx.examples import split_example
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Pin, PrecisionGraph
 from amp_compiler.onnx.exporting.from_fx import stored_tensor

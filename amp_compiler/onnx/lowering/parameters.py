@@ -36,7 +36,7 @@ def pin_batch_norms(lowered: Lowered) -> None:
     It holds a number that is 0, or of a magnitude between its smallest normal and its largest one.
     """
     for node in _behind_products(lowered):
-        unfit = next((name for name in _parameters(lowered, node) if not _fits(lowered, name)), None)
+        unfit = next((name for name in _parameters(node) if not _fits(lowered, name)), None)
         if unfit is not None and node.pin is None:
             reason = (
                 f"ONNX Runtime merges it into the MatMul before it, in one type, and '{unfit}' holds numbers that"
@@ -95,11 +95,11 @@ def _behind_products(lowered: Lowered) -> Iterator[Node]:
         if node.op != _OP:
             continue
         maker = walker.behind(node, 0)
-        if maker is not None and maker.op == _PRODUCT and all(map(walker.holds_data, _parameters(lowered, node))):
+        if maker is not None and maker.op == _PRODUCT and all(map(walker.holds_data, _parameters(node))):
             yield node
 
 
-def _parameters(lowered: Lowered, node: Node) -> list[str]:
+def _parameters(node: Node) -> list[str]:
     return [operand.value for operand in node.inputs[1:]]
 
 

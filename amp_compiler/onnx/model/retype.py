@@ -92,9 +92,9 @@ class _Writer:
             for value in list(self.main.inputs):
                 if own[value] in self.types and not value.is_initializer():
                     self._open_input(value, own[value])
-            for index, value in enumerate(list(self.main.outputs)):
+            for value in list(self.main.outputs):
                 if own.get(value) in self.types and value not in self.main.inputs:
-                    self._close_output(index, value, own[value])
+                    self._close_output(value, own[value])
         return self.changed
 
     # ---- data and types
@@ -199,7 +199,7 @@ class _Writer:
         else:
             self.main.insert_before(first, cast)
 
-    def _close_output(self, index: int, value: ir.Value, own: DType | None) -> None:
+    def _close_output(self, value: ir.Value, own: DType | None) -> None:
         """A cast before an output, which keeps its name and type."""
         if own is None:
             return

@@ -124,11 +124,11 @@ class Made(Term):
             return
         if self.op not in ("ReduceMean", "Cast") and len(node.inputs) != len(self.operands):
             return
-        yield from self._operands(node, tuple(node.inputs), found.holding(node))
+        yield from self._operands(tuple(node.inputs), found.holding(node))
         if self.op in ("Add", "Mul"):
-            yield from self._operands(node, tuple(reversed(node.inputs)), found.holding(node))
+            yield from self._operands(tuple(reversed(node.inputs)), found.holding(node))
 
-    def _operands(self, node: ir.Node, values: tuple[ir.Value | None, ...], found: Found) -> Iterator[Found]:
+    def _operands(self, values: tuple[ir.Value | None, ...], found: Found) -> Iterator[Found]:
         ways = iter((found,))
         for term, value in zip(self.operands, values, strict=False):
             if value is None:

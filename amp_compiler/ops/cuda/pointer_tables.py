@@ -15,7 +15,7 @@ from amp_compiler.errors import LoweringError
 from amp_compiler.ops.layout import is_dense, is_turned, same_layout
 
 COLUMNS = 10
-_FIRST_ADDRESS, _ADDRESSES = 2, 6  # before them: number of elements, place in the group; behind them: channels, pixels
+_ADDRESSES = 6  # before them: number of elements, place in the group; behind them: channels, pixels
 _WEIGHT = 1  # the column that the others are compared with
 _CACHED = 64
 _SPARE = 16  # buffers kept per size

@@ -1,0 +1,69 @@
+"""Arguments of a training step and of its calls, which are refused where they are wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any
+
+import torch
+
+from amp_compiler.errors import AmpError
+
+
+def check_enabled(enabled: Any) -> None:
+    """It is True or False."""
+    if type(enabled) is not bool:
+        raise AmpError(f"enabled={enabled!r}", mend="pass True or False")
+
+
+def check_numbers(clip_norm: float | None, accumulate: Any) -> None:
+    """The largest norm is positive or `None`, and the number of calls from 1 on."""
+    if clip_norm is not None and (not isinstance(clip_norm, Real) or clip_norm is True or not clip_norm > 0):
+        raise AmpError(f"clip_norm={clip_norm!r}", mend="pass a positive number, or None for no clipping")
+    if type(accumulate) is not int or accumulate < 1:
+        raise AmpError(f"accumulate={accumulate!r}", mend="pass a whole number from 1 on")
+
+
+def shapes_of_batch(dynamic_shapes: Any) -> Any:
+    """What `torch.export` is told of the shapes of a batch: what is captured takes it as `*batch`, one tuple.
+
+    Args:
+        dynamic_shapes: as for `training_step`.
+
+    Raises:
+        AmpError: it is a dict.
+    """
+    if isinstance(dynamic_shapes, Mapping):
+        raise AmpError(
+            f"dynamic_shapes= of a training step is a dict, of {', '.join(map(repr, dynamic_shapes))}",
+            mend="give a tuple, one entry for each of *batch; for a batch that is a dict: ({'x': {0: Dim('n')}},)",
+        )
+    return (tuple(dynamic_shapes),) if isinstance(dynamic_shapes, (tuple, list)) else dynamic_shapes
+
+
+def check_loss_function(loss_fn: Any) -> None:
+    """It can be called."""
+    if not callable(loss_fn):
+        raise AmpError(
+            f"loss_fn is a {type(loss_fn).__name__}",
+            mend="pass a function that is called as loss_fn(model, *batch) and returns the loss, or (loss, aux)",
+        )
+
+
+def check_call(named: Mapping[str, Any]) -> None:
+    """A batch comes by position, and where gradients can be.
+
+    Args:
+        named: what was given by name.
+    """
+    if named:
+        raise AmpError(
+            f"a training step takes its batch by position, and was given {', '.join(map(repr, named))} by name",
+            mend="give them as one dict, step({'x': x, 'y': y}), which loss_fn takes as its second argument",
+        )
+    if torch.is_inference_mode_enabled():
+        raise AmpError(
+            "a training step is called within torch.inference_mode(), in which nothing is differentiated",
+            mend="call it outside, or within torch.inference_mode(False); torch.no_grad() around it does no harm",
+        )

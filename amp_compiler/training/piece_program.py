@@ -1,0 +1,107 @@
+"""One call of a training step in pieces, with what a step that is one graph tells of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch.utils._pytree as pytree
+
+from amp_compiler.errors import AmpError
+from amp_compiler.fx.torch_private import building
+from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.passes.pipeline import Stages
+from amp_compiler.training.build import StepOptions
+from amp_compiler.training.piece_update import Made
+from amp_compiler.training.pieces import Decide, PieceStep
+from amp_compiler.training.program import StepOutput, StepProgram
+from amp_compiler.training.standing import Standing
+
+
+class PieceProgram:
+    """One call of a `PieceStep`; behind it, it has what a `StepProgram` has.
+
+    Args:
+        step: what runs it.
+        spec: tree of the batch.
+        options: what to build an update for.
+        owners: which parameters stand in which group of which optimizer.
+        decide: gives what all ranks have a gradient of, see `PieceStep.shared`; `None` for one process.
+    """
+
+    def __init__(
+        self, step: PieceStep, spec: Any, options: StepOptions, owners: Any, decide: Decide | None = None
+    ) -> None:
+        self.step, self._spec, self._options, self._owners, self._decide = step, spec, options, owners, decide
+        self._update: StepProgram | None = None
+        self._made: Made | None = None
+
+    def prepare(self, leaves: Sequence[Any]) -> Made:
+        """Run forward and backward, and have the update's program ready; the next call is one of these leaves.
+
+        Args:
+            leaves: the batch.
+        """
+        batch, _ = pytree.tree_unflatten(list(leaves), self._spec)
+        made = self.step.forward_and_backward(batch, self._options.optimizers)
+        made = self.step.completed(self.step.hooked(made, self._options), self._options.gather)
+        if self._decide is not None:
+            made = self.step.shared(made, self._decide, self._options.gather)
+        with building():
+            self._update = self.step.update_for(made, self._options, self._owners)
+        self._made = made
+        return made
+
+    def __call__(self, leaves: Sequence[Any], standing: Standing | None = None) -> StepOutput:
+        """Run one step on the flattened batch.
+
+        Args:
+            leaves: the batch.
+            standing: how everything stood before it; code of the user's runs in between.
+
+        Raises:
+            CaptureError: Dynamo can take none of it, or the loss depends on no parameter of the optimizers.
+            LoweringError: a piece, or the update, cannot be compiled.
+        """
+        made, self._made = self._made or self.prepare(leaves), None
+        output = self.update(made.given())
+        return replace(output, loss=made.loss, aux=made.aux)
+
+    @property
+    def update(self) -> StepProgram:
+        """The program of the update.
+
+        Raises:
+            AmpError: before the call.
+        """
+        if self._update is None:
+            raise AmpError("the step has not been called yet", mend="call it with a batch first")
+        return self._update
+
+    @property
+    def plan(self) -> PrecisionPlan | None:
+        """The plans of all pieces together; `None` in plain FP32."""
+        return None if self.step.pieces is None else self.step.pieces.plan
+
+    @property
+    def stages(self) -> Stages:
+        """The text of every piece, and of the update, behind each pass."""
+        stages = Stages()
+        for stage in [*(() if self.step.pieces is None else self.step.pieces.stages), *self.update.stages]:
+            stages.note(stage.name, stage.text)
+        return stages
+
+    @property
+    def execution(self) -> str:
+        """How it ran and why, in words."""
+        pieces = self.step.pieces
+        if pieces is None or not pieces.plans:
+            how = f"as they are written, in {'FP32' if pieces is None else 'the types of the model'}"
+        elif pieces.given_up:
+            how = f"under torch.autocast, for {pieces.given_up}"
+        else:
+            how = f"in {len(pieces.plans)} piece{'s' * (len(pieces.plans) > 1)}"
+        cause = self.step.cause
+        where = f" ({cause.where})" if cause.where else ""
+        return f"forward and backward {how}, the update as one graph, because: {cause.what}{where}"
