@@ -89,7 +89,7 @@ second() {
 step() {
   [ $# -gt 0 ] || usage
   told within 520 "$python" benchmarks/train_step.py --device cuda --json "$OUT/train_step.json" \
-    --limit $((190 * ${PATIENCE:-1})) --models "$@"
+    --limit $((400 * ${PATIENCE:-1})) --models "$@"
 }
 
 profile() {
