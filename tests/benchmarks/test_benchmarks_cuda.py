@@ -345,6 +345,39 @@ def test_a_profile_prints_every_side_and_what_failed(bench, monkeypatch, tmp_pat
         profile.main(["no-model"])
 
 
+def test_a_profile_that_is_interrupted_prints_what_it_has(bench, monkeypatch, tmp_path, capsys):
+    profile, row = bench["profile_cuda"], {"classes": {}, "step_ms": 2.5}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a stand-in")
+
+    class Pool:
+        waits = True
+
+        def __init__(self, *given):
+            pass
+
+        def submit(self, work, variant, name, bound, dtype, setting):
+            def result():
+                if setting:
+                    raise KeyboardInterrupt
+                return row
+
+            return SimpleNamespace(result=result)
+
+        def shutdown(self, wait):
+            Pool.waits = wait
+
+    monkeypatch.setattr(profile, "ProcessPoolExecutor", Pool)
+    path = tmp_path / "p.json"
+    with pytest.raises(KeyboardInterrupt):
+        profile.main(["gpt2", "slow=True", "later=True", "--json", str(path)])
+    assert [one["variant"] for one in json.loads(path.read_text(encoding="utf-8"))["rows"]] == [OURS, MODES[1]]
+    printed = capsys.readouterr().out
+    assert "a step, ms" in printed and not Pool.waits
+    assert printed.splitlines()[-2:] == [
+        "slow=True: not measured, or not to its end", "later=True: not measured, or not to its end",
+    ]  # fmt: skip
+
+
 def test_settings_are_inductors_or_the_steps(bench):
     profile = bench["profile_cuda"]
     assert profile.settings_of("combo_kernels=True") == ("combo_kernels", True)
