@@ -20,7 +20,8 @@ On CUDA the models are as large as they are trained there (`models.CUDA_SIZES`),
 `default`, `reduce-overhead` and `max-autotune`; ours in that mode is asked for by its name. Steps are timed in bursts
 of a dozen by the device's clock: median, 10% and 90% quantile are those of bursts. A few variants compile at the same
 time and then take turns, so that a model takes less than four minutes; what is not compiled by then is left out and
-told, and a first call is one beside others. peak = what the allocator took from the device at most
+told, and a first call is one beside others. What chooses its kernels by timing them, as `max-autotune` does, would time
+the others too: it comes behind them and alone, where time is left. Models share `--limit`. peak = what the allocator took from the device at most
 (`max_memory_reserved`) in 8 steps of a process that runs nothing else, after what compiling needed was given back.
 
     python benchmarks/train_step.py --models gpt2 lstm --steps 20

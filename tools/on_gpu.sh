@@ -18,6 +18,12 @@ usage: [PYTHON=python3] [OUT=folder] tools/on_gpu.sh WORD
   profile [MODEL] [SETTING=VALUE...]
                              kernels and gaps by class over 20 steps, ours beside torch.compile and ours with a setting
                              of Inductor (see benchmarks/profile_cuda.py)
+
+In half an hour, what is worth most first; what a line has not done in ten minutes may be ended, its results are in $OUT:
+  first; second
+  step gpt2 --variants amp_compiler torch.compile autocast "amp_compiler max-autotune"
+  profile gpt2 combo_kernels=True; step vit --modes reduce-overhead
+  step llama bert t5 resnet50 --modes reduce-overhead
 TEXT
   exit 2
 }
