@@ -21,7 +21,7 @@ usage: [PYTHON=python3] [OUT=folder] tools/on_gpu.sh WORD
 
 In half an hour, what is worth most first; what a line has not done in ten minutes may be ended, its results are in $OUT:
   first; second
-  step gpt2 --variants amp_compiler torch.compile autocast "amp_compiler max-autotune"
+  step gpt2 --variants amp_compiler "amp_compiler max-autotune" torch.compile --modes reduce-overhead max-autotune
   profile gpt2 combo_kernels=True; step vit --modes reduce-overhead
   step llama bert t5 resnet50 --modes reduce-overhead
 TEXT
@@ -96,7 +96,7 @@ second() {
 step() {
   [ $# -gt 0 ] || usage
   told within 520 "$python" benchmarks/train_step.py --device cuda --json "$OUT/train_step.json" \
-    --limit $((400 * ${PATIENCE:-1})) --models "$@"
+    --limit $((440 * ${PATIENCE:-1})) --models "$@"
 }
 
 profile() {
