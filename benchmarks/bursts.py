@@ -2,6 +2,7 @@
 
 A single step that is waited for would show what the host does before the first kernel, which a training hides behind
 the step before. So 10 to 20 steps run in a row, timed by the GPU's own clock from their first kernel to their last.
+What chooses its kernels by timing them has the GPU for itself from the beginning, behind all others.
 """
 
 from __future__ import annotations
@@ -43,9 +44,15 @@ def fit_together() -> int:
 
 
 def measure(
-    start: Callable[[str], Process], variants: Sequence[str], together: int, limit: float, bursts: int, length: int
+    start: Callable[[str], Process],
+    variants: Sequence[str],
+    together: int,
+    limit: float,
+    bursts: int,
+    length: int,
+    tuned: Callable[[str], bool] = lambda variant: False,
 ) -> Iterator[Found]:
-    """Measure variants, `together` at a time, and tell what is known after each of these groups.
+    """Measure variants, `together` at a time, and tell what is known after a first round and at the end of each group.
 
     Args:
         start: begins the process of a variant, without waiting for it.
@@ -54,11 +61,19 @@ def measure(
         limit: after so many seconds no first call is waited for any more, but for some seconds each.
         bursts: of each variant that count; one before them does not.
         length: steps in a burst.
+        tuned: which variants time kernels in their first call. They come last, one by one, and not at all where too
+            little of the limit is left.
     """
     found, end = Found(), time.perf_counter() + limit
-    for place in range(0, len(variants), together):
+    plain, last = ([variant for variant in variants if tuned(variant) is kind] for kind in (False, True))
+    groups = [plain[place : place + together] for place in range(0, len(plain), together)]
+    for group in [*groups, *([variant] for variant in last)]:
+        if group[0] in last and time.perf_counter() + _LEAST_WAIT > end:
+            found.failed[group[0]] = f"not begun, the time for this model's first calls was spent ({limit:.0f} s)"
+            yield found
+            continue
         with contextlib.ExitStack() as stack:
-            begun = {variant: stack.enter_context(start(variant)) for variant in variants[place : place + together]}
+            begun = {variant: stack.enter_context(start(variant)) for variant in group}
             until = max(end, time.perf_counter() + _LEAST_WAIT)
             running = {}
             for variant, process in begun.items():
@@ -69,12 +84,18 @@ def measure(
                 except SystemExit as ended:
                     found.failed[variant] = str(ended)
                     print(ended, file=sys.stderr)
-            found.times |= taking_turns(running, bursts, length, found.failed)
-        yield found
+            before = found.times
+            for times in taking_turns(running, bursts, length, found.failed):
+                found.times = before | times
+                yield found
 
 
-def taking_turns(running: Mapping[str, Process], bursts: int, length: int, failed: dict[str, str]) -> dict[str, Spread]:
+def taking_turns(
+    running: Mapping[str, Process], bursts: int, length: int, failed: dict[str, str]
+) -> Iterator[dict[str, Spread]]:
     """Median, 10% and 90% quantile of the milliseconds of a step over bursts, the processes taking turns.
+
+    Told after the first round that counts, and after the last.
 
     Args:
         running: processes whose first call is done.
@@ -94,4 +115,5 @@ def taking_turns(running: Mapping[str, Process], bursts: int, length: int, faile
                 continue
             if number:
                 times[variant].append(took)
-    return {variant: spread(values) for variant, values in times.items() if values and variant not in failed}
+        if number in (1, bursts):
+            yield {variant: spread(values) for variant, values in times.items() if values and variant not in failed}

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import functools
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -36,6 +37,7 @@ _ON_CUDA = {  # what is measured there unless it is asked for otherwise: one mod
 # Dynamo leaves recurrent layers out of what it compiles unless it is told to take them, unrolled; see `compiled`.
 RECURRENT = f"{COMPILED} allow_rnn"
 _GEMM = "large GEMM"
+_LIMIT = 190.0  # seconds for the first calls of a model on a GPU
 
 
 def mode_of_ours(variant: str) -> str | None:
@@ -53,6 +55,11 @@ def compiled_mode(variant: str) -> str | None:
     if variant == RECURRENT:
         return MODES[0]
     return next((mode for mode in MODES if variant == compiled_name(mode)), None)
+
+
+def _is_tuned(variant: str) -> bool:
+    """Whether the variant's first call times kernels on the device."""
+    return "max-autotune" in variant
 
 
 def compiled(function: Callable[..., Any], variant: str) -> Callable[..., Any]:
@@ -94,15 +101,23 @@ class Comparison:
         left_out: list[str] = []
         console = Console(width=170)
         rows: list[dict[str, Any]] = []
+        failed: Mapping[str, str] = {}
+        wanted = [(name, bound) for name in options.models for bound in options.bounds]
+        end = time.perf_counter() + options.limit
         try:
-            for name in options.models:
-                for bound in options.bounds:
-                    with console.status(f"{name}, {bound}"):
-                        for rows, failed in self.measure(name, bound, options):  # noqa: B007 - the last ones count
-                            measuring.write_results(path, self.name, options, done + rows)
-                    done, rows = done + rows, []
-                    left_out += [f"{name}, {bound}, {variant}: {reason}" for variant, reason in failed.items()]
+            while wanted:
+                name, bound = wanted[0]
+                limit = (end - time.perf_counter()) / len(wanted)
+                with console.status(f"{name}, {bound}"):
+                    for rows, failed in self.measure(name, bound, options, limit):  # noqa: B007 - the last ones count
+                        measuring.write_results(path, self.name, options, done + rows)
+                done, rows = done + rows, []
+                left_out += _told(name, bound, failed)
+                failed = {}
+                del wanted[0]
         finally:  # also where it is interrupted
+            left_out += [line for name, bound in wanted[:1] for line in _told(name, bound, failed)]
+            left_out += [f"{name}, {bound}: not measured, or not to its end" for name, bound in wanted]
             title = f"{self.title} in {options.dtype} on {options.device}, ratios to torch.compile"
             if done + rows:
                 console.print((short_table if options.device == "cuda" else table)(done + rows, title))
@@ -120,21 +135,29 @@ class Comparison:
         parser.add_argument("--least", type=float, default=10.0, help="on a CPU rounds go on for so many seconds")
         parser.add_argument("--turn", type=int, default=5, help="steps in a row that a variant is timed for")
         parser.add_argument("--together", type=int, help="variants on the GPU at a time; default: one for every 50 GB")
-        parser.add_argument("--limit", type=float, default=190.0, help="seconds for a model's first calls on CUDA")
+        parser.add_argument("--limit", type=float, help="seconds for first calls on CUDA; default: 190 for each model")
         on_cuda = parser.parse_known_args(argv)[0].device == "cuda"
         parser.set_defaults(**(_ON_CUDA if on_cuda else {}))
         options = parser.parse_args(argv)
         models, bounds = list(cases.names(options.device)), list(self.bounds[:1] if on_cuda else self.bounds)
         options.models, options.bounds = options.models or models, options.bounds or bounds
         options.all = options.models == models and options.bounds == bounds
+        options.limit = options.limit or _LIMIT * len(options.models) * len(options.bounds)
         if on_cuda:
             options.together = options.together or bursts.fit_together()
         return options
 
     def measure(
-        self, name: str, bound: str, options: argparse.Namespace
+        self, name: str, bound: str, options: argparse.Namespace, limit: float
     ) -> Iterator[tuple[list[dict[str, Any]], dict[str, str]]]:
-        """One row per variant, and why others have none; on a GPU told again whenever there are more."""
+        """One row per variant, and why others have none; on a GPU told again whenever there are more.
+
+        Args:
+            name: of the model.
+            bound: which batch.
+            options: of the command line.
+            limit: seconds for first calls on a GPU.
+        """
         if options.device != "cuda":
             first, warm, times, memory = self._in_processes(name, bound, options)
             gemm = times.pop(_GEMM)[0]
@@ -143,14 +166,14 @@ class Comparison:
         with tempfile.TemporaryDirectory() as folder:
             caches = {variant: Path(folder) / str(place) for place, variant in enumerate(_variants(options, name))}
             with Process(Gemm, (options.dtype,), options.device, None, Path(folder)) as process:
-                product = bursts.taking_turns({_GEMM: process}, 3, options.turn, {})[_GEMM][0]
+                *_, times = bursts.taking_turns({_GEMM: process}, 3, options.turn, {})
+                product = times[_GEMM][0]
 
             def start(variant: str) -> Process:
                 return self._start(variant, name, bound, options, caches[variant], wait=False)
 
-            groups = bursts.measure(
-                start, list(caches), options.together, options.limit, -(-options.steps // options.turn), options.turn
-            )
+            count = -(-options.steps // options.turn)
+            groups = bursts.measure(start, list(caches), options.together, limit, count, options.turn, _is_tuned)
             for found in groups:
                 rows = self._rows(name, bound, options.device, product, found, {}) if found.times else []
                 yield rows, found.failed
@@ -183,8 +206,7 @@ class Comparison:
         flops, items = _facts(name, bound, self.backward, device)
         rate = Gemm.flops(device) / gemm  # per ms
         base = _base(times)
-        place = "meta" if device == "cuda" else device
-        parameters = sum(p.numel() for p in cases.build(name, bound, device, place)[0].parameters())
+        parameters = _parameters(name, bound, device)
         return [
             {
                 "model": name,
@@ -193,11 +215,11 @@ class Comparison:
                 "items": items,
                 "variant": variant,
                 "best_of_torch": variant == base,
-                **_time_facts(time, times[base], items),
+                **_time_facts(step, times[base], items),
                 "matmul_flops": flops,
                 "gemm_tflops": rate / 1e9,
                 "gemm_floor_ms": flops / rate,
-                "gemm_share": flops / rate / time[0],
+                "gemm_share": flops / rate / step[0],
                 **asdict(memory[variant]),
                 "peak_bytes": memory[variant].peak_bytes,
                 "memory_ratio": memory[variant].peak_bytes / memory[base].peak_bytes,
@@ -205,7 +227,7 @@ class Comparison:
                 "first_call_ratio": first[variant] / first[base],
                 **({"warm_call_s": warm[variant], "warm_call_ratio": warm[variant] / warm[base]} if warm else {}),
             }
-            for variant, time in times.items()
+            for variant, step in times.items()
         ]
 
     def _in_processes(
@@ -265,13 +287,23 @@ def _facts(name: str, bound: str, backward: bool, device: str) -> tuple[int, int
     return cases.matmul_flops(name, bound, backward, device), cases.items(name, bound, device)
 
 
-def _time_facts(time: Spread, base: Spread, items: int) -> dict[str, float]:
+@functools.cache
+def _parameters(name: str, bound: str, device: str) -> int:
+    place = "meta" if device == "cuda" else device
+    return sum(p.numel() for p in cases.build(name, bound, device, place)[0].parameters())
+
+
+def _told(name: str, bound: str, failed: Mapping[str, str]) -> list[str]:
+    return [f"{name}, {bound}, {variant}: {reason}" for variant, reason in failed.items()]
+
+
+def _time_facts(step: Spread, base: Spread, items: int) -> dict[str, float]:
     return {
-        "step_ms": time[0],
-        "step_ms_10": time[1],
-        "step_ms_90": time[2],
-        "time_ratio": time[0] / base[0],
-        "items_per_s": 1000 * items / time[0],
+        "step_ms": step[0],
+        "step_ms_10": step[1],
+        "step_ms_90": step[2],
+        "time_ratio": step[0] / base[0],
+        "items_per_s": 1000 * items / step[0],
     }
 
 

@@ -119,10 +119,10 @@ class Process:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._connection.close()
-        self._end()
+        self._end(0.0 if isinstance(error, KeyboardInterrupt) else 20.0)
 
-    def _end(self) -> None:
-        self._process.join(timeout=20)
+    def _end(self, patience: float = 20.0) -> None:
+        self._process.join(timeout=patience)
         if self._process.is_alive():
             self._process.terminate()
             self._process.join()

@@ -148,8 +148,11 @@ def _set(name: str, value: Any) -> None:
 
 def side(name: str, bound: str, dtype: str, variant: str, setting: str) -> dict[str, Any]:
     """A row: one side in a process of its own."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+    pool = ProcessPoolExecutor(1, get_context("spawn"))
+    try:
         found = pool.submit(run, variant, name, bound, dtype, setting).result()
+    finally:
+        pool.shutdown(wait=False)  # who interrupts gets the table, however long it compiles
     return {"model": name, "bound": bound, "variant": variant, "setting": setting} | found
 
 
@@ -193,6 +196,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sides = [(OURS, ""), (THEIRS, ""), *((OURS, setting) for setting in settings)]
     rows: list[dict[str, Any]] = []
     failed: list[str] = []
+    wanted = [setting or variant for variant, setting in sides]
     try:
         with tempfile.TemporaryDirectory() as cache:
             os.environ.setdefault(CACHE, cache)
@@ -202,7 +206,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 except Exception as cause:  # noqa: BLE001 - whatever it is, the other sides are measured
                     failed.append(f"{setting or variant}: {type(cause).__name__}: {str(cause).splitlines()[0]}")
                 measuring.write_results(options.json, "profile_cuda", options, rows)
+                del wanted[0]
     finally:
+        failed += [f"{one}: not measured, or not to its end" for one in wanted]
         title = f"{names[0]}, {options.bound}, {options.dtype}: a step by class of kernel"
         Console(width=60 + 40 * len(rows)).print(table(rows, title))
         print(*failed, sep="\n", end="\n" if failed else "")

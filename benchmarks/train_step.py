@@ -17,11 +17,13 @@ the variants; the table says which share of the step that is.
 peak = bytes of the tensors that live between two steps + growth of the resident pages during a step.
 
 On CUDA the models are as large as they are trained there (`models.CUDA_SIZES`), and torch.compile runs in its modes
-`default`, `reduce-overhead` and `max-autotune`; ours in that mode is asked for by its name. Steps are timed in bursts
-of a dozen by the device's clock: median, 10% and 90% quantile are those of bursts. A few variants compile at the same
-time and then take turns, so that a model takes less than four minutes; what is not compiled by then is left out and
-told, and a first call is one beside others. peak = what the allocator took from the device at most
-(`max_memory_reserved`) in 8 steps of a process that runs nothing else, after what compiling needed was given back.
+`default`, `reduce-overhead` and `max-autotune`; ours in that mode is asked for by its name. Steps are timed in
+bursts of a dozen by the device's clock: median, 10% and 90% quantile are those of bursts. A few variants compile at
+the same time and then take turns, so that a model takes less than four minutes; what is not compiled by then is left
+out and told, and a first call is one beside others. What chooses its kernels by timing them, as `max-autotune` does,
+would time the others too: it comes behind them and alone, where time is left. Models share `--limit`. peak = what
+the allocator took from the device at most (`max_memory_reserved`) in 8 steps of a process that runs nothing else,
+after what compiling needed was given back.
 
     python benchmarks/train_step.py --models gpt2 lstm --steps 20
     python benchmarks/train_step.py --device cuda --models gpt2

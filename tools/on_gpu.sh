@@ -18,6 +18,12 @@ usage: [PYTHON=python3] [OUT=folder] tools/on_gpu.sh WORD
   profile [MODEL] [SETTING=VALUE...]
                              kernels and gaps by class over 20 steps, ours beside torch.compile and ours with a setting
                              of Inductor (see benchmarks/profile_cuda.py)
+
+In half an hour, what is worth most first; what a line has not done in ten minutes may be ended, its results are in $OUT:
+  first; second
+  step gpt2 --variants amp_compiler "amp_compiler max-autotune" torch.compile --modes reduce-overhead max-autotune
+  profile gpt2 combo_kernels=True; step vit --modes reduce-overhead
+  step llama bert t5 resnet50 --modes reduce-overhead
 TEXT
   exit 2
 }
@@ -72,10 +78,11 @@ first() {
   within 100 "$python" tools/gpu_facts.py --json "$OUT/facts.json"
   # Files by name: each of the processes would import all tests of a folder.
   # -P: ./amp_compiler, which has no passes/ and rules/ in it, would hide the installed package.
-  local pytest=("$python" -P -m pytest -m gpu -p no:cacheprovider) several=() failed=0
+  local pytest=("$python" -P -m pytest -m gpu -p no:cacheprovider) one=() several=() failed=0
   "$python" -P -c 'import pytest_timeout' 2> /dev/null && pytest+=(--timeout $((120 * ${PATIENCE:-1})))
-  "$python" -P -c 'import xdist' 2> /dev/null && several=(-n "${WORKERS:-4}")
-  within 170 "${pytest[@]}" --junitxml "$OUT/kernels.xml" tests/ops/test_*_gpu.py > "$OUT/kernels.log" 2>&1 || failed=1
+  # Kernels are timed one at a time; in a process of its own, so that one which crashes takes no other's result along.
+  "$python" -P -c 'import xdist' 2> /dev/null && one=(-n 1) several=(-n "${WORKERS:-4}")
+  within 170 "${pytest[@]}" "${one[@]}" --junitxml "$OUT/kernels.xml" tests/ops/test_*_gpu.py > "$OUT/kernels.log" 2>&1 || failed=1
   within 240 "${pytest[@]}" "${several[@]}" --junitxml "$OUT/training.xml" tests/training/test_training_gpu*.py \
     > "$OUT/training.log" 2>&1 || failed=1
   "$python" tools/test_table.py "$OUT/kernels.xml" "$OUT/training.xml" --json "$OUT/tests.json" || tail -n 20 "$OUT"/*.log
@@ -89,7 +96,7 @@ second() {
 step() {
   [ $# -gt 0 ] || usage
   told within 520 "$python" benchmarks/train_step.py --device cuda --json "$OUT/train_step.json" \
-    --limit $((190 * ${PATIENCE:-1})) --models "$@"
+    --limit $((440 * ${PATIENCE:-1})) --models "$@"
 }
 
 profile() {

@@ -11,6 +11,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType, ModuleType
 from typing import Any, ParamSpec, TypeVar
@@ -29,6 +30,7 @@ _R = TypeVar("_R")
 _PROBE = "_probe_load"
 _ADDRESS = "_torchinductor_pyobject_tensor_data_ptr"
 _ALLOCATE = "_empty_strided_cpu"  # read by the head of every module that Inductor writes
+_GIVES_TABLE = "get_decomp_fn"  # since torch 2.12 Inductor hands on what gives the operators that it opens
 Decomposition = Callable[..., Any]
 BUILDING = threading.RLock()  # torch traces and exports with state of the whole process: one graph at a time
 # An export puts stand-ins in the place of a module's tensors: whoever reads them waits. Held for a short time by those
@@ -78,6 +80,8 @@ def compile_with_inductor(
     exactly = bool(known.get("emulate_precision_casts"))
 
     def compile_one(*args: Any, **kwargs: Any) -> Any:
+        if _GIVES_TABLE in kwargs:
+            kwargs[_GIVES_TABLE] = _Giving(changed)
         try:
             with generators_kept(), _roundings_kept(exactly):  # a backward may be compiled when it first runs
                 return inductor.compile_fx_inner(*args, **kwargs)
@@ -172,6 +176,16 @@ class OpenedOps(dict[Any, Any]):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """What tells this table from another one: torch's version, which decides the rest, is in the name as well."""
         return str, (f"all of Inductor's, changed by {self._identity}",)
+
+
+@dataclass(frozen=True)
+class _Giving:
+    """Gives the table when it is called. Torch 2.12 has a closure for this, which it cannot pickle for its cache."""
+
+    table: OpenedOps
+
+    def __call__(self) -> OpenedOps:
+        return self.table
 
 
 def _cacheable(inputs: Sequence[Any]) -> list[Any]:

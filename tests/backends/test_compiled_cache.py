@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,7 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.utils import fresh_cache
 
 import amp_compiler as amp
+from amp_compiler.fx import torch_private
 
 pytestmark = pytest.mark.compiles
 FP32 = {"version": 1, "extends": "default", "deny": ["matmul", "convolution"]}
@@ -65,3 +67,23 @@ def test_other_rules_make_another_graph_which_is_compiled(make):
     counters.clear()
     make(FP32)
     assert counters["inductor"]["fxgraph_cache_miss"] >= 1
+
+
+def test_what_gives_the_table_of_operators_can_be_part_of_a_cached_name(monkeypatch):
+    """Torch 2.12 hands on a closure, which no cache can name: all compiled code would be compiled anew."""
+    from torch._inductor import compile_fx
+
+    def outer(graph_module, inputs, inner_compile, **others):
+        return inner_compile(graph_module, inputs, get_decomp_fn=lambda: None)
+
+    def inner(graph_module, inputs, get_decomp_fn):
+        return get_decomp_fn
+
+    monkeypatch.setattr(compile_fx, "compile_fx", outer)
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", inner)
+    gelu = torch.ops.aten.gelu.default
+    gives = torch_private.compile_with_inductor(
+        torch.fx.symbolic_trace(nn.Identity()), [X], {}, lambda table: {gelu: torch.relu}, "ours", lambda cause: cause
+    )
+    assert gives()[gelu] is torch.relu and len(gives()) > 100
+    assert pickle.loads(pickle.dumps(gives))() == "all of Inductor's, changed by ours"
