@@ -10,6 +10,7 @@ import re
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -231,6 +232,22 @@ def traced_graph(function: Callable[..., Any], *inputs: Any, **options: Any) -> 
     """What `make_fx(function, **options)(*inputs)` gives, as a module such as `new_graph_module` makes."""
     with _lazily():
         return make_fx(function, **options)(*inputs)  # type: ignore[no-any-return]
+
+
+def wrap_while_it_lives(module: fx.GraphModule) -> None:
+    """Let torch.fx forget a module's code with the module.
+
+    Where nodes have the mark `is_wrapped`, torch keeps the globals of the code for good, and patches each function that
+    is named in them at every later trace of the process: of some hundred modules that is most of a trace's time.
+    """
+    known: dict[tuple[int, str], Any] | None = getattr(fx._symbolic_trace, "_wrapped_fns_to_patch", None)
+    if known is not None:
+        weakref.finalize(module, _forget_wrapped, known, id(type(module).forward.__globals__)).atexit = False
+
+
+def _forget_wrapped(known: dict[tuple[int, str], Any], code: int) -> None:
+    for key in [key for key in known if key[0] == code]:
+        known.pop(key, None)
 
 
 def forward_of(module: fx.GraphModule) -> Callable[..., Any]:

@@ -224,14 +224,14 @@ def _paused_collector(*, lasting: bool = True) -> Iterator[None]:
     Args:
         lasting: what was made counts as old afterwards.
     """
-    was = gc.isenabled()
+    was, known = gc.isenabled(), gc.get_count()[0]
     gc.disable()
     try:
         yield
     finally:
         if was:
             # How many objects a user has frozen is counted one by one, which takes longer than a small graph.
-            if lasting and gc.get_count()[0] > _MANY and not gc.get_freeze_count():
+            if lasting and gc.get_count()[0] - known > _MANY and not gc.get_freeze_count():
                 gc.freeze()  # what was made counts as old, so that the collector does not walk it at its next turn
                 gc.unfreeze()
             gc.enable()

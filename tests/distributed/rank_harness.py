@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -85,6 +86,8 @@ def _run(rank: int, size: int, names: list[str], folder: str) -> None:
     import shard_scenarios  # noqa: F401
     import training_scenarios  # noqa: F401
 
+    gc.freeze()  # garbage is looked for seldom, and not in what was imported: see conftest.py
+    gc.set_threshold(400_000, 20, 50)
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)

@@ -20,6 +20,7 @@ from amp_compiler.ops.cpu import update as cpu_update
 REDUCE: dict[str, Any] = {"shard": "update", "bucket_mb": 0.0001}  # several buckets even of these models
 SPLIT_ALONE = ("compiled_parts",)  # takes Inductor's seconds
 SLOW = ("parts_of_plain_cases",)
+OF_FOUR = ("parts_of_four",)
 
 
 def rules(**section: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_scenarios import READ
+from checkpoint_scenarios import READ, READ_SLOWLY, SLOW
 from rank_harness import SCENARIOS, run_ranks
 
 pytestmark = [
@@ -32,7 +32,7 @@ OWN = [name for name, function in SCENARIOS.items() if function.__module__ == "c
 @pytest.fixture(scope="module")
 def found():
     """What each rank of four returned, by scenario."""
-    return run_ranks(4, OWN)
+    return run_ranks(4, [name for name in OWN if name not in SLOW])
 
 
 def of(found, name, ranks=4):
@@ -52,10 +52,31 @@ def same(one, other, but=()):
     return True
 
 
-@pytest.mark.parametrize(("writer", "form", "size"), [(w, f, s) for w, some in READ.items() for f, s, _ in some])
+@pytest.fixture(scope="module")
+def found_slowly():
+    return run_ranks(4, SLOW)
+
+
+def each(read):
+    return pytest.mark.parametrize(
+        ("writer", "form", "size"), [(w, f, s) for w, some in read.items() for f, s, _ in some]
+    )
+
+
+@each(READ)
 def test_any_number_of_ranks_goes_on_from_any_other(found, writer, form, size):
-    first = of(found, "resharded")[0]
-    for one in of(found, "resharded", size):
+    check_going_on(found, "resharded", writer, form, size)
+
+
+@pytest.mark.slow
+@each(READ_SLOWLY)
+def test_other_numbers_of_ranks_go_on_too(found_slowly, writer, form, size):
+    check_going_on(found_slowly, "resharded_otherwise", writer, form, size)
+
+
+def check_going_on(ranks, name, writer, form, size):
+    first = of(ranks, name)[0]
+    for one in of(ranks, name, size):
         read = one[writer, form, size]
         assert read["extra"] == {"rank": 0}
         assert same(read["loaded"], first[writer]["saved"])

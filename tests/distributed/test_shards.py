@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_harness import SCENARIOS, run_ranks
-from shard_scenarios import PLAIN, SLOW, SPLIT, SPLIT_ALONE
+from shard_scenarios import OF_FOUR, PLAIN, SLOW, SPLIT, SPLIT_ALONE
 
 OWN = [name for name, function in SCENARIOS.items() if function.__module__ == "shard_scenarios"]
 pytestmark = [
@@ -20,7 +20,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def found():
     """What each rank of two returned, by scenario."""
-    return run_ranks(2, [name for name in OWN if name not in (*SPLIT_ALONE, *SLOW)])
+    return run_ranks(2, [name for name in OWN if name not in (*SPLIT_ALONE, *SLOW, *OF_FOUR)])
 
 
 def of(found, name):
@@ -174,7 +174,7 @@ def test_what_cannot_be_split_is_named(found):
 
 @pytest.mark.slow
 def test_four_ranks_do_as_two():
-    first, *others = of(run_ranks(4, ["parts_of_four"]), "parts_of_four")
+    first, *others = of(run_ranks(4, OF_FOUR), *OF_FOUR)
     for key in ("weights", "masters", "moments"):
         assert all(equal(first["split"][key], one["split"][key]) for one in others)
     # four numbers are added in another order

@@ -38,8 +38,11 @@ from amp_compiler.training.traffic import traffic_of
 COMPILED = ("compiled",)  # takes Inductor's seconds
 SEEDED = ("low_types_of_seeds", "low_types_of_cases")  # take many trainings
 SEEDS = 8
-OF_FOUR = ("jointly_in_fp32", "accumulated", "overflows", "a_gan", "low_types")
-SLOW_OF_FOUR = ("in_fp32", "missing_gradients", "low_weights", "differences_later")
+LOW_TYPES = ("sgd", torch.bfloat16, "bf16"), ("adamw", torch.float16, "fp16")
+OF_FOUR = ("jointly_in_fp32", "accumulated", "overflows", "low_types_of_fp16")
+ONLY_OF_FOUR = ("jointly_in_fp32", "low_types_of_fp16")  # two ranks do the same in scenarios with more
+SLOW_OF_FOUR = ("in_fp32", "a_gan", "low_types", "missing_gradients", "low_weights", "differences_later")
+JOINTLY = ("clipping", "complex")  # AdamW; two ranks do every case, and four in the slow tests
 
 
 @scenario
@@ -57,9 +60,9 @@ def in_fp32(place: Place) -> dict[str, Any]:
 
 @scenario
 def jointly_in_fp32(place: Place) -> dict[str, Any]:
-    """Every case: the weights of ranks, and of one process on whole batches."""
+    """The weights of ranks, and of one process on whole batches."""
     found: dict[str, Any] = {}
-    for name, case in CASES.items():
+    for name, case in ((name, CASES[name]) for name in JOINTLY):
         found[name] = {"together": weights_of(trained_together(place, case, enabled=False)[0])}
         if place.rank == 0:
             found[name]["jointly"] = weights_of(trained_jointly(place, case, enabled=False))
@@ -264,8 +267,17 @@ def buffers(place: Place) -> dict[str, Any]:
 @scenario
 def low_types(place: Place) -> dict[str, Any]:
     """How far FP16 and BF16 lead from FP32: here, and with torch.autocast and DistributedDataParallel."""
+    return _low_types(place, LOW_TYPES)
+
+
+@scenario
+def low_types_of_fp16(place: Place) -> dict[str, Any]:
+    return _low_types(place, LOW_TYPES[1:])
+
+
+def _low_types(place: Place, kinds: Sequence[tuple[str, torch.dtype, str]]) -> dict[str, Any]:
     found = {}
-    for name, dtype, short in (("sgd", torch.bfloat16, "bf16"), ("adamw", torch.float16, "fp16")):
+    for name, dtype, short in kinds:
         case = replace(CASES[name], options={"loss_scale": amp.DynamicLossScale(128.0)})
         ours, step = trained_together(place, case, dtype=short)
         in_fp32, _ = trained_together(

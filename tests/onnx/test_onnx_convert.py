@@ -237,3 +237,15 @@ def test_frozen_objects_are_counted_for_a_large_graph_alone(many, asked, monkeyp
     assert len(counted) == asked
     monkeypatch.undo()
     assert gc.isenabled() and bool(gc.get_freeze_count()) is bool(frozen), "what a user froze stays so"
+
+
+def test_objects_of_a_user_that_are_young_make_no_graph_large(monkeypatch):
+    counted, thresholds = [], gc.get_threshold()
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: counted.append(0) or 0)
+    gc.set_threshold(10**6, *thresholds[1:])
+    young = [[] for _ in range(conversion._MANY + 1)]
+    try:
+        convert_onnx(mlp())
+    finally:
+        gc.set_threshold(*thresholds)
+    assert young and not counted

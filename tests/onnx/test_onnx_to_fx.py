@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import subprocess
 import sys
 
@@ -317,6 +318,19 @@ def test_a_module_is_copied_saved_and_loaded(tmp_path):
         assert other(torch.ones(5, 4)).shape == (10, 2)
         other.load_state_dict(module.state_dict())
     assert copy.deepcopy(module).meta["onnx_names"] == module.meta["onnx_names"]
+
+
+def test_torch_forgets_the_code_of_a_module_that_is_gone():
+    known = getattr(torch.fx._symbolic_trace, "_wrapped_fns_to_patch", None)
+    if known is None:
+        pytest.skip("this torch keeps no table of the functions that code wraps")
+    gc.collect()  # those of other tests
+    before = set(known)
+    module = amp.onnx_to_fx(parser.parse_model(LINEAR))
+    assert set(known) - before
+    del module
+    gc.collect()
+    assert not set(known) - before
 
 
 @pytest.mark.long

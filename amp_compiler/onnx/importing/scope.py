@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from amp_compiler.errors import OnnxCaptureError
+from amp_compiler.fx.torch_private import wrap_while_it_lives
 from amp_compiler.onnx.importing.load import is_weight, tensor_of
 from amp_compiler.onnx.importing.ops import values
 
@@ -228,6 +229,7 @@ class Scope:
         kept = {str(node.target) for node in self.graph.nodes if node.op == "get_attr"}
         held = {target: one for target, one in self._attributes.items() if target in kept}
         module = fx.GraphModule(held, self.graph, name)
+        wrap_while_it_lives(module)
         module.meta["onnx_names"] = {target: one for target, one in self._onnx_names.items() if target in kept}
         return module
 
