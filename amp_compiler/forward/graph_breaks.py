@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -104,6 +105,7 @@ class Pieces:
         self._opaque = OpaqueFunctions(one for one in functions if one is not torch.utils.checkpoint.CheckpointFunction)
         self.given_up, self._original = "", model
         self._run = self._compile(model)
+        self._checkpointed: dict[object, Callable[..., Any]] = {}
         logger.info("torch.export could not take %s whole, Dynamo takes it in pieces: %s", self._model, cause)
 
     def _compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,6 +120,13 @@ class Pieces:
                 return run(*args, **kwargs)
 
         return with_layers
+
+    def _compile_checkpointed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Compile what is checkpointed, once for all functions of the same code: most are made anew at every call."""
+        code = _code_of(function)
+        if code not in self._checkpointed:
+            self._checkpointed[code] = self._compile(_call)
+        return functools.partial(self._checkpointed[code], function)
 
     @contextlib.contextmanager
     def _dynamo(self) -> Iterator[None]:
@@ -186,7 +195,7 @@ class Pieces:
             with (
                 BUILDING,  # what is set for Dynamo here is set for the process
                 self._opaque.active(),
-                compiled_checkpoints(self._compile),
+                compiled_checkpoints(self._compile_checkpointed),
                 self._dynamo(),
             ):
                 result = self._run(*args, **kwargs)
@@ -268,6 +277,17 @@ class Pieces:
         unmatched = [{rule.rule for rule in plan.unused_rules} for plan, _ in self.plans]
         unused = tuple(rule for rule in first.unused_rules if all(rule.rule in rules for rules in unmatched))
         return PrecisionPlan(first.dtype, first.rules, first.device, nodes, casts, inputs, outputs, unused)
+
+
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def _code_of(function: Callable[..., Any]) -> object:
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    return getattr(function, "__code__", type(function))
 
 
 @without_full_collections()

@@ -73,6 +73,7 @@ class StepOptions:
         reduction: how the gradients of several ranks are summed; `None` for one process.
         held: names of nodes whose values it gives as well; then its updates are counted too, where kernels can.
         changing: the numbers of Python that are to be inputs.
+        gathered: ids of the parameters that gradients of batches before were gathered of, which it uses.
     """
 
     settings: Settings
@@ -85,6 +86,7 @@ class StepOptions:
     reduction: Reduction | None = None
     held: tuple[str, ...] = ()
     changing: Changing = field(default_factory=Changing)
+    gathered: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -308,7 +310,7 @@ def run_step_passes(
         low = torch_dtype(settings.low(device_of([*begun.leaves, *model.parameters()])))
         agree = options.reduction.agree_on_parts
         inputs.split(captured.graph_module.graph, low, settings.rules.ops, state.kept.weights, agree)
-    weights = TrainedWeights(inputs, storage.rounding if storage.low else None)
+    weights = TrainedWeights(inputs, storage.rounding if storage.low else None, options.gathered)
     given = _step_options(weights, begun, options, state.kept)
     return pipeline.run(captured.graph_module, given, begun.stages), weights
 
@@ -347,6 +349,7 @@ def _step_options(weights: TrainedWeights, begun: Begun, options: StepOptions, k
         "split": weights.inputs.of_parts(kept.weights.parts),
         "wrt": Late(weights.wrt),
         "owner": Late(weights.owner),
+        "absent": Late(weights.absent),
         "owners": Late(lambda graph_module: weights.taken(graph_module, begun.gradients or ())),
         "in_fp32": begun.in_fp32,
         "groups": Late(lambda _: weights.specs(kept.weights.parts)),

@@ -171,7 +171,7 @@ class StepContents:
         """Gradients that were gathered so far, of which each rank has its own."""
         if not self._step._gathered:
             return {}
-        held = [p for group in self._groups_of() for p in group if p in self._kept.sums]
+        held = [p for group in self._groups_of() for p in group if id(p) in self._kept.sums.gathered]
         return {"sums": {self._names[id(p)]: self._kept.sums.get(p) for p in held}}
 
     def _groups_of(self) -> Iterator[list[Tensor]]:
@@ -347,16 +347,15 @@ class StepContents:
         return found[entry] if isinstance(found[entry], Tensor) else found[entry][0]
 
     def _place_sums(self, found: Mapping[str, Any]) -> None:
-        step, sums = self._step, self._kept.sums
+        step, sums, gathered = self._step, self._kept.sums, set()
         for parameter in (p for group in self._groups_of() for p in group):
             entry = self._paths.get(("ranks", str(self._rank), "sums", self._names[id(parameter)]))
             if entry is not None:
                 sums.get(parameter).copy_(found[entry])
+                gathered.add(id(parameter))
             elif parameter in sums:
                 sums.get(parameter).zero_()
-        step._gathered = self._about["gathered"]
-        if step._gathered:
-            step._pieces = None  # a step in pieces asks which sums there are when it begins
+        step._gathered, sums.gathered = self._about["gathered"], frozenset(gathered)
 
 
 def _short(dtype: torch.dtype) -> str:

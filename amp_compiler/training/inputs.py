@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from amp_compiler.errors import CaptureError
+from amp_compiler.errors import AmpError, CaptureError
 from amp_compiler.fx.capture import Captured, Source, tensor_getter
 from amp_compiler.fx.graph import LOW_TYPES
 from amp_compiler.fx.meta import Key
@@ -151,6 +151,27 @@ class StepInputs:
                 if split and parameter.dtype is torch.float32:
                     weights.masters.split(parameter, self.holders[id(parameter)].state[parameter], low)
 
+    def frozen_of(self, gathered: frozenset[int]) -> list[str]:
+        """Placeholders of the optimizers' parameters that are trained no more, and have gradients gathered before.
+
+        Args:
+            gathered: ids of the parameters that gradients were gathered of.
+
+        Raises:
+            AmpError: one of them is no FP32 parameter.
+        """
+        frozen = [name for name in self._parameters if name not in self.trained]
+        held = {name: self.getters[name]() for name in frozen}
+        found = [name for name, one in held.items() if id(one) in gathered and id(one) in self.holders]
+        for name in found:
+            if held[name].dtype is not torch.float32:
+                raise AmpError(
+                    f"the {held[name].dtype} parameter '{self.entries[name].target.partition('.')[2]}' was frozen while"
+                    " batches with gradients of it were gathered (accumulate=)",
+                    mend="freeze it behind the last of the calls that are gathered",
+                )
+        return found
+
     def of_parts(self, parts: Parts) -> tuple[str, ...]:
         """Placeholders of the weights that are split over the ranks, whether this one trains them now or not."""
         return tuple(name for name in self._parameters if self.getters[name]() in parts)
@@ -167,6 +188,7 @@ class TrainedWeights:
     Args:
         inputs: the inputs of the step.
         storage: how weights without a master are stored; `None` where there are masters.
+        gathered: ids of the parameters that batches before this one have a gradient of.
 
     Attributes:
         offered: what this rank has a gradient of; empty for one process.
@@ -179,6 +201,7 @@ class TrainedWeights:
 
     inputs: StepInputs
     storage: Storage | None
+    gathered: frozenset[int] = frozenset()
     placed: PlacedWeights = field(init=False)
     updated: tuple[str, ...] = ()
     groups: list[BoundGroup | TracedGroup] = field(default_factory=list)
@@ -203,7 +226,21 @@ class TrainedWeights:
         self.updated = owners_with_gradient(joint, self.placed.owner)
         if not self.updated:
             raise depends_on_nothing()
+        self.updated += self.absent(joint)
         return self.placed.owner
+
+    def absent(self, joint: fx.GraphModule) -> tuple[str, ...]:
+        """The weights that batches before this one have a gradient of, and this one has not.
+
+        Raises:
+            AmpError: one of them was frozen since, and is no FP32 parameter.
+        """
+        if not self.gathered:
+            return ()
+        own = owners_with_gradient(joint, self.placed.owner)
+        missing = [name for name in dict.fromkeys(self.placed.owner) if name not in own]
+        found = [name for name in missing if id(self.inputs.getters[self.placed.parameter(name)]()) in self.gathered]
+        return (*found, *self.inputs.frozen_of(self.gathered))
 
     def taken(self, graph_module: fx.GraphModule, parameters: Sequence[str]) -> dict[str, str]:
         """The weights that gradients made elsewhere belong to, behind `PlaceWeights`, each with its parameter.

@@ -63,8 +63,6 @@ class PieceStep:
         self.pieces = self._in_pieces() if enabled else None
         self._updates: dict[Any, StepProgram] = {}
         self._buffers = WrittenBuffers(model)
-        # Parameters with a gradient among the batches gathered so far; a step that was one graph may have begun them.
-        self._gathered = {name for name, one in model.named_parameters() if one in state.kept.sums}
 
     def _in_pieces(self) -> Pieces:
         return Pieces(self.model, self._settings, self.cause, self._device, self._around)
@@ -223,15 +221,13 @@ class PieceStep:
             made: of this batch.
             gather: as for `FuseUpdate`.
         """
-        if gather == "add":
-            self._gathered |= set(made.gradients)
         if gather != "use":
             return made
-        gathered, self._gathered = self._gathered, set()
+        gathered = self.state.kept.sums.gathered
         gradients = {
             name: made.gradients[name] if name in made.gradients else _no_gradient(parameter)
             for name, parameter in self.model.named_parameters()
-            if name in made.gradients or name in gathered
+            if name in made.gradients or id(parameter) in gathered
         }
         return replace(made, gradients=gradients)
 

@@ -216,6 +216,7 @@ class StepProgram:
     Attributes:
         found_anew: whether the last call had to find its tensors.
         behind: the parameters that it updates without their 16-bit copies, which other programs read.
+        trained: ids of the parameters that it updates, as they were at the last call that had to find its tensors.
         replayed: stands for what the last call wrote, where that was the replay of a graph and nothing else.
     """
 
@@ -244,6 +245,7 @@ class StepProgram:
     counts: UpdateCounts | None = None
     found_anew: bool = field(default=True, init=False, repr=False)
     behind: tuple[Tensor, ...] = field(default=(), init=False, repr=False)
+    trained: frozenset[int] = field(default=frozenset(), init=False, repr=False)
     replayed: list[Tensor] | None = field(default=None, init=False, repr=False)
     _seen: _Seen | None = field(default=None, init=False, repr=False)
     _numbers: int = field(default=-1, init=False, repr=False)
@@ -254,7 +256,7 @@ class StepProgram:
         return self
 
     def settle(self, lows: LowWeights) -> None:
-        """Note which copies a call writes together with their masters, and which are left behind.
+        """Note what a call trains: which copies it writes together with their masters, and which are left behind.
 
         Args:
             lows: the 16-bit copies that there are.
@@ -264,6 +266,7 @@ class StepProgram:
             for group in self.groups
             for parameter, low in zip(group.parameters, group.spec.lows or [None] * len(group.parameters), strict=True)
         ]
+        self.trained = frozenset(id(parameter) for parameter, _ in pairs)
         lows.settle([parameter for parameter, low in pairs if low is not None])
         self.behind = tuple(parameter for parameter, low in pairs if low is None and lows.has(parameter))
 

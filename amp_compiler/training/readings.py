@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from amp_compiler.errors import AmpError, LossScaleError
 from amp_compiler.fx.step_graph import step_graph_of
-from amp_compiler.ir.nonfinite import NonfiniteReport
+from amp_compiler.ir.nonfinite import LOSS, NonfiniteReport
 from amp_compiler.ir.plan import AutocastTotals, PrecisionPlan
 from amp_compiler.ops.loss_scale import LossScale, LossScaleState
 from amp_compiler.passes.pipeline import Stages
@@ -27,6 +27,15 @@ from amp_compiler.training.piece_trial import PieceTrials
 from amp_compiler.training.program import StepOutput, StepProgram
 from amp_compiler.training.scale_watch import StuckWatch
 from amp_compiler.training.trial import StepTrials
+
+_GATHERED = (
+    "a batch that was gathered before the last one made it, or the last one with other random numbers:"
+    " amp.find_nonfinite(step, batch) tells of each"
+)
+_TRAINED = (
+    "its gradients are finite, so no update is skipped for it; amp.find_nonfinite(step, batch) tells of any batch what"
+    " made it"
+)
 
 
 class StepReadings:
@@ -189,18 +198,22 @@ class StepReadings:
         batch = pytree.tree_unflatten(self._leaves, self._spec)[0]
         if isinstance(program, StepProgram):
             report = report_nonfinite(program, _flags(output), leaves, scale)
-            if not cure or not report.repeated:
-                return report
-            found = self._trials(batch).cure(scale)
+            if cure and report.repeated:
+                found = self._trials(batch).cure(scale)
+                report = replace(report, rule=found.rule, cure=found.told)
         else:
             report = report_nonfinite(program.update, _flags(output), None, scale)
             trials = PieceTrials(program.step, batch, self._optimizers, scale)
             nodes = trials.origins() if report and leaves is not None else ()
             report = replace(report, nodes=nodes, repeated=True) if nodes else report
-            if not cure or not report.repeated:
-                return report
-            found = trials.cure(nodes)
-        return replace(report, rule=found.rule, cure=found.told)
+            if cure and report.repeated:
+                found = trials.cure(nodes)
+                report = replace(report, rule=found.rule, cure=found.told)
+        if report.parameters and not report.repeated and leaves is not None and self._accumulate > 1:
+            report = replace(report, nodes=(), cure=_GATHERED)  # not the nodes that add up: they made nothing
+        if bool(output.loss.isfinite()):
+            return report
+        return replace(report, results=(LOSS,), cure=report.cure if report.parameters else _TRAINED)
 
     def nonfinite_events(self) -> tuple[NonfiniteEvent, ...]:
         """The last 16 steps that were skipped, the oldest first: number of the update, loss scale and parameters.

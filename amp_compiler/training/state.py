@@ -66,13 +66,28 @@ def _is_laid_out(copy: Tensor, master: Tensor, channels_last: bool) -> bool:
 
 
 class GradientSums:
-    """FP32 sums of the gradients of several batches, one per parameter, zero at first."""
+    """FP32 sums of the gradients of several batches, one per parameter, zero at first.
+
+    Attributes:
+        gathered: ids of the parameters that a batch has a gradient of, since sums were last used up; not all batches
+            need have one of the same parameters.
+    """
 
     def __init__(self) -> None:
         self._sums: dict[int, Tensor] = {}
+        self.gathered: frozenset[int] = frozenset()
 
     def __contains__(self, parameter: Tensor) -> bool:
         return id(parameter) in self._sums
+
+    def note(self, parameters: frozenset[int]) -> None:
+        """Note of which parameters a batch has added gradients.
+
+        Args:
+            parameters: their ids.
+        """
+        if self.gathered is not parameters:  # the same object, where all batches are alike: quickly compared
+            self.gathered = parameters | self.gathered if self.gathered else parameters
 
     def get(self, parameter: Tensor) -> Tensor:
         """The sum of a parameter's gradients; the same tensor at every step; of a complex one as real numbers."""

@@ -335,6 +335,11 @@ class TrainingStep(StepReadings):
             program.update.settle(self._lows)
             for group in program.update.groups:
                 self._weights.settle(group.parameters, group.optimizer.state)
+        sums = self._state.kept.sums
+        if self._gathered:
+            sums.note(program.update.trained)
+        else:
+            sums.gathered = frozenset()
         for parameter in program.update.behind:
             self._lows.follow(parameter)
         for optimizer in self._optimizers:
@@ -384,7 +389,8 @@ class TrainingStep(StepReadings):
             return self._piece_program(self._in_pieces(around), spec, gather, leaves)
         if self._pieces is not None:
             return self._piece_program(self._pieces, spec, gather, leaves)
-        mark = (self._standing.generation, gather, self._scale_config, self._held_nodes, spec)
+        built_for = (self._scale_config, self._held_nodes, self._gathered_before(gather))
+        mark = (self._standing.generation, gather, *built_for, spec)
         again = self._programs.again(mark, leaves)
         if again is not None and again.flags_changed(self._standing):
             again = None
@@ -396,7 +402,7 @@ class TrainingStep(StepReadings):
         except UnknownFormError as cause:  # of a dataclass, an array: Dynamo looks into them
             return self._piece_program(self._in_pieces(cause), spec, gather, leaves)
         standing = self._standing
-        key = (spec, standing.module, standing.owners, gather, (self._scale_config, self._held_nodes), form)
+        key = (spec, standing.module, standing.owners, gather, built_for, form)
         program = self._programs.find(key, leaves)
         whole = program is not None and not program.flags_changed(self._standing)
         # The other ranks are asked once: what was found again is the one that is found here.
@@ -465,6 +471,10 @@ class TrainingStep(StepReadings):
         if self._together is not None:
             offer = self._offer(program.offered, program.written, leaves, key[3], program.norms)
             self._together.settle(offer, program.shared)
+
+    def _gathered_before(self, gather: str) -> frozenset[int]:
+        """Of which parameters the update that is built finds gradients of batches before its own."""
+        return self._state.kept.sums.gathered if gather == "use" else frozenset()
 
     def _why_in_pieces(self, hooked: bool) -> CaptureError | None:
         """What around the step one graph would lose; `None` where there is nothing."""
@@ -560,6 +570,7 @@ class TrainingStep(StepReadings):
             self._accumulate,
             gather,
             held=self._held_nodes,
+            gathered=self._gathered_before(gather),
         )
         together, reduction = self._together, self._reduction
         if together is None or reduction is None or leaves is None:

@@ -37,13 +37,16 @@ class SumGradients(InPlacePass):
         add_rows: fp32[32, 64] = amp_compiler.add_rows.default(to, grad, ids, -1)
         return loss, add_rows
 
-    Left alone: weights with one gradient. Those without any are dropped from what the graph returns.
+    Left alone: weights with one gradient. Those without any are dropped from what the graph returns, but for those that
+    other batches have gathered gradients of, whose own here is zero.
 
     Args:
         owner: for each gradient at the end of the graph's outputs the weight that it belongs to.
+        absent: the weights without a gradient here that get one of zeros, behind the others.
     """
 
     owner: tuple[str, ...]
+    absent: tuple[str, ...] = ()
     name: ClassVar[str] = "sum_gradients"
     exact: ClassVar[bool] = False
 
@@ -68,6 +71,9 @@ class SumGradients(InPlacePass):
                 function, parts = sum_of(merged[owner], gradient)
                 (gradient,) = trace_before(output, function, parts, "update")
             merged[owner] = gradient
+        weights = {node.name: node for node in graph.find_nodes(op="placeholder")} if self.absent else {}
+        for name in self.absent:
+            (merged[name],) = trace_before(output, _zeros, [weights[name]], "update")
         found = [*outputs[:first], *merged.values()]
         if found == outputs:
             return PassResult(subject, False)
@@ -77,6 +83,10 @@ class SumGradients(InPlacePass):
                 graph.erase_node(gradient)  # it was added in another way
         subject.recompile()
         return PassResult(subject, True)
+
+
+def _zeros(weight: Tensor) -> Tensor:
+    return torch.zeros_like(weight, dtype=torch.float32)
 
 
 def sum_of(first: fx.Node, second: fx.Node) -> tuple[Callable[..., Any], list[fx.Node]]:

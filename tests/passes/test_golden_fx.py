@@ -113,6 +113,7 @@ OPTIONS: dict[str, Any] = {
     "take_products": {"held": ("conv", "mm")},
     "sum_gradients": {"owner": ("w", "w")},
     "sum_gradients/one_gradient_a_weight": {"owner": ("a", "b")},
+    "sum_gradients/no_gradient_here": {"owner": ("a",), "absent": ("b",)},
     "gather_gradients": {"updated": ("a",), "gather": "use"},
     "gather_gradients/a_batch_before_the_last_is_added": {"updated": ("a",), "gather": "add"},
     "gather_gradients/one_batch_is_left_alone": {"updated": ("a",)},

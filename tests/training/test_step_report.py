@@ -154,5 +154,47 @@ def test_the_report_as_text():
     _, step = make()
     step(X, 1e3 * ONE, TARGET)
     text = str(step.nonfinite_report())
-    assert text.startswith("not finite: the gradients of ")
+    assert text.startswith("not finite: the loss, the gradients of ")
     assert "first made by exp" in text
+
+
+def test_a_batch_that_was_gathered_before_is_blamed():
+    """And not the nodes that add gradients up, as the batch that can be run again is the last one alone."""
+    model = nn.Linear(4, 2)
+    step = amp.training_step(
+        model,
+        lambda m, x: m(x).square().mean(),
+        torch.optim.SGD(model.parameters(), 0.1),
+        dtype="fp16",
+        loss_scale=64.0,
+        accumulate=2,
+        backend="eager",
+    )
+    good, bad = torch.ones(3, 4), torch.full((3, 4), float("nan"))
+    step(bad)
+    assert [node.op for node in step.nonfinite_report().nodes] == ["input"]
+    step(good)
+    report = step.nonfinite_report()
+    assert report.parameters == ("weight", "bias") and report.nodes == () and not report.results
+    assert "gathered before the last one" in str(report) and int(step.skipped_steps) == 1
+    assert amp.find_nonfinite(step, (bad,)) and not amp.find_nonfinite(step, (good,))
+
+
+@pytest.mark.parametrize("branches", [False, True])
+def test_a_loss_that_is_not_finite_is_told_beside_finite_gradients(branches):
+    """They were applied; a report that all was finite would be wrong."""
+
+    def loss_fn(model, x):
+        y = model(x).mean()
+        if branches and float(y.detach()) > 1e9:
+            y = 2 * y
+        return y + (0 * x.sum()).log()
+
+    model = nn.Linear(4, 2)
+    step = amp.training_step(model, loss_fn, torch.optim.SGD(model.parameters(), 0.1), dtype="bf16", backend="eager")
+    before = model.weight.detach().clone()
+    batch = (torch.ones(3, 4),)
+    assert torch.isinf(step(*batch)) and not torch.equal(model.weight, before)
+    report = step.nonfinite_report()
+    assert report.results == ("the loss",) and not report.parameters and "no update is skipped" in str(report)
+    assert [node.op for node in amp.find_nonfinite(step, batch).nodes] == ["aten.log"]

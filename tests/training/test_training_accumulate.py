@@ -34,3 +34,79 @@ def test_a_small_gradient_is_not_rounded_away_beside_a_large_one(dtype, gradient
     assert (LOW[dtype], (3, 4)) in {(node.meta["val"].dtype, tuple(node.meta["val"].shape)) for node in nodes}
     assert torch.equal(model.weight, torch.full((3, 4), -sum(gradients) / count))
     assert torch.equal(step._lows.get(model.weight, LOW[dtype]), model.weight.to(LOW[dtype]))
+
+
+class Tasks(nn.Module):
+    """Two heads, of which a call trains one."""
+
+    def __init__(self, branches):
+        super().__init__()
+        self.trunk, self.heads = nn.Linear(4, 8), nn.ModuleList([nn.Linear(8, 2), nn.Linear(8, 2)])
+        self.task, self.branches = 0, branches
+
+    def forward(self, x):
+        y = self.heads[self.task](self.trunk(x).relu())
+        return y + 1 if self.branches and float(y.detach().sum()) > 1e9 else y
+
+
+def task(model, number, call):
+    model.task = call % 2
+
+
+def rare_task(model, number, call):
+    model.task = int(call == 1)  # the second group of calls has none of it
+
+
+def frozen_head(model, number, call):
+    model.heads[0].requires_grad_(number == 0)
+    model.task = int(number > 0)
+
+
+@pytest.mark.parametrize("branches", [False, True])
+@pytest.mark.parametrize("before", [task, rare_task, frozen_head])
+def test_not_all_batches_train_the_same_weights(before, branches):
+    """A gradient that only the first of the gathered batches has counts, and what none of them has is not updated."""
+    batches = torch.randn(6, 8, 4, generator=torch.Generator().manual_seed(0))
+    trained = []
+    for ours in (True, False):
+        torch.manual_seed(0)
+        model = Tasks(branches)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+
+        def loss_fn(model, x):
+            return model(x).square().mean()
+
+        options = {"enabled": False, "accumulate": 3, "clip_norm": 0.5, "backend": "eager"}
+        step = amp.training_step(model, loss_fn, optimizer, **options) if ours else None
+        for call, x in enumerate(batches):
+            before(model, call % 3, call)
+            if step is not None:
+                step(x)
+                continue
+            (loss_fn(model, x) / 3).backward()
+            if call % 3 == 2:
+                nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert step is None or ("one graph, because" in step.execution) == branches
+        trained.append(list(model.parameters()))
+    for mine, theirs in zip(*trained, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_a_head_of_16_bits_is_not_frozen_while_gradients_are_gathered():
+    model = Tasks(False).bfloat16()
+    step = amp.training_step(
+        model,
+        lambda m, x: m(x).float().square().mean(),
+        torch.optim.SGD(model.parameters(), 0.1),
+        dtype="bf16",
+        accumulate=2,
+        backend="eager",
+    )
+    x = torch.randn(8, 4, dtype=torch.bfloat16)
+    frozen_head(model, 0, 0)
+    step(x)
+    frozen_head(model, 1, 1)
+    with pytest.raises(amp.AmpError, match=r"'heads\.0\.weight' was frozen while .* behind the last of the calls"):
+        step(x)

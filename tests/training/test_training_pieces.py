@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import logging
 from itertools import product
 from pathlib import Path
@@ -438,6 +440,45 @@ def test_what_is_computed_anew_is_planned_past_dynamos_own_limit():
         made = saved_bytes(True)[1]
     for mine, theirs in zip(made, expected, strict=True):
         assert torch.equal(mine, theirs)
+
+
+WAYS = {  # to hand a block to `checkpoint`, most of which make a function anew at every call
+    "module": lambda block: block,
+    "method": lambda block: block.forward,
+    "closure": lambda block: lambda x: block(x),
+    "partial": lambda block: functools.partial(lambda one, x: one(x), block),
+}
+
+
+class BlocksBy(Blocks):
+    def __init__(self, way, reentrant):
+        super().__init__(reentrant)
+        self.way = way
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(WAYS[self.way](block), x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("way, reentrant", [*((way, False) for way in WAYS), ("closure", True)])
+def test_what_is_checkpointed_is_compiled_once(way, reentrant):
+    """Not at every call anew, which ended in torch.autocast; blocks of one kind share a piece, not their weights."""
+    torch.manual_seed(0)
+    model = BlocksBy(way, reentrant)
+    plain = copy.deepcopy(model)
+    compiled = amp.compile(model, dtype="bf16", backend="eager")
+    pieces = []
+    for _ in range(4):
+        x = X.clone().requires_grad_()
+        compiled(x).sum().backward()
+        pieces.append(len({node.name.split("/")[0] for node in compiled.plan.nodes}))
+    assert pieces[0] <= 3 and pieces[1:] == pieces[:1] * 3
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(4):
+            plain(X.clone().requires_grad_()).sum().backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=2e-2, atol=2e-2 * float(theirs.grad.abs().max()))
 
 
 class Normed(nn.Module):
