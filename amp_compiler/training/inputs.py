@@ -162,7 +162,8 @@ class StepInputs:
         """
         frozen = [name for name in self._parameters if name not in self.trained]
         held = {name: self.getters[name]() for name in frozen}
-        found = [name for name, one in held.items() if id(one) in gathered and id(one) in self.holders]
+        wanted = gathered & self.holders.keys()
+        found = list({id(one): name for name, one in held.items() if id(one) in wanted}.values())
         for name in found:
             if held[name].dtype is not torch.float32:
                 raise AmpError(
@@ -237,10 +238,11 @@ class TrainedWeights:
         """
         if not self.gathered:
             return ()
-        own = owners_with_gradient(joint, self.placed.owner)
-        missing = [name for name in dict.fromkeys(self.placed.owner) if name not in own]
-        found = [name for name in missing if id(self.inputs.getters[self.placed.parameter(name)]()) in self.gathered]
-        return (*found, *self.inputs.frozen_of(self.gathered))
+        held = {name: id(self.inputs.getters[self.placed.parameter(name)]()) for name in self.placed.owner}
+        own = {held[name] for name in owners_with_gradient(joint, self.placed.owner)}
+        wanted = self.gathered - own
+        found = {one: name for name, one in reversed(held.items()) if one in wanted}  # a tied one has several names
+        return (*reversed(found.values()), *self.inputs.frozen_of(wanted))
 
     def taken(self, graph_module: fx.GraphModule, parameters: Sequence[str]) -> dict[str, str]:
         """The weights that gradients made elsewhere belong to, behind `PlaceWeights`, each with its parameter.

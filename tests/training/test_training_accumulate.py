@@ -110,3 +110,41 @@ def test_a_head_of_16_bits_is_not_frozen_while_gradients_are_gathered():
     frozen_head(model, 1, 1)
     with pytest.raises(amp.AmpError, match=r"'heads\.0\.weight' was frozen while .* behind the last of the calls"):
         step(x)
+
+
+class TiedTasks(nn.Module):
+    """A table that one task looks up alone, and the other one multiplies with as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids, alone):
+        found = self.table(ids)
+        return found if alone else self.head(found)
+
+
+@pytest.mark.parametrize("tasks", [(False, False), (False, True), (True, False)])
+def test_tied_weights_have_one_sum(tasks):
+    trained = []
+    for ours in (True, False):
+        torch.manual_seed(0)
+        model = TiedTasks()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def loss_fn(model, ids, alone):
+            return model(ids, alone).square().mean()
+
+        options = {"enabled": False, "accumulate": 2, "backend": "eager"}
+        step = amp.training_step(model, loss_fn, optimizer, **options) if ours else None
+        for alone in tasks:
+            ids = torch.randint(10, (6,))
+            if step is None:
+                (loss_fn(model, ids, alone) / 2).backward()
+            else:
+                step(ids, alone)
+        if step is None:
+            optimizer.step()
+        trained.append(model.table.weight)
+    torch.testing.assert_close(*trained, rtol=1e-6, atol=1e-7)
