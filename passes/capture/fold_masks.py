@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -119,7 +120,8 @@ def _store_once(graph: fx.Graph, mask: fx.Node, constants: _Constants) -> bool:
         node.meta["val"] = op(*fx.node.map_arg(args, lambda one: one.meta["val"]))
         return node
 
-    with graph.inserting_before(mask), torch.no_grad():
+    # Of a scalar `where` makes a tensor, which Dynamo's mode takes from within it alone.
+    with graph.inserting_before(mask), torch.no_grad(), getattr(whole, "fake_mode", nullcontext()):
         if same != _EVERYTHING:
             bias = call(_WHERE, call(aten.slice.Tensor, seen, 0, 0, 1), bias, otherwise)
         once = call(aten.contiguous.default, bias)
