@@ -187,10 +187,31 @@ class CutStepParts:
         return {source for node in later for source in node.all_input_nodes if source in self.order} - later
 
     def _handed_over(self, cut: Cut) -> int:
-        """Bytes that are written and read at the cut, and would not have been: of loops that a loop goes on with."""
-        later = {*cut.behind, *cut.again}
-        found = [one for one in self.handed(cut) if _is_made_by_loop(one) and self._goes_on(one, later)]
-        return 2 * sum(map(size_of, found))
+        """Bytes that are moved more than without the cut: of what one graph need not write, or not read, or as wide."""
+        later, handed, moved = {*cut.behind, *cut.again}, self.handed(cut), 0
+        for node in handed:
+            value = node_tensor(node)
+            if value is not None and value.dtype is torch.int64:  # of maxima in a pooling: 8 bits wide there
+                moved += 2 * (size_of(node) - size_of(node) // 8)
+            elif _is_made_by_loop(node) and self._goes_on(node, later):
+                moved += 2 * size_of(node)
+            elif any(is_loop(user) for user in readers(node) if user in later) and self._follows(node, handed):
+                moved += size_of(node)
+        return moved
+
+    def _follows(self, node: fx.Node, handed: set[fx.Node]) -> bool:
+        """Whether loops and norms make it of what is handed over as well, as ReLU's result behind a norm of images."""
+        waiting, seen = list(node.all_input_nodes) if is_elementwise(node) else [], set[fx.Node]()
+        while waiting:
+            one = waiting.pop()
+            if one in seen or one in handed or one not in self.order:
+                continue
+            seen.add(one)
+            source: Any = one.args[0] if one.target is operator.getitem else one
+            if not (is_elementwise(source) or memory_of(source) or _is_norm(source)):
+                return False
+            waiting += source.all_input_nodes
+        return is_elementwise(node)
 
     def _goes_on(self, node: fx.Node, later: set[fx.Node]) -> bool:
         """Whether a compiler could make one loop of a node and a reader of it behind the cut.
@@ -236,7 +257,11 @@ def _is_rounded_statistic(node: fx.Node) -> bool:
     source, value = node.args[0] if node.target is operator.getitem else None, node_tensor(node)
     if not isinstance(source, fx.Node) or value is None or value.dtype not in LOW_TYPES or node.args[1] == 0:
         return False
-    return "norm" in getattr(source.target, "__name__", "")
+    return _is_norm(source)
+
+
+def _is_norm(node: fx.Node) -> bool:
+    return "norm" in getattr(node.target, "__name__", "")
 
 
 def _is_made_by_loop(node: fx.Node) -> bool:
