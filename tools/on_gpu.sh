@@ -37,7 +37,7 @@ export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-$KEEP/inductor} TRITON
 export AMP_COMPILER_CACHE=${AMP_COMPILER_CACHE:-$KEEP/loops}
 
 # Interrupted rather than ended, so that what was measured is printed. A rehearsal on a slow machine has PATIENCE=5 or so.
-within() { timeout --signal=INT --kill-after=15 $(($1 * ${PATIENCE:-1})) "${@:2}"; }
+within() { timeout --signal=INT --kill-after=30 $(($1 * ${PATIENCE:-1})) "${@:2}"; }
 
 # Tables go to the screen; what is said beside them, such as the tables of a tuner, to a file. Its errors are shown.
 told() {
