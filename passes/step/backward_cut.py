@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from amp_compiler.fx.alias import AliasGroups, readers, written_operands, written_roots
+from amp_compiler.fx.alias import AliasGroups, readers, written_roots
 from amp_compiler.fx.graph import LOW_TYPES, is_single_number, node_tensor, results_of, schema_argument
 from amp_compiler.fx.meta import Key
 from amp_compiler.ops.update.operators import CHECK, COMMIT, OPERATORS
@@ -52,8 +52,9 @@ def branchable(subject: fx.GraphModule) -> CutStepParts | None:
     plain = all(node.op != "call_function" or node.target in known for node in graph.nodes)
     if not plain or len(checks) != 1 or len(calls) != 1 or checks[0].args[0] or not updates:
         return None
-    if any(written_operands(node) for node in getattr(subject, BEHIND).graph.nodes):
-        return None  # code of an optimizer's, traced: it would change weights before the end of the backward reads them
+    behind: fx.Graph = getattr(subject, BEHIND).graph
+    if any(node.op == "placeholder" for node in written_roots(behind, AliasGroups(behind))):
+        return None  # an optimizer's code, traced: it would change weights before the end of the backward reads them
     values = [node_tensor(node) for node in graph.find_nodes(op="placeholder")]
     if any(value is None or not all(type(size) is int for size in value.shape) for value in values):
         return None  # sizes that change: no graph is replayed then, and none of several ranks
