@@ -72,7 +72,7 @@ def share_memory(changed: Sequence[Any], others: Sequence[Any]) -> bool:
 
     Args:
         changed: tensors.
-        others: tensors that are read; anything else among them is passed over.
+        others: tensors that are read; anything else among them is passed over, and so are sparse ones.
     """
     spans = [(*_span(one), change) for change, found in ((1, changed), (0, others)) for one in found if _lies(one)]
     of_any = of_changed = 0  # where the ones before end
@@ -84,7 +84,7 @@ def share_memory(changed: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def _lies(one: Any) -> bool:
-    return isinstance(one, Tensor) and one.numel() > 0
+    return isinstance(one, Tensor) and one.layout is torch.strided and one.numel() > 0
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

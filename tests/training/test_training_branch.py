@@ -289,6 +289,6 @@ def test_which_tensors_lie_in_the_memory_of_a_changed_one():
     assert (
         share_memory([left], [right, whole]) and share_memory([left, whole], []) and share_memory([whole], [whole.t()])
     )
-    assert not share_memory([left, right], [torch.zeros(3), 1, None, whole[:0]]) and not share_memory(
-        [right], [left, left]
-    )
+    assert not share_memory(
+        [left, right], [torch.zeros(3), 1, None, whole[:0], whole.to_sparse()]
+    ) and not share_memory([right], [left, left])
