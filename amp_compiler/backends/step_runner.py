@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from amp_compiler.errors import LoweringError
+from amp_compiler.fx.alias import written_operands
 from amp_compiler.fx.graph import copy_graph, node_tensor
 from amp_compiler.fx.torch_private import forward_of
 from amp_compiler.ops.branch import Branch, join_branch
@@ -95,8 +96,9 @@ def run_cut_step(
     for call in cut.graph.find_nodes(op="call_module"):
         piece: Any = getattr(cut, str(call.target))
         if call.target == BESIDE:
-            run = branch.forked(_with_kernels(piece, kernels), len(call.args))
-            made[call].args = (*made[call].args, *(made[node] for node in _read_beside(cut)))
+            run = branch.forked(_with_kernels(piece, kernels), len(call.args), _changed(piece))
+            (end,) = cut.graph.find_nodes(op="call_module", target=END)
+            made[call].args = (*made[call].args, *(made[node] for node in end.args))
         else:
             run = _built(call, piece, [real.get(node, node.meta["val"]) for node in call.args], build)
         root.add_module(str(call.target), _Piece(run))
@@ -112,10 +114,10 @@ def _built(call: fx.Node, piece: fx.GraphModule, inputs: Sequence[Any], build: B
     return forward_of(piece)
 
 
-def _read_beside(cut: fx.GraphModule) -> list[fx.Node]:
-    """What the end of the backward reads of the step's inputs."""
-    (end,) = cut.graph.find_nodes(op="call_module", target=END)
-    return [node for node in end.args if node.op == "placeholder"]
+def _changed(piece: fx.GraphModule) -> list[int]:
+    """Places of the inputs that a piece changes."""
+    written = {node for call in piece.graph.nodes for node in written_operands(call)}
+    return [place for place, node in enumerate(piece.graph.find_nodes(op="placeholder")) if node in written]
 
 
 def _checked(run: Callable[..., Any], examples: Sequence[Any]) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.shape_guards import InputForm
 from amp_compiler.forward.unwrap import refuse_spread
 from amp_compiler.forward.value_guards import ValueGuards
+from amp_compiler.fx.alias import written_operands
 from amp_compiler.fx.capture import Captured, Source, capture_module
 from amp_compiler.fx.checkpoints import refused_checkpoints
 from amp_compiler.fx.garbage import without_full_collections
@@ -32,14 +33,17 @@ from amp_compiler.fx.prints import prints_refused
 from amp_compiler.fx.synchronized_norms import check_marks, marked_norms
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops import native
+from amp_compiler.ops.branch import share_memory
 from amp_compiler.ops.cpu.arena import ArenaMemory, ArenaRun
 from amp_compiler.ops.cuda.branch_trial import try_beside
 from amp_compiler.ops.cuda.epilogue_trials import TRIALS
 from amp_compiler.ops.loss_scale import LossScale
 from amp_compiler.ops.update.counts import UpdateCounts
+from amp_compiler.ops.update.operators import OPERATORS
 from amp_compiler.passes.device.tried import notes_of
 from amp_compiler.passes.diagnose.hold_products import products
 from amp_compiler.passes.pipeline import HOLD, Late, Pipeline, Stages
+from amp_compiler.passes.step.branch_update import TryBeside
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.passes.step.separate_buffers import written_placeholders
 from amp_compiler.training.events import Events, Places
@@ -428,13 +432,29 @@ def _compile(
             return build(step, examples)
         kernels = kernels_for(step)
         tuned = _is_tuned(settings, step)
-        options: dict[str, Any] = {"try_out": TRIALS, "try_beside": try_beside} if tuned else {}
+        options: dict[str, Any] = {"try_out": TRIALS, "try_beside": _beside(step, examples)} if tuned else {}
         options |= {
             "most_inner": most_inner(kernels), "kernels": tuple(kernels), "adds": adds_sums(kernels), "held": held,
         }  # fmt: skip
         cut = settings.pipelines["DEVICE"].run(copy_graph(step), options, stages)
         notes += notes_of(cut)
         return run_cut_step(cut, examples, build, kernels if counts is None else counting(kernels, counts))
+
+
+def _beside(step: fx.GraphModule, examples: Sequence[Any]) -> TryBeside:
+    """Tries an update out beside the backward, but where it would change the memory of two tensors."""
+
+    def tried(*given: Any) -> str:
+        updates = [node for node in step.graph.nodes if node.target in OPERATORS.values()]
+        written = {one for update in updates for one in written_operands(update)}
+        found = list(zip(step.graph.find_nodes(op="placeholder"), examples, strict=True))
+        if share_memory(
+            [one for node, one in found if node in written], [one for node, one in found if node not in written]
+        ):
+            return "is-not-tried:-a-weight-shares-memory-with-another-tensor"
+        return try_beside(*given)
+
+    return tried
 
 
 def _is_tuned(settings: Settings, graph_module: fx.GraphModule) -> bool:

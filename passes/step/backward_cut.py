@@ -15,7 +15,7 @@ from amp_compiler.fx.graph import LOW_TYPES, is_single_number, node_tensor, resu
 from amp_compiler.fx.meta import Key
 from amp_compiler.ops.update.operators import CHECK, COMMIT, OPERATORS
 from amp_compiler.passes.device.recompute_cheap import is_elementwise, is_loop, memory_of, product_in_bytes, size_of
-from amp_compiler.passes.step.cut_step import BEFORE
+from amp_compiler.passes.step.cut_step import BEFORE, BEHIND
 
 aten = torch.ops.aten
 _TRIED = 25  # bits: of so many elements is the update that is tried out
@@ -52,6 +52,9 @@ def branchable(subject: fx.GraphModule) -> CutStepParts | None:
     plain = all(node.op != "call_function" or node.target in known for node in graph.nodes)
     if not plain or len(checks) != 1 or len(calls) != 1 or checks[0].args[0] or not updates:
         return None
+    behind: fx.Graph = getattr(subject, BEHIND).graph
+    if any(node.op == "placeholder" for node in written_roots(behind, AliasGroups(behind))):
+        return None  # an optimizer's code, traced: it would change weights before the end of the backward reads them
     values = [node_tensor(node) for node in graph.find_nodes(op="placeholder")]
     if any(value is None or not all(type(size) is int for size in value.shape) for value in values):
         return None  # sizes that change: no graph is replayed then, and none of several ranks
@@ -124,12 +127,14 @@ class CutStepParts:
                 gradient = self.made.get(columns[1][0][number])
                 if gradient not in self.order:
                     continue
-                place = self.order[gradient]
-                for column, changed in columns:
-                    if changed and column[number] in self.given:
-                        place = max(place, last_read.get(self._groups.root(self.given[column[number]]), 0))
+                place = max([self.order[gradient], *(last_read.get(one, 0) for one in self._changed(columns, number))])
                 moved = sum(size_of(column[number]) * (1 + changed) for column, changed in columns)
                 yield place + 1, moved, update, number
+
+    def _changed(self, columns: Sequence[tuple[Sequence[fx.Node], bool]], number: int) -> set[fx.Node]:
+        """What the update of a weight changes, as the piece reads it."""
+        written = [column[number] for column, changed in columns if changed]
+        return {self._groups.root(self.given[node]) for node in written if node in self.given}
 
     def _products(self) -> tuple[list[int], dict[int, float]]:
         """Places behind the backward's products, and how many bytes the products from each of them on leave unused."""
@@ -155,8 +160,9 @@ class CutStepParts:
         cut = Cut(tuple(behind), tuple(self._made_again(behind)), {})
         if any(map(_is_rounded_statistic, self.handed(cut))) or not any(one.target in _TRIED_WITH for one in behind):
             return None
+        read = {self._groups.root(source) for node in cut.again for source in node.all_input_nodes}
         for first, _, update, number in self._ready():
-            if first <= place:
+            if first <= place and read.isdisjoint(self._changed(_columns(update), number)):
                 cut.early.setdefault(update, []).append(number)
         return cut if cut.early else None
 

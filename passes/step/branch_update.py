@@ -64,9 +64,10 @@ class BranchUpdate(FunctionalPass[fx.GraphModule]):
     beside each other than one behind the other; else a mark says why.
 
     Left alone: steps that must know all gradients before the first update (a check for what is not finite, clipping,
-    gradients of several batches or ranks); weights that the end of the backward reads, and those of optimizers whose
-    code is traced, that keep count of all updates together (SGD) or that round at random; a cut at which
-    statistics of norms are handed over that torch rounds to 16 bits, and a compiler does not.
+    gradients of several batches or ranks), in which code of an optimizer is traced, or a weight shares memory with
+    another tensor; weights that the end of the backward reads, and those of optimizers that keep count of all updates
+    together (SGD) or that round at random; a cut at which statistics of norms are handed over that torch rounds to 16
+    bits, and a compiler does not.
 
     Args:
         try_beside: gives, for an update operator, its arguments, a product and its operands (fake tensors all), why

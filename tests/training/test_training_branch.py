@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch import nn
 import amp_compiler as amp
 from amp_compiler.backends import BACKENDS, eager
 from amp_compiler.backends.backend import TUNED
-from amp_compiler.ops.branch import Branch
+from amp_compiler.ops.branch import Branch, share_memory
+from amp_compiler.passes.step.backward_cut import CutStepParts
 from amp_compiler.passes.step.branch_update import BESIDE, END, BranchUpdate
 from amp_compiler.passes.step.cut_step import BEFORE
 from amp_compiler.training import build
@@ -64,13 +66,28 @@ def by_node(monkeypatch):
     monkeypatch.setitem(BACKENDS, "inductor", found)
 
 
+@pytest.fixture(params=["where the branch ends", "at once"])
+def either_way(request, monkeypatch):
+    """Early updates run behind the end of the backward, or before it: beside it is both, and all between."""
+
+    def at_once(branch, run, given, changed):
+        def beside(*inputs):
+            run(*inputs[:given])
+            return ()
+
+        return beside
+
+    if request.param == "at once":
+        monkeypatch.setattr(Branch, "forked", at_once)
+
+
 def pieces(step):
     """The text of the graphs of a step behind the pass, by name; the outer one under an empty name."""
     first, *others = step.stages["branch_update"].text.split("\ngraph ")
     return {"": first, **{name: text for name, _, text in (one.partition("\n") for one in others)}}
 
 
-def test_the_numbers_are_those_of_a_step_without_a_branch(by_node):
+def test_the_numbers_are_those_of_a_step_without_a_branch(by_node, either_way):
     _, _, expected = trained(Tied)
     step, _, found = trained(Tied, passes=branched())
     assert all(map(torch.equal, found, expected))
@@ -79,6 +96,69 @@ def test_the_numbers_are_those_of_a_step_without_a_branch(by_node):
     assert "model_table_weight" not in graphs[BESIDE], "its gradient is made last"
     # One update for weights with a copy in 16 bits and one for the norm's, all of which are early.
     assert graphs[BESIDE].count("amp_compiler.adam_update") == 2 and graphs[""].count("amp_compiler.adam_update") == 1
+
+
+class Scaled(nn.Module):
+    """A residual that is scaled by a weight: the gradient of the one is made of the other, and read far behind."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(WORDS, WIDE)
+        self.first, self.second, self.last = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WORDS)
+        self.scale = nn.Parameter(torch.rand(WIDE))
+
+    def forward(self, x):
+        h = F.gelu(self.first(self.table(x)).float())
+        return self.last(self.scale * (h + self.second(h).float()))
+
+
+@pytest.fixture
+def cut_behind(monkeypatch):
+    """Has the backward cut at a place of one's own: the n-th that can be."""
+
+    def chosen(number):
+        monkeypatch.setattr(CutStepParts, "best_cut", lambda step, least: _cuts(step)[number])
+
+    return chosen
+
+
+def _cuts(step):
+    return [cut for cut in map(step._cut_at, sorted(step._products()[0])) if cut is not None]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_weight_of_which_something_is_made_again_waits(by_node, either_way, cut_behind, number):
+    _, _, expected = trained(Scaled)
+    cut_behind(number)
+    step, _, found = trained(Scaled, passes=branched())
+    assert all(map(torch.equal, found, expected))
+    graphs = pieces(step)
+    assert not all("in p_model_scale:" in graphs[name] for name in (BESIDE, END))
+
+
+class OfOneMemory(Scaled):
+    """A buffer that is the memory of a weight, of which pieces are read."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("halves", self.scale.detach())
+
+    def forward(self, x):
+        h = self.first(self.table(x)).float()
+        h = torch.cat([one * half for one, half in zip(h.chunk(2, -1), self.halves.split(WIDE // 2), strict=True)], -1)
+        return self.last(self.scale * self.second(h).float())
+
+
+def test_weights_that_share_memory_with_something_have_no_branch(by_node, monkeypatch):
+    monkeypatch.setattr(build, "_TRIED", "cpu")
+    monkeypatch.setattr(build, "try_beside", lambda *_: "")
+    monkeypatch.setattr(BranchUpdate, "__init__", lambda self, try_beside=None: _set(self, try_beside))
+    step, _, _ = trained(OfOneMemory, mode=TUNED)
+    assert BESIDE not in step.stages["branch_update"].text
+    (note,) = [note for note in step.plan.notes if "update beside the backward" in note]
+    assert "a weight shares memory with another tensor" in note
+    step, _, _ = trained(Scaled, mode=TUNED)
+    assert BESIDE in step.stages["branch_update"].text
 
 
 @pytest.mark.slow
@@ -185,7 +265,7 @@ def test_what_is_captured_runs_on_the_branch_and_all_else_where_it_ends(capturin
     weight, other = torch.ones(3), torch.ones(2)
     for read in (other, weight[1:]):
         del log[:]
-        branch.forked(lambda *given: log.append(f"updates {given[0].tolist()}"), 1)(weight, read)
+        branch.forked(lambda *given: log.append(f"updates {given[0].tolist()}"), 1, [0])(weight, read)
         log.append("the end of the backward")
         branch.join(weight)
         forked = ["branch waits for main", "on branch", "updates [1.0, 1.0, 1.0]", "behind branch"]
@@ -193,3 +273,22 @@ def test_what_is_captured_runs_on_the_branch_and_all_else_where_it_ends(capturin
             assert log == [*forked, "the end of the backward", "main waits for branch"]
         else:
             assert log == ["the end of the backward", "updates [1.0, 1.0, 1.0]"]
+
+
+def test_a_part_that_waits_keeps_nothing_of_a_call_that_failed():
+    branch, gradient = Branch(), torch.ones(3)
+    branch.forked(lambda *_: None, 1, [0])(gradient)
+    gone = weakref.ref(gradient)
+    del gradient
+    assert gone() is None
+
+
+def test_which_tensors_lie_in_the_memory_of_a_changed_one():
+    whole = torch.zeros(4, 6)
+    left, right = whole[:2], whole[2:]
+    assert (
+        share_memory([left], [right, whole]) and share_memory([left, whole], []) and share_memory([whole], [whole.t()])
+    )
+    assert not share_memory(
+        [left, right], [torch.zeros(3), 1, None, whole[:0], whole.to_sparse()]
+    ) and not share_memory([right], [left, left])
