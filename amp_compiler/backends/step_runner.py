@@ -97,8 +97,7 @@ def run_cut_step(
         piece: Any = getattr(cut, str(call.target))
         if call.target == BESIDE:
             run = branch.forked(_with_kernels(piece, kernels), len(call.args), _changed(piece))
-            (end,) = cut.graph.find_nodes(op="call_module", target=END)
-            made[call].args = (*made[call].args, *(made[node] for node in end.args))
+            made[call].args = (*made[call].args, *(made[node] for node in _beside(cut)))
         else:
             run = _built(call, piece, [real.get(node, node.meta["val"]) for node in call.args], build)
         root.add_module(str(call.target), _Piece(run))
@@ -112,6 +111,13 @@ def _built(call: fx.Node, piece: fx.GraphModule, inputs: Sequence[Any], build: B
         run = build(piece, inputs)
         return _checked(run, inputs) if call.target == END else run
     return forward_of(piece)
+
+
+def _beside(cut: fx.GraphModule) -> list[Any]:
+    """What the end of the backward is given, and what of the step's inputs the later updates are."""
+    (end,) = cut.graph.find_nodes(op="call_module", target=END)
+    late = [one for node in cut.graph.nodes if node.target in OPERATORS.values() for one in node.all_input_nodes]
+    return list(dict.fromkeys([*end.args, *(one for one in late if one.op == "placeholder")]))
 
 
 def _changed(piece: fx.GraphModule) -> list[int]:
