@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from cases import build, loss_of
-from comparison import FP32, compiled, mode_of_ours
+from comparison import FP32, TUNED, compiled, mode_of_ours
 from measuring import TORCH_TYPES
 from torch import nn
 
@@ -20,13 +20,16 @@ Step = Callable[[], torch.Tensor]
 class Variant:
     """One way to train: call it for one step. `idle` frees what its user's loop would free between steps.
 
-    What else is given are arguments of `amp.training_step`.
+    What else is given are arguments of `amp.training_step`. In BF16 ours skips steps that are not finite; tuned it looks
+    at no gradient before it updates, as torch does not, and so may have a branch for the update.
     """
 
     def __init__(self, variant: str, name: str, bound: str, dtype: str, device: str, **given: Any) -> None:
         model, self.batch = build(name, bound, device)
         self.optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
         mode = mode_of_ours(variant)
+        if variant == TUNED and dtype == "bf16":
+            given.setdefault("loss_scale", amp.NoLossScale(check_finite=False))
         self.run = (
             self._torch(model, variant, dtype, device)
             if mode is None
