@@ -20,8 +20,8 @@ Step = Callable[[], torch.Tensor]
 class Variant:
     """One way to train: call it for one step. `idle` frees what its user's loop would free between steps.
 
-    What else is given are arguments of `amp.training_step`. In BF16 ours skips steps that are not finite; tuned it looks
-    at no gradient before it updates, as torch does not, and so may have a branch for the update.
+    What else is given are arguments of `amp.training_step`. In BF16 ours skips steps that are not finite; tuned it
+    looks at no gradient before it updates, as torch, and so may have a branch for the update.
     """
 
     def __init__(self, variant: str, name: str, bound: str, dtype: str, device: str, **given: Any) -> None:
