@@ -137,7 +137,7 @@ def _checked(run: Callable[..., Any], examples: Sequence[Any]) -> Callable[..., 
                     raise LoweringError(
                         f"the end of the backward was built for {example.dtype} {list(example.shape)} as its input"
                         f" {number}, and is given {one.dtype} {list(one.shape)}",
-                        mend="leave the pass branch_update out, and report this",
+                        mend='pass passes=[amp.pipelines.DEVICE.skip("branch_update")], and report this',
                     )
             known.append(True)
         return run(*inputs)

@@ -111,8 +111,9 @@ class CutStepParts:
             if beside < least or (found is not None and beside <= found[0]):
                 break
             cut = self._cut_at(place)
-            if cut is not None and (found is None or beside - self._handed_over(cut) > found[0]):
-                found = beside - self._handed_over(cut), cut
+            gained = 0.0 if cut is None else beside - self._handed_over(cut)
+            if cut is not None and (found is None or gained > found[0]):
+                found = gained, cut
         return None if found is None or found[0] < least else found[1]
 
     def _ready(self) -> Iterator[tuple[int, int, fx.Node, int]]:

@@ -10,8 +10,8 @@ import torch
 from amp_compiler.ops import epilogues
 from amp_compiler.ops.cuda import cublaslt, epilogue_trials
 from amp_compiler.ops.cuda.cublaslt import Refused
-from amp_compiler.ops.cuda.epilogue_times import seconds_of
 from amp_compiler.ops.cuda.epilogue_trials import Trials
+from amp_compiler.ops.cuda.trying import seconds_of
 from amp_compiler.ops.epilogues import ACTIVATION, GRADIENT, WITH_SUM, composed, mask_bytes, prepared
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

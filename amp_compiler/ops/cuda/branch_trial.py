@@ -15,9 +15,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from amp_compiler.errors import first_line
 from amp_compiler.ops.cuda.epilogue_numbers import random_like
-from amp_compiler.ops.cuda.epilogue_times import seconds_of
+from amp_compiler.ops.cuda.trying import attempt, seconds_of
 
 logger = logging.getLogger("amp_compiler")
 _WORTH_IT = 0.97  # of the time in turn
@@ -37,20 +36,14 @@ def try_beside(update: Any, arguments: tuple[Any, ...], product: Any, operands: 
     device = next(one.device for one in pytree.tree_leaves(operands) if isinstance(one, Tensor))
     if device.type != "cuda":
         return "there-is-no-GPU"
-    if torch.cuda.is_current_stream_capturing():
-        return "not-tried-within-a-capture"
-    try:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False), torch.cuda.device(device):
-            in_turn, beside = _seconds(update, _zeros(arguments), product, random_like(operands), device)
-    except torch.OutOfMemoryError:
-        return "no-memory-to-try-it"
-    except RuntimeError as cause:
-        return f"it failed: {first_line(cause)}".replace(" ", "-").replace(",", "")
-    finally:
-        torch.cuda.empty_cache()  # what a trial took is not the step's
-    share = beside / in_turn
-    logger.info("%s beside %s takes %.2f of the time of both in turn", update, product, share)
-    return "" if share < _WORTH_IT else f"takes-{share:.2f}-of-the-time-of-both-in-turn"
+
+    def trial() -> str:
+        in_turn, beside = _seconds(update, _zeros(arguments), product, random_like(operands), device)
+        share = beside / in_turn
+        logger.info("%s beside %s takes %.2f of the time of both in turn", update, product, share)
+        return "" if share < _WORTH_IT else f"takes-{share:.2f}-of-the-time-of-both-in-turn"
+
+    return attempt(trial, device)[0]
 
 
 def _zeros(given: Any) -> Any:

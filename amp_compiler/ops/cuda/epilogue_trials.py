@@ -11,17 +11,16 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from amp_compiler.errors import first_line
 from amp_compiler.ops.cuda import cublaslt
 from amp_compiler.ops.cuda.cublaslt import Refused
+from amp_compiler.ops.cuda.epilogue_loops import loops_of
 from amp_compiler.ops.cuda.epilogue_numbers import Numbers, random_like
-from amp_compiler.ops.cuda.epilogue_times import loops_of, seconds_of
+from amp_compiler.ops.cuda.trying import attempt, seconds_of
 from amp_compiler.ops.epilogues import prepared
 
 logger = logging.getLogger("amp_compiler")
@@ -69,22 +68,7 @@ def _tried(operator: Any, arguments: Sequence[Any]) -> tuple[str, bool]:
         return "no-cuBLASLt", True
     if torch.are_deterministic_algorithms_enabled():  # nothing is said of the order of an epilogue's sums
         return "not-known-to-be-deterministic", False
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return "not-tried-within-a-capture", False
-    try:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False), _on(device):
-            return _Trial(operator, arguments).verdict(), True
-    except torch.OutOfMemoryError:
-        return "no-memory-to-try-it", False
-    except RuntimeError as cause:
-        return f"it failed: {first_line(cause)}".replace(" ", "-").replace(",", ""), False
-    finally:
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # what a trial took is not the step's
-
-
-def _on(device: torch.device) -> AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    return attempt(lambda: _Trial(operator, arguments).verdict(), device)
 
 
 class _Trial:

@@ -1,4 +1,4 @@
-"""How long an operator of `ops.epilogues` takes, and the loops that it replaces."""
+"""The loops that an operator of `ops.epilogues` replaces."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from amp_compiler.ops.epilogues import ACTIVATION, GELU, WITH_SUM, bits_of, composed
-
-_LAUNCHES, _ROUNDS = 10, 3
 
 
 def loops_of(operator: Any, left: Tensor, right: Tensor, *rest: Any) -> Callable[[], Any]:
@@ -34,24 +32,3 @@ def loops_of(operator: Any, left: Tensor, right: Tensor, *rest: Any) -> Callable
         return found, found.sum(0) if rest[2] else None
 
     return gradient
-
-
-def seconds_of(run: Callable[[], Any], device: torch.device) -> float:
-    """Time of one call on a GPU, the least of a few rounds of several.
-
-    Args:
-        run: the call.
-        device: the GPU, which is the current one.
-    """
-    for _ in range(_ROUNDS):
-        run()
-    times: list[float] = []
-    for _ in range(_ROUNDS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(_LAUNCHES):
-            run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3 / _LAUNCHES)
-    return min(times)
