@@ -192,13 +192,15 @@ class _Giving:
 def _cacheable(inputs: Sequence[Any]) -> list[Any]:
     """The same inputs as fake tensors of fixed shapes that know of a `ShapeEnv`: without one torch caches no graph.
 
-    They stay as they are where some are fake already and of one mode. What passes have made has a mode of its own.
+    They stay as they are where some are fake already and of one mode, and while Dynamo compiles: it knows which of
+    their sizes are symbolic. What passes have made has a mode of its own.
     """
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     modes = {id(one.fake_mode) for one in inputs if isinstance(one, FakeTensor)}
-    if len(modes) == 1:
+    around = torch._guards.TracingContext.try_get()
+    if len(modes) == 1 or (around is not None and around.fake_mode is not None):
         return list(inputs)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
