@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
 from amp_compiler.fx.alias import AliasGroups, written_operands
-from amp_compiler.fx.graph import flat_arguments, node_tensor
+from amp_compiler.fx.graph import node_tensor
 from amp_compiler.fx.torch_private import SET_GRAD_ENABLED
 from amp_compiler.passes.base import InPlacePass, PassResult
 
@@ -65,7 +66,9 @@ def _make_functional(graph: fx.Graph) -> bool:
         target = changed[0]
         if outside is not None and order[groups.root(target)] < outside:
             continue
-        if not _only_name_of_fresh_memory(members[groups.root(target)], target, node, order) or not _keeps_type(node):
+        if not _only_name_of_fresh_memory(members[groups.root(target)], target, node, order):
+            continue
+        if not _keeps_type(node, variant):
             continue
         node.target = variant
         _replace_later_uses(target, node, order)
@@ -81,17 +84,27 @@ def _replace_later_uses(old: fx.Node, new: fx.Node, order: dict[fx.Node, int]) -
 
 
 def _functional_variant(node: fx.Node) -> torch._ops.OpOverload | None:
+    """The overload with the signature of an in-place one, as torch pairs them; its name may be another operator's.
+
+    `pow_.Scalar` raises a tensor to a number, `pow.Scalar` a number to a tensor.
+    """
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return None
     namespace, _, name = node.target._schema.name.partition("::")
-    if not node.target._schema.is_mutable or not name.endswith("_") or name.endswith("__") or name == "copy_":
+    if namespace != "aten" or not name.endswith("_") or name.endswith("__") or name == "copy_":
         return None
-    packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
-    variant = getattr(packet, node.target._overloadname, None) if packet is not None else None
-    if variant is None or variant._schema.is_mutable:
-        return None
-    same = [a.name for a in variant._schema.arguments] == [a.name for a in node.target._schema.arguments]
-    return variant if same else None
+    packet, wanted = getattr(torch.ops.aten, name[:-1], None), _signature(node.target)
+    variants = [getattr(packet, overload) for overload in packet.overloads()] if packet is not None else []
+    return next((one for one in variants if not one._schema.is_mutable and _signature(one) == wanted), None)
+
+
+def _signature(target: torch._ops.OpOverload) -> list[tuple[Any, ...]]:
+    """What an operator takes and gives, besides what it changes of it."""
+    arguments, returns = target._schema.arguments, target._schema.returns
+    return [
+        *((one.name, str(one.type), one.kwarg_only, one.default_value) for one in arguments),
+        *((str(one.type),) for one in returns),
+    ]
 
 
 def _only_name_of_fresh_memory(
@@ -107,16 +120,15 @@ def _only_name_of_fresh_memory(
     return True
 
 
-def _keeps_type(node: fx.Node) -> bool:
-    # The in-place form keeps the type of what it changes; the functional one promotes. Equal only without promotion.
+def _keeps_type(node: fx.Node, variant: torch._ops.OpOverload) -> bool:
+    """Whether the functional form gives the type of what the in-place one changes: it may promote, or give bools."""
     made = node_tensor(node)
-    dtypes = {
-        tensor.dtype
-        for _, _, argument in flat_arguments(node)
-        if isinstance(argument, fx.Node) and (tensor := node_tensor(argument)) is not None and tensor.dim() > 0
-    }
-    floats = {dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex}
-    return made is not None and (floats <= {made.dtype} or not floats)
+    if made is None:
+        return False
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])  # type: ignore[no-untyped-call]
+    with getattr(made, "fake_mode", nullcontext()), torch.no_grad():
+        result = variant(*args, **kwargs)
+    return bool(result.dtype == made.dtype)
 
 
 def _drop_aliases(graph: fx.Graph) -> bool:
