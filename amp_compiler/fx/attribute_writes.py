@@ -236,10 +236,10 @@ def _assignments(
     holder: Holder, before: dict[Any, Any], after: dict[Any, Any], state: PythonState, results: _Results
 ) -> list[Write]:
     """How to write what a holder holds now, where it held something else."""
-    if gone := [key for key in before if key not in after]:
-        raise _refused(holder.name_of(gone[0]), "takes away", state.line_that_stores(gone[0]))
     if holder.kind is Kind.SET:
         raise _refused(holder.label, "changes the set")
+    if gone := [key for key in before if key not in after]:
+        raise _refused(holder.name_of(gone[0]), "takes away", state.line_that_stores(gone[0]))
     changed = {key: value for key, value in after.items() if key not in before or value is not before[key]}
     if holder.kind is Kind.LIST and changed.keys() - before.keys():
         if before:
@@ -372,7 +372,7 @@ def _restore(holder: Holder, items: dict[Any, Any]) -> None:
         value.extend(items.values())
     elif holder.kind is Kind.SET:
         value.clear()
-        value.update(items[""])
+        value.update(items)
     elif holder.kind is Kind.CONTEXT:
         value.set(items[""])  # one that had none is back in the caller's context, see `capture_module`
     elif holder.kind is Kind.CELL:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import inspect
 import os
 import types
 from array import array as Array
@@ -147,11 +148,11 @@ def items_of(kind: Kind, value: Any, keys: set[str] | None = None) -> dict[Any, 
     if kind is Kind.CONTEXT:
         return {"": value.get(_UNSET)}
     if kind is Kind.SET:
-        return {"": frozenset(value)}
+        return dict.fromkeys(value)
     if kind in (Kind.LIST, Kind.TUPLE):
         return dict(enumerate(value))
     if kind is Kind.OBJECT:
-        return {name: getattr(value, name) for name in keys or () if hasattr(value, name)}
+        return {name: getattr(value, name) for name in keys or () if _is_held(value, name)}
     if kind is Kind.CLASS:
         value = vars(value)
     if keys is not None:
@@ -159,6 +160,13 @@ def items_of(kind: Kind, value: Any, keys: set[str] | None = None) -> dict[Any, 
     if kind is Kind.TABLE:
         return {key: held for key, held in value.items() if key not in MODULE_TABLES}
     return dict(value)
+
+
+def _is_held(value: Any, name: str) -> bool:
+    """Whether an object holds an attribute; a method, or what a property gives, is made anew at every read."""
+    of_class = inspect.getattr_static(type(value), name, None)
+    made = hasattr(of_class, "__get__") and not isinstance(of_class, types.MemberDescriptorType)
+    return hasattr(value, name) and not made
 
 
 def put(holder: Holder, key: Any, value: Any) -> None:

@@ -155,6 +155,7 @@ class _Walk:
         if isinstance(value, weakref.ref):
             self._add(value(), label)
         elif isinstance(value, threading.local):
+            self._class(type(value))
             self._attributes(value, label, set(self.state.names))
         else:
             self._table(vars(value), label, type(value), every=True)

@@ -8,6 +8,7 @@ import functools
 import itertools
 import random
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from queue import Queue, SimpleQueue
 
@@ -438,3 +439,40 @@ def test_a_capture_is_no_change_of_the_model_to_other_threads() -> None:
     with torch.no_grad():
         amp.explain(model, (X,))
         assert keys.get(timeout=1) == module_key(model)
+
+
+class Skipping(nn.Module):
+    """Reads a set, or changes it."""
+
+    def __init__(self, change: Callable[[set[int]], object]) -> None:
+        super().__init__()
+        self.fc, self.skipped, self.change = nn.Linear(4, 4), {1, 2}, change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.change(self.skipped)
+        return self.fc(x) if 1 in self.skipped else x
+
+
+def test_a_set_that_is_only_read_leaves_one_graph() -> None:
+    model = Skipping(len)
+    assert len(amp.explain(model, (X,), dtype="bf16").nodes) == 1
+    step = amp.training_step(
+        model, lambda net, x: net(x).sum(), torch.optim.SGD(model.parameters(), 0.1), dtype="bf16", backend="eager"
+    )
+    step(X)
+    assert "piece" not in str(step.execution)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda skipped: skipped.add(3), id="add"),
+        pytest.param(lambda skipped: skipped.discard(2), id="discard"),
+        pytest.param(lambda skipped: skipped.symmetric_difference_update((2, 3)), id="as many others"),
+    ],
+)
+def test_a_set_that_forward_changes_is_refused_and_as_before(change: Callable[[set[int]], object]) -> None:
+    model = Skipping(change)
+    with pytest.raises(amp.CaptureError, match="changes the set 'skipped'"):
+        amp.explain(model, (X,), dtype="bf16")
+    assert model.skipped == {1, 2}

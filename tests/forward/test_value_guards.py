@@ -35,6 +35,7 @@ LARGE = np.ones(20_000)
 LONG = [1.0] * 20_000
 OBJECTS = np.array([1.0, "one"], dtype=object)
 THREE = torch.tensor(3.0)
+SETS = {"skipped": {1}}
 CHAIN = collections.ChainMap({}, {"scale": 1.0})
 PARSED = configparser.ConfigParser()
 PARSED.read_string("[all]\nscale = 1")
@@ -68,6 +69,20 @@ class WithMeta(metaclass=Meta):
 
 class PerThread(threading.local):
     scale = 1.0
+
+    def __init__(self) -> None:
+        self.held = {1}
+
+    @property
+    def skipped(self) -> set[int]:
+        return set(self.held)
+
+
+class Slots:
+    __slots__ = ("skipped",)
+
+    def __init__(self) -> None:
+        self.skipped = {1, 2}
 
 
 PER_THREAD = PerThread()
@@ -214,6 +229,10 @@ READS: dict[str, tuple[Callable[[nn.Module], float], Callable[[nn.Module], Any]]
         lambda m: float(torch.get_num_threads()),
         lambda m: torch.set_num_threads(3 if torch.get_num_threads() == 1 else 1),
     ),
+    "set": (lambda m: float(len(m.skipped)), lambda m: m.skipped.add(5)),
+    "set in a dict": (lambda m: float(len(SETS["skipped"])), lambda m: SETS["skipped"].update((4, 5))),
+    "set of a class with slots": (lambda m: float(1 in m.slots.skipped), lambda m: m.slots.skipped.clear()),
+    "set that a thread's property gives": (lambda m: float(len(PER_THREAD.skipped)), lambda m: PER_THREAD.held.add(5)),
     "seed": (lambda m: 1.0 + torch.initial_seed() % 7, lambda m: torch.manual_seed(torch.initial_seed() + 1)),
 }
 
@@ -224,6 +243,7 @@ class ReadsBy(nn.Module):
         self.fc, self.read, self.kind = nn.Linear(4, 4), read, "kind"
         self.scale_kind, self.options = 1.0, Options()
         self.tensor, self.single, self.index = torch.ones(2), torch.ones(()), torch.tensor(2)
+        self.skipped, self.slots = {1}, Slots()
 
     def by_kind(self) -> float:
         return getattr(self, "scale_" + self.kind)
