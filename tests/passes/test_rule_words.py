@@ -50,6 +50,7 @@ class Words:
 
 WORDS = [Words(*one) for one in itertools.product(("low", "fp32"), ("", "fp32"), BEFORE, ("", "fp32"), BEFORE)]
 BEHIND_LOW = [words for words in WORDS if words.before == "low"]
+COMPILED = [words for words in BEHIND_LOW if words.precision == "low" and words.backward == "fp32"]
 
 
 # ---- the arithmetic by hand
@@ -210,22 +211,22 @@ def looped(op: str, dtype: str, several: list[Words], backend: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def stepped(op: str, dtype: str, storage: str, backend: str) -> None:
+def stepped(op: str, dtype: str, storage: str, several: list[Words], backend: str) -> None:
     weights, low = STORAGE[storage]
-    model, wrong = Cases(op, BEHIND_LOW), []
+    model, wrong = Cases(op, several), []
     given = TORCH[dtype] if low else torch.float32
     model.to(given)
     step = amp.training_step(
-        model, loss_fn, torch.optim.SGD(model.parameters(), 0.0), rules=rules(BEHIND_LOW, weights=weights),
+        model, loss_fn, torch.optim.SGD(model.parameters(), 0.0), rules=rules(several, weights=weights),
         dtype=dtype, loss_scale=None, backend=backend,
     )  # fmt: skip
     for small in (1.0, SMALL):
-        _, results = step(*batch_of(op, small, len(BEHIND_LOW), given))
+        _, results = step(*batch_of(op, small, len(several), given))
         gradients = step.gradients()
         found = {
             words: {"result": results[place]}
             | {name: gradients[f"cases.{place}.op.{name}"] for name, _ in model.cases[place].op.named_parameters()}
-            for place, words in enumerate(BEHIND_LOW)
+            for place, words in enumerate(several)
         }
         wrong += check(op, dtype, small, found, low)
     assert not wrong, "\n".join(wrong)
@@ -249,12 +250,12 @@ def test_a_loop_of_ones_own(op: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", TORCH)
 @pytest.mark.parametrize("op", OPS)
 def test_a_training_step(op: str, dtype: str, storage: str) -> None:
-    stepped(op, dtype, storage, "eager")
+    stepped(op, dtype, storage, BEHIND_LOW, "eager")
 
 
 @pytest.mark.compiles
 @pytest.mark.parametrize("op", ["linear", *[pytest.param(op, marks=pytest.mark.slow) for op in OPS[1:]]])
 def test_compiled(op: str) -> None:
     """In FP16, where every down-cast really rounds: of BF16 a compiler may leave some out."""
-    looped(op, "fp16", BEHIND_LOW, "inductor")
-    stepped(op, "fp16", "masters", "inductor")
+    looped(op, "fp16", COMPILED, "inductor")
+    stepped(op, "fp16", "masters", COMPILED, "inductor")
