@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ class Row:
             of two.
         stored: of a gradient, as it stood in the step, with the loss scale; else the same. Where batches are gathered
             (`accumulate`), a weight's gradient is the FP32 sum so far.
+        vanished: a gradient that is zero in every element, and of which FP16 does not tell whether it is so in FP32.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Row:
     dtype: str
     histogram: Histogram
     stored: Histogram
+    vanished: bool = False
 
     def __str__(self) -> str:
         parts = [part for part in (self.op, f"in {self.module}" if self.module else "", self.where) if part]
@@ -93,12 +96,14 @@ class Advice:
         lost: the fraction of the nonzero gradients of weights that become zero or infinite with it.
         lost_without: the same without a scale.
         hopeless: names of the rows of which no scale keeps all but a thousandth.
+        unknown: names of the weights whose gradients vanished, which the fractions do not count.
     """
 
     scale: float
     lost: float
     lost_without: float
     hopeless: tuple[str, ...]
+    unknown: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, repr=False)
@@ -127,8 +132,8 @@ class Profile:
         """The static loss scale that keeps most gradients in a type.
 
         It is the greatest power of two, 2^24 at most, with which the greatest gradient that was seen stays a quarter of
-        the type's largest number. Gradients were seen as the step made them: what had become zero there is not known
-        of, so profile in BF16, or in FP16 with a scale.
+        the type's largest number. Gradients were seen as the step made them: of what had become zero there no more is
+        known. Where all of a gradient may have, `unknown` names it: profile in BF16, or in FP16 with a scale.
 
         Args:
             dtype: `fp16`, `bf16`, `fp8_e4m3` or `fp8_e5m2`.
@@ -146,15 +151,16 @@ class Profile:
         hopeless += [row.name for row in self.of(ACTIVATION) if row.histogram.fractions(dtype).infinite > 0]
         weights = sum((row.histogram for row in self.of(WEIGHT_GRADIENT)), Histogram.empty())
         lost, without = weights.fractions(dtype, scale).lost, weights.fractions(dtype).lost
-        return Advice(scale, lost, without, tuple(dict.fromkeys(hopeless)))
+        unknown = tuple(row.name for row in self.of(WEIGHT_GRADIENT) if row.vanished)
+        return Advice(scale, lost, without, tuple(dict.fromkeys(hopeless)), unknown)
 
     def worst(self, dtype: str = "fp16", most: int = _SHOWN) -> list[Row]:
-        """The rows that lose most in a type, the worst first, as they stood in the step."""
+        """The rows that lose most in a type, the worst first, as they stood in the step; those that vanished lead."""
         limits = _range(dtype).name
 
         def lost(row: Row) -> float:
             found = row.stored.fractions(limits)
-            return found.lost + found.subnormal / 2
+            return math.inf if row.vanished else found.lost + found.subnormal / 2
 
         return sorted((row for row in self.rows if lost(row) > 0), key=lost, reverse=True)[:most]
 
@@ -167,13 +173,17 @@ class Profile:
             f"  a static loss scale of {advice.scale:g} loses {advice.lost:.2%} of the gradients of weights, "
             f"none {advice.lost_without:.2%}",
         ]
+        if advice.unknown:
+            lines.append(
+                f"  unknown: gradients of {', '.join(advice.unknown[:_SHOWN])}, zero in {self.dtype} and perhaps not in"
+                " FP32; profile in BF16 or with a scale"
+            )
         if advice.hopeless:
             lines.append(f"  no scale keeps {', '.join(advice.hopeless[:_SHOWN])}")
         for row in self.worst(dtype):
             found = row.stored.fractions(dtype)
-            lines.append(
-                f"  {found.zero:6.2%} zero {found.subnormal:6.2%} subnormal {found.infinite:6.2%} infinite  {row}"
-            )
+            lost = f"{found.zero:6.2%} zero {found.subnormal:6.2%} subnormal {found.infinite:6.2%} infinite"
+            lines.append(f"  {'unknown: all are zero' if row.vanished else lost}  {row}")
         return "\n".join(lines)
 
     __repr__ = __str__  # a prompt is no place for thousands of counts
@@ -189,6 +199,7 @@ class Profile:
                     **{name: getattr(row, name) for name in _FIELDS},
                     "exponents": _sparse(row.histogram),
                     "stored": _sparse(row.stored),
+                    "vanished": row.vanished,
                 }
                 for row in self.rows
             ],
@@ -211,6 +222,7 @@ class Profile:
                     **{name: str(one[name]) for name in _FIELDS},
                     histogram=_dense(one["exponents"]),
                     stored=_dense(one["stored"]),
+                    vanished=bool(one.get("vanished", False)),
                 )
                 for one in data["rows"]
             ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -40,7 +40,7 @@ from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import building
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.onnx.importing.api import module_of as imported
-from amp_compiler.ops.exponents import BINS, count_exponents, count_update, keep
+from amp_compiler.ops.exponents import BINS, ZERO, count_exponents, count_update, keep
 from amp_compiler.ops.update.product import Product
 from amp_compiler.ops.update.wide_sum import WideSum
 from amp_compiler.training.program import StepProgram
@@ -126,6 +126,7 @@ class _Run(ABC):
         self.rows: dict[_Place, tuple[Counts, Counts]] = {}
         self.places: dict[fx.Node, _Place] = {}
         self.updates: dict[str, UpdateRow] = {}
+        self.vanished: set[_Place] = set()  # gradients zero in every element of a batch, and perhaps not in FP32
         self.batches = 0
         self.programs: dict[Any, CountingProgram] = {}
         self.onnx_nodes: dict[str, str] = {}  # of an ONNX model: by value, the node of its plan
@@ -152,10 +153,15 @@ class _Run(ABC):
     def count(self, tree: Any, build: Callable[[], CountingProgram], shift: int) -> None:
         """Count what the nodes make of a batch, by a program for batches like it."""
         program, leaves = self.program_for(tree, build)
-        self.add_counts(program, program(leaves), shift)
+        rows = self.add_counts(program, program(leaves), shift)
+        weights = {}
+        for (name, dtype), row in zip(program.weights, rows[len(program.nodes) :], strict=True):
+            weights[name] = _place_of(name, WEIGHT_GRADIENT, dtype), row
+            self.add(*weights[name], shift)
+        self.look_at_zeros(program, rows, weights)
 
-    def add_counts(self, program: CountingProgram, counts: Tensor | None, shift: int) -> None:
-        """Take in what a program has counted."""
+    def add_counts(self, program: CountingProgram, counts: Tensor | None, shift: int) -> list[Counts]:
+        """Take in what a program has counted of nodes; gives all that it has counted."""
         rows = [] if counts is None else list(counts.cpu().numpy())
         names = self.onnx_names(program) if self.onnx_nodes else {}
         for node, row in zip(program.nodes, rows[: len(program.nodes)], strict=True):
@@ -163,8 +169,21 @@ class _Run(ABC):
             if node not in self.places:
                 self.places[node] = _key(node, kind, *names.get(node, ()))
             self.add(self.places[node], row, shift if kind in GRADIENTS else 0)
-        for (name, dtype), row in zip(program.weights, rows[len(program.nodes) :], strict=True):
-            self.add(_place_of(name, WEIGHT_GRADIENT, dtype), row, shift)
+        return rows
+
+    def look_at_zeros(
+        self, program: CountingProgram, rows: Sequence[Counts], weights: Mapping[str, tuple[_Place, Counts]]
+    ) -> None:
+        """Note which gradients of a batch are zero in every element, and may not be so in FP32."""
+        if self.low.short != "fp16" or program.trail is None:
+            return
+        zero = {node: _is_zero(row) for node, row in zip(program.nodes, rows, strict=False)}
+        asked = {node: self.places[node] for node in program.nodes if zero[node] and node in program.scaled}
+        for name, (place, counts) in weights.items():
+            if name in program.gradients and _is_zero(counts):
+                asked[program.gradients[name]] = place
+        if asked:
+            self.vanished.update(asked[node] for node in program.trail.vanished(zero, asked))
 
     def onnx_names(self, program: CountingProgram) -> dict[fx.Node, tuple[str, str]]:
         """Name and planned node of what was made of an ONNX node: the last of what makes its one result is named so.
@@ -193,7 +212,8 @@ class _Run(ABC):
         if not self.batches:
             raise AmpError("there is no batch to profile", mend="pass at least one")
         rows = [
-            Row(*key, histogram=Histogram(true), stored=Histogram(stored)) for key, (true, stored) in self.rows.items()
+            Row(*key, Histogram(true), Histogram(stored), key in self.vanished and not stored[:ZERO].any())
+            for key, (true, stored) in self.rows.items()
         ]
         named = list(self.parameters())
         for (name, parameter), counts in zip(named, _count([one for _, one in named]), strict=True):
@@ -233,15 +253,17 @@ class _StepRun(_Run):
                 mend="profile a loss that is one graph",
             )
         with _told_of("this step"):
-            self.add_counts(counting, counting.count(taken, output.held), shift)
+            rows = self.add_counts(counting, counting.count(taken, output.held), shift)
         self.batches += 1
-        counted = {}
+        counted, weights = {}, {}
         for name, weight, gradient in zip(program.updated, program.weights, output.gradients, strict=True):
             found = None if program.counts is None else program.counts.take(weight())
             counts = self.gradient(gradient) if found is None else found.gradient
-            self.add(_place_of(name, WEIGHT_GRADIENT, gradient.dtype), counts, shift)
+            weights[name] = _place_of(name, WEIGHT_GRADIENT, gradient.dtype), counts
+            self.add(*weights[name], shift)
             if found is not None and not hooked:
                 counted[place_of(weight())] = found
+        self.look_at_zeros(counting, rows, weights)
         named = {name: parameter.detach() for name, parameter in self.parameters()}
         updated = {place_of(weight()) for weight in program.weights}
         for name, parameter in named.items():
@@ -356,6 +378,10 @@ def _of_model(
     if loss_fn is not None:
         return _LossRun(model, settings, loss_fn, loss_scale)
     return _ModelRun(model, settings)
+
+
+def _is_zero(counts: Counts) -> bool:
+    return bool(counts[ZERO] == counts.sum())
 
 
 def _form(value: Tensor) -> tuple[Any, ...]:

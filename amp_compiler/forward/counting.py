@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.program import EAGER, build_program, build_run
 from amp_compiler.forward.settings import Settings
+from amp_compiler.forward.zeros import ZeroTrail
 from amp_compiler.fx.alias import AliasGroups, written_roots
 from amp_compiler.fx.graph import call_before, copy_graph, results_of
 from amp_compiler.fx.meta import Key
@@ -61,6 +62,8 @@ class CountingProgram:
         inputs: gives its inputs for a flat batch, those at the given places.
         device: whose random numbers it draws, beside the CPU's.
         products: names of nodes whose values it can be given, so that it need not make them.
+        trail: what the gradients are made of; `None` where there are none.
+        gradients: what makes the gradient of each parameter, by its name.
     """
 
     nodes: list[fx.Node]
@@ -71,6 +74,8 @@ class CountingProgram:
     scaled: set[fx.Node] = field(default_factory=set)
     weights: tuple[tuple[str, torch.dtype], ...] = ()
     products: tuple[str, ...] = ()
+    trail: ZeroTrail | None = None
+    gradients: Mapping[str, fx.Node] = field(default_factory=dict)
     _runs: dict[tuple[str, ...], _Reader] = field(default_factory=dict, repr=False)  # by the products given
     _last: _Reader | None = field(default=None, repr=False)  # the last one behind a step
 

@@ -13,6 +13,7 @@ from amp_compiler.backends.step_runner import is_on_cpu
 from amp_compiler.forward.counting import CountingProgram, Run, add_counters
 from amp_compiler.forward.program import build_run
 from amp_compiler.forward.settings import device_of
+from amp_compiler.forward.zeros import ZeroTrail
 from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import results_of
 from amp_compiler.fx.meta import Key
@@ -46,7 +47,9 @@ def build_counting(
         first = settings.pipelines["STEP"].stop_after(_LAST_BEFORE_UPDATE)
         joint, weights = run_step_passes(model, begun, options, state, first)
         scaled = _scaled(joint.graph)
-        gradients = results_of(joint.graph)[-len(weights.updated) :] if with_weights else []
+        every = results_of(joint.graph)[-len(weights.updated) :]
+        gradients = every if with_weights else []
+        trail = ZeroTrail.of(joint.graph, scaled)
         named = tuple(zip(weights.names(), (node.meta["val"].dtype for node in gradients), strict=False))
         # Elsewhere a compiler may make one kernel of a product and what follows it.
         holds = is_on_cpu(joint) and settings.mode == DEFAULT and not gradients
@@ -71,6 +74,8 @@ def build_counting(
         scaled,
         named,
         tuple(node.name for node in held),
+        trail,
+        {name: node for name, node in zip(weights.names(), every, strict=True) if isinstance(node, fx.Node)},
     )
 
 

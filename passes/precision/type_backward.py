@@ -100,7 +100,7 @@ class TypeBackward(InPlacePass):
         asked = node.meta.get(Key.BACKWARD)
         if asked is not None and set(made + read) != {asked}:
             return asked  # type: ignore[no-any-return]
-        own = {dtype for dtype in made + read if dtype in _LOW}
+        own = {dtype for dtype in made if dtype in _LOW}  # a node that makes FP32 has FP32 gradients
         alone = Key.MATH not in node.meta and self._computes_low(node, own)  # else `widen_math` does both ways at once
         return own.pop() if Key.BACKWARD_MATH in node.meta and len(own) == 1 and alone else None
 
@@ -148,7 +148,22 @@ class TypeBackward(InPlacePass):
         if gradient is torch.float32:
             for result, tensor in made:
                 if tensor is not None and tensor.dtype in _LOW:
-                    _round_for_others(graph, result, tensor)
+                    self._round_for_others(graph, result, tensor)
+
+    def _round_for_others(self, graph: fx.Graph, result: fx.Node, tensor: torch.Tensor) -> None:
+        """Let the readers of a 16-bit result that is now widened read it rounded; those that widened it, as it is."""
+        with graph.inserting_after(result):
+            rounded = graph.call_function(CAST, (result, tensor.dtype))
+        rounded.meta = source_of(result)
+        rounded.meta.update({"val": tensor, Key.PLACED: f"{result.name}: its gradient is FP32"})
+        result.meta["val"] = tensor.float()
+        replace_other_uses(result, rounded)
+        for user in list(rounded.users):
+            made = node_tensor(user)
+            if user.target is CAST and user.args[1] is torch.float32:
+                user.replace_all_uses_with(result)
+            elif self.ops.info(canonical_op(user.target)).promotes and made is not None and made.dtype is torch.float32:
+                user.replace_input_with(rounded, result)
 
     def _widened(self, node: fx.Node, reads: list[torch.dtype], gradient: torch.dtype) -> bool:
         """Whether arithmetic on 16-bit operands, forward or backward, is to be FP32 by casts within `typed_op`."""
@@ -198,19 +213,6 @@ def _past_cast(operand: fx.Node, gradient: torch.dtype) -> fx.Node:
     tensor = node_tensor(source)
     plain = tensor is not None and tensor.dtype is gradient and not source.meta.get(Key.VOLATILE)
     return source if plain else operand
-
-
-def _round_for_others(graph: fx.Graph, result: fx.Node, tensor: torch.Tensor) -> None:
-    """Let the readers of a 16-bit result that is now widened read it rounded; those that widened it, as it is."""
-    with graph.inserting_after(result):
-        rounded = graph.call_function(CAST, (result, tensor.dtype))
-    rounded.meta = source_of(result)
-    rounded.meta.update({"val": tensor, Key.PLACED: f"{result.name}: its gradient is FP32"})
-    result.meta["val"] = tensor.float()
-    replace_other_uses(result, rounded)
-    for user in list(rounded.users):
-        if user.target is CAST and user.args[1] is torch.float32:
-            user.replace_all_uses_with(result)
 
 
 def _erase_unread(graph: fx.Graph) -> None:

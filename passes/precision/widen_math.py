@@ -12,6 +12,7 @@ from torch import fx
 from amp_compiler.fx.graph import LOW_TYPES, canonical_op, node_tensor, refresh, tensor_operands, user_source
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.widen import widen, writes_to
+from amp_compiler.ops.typed_op import typed_op
 from amp_compiler.passes.base import InPlacePass, PassResult
 from amp_compiler.policy.marks import error_at
 from amp_compiler.policy.rules import OpInfo, OpTable
@@ -41,7 +42,7 @@ class WidenMath(InPlacePass):
 
     Left alone: ops whose kernels compute in FP32 by themselves (field `accumulates` of `rules/ops.yaml`: products and
     convolutions), ops with which rounding commutes where no gradient is made, ops that `legalize` will widen, and
-    `typed_op` nodes, which `type_backward` has told.
+    `typed_op` nodes, to which `type_backward` said it: the adjoint of an upcast in front would round their gradients.
 
     Args:
         ops: the op table.
@@ -82,7 +83,7 @@ class WidenMath(InPlacePass):
 
     def _low_type(self, node: fx.Node) -> torch.dtype | None:
         """The 16-bit type that a node must be widened from; `None` where nothing is to be done."""
-        if node.op != "call_function" or Key.MATH not in node.meta or node.target is operator.getitem:
+        if node.op != "call_function" or Key.MATH not in node.meta or node.target in (operator.getitem, typed_op):
             return None
         info = self.ops.info(canonical_op(node.target))
         for slot, _, operand in tensor_operands(node):

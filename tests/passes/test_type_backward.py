@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from backward_types import (
     BF16,
     F16,
@@ -139,6 +140,26 @@ def test_nvcaffe() -> None:
     }
     step = stepped(Net(), mixed)
     assert kinds(step, "backward") == {BF16, F32}
+
+
+def test_fp32_gradients_of_an_nvcaffe_layer_survive_in_fp16() -> None:
+    """A layer with `backward_type: FLOAT` in a FLOAT16 net, behind another: `math: fp32` stands in its rule as well."""
+
+    def tiny(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).float().sum() * 2.0**-30
+
+    model = Net()
+    mixed = {"version": 1, "extends": "nvcaffe", "loss_scale": {"mode": "none"},
+             "rules": [{"match": {"module": "b"}, "backward": {"precision": "fp32"}},
+                       {"match": {"module": "<loss_fn>"}, "precision": "fp32"}]}  # fmt: skip
+    sgd = torch.optim.SGD(model.parameters(), 0.0)
+    step = amp.training_step(model, tiny, sgd, rules=mixed, dtype="fp16", backend="eager")
+    step(X)
+    tiny(amp.compile(model, rules=mixed, dtype="fp16", backend="eager"), X).backward()
+    with torch.no_grad():
+        r = F.relu(F.linear(X.half(), model.a.weight.half(), model.a.bias.half())).double().sum(0) * 2.0**-30
+    for gradient in (step.gradients()["b.weight"], model.b.weight.grad):
+        torch.testing.assert_close(gradient.double(), r.expand(5, -1), rtol=1e-3, atol=0)
 
 
 def test_the_plan_shows_it() -> None:
