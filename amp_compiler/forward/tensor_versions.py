@@ -36,8 +36,8 @@ OPTIMIZER_STEPS = StepCounter()
 def write_mark(tensor: Tensor) -> tuple[int, ...]:
     """What changes when a tensor is written, or may have been.
 
-    `tensor.data.mul_()` shows nowhere: `ops.stale_copies` compares values. A tensor that inference mode made has no version counter: for it the mark says
-    only where it lies.
+    `tensor.data.mul_()` shows nowhere: `ops.stale_copies` compares values. A tensor that inference mode made has no
+    version counter: for it the mark says only where it lies.
 
     Args:
         tensor: any tensor.

@@ -1,15 +1,16 @@
-"""Noticing that a 16-bit copy is no longer its FP32 tensor rounded: no version counter tells of `weight.data.mul_()`."""
+"""Noticing that a copy is no longer its tensor rounded: no version counter tells of `weight.data.mul_()`."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from amp_compiler.ops.cpu.build import library
+from amp_compiler.ops.cuda.stale_copies import DeviceCopies, kernels
 from amp_compiler.ops.layout import is_dense, is_turned, same_layout
 
 _CODES = {torch.bfloat16: 2, torch.float16: 3}  # as in types.h
@@ -23,7 +24,8 @@ class CopyWatch:
     call of compiled code, or without a compiler a loop in Python.
 
     Args:
-        pairs: tensors and their copies, on a CPU. What they hold may change, and not where they lie.
+        pairs: tensors and their copies. What they hold may change, and not where they lie.
+        takes: places of the pairs in which the copy is what counts, and the tensor takes what it has otherwise.
 
     Example:
         >>> weight = torch.ones(3)
@@ -35,11 +37,12 @@ class CopyWatch:
         [0]
     """
 
-    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], takes: Collection[int] = ()) -> None:
         self._pairs, self._turn = list(pairs), -1
-        compiled = library() if pairs else None
-        taken = [place for place, pair in enumerate(pairs) if compiled is not None and _is_taken(*pair)]
-        self._others = sorted({*range(len(pairs))} - {*taken})
+        here = [place for place, (tensor, _) in enumerate(pairs) if tensor.is_cpu]
+        compiled = library() if here else None
+        taken = [place for place in here if compiled is not None and _is_taken(*pairs[place])]
+        self._others = sorted({*here} - {*taken})
         self._places = np.array(taken, np.int64)
         self._table = np.array([_row(*self._pairs[place]) for place in taken], np.int64)
         self._flags = np.zeros(len(taken), np.uint8)
@@ -48,15 +51,51 @@ class CopyWatch:
             self._call.restype = ctypes.c_int64
             self._arguments = ctypes.c_void_p(self._table.ctypes.data), ctypes.c_int64(len(taken))
             self._found = ctypes.c_void_p(self._flags.ctypes.data)
+        self._elsewhere: list[_Elsewhere] = []
+        for take in (False, True):
+            places = [place for place in range(len(pairs)) if not pairs[place][0].is_cpu and (place in takes) is take]
+            self._elsewhere += [_Elsewhere(pairs, places, take)] if places else []
 
     def look(self) -> list[int]:
-        """The places of the pairs that were seen to differ."""
+        """The places of the pairs on a CPU that were seen to differ; on other devices they are brought together."""
         self._turn += 1
         found = []
-        if len(self._places):
-            if self._call(*self._arguments, ctypes.c_int64(self._turn), self._found):
-                found = self._places[self._flags.nonzero()].tolist()
+        if len(self._places) and self._call(*self._arguments, ctypes.c_int64(self._turn), self._found):
+            found = self._places[self._flags.nonzero()].tolist()
+        for one in self._elsewhere:
+            one.follow(self._turn)
         return found + [place for place in self._others if not _agree(*self._pairs[place], self._turn)]
+
+    def seen_elsewhere(self) -> list[int]:
+        """The places of the pairs on a CUDA device that ever differed; waits for the device."""
+        return [place for one in self._elsewhere for place in one.seen()]
+
+
+class _Elsewhere:
+    """Pairs on a device that nobody waits for. Without Triton all of them are cast anew at every look."""
+
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], places: Sequence[int], take: bool) -> None:
+        self._take = take
+        self._by_device: list[tuple[DeviceCopies, list[int]]] = []
+        native = [place for place in places if pairs[place][0].is_cuda and _is_taken(*pairs[place])]
+        if kernels() is None or (native and torch.cuda.is_current_stream_capturing()):
+            native = []
+        for device in dict.fromkeys(pairs[place][0].device for place in native):
+            own = [place for place in native if pairs[place][0].device == device]
+            self._by_device.append((DeviceCopies([pairs[place] for place in own], take), own))
+        self._rest = [pairs[place] for place in sorted({*places} - {*native})]
+
+    def follow(self, turn: int) -> None:
+        for copies, _ in self._by_device:
+            copies.follow(turn)
+        with torch.no_grad():
+            if self._rest and not self._take:
+                torch._foreach_copy_([copy for _, copy in self._rest], [tensor for tensor, _ in self._rest])
+            for tensor, copy in self._rest if self._take else ():
+                tensor.copy_(torch.where(tensor.to(copy.dtype) == copy, tensor, copy.to(tensor.dtype)))
+
+    def seen(self) -> list[int]:
+        return [own[place] for copies, own in self._by_device for place in copies.seen()]
 
 
 def _is_taken(tensor: Tensor, copy: Tensor) -> bool:

@@ -42,13 +42,19 @@ class HiddenWrites:
         if key != self._key:
             found = [(weight, pair) for weight in self._trained() for pair in self._pairs(weight)]
             self._weights = [weight for weight, _ in found]
-            self._watch, self._key = CopyWatch([pair for _, pair in found]), key
+            takes = {place for place, (weight, _) in enumerate(found) if weight.dtype in LOW_TYPES}
+            self._watch, self._key = CopyWatch([pair for _, pair in found], takes), key
         places = self._watch.look()
         if places:
             written = {id(self._weights[place]): self._weights[place] for place in places}
             note_writes(list(written.values()))
             self._say(self._weights[places[0]])
         return bool(places)
+
+    def tell(self) -> None:
+        """Name what a GPU has found, where the caller waits for it anyway."""
+        if not self._said and (places := self._watch.seen_elsewhere()):
+            self._say(self._weights[places[0]])
 
     def _trained(self) -> list[Tensor]:
         groups = (group for one in self._optimizers for group in one.param_groups)

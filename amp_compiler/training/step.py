@@ -667,6 +667,7 @@ class TrainingStep(StepReadings):
         and with callbacks the number of steps.
         """
         state = self._scale_config.state_dict(self._scale)
+        self._hidden.tell()
         own = {**self._weights.rounding.state_dict(), **self._log.state_dict()}
         return {**state, OWN_KEY: {**state.get(OWN_KEY, {}), **own}} if own else state
 
