@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from amp_compiler.ops.cpu.build import library
 from amp_compiler.ops.cuda.stale_copies import DeviceCopies, kernels
@@ -24,7 +24,8 @@ class CopyWatch:
     call of compiled code, or without a compiler a loop in Python.
 
     Args:
-        pairs: tensors and their copies. What they hold may change, and not where they lie.
+        pairs: tensors and their copies. What they hold may change, and not where they lie. Sparse ones, and subclasses
+            with operators of their own, such as sharded tensors, are passed over.
         takes: places of the pairs in which the copy is what counts, and the tensor takes what it has otherwise.
 
     Example:
@@ -39,7 +40,8 @@ class CopyWatch:
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], takes: Collection[int] = ()) -> None:
         self._pairs, self._turn = list(pairs), -1
-        here = [place for place, (tensor, _) in enumerate(pairs) if tensor.is_cpu]
+        plain = [place for place, (tensor, _) in enumerate(pairs) if _is_plain(tensor)]
+        here = [place for place in plain if pairs[place][0].is_cpu]
         compiled = library() if here else None
         taken = [place for place in here if compiled is not None and _is_taken(*pairs[place])]
         self._others = sorted({*here} - {*taken})
@@ -53,7 +55,7 @@ class CopyWatch:
             self._found = ctypes.c_void_p(self._flags.ctypes.data)
         self._elsewhere: list[_Elsewhere] = []
         for take in (False, True):
-            places = [place for place in range(len(pairs)) if not pairs[place][0].is_cpu and (place in takes) is take]
+            places = [place for place in plain if not pairs[place][0].is_cpu and (place in takes) is take]
             self._elsewhere += [_Elsewhere(pairs, places, take)] if places else []
 
     def look(self) -> list[int]:
@@ -98,10 +100,15 @@ class _Elsewhere:
         return [own[place] for copies, own in self._by_device for place in copies.seen()]
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    own = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return tensor.layout is torch.strided and not own
+
+
 def _is_taken(tensor: Tensor, copy: Tensor) -> bool:
-    """Whether the compiled code takes a pair: plain tensors that lie alike, or one with its channels last."""
-    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.dtype is torch.float32 and copy.dtype in _CODES
-    return plain and is_dense(tensor) and (is_turned(copy, tensor) or (same_layout(tensor, copy) and is_dense(copy)))
+    """Whether the compiled code takes a pair: dense tensors that lie alike, or one with its channels last."""
+    types = tensor.dtype is torch.float32 and copy.dtype in _CODES
+    return types and is_dense(tensor) and (is_turned(copy, tensor) or (same_layout(tensor, copy) and is_dense(copy)))
 
 
 def _row(tensor: Tensor, copy: Tensor) -> tuple[int, ...]:
