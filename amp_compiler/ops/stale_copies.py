@@ -39,20 +39,19 @@ class CopyWatch:
     """
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], takes: Collection[int] = ()) -> None:
-        self._pairs, self._turn = list(pairs), -1
+        pairs = [(tensor.detach(), copy) for tensor, copy in pairs]  # keeps the memory that is looked at
+        self._pairs, self._turn = pairs, -1
         plain = [place for place, (tensor, _) in enumerate(pairs) if _is_plain(tensor)]
         here = [place for place in plain if pairs[place][0].is_cpu]
         compiled = library() if here else None
         taken = [place for place in here if compiled is not None and _is_taken(*pairs[place])]
         self._others = sorted({*here} - {*taken})
         self._places = np.array(taken, np.int64)
-        self._table = np.array([_row(*self._pairs[place]) for place in taken], np.int64)
-        self._flags = np.zeros(len(taken), np.uint8)
+        self._table = np.array([_row(*pairs[place]) for place in taken], np.int64)
         if compiled is not None:
             self._call = compiled.amp_stale
-            self._call.restype = ctypes.c_int64
+            self._call.restype = None
             self._arguments = ctypes.c_void_p(self._table.ctypes.data), ctypes.c_int64(len(taken))
-            self._found = ctypes.c_void_p(self._flags.ctypes.data)
         self._elsewhere: list[_Elsewhere] = []
         for take in (False, True):
             places = [place for place in plain if not pairs[place][0].is_cpu and (place in takes) is take]
@@ -61,9 +60,11 @@ class CopyWatch:
     def look(self) -> list[int]:
         """The places of the pairs on a CPU that were seen to differ; on other devices they are brought together."""
         self._turn += 1
-        found = []
-        if len(self._places) and self._call(*self._arguments, ctypes.c_int64(self._turn), self._found):
-            found = self._places[self._flags.nonzero()].tolist()
+        found: list[int] = []
+        if len(self._places):
+            flags = np.zeros(len(self._places), np.uint8)  # of this call: several threads may look
+            self._call(*self._arguments, ctypes.c_int64(self._turn), ctypes.c_void_p(flags.ctypes.data))
+            found = self._places[flags.nonzero()].tolist()
         for one in self._elsewhere:
             one.follow(self._turn)
         return found + [place for place in self._others if not _agree(*self._pairs[place], self._turn)]

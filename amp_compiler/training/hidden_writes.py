@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from amp_compiler.forward.tensor_versions import note_writes, tell_of_hidden_write, writable
+from amp_compiler.fx.compiled_look import address_test
 from amp_compiler.fx.graph import LOW_TYPES
 from amp_compiler.ops.stale_copies import CopyWatch
 from amp_compiler.training.inputs import KeptTensors
@@ -31,6 +32,7 @@ class HiddenWrites:
         self._model, self._optimizers, self._kept = model, optimizers, kept
         self._key: tuple[int, int] | None = None
         self._watch, self._weights, self._said = CopyWatch([]), list[Tensor](), False
+        self._masters_lie = address_test([])
 
     def look(self, generation: int) -> bool:
         """At the beginning of a call: whether there are any.
@@ -39,10 +41,12 @@ class HiddenWrites:
             generation: another number where weights, masters or copies may lie elsewhere, as `Standing` counts.
         """
         key = generation, self._kept.lows.made
-        if key != self._key:
+        if key != self._key or not self._masters_lie():
             found = [(weight, pair) for weight in self._trained() for pair in self._pairs(weight)]
             self._weights = [weight for weight, _ in found]
             takes = {place for place, (weight, _) in enumerate(found) if weight.dtype in LOW_TYPES}
+            masters = (self._master(self._weights[place]) for place in sorted(takes))
+            self._masters_lie = address_test([one for one in masters if one is not None])
             self._watch, self._key = CopyWatch([pair for _, pair in found], takes), key
         places = self._watch.look()
         if places:
@@ -64,16 +68,20 @@ class HiddenWrites:
         """A weight with its copies, or its master with it; of a weight that is split over ranks this rank's part."""
         for copy in self._kept.lows.copies(weight):
             yield weight.detach(), copy
-        masters, parts = self._kept.weights.masters, self._kept.weights.parts
-        if weight.dtype not in LOW_TYPES or not masters.has(weight):
+        master, parts = self._master(weight), self._kept.weights.parts
+        if master is None or weight.dtype not in LOW_TYPES or not self._kept.weights.masters.has(weight):
             return
-        master = next(one.state[weight][MASTER] for one in self._optimizers if MASTER in one.state.get(weight, {}))
-        if weight not in parts:
+        if weight not in parts and master.shape == weight.shape:
             yield master, weight.detach()
-        elif weight.is_contiguous():
+        elif weight in parts and weight.is_contiguous() and master.shape == (parts.size(weight),):
             size = parts.size(weight)
             part = weight.detach().view(-1)[parts.rank * size : (parts.rank + 1) * size]
             yield master[: len(part)], part
+
+    def _master(self, weight: Tensor) -> Tensor | None:
+        return next(
+            (one.state[weight][MASTER] for one in self._optimizers if MASTER in one.state.get(weight, {})), None
+        )
 
     def _say(self, weight: Tensor) -> None:
         if not self._said:
