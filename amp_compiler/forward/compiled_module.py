@@ -21,6 +21,7 @@ from amp_compiler.forward.program import Program, build_program, captures_whole
 from amp_compiler.forward.program_table import ProgramTable
 from amp_compiler.forward.settings import AUTO, Settings, device_of
 from amp_compiler.forward.signature import leaves_key, like_forward_of, module_key
+from amp_compiler.forward.tensor_versions import tell_of_hidden_write
 from amp_compiler.fx.autocast_state import autocast_off
 from amp_compiler.fx.capture_errors import shapes_do_not_fit
 from amp_compiler.fx.stand_in import StandIn
@@ -73,7 +74,7 @@ class CompiledModule(StandIn):
         for name in self._SHARED:
             own[name] = model.__dict__[name]
         own["_programs"], own["_pieces"], own["_last"], own["_told"] = ProgramTable(), {}, None, False
-        own["_transforms_told"] = False
+        own["_transforms_told"] = own["_write_told"] = False
         own["_captures"] = Captures(type(model).__name__, settings, "args")
 
     def __getattr__(self, name: str) -> Any:
@@ -222,8 +223,11 @@ class CompiledModule(StandIn):
         return Pieces(self.original, self.settings, cause, device_of([*leaves, *self.original.parameters()]))
 
     def _noted(self, runner: Program | Pieces, result: Any) -> Any:
-        """Remember what ran, and say once which rules match nothing."""
+        """Remember what ran, and say once which rules match nothing and which weight was written unseen."""
         self.__dict__["_last"] = runner
+        if isinstance(runner, Program) and runner.weights.written and not self._write_told:
+            self.__dict__["_write_told"] = True
+            tell_of_hidden_write(runner.weights.written)
         if not self._told:
             self.__dict__["_told"] = True
             warn_of_unused(runner.plan.unused_rules, type(self.original).__name__)

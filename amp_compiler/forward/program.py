@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import is_not
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import ValueKind
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops import native
+from amp_compiler.ops.stale_copies import CopyWatch
 from amp_compiler.passes.pipeline import Pipeline, Stages
 from amp_compiler.passes.plan.make_plan import make_plan
 from amp_compiler.passes.precision.type_backward import emulates
@@ -257,27 +259,53 @@ def _given(captured: Captured, fetch: Sequence[Any], leaves: Sequence[Any]) -> l
 class KeptWeights:
     """Low-precision copies of weights, made once and made again when a parameter changes.
 
-    A change is seen as `write_mark` says: after a step of any optimizer of torch all copies are made again.
-    `parameter.data.mul_()` shows nowhere: after such a write call `.train()` or `.eval()`, which drops the copies.
+    A change is seen as `write_mark` says: after a step of any optimizer of torch all copies are made again. What was
+    written past version counters (`parameter.data.mul_()`) is seen by the values, as `CopyWatch` compares them.
+
+    Args:
+        casts: for each copy, place and name of the weight among the inputs and the type of the copy.
+
+    Attributes:
+        written: the first weight that was seen by its values; empty without one.
     """
 
-    def __init__(self, casts: Sequence[tuple[int, torch.dtype]] = ()) -> None:
-        self._casts = tuple(casts)
+    def __init__(self, casts: Sequence[tuple[int, str, torch.dtype]] = ()) -> None:
+        self._casts, self.written = tuple(casts), ""
         self._seen: list[tuple[int, ...] | None] = [None] * len(self._casts)
         self._copies: list[torch.Tensor | None] = [None] * len(self._casts)
+        self._watched: tuple[list[torch.Tensor], CopyWatch] | None = None
 
     def current(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The copies for today's inputs."""
         copies: list[torch.Tensor] = []
-        for slot, (index, dtype) in enumerate(self._casts):
+        fresh = 0
+        for slot, (index, _, dtype) in enumerate(self._casts):
             tensor = inputs[index]
             counted = not tensor.is_inference()  # an inference tensor has no version counter: its copy is never kept
             mark = (id(tensor), *write_mark(tensor)) if counted else None
             copy = self._copies[slot]
             if copy is None or mark is None or self._seen[slot] != mark:
-                copy = tensor.detach().to(dtype)
-                self._copies[slot], self._seen[slot] = copy, mark
+                copy = self._copies[slot] = tensor.detach().to(dtype)
+                self._seen[slot], fresh = mark, fresh + 1
             copies.append(copy)
+        if not copies or fresh == len(copies):
+            return copies
+        return self._compared(inputs, copies)
+
+    def _compared(self, inputs: Sequence[torch.Tensor], copies: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Make those again that their weights no longer agree with, though nothing has told of a write."""
+        watched = self._watched
+        if watched is None or any(map(is_not, watched[0], copies)):
+            pairs = [(inputs[index], copy) for (index, *_), copy in zip(self._casts, copies, strict=True)]
+            self._watched = watched = copies, CopyWatch(pairs)
+        stale = watched[1].look()
+        if not stale:
+            return copies
+        copies = list(copies)
+        for slot in stale:
+            index, name, dtype = self._casts[slot]
+            copies[slot] = self._copies[slot] = inputs[index].detach().to(dtype)
+            self.written = self.written or name
         return copies
 
     def drop(self) -> None:
@@ -290,7 +318,8 @@ def kept_weights(captured: Captured) -> KeptWeights:
     placeholders = captured.graph_module.graph.find_nodes(op="placeholder")
     index = {node.name: place for place, node in enumerate(placeholders)}
     added = [node.meta[Key.LOW] for node in placeholders[len(captured.inputs) :]]
-    return KeptWeights([(index[name], dtype) for name, dtype in added])
+    names = {entry.name: entry.target for entry in captured.inputs}
+    return KeptWeights([(index[name], names[name], dtype) for name, dtype in added])
 
 
 @without_full_collections()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+logger = logging.getLogger("amp_compiler")
 
 
 class StepCounter:
@@ -33,8 +36,8 @@ OPTIMIZER_STEPS = StepCounter()
 def write_mark(tensor: Tensor) -> tuple[int, ...]:
     """What changes when a tensor is written, or may have been.
 
-    `tensor.data.mul_()` shows nowhere. A tensor that inference mode made has no version counter: for it the mark says
-    only where it lies.
+    `tensor.data.mul_()` shows nowhere: `ops.stale_copies` compares values. A tensor that inference mode made has no
+    version counter: for it the mark says only where it lies.
 
     Args:
         tensor: any tensor.
@@ -63,3 +66,16 @@ def note_writes(tensors: list[Tensor]) -> None:
     """
     if tensors:
         torch.autograd.graph.increment_version(tensors)
+
+
+def tell_of_hidden_write(name: str) -> None:
+    """Tell the user that a weight was written past its version counter.
+
+    Args:
+        name: its qualified name.
+    """
+    logger.warning(
+        "'%s' was written past its version counter, such as by .data or numpy(): it counts, and is found by comparing"
+        " values, of large weights some; a write under torch.no_grad() is always seen",
+        name,
+    )

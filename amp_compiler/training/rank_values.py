@@ -17,8 +17,8 @@ class RankValues:
     """Weights, optimizer states and loss scale of this rank, as others are told of them.
 
     What was written is noticed by the versions of the parameters; states and scales that are loaded are counted, and
-    steps that torch's own optimizers make. No value is read before the ranks compare them. `weight.data.mul_()` shows
-    nowhere.
+    steps that torch's own optimizers make. No value is read before the ranks compare them. `weight.data.mul_()` moves
+    none: `HiddenWrites` does where it finds such a write.
 
     Args:
         model: the loss as a module.

@@ -12,9 +12,14 @@ from amp_compiler.ops.layout import as_real, empty_laid_out_like, is_channels_la
 
 
 class LowWeights:
-    """The 16-bit copies of the masters: state, written by the update, made again only when a master changed outside."""
+    """The 16-bit copies of the masters: state, written by the update, made again only when a master changed outside.
+
+    Attributes:
+        made: another number where there is a new tensor among them.
+    """
 
     def __init__(self) -> None:
+        self.made = 0
         self._copies: dict[int, dict[torch.dtype, Tensor]] = {}  # by id of the master
         self._marks: dict[int, dict[torch.dtype, tuple[int, ...]]] = {}
         self._turned: set[tuple[int, torch.dtype]] = set()  # those that have their channels last
@@ -33,6 +38,7 @@ class LowWeights:
             layout = torch.channels_last if channels_last else torch.preserve_format
             empty = torch.empty_like(master, dtype=dtype, requires_grad=False, memory_format=layout)
             copy = copies[dtype] = empty.copy_(master.detach())
+            self.made += 1
             (self._turned.add if channels_last else self._turned.discard)((id(master), dtype))
         elif marks.get(dtype) != mark:
             copy.copy_(master.detach())
@@ -42,6 +48,10 @@ class LowWeights:
     def channels_last(self, master: Tensor, dtype: torch.dtype) -> bool | None:
         """Whether the copy of a master has its channels last; `None` where there is none yet."""
         return (id(master), dtype) in self._turned if dtype in self._copies.get(id(master), {}) else None
+
+    def copies(self, master: Tensor) -> list[Tensor]:
+        """The copies of a master that there are."""
+        return [one for one in self._copies.get(id(master), {}).values() if one.shape == master.shape]
 
     def has(self, master: Tensor) -> bool:
         """Whether there is a copy of a master."""

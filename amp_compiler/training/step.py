@@ -60,6 +60,7 @@ from amp_compiler.training.dry import DryStep, build_dry
 from amp_compiler.training.events import events_on
 from amp_compiler.training.fused_optimizers import check_optimizers, check_storage
 from amp_compiler.training.held_scale import HeldScale
+from amp_compiler.training.hidden_writes import HiddenWrites
 from amp_compiler.training.inputs import KeptTensors
 from amp_compiler.training.joining import joined
 from amp_compiler.training.log import STEPS_KEY, StepLog
@@ -240,6 +241,7 @@ class TrainingStep(StepReadings):
         kept = KeptTensors(lambda: self._scale, self._lows, GradientSums(), self._weights, lambda: len(graphs.live) > 0)
         self._state = StepState(kept, graphs, events_on(self._device))
         self._standing = Standing(self._module, self._optimizers, kept)
+        self._hidden = HiddenWrites(self._module, self._optimizers, kept)
         self._low = self._settings.low(self._device)
         self._log = StepLog(callbacks if ranks is None or ranks.is_first else (), self._low.short)
         low = torch_dtype(self._low)
@@ -364,6 +366,8 @@ class TrainingStep(StepReadings):
         leaves, spec = self._flat(batch)
         with TENSORS:
             self._standing.look()
+            if self._hidden.look(self._standing.generation):
+                self._standing.look()
         if self._together is not None:
             self._together.look(self._standing.generation)
         program = self._program(batch, leaves, spec, hooked=bool(before))
@@ -663,6 +667,7 @@ class TrainingStep(StepReadings):
         and with callbacks the number of steps.
         """
         state = self._scale_config.state_dict(self._scale)
+        self._hidden.tell()
         own = {**self._weights.rounding.state_dict(), **self._log.state_dict()}
         return {**state, OWN_KEY: {**state.get(OWN_KEY, {}), **own}} if own else state
 

@@ -63,6 +63,15 @@ def test_under_the_interpreter(which, tmp_path):
 
 
 @pytest.mark.long
+def test_copies_under_the_interpreter():
+    pytest.importorskip("triton")
+    options = ["-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    done = run_python(["-m", "pytest", *options, "stale_copies_interpreted.py"], TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert int(re.search(r"\b(\d+) passed", done.stdout)[1]) >= 9
+
+
+@pytest.mark.long
 def test_the_module_imports_without_triton():
     done = run_python(["-c", WITHOUT_TRITON])
     assert done.returncode == 0, done.stderr

@@ -1,0 +1,64 @@
+// Which 16-bit copies of FP32 tensors are no longer these rounded: of large tensors some runs of elements are looked at.
+
+#include "types.h"
+
+namespace {
+
+using namespace amp;
+
+struct Pair {
+  int64_t count, type, wide, low;
+  int64_t channels, pixels;  // 1 and 1 but where the copy has its channels last and the FP32 tensor its pixels
+};
+
+constexpr int64_t kRun = 64, kRuns = 16;
+
+// A run of a copy that has its channels last, in the order of the FP32 tensor.
+void read(const Pair& pair, int64_t start, int64_t count, uint16_t* found) {
+  const uint16_t* low = reinterpret_cast<const uint16_t*>(pair.low);
+  const int64_t image = pair.channels * pair.pixels;
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t at = (start + i) % image;
+    found[i] = low[start + i - at + at % pair.pixels * pair.channels + at / pair.pixels];
+  }
+}
+
+// Bit for bit, but that every NaN is one.
+template <class L>
+bool differs(const Pair& pair, int64_t start, int64_t count, uint16_t infinity) {
+  L rounded[kRun];
+  uint16_t wanted[kRun], turned[kRun], alike = 1;
+  narrow(reinterpret_cast<const float*>(pair.wide) + start, rounded, count);
+  std::memcpy(wanted, rounded, sizeof(L) * static_cast<size_t>(count));
+  const uint16_t* held = reinterpret_cast<const uint16_t*>(pair.low) + start;
+  if (pair.channels > 1) {
+    read(pair, start, count, turned);
+    held = turned;
+  }
+  for (int64_t i = 0; i < count; ++i)
+    alike &= (wanted[i] == held[i]) | (((wanted[i] & 0x7fff) > infinity) & ((held[i] & 0x7fff) > infinity));
+  return alike == 0;
+}
+
+template <class L>
+bool is_stale(const Pair& pair, int64_t turn, uint16_t infinity) {
+  const bool whole = pair.count <= kRun * kRuns;
+  const int64_t spacing = whole ? kRun : (pair.count + kRuns - 1) / kRuns;
+  const int64_t first = turn % ((spacing + kRun - 1) / kRun) * kRun;
+  for (int64_t start = first; start < pair.count; start += spacing)
+    if (differs<L>(pair, start, std::min(kRun, pair.count - start), infinity)) return true;
+  return false;
+}
+
+}  // namespace
+
+extern "C" {
+
+// Sets the flags of the pairs that differ. All elements of a large tensor have been looked at after as many turns as runs
+// fit between the starts of two.
+void amp_stale(const Pair* pairs, int64_t count, int64_t turn, uint8_t* flags) {
+  for (int64_t i = 0; i < count; ++i)
+    flags[i] = pairs[i].type == kBf16 ? is_stale<Bf16>(pairs[i], turn, 0x7f80) : is_stale<Half>(pairs[i], turn, 0x7c00);
+}
+
+}  // extern "C"

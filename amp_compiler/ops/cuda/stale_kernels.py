@@ -1,0 +1,73 @@
+"""The Triton kernels that compare FP32 tensors with their 16-bit copies; imported only where they are needed.
+
+Tables are those of `ops.cuda.triton_kernels`: the FP32 tensor is the column of the weight, its copy that of the extra.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# Parameters are values on the device, which have no Python types.
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from amp_compiler.ops.cuda.triton_parts import CHANNELS, COLUMNS, EXTRA, PIXELS, SIZE, WEIGHT
+
+
+@triton.jit
+def _pointers(row, places, LOW_TYPE: tl.constexpr, TURNED: tl.constexpr):
+    wide = tl.load(row + WEIGHT).to(tl.pointer_type(tl.float32)) + places
+    at = places
+    if TURNED:
+        channels, pixels = tl.load(row + CHANNELS), tl.load(row + PIXELS)
+        inner = places % (channels * pixels)
+        at = places - inner + inner % pixels * channels + inner // pixels
+    return wide, tl.load(row + EXTRA).to(tl.pointer_type(LOW_TYPE)) + at
+
+
+@triton.jit
+def _differ(wide, low):
+    """Bit for bit, but that every NaN is one."""
+    rounded = wide.to(low.dtype)
+    other = rounded.to(tl.int16, bitcast=True) != low.to(tl.int16, bitcast=True)
+    return other & ((wide == wide) | (low.to(tl.float32) == low.to(tl.float32)))
+
+
+@triton.jit
+def stale_kernel(
+    rows, flags, seen, turn, LOW_TYPE: tl.constexpr, TURNED: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr
+):
+    """One program a pair: `flags` says whether it differs where this turn looks, `seen` whether it ever did."""
+    number = tl.program_id(0)
+    row = rows + number * COLUMNS
+    size = tl.load(row + SIZE)
+    spacing = tl.maximum((size + RUNS - 1) // RUNS, RUN)
+    first = turn % ((spacing + RUN - 1) // RUN) * RUN
+    element = tl.arange(0, RUN * RUNS).to(tl.int64)
+    places = element // RUN * spacing + first + element % RUN
+    wide, low = _pointers(row, places, LOW_TYPE, TURNED)
+    inside = places < size
+    differs = _differ(tl.load(wide, mask=inside, other=0.0), tl.load(low, mask=inside, other=0.0)) & inside
+    found = tl.max(differs.to(tl.int32), 0)
+    tl.store(flags + number, found)
+    tl.store(seen + number, 1, mask=found != 0)
+
+
+@triton.jit
+def follow_kernel(
+    rows, blocks, flags, LOW_TYPE: tl.constexpr, TURNED: tl.constexpr, TAKES: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Cast anew the pairs that a flag is set of; with `TAKES` the FP32 tensor takes what its copy has otherwise."""
+    entry = tl.load(blocks + tl.program_id(0))
+    number = entry >> 32
+    if tl.load(flags + number) != 0:
+        row = rows + number * COLUMNS
+        places = (entry & 0xFFFFFFFF) * BLOCK + tl.arange(0, BLOCK)
+        inside = places < tl.load(row + SIZE)
+        wides, lows = _pointers(row, places, LOW_TYPE, TURNED)
+        wide = tl.load(wides, mask=inside, other=0.0)
+        if TAKES:
+            low = tl.load(lows, mask=inside, other=0.0)
+            tl.store(wides, low.to(tl.float32), mask=inside & _differ(wide, low))
+        else:
+            tl.store(lows, wide.to(LOW_TYPE), mask=inside)

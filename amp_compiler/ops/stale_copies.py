@@ -1,0 +1,128 @@
+"""Noticing that a copy is no longer its tensor rounded: no version counter tells of `weight.data.mul_()`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Collection, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from amp_compiler.ops.cpu.build import library
+from amp_compiler.ops.cuda.stale_copies import DeviceCopies, kernels
+from amp_compiler.ops.layout import is_dense, is_turned, same_layout
+
+_CODES = {torch.bfloat16: 2, torch.float16: 3}  # as in types.h
+_LOOKED_AT = 1024  # elements of a tensor at a look; as in stale.cpp
+
+
+class CopyWatch:
+    """Looks at tensors and copies of them in another type, which are to be equal to these cast.
+
+    A look takes all elements of small tensors and 1,024 of each larger one, others at every look. On a CPU it is one
+    call of compiled code, or without a compiler a loop in Python.
+
+    Args:
+        pairs: tensors and their copies. What they hold may change, and not where they lie. Sparse ones, and subclasses
+            with operators of their own, such as sharded tensors, are passed over.
+        takes: places of the pairs in which the copy is what counts, and the tensor takes what it has otherwise.
+
+    Example:
+        >>> weight = torch.ones(3)
+        >>> watch = CopyWatch([(weight, weight.bfloat16())])
+        >>> watch.look()
+        []
+        >>> _ = weight.data.mul_(2)
+        >>> watch.look()
+        [0]
+    """
+
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], takes: Collection[int] = ()) -> None:
+        pairs = [(tensor.detach(), copy) for tensor, copy in pairs]  # keeps the memory that is looked at
+        self._pairs, self._turn = pairs, -1
+        plain = [place for place, (tensor, _) in enumerate(pairs) if _is_plain(tensor)]
+        here = [place for place in plain if pairs[place][0].is_cpu]
+        compiled = library() if here else None
+        taken = [place for place in here if compiled is not None and _is_taken(*pairs[place])]
+        self._others = sorted({*here} - {*taken})
+        self._places = np.array(taken, np.int64)
+        self._table = np.array([_row(*pairs[place]) for place in taken], np.int64)
+        if compiled is not None:
+            self._call = compiled.amp_stale
+            self._call.restype = None
+            self._arguments = ctypes.c_void_p(self._table.ctypes.data), ctypes.c_int64(len(taken))
+        self._elsewhere: list[_Elsewhere] = []
+        for take in (False, True):
+            places = [place for place in plain if not pairs[place][0].is_cpu and (place in takes) is take]
+            self._elsewhere += [_Elsewhere(pairs, places, take)] if places else []
+
+    def look(self) -> list[int]:
+        """The places of the pairs on a CPU that were seen to differ; on other devices they are brought together."""
+        self._turn += 1
+        found: list[int] = []
+        if len(self._places):
+            flags = np.zeros(len(self._places), np.uint8)  # of this call: several threads may look
+            self._call(*self._arguments, ctypes.c_int64(self._turn), ctypes.c_void_p(flags.ctypes.data))
+            found = self._places[flags.nonzero()].tolist()
+        for one in self._elsewhere:
+            one.follow(self._turn)
+        return found + [place for place in self._others if not _agree(*self._pairs[place], self._turn)]
+
+    def seen_elsewhere(self) -> list[int]:
+        """The places of the pairs on a CUDA device that ever differed; waits for the device."""
+        return [place for one in self._elsewhere for place in one.seen()]
+
+
+class _Elsewhere:
+    """Pairs on a device that nobody waits for. Without Triton all of them are cast anew at every look."""
+
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], places: Sequence[int], take: bool) -> None:
+        self._take = take
+        self._by_device: list[tuple[DeviceCopies, list[int]]] = []
+        native = [place for place in places if pairs[place][0].is_cuda and _is_taken(*pairs[place])]
+        if kernels() is None or (native and torch.cuda.is_current_stream_capturing()):
+            native = []
+        for device in dict.fromkeys(pairs[place][0].device for place in native):
+            own = [place for place in native if pairs[place][0].device == device]
+            self._by_device.append((DeviceCopies([pairs[place] for place in own], take), own))
+        self._rest = [pairs[place] for place in sorted({*places} - {*native})]
+
+    def follow(self, turn: int) -> None:
+        for copies, _ in self._by_device:
+            copies.follow(turn)
+        with torch.no_grad():
+            if self._rest and not self._take:
+                torch._foreach_copy_([copy for _, copy in self._rest], [tensor for tensor, _ in self._rest])
+            for tensor, copy in self._rest if self._take else ():
+                tensor.copy_(torch.where(tensor.to(copy.dtype) == copy, tensor, copy.to(tensor.dtype)))
+
+    def seen(self) -> list[int]:
+        return [own[place] for copies, own in self._by_device for place in copies.seen()]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    own = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return tensor.layout is torch.strided and not own
+
+
+def _is_taken(tensor: Tensor, copy: Tensor) -> bool:
+    """Whether the compiled code takes a pair: dense tensors that lie alike, or one with its channels last."""
+    types = tensor.dtype is torch.float32 and copy.dtype in _CODES
+    return types and is_dense(tensor) and (is_turned(copy, tensor) or (same_layout(tensor, copy) and is_dense(copy)))
+
+
+def _row(tensor: Tensor, copy: Tensor) -> tuple[int, ...]:
+    sizes = (tensor.shape[1], tensor.shape[2:].numel()) if is_turned(copy, tensor) else (1, 1)
+    return tensor.numel(), _CODES[copy.dtype], tensor.data_ptr(), copy.data_ptr(), *sizes
+
+
+def _agree(tensor: Tensor, copy: Tensor, turn: int) -> bool:
+    """Whether a tensor and its copy agree, as far as one look goes: in some of the slices of the first dimension."""
+    with torch.no_grad():
+        if tensor.numel() > _LOOKED_AT:
+            slices = max(1, _LOOKED_AT * len(tensor) // tensor.numel())
+            step = -(-len(tensor) // slices)
+            tensor, copy = tensor[turn % step :: step], copy[turn % step :: step]
+        made = tensor.to(copy.dtype)
+        return bool(((made == copy) | (made.isnan() & copy.isnan())).all())

@@ -1,0 +1,129 @@
+"""What is written to weights counts from the next call of a compiled module on, known to autograd or not."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from toys import small
+from weight_writes import WRITES, reset
+
+import amp_compiler as amp
+from amp_compiler.ops import stale_copies
+from amp_compiler.ops.stale_copies import CopyWatch
+
+X = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
+ERROR = 0.02  # of the largest output: four roundings to eight bits
+
+
+@pytest.fixture(params=["native", "torch"])
+def loops(request, monkeypatch):
+    """With the compiled code, and as on a machine without a compiler."""
+    if request.param == "torch":
+        monkeypatch.setattr(stale_copies, "library", lambda: None)
+
+
+def close(found, wanted):
+    return float((found - wanted).abs().max()) <= ERROR * float(wanted.abs().max())
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("training", [False, True])
+def test_the_next_call_reads_what_was_written(dtype, training, backend, loops):
+    model = small()
+    fast = amp.compile(model, dtype=dtype, backend=backend).train(training)
+    for name, write in WRITES.items():
+        with torch.set_grad_enabled(training):
+            reset(model)
+            fast(X), fast(X)
+            before = model(X)
+            with torch.enable_grad():
+                write(model)
+            plain = model(X)
+            assert not close(before, plain), name
+            assert close(fast(X), plain), name
+
+
+def test_a_step_that_shares_the_weights_writes_them():
+    model = small()
+    fast = amp.compile(model, dtype="bf16", backend="eager").eval()
+    step = amp.training_step(
+        model,
+        lambda m, x: m(x).square().mean(),
+        torch.optim.SGD(model.parameters(), 1.0),
+        dtype="bf16",
+        backend="eager",
+    )
+    for _ in range(3):
+        with torch.no_grad():
+            old = fast(X)
+            assert close(old, model(X))
+        step(X)
+        with torch.no_grad():
+            assert not close(old, model(X))
+            assert close(fast(X), model(X))
+
+
+def test_kept_copies_are_new_tensors_where_results_may_hold_the_old_ones():
+    class Given(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 8))
+
+        def forward(self, x):
+            return x @ self.weight.t(), self.weight.bfloat16()
+
+    model = Given()
+    fast = amp.compile(model, dtype="bf16", backend="eager").eval()
+    with torch.no_grad():
+        fast(X)
+        held = fast(X)[1]
+        kept = held.clone()
+        model.weight.data.add_(1)
+        assert torch.equal(fast(X)[1], model.weight.bfloat16()) and torch.equal(held, kept)
+
+
+def test_the_first_such_weight_is_named_once(caplog):
+    model = small()
+    fast = amp.compile(model, dtype="bf16", backend="eager").eval()
+    with caplog.at_level(logging.WARNING, "amp_compiler"), torch.no_grad():
+        for value in (0.0, 1.0):
+            fast(X), fast(X)
+            assert len(caplog.records) == value
+            model[2].weight.data.fill_(value)
+            fast(X)
+    assert [record.getMessage().partition("'")[2].partition("'")[0] for record in caplog.records] == ["2.weight"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(3,), (65,), (1024,), (1025,), (100, 77), (16, 8, 3, 3), (64, 65, 3, 3)])
+@pytest.mark.parametrize("turned", [False, True])
+def test_every_element_is_looked_at_in_turn(dtype, shape, turned, loops):
+    if turned and len(shape) != 4:
+        turned = False
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    flat = weight.view(-1)
+    flat[:3] = torch.tensor([float("nan"), float("inf"), 1e30])
+    layout = torch.channels_last if turned else torch.preserve_format
+    low = torch.empty_like(weight, dtype=dtype, memory_format=layout).copy_(weight)
+    watch = CopyWatch(
+        [(weight, low), (weight.t() if weight.dim() == 2 else weight, low.t() if low.dim() == 2 else low)]
+    )
+    turns = 1 if weight.numel() <= 1024 else 2 * -(-weight.numel() // 1024)
+    for place in (0, 2, weight.numel() // 2, weight.numel() - 1):
+        assert not any(watch.look() for _ in range(turns))
+        old = float(flat[place])
+        flat[place] = 7.0
+        assert {one for _ in range(turns) for one in watch.look()} == {0, 1}
+        flat[place] = old
+
+
+def test_a_pair_of_other_types_is_compared_too():
+    weight = torch.arange(6.0).bfloat16()
+    watch = CopyWatch([(weight, weight.float()), (weight.double(), weight.float())])
+    assert watch.look() == []
+    weight.data[2] = 9
+    assert watch.look() == [0]

@@ -1,0 +1,183 @@
+"""What is written to weights between two calls of a step counts from the next one on, known to autograd or not."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+from toys import classes, small
+from weight_writes import WRITES, reset
+
+import amp_compiler as amp
+from amp_compiler.ops import stale_copies
+
+X = torch.randn(32, 8, generator=torch.Generator().manual_seed(0))
+Y = small()(X).argmax(1)  # what the model finds as it begins, so that every write raises the loss
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LOSS_ERROR = 0.02  # four roundings to eight bits of activations up to 3, in a loss that moves by a fraction of them
+
+
+def step_of(model, dtype, backend="eager", rate=0.1, **options):
+    optimizer = torch.optim.SGD(model.parameters(), rate)
+    return amp.training_step(
+        model, classes, optimizer, dtype=dtype, **{"backend": backend, "loss_scale": None, **options}
+    )
+
+
+def weights(model):
+    return [parameter.detach().float().clone() for parameter in model.parameters()]
+
+
+@pytest.fixture(params=["native", "torch"])
+def loops(request, monkeypatch):
+    """With the compiled code, and as on a machine without a compiler."""
+    if request.param == "torch":
+        monkeypatch.setattr(stale_copies, "library", lambda: None)
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_step_trains_on_what_was_written(dtype, backend, loops):
+    """A model whose weights are set by what autograd knows of gives the same to the bit, and plain torch the same."""
+    model, other = small(), small()
+    step, again = step_of(model, dtype, backend), step_of(other, dtype, backend)
+    for name, write in WRITES.items():
+        reset(model)
+        step(X, Y), step(X, Y)
+        before = float(classes(model, X, Y).detach())
+        write(model)
+        plain = float(classes(model, X, Y).detach())
+        assert abs(plain - before) > 2 * LOSS_ERROR, name
+        other.load_state_dict(copy.deepcopy(model.state_dict()))
+        loss = step(X, Y)
+        assert abs(float(loss) - plain) < LOSS_ERROR * max(1, plain), name
+        assert torch.equal(loss, again(X, Y)), name
+        assert all(map(torch.equal, weights(model), weights(other))), name
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_the_masters_of_16_bit_weights_follow(dtype, loops):
+    """An update goes from what was written; masters of other elements stay, so that small updates add up."""
+    model = small().to(LOW[dtype])
+    step = step_of(model, dtype)
+    x = X.to(LOW[dtype])
+    for name, write in WRITES.items():
+        reset(model)
+        step(x, Y), step(x, Y)
+        write(model)
+        reference = copy.deepcopy(model).float()
+        classes(reference, X, Y).backward()
+        step(x, Y)
+        for parameter, plain in zip(model.parameters(), reference.parameters(), strict=True):
+            wanted = plain.detach() - 0.1 * plain.grad
+            # Half a step of the type for the weight and as much for its master; gradients of 16-bit activations.
+            error = wanted.abs() * torch.finfo(LOW[dtype]).eps + 0.1 * 0.03
+            assert (parameter.detach().float() - wanted).abs().le(error).all(), name
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_small_updates_add_up_beside_a_write_to_another_element(dtype):
+    model = nn.Linear(2, 1, bias=False).to(LOW[dtype])
+    model.weight.data.fill_(1.0)
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    step = amp.training_step(
+        model, lambda m, x: -(m(x).sum()), optimizer, dtype=dtype, loss_scale=None, backend="eager"
+    )
+    x = torch.tensor([[2.0**-12, 0.0]]).to(LOW[dtype])
+    for _ in range(64):  # each less than half of what moves 1.0 in BF16, and no more than that in FP16
+        step(x)
+        model.weight.data[0, 1] = -model.weight.data[0, 1]
+    assert model.weight.tolist() == [[1.0 + 2.0**-6, 1.0]]
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("last", [False, True])
+def test_a_write_amid_an_accumulation_counts_at_the_next_call(dtype, last):
+    model, other = small(), small()
+    steps = [step_of(one, dtype, accumulate=2) for one in (model, other)]
+    for _ in range(4 + last):
+        assert torch.equal(steps[0](X, Y), steps[1](X, Y))
+    for parameter, same in zip(model.parameters(), other.parameters(), strict=True):
+        parameter.data.mul_(-2)
+        with torch.no_grad():
+            same.mul_(-2)
+    for _ in range(3):
+        assert torch.equal(steps[0](X, Y), steps[1](X, Y))
+        assert all(map(torch.equal, weights(model), weights(other)))
+
+
+def test_weights_stored_low_alone_are_what_was_written():
+    model = small()
+    step = step_of(model, "bf16", rules={"version": 1, "extends": "default", "weights": {"master": "low"}}, rate=0.0)
+    step(X, Y)
+    for parameter in model.parameters():
+        parameter.data.mul_(-2)
+    wanted = float(classes(copy.deepcopy(model).float(), X, Y).detach())
+    assert abs(float(step(X, Y)) - wanted) < LOSS_ERROR
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_convolutions_of_both_layouts(turned, loops):
+    def made():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 20, 3), nn.Flatten(), nn.Linear(320, 4))
+        return model.to(memory_format=torch.channels_last) if turned else model
+
+    model, other = made(), made()
+    steps = [step_of(one, "bf16") for one in (model, other)]
+    images = torch.randn(8, 3, 8, 8)
+    labels = Y[:8]
+    for _ in range(4):
+        assert torch.equal(steps[0](images, labels), steps[1](images, labels))
+        for parameter, same in zip(model.parameters(), other.parameters(), strict=True):
+            parameter.data.mul_(-1.5)
+            with torch.no_grad():
+                same.mul_(-1.5)
+
+
+def test_a_write_to_one_number_of_a_large_weight_ends_with_the_update():
+    """One call may still read the old number: of 100,000 of them a look takes a thousand."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 12_500), nn.Linear(12_500, 4))
+    other = copy.deepcopy(model)
+    steps = [step_of(one, "bf16", rate=0.0) for one in (model, other)]
+    steps[0](X, Y)
+    model[0].weight.data[77, 3] = 4.0
+    other.load_state_dict(model.state_dict())
+    steps[0](X, Y)
+    assert torch.equal(steps[0](X, Y), steps[1](X, Y))
+
+
+def test_the_first_such_weight_is_named_once(caplog):
+    model = small()
+    step = step_of(model, "bf16")
+    step(X, Y), step(X, Y)
+    with caplog.at_level(logging.WARNING, "amp_compiler"):
+        with torch.no_grad():
+            model[0].weight.add_(1)
+        step(X, Y)
+        assert not caplog.records
+        for _ in range(2):
+            model[2].bias.data.add_(1)
+            step(X, Y)
+    assert [record.getMessage().partition("'")[2].partition("'")[0] for record in caplog.records] == ["2.bias"]
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.RMSprop])
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_nothing_is_found_where_nothing_was_written(caplog, optimizer, dtype, backend):
+    model = small()
+    step = amp.training_step(model, classes, optimizer(model.parameters(), 0.01), dtype=dtype, backend=backend)
+    with caplog.at_level(logging.WARNING, "amp_compiler"):
+        for _ in range(5):
+            step(X, Y)
+        model[0].weight.data[0, 0], model[0].bias.data[0] = float("nan"), float("inf")
+        step(X, Y)
+        caplog.clear()
+        for _ in range(3):
+            step(X, Y)
+    assert not [record for record in caplog.records if "version counter" in record.getMessage()]
