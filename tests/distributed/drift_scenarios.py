@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import math
+from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import torch
-from rank_harness import Place, adamw, dense, rows, scenario, sgd, squares, told, weights_of
+import torch.distributed as dist
+from rank_harness import Place, adamw, dense, rows, same_everywhere, scenario, sgd, squares, told, weights_of
 from torch import Tensor, nn
 
 import amp_compiler as amp
+from amp_compiler.ops.loss_scale import DynamicLossScale
 
 
 class Counting(nn.Module):
@@ -33,10 +38,6 @@ def _lr_tensor(parameters: Any) -> torch.optim.Optimizer:
 def _two_groups(parameters: Any) -> torch.optim.Optimizer:
     first, *others = parameters
     return torch.optim.SGD([{"params": [first], "lr": 0.5}, {"params": others}], 0.05)
-
-
-def _two_rates(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, 0.05)
 
 
 Change = Callable[[nn.Module, torch.optim.Optimizer, amp.TrainingStep], object]
@@ -115,4 +116,151 @@ def set_on_one_rank(place: Place) -> dict[str, Any]:
             before = weights_of(model)
         found[name] = {"told": [told(lambda: step(x, y)) for _ in range(2)]}  # noqa: B023  # called at once
         found[name] |= {"weights": weights_of(model), "before": before}
+    return found
+
+
+@scenario
+def set_again(place: Place) -> dict[str, Any]:
+    """A loss scale that ranks set before every call, otherwise from the third on; then alike again."""
+    x, y = map(place.part, rows(1)[0])
+    model = dense()
+    options = {**FP16, "backend": "eager", "process_group": place.group}
+    step = amp.training_step(model, squares, sgd(model.parameters()), **options)
+    step(x, y)
+    told_of = []
+    for number in range(6):
+        step.loss_scale = 2.0 ** (number + place.rank * (2 <= number < 4))
+        told_of.append(told(lambda: step(x, y)))
+    return {"told": told_of, "same": same_everywhere(step, model)}
+
+
+@scenario
+def one_scale_of_two_steps(place: Place) -> dict[str, Any]:
+    """The second rank sets it on one of them, and all go on with the other."""
+    x, y = map(place.part, rows(1)[0])
+    scale = DynamicLossScale(1024.0)
+    options = {"dtype": "fp16", "loss_scale": scale, "backend": "eager", "process_group": place.group}
+    models = dense(), dense()
+    first, second = (amp.training_step(one, squares, sgd(one.parameters()), **options) for one in models)
+    first(x, y), second(x, y)
+    if place.rank == 1:
+        first.loss_scale = 64
+    return {"told": told(lambda: second(x, y))}
+
+
+@scenario
+def buffers_of_each_rank(place: Place) -> dict[str, Any]:
+    """The first rank alone runs the model, which writes a buffer that steps write; then each has its own buffers."""
+    x, y = map(place.part, rows(1)[0])
+    options = {**BF16, "backend": "eager", "process_group": place.group}
+    model = Counting()
+    step = amp.training_step(model, squares, sgd(model.parameters()), **options)
+    step(x, y)
+    if place.rank == 0:
+        model(x)
+    found = {"told": told(lambda: step(x, y)), "same": same_everywhere(step, model)}
+    own = Counting()
+    step = amp.training_step(own, squares, sgd(own.parameters()), **options, broadcast_buffers=False)
+    step(x, y)
+    own.table.mul_(place.rank + 1)
+    return found | {"told of its own": told(lambda: step(x, y)), "weights": [p.detach() for p in own.parameters()]}
+
+
+# What is read off a step, beside DistributedDataParallel, GradScaler and clip_grad_norm_.
+
+UNCHECKED = {"version": 1, "extends": "default", "loss_scale": {"mode": "none", "check_finite": False}}
+SCALES: dict[str, dict[str, Any]] = {
+    "fp16 dynamic": {"dtype": "fp16", "loss_scale": "dynamic"},
+    "fp16 static": {"dtype": "fp16", "loss_scale": 1024.0},
+    "bf16": {"dtype": "bf16", "loss_scale": None},
+    "bf16 unchecked": {"dtype": "bf16", "rules": UNCHECKED},
+}
+Read = tuple[str, float | None, int, bool]
+ALL_READ: list[Read] = [*product(SCALES, (None, 0.1), (1, 2), (False, True))]
+READ: list[Read] = [
+    one
+    for one in ALL_READ
+    if one[1:] in ((None, 1, False), (0.1, 2, True)) or (one[0] == "bf16 unchecked" and one[1] is None)
+]
+SLOW = ("all_readings",)
+UPDATES = 3
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def _batches(place: Place, scale: str, accumulate: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Of so many updates; at the second one, the last batch overflows on the second rank in FP16."""
+    for number, (x, y) in enumerate(rows(UPDATES * accumulate)):
+        x, y = place.part(x), place.part(y)
+        overflows = scale.startswith("fp16") and place.rank == 1 and number == 2 * accumulate - 1
+        yield (number + 1) % accumulate, x, y * (1e6 if overflows else 1)
+
+
+@scenario
+def readings(place: Place) -> dict[str, Any]:
+    """Every reading behind every call, and what torch gives in its place."""
+    return {"read": [(_ours(place, *one), _theirs(place, *one)) for one in READ]}
+
+
+@scenario
+def all_readings(place: Place) -> dict[str, Any]:
+    """The same of every loss scale with every option."""
+    return {"read": [(_ours(place, *one), _theirs(place, *one)) for one in ALL_READ]}
+
+
+def _ours(place: Place, scale: str, clip: float | None, accumulate: int, split: bool) -> dict[str, Any]:
+    options = {"rules": {"version": 1, "extends": "default"}, **SCALES[scale]}
+    if split:
+        options["rules"] = {**options["rules"], "reduce": {"shard": "update"}}
+    model, path = _net(), place.folder / f"{scale} {clip} {accumulate} {split}.jsonl"
+    path.unlink(missing_ok=True)
+    dist.barrier(place.group)
+    step = amp.training_step(
+        model, squares, sgd(model.parameters()), backend="eager", process_group=place.group,
+        clip_norm=clip, accumulate=accumulate, callbacks=[amp.callbacks.JSONLines(path)], **options,
+    )  # fmt: skip
+    found = []
+    for gathers, x, y in _batches(place, scale, accumulate):
+        loss = float(step(x, y))
+        report = () if gathers else step.nonfinite_report(cure=False).parameters
+        found.append({
+            "loss": loss, "norm": float(step.grad_norm), "skipped": int(step.skipped_steps),
+            "scale": float(step.loss_scale), "bad": sorted(report), "updated": not gathers,
+        })  # fmt: skip
+    log = [json.loads(line) for line in path.read_text().splitlines()] if place.rank == 0 else []
+    return {"read": found, "log": log, "events": step.nonfinite_events()}
+
+
+def _theirs(place: Place, scale: str, clip: float | None, accumulate: int, split: bool) -> list[dict[str, Any]]:
+    options = SCALES[scale]
+    dtype = torch.float16 if options["dtype"] == "fp16" else torch.bfloat16
+    ddp = nn.parallel.DistributedDataParallel(_net(), process_group=place.group)
+    optimizer, given = sgd(ddp.parameters()), options.get("loss_scale")
+    fixed = given if isinstance(given, float) else None
+    scaler = torch.amp.GradScaler("cpu", fixed or 2.0**16, enabled=given is not None)
+    found, skipped = [], 0
+    for gathers, x, y in _batches(place, scale, accumulate):
+        ddp.require_backward_grad_sync = not gathers
+        with torch.autocast("cpu", dtype):
+            loss = squares(ddp, x, y)
+        scaler.scale(loss / accumulate).backward()
+        now = float(scaler.get_scale())
+        if gathers:
+            norm = nn.utils.get_total_norm([p.grad for p in ddp.parameters()]) / now
+            bad = []
+        else:
+            scaler.unscale_(optimizer)
+            bad = sorted(name for name, p in ddp.module.named_parameters() if not p.grad.isfinite().all())
+            norm = nn.utils.clip_grad_norm_(ddp.parameters(), math.inf if clip is None else clip)
+            scaler.step(optimizer)
+            scaler.update(fixed)
+            skipped += bool(bad)
+            optimizer.zero_grad()
+        found.append({
+            "loss": float(loss.detach()), "norm": float(norm), "skipped": skipped, "scale": float(scaler.get_scale()),
+            "bad": bad, "updated": not gathers,
+        })  # fmt: skip
     return found
