@@ -1,4 +1,4 @@
-"""Modules, parameters and buffers that are spread over devices or processes already: a graph would lose their messages."""
+"""Modules and tensors that are spread over devices or processes already: a graph would lose their messages."""
 
 from __future__ import annotations
 

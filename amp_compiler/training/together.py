@@ -50,7 +50,7 @@ class Offer:
         buffers: which buffers it writes, where all ranks take the first one's.
         batch: types and shapes of its batch's tensors.
         gather: as for `GatherGradients`.
-        numbers: the plain values of the optimizers' `param_groups`.
+        numbers: the values of the optimizers' `param_groups`, as `settings_of` gives them.
         parts: names of the weights that are split over the ranks.
         norms: the messages of its forward and backward, in order.
         parameters: as for `RankValues`.
@@ -87,8 +87,8 @@ class Together:
     on before, or a rank has to capture anew, all of them say what they have. What a rank has no gradient of counts as
     zero if another has one. What must be equal and is not, or a rank that fails, is an error on every rank.
 
-    Weights, states and scales that were loaded or written between two calls are compared: before the first call, where
-    ranks did not do it as often, and where all did, but of a row of calls with such writes only the 1st, 2nd, 4th, 8th.
+    Weights, buffers, states and scales that were set, loaded or written between two calls are compared: before the first
+    call, where ranks did not do the same, and where all did, but of a row of such calls only the 1st, 2nd, 4th, 8th.
 
     Args:
         ranks: the processes.
@@ -315,7 +315,7 @@ def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
 
 
 def settings_of(optimizers: Sequence[torch.optim.Optimizer]) -> tuple[str, ...]:
-    """The plain values of all groups of parameters, one text for each."""
+    """The values of all groups of parameters that no device is waited for, one text for each."""
     return tuple(
         f"{type(optimizer).__name__} group {index} {name}={shown!r}"
         for optimizer in optimizers

@@ -12,6 +12,8 @@ TYPES = (
     torch.uint8, torch.bool, torch.float8_e4m3fn,
 )  # fmt: skip
 
+TURNED = [*range(63, -1, -1)], [1, 0, *range(2, 64)]
+
 
 def values(dtype, count=64):
     made = torch.randn(count, generator=torch.Generator().manual_seed(0)) * 100
@@ -22,11 +24,9 @@ def values(dtype, count=64):
 def test_every_bit_and_every_place_counts(dtype):
     given = values(dtype)
     raw = given.view(torch.uint8)
-    others = [
-        raw.view(64, -1)[order].view(-1).view(dtype) for order in (torch.arange(63, -1, -1), [1, 0, *range(2, 64)])
-    ]
+    others = [raw.view(64, -1)[order].view(-1).view(dtype) for order in TURNED]
     for place in (0, 1, len(raw) // 2, len(raw) - 1):
-        for bit in (0, 1) if dtype is torch.bool else (0, 7):
+        for bit in (0,) if dtype is torch.bool else (0, 7):
             changed = raw.clone()
             changed[place] ^= 1 << bit
             others.append(changed.view(dtype))
