@@ -87,8 +87,9 @@ class Together:
     on before, or a rank has to capture anew, all of them say what they have. What a rank has no gradient of counts as
     zero if another has one. What must be equal and is not, or a rank that fails, is an error on every rank.
 
-    Weights, buffers, states and scales that were set, loaded or written between two calls are compared: before the first
-    call, where ranks did not do the same, and where all did, but of a row of such calls only the 1st, 2nd, 4th, 8th.
+    Weights, buffers, states and scales are compared before the first call, and where they were set, loaded or written
+    between two calls: where ranks did not do the same, and where all did, but of a row of such calls only at the 1st,
+    2nd, 4th, 8th.
 
     Args:
         ranks: the processes.
@@ -113,7 +114,7 @@ class Together:
             yield
 
     def look(self, generation: int) -> None:
-        """See what was loaded or written since the last call, before anything is said.
+        """See what was set, loaded or written since the last call, before anything is said.
 
         Args:
             generation: as for `RankValues.changes`.
