@@ -17,6 +17,7 @@ TURNED = [*range(63, -1, -1)], [1, 0, *range(2, 64)]
 
 def values(dtype, count=64):
     made = torch.randn(count, generator=torch.Generator().manual_seed(0)) * 100
+    made[:2] = torch.tensor([-50.0, 20.0])  # which differ in every type
     return (made > 0) if dtype is torch.bool else made.abs().to(dtype) if dtype is torch.uint8 else made.to(dtype)
 
 
