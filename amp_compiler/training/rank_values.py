@@ -89,7 +89,7 @@ class RankValues:
         return found if any(found) else ()
 
     def left(self) -> None:
-        """At the end of a call: what was written up to now, the step wrote."""
+        """At the end of a call: what was set and written up to now, is the step's."""
         self._left = self._present()
         self._own = frozenset(name for name, mark in self._left.items() if mark != self._begun.get(name))
         self._state_versions, self._loads = sum(map(_VERSION, self._states.values())), 0
@@ -125,9 +125,11 @@ class RankValues:
                     number += 1
 
     def said(self) -> dict[str, Any]:
-        """Checksums of all weights and states, and the loss scale, as texts."""
+        """Checksums of all weights, buffers and states, and the loss scale, as texts."""
         buffers = self._model.named_buffers() if self._with_buffers else ()
-        weights, states, numbers = dict(self._model.named_parameters()), dict[str, Tensor](), list[str]()
+        weights: dict[str, Tensor] = dict(self._model.named_parameters())
+        states: dict[str, Tensor] = {}
+        numbers: list[str] = []
         for _, name, parameter, state in self._held():
             weights.setdefault(name, parameter)
             for key, value in state.items():
