@@ -51,7 +51,8 @@ class RankValues:
         self.parameters: tuple[str, ...] = ()
         self._generation = -1
         self._tensors: dict[str, Tensor] = {}  # parameters and buffers
-        self._states: dict[int, Tensor] = {}
+        self._states: dict[int, Tensor] = {}  # of the optimizers
+        self._left_states: dict[int, Tensor] = {}  # those at the end of the last call
         self._begun: dict[str, _Mark] = {}  # at the beginning of the call, or of the last one
         self._left: dict[str, _Mark] = {}  # at its end
         self._own: frozenset[str] = frozenset()  # the buffers that it wrote
@@ -73,8 +74,6 @@ class RankValues:
             generation: another number where other tensors may stand in model and optimizers; while it stays, so do
                 they.
         """
-        states = self._states
-        versions = sum(map(_VERSION, states.values()))
         if generation != self._generation:
             self._generation = generation
             self._find()
@@ -82,7 +81,8 @@ class RankValues:
         found = (
             self._loads,
             sum(self._left.get(name, mark) != mark for name, mark in self._begun.items()),
-            versions != self._state_versions or not states.keys() <= self._states.keys(),
+            not self._left_states.keys() <= self._states.keys()
+            or sum(map(_VERSION, self._left_states.values())) != self._state_versions,
             OPTIMIZER_STEPS.count != self._steps,
             self._scale.last if self._scale.assigned != self._assigned else "",
         )
@@ -92,7 +92,8 @@ class RankValues:
         """At the end of a call: what was set and written up to now, is the step's."""
         self._left = self._present()
         self._own = frozenset(name for name, mark in self._left.items() if mark != self._begun.get(name))
-        self._state_versions, self._loads = sum(map(_VERSION, self._states.values())), 0
+        self._left_states, self._loads = self._states, 0
+        self._state_versions = sum(map(_VERSION, self._states.values()))
         self._steps, self._assigned = OPTIMIZER_STEPS.count, self._scale.assigned
 
     def _find(self) -> None:
