@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from amp_compiler.errors import AmpError
-from amp_compiler.fx.spread import spread_over, spread_parameters
+from amp_compiler.fx.spread import spread_over, spread_tensors
 from amp_compiler.fx.stand_in import StandIn
 
 _COMPILED = "_orig_mod"  # where `torch.compile` keeps what it compiles
@@ -66,16 +66,16 @@ def refuse_spread(model: nn.Module, mend: str) -> None:
         mend: what to do about it.
 
     Raises:
-        AmpError: names the module or the parameter.
+        AmpError: names the module, the parameter or the buffer.
     """
     for name, module in model.named_modules():
         if spread := spread_over(module):
             called = f"module '{name}'" if (name := name.partition(".")[2]) else "the model"
             raise AmpError(f"{called} is {spread}, whose messages a captured graph would lose", mend=mend)
-    for name in spread_parameters(model):
+    for kind, name in spread_tensors(model):
         raise AmpError(
-            f"parameter '{name.partition('.')[2]}' is a DTensor, spread over processes already",
-            mend="pass a model whose parameters are whole on every rank; tensor parallelism is not taken",
+            f"{kind} '{name.partition('.')[2]}' is a DTensor, spread over processes already",
+            mend="pass a model whose parameters and buffers are whole on every rank; tensor parallelism is not taken",
         )
 
 

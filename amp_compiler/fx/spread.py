@@ -1,4 +1,4 @@
-"""Modules and parameters that are spread over devices or processes already: a graph would lose their messages."""
+"""Modules and tensors that are spread over devices or processes already: a graph would lose their messages."""
 
 from __future__ import annotations
 
@@ -36,10 +36,9 @@ def is_sharded(module: nn.Module) -> bool:
     return isinstance(module, tuple(getattr(loaded, name) for name in _SHARDED if hasattr(loaded, name)))
 
 
-def spread_parameters(model: nn.Module) -> Iterator[str]:
-    """Names of the parameters that are DTensors."""
+def spread_tensors(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Of the parameters and buffers that are DTensors, which of the two each is, and its name."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     if kind is not None:
-        for name, parameter in model.named_parameters():
-            if isinstance(parameter.data, kind):
-                yield name
+        yield from (("parameter", name) for name, one in model.named_parameters() if isinstance(one.data, kind))
+        yield from (("buffer", name) for name, one in model.named_buffers() if isinstance(one, kind))

@@ -7,7 +7,7 @@ from torch import fx, nn
 
 from amp_compiler.errors import CaptureError, HookError
 from amp_compiler.fx.graph import user_source
-from amp_compiler.fx.spread import is_sharded, spread_parameters
+from amp_compiler.fx.spread import is_sharded, spread_tensors
 from amp_compiler.fx.torch_private import transform_of
 
 
@@ -20,10 +20,10 @@ def refuse_sharded(model: nn.Module) -> None:
                 mend="compile first and shard what you get, as in fully_shard(amp.compile(module)), block by block"
                 " where the blocks are sharded",
             )
-    for name in spread_parameters(model):
+    for kind, name in spread_tensors(model):
         raise HookError(
-            f"parameter '{name}' is a DTensor, spread over processes already: a graph would lose the messages",
-            mend="pass a model whose parameters are whole, and shard what you get, as in"
+            f"{kind} '{name}' is a DTensor, spread over processes already: a graph would lose the messages",
+            mend="pass a model whose parameters and buffers are whole, and shard what you get, as in"
             " fully_shard(amp.compile(module)); under tensor parallelism train it without amp_compiler",
         )
 

@@ -21,11 +21,14 @@ class HeldScale:
     Attributes:
         config: its settings now; those of a loaded state take their place.
         state: its state now.
+        assigned: how often a scale was set or a state loaded.
+        last: which one that was, as text.
     """
 
     def __init__(self, config: LossScale, device: torch.device) -> None:
         self.config, self.device = config, device
         self.state = config.init(device)
+        self.assigned, self.last = 0, ""
 
     @classmethod
     def of(cls, config: LossScale, given: object, device: torch.device) -> HeldScale:
@@ -68,6 +71,7 @@ class HeldScale:
         number = float(scale)
         self.config = self.config.with_scale(number)
         self.state.scale.fill_(number)
+        self._note(number)
 
     def load(self, saved: Any) -> None:
         """Take over what `LossScale.state_dict` or a `torch.amp.GradScaler` saved.
@@ -78,3 +82,7 @@ class HeldScale:
         config = self.config.matching(saved)
         self.state = LossScaleState(*config.load_state_dict(saved, self.device))
         self.config = config
+        self._note(saved)
+
+    def _note(self, value: Any) -> None:
+        self.assigned, self.last = self.assigned + 1, repr(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.ops.cpu import update as cpu_update
 from amp_compiler.training.build import Reduction
 from amp_compiler.training.fused_optimizers import check_split
+from amp_compiler.training.held_scale import HeldScale
 from amp_compiler.training.program import LossModule
 from amp_compiler.training.rank_values import RankValues
 from amp_compiler.training.together import SAVING, Together, begin
@@ -27,7 +28,7 @@ def joined(
     model: LossModule,
     optimizers: Sequence[torch.optim.Optimizer],
     weights: WeightState,
-    scale_state: Callable[[], dict[str, Any]],
+    scale: HeldScale,
     settings: Settings,
     told: Mapping[str, Any],
     broadcast_buffers: bool,
@@ -39,7 +40,7 @@ def joined(
         model: the loss as a module.
         optimizers: what is trained.
         weights: how the optimizers hold the parameters.
-        scale_state: gives the state of the loss scale.
+        scale: the loss scale.
         settings: the options.
         told: further options that have to be the same on all ranks, by name; `enabled` among them.
         broadcast_buffers: as for `training_step`.
@@ -60,7 +61,8 @@ def joined(
     }
     begin(ranks, model, optimizers, settings.rules, {"options": [f"{name}={one}" for name, one in options.items()]})
     ranks.broadcast([weights.rounding.tensor])
-    together = Together(ranks, RankValues(model, optimizers, scale_state), weights.parts if shards else None)
+    values = RankValues(model, optimizers, scale, weights.rounding, broadcast_buffers)
+    together = Together(ranks, values, weights.parts if shards else None)
     bucket_bytes, exchange = int(float(section.get("bucket_mb", BUCKET_MB)) * 2**20), ranks.uses_gloo(device)
     loops = exchange and device.type == "cpu" and cpu_update.available()
     if shards:

@@ -2,41 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from amp_compiler.distributed.checksum import checksums
 from amp_compiler.forward.tensor_versions import OPTIMIZER_STEPS, writable
-from amp_compiler.ops.layout import as_real
-from amp_compiler.training.program import LossModule
+from amp_compiler.fx.python_state import is_plain
+from amp_compiler.training.held_scale import HeldScale
+from amp_compiler.training.program import ROOT, LossModule
+from amp_compiler.training.weights import RoundingState
+
+_VERSION = attrgetter("_version")
+_Mark = tuple[int, int, int]  # which tensor, where it lies, its version
 
 
 class RankValues:
-    """Weights, optimizer states and loss scale of this rank, as others are told of them.
+    """Weights, buffers, optimizer states and loss scale of this rank, as others are told of them.
 
-    What was written is noticed by the versions of the parameters; states and scales that are loaded are counted, and
-    steps that torch's own optimizers make. No value is read before the ranks compare them. `weight.data.mul_()` moves
-    none: `HiddenWrites` does where it finds such a write.
+    What was written is noticed by the versions of the tensors. Scales and states that are set or loaded are counted,
+    and so are steps that torch's own optimizers make. No value is read before the ranks compare them.
+    `weight.data.mul_()` moves none: `HiddenWrites` does where it finds such a write.
 
     Args:
         model: the loss as a module.
         optimizers: its optimizers.
-        scale: gives the state of the loss scale as plain values.
+        scale: the loss scale.
+        rounding: the random state of stochastic rounding.
+        with_buffers: whether buffers have to be equal. Those that a call writes are the first rank's behind it.
+
+    Attributes:
+        parameters: of each parameter of the optimizers its group, and whether it is frozen.
     """
 
     def __init__(
         self,
         model: LossModule,
         optimizers: Sequence[torch.optim.Optimizer],
-        scale: Callable[[], Mapping[str, Any]],
+        scale: HeldScale,
+        rounding: RoundingState,
+        with_buffers: bool,
     ) -> None:
-        self._model, self._optimizers, self._scale = model, optimizers, scale
-        self._loads = 0
+        self._model, self._optimizers, self._scale, self._rounding = model, optimizers, scale, rounding
+        self._with_buffers = with_buffers
+        self.parameters: tuple[str, ...] = ()
         self._generation = -1
-        self._parameters: list[Tensor] = []
-        self._marks: dict[int, tuple[int, int]] = {}
+        self._tensors: dict[str, Tensor] = {}  # parameters and buffers
+        self._states: dict[int, Tensor] = {}  # of the optimizers
+        self._left_states: dict[int, Tensor] = {}  # those at the end of the last call
+        self._begun: dict[str, _Mark] = {}  # at the beginning of the call, or of the last one
+        self._left: dict[str, _Mark] = {}  # at its end
+        self._own: frozenset[str] = frozenset()  # the buffers that it wrote
+        self._state_versions = self._loads = 0
+        self._assigned = scale.assigned
         OPTIMIZER_STEPS.watch()
         self._steps = OPTIMIZER_STEPS.count  # torch's own steps in this process before are nobody's writes
         for one in optimizers:
@@ -46,48 +67,92 @@ class RankValues:
         """Note that a state was loaded."""
         self._loads += 1
 
-    def changes(self, generation: int) -> int:
-        """How many parameters were written, and states loaded, since the last call; the same where ranks do the same.
+    def changes(self, generation: int) -> tuple[object, ...]:
+        """What was set, written or loaded since the last call: the same where ranks do the same, empty for nothing.
 
         Args:
-            generation: another number where other parameters may stand in the model; while it stays, so do they.
+            generation: another number where other tensors may stand in model and optimizers; while it stays, so do
+                they.
         """
         if generation != self._generation:
             self._generation = generation
-            self._parameters = writable({id(p): p for p in (*self._model.parameters(), *self._held())}.values())
-        written = sum(self._marks.get(key, mark) != mark for key, mark in self._present().items())
-        return self._loads + written + (OPTIMIZER_STEPS.count != self._steps)
+            self._find()
+        self._begun = self._present()
+        found = (
+            self._loads,
+            sum(self._left.get(name, mark) != mark for name, mark in self._begun.items()),
+            not self._left_states.keys() <= self._states.keys()
+            or sum(map(_VERSION, self._left_states.values())) != self._state_versions,
+            OPTIMIZER_STEPS.count != self._steps,
+            self._scale.last if self._scale.assigned != self._assigned else "",
+        )
+        return found if any(found) else ()
 
     def left(self) -> None:
-        """At the end of a call: what was written up to now, the step wrote."""
-        self._marks = self._present()
-        self._loads, self._steps = 0, OPTIMIZER_STEPS.count
+        """At the end of a call: what was set and written up to now, is the step's."""
+        self._left = self._present()
+        self._own = frozenset(name for name, mark in self._left.items() if mark != self._begun.get(name))
+        self._left_states, self._loads = self._states, 0
+        self._state_versions = sum(map(_VERSION, self._states.values()))
+        self._steps, self._assigned = OPTIMIZER_STEPS.count, self._scale.assigned
 
-    def _present(self) -> dict[int, tuple[int, int]]:
-        """Where each parameter lies, and its version, by its `id`."""
-        return {id(one): (one.data_ptr(), one._version) for one in self._parameters}
+    def _find(self) -> None:
+        """Look for all tensors anew."""
+        buffers = self._model.named_buffers() if self._with_buffers else ()
+        found = {**dict(self._model.named_parameters()), **dict(buffers)}
+        states: list[Any] = []
+        parameters = []
+        for group, name, parameter, state in self._held():
+            found.setdefault(name, parameter)
+            states += state.values()
+            parameters.append(f"{_shown(name)} in {group}{'' if parameter.requires_grad else ', frozen'}")
+        tensors = {name: one for name, one in found.items() if not one.is_inference()}
+        self._tensors, self.parameters = tensors, tuple(parameters)
+        self._states = {id(one): one for one in writable(one for one in states if isinstance(one, Tensor))}
+
+    def _present(self) -> dict[str, _Mark]:
+        return {name: (id(one), one.data_ptr(), one._version) for name, one in self._tensors.items()}
+
+    def _held(self) -> Iterator[tuple[str, str, Tensor, dict[str, Any]]]:
+        """Group, name and state of each parameter of the optimizers."""
+        names = {id(one): name for name, one in self._model.named_parameters() if name.startswith(ROOT)}
+        number = 0
+        for optimizer in self._optimizers:
+            for index, group in enumerate(optimizer.param_groups):
+                for parameter in group["params"]:
+                    name = names.get(id(parameter), f"{ROOT}.parameter {number}")
+                    state = optimizer.state.get(parameter, {})
+                    yield f"{type(optimizer).__name__} group {index}", name, parameter, state
+                    number += 1
 
     def said(self) -> dict[str, Any]:
-        """Sums of all weights and states, and the loss scale, as texts."""
-        names = {id(parameter): name.partition(".")[2] for name, parameter in self._model.named_parameters()}
-        states = []
-        for optimizer in self._optimizers:
-            for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
-                for key, value in optimizer.state.get(parameter, {}).items():
-                    if isinstance(value, Tensor) and (not value.dim() or value.shape == parameter.shape):  # no part
-                        states.append(f"{key} of {names.get(id(parameter), number)} with the sum {_sum(value)}")
-        weights = self._model.named_parameters()
+        """Checksums of all weights, buffers and states, and the loss scale, as texts."""
+        buffers = self._model.named_buffers() if self._with_buffers else ()
+        weights: dict[str, Tensor] = dict(self._model.named_parameters())
+        states: dict[str, Tensor] = {}
+        numbers: list[str] = []
+        for _, name, parameter, state in self._held():
+            weights.setdefault(name, parameter)
+            for key, value in state.items():
+                if not isinstance(value, Tensor):
+                    numbers += [f"{key}={value!r} of {_shown(name)}"] if is_plain(value) else []
+                elif not value.dim() or value.shape == parameter.shape:  # no part
+                    states[f"{key} of {_shown(name)}"] = value
         return {
-            "weights": [f"{name.partition('.')[2]} with the sum {_sum(one)}" for name, one in weights],
-            "the optimizer's state": states,
-            "the loss scale": [f"{key}={value}" for key, value in self._scale().items()],
+            "weights": _summed((_shown(name), one) for name, one in weights.items()),
+            "buffers": _summed((_shown(name), one) for name, one in buffers if name not in self._own),
+            "the optimizer's state": [*_summed(states.items()), *numbers],
+            "the loss scale": [f"{k}={v}" for k, v in self._scale.config.state_dict(self._scale.state).items()],
+            "the random state of rounding": [f"{k}={v}" for k, v in self._rounding.state_dict().items()],
         }
 
-    def _held(self) -> Iterator[Tensor]:
-        for optimizer in self._optimizers:
-            for group in optimizer.param_groups:
-                yield from group["params"]
+
+def _shown(name: str) -> str:
+    return name.partition(".")[2]
 
 
-def _sum(tensor: Tensor) -> float:
-    return float(as_real(tensor.detach()).sum(dtype=torch.float64))
+def _summed(named: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Each name with the checksum of its tensor."""
+    found = dict(named)
+    sums = checksums([*found.values()])
+    return [f"{name} with the checksum {one}" for name, one in zip(found, sums, strict=True)]

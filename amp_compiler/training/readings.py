@@ -98,13 +98,13 @@ class StepReadings:
         Where the step itself looks at no gradient before the update, it is computed when it is asked for: with a loss
         scale that does not check (`check_finite: false`), without clipping.
         """
-        _, output, scale = self._seen()
+        program, output, scale = self._seen()
         if output.checked:
             return output.norm.clone()  # the next step may overwrite it
         with torch.no_grad():
             # Squares added up in FP32 are off in the fifth digit where there are a few hundred thousand.
             made = [torch.linalg.vector_norm(one.float(), dtype=torch.float64) for one in output.gradients]
-            norm: Tensor = torch.linalg.vector_norm(torch.stack(made)) / (scale * self._accumulate)
+            norm: Tensor = torch.linalg.vector_norm(torch.stack(made)) / (scale * program.update.divisor)
             return norm.float()
 
     @property

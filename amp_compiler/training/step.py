@@ -270,7 +270,7 @@ class TrainingStep(StepReadings):
                 self._module,
                 self._optimizers,
                 self._weights,
-                lambda: self._scale_config.state_dict(self._scale),
+                self._held,
                 self._settings,
                 told,
                 broadcast_buffers,
@@ -515,7 +515,9 @@ class TrainingStep(StepReadings):
     ) -> Offer:
         shown = buffers if self._reduction is not None and self._reduction.broadcast_buffers else ()
         settings = settings_of(self._optimizers)
-        return Offer(gradients, shown, batch_form(leaves), gather, settings, self._weights.parts.names, norms)
+        held = () if self._together is None else self._together.values.parameters
+        parts = self._weights.parts.names
+        return Offer(gradients, shown, batch_form(leaves), gather, settings, parts, norms, held)
 
     @property
     def _between(self) -> str:
@@ -684,8 +686,6 @@ class TrainingStep(StepReadings):
             )
         before = self._scale_config
         self._held.load(state)
-        if self._together is not None:
-            self._together.values.loaded()
         if before != self._scale_config:  # none of them will fit again
             self._programs.clear()
         self._weights.rounding.load_state_dict(state.get(OWN_KEY, {}))

@@ -33,7 +33,7 @@ _BATCH = (
     "give all ranks batches of one shape: pad them, or drop the last one (DataLoader(drop_last=True)); else the"
     " mean over all samples would not be that of the ranks' means"
 )
-_LOADED = "load and write on all ranks alike, or on none"
+_LOADED = "set, load and write on all ranks alike, or on none"
 MOST_AGREED = 4096  # combinations that are kept in mind
 _FAILED = -1  # of a rank that agreed, and then could not build its program
 SAVING = "optimizer.state_dict()"
@@ -50,9 +50,10 @@ class Offer:
         buffers: which buffers it writes, where all ranks take the first one's.
         batch: types and shapes of its batch's tensors.
         gather: as for `GatherGradients`.
-        numbers: the plain values of the optimizers' `param_groups`.
+        numbers: the values of the optimizers' `param_groups`, as `settings_of` gives them.
         parts: names of the weights that are split over the ranks.
         norms: the messages of its forward and backward, in order.
+        parameters: as for `RankValues`.
     """
 
     gradients: Shared
@@ -62,6 +63,7 @@ class Offer:
     numbers: tuple[str, ...]
     parts: tuple[str, ...] = ()
     norms: tuple[str, ...] = ()
+    parameters: tuple[str, ...] = ()
 
     def said(self) -> dict[str, Any]:
         """As other ranks are told."""
@@ -74,6 +76,7 @@ class Offer:
             "the optimizer's settings": self.numbers,
             "the weights that are split": self.parts,
             "the messages of SyncBatchNorm": self.norms,
+            "the optimizer's parameters": self.parameters,
         }
 
 
@@ -84,8 +87,9 @@ class Together:
     on before, or a rank has to capture anew, all of them say what they have. What a rank has no gradient of counts as
     zero if another has one. What must be equal and is not, or a rank that fails, is an error on every rank.
 
-    Weights, states and scales that were loaded or written between two calls are compared: before the first call, where
-    ranks did not do it as often, and where all did, but of a row of calls with such writes only the 1st, 2nd, 4th, 8th.
+    Weights, buffers, states and scales are compared before the first call, and where they were set, loaded or written
+    between two calls: where ranks did not do the same, and where all did, but of a row of such calls only at the 1st,
+    2nd, 4th, 8th.
 
     Args:
         ranks: the processes.
@@ -99,7 +103,8 @@ class Together:
         self._open = self._told = False
         self._now: tuple[Offer, Shared] | None = None
         self._reads: dict[str, bool] | None = None
-        self._changes = self._row = 0  # since the last call, and number of calls in a row that had some
+        self._changes: tuple[object, ...] = ()  # since the last call
+        self._row = 0  # number of calls in a row that had some
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
@@ -109,7 +114,7 @@ class Together:
             yield
 
     def look(self, generation: int) -> None:
-        """See what was loaded or written since the last call, before anything is said.
+        """See what was set, loaded or written since the last call, before anything is said.
 
         Args:
             generation: as for `RankValues.changes`.
@@ -311,14 +316,23 @@ def _tensors_in(value: Any, seen: set[int]) -> Iterator[Tensor]:
 
 
 def settings_of(optimizers: Sequence[torch.optim.Optimizer]) -> tuple[str, ...]:
-    """The plain values of all groups of parameters, one text for each."""
+    """The values of all groups of parameters that no device is waited for, one text for each."""
     return tuple(
-        f"{type(optimizer).__name__} group {index} {name}={value!r}"
+        f"{type(optimizer).__name__} group {index} {name}={shown!r}"
         for optimizer in optimizers
         for index, group in enumerate(optimizer.param_groups)
         for name, value in group.items()
-        if name != "params" and is_plain(value)
+        if name != "params" and (shown := _number_of(value)) is not None
     )
+
+
+def _number_of(value: Any) -> Any:
+    """A value of a group as it is compared; `None` for one that would be read from a device, and others."""
+    if isinstance(value, Tensor):
+        return value.tolist() if value.device.type == "cpu" else None
+    if type(value) in (list, tuple):
+        return tuple(map(_number_of, value))
+    return value if is_plain(value) else None
 
 
 def begin(

@@ -224,6 +224,7 @@ def what_is_refused(place: Place) -> dict[str, Any]:
     from torch.distributed._composable import replicate
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.tensor import Replicate, distribute_tensor
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     mesh, group = init_device_mesh("cpu", (place.size,)), place.group
@@ -241,6 +242,11 @@ def what_is_refused(place: Place) -> dict[str, Any]:
     def halved() -> nn.Module:
         return parallelize_module(nn.Sequential(nn.Linear(8, 4)), mesh, {"0": ColwiseParallel()})
 
+    def with_buffer() -> nn.Module:
+        model = dense()
+        model[0].register_buffer("mask", distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+        return model
+
     inner = fully_shard(dense()[0], mesh=mesh)
     teacher = in_ddp(dense())
     return {
@@ -253,6 +259,8 @@ def what_is_refused(place: Place) -> dict[str, Any]:
         "FSDP1": step_of(in_fsdp()),
         "FSDP1 compiled": told(lambda: amp.compile(in_fsdp(), backend="eager")(batch[0])),
         "DTensor": step_of(halved()),
+        "DTensor buffer": step_of(with_buffer()),
+        "DTensor buffer compiled": told(lambda: amp.compile(with_buffer(), backend="eager")(batch[0])),
         "DTensor compiled": told(lambda: amp.compile(halved(), backend="eager")(batch[0])),
     }
 

@@ -82,6 +82,7 @@ def run_ranks(size: int, names: Iterable[str]) -> dict[str, list[dict[str, Any]]
 def _run(rank: int, size: int, names: list[str], folder: str) -> None:
     import checkpoint_scenarios  # noqa: F401  # each adds its own to the table; here, because they import this module
     import difference_scenarios  # noqa: F401
+    import drift_scenarios  # noqa: F401
     import norm_scenarios  # noqa: F401
     import shard_scenarios  # noqa: F401
     import training_scenarios  # noqa: F401

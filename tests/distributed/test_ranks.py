@@ -413,7 +413,7 @@ def test_ranks_that_differ_at_a_call_are_told_so_and_go_on(found):
     )
     assert "rank 1 has fp32[2, 8], rank 0 has fp32[4, 8]" in first["later shape"]
     assert "rank 1 has SGD group 0 lr=0.5, rank 0 has SGD group 0 lr=0.05" in first["rate"]
-    assert "the ranks differ in weights: rank 1 has 0.weight with the sum" in first["loaded"]
+    assert "the ranks differ in weights: rank 1 has 0.weight with the checksum" in first["loaded"]
     for name in ("first shape", "later shape", "rate", "loaded"):
         assert first[name] == second[name]
     assert "rank 1 failed" in first["fails"] and second["fails"] and "rank 1" not in second["fails"]
@@ -423,11 +423,11 @@ def test_ranks_that_differ_at_a_call_are_told_so_and_go_on(found):
 def test_what_one_rank_alone_loads_or_writes_later_is_an_error_on_each_until_it_is_mended(found):
     first, second = of(found, "loaded_later")
     expected = {
-        "weights": r"the ranks differ in weights: rank 1 has 0.weight with the sum .*, rank 0 has 0.weight with",
-        "of each its own": r"the ranks differ in weights: rank 1 has 0.weight with the sum",
-        "state": r"the ranks differ in the optimizer's state: rank 1 has exp_avg of 0.weight with the sum",
+        "weights": r"the ranks differ in weights: rank 1 has 0.weight with the checksum .*, rank 0 has 0.weight with",
+        "of each its own": r"the ranks differ in weights: rank 1 has 0.weight with the checksum",
+        "state": r"the ranks differ in the optimizer's state: rank 1 has exp_avg of 0.weight with the checksum",
         "scale": r"the ranks differ in the loss scale: rank 1 has scale=8.0, rank 0 has scale=16.0",
-        "imaginary part": r"the ranks differ in weights: rank 1 has turns with the sum",
+        "imaginary part": r"the ranks differ in weights: rank 1 has turns with the checksum",
     }
     for name, pattern in expected.items():
         told = [first[name]] if isinstance(first[name], str) else first[name]
@@ -457,6 +457,8 @@ def test_models_that_are_spread_already_are_named(found):
             "FSDP1": "the model is sharded over processes (FSDP)",
             "FSDP1 compiled": "is sharded over processes (FSDP)",
             "DTensor": "parameter '0.weight' is a DTensor",
+            "DTensor buffer": "buffer '0.mask' is a DTensor",
+            "DTensor buffer compiled": "buffer '0.mask' is a DTensor",
             "DTensor compiled": "parameter '0.weight' is a DTensor",
         }
         for name, text in expected.items():

@@ -1,0 +1,85 @@
+"""Checksums of tensors: every bit and every place counts, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from amp_compiler.distributed.checksum import _CHUNK, checksums
+
+TYPES = (
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128, torch.int64,
+    torch.uint8, torch.bool, torch.float8_e4m3fn,
+)  # fmt: skip
+
+TURNED = [*range(63, -1, -1)], [1, 0, *range(2, 64)]
+
+
+def values(dtype, count=64):
+    made = torch.randn(count, generator=torch.Generator().manual_seed(0)) * 100
+    made[:2] = torch.tensor([-50.0, 20.0])  # which differ in every type
+    return (made > 0) if dtype is torch.bool else made.abs().to(dtype) if dtype is torch.uint8 else made.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_every_bit_and_every_place_counts(dtype):
+    given = values(dtype)
+    raw = given.view(torch.uint8)
+    others = [raw.view(64, -1)[order].view(-1).view(dtype) for order in TURNED]
+    for place in (0, 1, len(raw) // 2, len(raw) - 1):
+        for bit in (0,) if dtype is torch.bool else (0, 7):
+            changed = raw.clone()
+            changed[place] ^= 1 << bit
+            others.append(changed.view(dtype))
+    sums = checksums([given, given.clone(), *others])
+    assert sums[0] == sums[1] and len({*sums}) == len(others) + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_a_plain_sum_misses_is_seen(dtype):
+    given = values(dtype)
+    signs = given.clone()
+    signs[[3, 9]] *= -1
+    swapped = given[[1, 0, *range(2, 64)]]
+    mirrored = swapped[[*range(62), 63, 62]]
+    assert len({*checksums([given, signs, swapped, mirrored, -given])}) == 5
+
+
+def test_chunks_and_strides_are_one_row_of_elements():
+    long = values(torch.float32, 2 * _CHUNK + 3)
+    swapped = long.clone()
+    swapped[[5, _CHUNK + 5]] = long[[_CHUNK + 5, 5]]
+    exchanged = torch.cat([long[_CHUNK : 2 * _CHUNK], long[:_CHUNK], long[2 * _CHUNK :]])
+    assert len({*checksums([long, swapped, exchanged])}) == 3
+    square = long[:64].view(8, 8)
+    image = long[:96].view(2, 3, 4, 4)
+    conjugate = torch.complex(long[:4], long[4:8])
+    for one in (square.t(), image.to(memory_format=torch.channels_last), long[:64:2], conjugate.conj()):
+        strided, plain = checksums([one, one.clone(memory_format=torch.contiguous_format).resolve_conj()])
+        assert strided == plain
+    assert checksums([]) == [] and checksums([torch.zeros(0), torch.zeros(())])[1] == checksums([torch.zeros(1)])[0]
+
+
+def test_it_is_the_sum_of_bits_times_odd_numbers():
+    """By Python's whole numbers, which have no end."""
+    given = values(torch.float16, 5)
+
+    def numbers(count):
+        for place in range(1, count + 1):
+            mixed = place * 0x9E3779B97F4A7C15 % 2**64
+            for factor in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB):
+                shifted = (mixed - (mixed >> 63) * 2**64) >> 31
+                mixed = (mixed ^ shifted % 2**64) * factor % 2**64
+            shifted = (mixed - (mixed >> 63) * 2**64) >> 31
+            yield (mixed ^ shifted % 2**64) | 1
+
+    bits = given.view(torch.int16).tolist()
+    total = sum(one * place for one, place in zip(bits, numbers(5), strict=True)) * next(numbers(1))
+    assert checksums([given]) == [f"{total % 2**64:016x}"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_a_gpu_gives_the_same(dtype):
+    given = values(dtype, 2 * _CHUNK + 3)
+    assert checksums([given.cuda()]) == checksums([given])
