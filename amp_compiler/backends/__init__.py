@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+from typing import Literal
 
 from amp_compiler.backends import eager, inductor
 from amp_compiler.backends.backend import Backend
 from amp_compiler.errors import AmpError
 
+BackendName = Literal["inductor", "eager"]
 BACKENDS: dict[str, Backend] = {one.name: one for one in (inductor.BACKEND, eager.BACKEND)}
 
 

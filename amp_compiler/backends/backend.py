@@ -5,13 +5,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch import fx
 
 from amp_compiler.errors import AmpError
 
-DEFAULT, TUNED = "default", "max-autotune"
+Mode = Literal["default", "max-autotune"]
+DEFAULT: Literal["default"] = "default"
+TUNED: Literal["max-autotune"] = "max-autotune"
 _CUDA_GRAPHS = "reduce-overhead"  # one of torch.compile's modes
 Builder = Callable[[fx.GraphModule, Sequence[Any], bool], Callable[..., Any]]
 
