@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from amp_compiler.cli.usage import (
     ALL,
@@ -17,6 +17,10 @@ from amp_compiler.cli.usage import (
     emit,
 )
 from amp_compiler.errors import AmpError
+from amp_compiler.ir.dtypes import ShortName
+
+if TYPE_CHECKING:  # it brings torch
+    from amp_compiler.backends import BackendName
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class ExplainOptions:
     model: str
     args: tuple[str, ...] = ()
     rules: str = "default"
-    dtype: str = "auto"
+    dtype: Literal[ShortName, "auto"] = "auto"
     eval_mode: bool = False
     format: str = "table"
     output: Path | None = None
@@ -153,7 +157,7 @@ def _explain_stages(model: Any, example: Any, loss: Any, options: ExplainOptions
         loss=loss,
         rules=options.rules,
         dtype=options.dtype,
-        backend=options.backend,
+        backend=cast("BackendName", options.backend),  # another is refused where it is looked for
     )
     stages = make_stages(model, example, wanted)
     if options.format == "json":

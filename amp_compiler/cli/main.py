@@ -6,7 +6,7 @@ import enum
 import io
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -21,6 +21,9 @@ from amp_compiler.cli.usage import (
     read_type,
 )
 from amp_compiler.errors import AmpError
+
+if TYPE_CHECKING:  # it brings torch
+    from amp_compiler.backends import BackendName
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -74,7 +77,7 @@ class Start(enum.StrEnum):
 
 RulesOption = Annotated[str, typer.Option("--rules", help="A preset's name or a path to a rule file.")]
 TypeOption = Annotated[
-    str, typer.Option("--dtype", parser=read_type, metavar="[auto|fp16|bf16]", help="The 16-bit type.")
+    Any, typer.Option("--dtype", parser=read_type, metavar="[auto|fp16|bf16]", help="The 16-bit type.")
 ]
 EvalOption = Annotated[bool, typer.Option("--eval", help="For inference: `model.eval()` first.")]
 ArgsOption = Annotated[
@@ -196,7 +199,7 @@ def convert(
     output: Annotated[Path, typer.Argument(metavar="OUT.onnx", help="The file to write.")],
     rules: RulesOption = "default",
     dtype: Annotated[
-        str, typer.Option("--dtype", parser=read_stored_type, metavar="[fp16|bf16]", help="The 16-bit type.")
+        Any, typer.Option("--dtype", parser=read_stored_type, metavar="[fp16|bf16]", help="The 16-bit type.")
     ] = "fp16",
     calibrate: Annotated[
         Path | None,
@@ -412,7 +415,7 @@ def demo(
     """Train two small CNNs on handwritten digits in FP32, with torch.autocast and with amp.compile."""
     from amp_compiler.cli.demo import run_demo
 
-    run_demo(epochs=epochs, device=device.value, backend=backend)
+    run_demo(epochs=epochs, device=device.value, backend=cast("BackendName", backend))
 
 
 def main() -> None:

@@ -38,7 +38,7 @@ from amp_compiler.forward.signature import leaves_key
 from amp_compiler.fx.graph import canonical_op, module_of, neutral_dtype, run_by_node, user_source
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import building
-from amp_compiler.ir.dtypes import DType, DTypeArgument, low_name
+from amp_compiler.ir.dtypes import DType, DTypeArgument, low_name, short_name
 from amp_compiler.onnx.importing.api import module_of as imported
 from amp_compiler.ops.exponents import BINS, count_exponents, count_update, keep
 from amp_compiler.ops.update.product import Product
@@ -107,7 +107,7 @@ def profile(
             from amp_compiler.onnx.plan import explain_onnx  # ONNX is imported by those who use it
 
             run_by_node(model)
-            plan = explain_onnx(subject, rules=rules, dtype=run.low.short)
+            plan = explain_onnx(subject, rules=rules, dtype=short_name(run.low))
             run.onnx_nodes = {value: node.name for node in plan.nodes for value, _ in node.outputs}
     else:
         raise AmpError(
@@ -337,7 +337,7 @@ class _LossRun(_Run):
         given = self.settings.pipelines
         return TrainingStep(
             self.model, loss_fn, torch.optim.SGD(self.trained, 0.0), rules=replace(self.settings.rules, weights={}),
-            dtype=self.low.short, loss_scale=self.scale, clip_norm=None, accumulate=1, dynamic_shapes=None,
+            dtype=short_name(self.low), loss_scale=self.scale, clip_norm=None, accumulate=1, dynamic_shapes=None,
             backend=EAGER, enabled=True, passes=[given[one.name] for one in RUN if one.name in given], mode=DEFAULT,
             process_group=None, callbacks=(),
         )  # fmt: skip

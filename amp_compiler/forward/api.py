@@ -27,7 +27,7 @@ from amp_compiler.fx.capture import capture_module, captured_from_graph_module
 from amp_compiler.fx.examples import split_example
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private import has_native_bf16
-from amp_compiler.ir.dtypes import DType, DTypeArgument, low_name, low_type
+from amp_compiler.ir.dtypes import DType, DTypeArgument, low_name, low_type, short_name
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.importing.api import module_of
 from amp_compiler.passes.pipeline import CAPTURE, FORWARD, INFERENCE, PIECE, PLAN
@@ -199,11 +199,11 @@ def _explain_onnx(model: Any, example_args: Any, settings: Settings, low: DType,
     from amp_compiler.onnx.plan import explain_onnx
 
     if example_args is None:
-        return explain_onnx(model, rules=settings.rules, dtype=low.short, **options)
+        return explain_onnx(model, rules=settings.rules, dtype=short_name(low), **options)
     args, kwargs = pytree.tree_map_only(np.ndarray, _tensor, split_example(example_args))
     opened = open_model(model)
     sizes = sizes_of(opened, args, kwargs)
-    plan = explain_onnx(opened, rules=settings.rules, dtype=low.short, sizes=sizes, **options)
+    plan = explain_onnx(opened, rules=settings.rules, dtype=short_name(low), sizes=sizes, **options)
     try:
         captured = capture_module(module_of(model), args, kwargs)
         plan_captured(captured, settings, low)  # by which it is in normal form

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 LowName = Literal["fp16", "bf16", "float16", "bfloat16", "half"]
 LowArgument: TypeAlias = LowName | "torch.dtype"
 DTypeArgument: TypeAlias = Literal[LowName, "auto"] | "torch.dtype"
+ShortName = Literal["fp16", "bf16"]
 AUTO: Literal["auto"] = "auto"
 
 
@@ -159,7 +160,7 @@ def low_type(dtype: object) -> DType:
     raise AmpError(f"dtype={dtype!r} is no 16-bit type", mend=mend)
 
 
-def low_name(dtype: object) -> Literal["fp16", "bf16", "auto"]:
+def low_name(dtype: object) -> Literal[ShortName, "auto"]:
     """The short name of the 16-bit type that a user names, or `"auto"` as it is.
 
     Args:
@@ -168,6 +169,9 @@ def low_name(dtype: object) -> Literal["fp16", "bf16", "auto"]:
     Raises:
         AmpError: for anything else.
     """
-    if isinstance(dtype, str) and dtype == AUTO:
-        return AUTO
-    return "fp16" if low_type(dtype) is DType.FLOAT16 else "bf16"
+    return AUTO if isinstance(dtype, str) and dtype == AUTO else short_name(low_type(dtype))
+
+
+def short_name(low: DType) -> ShortName:
+    """The name of a 16-bit type as `dtype=` takes it."""
+    return "fp16" if low is DType.FLOAT16 else "bf16"
