@@ -15,7 +15,7 @@ from typing import get_args
 import pytest
 
 import amp_compiler as amp
-from amp_compiler.backends import BACKENDS, BackendName
+from amp_compiler.backends import BACKENDS, BackendArgument
 from amp_compiler.backends.backend import DEFAULT, Mode
 from amp_compiler.ir import dtypes
 from amp_compiler.ops.loss_scale import make
@@ -45,7 +45,7 @@ def test_the_three_lists_of_names_agree():
 # By parameter, how a public function may declare it, so that an editor offers what there is.
 DECLARED = {
     "dtype": {"DTypeArgument", "LowArgument"},
-    "backend": {"BackendName"},
+    "backend": {"BackendArgument"},
     "mode": {"Mode"},
     "loss_scale": {"LossScaleArgument", "float"},
 }
@@ -68,7 +68,7 @@ def test_what_is_declared_is_what_is_taken():
     names, torch_dtype = get_args(dtypes.DTypeArgument)
     assert set(get_args(names)) == {*get_args(dtypes.LowName), "auto"}
     assert torch_dtype.__forward_arg__ == "torch.dtype"
-    assert get_args(BackendName) == tuple(BACKENDS)
+    assert get_args(get_args(BackendArgument)[0]) == tuple(BACKENDS)
     assert set(get_args(Mode)) == {DEFAULT}.union(*(backend.modes for backend in BACKENDS.values()))
     assert get_args(make.LossScaleMode) == tuple(make._KINDS)
     assert get_args(LossScaleModel.model_fields["mode"].annotation) == get_args(make.LossScaleMode)

@@ -54,7 +54,7 @@ class Backend:
             AmpError: the backend has no such mode.
         """
         known = {DEFAULT: self.build, **self.modes}
-        if mode in known:
+        if isinstance(mode, str) and mode in known:
             return known[mode]
         near = difflib.get_close_matches(str(mode), known, 1)
         mend = f"did you mean '{near[0]}'?" if near else f"use one of {', '.join(map(repr, known))}"

@@ -18,7 +18,6 @@ from rich.table import Table
 from torch import nn
 from torch.nn import functional as F
 
-from amp_compiler.backends import BackendName
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.api import compile
 from amp_compiler.forward.settings import make_settings
@@ -117,7 +116,7 @@ def run_demo(
     *,
     epochs: int = 10,
     device: str = "auto",
-    backend: BackendName = "inductor",
+    backend: str = "inductor",
     console: Console | None = None,
     train_images: int | None = None,
 ) -> list[DemoRow]:
@@ -182,7 +181,7 @@ class _Run:
     mode: str
     device: torch.device
     low: torch.dtype
-    backend: BackendName
+    backend: str
 
     def train(self, batch_norm: bool, data: Digits, steps: int, advance: Callable[[], object]) -> DemoRow:
         """Train from the same start and on the same batches as every other mode, then test."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal
 
 from amp_compiler.cli.usage import (
     ALL,
@@ -18,9 +18,6 @@ from amp_compiler.cli.usage import (
 )
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.dtypes import ShortName
-
-if TYPE_CHECKING:  # it brings torch
-    from amp_compiler.backends import BackendName
 
 
 @dataclass(frozen=True)
@@ -157,7 +154,7 @@ def _explain_stages(model: Any, example: Any, loss: Any, options: ExplainOptions
         loss=loss,
         rules=options.rules,
         dtype=options.dtype,
-        backend=cast("BackendName", options.backend),  # another is refused where it is looked for
+        backend=options.backend,
     )
     stages = make_stages(model, example, wanted)
     if options.format == "json":

@@ -6,7 +6,7 @@ import enum
 import io
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
@@ -21,9 +21,6 @@ from amp_compiler.cli.usage import (
     read_type,
 )
 from amp_compiler.errors import AmpError
-
-if TYPE_CHECKING:  # it brings torch
-    from amp_compiler.backends import BackendName
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -415,7 +412,7 @@ def demo(
     """Train two small CNNs on handwritten digits in FP32, with torch.autocast and with amp.compile."""
     from amp_compiler.cli.demo import run_demo
 
-    run_demo(epochs=epochs, device=device.value, backend=cast("BackendName", backend))
+    run_demo(epochs=epochs, device=device.value, backend=backend)
 
 
 def main() -> None:

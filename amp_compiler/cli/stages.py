@@ -15,7 +15,6 @@ from rich.console import Console
 from rich.syntax import Syntax
 from rich.text import Text
 
-from amp_compiler.backends import BackendName
 from amp_compiler.cli.usage import ALL, CAPTURED, NODE_BY_NODE, UsageError
 from amp_compiler.errors import AmpError, PassError
 from amp_compiler.forward import api as forward
@@ -46,7 +45,7 @@ class StageOptions:
     loss: Callable[..., Any] | None = None
     rules: str = "default"
     dtype: Literal[ShortName, "auto"] = "auto"
-    backend: BackendName = NODE_BY_NODE
+    backend: str = NODE_BY_NODE
 
     @property
     def of_step(self) -> bool:

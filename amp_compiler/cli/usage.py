@@ -6,14 +6,13 @@ import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal
 
 import typer
 
 from amp_compiler.errors import AmpError
 
 ALL, CAPTURED = "all", "capture"  # what `--print-after` takes beside the names of passes
-NODE_BY_NODE: Literal["eager"] = "eager"  # the backend for reading stages: nothing is compiled
+NODE_BY_NODE = "eager"  # the backend for reading stages: nothing is compiled
 
 
 class UsageError(AmpError):

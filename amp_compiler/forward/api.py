@@ -14,7 +14,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-from amp_compiler.backends import BackendName
+from amp_compiler.backends import BackendArgument
 from amp_compiler.backends.backend import Mode
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.autocast import autocast_totals
@@ -47,7 +47,7 @@ def compile(
     rules: Any = "default",
     dtype: DTypeArgument = "auto",
     dynamic_shapes: Any = "auto",
-    backend: BackendName = "inductor",
+    backend: BackendArgument = "inductor",
     passes: Any = None,
     mode: Mode = "default",
 ) -> CompiledModule:

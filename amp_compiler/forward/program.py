@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -36,7 +36,7 @@ from amp_compiler.passes.plan.make_plan import make_plan
 from amp_compiler.passes.precision.type_backward import emulates
 
 logger = logging.getLogger("amp_compiler")
-EAGER: Literal["eager"] = "eager"  # the backend that runs any graph
+EAGER = "eager"  # the backend that runs any graph
 
 
 def plan_captured(

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from amp_compiler.backends import BackendName, find_backend
+from amp_compiler.backends import BackendArgument, find_backend
 from amp_compiler.backends.backend import DEFAULT, Backend, Builder, Mode
 from amp_compiler.errors import AmpError
 from amp_compiler.fx.torch_private import has_bf16_kernels, has_native_bf16
@@ -67,7 +67,7 @@ class Settings:
 def make_settings(
     rules: Any = "default",
     dtype: DTypeArgument = AUTO,
-    backend: BackendName = "inductor",
+    backend: BackendArgument = "inductor",
     dynamic_shapes: Any = None,
     passes: Any = None,
     allowed: Sequence[Pipeline] = PIPELINES,

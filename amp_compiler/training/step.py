@@ -12,7 +12,7 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from amp_compiler.backends import BackendName
+from amp_compiler.backends import BackendArgument
 from amp_compiler.backends.backend import DEFAULT, Mode
 from amp_compiler.backends.cuda_capture import TorchGraphs
 from amp_compiler.backends.cuda_graph import GraphSettings
@@ -97,7 +97,7 @@ def training_step(
     clip_norm: float | None = None,
     accumulate: int = 1,
     dynamic_shapes: Any = "auto",
-    backend: BackendName = "inductor",
+    backend: BackendArgument = "inductor",
     enabled: bool = True,
     passes: Any = None,
     mode: Mode = "default",
@@ -211,7 +211,7 @@ class TrainingStep(StepReadings):
         clip_norm: float | None,
         accumulate: int,
         dynamic_shapes: Any,
-        backend: BackendName,
+        backend: BackendArgument,
         enabled: bool,
         passes: Any,
         mode: Mode,
