@@ -9,7 +9,7 @@ from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.report.table import human_bytes, short_place, summary_line
 
 MOST_NODES, MOST_CASTS = 40, 20
-MOST_LETTERS = 90  # of a text; what comes from a model may be of any length
+MOST_LETTERS = 120  # of a text; what comes from a model may be of any length
 
 
 def plan_cell(plan: PrecisionPlan) -> str:
