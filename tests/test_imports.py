@@ -43,6 +43,7 @@ ROOMS = {
     "__main__": "cli",
 }
 LAZY = {
+    ("ir.plan", "report.cell"),
     ("ir.plan", "report.html"),
     ("ir.plan", "report.svg"),
     ("ir.graph", "ir.graph_text"),

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import pkgutil
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import import_module, metadata
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import amp_compiler as amp
+from amp_compiler.backends import BACKENDS, BackendArgument
+from amp_compiler.backends.backend import DEFAULT, Mode
+from amp_compiler.ir import dtypes
+from amp_compiler.ops.loss_scale import make
+from amp_compiler.policy.schema import LossScaleModel
 
 SOURCE = Path(amp.__file__)
 
@@ -32,6 +40,46 @@ def test_the_three_lists_of_names_agree():
     assert homes == amp._HOMES
     assert sorted(homes) == amp.__all__
     assert len(set(amp.__all__)) == len(amp.__all__)
+
+
+# By parameter, how a public function may declare it, so that an editor offers what there is.
+DECLARED = {
+    "dtype": {"DTypeArgument", "LowArgument"},
+    "backend": {"BackendArgument"},
+    "mode": {"Mode"},
+    "loss_scale": {"LossScaleArgument", "float"},
+}
+
+
+def test_choices_are_declared_in_every_signature():
+    found = set()
+    for name in amp.__all__:
+        if not inspect.isfunction(getattr(amp, name)):
+            continue
+        for parameter in inspect.signature(getattr(amp, name)).parameters.values():
+            if parameter.name in DECLARED:
+                assert parameter.annotation in DECLARED[parameter.name], f"{parameter} of amp.{name}"
+                found.add((name, parameter.name))
+    assert {("compile", "backend"), ("training_step", "loss_scale"), ("convert_onnx", "dtype")} < found
+
+
+def test_what_is_declared_is_what_is_taken():
+    assert set(get_args(dtypes.LowName)) == {name for name in dtypes._BY_NAME if is_taken(dtypes.low_type, name)}
+    names, torch_dtype = get_args(dtypes.DTypeArgument)
+    assert set(get_args(names)) == {*get_args(dtypes.LowName), "auto"}
+    assert torch_dtype.__forward_arg__ == "torch.dtype"
+    assert get_args(get_args(BackendArgument)[0]) == tuple(BACKENDS)
+    assert set(get_args(Mode)) == {DEFAULT}.union(*(backend.modes for backend in BACKENDS.values()))
+    assert get_args(make.LossScaleMode) == tuple(make._KINDS)
+    assert get_args(LossScaleModel.model_fields["mode"].annotation) == get_args(make.LossScaleMode)
+
+
+def is_taken(function: Callable[[str], object], argument: str) -> bool:
+    try:
+        function(argument)
+    except amp.AmpError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("name", amp.__all__)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
+from typing import Literal
 
 from amp_compiler.backends import eager, inductor
 from amp_compiler.backends.backend import Backend
 from amp_compiler.errors import AmpError
 
+BackendName = Literal["inductor", "eager"]
+BackendArgument = BackendName | str  # `BACKENDS` may hold others, of the user's own
 BACKENDS: dict[str, Backend] = {one.name: one for one in (inductor.BACKEND, eager.BACKEND)}
 
 
@@ -24,7 +27,7 @@ def find_backend(name: str) -> Backend:
         >>> find_backend("eager").compiled
         False
     """
-    if name not in BACKENDS:
+    if not isinstance(name, str) or name not in BACKENDS:
         near = difflib.get_close_matches(str(name), BACKENDS, 1)
         known = f"use one of {', '.join(map(repr, BACKENDS))}"
         raise AmpError(f"backend={name!r} is not known", mend=f"did you mean '{near[0]}'?" if near else known)

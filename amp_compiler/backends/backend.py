@@ -5,13 +5,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from torch import fx
 
 from amp_compiler.errors import AmpError
 
-DEFAULT, TUNED = "default", "max-autotune"
+Mode = Literal["default", "max-autotune"]
+DEFAULT: Literal["default"] = "default"
+TUNED: Literal["max-autotune"] = "max-autotune"
 _CUDA_GRAPHS = "reduce-overhead"  # one of torch.compile's modes
 Builder = Callable[[fx.GraphModule, Sequence[Any], bool], Callable[..., Any]]
 
@@ -52,7 +54,7 @@ class Backend:
             AmpError: the backend has no such mode.
         """
         known = {DEFAULT: self.build, **self.modes}
-        if mode in known:
+        if isinstance(mode, str) and mode in known:
             return known[mode]
         near = difflib.get_close_matches(str(mode), known, 1)
         mend = f"did you mean '{near[0]}'?" if near else f"use one of {', '.join(map(repr, known))}"

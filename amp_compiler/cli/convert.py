@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 from amp_compiler.cli.usage import check_place
+from amp_compiler.ir.dtypes import ShortName
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.check.batches import count_batches, iterate_batches
 from amp_compiler.onnx.check.loads import Refusal
@@ -53,7 +54,7 @@ class ConvertOptions:
     source: Path
     output: Path
     rules: str = "default"
-    dtype: str = "fp16"
+    dtype: ShortName = "fp16"
     calibrate: Path | None = None
     verify: bool = False
     tolerance: float | None = None

@@ -210,12 +210,8 @@ class _Run:
             nodes=nodes,
         )
 
-    @property
-    def _dtype(self) -> str:
-        return "fp16" if self.low is torch.float16 else "bf16"
-
     def _our_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> TrainingStep:
-        return training_step(model, _loss, optimizer, dtype=self._dtype, backend=self.backend)
+        return training_step(model, _loss, optimizer, dtype=self.low, backend=self.backend)
 
     def _torch_step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., object]:
         # FP16 gradients underflow without a scale; for the other types the scaler is told to do nothing.
@@ -255,7 +251,7 @@ class _Run:
     def _test(self, model: nn.Module, data: Digits) -> float:
         model.eval()
         # In the types that it was trained in; one batch is not worth compiling for.
-        run = compile(model, dtype=self._dtype, backend="eager") if self.mode == STEP else model
+        run = compile(model, dtype=self.low, backend="eager") if self.mode == STEP else model
         with torch.no_grad(), self._autocast():
             right = run(data.test_images).argmax(1) == data.test_labels
         return float(right.float().mean())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from amp_compiler.cli.usage import (
     ALL,
@@ -17,6 +17,7 @@ from amp_compiler.cli.usage import (
     emit,
 )
 from amp_compiler.errors import AmpError
+from amp_compiler.ir.dtypes import ShortName
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class ExplainOptions:
     model: str
     args: tuple[str, ...] = ()
     rules: str = "default"
-    dtype: str = "auto"
+    dtype: Literal[ShortName, "auto"] = "auto"
     eval_mode: bool = False
     format: str = "table"
     output: Path | None = None

@@ -6,12 +6,20 @@ import enum
 import io
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from amp_compiler.cli.rules import rules_app
-from amp_compiler.cli.usage import NODE_BY_NODE, UsageError, check_pass, check_place, print_error
+from amp_compiler.cli.usage import (
+    NODE_BY_NODE,
+    UsageError,
+    check_pass,
+    check_place,
+    print_error,
+    read_stored_type,
+    read_type,
+)
 from amp_compiler.errors import AmpError
 
 app = typer.Typer(
@@ -19,6 +27,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["--help", "-h"]},  # of every command below it
 )
 app.add_typer(rules_app, name="rules")
 
@@ -48,21 +57,6 @@ class PlanFormat(enum.StrEnum):
     JSON = "json"
 
 
-class LowType(enum.StrEnum):
-    """What `--dtype` takes."""
-
-    AUTO = "auto"
-    FP16 = "fp16"
-    BF16 = "bf16"
-
-
-class StoredType(enum.StrEnum):
-    """What `convert --dtype` takes: a file is not made for one device."""
-
-    FP16 = "fp16"
-    BF16 = "bf16"
-
-
 class Device(enum.StrEnum):
     """What `--device` takes."""
 
@@ -79,7 +73,9 @@ class Start(enum.StrEnum):
 
 
 RulesOption = Annotated[str, typer.Option("--rules", help="A preset's name or a path to a rule file.")]
-TypeOption = Annotated[LowType, typer.Option("--dtype", help="The 16-bit type.")]
+TypeOption = Annotated[
+    Any, typer.Option("--dtype", parser=read_type, metavar="[auto|fp16|bf16]", help="The 16-bit type.")
+]
 EvalOption = Annotated[bool, typer.Option("--eval", help="For inference: `model.eval()` first.")]
 ArgsOption = Annotated[
     list[str] | None,
@@ -105,7 +101,7 @@ def explain(
     ],
     args: ArgsOption = None,
     rules: RulesOption = "default",
-    dtype: TypeOption = LowType.AUTO,
+    dtype: TypeOption = "auto",
     eval_mode: EvalOption = False,
     format_: Annotated[PlanFormat, typer.Option("--format", help="What to print.")] = PlanFormat.TABLE,
     output: OutputOption = None,
@@ -161,7 +157,7 @@ def explain(
             model=model,
             args=tuple(args or ()),
             rules=rules,
-            dtype=dtype.value,
+            dtype=dtype,
             eval_mode=eval_mode,
             format=format_.value,
             output=output,
@@ -199,7 +195,9 @@ def convert(
     source: Annotated[Path, typer.Argument(metavar="IN.onnx", help="The FP32 model; it is never changed.")],
     output: Annotated[Path, typer.Argument(metavar="OUT.onnx", help="The file to write.")],
     rules: RulesOption = "default",
-    dtype: Annotated[StoredType, typer.Option("--dtype", help="The 16-bit type.")] = StoredType.FP16,
+    dtype: Annotated[
+        Any, typer.Option("--dtype", parser=read_stored_type, metavar="[fp16|bf16]", help="The 16-bit type.")
+    ] = "fp16",
     calibrate: Annotated[
         Path | None,
         typer.Option(
@@ -279,7 +277,7 @@ def convert(
         source,
         output,
         rules,
-        dtype.value,
+        dtype,
         calibrate,
         verify,
         tolerance,
@@ -319,7 +317,7 @@ def tune(
     ] = None,
     args: ArgsOption = None,
     rules: RulesOption = "default",
-    dtype: TypeOption = LowType.AUTO,
+    dtype: TypeOption = "auto",
     tolerance: Annotated[
         float | None,
         typer.Option("--tolerance", help="Largest relative error of a result: 0.01 in fp16, 0.08 in bf16."),
@@ -355,7 +353,7 @@ def tune(
         data=data,
         args=tuple(args or ()),
         rules=rules,
-        dtype=dtype.value,
+        dtype=dtype,
         tolerance=tolerance,
         start=start.value,
         budget=budget,

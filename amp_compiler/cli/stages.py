@@ -7,7 +7,7 @@ import io
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.utils._pytree as pytree
@@ -19,6 +19,7 @@ from amp_compiler.cli.usage import ALL, CAPTURED, NODE_BY_NODE, UsageError
 from amp_compiler.errors import AmpError, PassError
 from amp_compiler.forward import api as forward
 from amp_compiler.fx.examples import split_example
+from amp_compiler.ir.dtypes import ShortName
 from amp_compiler.passes.base import FunctionalPass, PassResult
 from amp_compiler.passes.pipeline import DEVICE, PIPELINES, PLAN, STEP, Pipeline, Stage, Stages
 from amp_compiler.training import step as training
@@ -43,7 +44,7 @@ class StageOptions:
     skip: tuple[str, ...] = ()
     loss: Callable[..., Any] | None = None
     rules: str = "default"
-    dtype: str = "auto"
+    dtype: Literal[ShortName, "auto"] = "auto"
     backend: str = NODE_BY_NODE
 
     @property

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from amp_compiler.cli.usage import UsageError, check_data_files, check_place
+from amp_compiler.ir.dtypes import ShortName
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class TuneOptions:
     data: Path | None = None
     args: tuple[str, ...] = ()
     rules: str = "default"
-    dtype: str = "auto"
+    dtype: Literal[ShortName, "auto"] = "auto"
     tolerance: float | None = None
     start: str = "low"
     budget: float | None = None

@@ -19,6 +19,31 @@ class UsageError(AmpError):
     """An option cannot be what it is, or does not go with another one; the command ends with exit code 2."""
 
 
+def read_type(text: str) -> str:
+    """What `--dtype` takes, by its short name.
+
+    Raises:
+        typer.BadParameter: it is no 16-bit type, nor `auto`.
+    """
+    from amp_compiler.ir.dtypes import low_name
+
+    try:
+        return low_name(text)
+    except AmpError as wrong:
+        raise typer.BadParameter(str(wrong)) from wrong
+
+
+def read_stored_type(text: str) -> str:
+    """What `convert --dtype` takes, by its short name: a file is not made for one device.
+
+    Raises:
+        typer.BadParameter: it is no 16-bit type.
+    """
+    if (name := read_type(text)) == "auto":
+        raise typer.BadParameter("a file is not made for one device; use fp16 or bf16")
+    return name
+
+
 def check_pass(name: str, option: str) -> None:
     """Refuse the name of no pass; quick, because it needs no torch.
 

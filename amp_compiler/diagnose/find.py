@@ -15,7 +15,7 @@ from amp_compiler.forward.api import is_onnx
 from amp_compiler.forward.compiled_module import CompiledModule
 from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.settings import AUTO, make_settings
-from amp_compiler.ir.dtypes import low_type
+from amp_compiler.ir.dtypes import DTypeArgument, low_name, low_type
 from amp_compiler.ir.nonfinite import NonfiniteReport
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.training.step import TrainingStep
@@ -26,7 +26,7 @@ def find_nonfinite(
     batch: Any,
     *,
     rules: Any = "default",
-    dtype: str = "auto",
+    dtype: DTypeArgument = "auto",
     backward: bool = False,
     loss_fn: LossFunction | None = None,
     loss_scale: float = 1.0,
@@ -42,7 +42,7 @@ def find_nonfinite(
         batch: a tuple of arguments, or a single one, as for `step(*batch)` or `model(*batch)`; a dict of arguments by
             name, for a model.
         rules: of a module that is not compiled yet, and of an ONNX model.
-        dtype: `fp16`, `bf16` or `auto`, for the same; `auto` is FP16 for an ONNX model.
+        dtype: as for `amp.compile`, for the same; `auto` is FP16 for an ONNX model.
         backward: of a module, run the backward too, for a training loop of your own. It starts from what the module
             returns, or its `loss`.
         loss_fn: `loss_fn(model, *batch)`, as for `amp.training_step`; the backward runs then. It calls the module once.
@@ -70,6 +70,7 @@ def find_nonfinite(
             precision: fp32
             why: "not finite: given fp32 1.2e+05 to 1.2e+05, made fp16 2 infinite"
     """
+    dtype = low_name(dtype)
     check_given(subject, loss_fn, loss_scale, dtype, rules=rules != "default", backward=backward)
     if isinstance(subject, TrainingStep):
         return _of_step(subject, positional(batch))

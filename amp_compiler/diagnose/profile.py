@@ -12,6 +12,7 @@ import numpy as np
 
 from amp_compiler.diagnose.exponents import Histogram
 from amp_compiler.errors import AmpError
+from amp_compiler.ir.dtypes import LowArgument, element_type, low_type
 from amp_compiler.ir.files import write_atomically
 from amp_compiler.ir.ranges import RANGES, Range
 from amp_compiler.ops.exponents import BINS, HIGHEST, LOWEST
@@ -82,9 +83,9 @@ class UpdateRow:
     made: int
     lost: dict[str, int]
 
-    def fraction_lost(self, dtype: str) -> float:
+    def fraction_lost(self, dtype: LowArgument) -> float:
         """The fraction of updates that a weight of this type would not have noticed."""
-        return self.lost[dtype] / self.made if self.made else 0.0
+        return self.lost[low_type(dtype).short] / self.made if self.made else 0.0
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class Profile:
         """The rows of a kind."""
         return [row for row in self.rows if row.kind == kind]
 
-    def loss_scale(self, dtype: str = "fp16") -> Advice:
+    def loss_scale(self, dtype: str | LowArgument = "fp16") -> Advice:
         """The static loss scale that keeps most gradients in a type.
 
         It is the greatest power of two, 2^24 at most, with which the greatest gradient that was seen stays a quarter of
@@ -136,9 +137,10 @@ class Profile:
         known. Where all of a gradient may have, `unknown` names it: profile in BF16, or in FP16 with a scale.
 
         Args:
-            dtype: `fp16`, `bf16`, `fp8_e4m3` or `fp8_e5m2`.
+            dtype: `fp16`, `bf16`, `fp8_e4m3` or `fp8_e5m2`, or torch's 16-bit types and their names.
         """
         limits = _range(dtype)
+        name = limits.name
         gradients = [row for row in self.rows if row.kind in GRADIENTS]
         # What the step makes in FP32, such as the gradients within the loss, is in no danger and sets no bound.
         gradients = [row for row in gradients if row.dtype not in _WIDE] or gradients
@@ -147,14 +149,14 @@ class Profile:
         needed = max(limits.normal - lowest, 0)  # more helps nobody
         exponent = min(limits.greatest - _HEADROOM - highest, _MOST_SCALE, needed)
         scale = 2.0**exponent
-        hopeless = [row.name for row in gradients if row.histogram.fractions(dtype, scale).lost > _TOLERATED]
-        hopeless += [row.name for row in self.of(ACTIVATION) if row.histogram.fractions(dtype).infinite > 0]
+        hopeless = [row.name for row in gradients if row.histogram.fractions(name, scale).lost > _TOLERATED]
+        hopeless += [row.name for row in self.of(ACTIVATION) if row.histogram.fractions(name).infinite > 0]
         weights = sum((row.histogram for row in self.of(WEIGHT_GRADIENT)), Histogram.empty())
-        lost, without = weights.fractions(dtype, scale).lost, weights.fractions(dtype).lost
+        lost, without = weights.fractions(name, scale).lost, weights.fractions(name).lost
         unknown = tuple(row.name for row in self.of(WEIGHT_GRADIENT) if row.vanished)
         return Advice(scale, lost, without, tuple(dict.fromkeys(hopeless)), unknown)
 
-    def worst(self, dtype: str = "fp16", most: int = _SHOWN) -> list[Row]:
+    def worst(self, dtype: str | LowArgument = "fp16", most: int = _SHOWN) -> list[Row]:
         """The rows that lose most in a type, the worst first, as they stood in the step; those that vanished lead."""
         limits = _range(dtype).name
 
@@ -244,10 +246,12 @@ class Profile:
         write_atomically(path, json.dumps(self.to_dict(), indent=1))
 
 
-def _range(dtype: str) -> Range:
-    if dtype not in RANGES:
+def _range(dtype: object) -> Range:
+    known = element_type(dtype)
+    name = known.short if known else str(dtype)
+    if name not in RANGES:
         raise AmpError(f"dtype={dtype!r}", mend=f"pass one of {', '.join(RANGES)}")
-    return RANGES[dtype]
+    return RANGES[name]
 
 
 def _sparse(histogram: Histogram) -> dict[str, int]:

@@ -38,7 +38,7 @@ from amp_compiler.forward.signature import leaves_key
 from amp_compiler.fx.graph import canonical_op, module_of, neutral_dtype, run_by_node, user_source
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import building
-from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.dtypes import DType, DTypeArgument, low_name, short_name
 from amp_compiler.onnx.importing.api import module_of as imported
 from amp_compiler.ops.exponents import BINS, ZERO, count_exponents, count_update, keep
 from amp_compiler.ops.update.product import Product
@@ -56,7 +56,7 @@ def profile(
     batches: Iterable[Any],
     *,
     rules: Any = "default",
-    dtype: str = "auto",
+    dtype: DTypeArgument = "auto",
     loss_fn: Callable[..., Any] | None = None,
     loss_scale: float = 1.0,
 ) -> Profile:
@@ -74,7 +74,7 @@ def profile(
         batches: for a step or a module each a tuple of arguments, or a single one; for a module and for an ONNX model
             also a dict of arguments by name.
         rules: of a module that is not compiled yet, and of an ONNX model.
-        dtype: `fp16`, `bf16` or `auto`, for the same.
+        dtype: as for `amp.compile`, for the same.
         loss_fn: of a model, as for a training step: `loss_fn(model, *batch)` gives the loss, or `(loss, aux)`; a batch
             that is a dict is given by name.
         loss_scale: what that loss is multiplied by; a step has its own.
@@ -93,6 +93,7 @@ def profile(
         >>> [row.name for row in found.of("weight gradient")]
         ['weight', 'bias']
     """
+    dtype = low_name(dtype)
     check_given(subject, loss_fn, loss_scale, dtype, rules=rules != "default")
     run: _Run
     if isinstance(subject, TrainingStep):
@@ -106,7 +107,7 @@ def profile(
             from amp_compiler.onnx.plan import explain_onnx  # ONNX is imported by those who use it
 
             run_by_node(model)
-            plan = explain_onnx(subject, rules=rules, dtype=run.low.short)
+            plan = explain_onnx(subject, rules=rules, dtype=short_name(run.low))
             run.onnx_nodes = {value: node.name for node in plan.nodes for value, _ in node.outputs}
     else:
         raise AmpError(
@@ -358,7 +359,7 @@ class _LossRun(_Run):
         given = self.settings.pipelines
         return TrainingStep(
             self.model, loss_fn, torch.optim.SGD(self.trained, 0.0), rules=replace(self.settings.rules, weights={}),
-            dtype=self.low.short, loss_scale=self.scale, clip_norm=None, accumulate=1, dynamic_shapes=None,
+            dtype=short_name(self.low), loss_scale=self.scale, clip_norm=None, accumulate=1, dynamic_shapes=None,
             backend=EAGER, enabled=True, passes=[given[one.name] for one in RUN if one.name in given], mode=DEFAULT,
             process_group=None, callbacks=(),
         )  # fmt: skip

@@ -14,6 +14,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
+from amp_compiler.backends import BackendArgument
+from amp_compiler.backends.backend import Mode
 from amp_compiler.errors import AmpError
 from amp_compiler.forward.autocast import autocast_totals
 from amp_compiler.forward.compiled_module import CompiledModule
@@ -25,7 +27,7 @@ from amp_compiler.fx.capture import capture_module, captured_from_graph_module
 from amp_compiler.fx.examples import split_example
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private import has_native_bf16
-from amp_compiler.ir.dtypes import DType, low_type
+from amp_compiler.ir.dtypes import DType, DTypeArgument, low_name, low_type, short_name
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.importing.api import module_of
 from amp_compiler.passes.pipeline import CAPTURE, FORWARD, INFERENCE, PIECE, PLAN
@@ -43,11 +45,11 @@ def compile(
     model: Any,
     *,
     rules: Any = "default",
-    dtype: str = "auto",
+    dtype: DTypeArgument = "auto",
     dynamic_shapes: Any = "auto",
-    backend: str = "inductor",
+    backend: BackendArgument = "inductor",
     passes: Any = None,
-    mode: str = "default",
+    mode: Mode = "default",
 ) -> CompiledModule:
     """Compile a module for mixed precision.
 
@@ -55,7 +57,8 @@ def compile(
         model: any `nn.Module`, or an ONNX model (a path or a `ModelProto`, see `amp.onnx_to_fx`); it is captured at
             the first call for each input signature.
         rules: a preset name, a path, a dict or a `RuleSet`.
-        dtype: `"fp16"`, `"bf16"`, or `"auto"` (BF16 where the device computes it natively, else FP16).
+        dtype: `"fp16"`, `"bf16"`, a `torch.dtype` or its name, or `"auto"` (BF16 where the device computes it natively,
+            else FP16).
         dynamic_shapes: `"auto"`: the first shape is captured as it is, and where a second one differs from it, what
             differs becomes dynamic. `None`: every new input shape is captured anew. Or as for `torch.export.export`.
         backend: `"inductor"`, or `"eager"` (node by node: the oracle, and it allows double backward).
@@ -120,7 +123,7 @@ def explain(
     example_args: Any = None,
     *,
     rules: Any = "default",
-    dtype: str = "auto",
+    dtype: DTypeArgument = "auto",
     dynamic_shapes: Any = None,
     device: str | None = None,
     fuse: bool | None = None,
@@ -156,6 +159,7 @@ def explain(
         >>> [(node.op, node.precision) for node in plan.nodes]
         [('aten.linear', 'low')]
     """
+    dtype = low_name(dtype)
     if device is not None:
         if device not in DEVICES:
             raise AmpError(f"device={device!r}", mend=f"pass one of {', '.join(DEVICES)}, or None for where it is")
@@ -195,11 +199,11 @@ def _explain_onnx(model: Any, example_args: Any, settings: Settings, low: DType,
     from amp_compiler.onnx.plan import explain_onnx
 
     if example_args is None:
-        return explain_onnx(model, rules=settings.rules, dtype=low.short, **options)
+        return explain_onnx(model, rules=settings.rules, dtype=short_name(low), **options)
     args, kwargs = pytree.tree_map_only(np.ndarray, _tensor, split_example(example_args))
     opened = open_model(model)
     sizes = sizes_of(opened, args, kwargs)
-    plan = explain_onnx(opened, rules=settings.rules, dtype=low.short, sizes=sizes, **options)
+    plan = explain_onnx(opened, rules=settings.rules, dtype=short_name(low), sizes=sizes, **options)
     try:
         captured = capture_module(module_of(model), args, kwargs)
         plan_captured(captured, settings, low)  # by which it is in normal form

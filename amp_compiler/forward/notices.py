@@ -1,7 +1,8 @@
 """What a user is told of captures: one line each, and what is being done while one takes long.
 
 Everything goes to the logger `amp_compiler`, whose level the environment variable `AMP_LOG` can set (`debug`, `info`,
-`warning`, `error`). Only a terminal is shown more: a line that says what is done, and is gone when it is done.
+`warning`, `error`). What takes long is shown beside that, but for the level `error`: on a terminal by a line that says
+what is done and is gone when it is done, elsewhere (a log of continuous integration, a notebook) by a line once.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from amp_compiler.passes.pipeline import PIECE, PLAN, Stages
 
 logger = logging.getLogger("amp_compiler")
 _SILENT = ContextVar("silent", default=False)
-PATIENCE = 2.0  # seconds of work that nothing is said of
+PATIENCE = 2.0  # seconds of a compilation that nothing is said of
 _EVERY = 0.25  # seconds between two looks at what is done
 _LEVELS = ("debug", "info", "warning", "error")
 
@@ -70,21 +71,20 @@ def _silent() -> Iterator[None]:
 
 
 @contextmanager
-def telling(name: str, stages: Stages, patience: float = PATIENCE) -> Iterator[None]:
-    """While its block takes longer than `patience` seconds, say what is done.
+def telling(name: str, stages: Stages) -> Iterator[None]:
+    """While its block takes longer than `PATIENCE` seconds, say what is done.
 
-    A terminal shows it until the end of the block. Where the error output is no terminal it is logged once.
+    A terminal shows it until the end of the block. Where the error output is no terminal it is said once.
 
     Args:
         name: what is compiled.
         stages: those that are made meanwhile.
-        patience: in seconds.
     """
     if _SILENT.get():
         yield
         return
     done = threading.Event()
-    thread = threading.Thread(target=_tell, args=(name, stages, patience, done), name="amp_compiler", daemon=True)
+    thread = threading.Thread(target=_tell, args=(name, stages, PATIENCE, done), name="amp_compiler", daemon=True)
     thread.start()
     try:
         yield
@@ -107,7 +107,11 @@ def _tell(name: str, stages: Stages, patience: float, done: threading.Event) -> 
     if done.wait(patience) or not logger.isEnabledFor(logging.WARNING):
         return
     if not sys.stderr.isatty():
-        logger.info("%s: %s, for %g s now", name, doing(stages), patience)
+        words = f"compiling {name}, for {patience:g} s now: {doing(stages)}"
+        if logger.isEnabledFor(logging.INFO):
+            logger.info(words)
+        else:  # nothing is wrong, so it is no warning, and a log of warnings would not hold it
+            print(f"{logger.name}: {words}", file=sys.stderr, flush=True)
         return
     with Console(stderr=True).status(f"{name}: {doing(stages)}") as status:
         while not done.wait(_EVERY):

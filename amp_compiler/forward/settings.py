@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from amp_compiler.backends import find_backend
-from amp_compiler.backends.backend import DEFAULT, Backend, Builder
+from amp_compiler.backends import BackendArgument, find_backend
+from amp_compiler.backends.backend import DEFAULT, Backend, Builder, Mode
 from amp_compiler.errors import AmpError
 from amp_compiler.fx.torch_private import has_bf16_kernels, has_native_bf16
-from amp_compiler.ir.dtypes import LOW_TYPES, DType, low_type
+from amp_compiler.ir.dtypes import DType, DTypeArgument, low_name, low_type
 from amp_compiler.passes.pipeline import PIPELINES, Pipeline, pipelines_with
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.rules import OpTable, RuleSet
 
-AUTO = "auto"
+AUTO: Literal["auto"] = "auto"
 _FORMS = (Mapping, tuple, list, torch.export.ShapesCollection, torch.export.AdditionalInputs)  # of torch.export
 
 
@@ -66,12 +66,12 @@ class Settings:
 
 def make_settings(
     rules: Any = "default",
-    dtype: str = AUTO,
-    backend: str = "inductor",
+    dtype: DTypeArgument = AUTO,
+    backend: BackendArgument = "inductor",
     dynamic_shapes: Any = None,
     passes: Any = None,
     allowed: Sequence[Pipeline] = PIPELINES,
-    mode: str = DEFAULT,
+    mode: Mode = DEFAULT,
 ) -> Settings:
     """Check the options of a public call.
 
@@ -80,8 +80,7 @@ def make_settings(
         RuleError: the rules cannot be loaded.
         PassError: a pipeline is given that the call does not run, or that lacks a pass.
     """
-    if dtype not in (*LOW_TYPES, AUTO):
-        raise AmpError(f"dtype={dtype!r} is not known", mend="use 'fp16', 'bf16' or 'auto'")
+    low = low_name(dtype)
     known_form = dynamic_shapes is None or isinstance(dynamic_shapes, _FORMS)
     if not known_form and not (isinstance(dynamic_shapes, str) and dynamic_shapes == AUTO):
         raise AmpError(
@@ -91,7 +90,7 @@ def make_settings(
         )
     known = find_backend(backend)
     known.builder(mode)
-    return Settings(load_rules(rules), dtype, known.name, dynamic_shapes, pipelines_with(passes, allowed), mode)
+    return Settings(load_rules(rules), low, known.name, dynamic_shapes, pipelines_with(passes, allowed), mode)
 
 
 def device_of(tensors: Any) -> torch.device:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import difflib
 import enum
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, get_args
 
 from amp_compiler.errors import AmpError
+
+if TYPE_CHECKING:
+    import torch
+
+# What `dtype=` takes: of a file, which is made for no one device, and where `"auto"` asks the device.
+LowName = Literal["fp16", "bf16", "float16", "bfloat16", "half"]
+LowArgument: TypeAlias = LowName | "torch.dtype"
+DTypeArgument: TypeAlias = Literal[LowName, "auto"] | "torch.dtype"
+ShortName = Literal["fp16", "bf16"]
+AUTO: Literal["auto"] = "auto"
 
 
 class FloatFormat(NamedTuple):
@@ -108,25 +119,59 @@ _FORMATS = {
     DType.FLOAT64: FloatFormat(float.fromhex("0x1.fffffffffffffp1023"), 2.0**-1022, 2.0**-1074, 2.0**-52),
 }
 _BY_SHORT = {dtype.short: dtype for dtype in DType}
+_BY_NAME = _BY_SHORT | {dtype.value: dtype for dtype in DType} | {"half": DType.FLOAT16}
 
 
 def dtype_from_short(short: str) -> DType:
-    """The type of a short name, such as `bf16`.
+    """The type of a short name, such as `bf16`, or of the one that torch and NumPy use.
 
     Raises:
         AmpError: for a name that no type has.
     """
-    if short not in _BY_SHORT:
+    if short not in _BY_NAME:
         raise AmpError(f"'{short}' names no element type", mend=f"use one of {', '.join(sorted(_BY_SHORT))}")
-    return _BY_SHORT[short]
+    return _BY_NAME[short]
 
 
-def low_type(name: str) -> DType:
-    """The 16-bit type of `"fp16"` or `"bf16"`.
+def element_type(dtype: object) -> DType | None:
+    """The type of a name, or of a type of torch or NumPy; `None` where it is none."""
+    name = dtype if isinstance(dtype, str) else str(getattr(dtype, "__name__", dtype)).removeprefix("torch.")
+    return _BY_NAME.get(name)
+
+
+def low_type(dtype: object) -> DType:
+    """The 16-bit type that a user names.
+
+    Args:
+        dtype: one of `LowName`, or torch's or NumPy's type.
 
     Raises:
-        AmpError: for any other name. `"auto"` is resolved by whoever knows the device.
+        AmpError: for anything else. `"auto"` is resolved by whoever knows the device.
+
+    Example:
+        >>> low_type("half"), low_type("bfloat16").short
+        (<DType.FLOAT16: 'float16'>, 'bf16')
     """
-    if name not in LOW_TYPES:
-        raise AmpError(f"dtype '{name}' is not a low-precision type", mend="use 'fp16' or 'bf16'")
-    return LOW_TYPES[name]
+    found = element_type(dtype)
+    if found in (DType.FLOAT16, DType.BFLOAT16):
+        return found
+    near = [] if found or str(dtype) == AUTO else difflib.get_close_matches(str(dtype), [*get_args(LowName), AUTO], 1)
+    mend = f"did you mean '{near[0]}'?" if near else "use 'fp16' or 'bf16'; rules say what stays in FP32"
+    raise AmpError(f"dtype={dtype!r} is no 16-bit type", mend=mend)
+
+
+def low_name(dtype: object) -> Literal[ShortName, "auto"]:
+    """The short name of the 16-bit type that a user names, or `"auto"` as it is.
+
+    Args:
+        dtype: as for `low_type`, or `"auto"`.
+
+    Raises:
+        AmpError: for anything else.
+    """
+    return AUTO if isinstance(dtype, str) and dtype == AUTO else short_name(low_type(dtype))
+
+
+def short_name(low: DType) -> ShortName:
+    """The name of a 16-bit type as `dtype=` takes it."""
+    return "fp16" if low is DType.FLOAT16 else "bf16"

@@ -360,6 +360,12 @@ class PrecisionPlan:
     def __str__(self) -> str:
         return self.to_text()
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows of it: the first nodes, the largest casts and a summary."""
+        from amp_compiler.report.cell import plan_cell
+
+        return plan_cell(self)
+
     def diff(self, other: PrecisionPlan, name: str = "this", other_name: str = "other") -> str:
         """A unified diff of the two plans' text, under these names; empty where they are equal."""
         lines = self.to_text().splitlines(keepends=True), other.to_text().splitlines(keepends=True)

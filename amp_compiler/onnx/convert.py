@@ -13,7 +13,7 @@ from typing import Any
 import onnx
 
 from amp_compiler.errors import OnnxError
-from amp_compiler.ir.dtypes import low_type
+from amp_compiler.ir.dtypes import LowArgument, low_type
 from amp_compiler.ir.files import output_file
 from amp_compiler.ir.graph import unknown_magnitude
 from amp_compiler.ir.plan import PrecisionPlan
@@ -68,7 +68,7 @@ def convert_onnx(
     output: str | Path | None = None,
     *,
     rules: Any = "default",
-    dtype: str = "fp16",
+    dtype: LowArgument = "fp16",
     calibration: Any = None,
     keep_io_types: bool = True,
     verify: Any = None,
@@ -92,7 +92,7 @@ def convert_onnx(
             of their own, so does the output: `<output>.data`, or where there is an older output
             `<output>.<digest>.data`, so that nobody ever reads a model with another one's data.
         rules: a preset name, a path, a dict or a `RuleSet`.
-        dtype: `"fp16"` or `"bf16"`.
+        dtype: `"fp16"` or `"bf16"`, or a `torch.dtype` or its name.
         calibration: batches (dicts from input name to array), an npz file or a folder of npz files: the FP32 model runs
             over them, and the magnitudes that its values reach decide too. Dimensions that the model leaves open count
             as large as the data have them, in `reduction_size` and in the bytes of casts.

@@ -19,7 +19,7 @@ from amp_compiler.fx.capture import export_module
 from amp_compiler.fx.examples import split_example
 from amp_compiler.fx.lower import lower_graph
 from amp_compiler.fx.stand_in import StandIn
-from amp_compiler.ir.dtypes import DType, low_type
+from amp_compiler.ir.dtypes import DType, LowArgument, low_type
 from amp_compiler.ir.files import output_file
 from amp_compiler.ir.graph import Pin
 from amp_compiler.ir.plan import PrecisionPlan
@@ -67,7 +67,7 @@ def export_onnx(
     output: str | Path | None = None,
     *,
     rules: Any = "default",
-    dtype: str = "fp16",
+    dtype: LowArgument = "fp16",
     example_kwargs: dict[str, Any] | None = None,
     dynamic_shapes: Any = None,
     keep_io_types: bool = True,
@@ -89,7 +89,7 @@ def export_onnx(
         output: file to write, atomically; without it the model is returned. Data of 1.9 GB and more go to
             `<output>.data`.
         rules: a preset name, a path, a dict or a `RuleSet`.
-        dtype: `"fp16"` or `"bf16"`.
+        dtype: `"fp16"` or `"bf16"`, or a `torch.dtype` or its name.
         example_kwargs: further keyword arguments.
         dynamic_shapes: as for `torch.export.export`.
         keep_io_types: inputs and outputs keep their types. With `False`, outputs have the type in which they are made,

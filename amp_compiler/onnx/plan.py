@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from amp_compiler.ir.dtypes import DType, low_type
+from amp_compiler.ir.dtypes import DType, LowArgument, low_type
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.decide import Decided, decide
 from amp_compiler.onnx.later_opset import at_opset, raised_for
@@ -30,7 +30,7 @@ def explain_onnx(
     source: Source,
     *,
     rules: Any = "default",
-    dtype: str = "fp16",
+    dtype: LowArgument = "fp16",
     ranges: Mapping[str, float] | None = None,
     stages: Stages | None = None,
     check: bool = True,

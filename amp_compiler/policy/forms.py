@@ -6,12 +6,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from amp_compiler.ir.dtypes import LowName
+
 COMPARISON = r"^\s*(<=|>=|==|!=|<|>)\s*[0-9]*\.?[0-9]+([eE][-+]?[0-9]+)?\s*$"
 
 Text = Annotated[str, Field(min_length=1)]
 Scalar = bool | int | float | str | None
-Low = Literal["fp16", "bf16"]
-Float = Literal["fp16", "bf16", "fp32", "fp64"]
+Low = LowName
+Float = Literal[LowName, "fp32", "fp64", "float32", "float64"]
 Device = Literal["cpu", "cuda", "xpu", "mps", "hpu", "xla", "mtia", "maia", "ipu", "meta", "privateuseone", "onnx"]
 
 PartName = Literal["layer_norm", "rms_norm", "gelu", "local_response_norm", "multilabel_soft_margin_loss"]

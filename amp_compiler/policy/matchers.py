@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
-from amp_compiler.ir.dtypes import LOW_TYPES, DType, dtype_from_short
+from amp_compiler.ir.dtypes import DType, dtype_from_short, low_type
 from amp_compiler.ir.graph import LOSS_FUNCTION, STORED_KINDS, Attr, Node, Value
 from amp_compiler.policy import forms
 from amp_compiler.policy.marks import Mark
@@ -448,7 +448,7 @@ class LowType(Match):
     @classmethod
     def read(cls, given: Any, table: OpTable, mark: Callable[[str], Mark]) -> Self:
         """The types by their short names."""
-        return cls(tuple(LOW_TYPES[name] for name in given))
+        return cls(tuple(low_type(name) for name in given))
 
     def possible(self, info: OpInfo, context: Context) -> bool:
         """By the low type."""

@@ -10,11 +10,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, create_model
 
+from amp_compiler.ir.dtypes import LowName
 from amp_compiler.policy.forms import Finite, Strict, Text
 from amp_compiler.policy.forms import optional as _optional
 from amp_compiler.policy.matchers import MATCHERS
 
-Arithmetic = Literal["fp32", "fp16", "bf16"]
+Arithmetic = Literal["fp32", "float32", LowName]
 
 
 def _whole(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -116,7 +117,7 @@ def draw_plan(plan: PrecisionPlan) -> Drawing:
     placed = [_Part(flow, part, plan.dtype) for part in parts]
     if placed and 2 * len(parts[0]) > len(order):  # else it would not be clear whose modules these are
         drawing.brackets = placed[0].brackets(_MARGIN)
-    left = _MARGIN + max((round(_LETTER * len(bracket.label)) + 40 for bracket in drawing.brackets), default=0)
+    left = _MARGIN + max((round(_wide(bracket.label)) + 40 for bracket in drawing.brackets), default=0)
     x, y, lowest = left, _MARGIN, _MARGIN
     for part in placed:
         if x > left and x + part.width > max(_SHELF, drawing.width):
@@ -161,7 +162,7 @@ class _Part:
         return len(self.widths) - 1
 
     def _width(self, vertex: Vertex) -> float:
-        words = _LETTER * len(self.flow.labels[vertex]) + _PADDING
+        words = _wide(self.flow.labels[vertex]) + _PADDING
         return max(48.0, words + (28 if vertex in self.flow.stored else 0))
 
     def _readers(self, vertices: Sequence[Vertex]) -> dict[Carried, list[Vertex]]:
@@ -183,7 +184,7 @@ class _Part:
             if row - top > _REACH:
                 tip = self.far.get((carried, row - 1))
                 if tip is None:
-                    tip = self.far[carried, row - 1] = self._new(row - 1, _LETTER * min(len(carried[1]), 20) + _PADDING)
+                    tip = self.far[carried, row - 1] = self._new(row - 1, _wide(_far_label(carried)) + _PADDING)
                 self._join(steps, tip, self.numbers[reader], 1)
                 continue
             for passed in range(top + 1, row):
@@ -222,10 +223,9 @@ class _Part:
                 )
             )
         for (carried, _), number in self.far.items():
-            label = carried[1] if len(carried[1]) <= 20 else carried[1][:19] + "…"
             title = f"{carried[1]}: {carried[2]}, made far above"
             corner = self._corner(number, x, y)
-            drawing.boxes.append(Box(*corner, "far", self._precision(carried[2]), label, title))
+            drawing.boxes.append(Box(*corner, "far", self._precision(carried[2]), _far_label(carried), title))
 
     def _carried_type(self, vertex: Vertex) -> str:
         """The type that a cast or an input gives, or that a result has."""
@@ -262,6 +262,15 @@ class _Part:
                 found.append(Bracket(y + top * _ROW, count * _ROW - (_ROW - _BOX), name, label))
             top += count
         return found
+
+
+def _wide(label: str) -> float:
+    """How wide it is drawn at most; Chinese, Japanese and Korean letters take the room of two."""
+    return _LETTER * (len(label) + sum(unicodedata.east_asian_width(letter) in "WF" for letter in label))
+
+
+def _far_label(carried: Carried) -> str:
+    return carried[1] if len(carried[1]) <= 20 else carried[1][:19] + "…"
 
 
 def _common(modules: Iterable[str]) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from amp_compiler.backends.backend import DEFAULT
+from amp_compiler.backends import BackendArgument
+from amp_compiler.backends.backend import DEFAULT, Mode
 from amp_compiler.backends.cuda_capture import TorchGraphs
 from amp_compiler.backends.cuda_graph import GraphSettings
 from amp_compiler.distributed.group import ranks_of
@@ -30,10 +31,11 @@ from amp_compiler.fx.capture_errors import shapes_do_not_fit
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.synchronized_norms import joins_ranks
 from amp_compiler.fx.torch_private import TENSORS, building, saved_tensor_hooks
+from amp_compiler.ir.dtypes import DTypeArgument
 from amp_compiler.ir.nonfinite import NonfiniteReport
 from amp_compiler.ir.plan import AutocastTotals
 from amp_compiler.onnx.importing.api import trained_module
-from amp_compiler.ops.loss_scale import LossScale, NoLossScale, make_loss_scale
+from amp_compiler.ops.loss_scale import LossScale, LossScaleArgument, NoLossScale, make_loss_scale
 from amp_compiler.ops.update.rounding import WeightStorage
 from amp_compiler.passes.pipeline import CAPTURE, DEVICE, FORWARD, PIECE, PLAN, STEP, UPDATE
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
@@ -91,15 +93,15 @@ def training_step(
     optimizer: Any,
     *,
     rules: Any = "default",
-    dtype: str = "auto",
-    loss_scale: Any = "rules",
+    dtype: DTypeArgument = "auto",
+    loss_scale: LossScaleArgument = "rules",
     clip_norm: float | None = None,
     accumulate: int = 1,
     dynamic_shapes: Any = "auto",
-    backend: str = "inductor",
+    backend: BackendArgument = "inductor",
     enabled: bool = True,
     passes: Any = None,
-    mode: str = "default",
+    mode: Mode = "default",
     process_group: Any = None,
     mesh: Any = None,
     broadcast_buffers: bool = True,
@@ -126,7 +128,7 @@ def training_step(
             Momentum of SGD is 16-bit then, moments of Adam are FP32. `rounding` is `nearest`, `stochastic` or `kahan`.
             Make the step before `optimizer.load_state_dict`: from then on that loads FP32 state of 16-bit parameters
             unrounded.
-        dtype: `"fp16"`, `"bf16"` or `"auto"`.
+        dtype: `"fp16"`, `"bf16"`, a `torch.dtype` or its name, or `"auto"`, as for `amp.compile`.
         loss_scale: `"dynamic"` or another mode, a number, `None`, or a `LossScale`. A mode has the settings of the
             `loss_scale` section of the rules where that is of the same mode. By default the section in FP16, and mode
             `"none"` in BF16. One `LossScale` object given to several steps is one scale, as one GradScaler for the two
@@ -205,15 +207,15 @@ class TrainingStep(StepReadings):
         optimizer: Any,
         *,
         rules: Any,
-        dtype: str,
-        loss_scale: Any,
+        dtype: DTypeArgument,
+        loss_scale: LossScaleArgument,
         clip_norm: float | None,
         accumulate: int,
         dynamic_shapes: Any,
-        backend: str,
+        backend: BackendArgument,
         enabled: bool,
         passes: Any,
-        mode: str,
+        mode: Mode,
         process_group: Any,
         broadcast_buffers: bool = True,
         callbacks: Any = (),

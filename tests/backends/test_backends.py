@@ -79,6 +79,12 @@ def test_an_unknown_name_is_an_error_with_the_nearest(name, mend):
         amp.compile(linear(), backend=name)
 
 
+@pytest.mark.parametrize("option", ["backend", "mode", "dtype"])
+def test_what_is_no_name_is_refused_as_one(option):
+    with pytest.raises(AmpError, match=rf"{option}=\['eager'\] is "):
+        amp.compile(linear(), **{option: ["eager"]})
+
+
 def test_names_are_keys():
     assert all(name == backend.name for name, backend in BACKENDS.items())
 

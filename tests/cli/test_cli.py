@@ -4,16 +4,21 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args
 
 import numpy as np
 import onnx
 import pytest
 import torch
+import typer
 
 import amp_compiler as amp
 from amp_compiler.cli import model_spec
+from amp_compiler.cli.main import app
 from amp_compiler.errors import AmpError
+from amp_compiler.ir.dtypes import LowName, low_name
 from amp_compiler.ir.plan import PrecisionPlan
 
 MODEL = """
@@ -67,6 +72,29 @@ def test_help_names_every_command(run):
     assert code == 0
     for command in ("explain", "rules", "demo"):
         assert command in out
+
+
+def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The group and all commands below it, each by its words."""
+    yield path
+    for name, command in group.commands.items():
+        yield from commands(command, (*path, name)) if hasattr(command, "commands") else [(*path, name)]
+
+
+@pytest.mark.parametrize("words", list(commands(typer.main.get_command(app))), ids=" ".join)
+def test_every_command_has_a_short_word_for_help(run, words):
+    code, out, err = run(*words, "-h")
+    assert (code, err) == (0, "")
+    assert out == run(*words, "--help")[1] and " ".join(("Usage: amp-compiler", *words)) in out
+
+
+@pytest.mark.parametrize("name", get_args(LowName))
+def test_a_type_is_taken_by_every_name(run, model_file, name):
+    example = f"{model_file}:with_example"
+    code, out, _ = run("explain", example, "--dtype", name, "--format", "text")
+    assert code == 0
+    assert out == run("explain", example, "--dtype", low_name(name), "--format", "text")[1]
+    assert run("explain", example, "--dtype", "bflaot16")[2].endswith("did you mean 'bfloat16'?\n")
 
 
 @pytest.mark.parametrize(

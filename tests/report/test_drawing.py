@@ -42,6 +42,12 @@ def named(drawing: Drawing) -> dict[str, Box]:
     return {box.name: box for box in drawing.boxes if box.name}
 
 
+def test_letters_as_wide_as_high_have_room() -> None:
+    name = "输入的图像数据张量"
+    plan = replace(plan_of(node("y", name)), inputs=((name, "bf16"),))
+    assert boxes(draw_plan(plan), "input")[0].width > 12 * len(name)  # at 12 pixels
+
+
 def test_casts_inputs_and_results_stand_between_makers_and_readers() -> None:
     flow, words = flow_of(plan_text(MIXED))
     labels = [(flow.labels[a], flow.labels[b]) for a, b in flow.graph.edges]

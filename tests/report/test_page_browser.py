@@ -14,6 +14,7 @@ import pytest
 import torch
 from page_plans import LAYER, transformer
 from test_page import hostile_plan, small_step
+from torch import nn
 
 import amp_compiler as amp
 from amp_compiler.ir.plan import PlannedCast, PlannedNode, PrecisionPlan
@@ -51,7 +52,7 @@ def browser(window):
 def pages(tmp_path_factory) -> dict[str, Path]:
     """Pages that several tests open."""
     folder = tmp_path_factory.mktemp("pages")
-    made = {name: folder / f"{name}.html" for name in ("one", "two", "step", "large", "hostile", "flat")}
+    made = {name: folder / f"{name}.html" for name in ("one", "two", "step", "large", "hostile", "flat", "cnn", "more")}
     plan = transformer(ALL)
     plan.to_html(made["one"])
     plan.to_html(made["two"], other=transformer(ALL, wide=("softmax", "add")), names=("before.json", "after.json"))
@@ -61,7 +62,17 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     step = small_step()
     batch = torch.randn(4, 8), torch.randint(2, (4,))
     step.to_html(made["step"], profile=amp.profile(step, [batch, batch]))
+    cnn = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10))
+    amp.explain(cnn, (torch.randn(2, 3, 8, 8),), dtype="fp16").to_html(made["cnn"])
+    plan.to_html(made["more"], other=with_one_more(plan))
     return made
+
+
+def with_one_more(plan: PrecisionPlan) -> PrecisionPlan:
+    """The plan with a last node whose box needs little room, where another plan has none."""
+    last = plan.nodes[-1]
+    more = replace(last, name="more", op="aten.t", inputs=(last.name,), outputs=(("more", "bf16"),))
+    return replace(plan, nodes=(*plan.nodes, more), outputs=("more",))
 
 
 def count(browser, selector: str) -> int:
@@ -256,8 +267,7 @@ def test_what_differs_is_shown_from_the_step_too(browser, tmp_path):
 
 def test_a_node_that_only_one_plan_has_is_shown_as_that(browser, tmp_path):
     plan = transformer(13)
-    extra = replace(plan.nodes[-1], name="more", inputs=(plan.nodes[-1].name,), outputs=(("more", "bf16"),))
-    plan.to_html(tmp_path / "page.html", other=replace(plan, nodes=(*plan.nodes, extra), outputs=("more",)))
+    plan.to_html(tmp_path / "page.html", other=with_one_more(plan))
     browser.open(tmp_path / "page.html", "#node=more")
     assert count(browser, '.box.absent[data-node="more"]') == 1
     assert text(browser, "#details .changedto") == "only in the second"
@@ -392,6 +402,84 @@ def test_light_and_dark(browser, pages):
     light = browser.run(ground)
     browser.open(pages["one"], scheme=chromium.DARK)
     assert browser.run(ground) != light
+
+
+# Of the drawing that is shown: texts that reach out of their boxes, or lie on one another.
+MISPLACED = """
+const found = [], frame = (shape) => shape.getBoundingClientRect();
+for (const box of document.querySelectorAll(arguments[0])) {
+  const texts = [...box.querySelectorAll(':scope > text')].filter((text) => text.textContent);
+  const around = frame(box.querySelector(':scope > rect'));
+  texts.forEach((text, at) => {
+    const one = frame(text);
+    if (one.left < around.left - 0.5 || one.right > around.right + 0.5
+      || one.top < around.top - 0.5 || one.bottom > around.bottom + 0.5) found.push(`${text.textContent}: outside`);
+    for (const other of texts.slice(at + 1).map(frame))
+      if (one.left < other.right && other.left < one.right && one.top < other.bottom - 2 && other.top < one.bottom - 2)
+        found.push(`${text.textContent}: on another`);
+  });
+}
+return found;
+"""
+# What JavaScript makes of an object, or of nothing, where a text is needed.
+NO_TEXT = """
+const told = [];
+for (const element of document.querySelectorAll('head title, body *:not(script)')) {
+  for (const node of element.childNodes) if (node.nodeType === Node.TEXT_NODE) told.push(node.data);
+  for (const { value } of element.attributes) told.push(value);
+}
+return told.filter((text) => /\\[object |undefined|NaN/.test(text));
+"""
+SHOWN = ".panes:not([hidden]) :is(.box, .module, .pill, .castlabel)"
+
+
+def drawings(browser) -> list[str]:
+    """The tabs of the graphs that the page has; one without a name where it has no tabs."""
+    return browser.run("return [...document.querySelectorAll('#graphs button')].map((tab) => tab.value)") or [""]
+
+
+@pytest.mark.parametrize("name", ["one", "two", "step", "hostile", "flat", "cnn", "more"])
+def test_texts_stand_in_their_boxes(browser, pages, name):
+    browser.open(pages[name])
+    for graph in drawings(browser):
+        if graph:
+            click(browser, f'#graphs [value="{graph}"]')
+        type_in(browser, "#search", "e")  # folded modules say how many of their nodes match
+        assert browser.run(MISPLACED, SHOWN) == []
+        click(browser, "#unfold")
+        assert count(browser, ".panes:not([hidden]) .box .type") > 0
+        assert browser.run(MISPLACED, SHOWN) == []
+        click(browser, "#fold")
+
+
+@pytest.mark.parametrize("name", ["one", "two", "step", "hostile", "cnn", "more"])
+def test_every_panel_is_made_of_texts(browser, pages, name):
+    browser.open(pages[name])
+    shown = "document.querySelectorAll(arguments[0])[arguments[1]]"
+    for graph in drawings(browser):
+        if graph:
+            click(browser, f'#graphs [value="{graph}"]')
+        for tab in browser.run("return [...document.querySelectorAll('#lists button')].map((tab) => tab.value)"):
+            click(browser, f'#lists [value="{tab}"]')
+        assert browser.run(NO_TEXT) == []
+        click(browser, "#unfold")
+        for at in range(count(browser, SHOWN)):  # a module that is clicked on folds, and its nodes are gone
+            browser.run(f"{shown}?.dispatchEvent(new MouseEvent('click', {{bubbles: true}}))", SHOWN, at)
+            assert browser.run(NO_TEXT) == []
+
+
+def test_results_are_counted_by_plan(browser, pages):
+    browser.open(pages["two"])
+    pills = "return [...document.querySelectorAll('.pill.output > text')].map((text) => text.textContent)"
+    assert browser.run(pills) == ["returned", "returned"]
+
+
+def test_texts_of_a_picture_stand_in_their_boxes(browser, tmp_path):
+    transformer(13).to_svg(tmp_path / "plan.svg")
+    browser.driver.get((tmp_path / "plan.svg").as_uri())
+    boxes = "g:not(.bracket, .stored)"
+    assert count(browser, f"{boxes} > text") >= 13
+    assert browser.run(MISPLACED, f"{boxes}:has(> text)") == []
 
 
 def test_names_run_nothing(browser, pages):

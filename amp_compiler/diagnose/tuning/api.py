@@ -11,7 +11,7 @@ from amp_compiler.diagnose.tuning.given import Asked, subject_of
 from amp_compiler.diagnose.tuning.result import TuneResult
 from amp_compiler.diagnose.tuning.writing import LOW
 from amp_compiler.errors import AmpError
-from amp_compiler.forward.settings import AUTO
+from amp_compiler.ir.dtypes import DTypeArgument, low_name
 
 
 def tune(
@@ -19,7 +19,7 @@ def tune(
     batches: Any,
     *,
     rules: Any = None,
-    dtype: str = AUTO,
+    dtype: DTypeArgument = "auto",
     tolerance: float | None = None,
     output: str | Path | None = None,
     start: str = LOW,
@@ -43,7 +43,7 @@ def tune(
             arguments by name. For an ONNX model dicts from input name to array, an npz file, or a folder of them.
         rules: what is extended: a preset's name, a path or a dict. Without it those of the step or of the compiled
             module, else `default`.
-        dtype: `fp16`, `bf16` or `auto`, of a plain module or an ONNX model; `auto` is FP16 for an ONNX model.
+        dtype: as for `amp.compile`, of a plain module or an ONNX model; `auto` is FP16 for an ONNX model.
         tolerance: the largest relative L2 error of a result that is allowed: 0.01 in FP16 and 0.08 in BF16 by default.
             Gradients are results each; one below a thousandth of the norm of all is measured against that.
         output: where the rule file is written, atomically. Beside it stands `<output>.journal` until all is done, from
@@ -75,7 +75,7 @@ def tune(
         >>> [node.module for node in found.nodes], found.error < found.tolerance < found.before
         (['0', '1'], True)
     """
-    asked = Asked(rules, dtype, tolerance, _path(output), start, budget, max_runs)
+    asked = Asked(rules, low_name(dtype), tolerance, _path(output), start, budget, max_runs)
     asked.check()
     made, rule_set = subject_of(subject, batches, asked, loss_fn, loss_scale)
     return Tuning(made, rule_set, asked).run()

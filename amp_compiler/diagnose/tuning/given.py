@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -53,7 +53,7 @@ class Asked:
     """
 
     rules: Any
-    dtype: str
+    dtype: Literal["fp16", "bf16", "auto"]
     tolerance: float | None
     output: Path | None
     start: str

@@ -23,7 +23,7 @@ from amp_compiler.diagnose.tuning.sensitivity import Estimate, ProfiledRun, Sums
 from amp_compiler.diagnose.tuning.subject import SEED, Subject
 from amp_compiler.errors import AmpError, OnnxError, first_line
 from amp_compiler.fx.graph import torch_dtype
-from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.dtypes import DType, short_name
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.check.batches import iterate_batches, required_inputs
 from amp_compiler.onnx.check.calibrate import calibrate
@@ -67,7 +67,7 @@ class OnnxSubject(Subject):
 
     def plan(self, rules: RuleSet) -> PrecisionPlan:
         """The plan that a conversion carries out."""
-        return explain_onnx(self._opened, rules=rules, dtype=self.low.short, check=False)
+        return explain_onnx(self._opened, rules=rules, dtype=short_name(self.low), check=False)
 
     def digest(self) -> str:
         """Of the message, the data files and the batches."""
@@ -147,7 +147,7 @@ class OnnxSubject(Subject):
         self.runs += 1
         if self._expected is None:
             raise AmpError("there is nothing to compare with", mend="call reference() first")
-        done = convert_onnx(self._opened, rules=rules, dtype=self.low.short, check=False)
+        done = convert_onnx(self._opened, rules=rules, dtype=short_name(self.low), check=False)
         if done.model is None:
             raise OnnxError("the conversion gave no model", where=self._opened.name)
         errors = self._expected.errors(replace(self._opened, proto=done.model))

@@ -14,7 +14,7 @@ from onnx import helper
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.fx.finiteness import range_of
-from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.dtypes import DType, short_name
 from amp_compiler.ir.nonfinite import SHOWN, NonfiniteNode, NonfiniteReport, ValueRange
 from amp_compiler.ir.plan import PlannedNode, PrecisionPlan
 from amp_compiler.onnx.check.batches import iterate_batches
@@ -116,7 +116,7 @@ class OnnxTrials:
         return self._seen(*self._made(rules))
 
     def _made(self, rules: RuleSet) -> tuple[OnnxFile, PrecisionPlan]:
-        done = convert_onnx(self._opened, rules=rules, dtype=self._low.short, check=False)
+        done = convert_onnx(self._opened, rules=rules, dtype=short_name(self._low), check=False)
         if done.model is None:
             raise OnnxError("the conversion gave no model", where=self._opened.name)
         return replace(self._opened, proto=done.model), done.plan

@@ -9,13 +9,12 @@ import numpy as np
 import onnx_ir as ir
 
 from amp_compiler.errors import OnnxError
-from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.dtypes import DType, element_type
 from amp_compiler.onnx.model.data import array_of, convert, release
 from amp_compiler.onnx.model.edit import set_data, unique
 from amp_compiler.onnx.model.model import OnnxModel, ValueType, all_graphs, bodies
 from amp_compiler.onnx.model.types import canonical_domain
 
-KNOWN = {"fp64": DType.FLOAT64, "fp16": DType.FLOAT16, "bf16": DType.BFLOAT16}
 TYPE_ATTRIBUTES = frozenset(
     {"dtype", "to", "output_dtype", "output_datatype", "precision", "softmax_precision", "stash_type"}
 )
@@ -31,11 +30,13 @@ def types_of(names: Iterable[str] | str) -> frozenset[DType]:
     """
     found = set()
     for name in [names] if isinstance(names, str) else names:
-        if name not in KNOWN:
-            near = difflib.get_close_matches(str(name), KNOWN, 1)
-            mend = f"did you mean '{near[0]}'?" if near else f"use {', '.join(KNOWN)}"
+        element = element_type(name)
+        if element not in _SOURCES:
+            known = [one.short for one in _SOURCES]
+            near = difflib.get_close_matches(str(name), known, 1)
+            mend = f"did you mean '{near[0]}'?" if near else f"use {', '.join(known)}"
             raise OnnxError(f"'{name}' is no type that can be made FP32", where="as_fp32", mend=mend)
-        found.add(KNOWN[name])
+        found.add(element)
     return frozenset(found)
 
 

@@ -14,12 +14,13 @@ from amp_compiler.ops.loss_scale.adaptive import NormAdaptiveLossScale, NvcaffeL
 from amp_compiler.ops.loss_scale.base import HELD, LossScale, LossScaleState
 from amp_compiler.ops.loss_scale.constant import NoLossScale, StaticLossScale
 from amp_compiler.ops.loss_scale.dynamic import DynamicLossScale
-from amp_compiler.ops.loss_scale.make import make_loss_scale
+from amp_compiler.ops.loss_scale.make import LossScaleArgument, make_loss_scale
 
 __all__ = [
     "HELD",
     "DynamicLossScale",
     "LossScale",
+    "LossScaleArgument",
     "LossScaleState",
     "NoLossScale",
     "NormAdaptiveLossScale",

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import fields
 from numbers import Real
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from amp_compiler.errors import AmpError
 from amp_compiler.ops.loss_scale.adaptive import NormAdaptiveLossScale, NvcaffeLossScale
@@ -14,6 +14,8 @@ from amp_compiler.ops.loss_scale.base import LossScale
 from amp_compiler.ops.loss_scale.constant import NoLossScale, StaticLossScale
 from amp_compiler.ops.loss_scale.dynamic import DynamicLossScale
 
+LossScaleMode = Literal["none", "static", "dynamic", "norm_adaptive", "nvcaffe"]
+LossScaleArgument = Literal[LossScaleMode, "rules"] | float | LossScale | Mapping[str, Any] | None
 _KINDS: dict[str, type[LossScale]] = {
     kind.mode: kind
     for kind in (NoLossScale, StaticLossScale, DynamicLossScale, NormAdaptiveLossScale, NvcaffeLossScale)

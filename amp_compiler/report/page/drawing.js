@@ -187,7 +187,7 @@ class Drawing {
     );
     if (!node) {
       shape.append(
-        draw("text", { class: "title", x: 18, y: 18 }, "not in this plan"),
+        draw("text", { class: "title", x: 18, y: 18 }, ABSENT),
         draw("text", { class: "small", x: 18, y: 34 }, subtitle(entry)),
       );
       return this.listen(shape, entry);

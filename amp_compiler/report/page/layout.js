@@ -51,7 +51,8 @@ const foldedWidth = (group) =>
   Math.max(150, 44 + widthOf(group.label, TITLE), 110 + widthOf(many(group.nodes.length, "node")));
 
 function boxWidth(entry) {
-  const widths = entry.sides.filter(Boolean).map((node) => {
+  const widths = entry.sides.map((node) => {
+    if (!node) return widthOf(ABSENT, TITLE);
     const stored = Math.max(
       ...entry.stored.map((casts) => (storedWords(casts) ? 14 + widthOf(storedWords(casts)) : 0)),
     );
@@ -63,6 +64,8 @@ function boxWidth(entry) {
   return Math.max(96, 30 + Math.max(...widths));
 }
 
+const ABSENT = "not in this plan";
+
 /** The bytes that casts of stored data move when the model runs; a file may hold them cast already. */
 function storedWords(casts) {
   const total = casts.reduce((sum, cast) => sum + cast.bytes, 0);
@@ -71,12 +74,12 @@ function storedWords(casts) {
 
 const firstType = (node) => node.makes[0]?.type ?? "";
 const subtitle = (entry) => shortened(entry.name, 26);
-const titleOf = (entry) =>
-  entry.kind === "input"
-    ? shortened(entry.name, 24)
-    : entry.into.length > 1
-      ? `${entry.into.length} returned`
-      : "returned";
+/** The words of an input, or of results: of two plans how many the one with more of them returns. */
+function titleOf(entry) {
+  if (entry.kind === "input") return shortened(entry.name, 24);
+  const returned = Math.max(...entry.sides.map((_, side) => entry.into.filter((edge) => edge.side === side).length));
+  return returned > 1 ? `${returned} returned` : "returned";
+}
 
 /** The values that come into a module and go out of it, with how wide each is drawn. */
 function portsOf(group) {

@@ -16,7 +16,7 @@ function widthOf(text, font = SMALL) {
   return measuredWidths.get(key);
 }
 
-/** An element with attributes and children; texts become text nodes. */
+/** An element with attributes and children, in lists within lists or not; texts become text nodes. */
 function make(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -24,7 +24,7 @@ function make(tag, attributes = {}, ...children) {
     else if (value !== null && value !== undefined && value !== false)
       element.setAttribute(name, value === true ? "" : value);
   }
-  element.append(...children.flat().filter((child) => child !== null && child !== undefined));
+  element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
   return element;
 }
 
