@@ -9,7 +9,7 @@ from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Pin
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.lowering.compounds import mark_compounds
-from amp_compiler.onnx.lowering.fuse import Fusion, told_fusion
+from amp_compiler.onnx.lowering.fuse import OPS, Fusion, told_fusion
 from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.lowering.norms import find_norms, pin_norm
 from amp_compiler.onnx.lowering.overflow import Overflows
@@ -56,7 +56,6 @@ def decide(
     compounds, low = mark_compounds(lowered), lowered.low
     known = {name: largest for name, largest in (ranges or {}).items() if name in lowered.graph.values}
     if fusion is not None:
-        known.update({name: known[source] for name, source in fusion.like.items() if source in known})
         _mark_fused(lowered, fusion)
     found = pin_ranges(lowered, known, powers=rules.keeps("powers"))
     pin_batch_norms(lowered)
@@ -75,10 +74,10 @@ def decide(
 
 def _mark_fused(lowered: Lowered, fusion: Fusion) -> None:
     """Say of each op that took the place of a norm or GELU what it stands for (`Node.part`). Changes the graph."""
-    nodes = lowered.graph.nodes
-    for name, node in lowered.nodes.items() if fusion.kinds else ():
-        if node in fusion.kinds:
-            nodes[name] = replace(nodes[name], part=fusion.kinds[node])
+    nodes, kinds = lowered.graph.nodes, {op: kind for kind, (op, _) in OPS.items()}
+    for name, node in lowered.nodes.items() if fusion.made else ():
+        if node in fusion.made:
+            nodes[name] = replace(nodes[name], part=kinds[node.op_type])
 
 
 def _with_fusion(plan: PrecisionPlan, lowered: Lowered, fusion: Fusion) -> PrecisionPlan:

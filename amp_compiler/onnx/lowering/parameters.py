@@ -19,7 +19,7 @@ from amp_compiler.ir.graph import Node, Pin
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.lowering.walk import Walker
-from amp_compiler.onnx.model.data import array_of, convert, release, tensor_of
+from amp_compiler.onnx.model.data import array_of, convert, tensor_of
 from amp_compiler.onnx.model.edit import unique, with_data
 from amp_compiler.onnx.model.types import ir_type, neutral_type
 from amp_compiler.planner.typing import LOW
@@ -109,10 +109,7 @@ def _fits(lowered: Lowered, name: str) -> bool:
         return False
     size = np.abs(np.asarray(array_of(tensor), np.float64))
     fmt = lowered.low.format
-    fine = bool(((size == 0) | ((size >= fmt.smallest_normal) & (size <= fmt.max))).all())
-    del size
-    release(tensor)
-    return fine
+    return bool(((size == 0) | ((size >= fmt.smallest_normal) & (size <= fmt.max))).all())
 
 
 def _rounded(lowered: Lowered, value: ir.Value, tensor: ir.TensorProtocol, taken: set[str]) -> ir.Value:

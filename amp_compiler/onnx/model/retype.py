@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import DType
-from amp_compiler.onnx.model.data import array_of, convert, release
+from amp_compiler.onnx.model.data import array_of, convert
 from amp_compiler.onnx.model.edit import set_data, unique
 from amp_compiler.onnx.model.model import OnnxModel, ValueType, all_graphs, bodies
 from amp_compiler.onnx.model.types import canonical_domain
@@ -111,8 +111,6 @@ class _Writer:
             with np.errstate(over="ignore", under="ignore"):
                 made = array.astype(np.float32)
             lost = int(np.count_nonzero((np.isfinite(array) & ~np.isfinite(made)) | ((array != 0) & (made == 0))))
-            del array, made
-            release(tensor)
             if lost:
                 raise OnnxError(
                     f"{lost} of its numbers are none of FP32: they would become infinite or zero",
