@@ -11,7 +11,7 @@ from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.lowering.compounds import mark_compounds
 from amp_compiler.onnx.lowering.fuse import OPS, Fusion, told_fusion
 from amp_compiler.onnx.lowering.lowered import Lowered
-from amp_compiler.onnx.lowering.norms import find_norms, pin_norm
+from amp_compiler.onnx.lowering.norms import pin_norm
 from amp_compiler.onnx.lowering.overflow import Overflows
 from amp_compiler.onnx.lowering.parameters import pin_batch_norms, pin_scales
 from amp_compiler.onnx.lowering.ranges import Ranges, pin_ranges
@@ -30,14 +30,12 @@ class Decided:
         plan: the plan.
         lowered: what `lowering.apply` carries it out on.
         ranges: what ranges demand.
-        compounds: the nodes of each norm and GELU that stands in parts.
         stages: the graph that was planned, as text, and what each pass decided on it; `None` where nobody asked.
     """
 
     plan: PrecisionPlan
     lowered: Lowered
     ranges: Ranges
-    compounds: list[list[str]]
     stages: Stages | None
 
 
@@ -53,7 +51,8 @@ def decide(
         ranges: calibrated largest magnitude by value name.
         stages: takes the graph and what each pass decides, as text.
     """
-    compounds, low = mark_compounds(lowered), lowered.low
+    low = lowered.low
+    mark_compounds(lowered)
     known = {name: largest for name, largest in (ranges or {}).items() if name in lowered.graph.values}
     if fusion is not None:
         _mark_fused(lowered, fusion)
@@ -62,14 +61,14 @@ def decide(
     pin_scales(lowered)
     if rules.keeps("running_sums"):
         pin_running_sums(lowered)
-    _unify_norms(lowered, compounds, rules, known)
+    _unify_norms(lowered, rules, known)
     if low is DType.FLOAT16 and rules.keeps("powers"):
         _keep_means(lowered, rules, known)
     if stages is not None:
         stages.note("capture", lowered.graph.to_text())
     plan = make_plan(lowered.graph, rules, low, ranges=known, stages=stages, later=True)
     plan = plan if fusion is None else _with_fusion(plan, lowered, fusion)
-    return Decided(plan, lowered, found, compounds, stages)
+    return Decided(plan, lowered, found, stages)
 
 
 def _mark_fused(lowered: Lowered, fusion: Fusion) -> None:
@@ -91,13 +90,13 @@ def _with_fusion(plan: PrecisionPlan, lowered: Lowered, fusion: Fusion) -> Preci
     return replace(plan, nodes=tuple(nodes))
 
 
-def _unify_norms(lowered: Lowered, compounds: list[list[str]], rules: RuleSet, ranges: Mapping[str, float]) -> None:
+def _unify_norms(lowered: Lowered, rules: RuleSet, ranges: Mapping[str, float]) -> None:
     """Keep a normalisation or GELU that is written out FP32 as a whole where a part of it is.
 
     ONNX Runtime fuses such parts to one op of one type, and refuses the model where their types differ. What stands
     between a sum of squares and its root would undo what the FP32 sum is for.
     """
-    norms = [*compounds, *find_norms(lowered), *Overflows(lowered, {}).sums_of_squares()]
+    norms = [*lowered.compounds, *Overflows(lowered, {}).sums_of_squares()]
     if not norms:
         return
     matcher = RuleMatcher(rules, lowered.graph, Context(lowered.low, lowered.graph.device), ranges)

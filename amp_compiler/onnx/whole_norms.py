@@ -33,7 +33,7 @@ def _torn(parts: Decided, rules: RuleSet) -> frozenset[str]:
     """The results of the norms beside which a plan has casts, though the rules would have one op for them 16-bit."""
     lowered, graph, opset = parts.lowered, parts.lowered.graph, parts.lowered.model.opset("")
     ops = {kind: f"onnx.{op}" for kind, (op, since) in OPS.items() if kind != GELU and since <= opset}
-    norms = [names for names in parts.compounds if any(graph.nodes[name].part in ops for name in names)]
+    norms = [names for names in lowered.compounds if any(graph.nodes[name].part in ops for name in names)]
     beside: set[str] = set()
     for cast in _moved(parts.plan) if norms else ():
         maker = graph.producer(cast.value)
