@@ -62,7 +62,7 @@ def fuse(model: OnnxModel, only: Collection[str] | None = None) -> Fusion:
     """Write each norm and GELU as `LayerNormalization`, `RMSNormalization` or `Gelu`, where that computes the same.
 
     The result keeps its name, and the node that of the last one that it replaces. Stored data that nothing reads any
-    more go. No opset is raised. Changes the model.
+    more go. No opset is raised: what it has no op for stays in parts. Changes the model.
 
     Args:
         model: as `read_model` gives it.
