@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import onnx_ir as ir
@@ -12,7 +13,7 @@ import onnx_ir as ir
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.onnx.lowering.compounds import GELU, LAYER_NORM, RMS_NORM, Compound, find_compounds
 from amp_compiler.onnx.model.data import array_of, tensor_of
-from amp_compiler.onnx.model.edit import unique
+from amp_compiler.onnx.model.edit import names_of, unique
 from amp_compiler.onnx.model.model import OnnxModel, ValueType
 from amp_compiler.onnx.model.terms import is_op, numbers_of, scalar_of
 from amp_compiler.onnx.model.types import neutral_type
@@ -112,7 +113,6 @@ class _Fuser:
     def __init__(self, model: OnnxModel) -> None:
         self.model = model
         self.gone: set[ir.Node] = set()
-        self._names: set[str] = set()
 
     # ---- whether it is the same
 
@@ -239,20 +239,15 @@ class _Fuser:
             return value
         stored = array_of(tensor)
         whole = np.broadcast_to(stored.reshape(stored.shape[-len(sizes) :]), sizes).copy()
-        name = unique(f"{value.name}_whole", self._taken())
-        made = ir.Value(name=name, type=ir.TensorType(tensor.dtype), shape=ir.Shape(sizes))
-        made.const_value = ir.Tensor(whole, dtype=tensor.dtype, name=name)
+        name = unique(f"{value.name}_whole", self._taken)
+        made = ir.val(name, const_value=ir.Tensor(whole, dtype=tensor.dtype, name=name))
         self.model.types[made] = ValueType(neutral_type(tensor.dtype.value), sizes)
         self.model.ir.graph.register_initializer(made)
         return made
 
+    @cached_property
     def _taken(self) -> set[str]:
-        """The names of all values."""
-        if not self._names:
-            for graph in self.model.graphs():
-                self._names |= {value.name or "" for value in (*graph.inputs, *graph.initializers.values())}
-                self._names |= {value.name or "" for node in graph for value in node.outputs}
-        return self._names
+        return names_of(self.model.graphs())
 
     def _drop(self, value: ir.Value) -> None:
         """Take stored data away that nothing reads."""

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from amp_compiler.ir.graph import Pin
 from amp_compiler.onnx.lowering.compounds import GELU
 from amp_compiler.onnx.lowering.lowered import Lowered
-from amp_compiler.onnx.model.edit import unique
+from amp_compiler.onnx.model.edit import names_of, unique
 
 _ONE_TYPE = 17  # the first opset whose LayerNormalization ties the types of data and scale
 
@@ -43,10 +43,8 @@ def guard_norms(lowered: Lowered) -> None:
     heads = [head for nodes in norms if (head := _cast_head(nodes)) is not None]
     if not heads:
         return
-    graphs = lowered.model.graphs()
-    nodes = {*lowered.node_names, *(node.name or "" for graph in graphs for node in graph)}
-    values = {name for graph in graphs for name in (*graph.initializers, *(value.name or "" for value in graph.inputs))}
-    values |= {value.name or "" for graph in graphs for node in graph for value in node.outputs} | lowered.value_names
+    taken = names_of(lowered.model.graphs()) | lowered.value_names | lowered.node_names
+    values, nodes = set(taken), taken
     for mean, difference in heads:
         source, graph = difference.inputs[0], mean.graph
         if source is None or not isinstance(graph, ir.Graph):

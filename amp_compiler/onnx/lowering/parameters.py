@@ -20,7 +20,7 @@ from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.lowering.walk import Walker
 from amp_compiler.onnx.model.data import array_of, convert, tensor_of
-from amp_compiler.onnx.model.edit import unique, with_data
+from amp_compiler.onnx.model.edit import names_of, unique, with_data
 from amp_compiler.onnx.model.types import ir_type, neutral_type
 from amp_compiler.planner.typing import LOW
 
@@ -75,7 +75,7 @@ def unify_batch_norms(lowered: Lowered, plan: PrecisionPlan) -> None:
         if labels.get(neutral.name) != LOW:
             continue
         if not taken:
-            taken = _names(lowered)
+            taken = names_of(lowered.model.graphs()) | lowered.value_names | lowered.node_names
         for index, value in enumerate(node.inputs):
             tensor = tensor_of(value) if index and value is not None else None
             if value is None or tensor is None or neutral_type(tensor.dtype.value) is not DType.FLOAT32:
@@ -123,12 +123,3 @@ def _rounded(lowered: Lowered, value: ir.Value, tensor: ir.TensorProtocol, taken
         made.const_value = data
         value.graph.register_initializer(made)
     return made
-
-
-def _names(lowered: Lowered) -> set[str]:
-    found = {*lowered.value_names, *lowered.node_names}
-    for graph in lowered.model.graphs():
-        found |= {value.name or "" for value in (*graph.inputs, *graph.initializers.values())}
-        for node in graph:
-            found |= {node.name or "", *(value.name or "" for value in node.outputs)}
-    return found

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.onnx.model.data import array_of, convert
-from amp_compiler.onnx.model.edit import set_data, unique
+from amp_compiler.onnx.model.edit import names_of, set_data, unique
 from amp_compiler.onnx.model.model import OnnxModel, ValueType, all_graphs, bodies
 from amp_compiler.onnx.model.types import canonical_domain
 
@@ -65,13 +65,8 @@ class _Writer:
         self.model, self.elements, self.types = model, elements, types
         self.main = model.ir.graph
         self.changed = False
-        self.names: set[str] = set()
-        self.nodes: set[str] = set()
-        for graph in all_graphs(self.main):
-            self.names |= {value.name or "" for value in (*graph.inputs, *graph.initializers.values())}
-            for node in graph:
-                self.nodes.add(node.name or "")
-                self.names |= {value.name or "" for value in node.outputs}
+        self.names = names_of(all_graphs(self.main))
+        self.nodes = set(self.names)
 
     def run(self, keep_io_types: bool) -> bool:
         """Change data, attributes and types, then the ends."""
