@@ -47,9 +47,8 @@ class Fusion:
 
 @dataclass(frozen=True)
 class _Norm:
-    """What the one op is given: the first axis of the norm from behind, epsilon, and the operands behind the data."""
+    """What the one op is given: epsilon, the operands behind the data, and the sizes that it is taken over."""
 
-    axis: int
     epsilon: float
     operands: tuple[ir.Value, ...]
     sizes: tuple[int, ...]
@@ -167,7 +166,7 @@ class _Fuser:
         operands = tuple(values[name] for name in ("scale", "bias") if name in values)
         for value in operands:
             self._fits(value, data, sizes)
-        return _Norm(-count, self._epsilon(values.get("epsilon"), data), operands, sizes)
+        return _Norm(self._epsilon(values.get("epsilon"), data), operands, sizes)
 
     def _axes(self, way: Compound, data: ValueType) -> int:
         """Over how many of the last dimensions the means are taken."""
@@ -278,7 +277,7 @@ def _become(node: ir.Node, op: str, inputs: list[ir.Value], attributes: list[ir.
 def _settings(norm: _Norm) -> list[ir.Attr]:
     """The attributes of a norm that is one op."""
     epsilon, stash = ir.AttrFloat32("epsilon", norm.epsilon), ir.AttrInt64("stash_type", int(ir.DataType.FLOAT))
-    return [ir.AttrInt64("axis", norm.axis), epsilon, stash]
+    return [ir.AttrInt64("axis", -len(norm.sizes)), epsilon, stash]
 
 
 def _axes_of(node: ir.Node) -> tuple[int, ...]:
