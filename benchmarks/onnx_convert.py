@@ -9,7 +9,7 @@ Times are CPU seconds, ours and the peers' in turns. `convert` is what users get
 inference on the result, and up to 4,000 nodes one load in ONNX Runtime, none of which the peers do; `unchecked` is
 without. Casts of the result, what they move in a run, the share of nodes that make 16-bit values and the error by true
 rounding are those of `benchmarks.onnx_casts`, whose exports of transformers are converted too. A second table has the
-casts of each export beside AutoCast's: by default, which fuses nothing, and with `--fuse --opset 23`.
+casts of each export beside AutoCast's: by default, and with `--fuse --opset 23`.
 """
 
 from __future__ import annotations

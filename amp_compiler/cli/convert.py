@@ -49,6 +49,7 @@ class ConvertOptions:
         custom_ops: libraries of custom ops for ONNX Runtime.
         as_fp32: types that are made FP32 first.
         fuse: write norms and GELUs that stand in parts as one op each, or none; by default norms beside casts.
+            An RMSNorm has an op from opset 23 on.
     """
 
     source: Path

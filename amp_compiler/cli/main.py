@@ -259,7 +259,7 @@ def convert(
         typer.Option(
             "--fuse/--no-fuse",
             help="Write norms and GELUs that stand in parts as the one op that the opset has for each, or none. "
-            "By default norms beside which casts would stand.",
+            "By default norms beside which casts would stand. An RMSNorm has an op from opset 23 on.",
         ),
     ] = None,
     json_: JsonOption = False,

@@ -109,12 +109,11 @@ def convert_onnx(
         custom_ops: libraries of custom ops for ONNX Runtime, as paths.
         as_fp32: types whose parts of the model are made FP32 first, and then decided on by the rules: `fp64`, `fp16`,
             `bf16`. `dtype="bf16", as_fp32="fp16"` makes an FP16 model a BF16 one.
-        fuse: write norms and GELUs that an exporter has left in parts as `LayerNormalization` (from opset 17 on, of an
-            RMSNorm too, of its data beside their negative), `RMSNormalization` (23) or `Gelu` (20), where that computes
-            the same. By default this is done with norms beside which casts would stand, and which the rules let be
-            16-bit as one op, but for an RMSNorm without an op for it of which ONNX Runtime makes one kernel by itself;
-            with `False` all stay in parts. No opset is raised for it: name one with `opset`. The plan says of each what
-            was done, or why it stays in parts.
+        fuse: write norms and GELUs that an exporter has left in parts as `LayerNormalization` (from opset 17 on),
+            `RMSNormalization` (23) or `Gelu` (20), where that computes the same. By default this is done with norms
+            beside which casts would stand, and which the rules let be 16-bit as one op; with `False` all stay in parts.
+            A norm for which the opset has no op stays in parts, in FP32. No opset is raised for it: name one with
+            `opset`. The plan says of each what was done, or why it stays in parts.
 
     Returns:
         The plan, with the model or its path.

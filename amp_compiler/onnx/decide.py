@@ -9,9 +9,9 @@ from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Pin
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.lowering.compounds import mark_compounds
-from amp_compiler.onnx.lowering.fuse import Fusion, told_fusion
+from amp_compiler.onnx.lowering.fuse import OPS, Fusion, told_fusion
 from amp_compiler.onnx.lowering.lowered import Lowered
-from amp_compiler.onnx.lowering.norms import find_norms, pin_norm
+from amp_compiler.onnx.lowering.norms import pin_norm
 from amp_compiler.onnx.lowering.overflow import Overflows
 from amp_compiler.onnx.lowering.parameters import pin_batch_norms, pin_scales
 from amp_compiler.onnx.lowering.ranges import Ranges, pin_ranges
@@ -30,14 +30,12 @@ class Decided:
         plan: the plan.
         lowered: what `lowering.apply` carries it out on.
         ranges: what ranges demand.
-        compounds: the nodes of each norm and GELU that stands in parts.
         stages: the graph that was planned, as text, and what each pass decided on it; `None` where nobody asked.
     """
 
     plan: PrecisionPlan
     lowered: Lowered
     ranges: Ranges
-    compounds: list[list[str]]
     stages: Stages | None
 
 
@@ -53,32 +51,32 @@ def decide(
         ranges: calibrated largest magnitude by value name.
         stages: takes the graph and what each pass decides, as text.
     """
-    compounds, low = mark_compounds(lowered), lowered.low
+    low = lowered.low
+    mark_compounds(lowered)
     known = {name: largest for name, largest in (ranges or {}).items() if name in lowered.graph.values}
     if fusion is not None:
-        known.update({name: known[source] for name, source in fusion.like.items() if source in known})
         _mark_fused(lowered, fusion)
     found = pin_ranges(lowered, known, powers=rules.keeps("powers"))
     pin_batch_norms(lowered)
     pin_scales(lowered)
     if rules.keeps("running_sums"):
         pin_running_sums(lowered)
-    _unify_norms(lowered, compounds, rules, known)
+    _unify_norms(lowered, rules, known)
     if low is DType.FLOAT16 and rules.keeps("powers"):
         _keep_means(lowered, rules, known)
     if stages is not None:
         stages.note("capture", lowered.graph.to_text())
     plan = make_plan(lowered.graph, rules, low, ranges=known, stages=stages, later=True)
     plan = plan if fusion is None else _with_fusion(plan, lowered, fusion)
-    return Decided(plan, lowered, found, compounds, stages)
+    return Decided(plan, lowered, found, stages)
 
 
 def _mark_fused(lowered: Lowered, fusion: Fusion) -> None:
     """Say of each op that took the place of a norm or GELU what it stands for (`Node.part`). Changes the graph."""
-    nodes = lowered.graph.nodes
-    for name, node in lowered.nodes.items() if fusion.kinds else ():
-        if node in fusion.kinds:
-            nodes[name] = replace(nodes[name], part=fusion.kinds[node])
+    nodes, kinds = lowered.graph.nodes, {op: kind for kind, (op, _) in OPS.items()}
+    for name, node in lowered.nodes.items() if fusion.made else ():
+        if node in fusion.made:
+            nodes[name] = replace(nodes[name], part=kinds[node.op_type])
 
 
 def _with_fusion(plan: PrecisionPlan, lowered: Lowered, fusion: Fusion) -> PrecisionPlan:
@@ -92,13 +90,13 @@ def _with_fusion(plan: PrecisionPlan, lowered: Lowered, fusion: Fusion) -> Preci
     return replace(plan, nodes=tuple(nodes))
 
 
-def _unify_norms(lowered: Lowered, compounds: list[list[str]], rules: RuleSet, ranges: Mapping[str, float]) -> None:
+def _unify_norms(lowered: Lowered, rules: RuleSet, ranges: Mapping[str, float]) -> None:
     """Keep a normalisation or GELU that is written out FP32 as a whole where a part of it is.
 
     ONNX Runtime fuses such parts to one op of one type, and refuses the model where their types differ. What stands
     between a sum of squares and its root would undo what the FP32 sum is for.
     """
-    norms = [*compounds, *find_norms(lowered), *Overflows(lowered, {}).sums_of_squares()]
+    norms = [*lowered.compounds, *Overflows(lowered, {}).sums_of_squares()]
     if not norms:
         return
     matcher = RuleMatcher(rules, lowered.graph, Context(lowered.low, lowered.graph.device), ranges)

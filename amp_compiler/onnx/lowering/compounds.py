@@ -159,26 +159,31 @@ def _anchors(graph: ir.Graph) -> Iterator[ir.Node]:
             yield cast("ir.Node", graph.nodes[index])
 
 
-def mark_compounds(lowered: Lowered) -> list[list[str]]:
-    """Say of each node which kind of compound it is part of (`Node.part`). Changes `lowered.graph`.
-
-    Returns:
-        The names of the nodes of each, in the order of the graph.
-    """
+def mark_compounds(lowered: Lowered) -> None:
+    """Say of each node which kind of compound it is part of (`Node.part`). Changes `lowered.graph`, fills `lowered`."""
     names: dict[ir.Node, str] = {}
     order: dict[str, int] = {}
-    marked = []
     for ways in find_compounds(lowered.model.ir.graph):
         if not names:
             names = {node: name for name, node in lowered.nodes.items()}
             order = {name: index for index, name in enumerate(lowered.graph.nodes)}
         nodes = lowered.graph.nodes
-        own = sorted((names[node] for node in ways[0].nodes if node in names), key=order.__getitem__)
+        parts = (*ways[0].nodes, *_guard(ways[0].found.values["x"]))
+        own = sorted((names[node] for node in parts if node in names), key=order.__getitem__)
         for name in own:
             if not nodes[name].part and nodes[name].op != "onnx.Cast":
                 nodes[name] = replace(nodes[name], part=ways[0].kind)
-        marked.append(own)
-    return marked
+        lowered.compounds.append(own)
+
+
+def _guard(data: ir.Value) -> tuple[ir.Node, ...]:
+    """What `guard_norms` has put before a norm: a `Reshape` to the shape that the value has."""
+    maker = data.producer()
+    if maker is None or not is_op(maker, "Reshape") or len(maker.inputs) != 2:
+        return ()
+    read, shape = maker.inputs
+    sizes = shape.producer() if shape is not None else None
+    return (maker,) if sizes is not None and is_op(sizes, "Shape") and sizes.inputs[0] is read else ()
 
 
 def _is_likely(node: ir.Node) -> bool:

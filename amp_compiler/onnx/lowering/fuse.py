@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import onnx_ir as ir
 
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.onnx.lowering.compounds import GELU, LAYER_NORM, RMS_NORM, Compound, find_compounds
-from amp_compiler.onnx.model.data import array_of, release, tensor_of
-from amp_compiler.onnx.model.edit import unique
+from amp_compiler.onnx.model.data import array_of, tensor_of
+from amp_compiler.onnx.model.edit import names_of, unique
 from amp_compiler.onnx.model.model import OnnxModel, ValueType
 from amp_compiler.onnx.model.terms import is_op, numbers_of, scalar_of
-from amp_compiler.onnx.model.types import ir_type, neutral_type
+from amp_compiler.onnx.model.types import neutral_type
 
-_OPS = {LAYER_NORM: ("LayerNormalization", 17), RMS_NORM: ("RMSNormalization", 23), GELU: ("Gelu", 20)}
-FIRST_OPSET = 17  # from which on a norm can be written so: an RMSNorm before 23 by a LayerNorm
+OPS = {LAYER_NORM: ("LayerNormalization", 17), RMS_NORM: ("RMSNormalization", 23), GELU: ("Gelu", 20)}
+"""By kind, the op that is the same, with its first opset."""
+
 _STORING = ("Constant", "Cast", "Identity", "Reshape", "Unsqueeze", "Squeeze")  # goes where nothing reads it
-_MADE_ONE = frozenset({"Pow", "ReduceMean", "Add", "Sqrt", "Div"})  # an RMSNorm that ONNX Runtime makes one kernel
 _LISTED = 3  # nodes that a reason names
 
 
@@ -31,25 +32,23 @@ class Fusion:
     Args:
         made: by the node that took the place of others, what it was written out in.
         left: by the last node of what stays in parts, why it does.
-        fused: how many there are of each op.
         late: how many of each op, with its first opset, would be fused in a later opset.
-        kinds: by the norm or GELU that took the place of others, its kind.
-        like: by the name of a value that was added, that of the one whose magnitudes it has.
     """
 
     made: dict[ir.Node, str] = field(default_factory=dict)
     left: dict[ir.Node, str] = field(default_factory=dict)
-    fused: Counter[str] = field(default_factory=Counter)
     late: Counter[tuple[str, int]] = field(default_factory=Counter)
-    kinds: dict[ir.Node, str] = field(default_factory=dict)
-    like: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def fused(self) -> Counter[str]:
+        """How many there are of each op."""
+        return Counter(node.op_type for node in self.made)
 
 
 @dataclass(frozen=True)
 class _Norm:
-    """What the one op is given: the first axis of the norm from behind, epsilon, and the operands behind the data."""
+    """What the one op is given: epsilon, the operands behind the data, and the sizes that it is taken over."""
 
-    axis: int
     epsilon: float
     operands: tuple[ir.Value, ...]
     sizes: tuple[int, ...]
@@ -63,8 +62,7 @@ def fuse(model: OnnxModel, only: Collection[str] | None = None) -> Fusion:
     """Write each norm and GELU as `LayerNormalization`, `RMSNormalization` or `Gelu`, where that computes the same.
 
     The result keeps its name, and the node that of the last one that it replaces. Stored data that nothing reads any
-    more go. No opset is raised: from 17 on, where there is no `RMSNormalization` yet, an RMSNorm of `x` is the first
-    half of the `LayerNormalization` of `x` beside `-x`, whose mean is zero. Changes the model.
+    more go. No opset is raised: what it has no op for stays in parts. Changes the model.
 
     Args:
         model: as `read_model` gives it.
@@ -77,13 +75,13 @@ def fuse(model: OnnxModel, only: Collection[str] | None = None) -> Fusion:
         ```
     """
     done = Fusion()
-    fuser = _Fuser(model, done)
+    fuser = _Fuser(model)
     for ways in list(find_compounds(model.ir.graph)):
         if only is not None and ways[0].last.outputs[0].name not in only:
             continue
         if any(node in fuser.gone or node in done.made for node in ways[0].nodes):
             continue
-        op, since = _OPS[ways[0].kind]
+        op, since = OPS[ways[0].kind]
         why = ""
         for way in ways:
             try:
@@ -92,16 +90,13 @@ def fuse(model: OnnxModel, only: Collection[str] | None = None) -> Fusion:
             except _Unfit as unfit:
                 why = why or str(unfit)
                 continue
-            op, since = _OPS[way.kind]
+            op, since = OPS[way.kind]
             if model.opset("") < since:
                 done.late[op, since] += 1
                 why = f"{op} comes with opset {since}, and the opset is {model.opset('')}"
-                if way.kind != RMS_NORM or norm is None or not fuser.doubles(way, norm, unasked=only is not None):
-                    break
-                op = _OPS[LAYER_NORM][0]
-            told = f"it was written out in {len(way.nodes)} nodes ({_listed(way)})"
-            done.made.update(dict.fromkeys(fuser.write(way, norm), told))
-            done.fused[op] += 1
+                break
+            fuser.write(way, norm)
+            done.made[way.last] = f"it was written out in {len(way.nodes)} nodes ({_listed(way)})"
             break
         if ways[0].last not in done.made:
             done.left.setdefault(ways[0].last, f"not fused to one {op}: {why}")
@@ -114,12 +109,9 @@ def _listed(way: Compound) -> str:
 
 
 class _Fuser:
-    def __init__(self, model: OnnxModel, done: Fusion) -> None:
-        self.model, self.done = model, done
+    def __init__(self, model: OnnxModel) -> None:
+        self.model = model
         self.gone: set[ir.Node] = set()
-        self._names: set[str] = set()
-        self._node_names: set[str] = set()
-        self._stored: dict[tuple[object, ...], ir.Value] = {}
 
     # ---- whether it is the same
 
@@ -174,7 +166,7 @@ class _Fuser:
         operands = tuple(values[name] for name in ("scale", "bias") if name in values)
         for value in operands:
             self._fits(value, data, sizes)
-        return _Norm(-count, self._epsilon(values.get("epsilon"), data), operands, sizes)
+        return _Norm(self._epsilon(values.get("epsilon"), data), operands, sizes)
 
     def _axes(self, way: Compound, data: ValueType) -> int:
         """Over how many of the last dimensions the means are taken."""
@@ -219,119 +211,42 @@ class _Fuser:
         if tuple(shape) != sizes and tensor_of(value) is None:
             raise _Unfit(f"'{value.name}' is not stored in the shape {list(sizes)}")
 
-    def doubles(self, way: Compound, norm: _Norm, *, unasked: bool) -> bool:
-        """Whether an RMSNorm is to be written by a LayerNorm: the opset has it, and the scale is stored.
-
-        Unasked it is not where a runtime makes one kernel of the parts, with the casts before and behind it.
-        """
-        if unasked and _MADE_ONE.issubset(node.op_type for node in way.nodes):
-            return False
-        return self.model.opset("") >= FIRST_OPSET and tensor_of(norm.operands[0]) is not None
-
     # ---- writing it
 
-    def write(self, way: Compound, norm: _Norm | None) -> list[ir.Node]:
-        """Make the last node the one op, and take the others away.
-
-        Returns:
-            The nodes that stand for them now.
-        """
+    def write(self, way: Compound, norm: _Norm | None) -> None:
+        """Make the last node the one op, and take the others away."""
         last = way.last
         before = {value: None for node in way.nodes for value in node.inputs if value is not None}
-        data = way.found.values["x"]
-        added: list[ir.Node] = []
+        data, op = way.found.values["x"], OPS[way.kind][0]
         if norm is None:
             by_tanh = any(node.op_type == "Tanh" for node in way.nodes)
-            _become(last, _OPS[way.kind][0], [data], [ir.AttrString("approximate", "tanh" if by_tanh else "none")])
-        elif way.kind == RMS_NORM and self.model.opset("") < _OPS[RMS_NORM][1]:
-            added = self._doubled(last, data, norm)
+            _become(last, op, [data], [ir.AttrString("approximate", "tanh" if by_tanh else "none")])
         else:
             operands = [self._shaped(value, norm.sizes) for value in norm.operands]
-            _become(last, _OPS[way.kind][0], [data, *operands], _settings(norm))
+            _become(last, op, [data, *operands], _settings(norm))
         others = [node for node in way.nodes if node is not last]
         if isinstance(last.graph, ir.Graph):
             last.graph.remove(others, safe=True)
-            last.graph.insert_before(last, added)
         self.gone.update(others)
         for value in before:
             self._drop(value)
-        self.done.kinds[added[-1] if added else last] = way.kind
-        return [*added, last]
-
-    def _doubled(self, last: ir.Node, data: ir.Value, norm: _Norm) -> list[ir.Node]:
-        """Make the last node of an RMSNorm the first half of the LayerNorm of its data beside their negative.
-
-        The mean of those is zero, to the rounding of FP32, and their variance the mean of the squares.
-        """
-        whole = self.model.type_of(data)
-        sizes = list(whole.shape or ())
-        sizes[norm.axis] = 2 * norm.sizes[0]
-        twice = ValueType(whole.dtype, tuple(sizes))
-        negative = self._node(last, "Neg", [data], whole)
-        both = self._node(last, "Concat", [data, negative.outputs[0]], twice, ir.AttrInt64("axis", norm.axis))
-        self.done.like.update({one.outputs[0].name or "": data.name or "" for one in (negative, both)})
-        scale = self._scale_twice(norm)
-        normal = self._node(last, _OPS[LAYER_NORM][0], [both.outputs[0], scale], twice, *_settings(norm))
-        bounds = [self._indices(name, at) for name, at in (("start", 0), ("end", norm.sizes[0]), ("axis", norm.axis))]
-        _become(last, "Slice", [normal.outputs[0], *bounds], [])
-        return [negative, both, normal]
-
-    def _node(self, last: ir.Node, op: str, inputs: list[ir.Value], made: ValueType, *attributes: ir.Attr) -> ir.Node:
-        """A node in front of the last one of a norm, which is where the model says that this stands."""
-        if not self._node_names:
-            self._node_names = {node.name or "" for graph in self.model.graphs() for node in graph}
-        value = self._value(f"{last.outputs[0].name}_{op.lower()}", made, ir_type(made.dtype or DType.FLOAT32))
-        name = unique(f"{last.name}_{op.lower()}", self._node_names)
-        return ir.Node("", op, inputs, attributes, outputs=[value], name=name, metadata_props=dict(last.metadata_props))
-
-    def _value(self, name: str, known: ValueType, kind: ir.DataType) -> ir.Value:
-        shape = None if known.shape is None else ir.Shape(known.shape)
-        made = ir.Value(name=unique(name, self._taken()), type=ir.TensorType(kind), shape=shape)
-        self.model.types[made] = known
-        return made
-
-    def _scale_twice(self, norm: _Norm) -> ir.Value:
-        """The scale of an RMSNorm, once for each half."""
-        scale = norm.operands[0]
-        key = (scale, norm.sizes)
-        tensor = tensor_of(scale)
-        if key not in self._stored and tensor is not None:
-            stored = np.asarray(array_of(tensor))
-            whole = np.broadcast_to(stored.reshape(stored.shape[-len(norm.sizes) :]), norm.sizes)
-            self._stored[key] = self._store(f"{scale.name}_twice", np.concatenate([whole, whole]), tensor.dtype)
-            release(tensor)
-        return self._stored[key]
-
-    def _indices(self, name: str, index: int) -> ir.Value:
-        """A stored index of a `Slice`."""
-        key = (name, index)
-        if key not in self._stored:
-            self._stored[key] = self._store(f"half_{name}", np.array([index], np.int64), ir.DataType.INT64)
-        return self._stored[key]
-
-    def _store(self, name: str, data: np.ndarray, dtype: ir.DataType) -> ir.Value:
-        made = self._value(name, ValueType(neutral_type(dtype.value), data.shape), dtype)
-        made.const_value = ir.Tensor(data, dtype=dtype, name=made.name or "")
-        self.model.ir.graph.register_initializer(made)
-        return made
 
     def _shaped(self, value: ir.Value, sizes: tuple[int, ...]) -> ir.Value:
         """Stored data in the shape that the norm is taken over."""
         tensor = tensor_of(value)
         if self.model.type_of(value).shape == sizes or tensor is None:
             return value
-        stored = np.asarray(array_of(tensor))
+        stored = array_of(tensor)
         whole = np.broadcast_to(stored.reshape(stored.shape[-len(sizes) :]), sizes).copy()
-        release(tensor)
-        return self._store(f"{value.name}_whole", whole, tensor.dtype)
+        name = unique(f"{value.name}_whole", self._taken)
+        made = ir.val(name, const_value=ir.Tensor(whole, dtype=tensor.dtype, name=name))
+        self.model.types[made] = ValueType(neutral_type(tensor.dtype.value), sizes)
+        self.model.ir.graph.register_initializer(made)
+        return made
 
+    @cached_property
     def _taken(self) -> set[str]:
-        """The names of all values."""
-        if not self._names:
-            for graph in self.model.graphs():
-                self._names |= {value.name or "" for value in (*graph.inputs, *graph.initializers.values())}
-                self._names |= {value.name or "" for node in graph for value in node.outputs}
-        return self._names
+        return names_of(self.model.graphs())
 
     def _drop(self, value: ir.Value) -> None:
         """Take stored data away that nothing reads."""
@@ -362,7 +277,7 @@ def _become(node: ir.Node, op: str, inputs: list[ir.Value], attributes: list[ir.
 def _settings(norm: _Norm) -> list[ir.Attr]:
     """The attributes of a norm that is one op."""
     epsilon, stash = ir.AttrFloat32("epsilon", norm.epsilon), ir.AttrInt64("stash_type", int(ir.DataType.FLOAT))
-    return [ir.AttrInt64("axis", norm.axis), epsilon, stash]
+    return [ir.AttrInt64("axis", -len(norm.sizes)), epsilon, stash]
 
 
 def _axes_of(node: ir.Node) -> tuple[int, ...]:

@@ -19,8 +19,8 @@ from amp_compiler.ir.graph import Node, Pin
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.lowering.walk import Walker
-from amp_compiler.onnx.model.data import array_of, convert, release, tensor_of
-from amp_compiler.onnx.model.edit import unique, with_data
+from amp_compiler.onnx.model.data import array_of, convert, tensor_of
+from amp_compiler.onnx.model.edit import names_of, unique, with_data
 from amp_compiler.onnx.model.types import ir_type, neutral_type
 from amp_compiler.planner.typing import LOW
 
@@ -75,7 +75,7 @@ def unify_batch_norms(lowered: Lowered, plan: PrecisionPlan) -> None:
         if labels.get(neutral.name) != LOW:
             continue
         if not taken:
-            taken = _names(lowered)
+            taken = names_of(lowered.model.graphs()) | lowered.value_names | lowered.node_names
         for index, value in enumerate(node.inputs):
             tensor = tensor_of(value) if index and value is not None else None
             if value is None or tensor is None or neutral_type(tensor.dtype.value) is not DType.FLOAT32:
@@ -109,10 +109,7 @@ def _fits(lowered: Lowered, name: str) -> bool:
         return False
     size = np.abs(np.asarray(array_of(tensor), np.float64))
     fmt = lowered.low.format
-    fine = bool(((size == 0) | ((size >= fmt.smallest_normal) & (size <= fmt.max))).all())
-    del size
-    release(tensor)
-    return fine
+    return bool(((size == 0) | ((size >= fmt.smallest_normal) & (size <= fmt.max))).all())
 
 
 def _rounded(lowered: Lowered, value: ir.Value, tensor: ir.TensorProtocol, taken: set[str]) -> ir.Value:
@@ -126,12 +123,3 @@ def _rounded(lowered: Lowered, value: ir.Value, tensor: ir.TensorProtocol, taken
         made.const_value = data
         value.graph.register_initializer(made)
     return made
-
-
-def _names(lowered: Lowered) -> set[str]:
-    found = {*lowered.value_names, *lowered.node_names}
-    for graph in lowered.model.graphs():
-        found |= {value.name or "" for value in (*graph.inputs, *graph.initializers.values())}
-        for node in graph:
-            found |= {node.name or "", *(value.name or "" for value in node.outputs)}
-    return found

@@ -7,7 +7,6 @@ from dataclasses import replace
 from amp_compiler.ir.plan import RETURN, PrecisionPlan
 from amp_compiler.onnx.lowering.apply import is_rounded_in_place
 from amp_compiler.onnx.lowering.lowered import FOLDED, Lowered
-from amp_compiler.onnx.lowering.norms import find_norms
 from amp_compiler.onnx.model.plain import PlainGraph
 
 _CASTS = frozenset({"Cast", "CastLike"})
@@ -67,6 +66,6 @@ def _touched(lowered: Lowered, plan: PrecisionPlan, graph: PlainGraph) -> set[in
         if value:
             found.add(makers[value])
             found.update([places[user.name] for user, _ in lowered.graph.users(value)])
-    found.update(places[name] for norm in find_norms(lowered) for name in norm)
+    found.update(places[name] for names in lowered.compounds for name in names)
     found.discard(-1)  # the place of what no node makes
     return found

@@ -57,24 +57,22 @@ def tensor_of(value: ir.Value) -> ir.TensorProtocol | None:
 
 
 def array_of(tensor: ir.TensorProtocol) -> np.ndarray:
-    """The elements; external data are mapped, and stay so until `release`.
+    """The elements; external data are mapped as long as the array, or a view of it, lives.
 
     Raises:
         OnnxError: external data cannot be read.
     """
     try:
-        return np.asarray(tensor.numpy())
+        array = np.asarray(tensor.numpy())
     except (OSError, ValueError) as cause:
         raise OnnxError(
             f"the data of '{tensor.name}' cannot be read: {cause}",
             mend="keep the data files beside the model, and give the path of the model",
         ) from cause
-
-
-def release(tensor: ir.TensorProtocol) -> None:
-    """Let go of mapped external data."""
     if isinstance(tensor, ir.ExternalTensor):
+        tensor.raw = None  # which `release` would close beneath the array: it is closed with its last reader
         tensor.release()
+    return array
 
 
 def examine(tensor: ir.TensorProtocol, low: DType) -> Stored:
@@ -84,16 +82,10 @@ def examine(tensor: ir.TensorProtocol, low: DType) -> Stored:
         tensor: FP32 data.
         low: FP16 or BF16. Ties go to even, so a magnitude of half the smallest subnormal becomes zero.
     """
-    found = _examine(array_of(tensor), low)
-    release(tensor)
-    return found
-
-
-def _examine(array: np.ndarray, low: DType) -> Stored:
     fmt = low.format
     tiny = np.float32(fmt.smallest_subnormal / 2)
     largest, over, negative, lost, infinite = 0.0, False, True, 0, False
-    for piece in _pieces(array):
+    for piece in _pieces(array_of(tensor)):
         size = np.abs(piece)
         top = float(size.max())
         if not math.isfinite(top):
@@ -136,8 +128,6 @@ def convert(tensor: ir.TensorProtocol, dtype: DType, *, name: str, floor: float 
             made = array.astype(_NUMPY[dtype])
         if made is array or np.shares_memory(made, array):
             made = made.copy()
-        del array
-        release(tensor)
         return ir.Tensor(made, dtype=ir_type(dtype), name=name, doc_string=tensor.doc_string)
 
     shape = ir.Shape(tuple(tensor.shape.numpy()))

@@ -62,6 +62,16 @@ class Names:
         self._added.update(names)
 
 
+def names_of(graphs: Iterable[ir.Graph]) -> set[str]:
+    """The names of all values and nodes of some graphs."""
+    found = {""}
+    for graph in graphs:
+        found.update(value.name or "" for value in (*graph.inputs, *graph.initializers.values()))
+        for node in graph:
+            found.update([node.name or "", *(value.name or "" for value in node.outputs)])
+    return found
+
+
 def unique(name: str, taken: set[str] | Names) -> str:
     """`name`, with a number after it where it is taken; it counts as taken from then on."""
     number, found = 1, name

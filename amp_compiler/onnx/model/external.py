@@ -69,7 +69,7 @@ def check_external(tensor: onnx.TensorProto, needed: int, folder: Path | None) -
         OnnxError: the place is outside the folder, no regular file, or too short.
     """
     place = place_of(tensor)
-    if place.length is not None and place.length != needed and needed:
+    if place.length not in (None, needed):
         raise _wrong(tensor, f"it has {place.length} bytes of data, and its type and shape ask for {needed}")
     base = Path(folder or ".")
     path = _inside(tensor, place.location, base)

@@ -10,8 +10,8 @@ import onnx_ir as ir
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import DType, element_type
-from amp_compiler.onnx.model.data import array_of, convert, release
-from amp_compiler.onnx.model.edit import set_data, unique
+from amp_compiler.onnx.model.data import array_of, convert
+from amp_compiler.onnx.model.edit import names_of, set_data, unique
 from amp_compiler.onnx.model.model import OnnxModel, ValueType, all_graphs, bodies
 from amp_compiler.onnx.model.types import canonical_domain
 
@@ -66,13 +66,8 @@ class _Writer:
         self.model, self.elements, self.types = model, elements, types
         self.main = model.ir.graph
         self.changed = False
-        self.names: set[str] = set()
-        self.nodes: set[str] = set()
-        for graph in all_graphs(self.main):
-            self.names |= {value.name or "" for value in (*graph.inputs, *graph.initializers.values())}
-            for node in graph:
-                self.nodes.add(node.name or "")
-                self.names |= {value.name or "" for value in node.outputs}
+        self.names = names_of(all_graphs(self.main))
+        self.nodes = set(self.names)
 
     def run(self, keep_io_types: bool) -> bool:
         """Change data, attributes and types, then the ends."""
@@ -112,8 +107,6 @@ class _Writer:
             with np.errstate(over="ignore", under="ignore"):
                 made = array.astype(np.float32)
             lost = int(np.count_nonzero((np.isfinite(array) & ~np.isfinite(made)) | ((array != 0) & (made == 0))))
-            del array, made
-            release(tensor)
             if lost:
                 raise OnnxError(
                     f"{lost} of its numbers are none of FP32: they would become infinite or zero",
