@@ -38,7 +38,8 @@ def attention(form, number):
         [node("MatMul", ["x", "w"], ["s"]), *nodes, node("Softmax", ["m"], ["p"], axis=-1),
          node("MatMul", ["p", "w"], ["y"])],
         [info("x", 4, 8), info("mask", 4, 8)], [info("y", 4, 8)],
-        [weight("w", 8, 8), scalar("one", 1.0), scalar("zero", 0.0), scalar("three", 3.0), scalar("big", number * sign)],
+        [weight("w", 8, 8), scalar("one", 1.0), scalar("zero", 0.0), scalar("three", 3.0),
+         scalar("big", number * sign)],
     )  # fmt: skip
 
 

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field, replace
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Node, Pin, ValueKind
 from amp_compiler.onnx.lowering.lowered import Lowered
+from amp_compiler.onnx.lowering.masks import mask_path
 from amp_compiler.onnx.lowering.overflow import Overflows
 from amp_compiler.onnx.lowering.walk import Walker
 from amp_compiler.onnx.model.data import Stored, examine, tensor_of
 from amp_compiler.planner.typing import LOW
 
 MARGIN = 2.0  # calibration saw only some inputs: numbers above 65504 / MARGIN count as out of range
-_ADDING = frozenset({"onnx.Add", "onnx.Sub", "onnx.Sum"})
-_MASKING = _ADDING | {"onnx.Mul", "onnx.Min", "onnx.Max"}
 
 
 @dataclass
@@ -79,7 +78,6 @@ class _Analysis(Walker):
     def __init__(self, lowered: Lowered) -> None:
         self.found = Ranges()
         super().__init__(lowered, self.found.pins)
-        self.returned = set(self.graph.outputs)
         self.exempt: set[str] = set()
         self.half = self.low.format.max / MARGIN  # what is added to a greater number may take it out of range
 
@@ -99,7 +97,7 @@ class _Analysis(Walker):
             if held.over or held.lost or held.largest > self.half:
                 self._misfit(value.name, held)
             elif held.infinite:
-                self._exempt(self._mask_path(value.name)[0])
+                self._exempt(mask_path(self, value.name)[0])
 
     def _exempt(self, path: tuple[str, ...]) -> None:
         """Note what a mask makes: its magnitude in calibration is that of the mask."""
@@ -107,7 +105,7 @@ class _Analysis(Walker):
 
     def _misfit(self, name: str, held: Stored) -> None:
         if held.largest > max(self.half, held.highest) and held.highest <= self.low.format.max and not held.lost:
-            path, terms = self._mask_path(name)
+            path, terms = mask_path(self, name)
             if path:
                 self.found.masks[name] = path
                 self.found.terms = max(self.found.terms, terms)
@@ -154,45 +152,6 @@ class _Analysis(Walker):
                     moves[node.name] = node
                     pending += [out for out in node.outputs if self.graph.values[out].dtype is DType.FLOAT32]
         return list(moves.values()), list(sinks.values())
-
-    def _mask_path(self, name: str) -> tuple[tuple[str, ...], float]:
-        """The nodes from a mask to its softmax, and how many terms of a size its sum has there.
-
-        None where its elements reach anything else.
-        """
-        path: dict[str, float] = {}  # terms by node
-        pending = [(name, 1.0)]
-        while pending:
-            value, terms = pending.pop()
-            if value in self.returned:
-                return (), 1.0
-            for node, index in self.graph.users(value):
-                ends = node.inputs[index].slot in self.info(node).masks
-                if not ends and not self._keeps_mask(node, index):
-                    return (), 1.0
-                behind = self._terms_behind(node, index, terms)
-                if path.get(node.name, 0.0) < behind:
-                    path[node.name] = behind
-                    pending += [] if ends else [(made, behind) for made in node.outputs]
-        return tuple(path), max(path.values(), default=1.0)
-
-    def _keeps_mask(self, node: Node, index: int) -> bool:
-        """True where what a node makes of a mask is one."""
-        if node.op == "onnx.Div":
-            return index == 0 and self.scalar(node, 1) is not None
-        return self.passes(node) or (node.op in _MASKING and not (node.op == "onnx.Sub" and index == 1))
-
-    def _terms_behind(self, node: Node, index: int, terms: float) -> float:
-        """The terms of what a node makes of a sum that a mask is in."""
-        if node.op in _ADDING:
-            return terms + len(node.inputs) - 1
-        if node.op == "onnx.Attention":  # it adds the mask to its scores
-            return terms + 1
-        if node.op == "onnx.Mul":
-            return terms * max(1.0, abs(self.scalar(node, 1 - index) or 0.0))
-        if node.op == "onnx.Div":
-            return terms / min(1.0, abs(self.scalar(node, 1) or 1.0))
-        return terms
 
     def calibrated(self, ranges: Mapping[str, float]) -> None:
         """Values that were seen to be large."""
