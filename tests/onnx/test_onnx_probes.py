@@ -8,13 +8,16 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import onnxruntime
 import pytest
 from number_models import doubled, offset_rows
 from onnx import TensorProto as T
 from onnx_models import info, model, node, scalar, weight
 
 from amp_compiler.errors import OnnxError
+from amp_compiler.onnx.check import memory
 from amp_compiler.onnx.check.probes import Probes
+from amp_compiler.onnx.check.run import REFERENCE, Runner
 from amp_compiler.onnx.check.verify import TOLERANCES, verify
 from amp_compiler.onnx.convert import convert_onnx
 
@@ -202,6 +205,25 @@ def test_the_values_between_take_no_more_memory_than_they_may():
         [sys.executable, "-c", LIMITED, str(Path(__file__).parents[1])], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_the_reference_evaluator_is_estimated(monkeypatch):
+    """It keeps all values: here two of [N, 1024] in FP32, as N is in a batch."""
+    nodes = [node("Relu", ["x"], ["a"]), node("Relu", ["a"], ["y"])]
+    source = model(nodes, [info("x", "N", 1024)], [info("y", "N", 1024)])
+    batch = {"x": np.ones((4, 1024), np.float32)}
+    assert memory.kept_bytes(source, batch) == 2 * 4 * 1024 * 4
+
+    def refuse(*args, **options):
+        raise RuntimeError("it has no kernel")
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", refuse)
+    runner = Runner(source, None, limited=True)
+    assert runner.engine == REFERENCE and np.array_equal(runner.run(batch)["y"], batch["x"])
+    monkeypatch.setattr(memory, "MEMORY", 32767)
+    with pytest.raises(memory.MemoryLimitError, match="its values take more than"):
+        runner.run(batch)
+    assert Runner(source, None).run(batch)["y"].shape == (4, 1024)
 
 
 def test_inputs_that_are_too_large_are_not_drawn():

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
+
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Node, Pin
 from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.lowering.masks import mask_path
 from amp_compiler.onnx.lowering.walk import Walker
-from amp_compiler.onnx.model.data import array_of, tensor_of
+from amp_compiler.onnx.model.data import array_of, release, tensor_of
 from amp_compiler.planner.numbers import find_numbers
 from amp_compiler.policy.rules import RuleSet
 
@@ -87,8 +89,8 @@ class _WholeNumbers(Walker):
         if self.holds_data(name):
             tensor = tensor_of(self.lowered.values[name])
             if tensor is not None and tensor.size:
-                held = array_of(tensor)
-                known = float(held.min()), float(held.max())
+                known = _ends(array_of(tensor))
+                release(tensor)
         elif maker is not None and depth:
             known = self._made_by(maker, depth - 1)
         least, largest = _BY_TYPE.get(dtype, _ANY)
@@ -148,6 +150,10 @@ class _WholeNumbers(Walker):
 
     def _is_added_to_scores(self, node: Node) -> bool:
         return bool(mask_path(self, node.outputs[0])[0])
+
+
+def _ends(array: np.ndarray) -> _Bounds:
+    return float(array.min()), float(array.max())
 
 
 def _combined(op: str, one: _Bounds, other: _Bounds) -> _Bounds:
