@@ -90,8 +90,12 @@ def _data(options: TuneOptions, model: str) -> Any:
     if options.data is not None:
         return options.data
     from amp_compiler.onnx.check.batches import random_batch
+    from amp_compiler.onnx.check.run import Runner, open_to_run
 
-    return [random_batch(model)]
+    opened = open_to_run(model)
+    batch = random_batch(opened)
+    Runner(opened.proto, opened.folder, opened.name, limited=True).run(batch)  # refuses one that takes too much memory
+    return [batch]
 
 
 def _batch(example: Any, options: TuneOptions) -> Any:

@@ -16,6 +16,7 @@ from amp_compiler.onnx.lowering.overflow import Overflows
 from amp_compiler.onnx.lowering.parameters import pin_batch_norms, pin_scales
 from amp_compiler.onnx.lowering.ranges import Ranges, pin_ranges
 from amp_compiler.onnx.lowering.running_sums import pin_running_sums
+from amp_compiler.onnx.lowering.whole_numbers import pin_whole_numbers
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.plan.make_plan import make_plan
 from amp_compiler.policy.matching import RuleMatcher
@@ -57,6 +58,8 @@ def decide(
     if fusion is not None:
         _mark_fused(lowered, fusion)
     found = pin_ranges(lowered, known, powers=rules.keeps("powers"))
+    if low is DType.FLOAT16 and rules.keeps("powers"):
+        pin_whole_numbers(lowered, rules)
     pin_batch_norms(lowered)
     pin_scales(lowered)
     if rules.keeps("running_sums"):

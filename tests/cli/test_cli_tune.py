@@ -8,6 +8,8 @@ import numpy as np
 import onnx
 import pytest
 from onnx_corpus import ranges
+from onnx_models import info, node, scalar
+from onnx_models import model as onnx_model
 
 from amp_compiler.policy.loader import load_rules
 
@@ -65,6 +67,15 @@ def test_an_onnx_file_is_tuned_on_its_data_and_from_an_fp32_start(run, tmp_path)
     assert code == 0 and "what is not named below stays in FP32" in (tmp_path / "b.yaml").read_text()
     code, _, _ = run(tmp_path / "in.onnx", tmp_path / "c.yaml")
     assert code == 0  # drawn inputs
+
+
+def test_inputs_are_not_drawn_for_a_model_that_takes_too_much_memory(run, tmp_path):
+    nodes = [node("Expand", ["x", "sizes"], ["a"]), node("Relu", ["a"], ["b"]), node("ReduceMax", ["b"], ["y"])]
+    onnx.save(
+        onnx_model(nodes, [info("x", 1)], [info("y", 1)], [scalar("sizes", [1 << 30], np.int64)]), tmp_path / "in.onnx"
+    )
+    code, _, err = run(tmp_path / "in.onnx", tmp_path / "a.yaml")
+    assert code == 1 and "its values take more than 2 GiB on this batch" in err and "give batches" in err
 
 
 def test_a_stopped_search_ends_with_three_and_goes_on(run, tmp_path):

@@ -113,6 +113,9 @@ def test_a_mask_that_is_read_low_is_cast_once(kind, dtype):
     source = mask(kind, [node("MatMul", ["x", "m"], ["y"])])
     made = check(source, dtype).model
     (cast,) = [entry for entry in made.graph.node if entry.input[0] == "b"]
+    if dtype == "fp16" and kind in (T.INT64, T.INT32):  # nothing says that it is a mask: it may be beyond FP16
+        assert (cast.op_type, cast.attribute[0].i, cast.output[0]) == ("Cast", T.FLOAT, "m")
+        return
     assert (cast.op_type, cast.attribute[0].i) == ("Cast", LOW[dtype])
     assert "m" not in types(made), "the model's own cast is read by nobody"
 

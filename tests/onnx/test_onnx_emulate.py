@@ -178,3 +178,12 @@ def test_a_16_bit_initializer_that_is_also_an_input_keeps_its_default():
     np.testing.assert_array_equal(run_twin(model, {"x": x})["y"], x.astype(np.float16) * np.float16(0.1))
     given = run_twin(model, {"x": x, "k": np.array(0.3, np.float32)})["y"]
     np.testing.assert_array_equal(given, x.astype(np.float16) * np.float16(0.3))
+
+
+def test_a_weight_is_fp32_only_from_its_first_reader_on():
+    weights = [onnx.numpy_helper.from_array(np.ones((2, 2), np.float16), name) for name in ("v", "w", "unread")]
+    nodes = [helper.make_node("MatMul", ["x", "v"], ["a"]), helper.make_node("MatMul", ["a", "w"], ["y"])]
+    model = make_model(nodes, [value("x", [2, 2], FP16)], [value("y", [2, 2], FP16)])
+    model.graph.initializer.extend(weights)
+    made = [name for node in emulate(model).proto.graph.node for name in node.output]
+    assert made.index("v") < made.index("a") < made.index("w") < made.index("y") < made.index("unread")

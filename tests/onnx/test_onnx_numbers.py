@@ -65,7 +65,8 @@ def test_an_index_that_is_computed_in_float(dtype):
     feeds = {"ids": np.array([0, 1, 7, 500, 902])}
     done = check(source, dtype)
     assert error(source, done.model, feeds) < (1e-2 if dtype == "bf16" else 1e-3)
-    assert error(source, convert_onnx(source, dtype=dtype, rules=OFF).model, feeds) > 0.5
+    off = {**OFF, "keep": {**OFF["keep"], "powers": False}}
+    assert error(source, convert_onnx(source, dtype=dtype, rules=off).model, feeds) > 0.5
 
 
 def export(module, *inputs, names, dynamic=None):
@@ -169,7 +170,7 @@ def test_a_number_of_elements_may_be_beyond_fp16():
     done = check(source, "fp16")
     found = {entry.name: entry for entry in done.plan.nodes}
     assert found["product"].precision == "low" and found["quotient"].precision == "fp32"
-    assert "a number of elements, which may be beyond fp16" in found["quotient"].reason
+    assert "whole numbers that may be beyond fp16" in found["quotient"].reason
     assert error(source, done.model, feeds) < 2e-3
 
 
@@ -361,7 +362,7 @@ def test_angles_of_an_exported_torch_model(case):
 
 @BOTH
 def test_the_angles_end_at_the_sine(dtype):
-    """What follows is as the rules say; a sine of data is low, and positions that reach no curve are."""
+    """What follows is as the rules say; so are a sine of data, and in BF16 positions that reach no curve."""
     nodes = [
         node("Cast", ["p"], ["f"], to=T.FLOAT),
         node("Mul", ["f", "c"], ["a"], "angle"),
@@ -375,11 +376,9 @@ def test_the_angles_end_at_the_sine(dtype):
     source = model(nodes, [info("p", 4, 8, kind=T.INT64)], [info("y", 4, 8)], [weight("w", 8, 8), scalar("c", 0.1)])
     done = check(source, dtype)
     assert kept(done).keys() == {"angle", "sine"}
-    assert all(
-        entry.precision == "low"
-        for entry in done.plan.nodes
-        if entry.name in ("after", "product", "data", "bias", "add")
-    )
+    found = {entry.name: entry.precision for entry in done.plan.nodes}
+    assert [found[name] for name in ("after", "product", "data", "add")] == ["low"] * 4
+    assert found["bias"] == ("low" if dtype == "bf16" else "fp32")
 
 
 def llama():
@@ -450,7 +449,8 @@ def test_a_difference_of_positions(dtype):
     done = check(source, dtype)
     assert kept(done)["distance"] == "it is a difference of positions, so it stays as captured"
     found = {entry.name: entry.precision for entry in done.plan.nodes}
-    assert [found[name] for name in ("bias", "scores", "sum")] == ["low"] * 3
+    assert [found[name] for name in ("scores", "sum")] == ["low"] * 2
+    assert found["bias"] == ("low" if dtype == "bf16" else "fp32")  # FP16 may not hold a distance
     q, k, p = (
         torch.from_numpy(one) for one in (feeds["q"], nh.to_array(source.graph.initializer[0]), feeds["positions"])
     )

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
+import onnxruntime
 import pytest
 from number_models import doubled, offset_rows
 from onnx import TensorProto as T
 from onnx_models import info, model, node, scalar, weight
 
 from amp_compiler.errors import OnnxError
+from amp_compiler.onnx.check import memory
 from amp_compiler.onnx.check.probes import Probes
+from amp_compiler.onnx.check.run import REFERENCE, Runner
 from amp_compiler.onnx.check.verify import TOLERANCES, verify
 from amp_compiler.onnx.convert import convert_onnx
 
@@ -58,7 +64,7 @@ def drawn(source, refused=lambda batch: False):
     found = {}
     for batch in probes:
         if refused(batch):
-            probes.refuse("too large")
+            probes.refuse(OnnxError("too large"))
         else:
             found[probes.label] = batch
     return found, probes.untried()
@@ -149,6 +155,84 @@ def test_the_worst_input_is_told():
     assert (report.worst.number, report.worst.label, report.worst.output) == (1, "long and odd", "y")
     assert report.worst.inputs == ("positions: int64[2003, 1] from 0 to 2002",)
     assert report.worst.relative >= report.largest_error > 0
+
+
+LIMITED = """
+import resource, sys
+from amp_compiler.onnx.check import memory
+memory.MEMORY = 128 << 20  # before anything reads it
+sys.path.insert(0, sys.argv[1])
+from onnx import TensorProto as T
+from onnx_models import info, model, node, weight
+from amp_compiler.errors import OnnxError
+from amp_compiler.onnx.check.probes import Probes
+from amp_compiler.onnx.check.verify import verify
+from amp_compiler.onnx.convert import convert_onnx
+
+def check(length, last):
+    nodes = [node("Gather", ["table", "ids"], ["e"]), node("MatMul", ["e", "w"], ["h"]), node("Relu", ["h"], ["r"]),
+             last]
+    source = model(nodes, [info("ids", "N", length, kind=T.INT32)], [info("y", "N", None, None)],
+                   [weight("table", 257, 128), weight("w", 128, 128, scale=0.1)], opset=15)
+    return verify(source, convert_onnx(source).model, Probes(source))
+
+def used():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10  # MiB
+
+small, large = node("ReduceMax", ["r"], ["y"], axes=[1]), node("Relu", ["r"], ["y"])
+check(8, small)
+before = used()
+for last in (small, large):
+    report = check(512, last)
+    assert report.ok(1e-2) and report.batches >= 2, report
+    for told in ("N = 2003 (more than 0.125 GiB of memory)", "sizes above N = "):
+        assert told in str(report.untried), report.untried
+try:
+    check(1 << 20, large)
+except OnnxError as refused:
+    assert "its values take more than 0.125 GiB on this batch" in str(refused) and "give batches" in str(refused)
+else:
+    raise AssertionError("nothing was refused")
+# The values between, two results and what is drawn. One value of N = 2003 takes 0.5 GiB, and there are four.
+assert used() - before < 400, used() - before
+"""
+
+
+@pytest.mark.long
+def test_the_values_between_take_no_more_memory_than_they_may():
+    """In a process of its own, which holds one allocator of ONNX Runtime."""
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(Path(__file__).parents[1])], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_the_reference_evaluator_is_estimated(monkeypatch):
+    """It keeps all values: here two of [N, 1024] in FP32, as N is in a batch."""
+    nodes = [node("Relu", ["x"], ["a"]), node("Relu", ["a"], ["y"])]
+    source = model(nodes, [info("x", "N", 1024)], [info("y", "N", 1024)])
+    batch = {"x": np.ones((4, 1024), np.float32)}
+    assert memory.kept_bytes(source, batch) == 2 * 4 * 1024 * 4
+
+    def refuse(*args, **options):
+        raise RuntimeError("it has no kernel")
+
+    monkeypatch.setattr(onnxruntime, "InferenceSession", refuse)
+    runner = Runner(source, None, limited=True)
+    assert runner.engine == REFERENCE and np.array_equal(runner.run(batch)["y"], batch["x"])
+    monkeypatch.setattr(memory, "MEMORY", 32767)
+    with pytest.raises(memory.MemoryLimitError, match="its values take more than"):
+        runner.run(batch)
+    assert Runner(source, None).run(batch)["y"].shape == (4, 1024)
+
+
+def test_inputs_that_are_too_large_are_not_drawn():
+    nodes = [node("ReduceMax", ["x"], ["y"], keepdims=0)]
+    found, untried = drawn(model(nodes, [info("x", "N", 1 << 20)], [info("y")]))
+    assert found["long and odd"]["x"].shape == (127, 1 << 20)
+    assert "N = 2003 (more than 2 GiB of memory)" in untried and "sizes above N = 127" in untried
+    with pytest.raises(OnnxError, match="its inputs take more than 2 GiB"):
+        drawn(model(nodes, [info("x", "N", 1 << 30)], [info("y")]))
 
 
 def test_a_converted_model_that_gives_other_shapes_or_does_not_run_fails():

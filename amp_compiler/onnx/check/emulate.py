@@ -129,11 +129,15 @@ class _Writer:
     def rewrite(self, graph: onnx.GraphProto, inferred: onnx.GraphProto, outer: Types) -> None:
         """Rewrite one graph and its bodies; `inferred` is the same graph with its values' types."""
         types = graph_types(inferred, outer, self.opsets)
-        nodes = self._initializers(graph)
+        nodes: list[onnx.NodeProto] = []
+        stored = self._initializers(graph)
         for node, typed in zip(graph.node, inferred.node, strict=True):
+            within = [name for body in proto_bodies(node).values() for name in sorted(_all_names(body))]
+            nodes += [stored.pop(name) for name in dict.fromkeys((*node.input, *within)) if name in stored]
             for body, typed_body in zip(proto_bodies(node).values(), proto_bodies(typed).values(), strict=True):
                 self.rewrite(body, typed_body, types)
             nodes += self._node(node, types)
+        nodes += stored.values()
         copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
         del graph.node[:]
         graph.node.extend(copies)
@@ -141,10 +145,13 @@ class _Writer:
         for value in (*graph.input, *graph.output):
             _widen_type(value.type)
 
-    def _initializers(self, graph: onnx.GraphProto) -> list[onnx.NodeProto]:
-        """Make 16-bit initializers FP32: by a cast at run time, which works for external data too."""
+    def _initializers(self, graph: onnx.GraphProto) -> dict[str, onnx.NodeProto]:
+        """Make 16-bit initializers FP32: by a cast at run time, which works for external data too.
+
+        Each is to stand before its first reader, so that not all of the weights are FP32 at once.
+        """
         inputs = {value.name for value in graph.input}
-        casts = []
+        casts = {}
         for tensor in graph.initializer:
             if tensor.data_type not in LOW_TYPES:
                 continue
@@ -152,7 +159,7 @@ class _Writer:
                 _widen_tensor(tensor)
                 continue
             stored = self._fresh(f"{tensor.name}/stored")
-            casts.append(helper.make_node("Cast", [stored], [tensor.name], to=FLOAT))
+            casts[tensor.name] = helper.make_node("Cast", [stored], [tensor.name], to=FLOAT)
             tensor.name = stored
         return casts
 

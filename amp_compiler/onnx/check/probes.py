@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.check.batches import required_inputs
+from amp_compiler.onnx.check.memory import MEMORY, MemoryLimitError, told_limit
 from amp_compiler.onnx.check.run import FLOAT_TYPES, open_to_run
 from amp_compiler.onnx.model.model import Source
 
@@ -23,6 +25,7 @@ LENGTHS = (
 )  # of one open dimension beside the batch; the next where the model refuses the one before
 SIDES = ((301, 403, 37), (149, 199, 19), (75, 101, 11), (31, 37, 7))  # of the sides of an image
 STEPS = 1000  # time steps and positions without a table go up to here at least
+_DRAWN = 12  # bytes of an element while it is drawn: in FP64, and in its own type
 _WORK = 2e12  # multiplications that the long batch may cost: of a large model the length is less
 _MOVES = frozenset({"Cast", "Identity", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Transpose", "Expand", "Clip"})
 _COMPARISONS = frozenset({"Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual"})
@@ -37,8 +40,8 @@ class Probes:
     one open dimension beside the batch is a length of 2,003, two are the sides of an image (301 and 403). Whole numbers
     go through the range of the table that they pick rows of, else through 0 to 999 or as many as there are, time steps
     up to 1,000, and numbers that the model compares an input with are among it. In the third batch the whole numbers
-    are at the end of their range. Where the original refuses a batch, a smaller one takes its place; that it refuses
-    the first one is an error. They are the same every time.
+    are at the end of their range. Where the original refuses a batch, or a run takes more than `memory.MEMORY`, a
+    smaller one takes its place; that the first one is refused is an error. They are the same every time.
 
     Args:
         source: the model, its path, or what `open_model` gave.
@@ -70,38 +73,49 @@ class Probes:
         weights = sum(int(np.prod(tensor.dims, dtype=np.int64)) for tensor in proto.graph.initializer)
         affordable = [number for number, length in enumerate(LENGTHS) if weights * length * 4 <= _WORK]
         self._first = affordable[0] if affordable else len(LENGTHS) - 1
-        self._refused = ""
+        self._refused: OnnxError | None = None
         self._largest = ""
         self._refusals: list[str] = []
 
-    def refuse(self, why: str) -> None:
-        """Say that the original does not run on the batch that was given last."""
+    def refuse(self, why: OnnxError) -> None:
+        """Say that a model does not run on the batch that was given last."""
         self._refused = why
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         small = self._sizes(None)
-        yield self._give("small", small, "small")
+        yield from self._give("small", small, "small")
         if self._refused:
-            raise OnnxError(f"it does not run on random inputs: {self._refused}", mend="give batches of inputs")
+            raise OnnxError(f"it does not run on random inputs: {self._refused.what}", mend="give batches of inputs")
         opened = any(self._open.values())
         counted = any(map(self._counts, self._inputs))
         numbers = range(self._first, len(LENGTHS)) if opened else range(int(counted or bool(self._limits)))
         for number in numbers:
             sizes = self._sizes(number)
             for ids in ("all", "small")[: 1 + counted]:
-                yield self._give("long and odd", sizes, ids)
-                if not self._refused:
+                yield from self._give("long and odd", sizes, ids)
+                if not self._refused or isinstance(self._refused, MemoryLimitError):
                     break
-                self._refusals.append(_told_sizes(self._open, sizes) if ids == "small" or not counted else "")
+            if self._refused:
+                self._refusals.append(f"{_told_sizes(self._open, sizes) or 'all ids'} ({self._told_refusal()})")
             if not self._refused:
                 self._largest = _told_sizes(self._open, {key: max(size, small[key]) for key, size in sizes.items()})
                 break
         if self._limits:
-            yield self._give("end of the ids", small, "last")
+            yield from self._give("end of the ids", small, "last")
+            if self._refused:
+                self._refusals.append(f"the end of the ids ({self._told_refusal()})")
 
-    def _give(self, label: str, sizes: Mapping[tuple[str, int], int], ids: str) -> dict[str, Any]:
-        self.label, self._refused = label, ""
-        return self._draw(sizes, ids)
+    def _give(self, label: str, sizes: Mapping[tuple[str, int], int], ids: str) -> Iterator[dict[str, Any]]:
+        """One batch, unless its inputs alone would take more than a run may."""
+        self.label, self._refused = label, None
+        if sum(math.prod(self._shape(name, sizes)) for name in self._inputs) * _DRAWN > MEMORY:
+            self._refused = MemoryLimitError(f"its inputs take more than {told_limit()}")
+        else:
+            yield self._draw(sizes, ids)
+
+    def _told_refusal(self) -> str:
+        limited = isinstance(self._refused, MemoryLimitError)
+        return f"more than {told_limit()} of memory" if limited else "the original does not run on it"
 
     def _counts(self, name: str) -> bool:
         """True for whole numbers that no table tells the range of, and that are no mask."""
@@ -109,7 +123,7 @@ class Probes:
 
     def untried(self) -> list[str]:
         """What the batches did not hold, in a few words each; known once they were all given."""
-        found = [f"{sizes} (the original does not run on it)" for sizes in self._refusals if sizes]
+        found = list(self._refusals)
         if self._largest:
             found.append(f"sizes above {self._largest}")
         for name, kind in self._inputs.items():
@@ -146,14 +160,17 @@ class Probes:
     def _rank(self, name: str) -> int:
         return len(self._inputs[name].tensor_type.shape.dim)
 
+    def _shape(self, name: str, sizes: Mapping[tuple[str, int], int]) -> list[int]:
+        dims = self._inputs[name].tensor_type.shape.dim
+        return [sizes.get((name, axis), dim.dim_value) for axis, dim in enumerate(dims)]
+
     # ---- numbers
 
     def _draw(self, sizes: Mapping[tuple[str, int], int], ids: str) -> dict[str, Any]:
         """One batch; `ids` is `small` (0 and 1), `all` (all that there are) or `last` (the end of the range)."""
         batch = {}
         for name, kind in self._inputs.items():
-            dims = kind.tensor_type.shape.dim
-            shape = [sizes.get((name, axis), dim.dim_value) for axis, dim in enumerate(dims)]
+            shape = self._shape(name, sizes)
             dtype = helper.tensor_dtype_to_np_dtype(kind.tensor_type.elem_type)
             draw = self._whole if _is_whole(kind) else self._real
             truth = kind.tensor_type.elem_type == TensorProto.BOOL

@@ -18,6 +18,7 @@ import onnx
 from onnx import TensorProto
 
 from amp_compiler.errors import OnnxError
+from amp_compiler.onnx.check import memory
 from amp_compiler.onnx.model.model import OnnxFile, Source, open_model
 
 Batch = Mapping[str, Any]
@@ -175,13 +176,20 @@ class Runner:
         folder: where its external weights are.
         name: what error messages call it.
         engine: execution providers and libraries of ops.
+        limited: let the values between take no more than `memory.MEMORY`; weights do not count.
 
     Raises:
         OnnxError: neither can run the model, or it is over 2 GB and given as one proto.
     """
 
     def __init__(
-        self, proto: onnx.ModelProto, folder: Path | None, name: str = "<model>", engine: Engine | None = None
+        self,
+        proto: onnx.ModelProto,
+        folder: Path | None,
+        name: str = "<model>",
+        engine: Engine | None = None,
+        *,
+        limited: bool = False,
     ) -> None:
         import onnxruntime as ort
 
@@ -193,6 +201,14 @@ class Runner:
         options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
         options.log_severity_level = 4
         options.enable_mem_pattern = False
+        self._run_options: Any = None
+        self._limited: onnx.ModelProto | None = None  # what the reference evaluator runs, and is estimated before
+        if limited:
+            memory.limited_arena()
+            options.add_session_config_entry("session.use_env_allocators", "1")
+            options.add_session_config_entry("session.use_device_allocator_for_initializers", "1")
+            self._run_options = ort.RunOptions()
+            self._run_options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
         proto = _without_duplicate_names(proto)
         self._session: Any
         try:
@@ -203,6 +219,7 @@ class Runner:
             raise
         except Exception as cause:  # noqa: BLE001  ORT's errors share no base class but Exception
             self._session = self._reference(proto, folder, cause)
+            self._limited = proto if limited else None
         else:
             check_providers(self._session, used)
 
@@ -225,14 +242,19 @@ class Runner:
         """All outputs of one batch, by name.
 
         Raises:
+            MemoryLimitError: the values between take more memory than they may.
             OnnxError: an operator failed on these values.
         """
         names = [output.name for output in self._session.get_outputs()] if self.engine == ORT else None
+        if self._limited is not None and memory.kept_bytes(self._limited, batch) > memory.MEMORY:
+            raise memory.MemoryLimitError.on_batch(self.name)
         # A NumPy scalar, which arithmetic makes of an array without dimensions, is an array here.
         feeds = {name: np.asarray(value) if isinstance(value, np.generic) else value for name, value in batch.items()}
         try:
-            made = self._session.run(names, feeds)
+            made = self._session.run(names, feeds, *([self._run_options] if self.engine == ORT else []))
         except Exception as cause:
+            if self._run_options is not None and memory.NO_ROOM in str(cause):
+                raise memory.MemoryLimitError.on_batch(self.name) from cause
             raise OnnxError(
                 f"the model cannot be run on this batch: {_one_line(cause)}",
                 where=self.name,

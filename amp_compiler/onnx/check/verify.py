@@ -12,6 +12,7 @@ from onnx import TensorProto
 from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.check.batches import Batches, iterate_batches
 from amp_compiler.onnx.check.emulate import emulate, has_low_types
+from amp_compiler.onnx.check.memory import MemoryLimitError
 from amp_compiler.onnx.check.probes import Probes
 from amp_compiler.onnx.check.report import OutputError, WorstBatch
 from amp_compiler.onnx.check.report import VerifyReport as VerifyReport
@@ -22,6 +23,7 @@ from amp_compiler.onnx.check.types import graph_types, infer_types, opset_versio
 from amp_compiler.onnx.model.model import OnnxFile, Source
 
 TOLERANCES = {"fp16": 1e-2, "bf16": 8e-2}
+_PIECE = 1 << 20  # numbers that are compared in one go
 _COMPARE = "compare a model with its own conversion"
 
 
@@ -55,23 +57,29 @@ def verify(
     """
     before, after = open_to_run(original), open_to_run(converted)
     _same_interface(before, after)
-    first = Side(before, trace, engine, as_twin=has_low_types(before.proto))
-    second = Side(after, trace, engine, as_twin=True)
+    probes = batches if isinstance(batches, Probes) else None
+    limited = probes is not None
+    first = Side(before, trace, engine, as_twin=has_low_types(before.proto), limited=limited)
+    second = Side(after, trace, engine, as_twin=True, limited=limited)
     names = [output.name for output in after.proto.graph.output]
     found = _Findings(names)
     traced = Trace(after.proto, (tap.value for tap in first.taps))
-    probes = batches if isinstance(batches, Probes) else None
     for batch in iterate_batches(batches, before):
         try:
             expected = first.run(batch)
         except OnnxError as refused:
             if probes is None:
                 raise
-            probes.refuse(str(refused))
+            probes.refuse(refused)
             continue
         label = probes.label if probes is not None else ""
         try:
             made = second.run(batch)
+        except MemoryLimitError as refused:
+            if probes is None:
+                raise
+            probes.refuse(refused)
+            continue
         except OnnxError as failed:
             found.fail(batch, label, f"the converted model does not run, and the original does: {failed.what}")
         else:
@@ -194,9 +202,12 @@ class Side:
         trace: measure the values between, too.
         engine: execution providers and libraries of ops.
         as_twin: run its twin with true rounding.
+        limited: as for `Runner`.
     """
 
-    def __init__(self, model: OnnxFile, trace: bool, engine: Engine | None, *, as_twin: bool) -> None:
+    def __init__(
+        self, model: OnnxFile, trace: bool, engine: Engine | None, *, as_twin: bool, limited: bool = False
+    ) -> None:
         self._twin = emulate(model.proto) if as_twin else None
         proto = model.proto if self._twin is None else self._twin.proto
         self.taps: list[Tap] = []
@@ -207,7 +218,7 @@ class Side:
             names.update(value.name for value in model.proto.graph.input)
             proto, self.taps = add_taps(proto, {name for name in names if types.get(name) in FLOAT_TYPES}, types)
         self._floats = {value.name: value.type.tensor_type.elem_type for value in model.proto.graph.input}
-        self._runner = Runner(proto, model.folder, model.name, engine)
+        self._runner = Runner(proto, model.folder, model.name, engine, limited=limited)
         self.engine = self._runner.engine
 
     def run(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -265,6 +276,11 @@ class _Sum:
             self.floats = False
             self.differing += int(np.sum(one != two))
             return
+        flat, flat_made = one.reshape(-1), two.reshape(-1)
+        for start in range(0, flat.size, _PIECE):
+            self._add_piece(flat[start : start + _PIECE], flat_made[start : start + _PIECE])
+
+    def _add_piece(self, one: np.ndarray, two: np.ndarray) -> None:
         wide = np.complex128 if one.dtype.kind == "c" else np.float64
         a, b = one.astype(wide), two.astype(wide)
         good = np.isfinite(a)

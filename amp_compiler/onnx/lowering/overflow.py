@@ -15,8 +15,7 @@ _GROWING = frozenset(
 _ENDING = frozenset({"onnx.Sqrt", "onnx.Reciprocal", "onnx.Div", "onnx.Log", "onnx.Pow"})
 _OFF_ZERO = frozenset({"onnx.Clip", "onnx.Max", "onnx.Add"})  # what keeps a divisor off zero
 _SQUARING = ("onnx.Mul", "onnx.Pow")
-_WATCHED = frozenset({"onnx.Pow", "onnx.Mul", "onnx.Cast", "onnx.Exp", *_SQUARES})  # what may overflow, or count
-_COUNTING = frozenset({"onnx.Size", "onnx.ReduceProd"})
+_WATCHED = frozenset({"onnx.Pow", "onnx.Mul", "onnx.Exp", *_SQUARES})  # what may overflow
 _REACH = 12  # nodes between an op that overflows and the one that brings its result back into range
 
 
@@ -24,7 +23,7 @@ class Overflows(Walker):
     """Pins the patterns, each up to the op that brings its numbers back into range."""
 
     def patterns(self) -> None:
-        """Squares, exponentials and numbers of elements."""
+        """Squares and exponentials."""
         for node in self.graph.nodes.values():
             if node.op not in _WATCHED or node.part == GELU:
                 continue  # an infinite cube is the argument of a tanh, which is then 1
@@ -34,9 +33,6 @@ class Overflows(Walker):
                 self._overflows(node, "sums of squares leave the range of fp16")
             elif self._sums_squares(node):
                 self._overflows(node, "its squares are summed, which leaves the range of fp16")
-            elif node.op == "onnx.Cast" and self._counts(node):
-                for user in self.users(node):
-                    self.pin(user, f"it reads what '{node.name}' makes, a number of elements, which may be beyond fp16")
             elif node.op == "onnx.Exp" and not self._is_bounded(node):
                 self._overflows(node, "exponentials of more than 11 leave the range of fp16")
 
@@ -125,11 +121,6 @@ class Overflows(Walker):
             found.append(maker)
             maker = self.graph.producer(maker.inputs[0].value)
         return found if maker is not None and maker.op == "onnx.ReduceSum" else None
-
-    def _counts(self, node: Node) -> bool:
-        """True for a number of elements that is cast, which is a whole number before."""
-        maker = self.graph.producer(node.inputs[0].value)
-        return maker is not None and maker.op in _COUNTING and not self._float_result(maker)
 
     def _scales(self, node: Node) -> bool:
         return node.op == "onnx.Mul" and any(self.scalar(node, index) is not None for index in range(2))

@@ -29,15 +29,15 @@ class Stored:
 
     Args:
         largest: largest finite magnitude.
+        highest: largest finite element.
         over: some finite elements become infinite.
-        only_negative: all of those are negative.
         lost: elements, not zero, that become zero.
         infinite: some elements are infinite or not a number.
     """
 
     largest: float = 0.0
+    highest: float = 0.0
     over: bool = False
-    only_negative: bool = True
     lost: int = 0
     infinite: bool = False
 
@@ -84,24 +84,23 @@ def examine(tensor: ir.TensorProtocol, low: DType) -> Stored:
     """
     fmt = low.format
     tiny = np.float32(fmt.smallest_subnormal / 2)
-    largest, over, negative, lost, infinite = 0.0, False, True, 0, False
+    lowest, highest, lost, infinite = math.inf, -math.inf, 0, False
     for piece in _pieces(array_of(tensor)):
         size = np.abs(piece)
-        top = float(size.max())
-        if not math.isfinite(top):
+        finite = piece
+        if not math.isfinite(float(size.max())):
             infinite = True
-            finite = size[np.isfinite(size)]
-            top = float(finite.max()) if finite.size else 0.0
-        largest = max(largest, top)
-        if top > fmt.max:
-            # What lies beyond the largest number counts as not fitting even where it would round down to it.
-            beyond = piece[(size > fmt.max) & np.isfinite(size)]
-            over = True
-            negative = negative and bool((beyond < 0).all())
+            finite = piece[np.isfinite(size)]
+        if finite.size:
+            lowest, highest = min(lowest, float(finite.min())), max(highest, float(finite.max()))
         below = size <= tiny
         if below.any():
             lost += int(np.count_nonzero(piece[below]))
-    return Stored(largest, over, negative, lost, infinite)
+    if lowest > highest:  # there is no finite element
+        return Stored(lost=lost, infinite=infinite)
+    # What lies beyond the largest number counts as not fitting even where it would round down to it.
+    largest = max(-lowest, highest)
+    return Stored(largest, highest, largest > fmt.max, lost, infinite)
 
 
 def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:

@@ -1,0 +1,55 @@
+"""Masks of attention: numbers far below the scores, which are added to them or take their place before a softmax."""
+
+from __future__ import annotations
+
+from amp_compiler.ir.graph import Node
+from amp_compiler.onnx.lowering.walk import Walker
+
+_ADDING = frozenset({"onnx.Add", "onnx.Sub", "onnx.Sum"})
+_MASKING = _ADDING | {"onnx.Mul", "onnx.Min", "onnx.Max"}
+_MOST = 8.0  # terms of a sum: a smaller share of FP16's range (65504 / 8) may be no more than scores are
+
+
+def mask_path(walker: Walker, name: str) -> tuple[tuple[str, ...], float]:
+    """The nodes from a mask to its softmax, and how many terms of a size its sum has there.
+
+    None where its elements reach anything else, or it is added to too much.
+    """
+    path: dict[str, float] = {}  # terms by node
+    returned = set(walker.graph.outputs)
+    pending = [(name, 1.0)]
+    while pending:
+        value, terms = pending.pop()
+        if value in returned:
+            return (), 1.0
+        for node, index in walker.graph.users(value):
+            ends = node.inputs[index].slot in walker.info(node).masks
+            if not ends and not _keeps_mask(walker, node, index):
+                return (), 1.0
+            behind = _terms_behind(walker, node, index, terms)
+            if behind > _MOST:
+                return (), 1.0
+            if path.get(node.name, 0.0) < behind:
+                path[node.name] = behind
+                pending += [] if ends else [(made, behind) for made in node.outputs]
+    return tuple(path), max(path.values(), default=1.0)
+
+
+def _keeps_mask(walker: Walker, node: Node, index: int) -> bool:
+    """True where what a node makes of a mask is one."""
+    if node.op == "onnx.Div":
+        return index == 0 and walker.scalar(node, 1) is not None
+    return walker.passes(node) or (node.op in _MASKING and not (node.op == "onnx.Sub" and index == 1))
+
+
+def _terms_behind(walker: Walker, node: Node, index: int, terms: float) -> float:
+    """The terms of what a node makes of a sum that a mask is in."""
+    if node.op in _ADDING:
+        return terms + len(node.inputs) - 1
+    if node.op == "onnx.Attention":  # it adds the mask to its scores
+        return terms + 1
+    if node.op == "onnx.Mul":
+        return terms * max(1.0, abs(walker.scalar(node, 1 - index) or 0.0))
+    if node.op == "onnx.Div":
+        return terms / min(1.0, abs(walker.scalar(node, 1) or 1.0))
+    return terms

@@ -1,0 +1,166 @@
+"""Whole numbers that become floating-point ones: sizes, positions, lengths, ids and samples may be beyond FP16."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.graph import Node, Pin
+from amp_compiler.onnx.lowering.lowered import Lowered
+from amp_compiler.onnx.lowering.masks import mask_path
+from amp_compiler.onnx.lowering.walk import Walker
+from amp_compiler.onnx.model.data import array_of, release, tensor_of
+from amp_compiler.planner.numbers import find_numbers
+from amp_compiler.policy.rules import RuleSet
+
+_Bounds = tuple[float, float]
+_ANY: _Bounds = (-math.inf, math.inf)
+_BY_TYPE: dict[DType, _Bounds] = {
+    DType.BOOL: (0, 1), DType.INT8: (-128, 127), DType.UINT8: (0, 255), DType.INT16: (-32768, 32767),
+    DType.UINT16: (0, 65535), DType.INT32: _ANY, DType.UINT32: _ANY, DType.INT64: _ANY, DType.UINT64: _ANY,
+}  # fmt: skip
+_MAKERS = frozenset({"onnx.Cast", "onnx.CastLike", "onnx.Range"})
+_COUNTING = frozenset({"onnx.Size", "onnx.Shape", "onnx.ArgMax", "onnx.ArgMin", "onnx.TopK", "onnx.NonZero"})
+_KEEPING = frozenset({"onnx.Add", "onnx.Sub", "onnx.Sum", "onnx.Max", "onnx.Min", "onnx.Clip", "onnx.Abs", "onnx.Neg",
+                      "onnx.Relu", "onnx.ReduceSum", "onnx.ReduceMean", "onnx.ReduceMax"})  # fmt: skip
+_DEPTH = 16  # nodes behind a value that are looked at
+
+
+def pin_whole_numbers(lowered: Lowered, rules: RuleSet) -> None:
+    """Pin to FP32 what reads floating-point numbers that were whole ones and may be beyond FP16. Changes the graph.
+
+    Sums, differences and products of nothing but such numbers are as large, and so what reads them is pinned too. What
+    is kept as it was captured (`find_numbers`) is not touched.
+
+    Args:
+        lowered: the lowered model.
+        rules: what is kept.
+    """
+    nodes = lowered.graph.nodes
+    pins = _WholeNumbers(lowered, {}).unbounded()
+    kept = find_numbers(lowered.graph, rules).kept if pins else {}
+    for name, reason in pins.items():
+        if name not in kept:
+            nodes[name] = replace(nodes[name], pin=Pin("fp32", reason))
+
+
+class _WholeNumbers(Walker):
+    def unbounded(self) -> dict[str, str]:
+        """The pins, by node."""
+        for node in self.graph.nodes.values():
+            if node.op not in _MAKERS or not self._float_result(node) or not self._may_overflow(node):
+                continue
+            reason = f"it reads what '{node.name}' makes, whole numbers that may be beyond {self.low.short}"
+            pending, wide = list(node.outputs), set(node.outputs)
+            while pending:
+                for user, _ in self.graph.users(pending.pop()):
+                    self.pin(user, reason)
+                    if self.passes(user) or user.op in _KEEPING or self._multiplies(user, wide):
+                        pending += [name for name in user.outputs if name not in wide]
+                        wide.update(user.outputs)
+        return self.pins
+
+    def _multiplies(self, node: Node, wide: set[str]) -> bool:
+        """True for a product of nothing but such numbers and stored ones of at least 1."""
+        return node.op == "onnx.Mul" and all(
+            operand.value in wide or abs(self.scalar(node, index) or 0.0) >= 1
+            for index, operand in enumerate(node.inputs)
+        )
+
+    def _may_overflow(self, node: Node) -> bool:
+        """True for what makes floating-point numbers of whole ones that FP16 may not hold."""
+        if node.op == "onnx.Range":
+            ends = [self.scalar(node, index) for index in range(2)]
+            return any(end is None or abs(end) > self.low.format.max for end in ends)
+        name = node.inputs[0].value
+        if self.graph.values[name].dtype not in _BY_TYPE:
+            return False
+        return max(map(abs, self._bounds(name))) > self.low.format.max and not self._hides(name)
+
+    # ---- what numbers they may be
+
+    def _bounds(self, name: str, depth: int = _DEPTH) -> _Bounds:
+        """The least and the largest number that a value may hold, as far as its type and the graph say it."""
+        dtype, maker = self.graph.values[name].dtype, self.graph.producer(name)
+        known = _ANY
+        if self.holds_data(name):
+            tensor = tensor_of(self.lowered.values[name])
+            if tensor is not None and tensor.size:
+                known = _ends(array_of(tensor))
+                release(tensor)
+        elif maker is not None and depth:
+            known = self._made_by(maker, depth - 1)
+        least, largest = _BY_TYPE.get(dtype, _ANY)
+        return max(least, known[0]), min(largest, known[1])
+
+    def _made_by(self, node: Node, depth: int) -> _Bounds:
+        """The same of what a node makes."""
+        read = [operand.value for operand in node.inputs]
+        if node.op in _COUNTING:
+            sizes = [size if isinstance(size, int) else math.inf for size in self._shape(read[0])]
+            return 0, math.prod(sizes) if node.op == "onnx.Size" else max(sizes, default=0)
+        moves = self.info(node).moves
+        if moves == "index" and (size := self._one_size(node)) is not None:
+            return size, size
+        if moves in ("shape", "index") or (node.op == "onnx.Cast" and self.graph.values[read[0]].dtype in _BY_TYPE):
+            return self._bounds(read[0], depth)
+        if moves == "place" or node.op in ("onnx.Max", "onnx.Min"):
+            least, largest = zip(*(self._bounds(name, depth) for name in read), strict=True)
+            return min(least), max(largest)
+        if node.op in ("onnx.Add", "onnx.Sub", "onnx.Mul"):
+            return _combined(node.op, self._bounds(read[0], depth), self._bounds(read[1], depth))
+        return _ANY
+
+    def _shape(self, name: str) -> tuple[int | str, ...]:
+        shape = self.graph.values[name].shape
+        return ("unknown",) if shape is None else shape
+
+    def _one_size(self, node: Node) -> int | None:
+        """The size that is picked of a shape; `None` where it is open, or something else is picked."""
+        maker, index = self.graph.producer(node.inputs[0].value), self.scalar(node, 1)
+        if maker is None or maker.op != "onnx.Shape" or maker.attrs or index is None:
+            return None
+        shape = self._shape(maker.inputs[0].value)
+        size = shape[int(index)] if -len(shape) <= index < len(shape) else None
+        return size if isinstance(size, int) else None
+
+    # ---- masks
+
+    def _hides(self, name: str) -> bool:
+        """True for zeros and ones that say what an attention sees: a multiple of them is added before a softmax."""
+        source = name
+        while (maker := self.graph.producer(source)) is not None and self._gives_on(maker):
+            source = maker.inputs[0].value
+        pending, seen = [source], {source}
+        while pending:
+            for node, index in self.graph.users(pending.pop()):
+                scale = self.scalar(node, 1 - index) if len(node.inputs) == 2 else None
+                if node.op == "onnx.Mul" and scale is not None and self._is_added_to_scores(node):
+                    return True
+                if self._gives_on(node) or (node.op == "onnx.Sub" and scale == 1):
+                    pending += [made for made in node.outputs if made not in seen]
+                    seen.update(node.outputs)
+        return False
+
+    def _gives_on(self, node: Node) -> bool:
+        return node.op == "onnx.Cast" or (self.info(node).moves == "shape" and len(node.outputs) == 1)
+
+    def _is_added_to_scores(self, node: Node) -> bool:
+        return bool(mask_path(self, node.outputs[0])[0])
+
+
+def _ends(array: np.ndarray) -> _Bounds:
+    return float(array.min()), float(array.max())
+
+
+def _combined(op: str, one: _Bounds, other: _Bounds) -> _Bounds:
+    """The bounds of a sum, difference or product."""
+    if op == "onnx.Add":
+        return one[0] + other[0], one[1] + other[1]
+    if op == "onnx.Sub":
+        return one[0] - other[1], one[1] - other[0]
+    ends = [a * b if a and b else 0.0 for a in one for b in other]  # zero times an unknown number is zero
+    return min(ends), max(ends)
