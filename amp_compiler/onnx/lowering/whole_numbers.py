@@ -12,7 +12,7 @@ from amp_compiler.ir.graph import Node, Pin
 from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.lowering.masks import mask_path
 from amp_compiler.onnx.lowering.walk import Walker
-from amp_compiler.onnx.model.data import array_of, release, tensor_of
+from amp_compiler.onnx.model.data import array_of, tensor_of
 from amp_compiler.planner.numbers import find_numbers
 from amp_compiler.policy.rules import RuleSet
 
@@ -90,7 +90,6 @@ class _WholeNumbers(Walker):
             tensor = tensor_of(self.lowered.values[name])
             if tensor is not None and tensor.size:
                 known = _ends(array_of(tensor))
-                release(tensor)
         elif maker is not None and depth:
             known = self._made_by(maker, depth - 1)
         least, largest = _BY_TYPE.get(dtype, _ANY)
