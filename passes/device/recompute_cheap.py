@@ -230,21 +230,16 @@ class _Copies:
 
 def products_in_bytes(graph: fx.Graph) -> float:
     """How many bytes a GPU moves while it does a graph's matrix products, convolutions and attention, by a model."""
-    return sum(max(product_in_bytes(node)) for node in graph.nodes)
+    return sum(map(_product_in_bytes, graph.nodes))
 
 
-def product_in_bytes(node: fx.Node) -> tuple[float, int]:
-    """How many bytes a GPU moves while it does the arithmetic of a product, and how many the product itself moves.
-
-    Args:
-        node: of any kind; both are 0 where it is no matrix product, convolution or attention.
-    """
+def _product_in_bytes(node: fx.Node) -> float:
     count = flop_registry.get(getattr(node.target, "overloadpacket", None))
     if node.op != "call_function" or count is None:
-        return 0.0, 0
+        return 0.0
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
     flops = hint(count(*args, **kwargs, out_val=node.meta["val"]))
-    return flops / PER_BYTE, sum(map(size_of, node.all_input_nodes)) + size_of(node)
+    return max(flops / PER_BYTE, sum(map(size_of, node.all_input_nodes)) + size_of(node))
 
 
 def bytes_of(value: torch.Tensor) -> int:
