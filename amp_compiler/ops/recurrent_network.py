@@ -150,8 +150,9 @@ def _working_type(
     """What cuDNN runs a network in: its own type, FP32 for one of 16 bits that it does not know, or not at all."""
     form = _form(states[0], kind, int(states[-1].shape[-1]), layers, bidirectional)
     first, second, features = data.shape
-    shapes = [(second, first, features) if batch_first else data.shape, *(one.shape for one in states)]
-    weights = [one.shape for one in parameters]
+    shapes: list[tuple[int, ...]] = [(second, first, features) if batch_first else data.shape]
+    shapes += [tuple(one.shape) for one in states]
+    weights: list[tuple[int, ...]] = [tuple(one.shape) for one in parameters]
     shapes += _with_biases(weights, layers * (2 if bidirectional else 1), has_biases, lambda one: one[:1])
     reasons: list[str] = []
     for dtype in (data.dtype, *([torch.float32] if data.dtype in _LOW else [])):
@@ -207,8 +208,8 @@ def _(
         form = _form(h, kind, hidden, layers, bidirectional)
         read = [one.shape for one in (data, h, c, *weights) if one is not None]
         size = _asked(form, read, data.dtype, data.device)
-        if isinstance(size, str):
-            raise LoweringError(f"cuDNN refuses the {kind}: {size}", mend="capture the model again on this machine")
+    if isinstance(size, str):
+        raise LoweringError(f"cuDNN refuses the {kind}: {size}", mend="capture the model again on this machine")
     return (
         data.new_empty(*data.shape[:2], h.shape[-1] * (2 if bidirectional else 1)),
         h.new_empty(h.shape),

@@ -152,8 +152,9 @@ def _flattened(form: Form, given: Inputs) -> tuple[list[Tensor], Tensor]:
 def _asked(form: Form, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> int | str:
     def run() -> int:
         with torch.cuda.device(device), torch.no_grad():
-            zeros = [None if one is None else torch.zeros(one, dtype=dtype, device=device) for one in shapes]
-            return int(_forward(form, Inputs(*zeros[:3], zeros[3:]), True)[3].numel())  # type: ignore[arg-type]
+            made: Any = [None if one is None else torch.zeros(one, dtype=dtype, device=device) for one in shapes]
+            data, h, c, *weights = made
+            return int(_forward(form, Inputs(data, h, c, weights), True)[3].numel())
 
     try:
         with ThreadPoolExecutor(1) as pool:  # the modes in which a graph is traced belong to a thread
