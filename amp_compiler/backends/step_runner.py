@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from amp_compiler.fx.graph import node_tensor
+from amp_compiler.fx.graph import copy_graph, node_tensor
 from amp_compiler.fx.torch_private import forward_of
 from amp_compiler.ops.cpu import update as cpu_update
 from amp_compiler.ops.native import NATIVE_OPS, UPDATE
@@ -80,20 +80,18 @@ def run_cut_step(
     """
     if not hasattr(cut, BEFORE):
         return build(cut, examples)
-    graph, root = fx.Graph(), torch.nn.Module()
-    real = dict(zip(cut.graph.find_nodes(op="placeholder"), examples, strict=True))
-    made: dict[fx.Node, fx.Node] = {}
-    for node in cut.graph.nodes:
-        made[node] = graph.node_copy(node, made.__getitem__)
-        if node.op == "call_function" and node.target in kernels:
-            made[node].target = kernels[node.target]
-    for call in cut.graph.find_nodes(op="call_module"):
-        piece: Any = getattr(cut, str(call.target))
-        inputs = [real.get(node, node.meta["val"]) for node in call.args]
-        launches = any(one.device.type != "cpu" for one in inputs if isinstance(one, torch.Tensor))
-        compiled = call.target == BEFORE or len(piece.graph.nodes) > _FEW or launches
-        root.add_module(str(call.target), _Piece(build(piece, inputs) if compiled else forward_of(piece)))
-    return fx.GraphModule(root, graph).forward  # type: ignore[no-any-return]
+    whole, pieces = copy_graph(cut), torch.nn.Module()
+    real = dict(zip(whole.graph.find_nodes(op="placeholder"), examples, strict=True))
+    for node in whole.graph.nodes:
+        if node.op == "call_module":
+            piece: Any = getattr(cut, node.target)
+            inputs = [real.get(one, one.meta["val"]) for one in node.args]
+            launches = any(one.device.type != "cpu" for one in inputs if isinstance(one, torch.Tensor))
+            compiled = node.target == BEFORE or len(piece.graph.nodes) > _FEW or launches
+            pieces.add_module(node.target, _Piece(build(piece, inputs) if compiled else forward_of(piece)))
+        elif node.op == "call_function":
+            node.target = kernels.get(node.target, node.target)
+    return fx.GraphModule(pieces, whole.graph).forward  # type: ignore[no-any-return]
 
 
 def is_on_cpu(step: fx.GraphModule) -> bool:
