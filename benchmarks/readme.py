@@ -247,34 +247,6 @@ def profile_table() -> str:
     return "\n".join(lines)
 
 
-def cuda_model_table() -> str:
-    """What a cost model says of training steps on a GPU, ours beside torch.compile's; nothing of it is measured."""
-    pairs: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
-    for row in _load("cuda_model")["rows"]:
-        pairs.setdefault((row["model"], row["dtype"]), {})[row["variant"]] = row
-    lines = [
-        "| model | type | TFLOP | kernels, torch.compile | ours | GB, torch.compile | ours | ms, torch.compile | ours"
-        " | ours / theirs | products alone, ms | above them, ours / theirs |",
-        "|---" * 12 + "|",
-    ]
-    ratios: dict[str, list[float]] = {}
-    above: dict[str, list[float]] = {}
-    for (model, dtype), found in pairs.items():
-        theirs, ours = found["torch.compile"], found["amp_compiler"]
-        ratios.setdefault(dtype, []).append(ours["ratio"])
-        above.setdefault(dtype, []).append(ours["ratio_above_floor"])
-        lines.append(
-            f"| {model} | {dtype} | {ours['flops'] / 1e12:.1f} | {theirs['launches']:,.0f} | {ours['launches']:,.0f}"
-            f" | {theirs['bytes'] / 1e9:.1f} | {ours['bytes'] / 1e9:.1f} | {theirs['milliseconds']:.1f}"
-            f" | {ours['milliseconds']:.1f} | {ours['ratio']:.2f} | {ours['floor_milliseconds']:.1f}"
-            f" | {ours['ratio_above_floor']:.2f} |"
-        )
-    for dtype, values in ratios.items():
-        means = f" {_mean(values):.2f} | | {_mean(above[dtype]):.2f} |"
-        lines.append(f"| geometric mean | {dtype} |" + " |" * 7 + means)
-    return "\n".join(lines)
-
-
 def tune_table() -> str:
     """Nodes in FP32 and the error of `amp.tune` beside two other converters."""
     rows = _load("tune")["rows"]
@@ -322,15 +294,14 @@ def reduction_table() -> str:
 
 
 def scale_table() -> str:
-    """The step of one rank of many: what is counted in its graph, and what a model of the links predicts."""
+    """The step of one rank of many: what is counted in its graph, and what others send and hold."""
     lines = [
-        "| ranks | | messages | sent, GB | weights, GB | masters, moments, GB | step, ms | of it waiting, ms |",
-        f"|---:|---|{'---:|' * 6}",
+        "| ranks | | messages | sent, GB | weights, GB | masters, moments, GB |",
+        f"|---:|---|{'---:|' * 4}",
     ]
     for row in _load("scale")["rows"]:
         sizes = " | ".join(f"{row[key]:.4g}" for key in ("sent_gb", "weights_gb", "state_gb"))
-        times = f"{row['step_ms']:.0f} | {row['step_ms'] - row['computing_ms']:.0f}"
-        lines.append(f"| {row['ranks']:,} | {row['system']} | {row['messages']} | {sizes} | {times} |")
+        lines.append(f"| {row['ranks']:,} | {row['system']} | {row.get('messages', '')} | {sizes} |")
     return "\n".join(lines)
 
 
@@ -352,7 +323,6 @@ def ranks_table() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "casts": casts_table,
-    "cuda_model": cuda_model_table,
     "first_step": first_step_table,
     "headline": headline_table,
     "machines": machines_table,

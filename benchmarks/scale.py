@@ -7,9 +7,8 @@ The weights are torch's meta tensors, and the other ranks its fake process group
 nothing runs. Build time is that of capture, planning and all passes of STEP, without a compiler. Bytes are counted in
 the graph, as rings of ranks send them; memory is that of weights, masters and moments, without activations.
 
-How long a step takes on H200s, and how long it stands still for messages, is predicted by the model of `overlap.py`,
-from the events in the graph; for DistributedDataParallel (with FP32 and BF16 messages), `ZeroRedundancyOptimizer` and
-FSDP2 from the events that their documentation tells, with the same products. Nothing of it is measured.
+Beside it stands what the documentation of DistributedDataParallel (with FP32 and BF16 messages),
+`ZeroRedundancyOptimizer` and FSDP2 says that they send and hold.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from measuring import RESULTS, write_results
-from overlap import Compute, Events, Prediction, Unit, data_parallel, events_of, fully_sharded, predict, units_of
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -65,8 +63,8 @@ def next_word(model: nn.Module, ids: Tensor) -> Tensor:
     return -F.log_softmax(model(ids[:, :-1]), -1).gather(-1, ids[:, 1:, None]).mean()
 
 
-def measured(layers: int, ranks: int, shard: str, rules: str, tokens: int) -> tuple[dict[str, Any], list[Unit]]:
-    """One graph, with what it sends and holds and when; and its layers."""
+def counted(layers: int, ranks: int, shard: str, rules: str, tokens: int) -> dict[str, Any]:
+    """One graph, with what it sends and holds."""
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
         model = llama(layers)
@@ -85,10 +83,10 @@ def measured(layers: int, ranks: int, shard: str, rules: str, tokens: int) -> tu
         begun = time.perf_counter()
         found = step.graph_for(*batch)
         seconds = time.perf_counter() - begun
-        traffic, events = found.traffic, events_of(found.graph_module.graph, ranks)
+        traffic = found.traffic
         if traffic is None:
             raise SystemExit("--ranks takes numbers from 2 on")
-        row = {
+        return {
             "system": f"{rules}, {'whole update' if shard == 'none' else 'shard: update'}",
             "ranks": ranks,
             "rules": rules,
@@ -100,51 +98,37 @@ def measured(layers: int, ranks: int, shard: str, rules: str, tokens: int) -> tu
             "sent_gb": round(traffic.sent / 1e9, 3),
             "weights_gb": round(traffic.weights / 1e9, 3),
             "state_gb": round(traffic.state / 1e9, 3),
-            **predicted(predict(events, ranks)),
         }
-        return row, units_of(model, products(events) / 3)
     finally:
         dist.destroy_process_group()
 
 
-def products(events: Events) -> float:
-    """Seconds of all products, which stand in front of the updates."""
-    return sum(event.seconds for event in events if isinstance(event, Compute) and not event.updates)
-
-
-def predicted(found: Prediction) -> dict[str, float]:
-    """In milliseconds."""
-    return {
-        "step_ms": round(found.seconds * 1e3, 1),
-        "computing_ms": round(found.computing * 1e3, 1),
-        "sending_ms": round(found.sending * 1e3, 1),
+def others(elements: int, ranks: int) -> list[dict[str, Any]]:
+    """What torch's ways to train the same model send and hold: bytes a parameter."""
+    largest = 2 * 2 * (4 * WIDTH**2 + 3 * WIDTH * INNER + 2 * WIDTH) / elements  # two layers, in 16 bits
+    ways = {  # sent, but for a rank's own share; weights; masters and moments
+        "DDP": (8, 6, 8),
+        "DDP, bf16_compress_hook": (4, 6, 8),
+        "ZeroRedundancyOptimizer": (12, 6, 8 / ranks),
+        "FSDP2": (6, largest, 12 / ranks),
     }
-
-
-def others(units: list[Unit], ranks: int) -> list[dict[str, Any]]:
-    """torch's ways to train the same layers, by the same model."""
-    total, largest = sum(unit.elements for unit in units), 2 * max(unit.elements for unit in units)
-    ways: dict[str, tuple[Events, float, float]] = {  # events, bytes of weights, bytes of masters and moments
-        "DDP": (data_parallel(units, ranks), 6 * total, 8 * total),
-        "DDP, bf16_compress_hook": (data_parallel(units, ranks, 2), 6 * total, 8 * total),
-        "ZeroRedundancyOptimizer": (data_parallel(units, ranks, zero=True), 6 * total, 8 * total / ranks),
-        "FSDP2": (fully_sharded(units, ranks), 2 * largest, 12 * total / ranks),
-    }
-    rows = []
-    for system, (events, weights, state) in ways.items():
-        found = predict(events, ranks)
-        row = {"system": system, "ranks": ranks, "messages": found.messages, "sent_gb": round(found.sent / 1e9, 3)}
-        row |= {"weights_gb": round(weights / 1e9, 3), "state_gb": round(state / 1e9, 3), **predicted(found)}
-        rows.append(row)
-    return rows
+    return [
+        {
+            "system": system,
+            "ranks": ranks,
+            "sent_gb": round(sent * elements * (ranks - 1) / ranks / 1e9, 3),
+            "weights_gb": round(weights * elements / 1e9, 3),
+            "state_gb": round(state * elements / 1e9, 3),
+        }
+        for system, (sent, weights, state) in ways.items()
+    ]
 
 
 def told(row: dict[str, Any]) -> str:
     """A line of the table."""
     build = f"{row['seconds']:5.1f} s" if "seconds" in row else ""
     sizes = " ".join(f"{row[key]:8.2f}" for key in ("sent_gb", "weights_gb", "state_gb"))
-    times = " ".join(f"{ms:9.1f}" for ms in (row["step_ms"], row["step_ms"] - row["computing_ms"], row["sending_ms"]))
-    return f"{row['ranks']:6} {row['system']:24} {build:7} {row['messages']:9} {sizes} {times}"
+    return f"{row['ranks']:6} {row['system']:24} {build:7} {row.get('messages', ''):9} {sizes}"
 
 
 def main() -> None:
@@ -158,17 +142,12 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
-    print(
-        f"{'ranks':>6} {'':24} {'build':7} {'messages':>9} {'sent GB':>8} {'weights':>8} {'state':>8} {'step ms':>9}"
-        f" {'waiting':>9} {'sending':>9}"
-    )
+    print(f"{'ranks':>6} {'':24} {'build':7} {'messages':>9} {'sent GB':>8} {'weights':>8} {'state':>8}")
     for ranks in options.ranks:
-        units: list[Unit] = []
         for rules, shard in [(options.rules[0], "none"), *((rules, "update") for rules in options.rules)]:
-            row, units = measured(options.layers, ranks, shard, rules, options.tokens)
-            rows.append(row)
-            print(told(row), flush=True)
-        for row in others(units, ranks):
+            rows.append(counted(options.layers, ranks, shard, rules, options.tokens))
+            print(told(rows[-1]), flush=True)
+        for row in others(rows[-1]["elements"], ranks):
             rows.append(row)
             print(told(row), flush=True)
     options.device, options.threads = "cpu", 1

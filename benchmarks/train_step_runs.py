@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from cases import build, loss_of
-from comparison import FP32, TUNED, compiled, mode_of_ours
+from comparison import FP32, compiled, mode_of_ours
 from measuring import TORCH_TYPES
 from torch import nn
 
@@ -18,23 +17,13 @@ Step = Callable[[], torch.Tensor]
 
 
 class Variant:
-    """One way to train: call it for one step. `idle` frees what its user's loop would free between steps.
+    """One way to train: call it for one step. `idle` frees what its user's loop would free between steps."""
 
-    What else is given are arguments of `amp.training_step`. In BF16 ours skips steps that are not finite; tuned it
-    looks at no gradient before it updates, as torch, and so may have a branch for the update.
-    """
-
-    def __init__(self, variant: str, name: str, bound: str, dtype: str, device: str, **given: Any) -> None:
+    def __init__(self, variant: str, name: str, bound: str, dtype: str, device: str) -> None:
         model, self.batch = build(name, bound, device)
         self.optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
         mode = mode_of_ours(variant)
-        if variant == TUNED and dtype == "bf16":
-            given.setdefault("loss_scale", amp.NoLossScale(check_finite=False))
-        self.run = (
-            self._torch(model, variant, dtype, device)
-            if mode is None
-            else self._ours(model, dtype, {"mode": mode, **given})
-        )
+        self.run = self._torch(model, variant, dtype, device) if mode is None else self._ours(model, dtype, mode)
 
     def __call__(self) -> torch.Tensor:
         return self.run()
@@ -42,8 +31,8 @@ class Variant:
     def idle(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
-    def _ours(self, model: nn.Module, dtype: str, given: dict[str, Any]) -> Step:
-        step = amp.training_step(model, loss_of, self.optimizer, dtype=dtype, **given)
+    def _ours(self, model: nn.Module, dtype: str, mode: str) -> Step:
+        step = amp.training_step(model, loss_of, self.optimizer, dtype=dtype, mode=mode)
         return lambda: step(self.batch)
 
     def _torch(self, model: nn.Module, variant: str, dtype: str, device: str) -> Step:

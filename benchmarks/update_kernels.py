@@ -66,7 +66,7 @@ def machine_code(name: str, gradients: str, block: int, options: Mapping[str, An
         signature = {**_TABLE, "scalars": "*fp32", **_NUMBERS}
         low = None if gradients == "fp32" else types[gradients]
         constants |= {"WEIGHT_TYPE": tl.float32, "MOMENT_TYPE": tl.float32, "EXTRA_TYPE": low, "MODE": 0}
-        constants |= {"AMSGRAD": False, "MAXIMIZE": False, "DECOUPLED": True, "TURNED": 0, **_UNUSED}
+        constants |= {"AMSGRAD": False, "MAXIMIZE": False, "DECOUPLED": True, **_UNUSED}
     else:
         signature = {**_TABLE, "inv_scale": "*fp32", "partials": "*fp32", "bad_places": "*i32"}
     forms = {argument: signature.get(argument, "constexpr") for argument in kernel.arg_names}

@@ -315,15 +315,11 @@ STEP = Pipeline(
         "split_complex",
         "place_weights",
         "native_ops",
-        "join_gelu",
-        "chunk_logits",
         "synchronize_norms",
         "differentiate",
         "restore_upcasts",
         "fold_loss_scale",
-        "join_chunks",
         "simplify_casts",
-        "channels_last",
         "sum_gradients",
         "gather_gradients",
         "shard_update",
@@ -340,7 +336,7 @@ UPDATE = Pipeline(
 )
 DEVICE = Pipeline(
     "DEVICE",
-    ("recompute_cheap", "fuse_epilogues", "defer_gradients", "cut_step", "branch_update"),
+    ("recompute_cheap", "defer_gradients", "cut_step"),
     "The step fitted to the device that runs it.",
 )
 PIECE = Pipeline(

@@ -14,7 +14,7 @@ from amp_compiler.passes.base import lacks_example
 _CAPTURED = frozenset({Key.PIN, Key.VOLATILE, Key.GROUP})
 _CAST = _CAPTURED | {Key.PLACED, Key.MATH}
 _PLANNED = _CAST | {Key.BACKWARD, Key.BACKWARD_RULE, Key.BACKWARD_MATH}
-_STEP = _PLANNED | {Key.PHASE, Key.PLANNED, Key.SEED, Key.LOW, Key.MASTER, Key.WIDE, Key.STATE, Key.LOGITS}
+_STEP = _PLANNED | {Key.PHASE, Key.PLANNED, Key.SEED, Key.LOW, Key.MASTER, Key.WIDE, Key.STATE}
 _REGIONS = ("higher_order.wrap_with_autocast", "higher_order.wrap_with_set_grad_enabled")
 
 
@@ -35,8 +35,6 @@ class Spec:
     modules: bool = False
 
 
-_DEVICE = _STEP | {Key.TRIED}
-
 SPECS: dict[str, Spec] = {
     "CAPTURE": Spec(_PLANNED, (*_REGIONS, "aten._assert_tensor_metadata", "aten.alias")),
     "FORWARD": Spec(_PLANNED, (*_REGIONS, "aten._assert_tensor_metadata")),
@@ -49,8 +47,8 @@ SPECS: dict[str, Spec] = {
     "UPDATE": Spec(_STEP, phases=("update",)),
     "ONNX_CAPTURE": Spec(_CAPTURED, (*_REGIONS, "aten._assert_tensor_metadata", "aten.alias")),
     "ONNX_EXPORT": Spec(_CAST | {Key.STORED}, (*_REGIONS, "aten._assert_tensor_metadata", "aten.alias")),
-    "DEVICE": Spec(_DEVICE, modules=True),
-    "PIECE": Spec(_DEVICE | {Key.RECOMPUTED}),
+    "DEVICE": Spec(_STEP, modules=True),
+    "PIECE": Spec(_STEP | {Key.RECOMPUTED}),
 }
 
 

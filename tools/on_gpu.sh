@@ -15,15 +15,11 @@ usage: [PYTHON=python3] [OUT=folder] tools/on_gpu.sh WORD
   first                      versions, rates of a copy and a product, the tests that need a GPU, kernels first
   second                     the update of 350M parameters by itself, for gradients in BF16, FP32 and FP16
   step MODEL... [OPTION...]  training steps beside torch.autocast and torch.compile (see benchmarks/train_step.py)
-  profile [MODEL] [SETTING=VALUE...]
-                             kernels and gaps by class over 20 steps, ours beside torch.compile and ours with a setting
-                             of Inductor (see benchmarks/profile_cuda.py)
 
 In half an hour, what is worth most first; what a line has not done in ten minutes may be ended, its results are in $OUT:
   first; second
   step gpt2 --variants amp_compiler "amp_compiler max-autotune" torch.compile --modes reduce-overhead max-autotune
-  profile gpt2 combo_kernels=True; step vit --modes reduce-overhead
-  step llama bert t5 resnet50 --modes reduce-overhead
+  step vit llama bert t5 resnet50 --modes reduce-overhead
 TEXT
   exit 2
 }
@@ -99,15 +95,11 @@ step() {
     --limit $((440 * ${PATIENCE:-1})) --models "$@"
 }
 
-profile() {
-  told within 520 "$python" benchmarks/profile_cuda.py --json "$OUT/profile.json" "$@"
-}
-
 [ $# -gt 0 ] || usage
 word=$1
 shift
 case $word in
   prepare) prepare ;;
-  first | second | step | profile) installed; "$word" "$@" ;;
+  first | second | step) installed; "$word" "$@" ;;
   *) usage ;;
 esac

@@ -8,16 +8,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from amp_compiler.errors import LoweringError
-from amp_compiler.fx.alias import written_operands
 from amp_compiler.fx.graph import copy_graph, node_tensor
 from amp_compiler.fx.torch_private import forward_of
-from amp_compiler.ops.branch import Branch, join_branch
 from amp_compiler.ops.cpu import update as cpu_update
 from amp_compiler.ops.native import NATIVE_OPS, UPDATE
 from amp_compiler.ops.update.counts import UpdateCounts
 from amp_compiler.ops.update.operators import CHECK, GATHER, OPERATORS
-from amp_compiler.passes.step.branch_update import BESIDE, END
 from amp_compiler.passes.step.cut_step import BEFORE
 
 Kernels = Mapping[Any, Callable[..., Any]]
@@ -84,74 +80,18 @@ def run_cut_step(
     """
     if not hasattr(cut, BEFORE):
         return build(cut, examples)
-    graph, root, branch = fx.Graph(), torch.nn.Module(), Branch()
-    real = dict(zip(cut.graph.find_nodes(op="placeholder"), examples, strict=True))
-    made: dict[fx.Node, fx.Node] = {}
-    for node in cut.graph.nodes:
-        made[node] = graph.node_copy(node, made.__getitem__)
-        if node.target is join_branch:
-            made[node].target = branch.join
-        elif node.op == "call_function" and node.target in kernels:
-            made[node].target = kernels[node.target]
-    for call in cut.graph.find_nodes(op="call_module"):
-        piece: Any = getattr(cut, str(call.target))
-        if call.target == BESIDE:
-            run = branch.forked(_with_kernels(piece, kernels), len(call.args), _changed(piece))
-            made[call].args = (*made[call].args, *(made[node] for node in _beside(cut)))
-        else:
-            run = _built(call, piece, [real.get(node, node.meta["val"]) for node in call.args], build)
-        root.add_module(str(call.target), _Piece(run))
-    return fx.GraphModule(root, graph).forward  # type: ignore[no-any-return]
-
-
-def _built(call: fx.Node, piece: fx.GraphModule, inputs: Sequence[Any], build: Build) -> Callable[..., Any]:
-    """A piece, compiled where that is worth it."""
-    launches = any(one.device.type != "cpu" for one in inputs if isinstance(one, torch.Tensor))
-    if call.target in (BEFORE, END) or len(piece.graph.nodes) > _FEW or launches:
-        run = build(piece, inputs)
-        return _checked(run, inputs) if call.target == END else run
-    return forward_of(piece)
-
-
-def _beside(cut: fx.GraphModule) -> list[Any]:
-    """What the end of the backward is given, and what of the step's inputs the later updates are."""
-    (end,) = cut.graph.find_nodes(op="call_module", target=END)
-    late = [one for node in cut.graph.nodes if node.target in OPERATORS.values() for one in node.all_input_nodes]
-    return list(dict.fromkeys([*end.args, *(one for one in late if one.op == "placeholder")]))
-
-
-def _changed(piece: fx.GraphModule) -> list[int]:
-    """Places of the inputs that a piece changes."""
-    written = {node for call in piece.graph.nodes for node in written_operands(call)}
-    return [place for place, node in enumerate(piece.graph.find_nodes(op="placeholder")) if node in written]
-
-
-def _checked(run: Callable[..., Any], examples: Sequence[Any]) -> Callable[..., Any]:
-    """A piece that is handed what another one makes: the first call sees that this is what it was built for."""
-    known: list[bool] = []
-
-    def checked(*inputs: Any) -> Any:
-        if not known:
-            for number, (one, example) in enumerate(zip(inputs, examples, strict=True)):
-                if isinstance(one, torch.Tensor) and (one.dtype, one.shape) != (example.dtype, example.shape):
-                    raise LoweringError(
-                        f"the end of the backward was built for {example.dtype} {list(example.shape)} as its input"
-                        f" {number}, and is given {one.dtype} {list(one.shape)}",
-                        mend='pass passes=[amp.pipelines.DEVICE.skip("branch_update")], and report this',
-                    )
-            known.append(True)
-        return run(*inputs)
-
-    return checked
-
-
-def _with_kernels(piece: fx.GraphModule, kernels: Kernels) -> Callable[..., Any]:
-    """A piece of nothing but operators that kernels run."""
-    made = copy_graph(piece)
-    for node in made.graph.nodes:
-        if node.op == "call_function" and node.target in kernels:
-            node.target = kernels[node.target]
-    return forward_of(made)
+    whole, pieces = copy_graph(cut), torch.nn.Module()
+    real = dict(zip(whole.graph.find_nodes(op="placeholder"), examples, strict=True))
+    for node in whole.graph.nodes:
+        if node.op == "call_module":
+            piece: Any = getattr(cut, node.target)
+            inputs = [real.get(one, one.meta["val"]) for one in node.args]
+            launches = any(one.device.type != "cpu" for one in inputs if isinstance(one, torch.Tensor))
+            compiled = node.target == BEFORE or len(piece.graph.nodes) > _FEW or launches
+            pieces.add_module(node.target, _Piece(build(piece, inputs) if compiled else forward_of(piece)))
+        elif node.op == "call_function":
+            node.target = kernels.get(node.target, node.target)
+    return fx.GraphModule(pieces, whole.graph).forward  # type: ignore[no-any-return]
 
 
 def is_on_cpu(step: fx.GraphModule) -> bool:

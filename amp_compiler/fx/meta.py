@@ -44,11 +44,6 @@ class Key(enum.StrEnum):
     MASTER = "amp_master", str  # placeholder of the FP32 master of a 16-bit parameter, which is named
     WIDE = "amp_wide", str  # placeholder that stands for the FP32 value of a 16-bit parameter, which is named
     STORED = "amp_stored", str  # placeholder of data that a model file will hold, which are named
-    LOGITS = "amp_logits", str  # a loss that is not computed in chunks of its logits, large as they are: why
-    TRIED = (
-        "amp_tried",
-        str,
-    )  # what was tried out on the device in vain, and why: see `passes/device/tried.py`
     RECOMPUTED = "amp_recomputed", bool  # a backward makes it anew, rather than keep it from the forward
     STATE = "amp_state", tuple  # placeholder of what a step keeps: (column, group, number)
 

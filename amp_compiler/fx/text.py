@@ -35,7 +35,6 @@ from amp_compiler.fx.graph import module_of, neutral_dtype, torch_dtype
 from amp_compiler.fx.meta import Key
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Pin
-from amp_compiler.ops.branch import join_branch
 from amp_compiler.ops.cpu.update import complete_norm
 from amp_compiler.ops.typed_op import typed_op
 from amp_compiler.ops.update.product import Product
@@ -48,7 +47,6 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "Product.zeros": Product.zeros,
     "WideSum": WideSum,
     "complete_norm": complete_norm,
-    "join_branch": join_branch,
 }
 _NAMES: dict[Any, str] = {function: name for name, function in _FUNCTIONS.items()}
 _BY_SHORT = {dtype.short: dtype for dtype in DType}
@@ -248,8 +246,6 @@ _MARKS: tuple[tuple[str, Callable[[Any], str], Callable[[str], Any]], ...] = (
     (Key.MASTER, lambda value: f"master={value}", str),
     (Key.WIDE, lambda value: f"wide={value}", str),
     (Key.STORED, lambda value: f"stored={value}", str),
-    (Key.LOGITS, lambda value: f"logits={value}", str),
-    (Key.TRIED, lambda value: f"tried={value}", str),
     (Key.RECOMPUTED, lambda value: "recomputed", bool),
     (
         Key.STATE,

@@ -49,16 +49,6 @@ def is_laid_out_like(tensor: Tensor, other: Tensor) -> bool:
     return tensor.stride() == other.stride() or same_layout(tensor, other) or not is_dense(other)
 
 
-def is_channels_last(tensor: Tensor) -> bool:
-    """Whether an image or the weight of a convolution, [n, channels, height, width], lies with the channels last."""
-    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-
-
-def is_turned(tensor: Tensor, other: Tensor) -> bool:
-    """Whether a tensor has its channels last where another of its shape, which is contiguous, has its pixels last."""
-    return other.is_contiguous() and is_channels_last(tensor) and not same_layout(tensor, other)
-
-
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill one piece of memory without gaps or overlap, in any order of dimensions."""
     if tensor.numel() == 0 or tensor.is_contiguous():

@@ -10,20 +10,21 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from amp_compiler.errors import LoweringError
 from amp_compiler.ops.cuda import cudnn_rnn
-from amp_compiler.ops.cuda.cudnn_rnn import Form, Layout
+from amp_compiler.ops.cuda.cudnn_rnn import Form, Inputs
 
 logger = logging.getLogger("amp_compiler")
 
 _LOW = (torch.bfloat16, torch.float16)
 _FLOATS = (*_LOW, torch.float32, torch.float64)
+_T = TypeVar("_T")
 
 
 def takes(kind: str, input: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor], *rest: Any) -> bool:
@@ -44,7 +45,7 @@ def takes(kind: str, input: Tensor, hx: Tensor | Sequence[Tensor], params: Seque
     known = all(isinstance(size, int) and size > 0 for one in tensors for size in one.shape)
     if not known or input.dtype not in _FLOATS or any(one.dtype != input.dtype for one in tensors):
         return False
-    return _working_type(kind, input, states, *_options(*rest)) is not None
+    return _working_type(kind, input, states, params, *rest) is not None
 
 
 def network(
@@ -64,20 +65,21 @@ def network(
         The output and the last states.
     """
     has_biases, layers, dropout, train, bidirectional, batch_first = rest
-    low, dtype = data.dtype, _working_type(kind, data, states, layers, bidirectional)
+    low, dtype = data.dtype, _working_type(kind, data, states, parameters, *rest)
     if dtype is None:
         raise LoweringError(f"cuDNN does not take the {kind}", mend="ask `takes` first")
     out = (data.transpose(0, 1) if batch_first else data).to(dtype)
     states, parameters = [one.to(dtype) for one in states], [one.to(dtype) for one in parameters]
     count = 1 if train and dropout and layers > 1 else layers  # layers of one call
     directions, last = 2 if bidirectional else 1, []
+    weights = _with_biases(parameters, layers * directions, has_biases, lambda one: one.new_zeros(len(one)))
+    each = len(weights) // (layers * directions)
     for first in range(0, layers, count):
         places = slice(first * directions, (first + count) * directions)
-        each = len(parameters) // (layers * directions)
-        weights = parameters[places.start * each : places.stop * each]
         if first:
             out = torch.dropout(out, dropout, True)
-        out, *ends = _part(kind, out, [one[places] for one in states], weights, count, has_biases, bidirectional)
+        some = weights[places.start * each : places.stop * each]
+        out, *ends = _part(kind, out, [one[places] for one in states], some, count, bidirectional)
         last.append(ends)
     ends = [torch.cat(parts) if len(parts) > 1 else parts[0] for parts in zip(*last, strict=True)]
     return (out.transpose(0, 1) if batch_first else out).to(low), *[one.to(low) for one in ends]
@@ -107,63 +109,55 @@ def empty_results(
     return out.transpose(0, 1) if batch_first else out, *[one.new_empty(one.shape) for one in states]
 
 
+def _with_biases(weights: Sequence[_T], parts: int, has_biases: bool, missing: Callable[[_T], _T]) -> list[_T]:
+    """The weights of all layers and directions, or their shapes; a bias that is missing is made of what is before."""
+    each, found = len(weights) // parts, list[_T]()
+    for first in range(0, len(weights), each):
+        one = weights[first : first + each]
+        found += one if has_biases else [*one[:2], missing(one[0]), missing(one[0]), *one[2:]]
+    return found
+
+
+def _asked(form: Form, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> int | str:
+    """What cuDNN says of a network, by the shapes of what it reads."""
+    data, *states = (tuple(map(int, one)) for one in shapes)
+    given = (data, *states) if form.kind == "lstm" else (data, states[0], None, *states[1:])
+    return cudnn_rnn.CUDNN.reserve_size(form, given, dtype, device)
+
+
 def _part(
-    kind: str, data: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor], layers: int, has_biases: bool,
-    bidirectional: bool,
-) -> list[Tensor]:  # fmt: skip
+    kind: str, data: Tensor, states: Sequence[Tensor], weights: list[Tensor], layers: int, bidirectional: bool
+) -> list[Tensor]:
     """Layers that run in one call: their output and last states."""
-    form = _form(kind, data, states, layers, bidirectional, data.dtype)
-    layout = cudnn_rnn.CUDNN.layout(form)
-    if isinstance(layout, str):
-        raise LoweringError(f"cuDNN does not take the {kind}: {layout}", mend="ask `takes` first")
-    flat = _flattened(form, layout, weights, has_biases)
     h, c = states[0].contiguous(), states[1].contiguous() if kind == "lstm" else None
-    read = [one for one in (data, flat, h, c) if one is not None]
+    read = [one for one in (data, h, c, *weights) if one is not None]
     keeps = torch.is_grad_enabled() and any(one.requires_grad for one in read)
     out, last, cell, _ = torch.ops.amp_compiler.recurrent_network(
-        data.contiguous(), flat, h, c, kind, form.hidden, layers, bidirectional, keeps
+        data.contiguous(), h, c, weights, kind, states[-1].shape[-1], layers, bidirectional, keeps
     )
     return [out, last] if c is None else [out, last, cell]
 
 
-def _flattened(form: Form, layout: Layout, weights: Sequence[Tensor], has_biases: bool) -> Tensor:
-    """All weights in one buffer as cuDNN wants them; a bias that is missing is zeros."""
-    used = [place for place in range(len(layout.offsets)) if has_biases or place % form.each not in (2, 3)]
-    pieces, end = [], 0
-    for start, weight in sorted(zip((layout.offsets[place] for place in used), weights, strict=True), key=_first):
-        if start > end:
-            pieces.append(weight.new_zeros(start - end))
-        pieces.append(weight.reshape(-1))
-        end = start + weight.numel()
-    if layout.numel > end:
-        pieces.append(weights[0].new_zeros(layout.numel - end))
-    return torch.cat(pieces)
-
-
-def _first(pair: tuple[int, Tensor]) -> int:
-    return pair[0]
-
-
-def _options(has_biases: bool, layers: int, dropout: float, train: bool, bidirectional: bool, *_: Any) -> Any:
-    return layers, bidirectional
-
-
-def _form(
-    kind: str, data: Tensor, states: Sequence[Tensor], layers: int, bidirectional: bool, dtype: torch.dtype
-) -> Form:
-    out, hidden = int(states[0].shape[-1]), int(states[-1].shape[-1])
-    projected = out if out != hidden else 0
-    return Form(kind, int(data.shape[-1]), hidden, projected, layers, bidirectional, dtype, data.device)
+def _form(h: Tensor, kind: str, hidden: int, layers: int, bidirectional: bool) -> Form:
+    out = int(h.shape[-1])
+    return Form(kind, hidden, out if out != hidden else 0, layers, bidirectional)
 
 
 def _working_type(
-    kind: str, data: Tensor, states: Sequence[Tensor], layers: int, bidirectional: bool
-) -> torch.dtype | None:
+    kind: str, data: Tensor, states: Sequence[Tensor], parameters: Sequence[Tensor], has_biases: bool, layers: int,
+    dropout: float, train: bool, bidirectional: bool, batch_first: bool,
+) -> torch.dtype | None:  # fmt: skip
     """What cuDNN runs a network in: its own type, FP32 for one of 16 bits that it does not know, or not at all."""
+    form = _form(states[0], kind, int(states[-1].shape[-1]), layers, bidirectional)
+    first, second, features = data.shape
+    shapes: list[tuple[int, ...]] = [(second, first, features) if batch_first else data.shape]
+    shapes += [tuple(one.shape) for one in states]
+    weights: list[tuple[int, ...]] = [tuple(one.shape) for one in parameters]
+    shapes += _with_biases(weights, layers * (2 if bidirectional else 1), has_biases, lambda one: one[:1])
     reasons: list[str] = []
     for dtype in (data.dtype, *([torch.float32] if data.dtype in _LOW else [])):
-        found = cudnn_rnn.CUDNN.layout(_form(kind, data, states, layers, bidirectional, dtype))
-        if isinstance(found, Layout):
+        found = _asked(form, shapes, dtype, data.device)
+        if isinstance(found, int):
             _tell(kind, data.dtype, tuple(reasons), "it runs in FP32")
             return dtype
         reasons.append(found)
@@ -180,16 +174,16 @@ def _tell(kind: str, dtype: torch.dtype, reasons: tuple[str, ...], instead: str)
 
 @torch.library.custom_op("amp_compiler::recurrent_network", mutates_args=())
 def recurrent_network(
-    data: Tensor, flat: Tensor, h: Tensor, c: Tensor | None, kind: str, hidden: int, layers: int, bidirectional: bool,
-    keeps: bool,
+    data: Tensor, h: Tensor, c: Tensor | None, weights: list[Tensor], kind: str, hidden: int, layers: int,
+    bidirectional: bool, keeps: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """All layers of a recurrent network.
 
     Args:
-        data: [steps, batch, features], contiguous.
-        flat: all weights, as `cudnn_rnn.Layout` says.
-        h: first hidden state, [layers * directions, batch, units of the output], contiguous.
-        c: first cell state, [layers * directions, batch, hidden], contiguous; of an LSTM only.
+        data: as in `cudnn_rnn.Inputs`.
+        h: as there.
+        c: as there.
+        weights: as there.
         kind: `lstm`, `gru`, `rnn_tanh` or `rnn_relu`.
         hidden: number of units.
         layers: number of layers.
@@ -200,20 +194,24 @@ def recurrent_network(
         Output [steps, batch, directions * units of the output], last hidden state, last cell state (empty where there
         is none), and what the backward reads (bytes, none without `keeps`).
     """
-    form = _call_form(data, h, kind, hidden, layers, bidirectional)
-    return cudnn_rnn.CUDNN.forward(form, data, flat, h, c, keeps)
+    form = _form(h, kind, hidden, layers, bidirectional)
+    return cudnn_rnn.CUDNN.forward(form, Inputs(data, h, c, weights), keeps)
 
 
 @recurrent_network.register_fake
 def _(
-    data: Tensor, flat: Tensor, h: Tensor, c: Tensor | None, kind: str, hidden: int, layers: int, bidirectional: bool,
-    keeps: bool,
+    data: Tensor, h: Tensor, c: Tensor | None, weights: list[Tensor], kind: str, hidden: int, layers: int,
+    bidirectional: bool, keeps: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    form = _call_form(data, h, kind, hidden, layers, bidirectional)
-    steps, batch = (int(size) for size in data.shape[:2])
-    size = cudnn_rnn.CUDNN.reserve_size(form, steps, batch) if keeps else 0
+    size: int | str = 0
+    if keeps:
+        form = _form(h, kind, hidden, layers, bidirectional)
+        read = [one.shape for one in (data, h, c, *weights) if one is not None]
+        size = _asked(form, read, data.dtype, data.device)
+    if isinstance(size, str):
+        raise LoweringError(f"cuDNN refuses the {kind}: {size}", mend="capture the model again on this machine")
     return (
-        data.new_empty(steps, batch, form.directions * form.out),
+        data.new_empty(*data.shape[:2], h.shape[-1] * (2 if bidirectional else 1)),
         h.new_empty(h.shape),
         h.new_empty(0) if c is None else c.new_empty(c.shape),
         data.new_empty(size, dtype=torch.uint8),
@@ -222,16 +220,16 @@ def _(
 
 @torch.library.custom_op("amp_compiler::recurrent_network_backward", mutates_args=("reserve",))
 def recurrent_network_backward(
-    data: Tensor, flat: Tensor, h: Tensor, c: Tensor | None, out: Tensor, gradients: list[Tensor], reserve: Tensor,
-    kind: str, hidden: int, layers: int, bidirectional: bool,
+    data: Tensor, h: Tensor, c: Tensor | None, weights: list[Tensor], out: Tensor, gradients: list[Tensor],
+    reserve: Tensor, kind: str, hidden: int, layers: int, bidirectional: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of `recurrent_network`.
 
     Args:
         data: as there.
-        flat: as there.
         h: as there.
         c: as there.
+        weights: as there.
         out: its output.
         gradients: of output, last hidden state and last cell state.
         reserve: what it kept; used up.
@@ -241,32 +239,27 @@ def recurrent_network_backward(
         bidirectional: as there.
 
     Returns:
-        Gradients of data, hidden state, cell state (empty where there is none), and of all weights in one buffer.
+        Gradients of data, hidden state, cell state (empty where there is none), and of all weights one behind another.
     """
-    form = _call_form(data, h, kind, hidden, layers, bidirectional)
-    given = [gradient.contiguous() for gradient in gradients]
-    return cudnn_rnn.CUDNN.backward(form, (data, flat, h, c), out, given, reserve)
+    form, given = _form(h, kind, hidden, layers, bidirectional), Inputs(data, h, c, weights)
+    found = cudnn_rnn.CUDNN.backward(form, given, out, [gradient.contiguous() for gradient in gradients], reserve)
+    return *found[:3], torch.cat([gradient.reshape(-1) for gradient in found[3]])
 
 
 @recurrent_network_backward.register_fake
 def _(
-    data: Tensor, flat: Tensor, h: Tensor, c: Tensor | None, out: Tensor, gradients: list[Tensor], reserve: Tensor,
-    kind: str, hidden: int, layers: int, bidirectional: bool,
+    data: Tensor, h: Tensor, c: Tensor | None, weights: list[Tensor], out: Tensor, gradients: list[Tensor],
+    reserve: Tensor, kind: str, hidden: int, layers: int, bidirectional: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     cell = h.new_empty(0) if c is None else c.new_empty(c.shape)
-    return data.new_empty(data.shape), h.new_empty(h.shape), cell, flat.new_empty(flat.shape)
-
-
-def _call_form(data: Tensor, h: Tensor, kind: str, hidden: int, layers: int, bidirectional: bool) -> Form:
-    out = int(h.shape[-1])
-    projected = out if out != hidden else 0
-    return Form(kind, int(data.shape[-1]), hidden, projected, layers, bidirectional, data.dtype, data.device)
+    count = sum(one.numel() for one in weights)
+    return data.new_empty(data.shape), h.new_empty(h.shape), cell, data.new_empty(count)
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    data, flat, h, c, *ctx.form, _ = inputs
+    data, h, c, weights, *ctx.form, _ = inputs
     out, _, _, reserve = output
-    ctx.save_for_backward(data, flat, h, c, out, reserve)
+    ctx.save_for_backward(data, h, c, out, reserve, *weights)
 
 
 def _backward(ctx: Any, *gradients: Tensor | None) -> Any:
@@ -275,17 +268,19 @@ def _backward(ctx: Any, *gradients: Tensor | None) -> Any:
             "a recurrent network of cuDNN cannot be differentiated twice",
             mend="run the model within torch.backends.cudnn.flags(enabled=False), as eager torch asks for too",
         )
-    data, flat, h, c, out, reserve = ctx.saved_tensors
+    data, h, c, out, reserve, *weights = ctx.saved_tensors
     likes = (out, h, h.new_empty(0) if c is None else c)
     given = [
         torch.zeros_like(like) if gradient is None else gradient.contiguous()
         for gradient, like in zip(gradients, likes, strict=False)
     ]
     # cuDNN writes into what it kept; a compiler that sees that nobody reads it again makes no copy.
-    d_data, d_h, d_c, d_flat = torch.ops.amp_compiler.recurrent_network_backward(
-        data, flat, h, c, out, given, reserve.clone(), *ctx.form
+    d_data, d_h, d_c, joined = torch.ops.amp_compiler.recurrent_network_backward(
+        data, h, c, weights, out, given, reserve.clone(), *ctx.form
     )
-    return d_data, d_flat, d_h, None if c is None else d_c, None, None, None, None, None
+    parts = joined.split([one.numel() for one in weights])
+    d_weights = [part.view(one.shape) for part, one in zip(parts, weights, strict=True)]
+    return d_data, d_h, None if c is None else d_c, d_weights, None, None, None, None, None
 
 
 recurrent_network.register_autograd(_backward, setup_context=_save)

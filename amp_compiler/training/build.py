@@ -11,7 +11,6 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from amp_compiler.backends.backend import TUNED
 from amp_compiler.backends.cuda_graph import GraphedRun, GraphSettings, graph_obstacle
 from amp_compiler.backends.step_runner import adds_sums, counting, is_on_cpu, kernels_for, most_inner, run_cut_step
 from amp_compiler.forward.program import build_run, captures_whole, normalize, plan_captured, rewrite
@@ -19,12 +18,11 @@ from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.shape_guards import InputForm
 from amp_compiler.forward.unwrap import refuse_spread
 from amp_compiler.forward.value_guards import ValueGuards
-from amp_compiler.fx.alias import written_operands
 from amp_compiler.fx.capture import Captured, Source, capture_module
 from amp_compiler.fx.checkpoints import refused_checkpoints
 from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.fx.generators import generators_kept
-from amp_compiler.fx.graph import copy_graph, node_tensor, results_of, torch_dtype
+from amp_compiler.fx.graph import copy_graph, results_of, torch_dtype
 from amp_compiler.fx.hooks import refuse_parameter_hooks
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.mixed_types import refuse_mixed_types
@@ -33,17 +31,11 @@ from amp_compiler.fx.prints import prints_refused
 from amp_compiler.fx.synchronized_norms import check_marks, marked_norms
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops import native
-from amp_compiler.ops.branch import share_memory
 from amp_compiler.ops.cpu.arena import ArenaMemory, ArenaRun
-from amp_compiler.ops.cuda.branch_trial import try_beside
-from amp_compiler.ops.cuda.epilogue_trials import TRIALS
 from amp_compiler.ops.loss_scale import LossScale
 from amp_compiler.ops.update.counts import UpdateCounts
-from amp_compiler.ops.update.operators import OPERATORS
-from amp_compiler.passes.device.tried import notes_of
 from amp_compiler.passes.diagnose.hold_products import products
 from amp_compiler.passes.pipeline import HOLD, Late, Pipeline, Stages
-from amp_compiler.passes.step.branch_update import TryBeside
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.passes.step.separate_buffers import written_placeholders
 from amp_compiler.training.events import Events, Places
@@ -58,7 +50,6 @@ PARALLEL = (
     " ranks (`reduce: {shard: update}` in the rules splits masters and moments); or train"
     " DistributedDataParallel(amp.compile(model)) or fully_shard(amp.compile(model)) in a loop"
 )
-_TRIED = "cuda"  # where kernels are tried out, see `fuse_epilogues`
 _SCALE, _SKIPPED = ("scale", "scale", 0), ("scale", "skipped_steps", 0)
 
 
@@ -254,8 +245,7 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
     static = settings.dynamic_shapes is None or begun.gradients is not None
     examples = [one.get(begun.leaves) for one in resolve] if static else _values(step)
     counts = UpdateCounts() if held and not options.gather else None
-    notes: list[str] = []
-    compiled = _compile(step, examples, settings, begun.emulated, stages, len(held), counts, notes)
+    compiled = _compile(step, examples, settings, begun.emulated, stages, len(held), counts)
     if settings.runs_on.asks_arena and static and is_on_cpu(step):
         compiled = ArenaRun(compiled, results + 3, state.memory)
     placeholders, known = step.graph.find_nodes(op="placeholder"), weights.fixed(step)
@@ -272,7 +262,7 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
     buffers = tuple(weights.inputs.getters[name] for name in begun.written)
     return StepProgram(
         step,
-        _told(begun.plan, step, weights, options, notes),
+        _told(begun.plan, step, weights, options),
         weights.groups,
         weights.names(),
         run,
@@ -359,14 +349,12 @@ def _step_options(weights: TrainedWeights, begun: Begun, options: StepOptions, k
         "groups": Late(lambda _: weights.specs(kept.weights.parts)),
         "updated": Late(lambda _: weights.updated),
         "skips_overflow": kept.weights.storage.skips,
-        "laid_out": Late(lambda _: weights.laid_out(kept.lows)),
         "results": begun.results,
         "scale": options.scale,
         "clip_norm": options.clip_norm,
         "divisor": options.divisor,
         "gather": options.gather,
         "stage": native.FORWARD,
-        "tuned": options.enabled and _is_tuned(options.settings, begun.captured.graph_module),
         **_reduction_options(weights, options, begun.written, kept.weights.parts),
     }
 
@@ -396,20 +384,13 @@ def _reduction_options(
 
 
 def _told(
-    plan: PrecisionPlan | None,
-    step: fx.GraphModule,
-    weights: TrainedWeights,
-    options: StepOptions,
-    notes: Sequence[str],
+    plan: PrecisionPlan | None, step: fx.GraphModule, weights: TrainedWeights, options: StepOptions
 ) -> PrecisionPlan | None:
-    """The plan, with what a step that is split over the ranks sends and holds, and what it tried in vain."""
-    if plan is None:
+    """The plan, with what a step that is split over the ranks sends and holds."""
+    if plan is None or options.reduction is None or not options.reduction.shards or options.gather == "add":
         return plan
-    told = (*plan.notes, *notes)
-    if options.reduction is not None and options.reduction.shards and options.gather != "add":
-        traffic = traffic_of(step.graph, options.reduction.ranks, weights.updated)
-        told = (*traffic.notes(weights.names()[weights.parts :]), *told)
-    return replace(plan, notes=told) if told else plan
+    traffic = traffic_of(step.graph, options.reduction.ranks, weights.updated)
+    return replace(plan, notes=(*traffic.notes(weights.names()[weights.parts :]), *plan.notes))
 
 
 def _compile(
@@ -420,9 +401,8 @@ def _compile(
     stages: Stages,
     held: int,
     counts: UpdateCounts | None,
-    notes: list[str],
 ) -> Callable[..., Sequence[Any]]:
-    """The step graph, which stays as it is for reading, as a function of its placeholders' tensors; adds to `notes`."""
+    """The step graph, which stays as it is for reading, as a function of its placeholders' tensors."""
 
     def build(piece: fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
         return build_run(piece, given, settings, round_exactly, stages)
@@ -431,36 +411,11 @@ def _compile(
         if not settings.runs_on.compiled:
             return build(step, examples)
         kernels = kernels_for(step)
-        tuned = _is_tuned(settings, step)
-        options: dict[str, Any] = {"try_out": TRIALS, "try_beside": _beside(step, examples)} if tuned else {}
-        options |= {
+        options = {
             "most_inner": most_inner(kernels), "kernels": tuple(kernels), "adds": adds_sums(kernels), "held": held,
         }  # fmt: skip
         cut = settings.pipelines["DEVICE"].run(copy_graph(step), options, stages)
-        notes += notes_of(cut)
         return run_cut_step(cut, examples, build, kernels if counts is None else counting(kernels, counts))
-
-
-def _beside(step: fx.GraphModule, examples: Sequence[Any]) -> TryBeside:
-    """Tries an update out beside the backward, but where it would change the memory of two tensors."""
-
-    def tried(*given: Any) -> str:
-        updates = [node for node in step.graph.nodes if node.target in OPERATORS.values()]
-        written = {one for update in updates for one in written_operands(update)}
-        found = list(zip(step.graph.find_nodes(op="placeholder"), examples, strict=True))
-        if share_memory(
-            [one for node, one in found if node in written], [one for node, one in found if node not in written]
-        ):
-            return "is-not-tried:-a-weight-shares-memory-with-another-tensor"
-        return try_beside(*given)
-
-    return tried
-
-
-def _is_tuned(settings: Settings, graph_module: fx.GraphModule) -> bool:
-    """Whether what only a GPU can tell is tried out on it."""
-    values = (node_tensor(node) for node in graph_module.graph.find_nodes(op="placeholder"))
-    return settings.mode == TUNED and any(value.device.type == _TRIED for value in values if value is not None)
 
 
 def _values(step: fx.GraphModule) -> list[Any]:

@@ -14,7 +14,7 @@ from amp_compiler.errors import AmpError, CaptureError
 from amp_compiler.fx.capture import Captured, Source, tensor_getter
 from amp_compiler.fx.graph import LOW_TYPES
 from amp_compiler.fx.meta import Key
-from amp_compiler.ops.layout import as_real, is_turned
+from amp_compiler.ops.layout import as_real
 from amp_compiler.ops.loss_scale import LossScaleState
 from amp_compiler.ops.update.rounding import Storage, WeightStorage
 from amp_compiler.passes.step.place_weights import PlacedWeights, is_read_low, is_read_low_alone, placed_weights
@@ -344,14 +344,6 @@ class TrainedWeights:
         kept = [node.name for node in step.graph.find_nodes(op="placeholder") if Key.STATE in node.meta]
         return {*self.placed.wrt, *self.inputs.getters, *kept} - self.inputs.moving
 
-    def laid_out(self, lows: LowWeights) -> dict[str, bool]:
-        """For the placeholder of each 16-bit copy that there is already, whether its channels are last."""
-        found = {
-            placeholder: lows.channels_last(self.inputs.getters[name](), dtype)
-            for placeholder, (name, dtype) in self.placed.copies.items()
-        }
-        return {name: turned for name, turned in found.items() if turned is not None}
-
     def resolvers(self, step: fx.GraphModule, kept: KeptTensors) -> list[Resolver]:
         """For each placeholder of a step graph, how to get its tensor from the flat batch at run time."""
         return [self._resolver(node, kept) for node in step.graph.find_nodes(op="placeholder")]
@@ -362,8 +354,7 @@ class TrainedWeights:
             return Resolver(self._state(node.meta[Key.STATE], kept))
         if node.name in placed.copies:
             name, dtype = placed.copies[node.name]
-            turned = is_turned(node.meta["val"], getters[name]())
-            return Resolver(lambda leaves: kept.lows.get(getters[name](), dtype, turned), getters[name])
+            return Resolver(lambda leaves: kept.lows.get(getters[name](), dtype), getters[name])
         if node.name in placed.masters:
             get = getters[placed.masters[node.name]]
             return Resolver(lambda leaves: self._master(get(), kept), get)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from amp_compiler.forward.tensor_versions import write_mark
-from amp_compiler.ops.layout import as_real, empty_laid_out_like, is_channels_last, is_laid_out_like
+from amp_compiler.ops.layout import as_real, empty_laid_out_like, is_laid_out_like
 
 
 class LowWeights:
@@ -22,32 +22,23 @@ class LowWeights:
         self.made = 0
         self._copies: dict[int, dict[torch.dtype, Tensor]] = {}  # by id of the master
         self._marks: dict[int, dict[torch.dtype, tuple[int, ...]]] = {}
-        self._turned: set[tuple[int, torch.dtype]] = set()  # those that have their channels last
 
-    def get(self, master: Tensor, dtype: torch.dtype, channels_last: bool = False) -> Tensor:
-        """The copy of a master; the same tensor at every step.
+    def get(self, master: Tensor, dtype: torch.dtype) -> Tensor:
+        """The copy of a master, laid out as it; the same tensor at every step.
 
         Args:
             master: the weight.
             dtype: of the copy.
-            channels_last: whether the copy has its channels last, else it lies as the master does.
         """
         copies, marks = self._copies.setdefault(id(master), {}), self._marks.setdefault(id(master), {})
         copy, mark = copies.get(dtype), write_mark(master)
-        if copy is None or not _is_laid_out(copy, master, channels_last):
-            layout = torch.channels_last if channels_last else torch.preserve_format
-            empty = torch.empty_like(master, dtype=dtype, requires_grad=False, memory_format=layout)
-            copy = copies[dtype] = empty.copy_(master.detach())
+        if copy is None or not is_laid_out_like(copy, master):
+            copy = copies[dtype] = empty_laid_out_like(master, dtype).copy_(master.detach())
             self.made += 1
-            (self._turned.add if channels_last else self._turned.discard)((id(master), dtype))
         elif marks.get(dtype) != mark:
             copy.copy_(master.detach())
         marks[dtype] = mark
         return copy
-
-    def channels_last(self, master: Tensor, dtype: torch.dtype) -> bool | None:
-        """Whether the copy of a master has its channels last; `None` where there is none yet."""
-        return (id(master), dtype) in self._turned if dtype in self._copies.get(id(master), {}) else None
 
     def copies(self, master: Tensor) -> list[Tensor]:
         """The copies of a master that there are."""
@@ -60,19 +51,13 @@ class LowWeights:
     def follow(self, master: Tensor) -> None:
         """Make the copies of a master again, where it has any and was written."""
         for dtype in self._copies.get(id(master), {}):
-            self.get(master, dtype, (id(master), dtype) in self._turned)
+            self.get(master, dtype)
 
     def settle(self, masters: Sequence[Tensor]) -> None:
         """Note that the update has just written these masters together with their copies."""
         for master in masters:
             marks = self._marks.get(id(master), {})
             marks.update(dict.fromkeys(marks, write_mark(master)))
-
-
-def _is_laid_out(copy: Tensor, master: Tensor, channels_last: bool) -> bool:
-    if channels_last:
-        return copy.shape == master.shape and copy.device == master.device and is_channels_last(copy)
-    return is_laid_out_like(copy, master)
 
 
 class GradientSums:

@@ -145,8 +145,7 @@ def training_step(
             `amp.pipelines.STEP.insert_after("simplify_casts", MyPass())`; one or several.
         mode: `"default"`, or `"max-autotune"`: Inductor times several kernels for a product and several sizes of blocks
             for a loop, as under torch.compile's mode of that name, and the first call takes longer by that. On a
-            GPU cuBLASLt's epilogues and a second branch for the update are tried out as well, see
-            `docs/training_step.md`, and the step is replayed as one CUDA graph in both.
+            GPU the step is replayed as one CUDA graph in both.
         process_group: of `torch.distributed`: its ranks train one model, each on batches of its own, and gradients are
             averaged over them; see `docs/ranks.md`. All ranks make the step, call it, and have the weights of the first
             one. A group of this rank alone trains by itself. Has to be given where the default group has several ranks.

@@ -21,6 +21,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "benchmarks/results/notes_cpu.md": "notes_cpu.md",
+    "benchmarks/results/notes_gpu.md": "notes_gpu.md",
     "passes/README.md": "passes.md",
     "rules/README.md": "rules.md",
 }

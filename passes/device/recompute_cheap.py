@@ -115,10 +115,10 @@ class _Values:
             node
             for node in self.forward
             if node not in self._alive
-            and is_elementwise(node)
+            and _is_elementwise(node)
             and (value := node_tensor(node)) is not None
             and value.device.type in devices
-            and bytes_of(value) >= least
+            and _bytes_of(value) >= least
             and written.isdisjoint(groups.root(one) for one in (node, *node.all_input_nodes))
         }
         self._cheap -= self._read_far_apart()
@@ -126,7 +126,7 @@ class _Values:
         self._read: set[fx.Node] = set()
         for node in reversed(self.forward):
             if node in self._read or any(user not in self._all for user in node.users):
-                self._read.update((node, *memory_of(node)))
+                self._read.update((node, *_memory_of(node)))
 
     def _read_far_apart(self) -> set[fx.Node]:
         """Values that the forward reads on both sides of a product which depends on them, as residuals.
@@ -138,9 +138,9 @@ class _Values:
         found = set()
         for node in reversed(self.forward):
             users = [user for user in node.users if user in order]
-            places = [first[user] if is_loop(user) else order[user] for user in users]
+            places = [first[user] if _is_loop(user) else order[user] for user in users]
             first[node] = min(places, default=len(order))
-            if any(is_loop(user) and order[user] > first[node] for user in _readers(node) if user in order):
+            if any(_is_loop(user) and order[user] > first[node] for user in _readers(node) if user in order):
                 found.add(node)
         return found
 
@@ -148,12 +148,12 @@ class _Values:
         """Whether something in the backward reads it from memory: what is no loop over elements."""
         for user in node.users:
             if user in self._all:
-                if memory_of(user) and self._is_written_again(user):
+                if _memory_of(user) and self._is_written_again(user):
                     return True
-            elif memory_of(user):
-                if any(not is_elementwise(reader) for reader in _readers(user)):
+            elif _memory_of(user):
+                if any(not _is_elementwise(reader) for reader in _readers(user)):
                     return True
-            elif not is_elementwise(user):
+            elif not _is_elementwise(user):
                 return True
         return False
 
@@ -161,7 +161,7 @@ class _Values:
         """Bytes that are moved once more where it is made again, but those of values of the forward."""
         given = [one for one in node.all_input_nodes if one.op == "placeholder"]
         read = [one for one in given if all(user in self._all for user in one.users)]
-        return sum(map(size_of, [*read, node] if self._written[node] else read))
+        return sum(map(_size_of, [*read, node] if self._written[node] else read))
 
     def cheapest(self, kept: Collection[fx.Node] = ()) -> list[fx.Node]:
         """What is to be made again, in the order of the forward, by a minimum cut.
@@ -172,14 +172,13 @@ class _Values:
         problem = TwoLabelProblem()
         needed = {node: problem.variable() for node in self.forward}
         again: dict[fx.Node, int] = {}
-        forced = 1 + 4 * sum(size_of(node) for node in self.forward)
+        forced = 1 + 4 * sum(_size_of(node) for node in self.forward)
         for node in self.forward:
             if node in self._read:
                 problem.single(needed[node], if_zero=forced)
-            sources = memory_of(node)
-            cost = (0 if node in self._alive else _KEPT * size_of(node)) + (node not in self._read) * _MOVED * size_of(
-                node
-            )
+            sources = _memory_of(node)
+            cost = 0 if node in self._alive else _KEPT * _size_of(node)
+            cost += 0 if node in self._read else _MOVED * _size_of(node)
             if node in self._cheap and node not in kept:
                 again[node] = problem.variable()
                 problem.pair(needed[node], again[node], cost)
@@ -201,7 +200,7 @@ class _Copies:
         self.graph, self.values = graph, values
         self.changed = set(recomputed)
         for node in values.forward:  # views of it are taken again
-            if self.changed.intersection(memory_of(node)):
+            if self.changed.intersection(_memory_of(node)):
                 self.changed.add(node)
         self.made_of: dict[fx.Node, fx.Node] = {}
 
@@ -230,36 +229,31 @@ class _Copies:
 
 def products_in_bytes(graph: fx.Graph) -> float:
     """How many bytes a GPU moves while it does a graph's matrix products, convolutions and attention, by a model."""
-    return sum(max(product_in_bytes(node)) for node in graph.nodes)
+    return sum(map(_product_in_bytes, graph.nodes))
 
 
-def product_in_bytes(node: fx.Node) -> tuple[float, int]:
-    """How many bytes a GPU moves while it does the arithmetic of a product, and how many the product itself moves.
-
-    Args:
-        node: of any kind; both are 0 where it is no matrix product, convolution or attention.
-    """
+def _product_in_bytes(node: fx.Node) -> float:
     count = flop_registry.get(getattr(node.target, "overloadpacket", None))
     if node.op != "call_function" or count is None:
-        return 0.0, 0
+        return 0.0
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])
     flops = hint(count(*args, **kwargs, out_val=node.meta["val"]))
-    return flops / PER_BYTE, sum(map(size_of, node.all_input_nodes)) + size_of(node)
+    return max(flops / PER_BYTE, sum(map(_size_of, node.all_input_nodes)) + _size_of(node))
 
 
-def bytes_of(value: torch.Tensor) -> int:
+def _bytes_of(value: torch.Tensor) -> int:
     """Of its elements, with the sizes seen at the capture for dynamic ones."""
     return math.prod(map(hint, value.shape)) * value.dtype.itemsize
 
 
-def size_of(node: fx.Node) -> int:
+def _size_of(node: fx.Node) -> int:
     """Bytes of what a node makes, of all its results together."""
     values: Any = node.meta.get("val")
     found: Sequence[Any] = values if isinstance(values, (list, tuple)) else [values]
-    return sum(bytes_of(value) for value in found if isinstance(value, torch.Tensor))
+    return sum(_bytes_of(value) for value in found if isinstance(value, torch.Tensor))
 
 
-def is_elementwise(node: fx.Node) -> bool:
+def _is_elementwise(node: fx.Node) -> bool:
     """Whether each element is made of one of each operand, and nothing is written or drawn."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
@@ -268,20 +262,20 @@ def is_elementwise(node: fx.Node) -> bool:
     return loops and not drawn and not node.target._schema.is_mutable
 
 
-def is_loop(node: fx.Node) -> bool:
+def _is_loop(node: fx.Node) -> bool:
     """Whether it fuses with what it reads: it is elementwise, a view, or gives less than it reads and is no product."""
-    if is_elementwise(node) or memory_of(node):
+    if _is_elementwise(node) or _memory_of(node):
         return True
     is_product = getattr(node.target, "overloadpacket", None) in flop_registry
-    return not is_product and size_of(node) < max(map(size_of, node.all_input_nodes), default=0)
+    return not is_product and _size_of(node) < max(map(_size_of, node.all_input_nodes), default=0)
 
 
-def memory_of(node: fx.Node) -> list[fx.Node]:
+def _memory_of(node: fx.Node) -> list[fx.Node]:
     """What a node is a view of; nothing for a result of several that an operator makes."""
     if node.target is _aten._unsafe_view.default:
         return [node.args[0]]  # type: ignore[list-item]
     sources = alias_sources(node)
-    if node.target is operator.getitem and sources and not memory_of(sources[0]):
+    if node.target is operator.getitem and sources and not _memory_of(sources[0]):
         return []
     return sources
 
@@ -289,7 +283,7 @@ def memory_of(node: fx.Node) -> list[fx.Node]:
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
     """What reads a value or a view of it."""
     for user in node.users:
-        if memory_of(user):
+        if _memory_of(user):
             yield from _readers(user)
         else:
             yield user

@@ -62,7 +62,7 @@ class SimplifyCasts(InPlacePass):
         return PassResult(subject, modified)
 
 
-def cast_type(node: fx.Node) -> torch.dtype | None:
+def _cast_type(node: fx.Node) -> torch.dtype | None:
     """The type to which a node casts, where it is a cast and changes nothing else; else `None`."""
     if node.op != "call_function":
         return None
@@ -94,13 +94,13 @@ def _type(node: fx.Node) -> torch.dtype | None:
 
 
 def _is_upcast(node: fx.Node) -> bool:
-    return cast_type(node) is torch.float32 and _type(_source(node)) in _LOW
+    return _cast_type(node) is torch.float32 and _type(_source(node)) in _LOW
 
 
 def _skip_redundant(graph: fx.Graph, written: set[fx.Node]) -> bool:
     modified = False
     for node in list(graph.nodes):
-        dtype = cast_type(node)
+        dtype = _cast_type(node)
         if dtype is None:
             continue
         source = _source(node)
@@ -179,7 +179,7 @@ def _merge_equal(graph: fx.Graph, written: set[fx.Node]) -> bool:
 
 def _cast_or_view(node: fx.Node) -> tuple[Any, ...] | None:
     """Equal for nodes that give the same cast or view of the same value; `None` for all else."""
-    dtype = cast_type(node)
+    dtype = _cast_type(node)
     if dtype is not None:
         return _source(node), dtype
     if not _is_view(node):
@@ -191,7 +191,7 @@ def _cast_or_view(node: fx.Node) -> tuple[Any, ...] | None:
 def _erase_unread(graph: fx.Graph) -> bool:
     modified = False
     for node in reversed(list(graph.nodes)):
-        if cast_type(node) is not None and not node.users:
+        if _cast_type(node) is not None and not node.users:
             graph.erase_node(node)
             modified = True
     return modified

@@ -49,7 +49,7 @@ def test_every_option_is_one_of_this_torch(place):
 
 
 def test_loops_on_a_gpu_are_merged_before_they_fuse():
-    """`benchmarks/cuda_model.py` counts what it saves; on a CPU Inductor merges them anyway."""
+    """On a CPU Inductor merges them anyway."""
     for place, merged in (("", False), ("@cuda", True)):
         graph_module = parse_fx(f"in x: bf16[2]{place}\nneg: bf16[2]{place} = aten.neg.default(x)\nreturn neg")
         assert (_options(graph_module, False).get("loop_ordering_after_fusion") is False) == merged

@@ -252,7 +252,6 @@ def test_the_step_of_one_rank_among_many_from_the_command_line(tmp_path):
     assert more["state_gb"] < eight["state_gb"] < whole["state_gb"] and eight["weights_gb"] < whole["weights_gb"]
     wide = 32000 * 4096  # the embedding's gradient is added up in FP32
     assert eight["sent_gb"] == pytest.approx(7 / 8 * (4 * eight["elements"] + 2 * wide) / 1e9, rel=1e-3)
-    assert all(row["step_ms"] >= row["computing_ms"] > 0 for row in found["rows"])
     systems = {row["system"]: row for row in found["rows"] if row["ranks"] == 8}
     elements = eight["elements"]
     assert systems["DDP"]["sent_gb"] == pytest.approx(7 / 8 * 8 * elements / 1e9, rel=1e-3)

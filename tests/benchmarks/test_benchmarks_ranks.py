@@ -53,65 +53,6 @@ def test_gradients_of_each_rank_are_autograds(bench):
         torch.testing.assert_close(one, wanted)
 
 
-def test_messages_hide_behind_what_is_computed_meanwhile(bench):
-    overlap = bench["overlap"]
-    size = overlap.INSIDE[
-        1
-    ]  # a message of this many bytes to one other rank takes half of a second, twice as an all-reduce
-    takes = overlap.seconds_of("all_gather", size, 2)
-    assert takes == pytest.approx(0.5 + overlap.INSIDE[0])
-    assert overlap.seconds_of("all_reduce", size, 2) == 2 * takes
-    send = [overlap.Send("all_gather", size, name) for name in "ab"]
-    found = overlap.predict([*send, overlap.Compute(0.75), overlap.Wait("b"), overlap.Compute(1.0)], 2)
-    assert found.seconds == pytest.approx(2 * takes + 1) and found.computing == 1.75
-    assert (found.messages, found.sent) == (2, size)
-    hidden = overlap.predict([*send, overlap.Compute(3.0), overlap.Wait("a"), overlap.Wait("b")], 2)
-    assert hidden.seconds == 3.0
-    left = overlap.predict([overlap.Compute(1.0), send[0]], 2)  # a step ends when all has arrived
-    assert left.seconds == pytest.approx(1 + takes)
-
-
-def test_bytes_of_torchs_ways(bench):
-    overlap = bench["overlap"]
-    units = [overlap.Unit(100, 1.0), overlap.Unit(300, 2.0)]
-    share = 3 / 4
-    for width in (2, 4):
-        found = overlap.predict(overlap.data_parallel(units, 4, width), 4)
-        assert found.sent == pytest.approx(2 * share * width * 400)
-        assert found.computing == pytest.approx(9.0)
-    zero = overlap.predict(overlap.data_parallel(units, 4, zero=True), 4)
-    assert zero.sent == pytest.approx(share * 400 * (8 + 4))
-    sharded = overlap.predict(overlap.fully_sharded(units, 4), 4)
-    assert sharded.sent == pytest.approx(share * 400 * (2 + 2 + 2)) and sharded.messages == 6
-
-
-def test_layers_share_the_products_of_the_forward(bench):
-    model = nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 6, bias=False), nn.Linear(6, 3, bias=False))
-    units = bench["overlap"].units_of(model, 42.0)
-    assert [(unit.elements, unit.seconds) for unit in units] == [(200, 0.0), (24, 24.0), (18, 18.0)]
-
-
-def test_the_events_of_a_graph_are_its_products_messages_and_updates(bench):
-    overlap = bench["overlap"]
-    graph = torch.fx.Graph()
-
-    def placeholder(name, *shape, dtype=torch.float32):
-        node = graph.placeholder(name)
-        node.meta["val"] = torch.empty(*shape, dtype=dtype, device="meta")
-        return node
-
-    x, w = placeholder("x", 8, 16), placeholder("w", 16, 4, dtype=torch.bfloat16)
-    made = graph.call_function(torch.ops.aten.mm.default, (x, w))
-    made.meta["val"] = torch.empty(8, 4, dtype=torch.bfloat16, device="meta")
-    sent = graph.call_function(torch.ops._c10d_functional.reduce_scatter_tensor.default, (made, "sum", 2, "0"))
-    graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (sent,))
-    whole = graph.call_function(torch.ops._c10d_functional.all_gather_into_tensor.default, (made, 2, "0"))
-    product, message, wait, gather = overlap.events_of(graph, 2)
-    assert product == overlap.Compute(2 * 8 * 16 * 4 / overlap.FLOPS)
-    assert message == overlap.Send("reduce_scatter", 64, sent) and wait == overlap.Wait(sent)
-    assert gather == overlap.Send("all_gather", 128, whole)
-
-
 @pytest.mark.slow
 @pytest.mark.compiles
 def test_the_ways_of_several_ranks_from_the_command_line(tmp_path):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -11,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from amp_compiler.diagnose.exponents import RANGES, Histogram
-from amp_compiler.ops.cuda import exponents as on_cuda
 from amp_compiler.ops.exponents import (
     BINS,
     INFINITE,
@@ -172,11 +169,3 @@ def test_unused_exponents() -> None:
     found = Histogram(reference(torch.tensor([2.0**-10, 4.0])).numpy())
     assert found.unused("fp16") == (4, 13)
     assert Histogram.empty().unused("fp16") == (30, 0)
-
-
-def test_without_triton_torch_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "amp_compiler.ops.cuda.exponent_kernel", None)  # as if it could not be imported
-    on_cuda.kernel.cache_clear()
-    values = spread(300).half()
-    assert not on_cuda.takes(values) and on_cuda.kernel() is None
-    on_cuda.kernel.cache_clear()

@@ -6,14 +6,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from amp_compiler.ops.cuda.cudnn_rnn import Form, Layout
+from amp_compiler.ops.cuda.cudnn_rnn import Form, Inputs
 
-ALIGNED = 8  # elements: the weights do not fill their buffer
 FRESH, USED = 17, 99  # bytes of what a forward keeps, before and behind the backward that uses it up
 
 
 class StandIn:
-    """All matrices, then all biases, each on a multiple of 8 elements; the backward writes into what it is given.
+    """The gradients of all weights lie in one buffer, and the backward writes into what it is given.
 
     Args:
         types: that it knows.
@@ -27,52 +26,53 @@ class StandIn:
     def available(self):
         return True
 
-    def layout(self, form: Form):
-        if form.dtype not in self.types:
+    def reserve_size(self, form: Form, shapes, dtype, device):
+        if dtype not in self.types:
             return "CUDNN_STATUS_NOT_SUPPORTED"
-        sizes = [torch.Size(shape).numel() for shape in form.shapes]
-        offsets, end = [0] * len(sizes), ALIGNED
-        for dims in (2, 1):
-            for place in [place for place, shape in enumerate(form.shapes) if len(shape) == dims]:
-                offsets[place] = end
-                end += -(-sizes[place] // ALIGNED) * ALIGNED
-        return Layout(end, tuple(offsets))
+        (steps, batch, _), (parts, _, units), cell, *weights = shapes
+        of_weights = [len(shape) for shape in weights[: form.each]]
+        assert len(weights) == parts * form.each and of_weights == [2, 2, 1, 1, 2][: form.each]
+        assert units == (form.projected or form.hidden) and (cell is not None) == (form.kind == "lstm")
+        return 3 * steps * batch * form.hidden * parts + 5
 
-    def reserve_size(self, form, steps, batch):
-        return 3 * steps * batch * form.hidden * form.layers * form.directions + 5
-
-    def forward(self, form, data, flat, h, c, keeps):
+    def forward(self, form, given: Inputs, keeps):
         self.calls.append(("forward", form, keeps))
         with torch.no_grad():
-            out, *last = self._run(form, data, self.layout(form).views(form, flat), h, c)
-        size = self.reserve_size(form, *data.shape[:2]) if keeps else 0
+            out, *last = self._run(form, *given)
+        shapes = tuple(None if one is None else tuple(one.shape) for one in (*given[:3], *given.weights))
+        size = self.reserve_size(form, shapes, given.data.dtype, given.data.device) if keeps else 0
         reserve = torch.full((size,), FRESH, dtype=torch.uint8)
         self.reserves.append(reserve.data_ptr())
-        return out.contiguous(), last[0], last[1] if c is not None else h.new_empty(0), reserve
+        return out.contiguous(), last[0], last[1] if given.c is not None else given.h.new_empty(0), reserve
 
-    def backward(self, form, inputs, out, gradients, reserve):
+    def backward(self, form, given, out, gradients, reserve):
         self.calls.append(("backward", form, True))
         self.reserves.append(reserve.data_ptr())
         assert len(reserve) and bool((reserve == FRESH).all()), "used up, or never kept"
         reserve.fill_(USED)
         with ThreadPoolExecutor(1) as pool:  # within an operator this thread records no gradients
-            return pool.submit(self._gradients, form, inputs, gradients).result()
+            return pool.submit(self._gradients, form, given, gradients).result()
 
-    def _gradients(self, form, inputs, gradients):
-        data, flat, h, c = inputs
-        leaves = [one.detach().requires_grad_() for one in (data, flat, h, c) if one is not None]
+    def _gradients(self, form, given, gradients):
+        flat = torch.cat([one.reshape(-1) for one in given.weights]).requires_grad_()
+        data, h, c = (None if one is None else one.detach().requires_grad_() for one in given[:3])
         with torch.enable_grad():
-            cell = leaves[3] if c is not None else None
-            results = self._run(form, leaves[0], self.layout(form).views(form, leaves[1]), leaves[2], cell)
-        made = list(torch.autograd.grad(results, leaves, gradients[: len(results)]))
-        return made[0], made[2], made[3] if c is not None else h.new_empty(0), made[1]
+            parts = flat.split([one.numel() for one in given.weights])
+            weights = [part.view(one.shape) for part, one in zip(parts, given.weights, strict=True)]
+            results = self._run(form, data, h, c, weights)
+        leaves = [one for one in (data, h, flat, c) if one is not None]
+        d_data, d_h, d_flat, *d_c = torch.autograd.grad(results, leaves, gradients[: len(results)])
+        parts = d_flat.split([one.numel() for one in given.weights])
+        views = [part.view(one.shape) for part, one in zip(parts, given.weights, strict=True)]
+        return d_data, d_h, d_c[0] if d_c else given.h.new_empty(0), views
 
-    def _run(self, form, data, weights, h, c):
+    def _run(self, form, data, h, c, weights):
         options = (True, form.layers, 0.0, True, form.bidirectional, False)
-        wide = torch.float32 if form.dtype in (torch.bfloat16, torch.float16) else form.dtype
+        dtype = data.dtype
+        wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
         data, h, *weights = (one.to(wide) for one in (data, h, *weights))
         if form.kind == "lstm":
             found = torch.ops.aten.lstm.input(data, [h, c.to(wide)], weights, *options)
         else:
             found = getattr(torch.ops.aten, form.kind).input(data, h, weights, *options)
-        return [one.to(form.dtype) for one in found]
+        return [one.to(dtype) for one in found]

@@ -118,10 +118,9 @@ ADAM = {
     "AMSGRAD": False,
     "MAXIMIZE": False,
     "DECOUPLED": True,
-    "TURNED": 0,
     "ALIGNED": True,
 }
-SGD = {**TYPES, "rng": None, "MODE": 0, "NESTEROV": True, "MAXIMIZE": False, "TURNED": 0, "ALIGNED": True}
+SGD = {**TYPES, "rng": None, "MODE": 0, "NESTEROV": True, "MAXIMIZE": False, "ALIGNED": True}
 ADAM_ARGS = {**TABLE, "scalars": "*fp32", **NUMBERS}
 SGD_ARGS = {**TABLE, "hyper": "*fp64", **NUMBERS, "started": "*fp32"}
 STOCHASTIC = {"WEIGHT_TYPE": "float16", "EXTRA_TYPE": None, "MODE": 1}
@@ -145,9 +144,7 @@ KERNELS = {
     ),
     "adam, stochastic": ("adam_kernel", {**ADAM_ARGS, "rng": "*i64"}, {**ADAM, **STOCHASTIC}),
     "adam, Kahan": ("adam_kernel", {**ADAM_ARGS, "rng": "*i64"}, {**ADAM, **KAHAN}),
-    "adam, filters": ("adam_kernel", ADAM_ARGS, {**ADAM, "TURNED": 5, "DECOUPLED": False}),
     "sgd": ("sgd_kernel", SGD_ARGS, SGD),
-    "sgd, filters": ("sgd_kernel", SGD_ARGS, {**SGD, "TURNED": 5}),
     "sgd, stochastic": ("sgd_kernel", {**SGD_ARGS, "rng": "*i64"}, {**SGD, **STOCHASTIC}),
     "sgd, no momentum": ("sgd_kernel", SGD_ARGS, {**SGD, "MOMENT_TYPE": None, "EXTRA_TYPE": None, "NESTEROV": False}),
     "prepare": (
@@ -165,11 +162,11 @@ KERNELS = {
         {**TABLE, "inv_scale": "*fp32", "partials": "*fp32", "bad_places": "*i32"},
         {"GRAD_TYPE": "float16", "ALIGNED": True},
     ),
-    "gather": ("gather_kernel", GATHER_ARGS, {"GRAD_TYPE": "bfloat16", "LAST": False, "TURNED": 0, "ALIGNED": True}),
-    "gather, the last, filters": (
+    "gather": ("gather_kernel", GATHER_ARGS, {"GRAD_TYPE": "bfloat16", "LAST": False, "ALIGNED": True}),
+    "gather, the last": (
         "gather_kernel",
         GATHER_ARGS,
-        {"GRAD_TYPE": "float16", "LAST": True, "TURNED": 1, "ALIGNED": True},
+        {"GRAD_TYPE": "float16", "LAST": True, "ALIGNED": True},
     ),
     "check, finish": ("check_finish_kernel", FINISH, {"BLOCK": 1024}),
     "check, finish, 350 million elements": ("check_finish_kernel", FINISH, kernels.finish_options(85_000)),
@@ -197,7 +194,7 @@ def compiled_ptx(name, capability):
         "gather_kernel": (kernels._GATHER_OPTIONS, kernels.GATHER_BLOCK),
     }.get(kernel, (kernels._OPTIONS, kernels.BLOCK))
     if kernel in ("adam_kernel", "sgd_kernel"):
-        options = kernels.update_options(constants["TURNED"], constants["MODE"])
+        options = kernels.update_options(constants["MODE"])
     function = getattr(triton_kernels, kernel)
     if "BLOCK" in function.arg_names:
         constants = {"BLOCK": block, **constants}
@@ -208,7 +205,7 @@ def compiled_ptx(name, capability):
     return compile_kernel(function, signature, values, capability, **options)
 
 
-NEWER = ("adam, all options, unaligned", "sgd, filters", "check", "gather, the last, filters")  # the largest of each
+NEWER = ("adam, all options, unaligned", "sgd, stochastic", "check", "gather, the last")  # the largest of each
 
 
 @pytest.mark.parametrize(
@@ -263,17 +260,3 @@ def test_full_blocks_load_and_store_16_bytes_of_every_column_and_share_none_betw
     exchanges = tuple(map(int, version("triton").split(".")[:2])) >= (3, 7)  # within a warp, by shuffles
     if exchanges and name not in ("gather", "check"):  # which add up what their warps have found
         assert "st.shared" not in ptx and "bar.sync" not in ptx
-
-
-@pytest.mark.parametrize("element", ["fp32", "fp16", "i16"])
-@pytest.mark.parametrize("capability", [80, pytest.param(90, marks=pytest.mark.slow)])
-def test_the_kernel_that_counts_exponents_compiles(element, capability):
-    pytest.importorskip("triton")
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        pytest.skip("the interpreter has taken the compiler's place")
-    from amp_compiler.ops.cuda.exponent_kernel import count_kernel
-
-    signature = {"values": f"*{element}", "counts": "*i64", "size": "i64"}
-    constants = {"WORDS": element == "i16", "BINS": 280, "BLOCK": 4096, "ROUNDS": 8}
-    ptx = compile_kernel(count_kernel, signature, constants, capability)
-    assert "atom" in ptx and "st.local" not in ptx

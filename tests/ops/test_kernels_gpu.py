@@ -87,18 +87,6 @@ def test_gradients_are_gathered_and_checked(last):
     assert torch.equal(got[2].cpu(), expected[2]) and len(got[3]) == (len(shapes) if last else 0)
 
 
-@pytest.mark.parametrize("name", ["adam_update", "sgd_update"])
-def test_filters_with_the_channels_last_give_the_same_bits(name):
-    on_cpu = arguments_of(name, sizes=((64, 32, 3, 3), (5, 7, 1, 1), (3, 16, 7, 7), 1025))
-    on_device = move(on_cpu, "cuda")
-    for column in (1, 5 if name == "adam_update" else 3):
-        on_device[column] = [
-            one.contiguous(memory_format=torch.channels_last) if one.dim() == 4 else one for one in on_device[column]
-        ]
-    getattr(OPS, name)(*on_cpu), getattr(OPS, name)(*on_device)
-    assert_same_bits(on_cpu, on_device)
-
-
 @pytest.mark.parametrize("blocks", [1, 1000, 5000, 20000])
 def test_grad_check_of_many_blocks(blocks):
     """The last sum is one program, as wide as the blocks fill; 20,000 blocks are several rounds of the widest."""

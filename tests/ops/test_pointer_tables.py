@@ -133,16 +133,3 @@ def test_a_capture_by_anyone_else_copies_in_every_replay():
     assert addresses(groups) == [tensor.data_ptr() for tensor in given]
     with pytest.raises(LoweringError, match="run the step once before capturing"):
         cache.groups([grads(5)], HERE, 4)
-
-
-def test_filters_with_the_channels_last_beside_a_contiguous_weight_are_a_group():
-    """Only in the columns that may; everything else must lie as the weight."""
-    weights = [torch.randn(4, 3, 2, 5), torch.randn(4, 3, 2, 5), torch.randn(7, 3, 1, 1), torch.randn(9)]
-    turned = [one.contiguous(memory_format=torch.channels_last) if one.dim() == 4 else one for one in weights]
-    grads, lows = [turned[0], weights[1].clone(), turned[2], weights[3]], turned
-    groups = TableCache().groups([grads, weights, lows], HERE, 4, turned=(0, 2))
-    assert {(group.turned, len(group.rows)) for group in groups} == {(0b101, 1), (0b100, 1), (0, 2)}
-    (both,) = [group for group in groups if group.turned == 0b101]
-    assert both.rows[0, -2:].tolist() == [3, 10]
-    with pytest.raises(LoweringError, match="strides"):
-        TableCache().groups([grads, weights, lows], HERE, 4)

@@ -140,11 +140,16 @@ def test_16_bits_are_rounded_at_the_ends_where_cudnn_does_not_know_them(dtype, c
 
 
 def arguments(kind, dtype=torch.float32):
-    form = cudnn_rnn.Form(kind, 6, 5, 2 if kind == "lstm" else 0, 2, True, dtype, torch.device("cpu"))
-    flat = torch.randn(cudnn_rnn.CUDNN.layout(form).numel, dtype=dtype, requires_grad=True)
-    h, c = torch.randn(4, 4, form.out, dtype=dtype), torch.randn(4, 4, 5, dtype=dtype)
-    data = torch.randn(3, 4, 6, dtype=dtype, requires_grad=True)
-    return data, flat, h, c if kind == "lstm" else None, kind, 5, 2, True, True
+    layer, x, states = make(kind, 2, bidirectional=True, **({"proj_size": 2} if kind == "lstm" else {}))
+    h, c = states[0].to(dtype), states[1].to(dtype) if kind == "lstm" else None
+    weights = [one.detach().to(dtype).requires_grad_() for one in layer._flat_weights]
+    return x.to(dtype).requires_grad_(), h, c, weights, kind, 5, 2, True, True
+
+
+def detached(one):
+    if isinstance(one, list):
+        return list(map(detached, one))
+    return one.detach() if isinstance(one, torch.Tensor) else one
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -152,14 +157,12 @@ def arguments(kind, dtype=torch.float32):
 def test_the_fake_is_as_the_operator(kind, dtype):
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(OWN.recurrent_network.default, arguments(kind, dtype), test_utils=checks)
-    data, flat, h, c, *form, _ = (
-        one.detach() if isinstance(one, torch.Tensor) else one for one in arguments(kind, dtype)
-    )
-    out, last, cell, reserve = OWN.recurrent_network(data, flat, h, c, *form, True)
+    data, h, c, weights, *form, _ = map(detached, arguments(kind, dtype))
+    out, last, cell, reserve = OWN.recurrent_network(data, h, c, weights, *form, True)
     given = [torch.randn_like(one) for one in (out, last, cell)]
     # The stand-in looks at the bytes that were kept, which the check of the schema runs twice.
     torch.library.opcheck(
-        OWN.recurrent_network_backward.default, (data, flat, h, c, out, given, reserve, *form),
+        OWN.recurrent_network_backward.default, (data, h, c, weights, out, given, reserve, *form),
         test_utils=("test_faketensor",),
     )  # fmt: skip
 
@@ -244,28 +247,75 @@ def test_autocast_around_a_call_does_not_reach_cudnn(monkeypatch):
     def stop(*arguments):
         raise StopIteration
 
-    ops = type("Ops", (), {name: type("Op", (), {"default": stop}) for name in ("_cudnn_rnn", "_cudnn_rnn_backward")})
-    monkeypatch.setattr(cudnn_rnn, "_aten", ops)
-    form = cudnn_rnn.Form("gru", 6, 5, 0, 1, False, torch.bfloat16, torch.device("cpu"))
-    layout = StandIn().layout(form)
-    monkeypatch.setattr(cudnn_rnn, "_asked_layout", lambda form: layout)
-    flat, x, h = torch.zeros(layout.numel), torch.zeros(3, 4, 6), torch.zeros(1, 4, 5)
+    names = ("_cudnn_rnn_flatten_weight", "_cudnn_rnn", "_cudnn_rnn_backward")
+    monkeypatch.setattr(
+        cudnn_rnn, "_aten", type("Ops", (), {name: type("Op", (), {"default": stop}) for name in names})
+    )
+    form = cudnn_rnn.Form("gru", 5, 0, 1, False)
+    given = cudnn_rnn.Inputs(torch.zeros(3, 4, 6), torch.zeros(1, 4, 5), None, [torch.zeros(15, 6)])
     with pytest.raises(StopIteration):
-        cudnn_rnn.Cudnn().forward(form, x, flat, h, None, True)
+        cudnn_rnn.Cudnn().forward(form, given, True)
     with pytest.raises(StopIteration):
-        cudnn_rnn.Cudnn().backward(form, (x, flat, h, None), h, (h, h, h), flat)
+        cudnn_rnn.Cudnn().backward(form, given, given.h, (given.h,) * 3, given.h)
     assert found == [("cuda", False)] * 2
 
 
-def test_the_gradients_of_all_weights_are_one_buffer():
-    """Where torch makes them as parts of one it is taken as it is; else they are put together."""
-    form = cudnn_rnn.Form("gru", 6, 5, 0, 1, True, torch.float32, torch.device("cpu"))
-    layout = StandIn().layout(form)
-    made = torch.randn(layout.numel)
-    apart = layout.views(form, made)
-    assert cudnn_rnn._joined(layout, apart, made).data_ptr() == made.data_ptr()
-    joined = cudnn_rnn._joined(layout, [one.clone() for one in apart], made)
-    assert all(torch.equal(one, other) for one, other in zip(layout.views(form, joined), apart, strict=True))
+def shapes_of(given):
+    return tuple(None if one is None else tuple(one.shape) for one in (*given[:3], *given.weights))
+
+
+def test_cudnn_is_asked_and_called_as_eager_torch_does(monkeypatch):
+    """Its weights lie in one buffer, which holds copies; those that are given stay where they are."""
+    calls = []
+
+    def flatten(weights, *options):
+        calls.append(("flatten", options))
+        flat = torch.cat([one.reshape(-1) for one in weights])
+        for one, part in zip(weights, flat.split([one.numel() for one in weights]), strict=True):
+            one.set_(part.view(one.shape))
+        return flat
+
+    def run(data, weights, each, flat, h, c, *options):
+        assert all(one.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr() for one in weights)
+        calls.append(("run", (each, *options)))
+        return data, h, c, torch.empty(77), flat
+
+    def back(data, weights, each, flat, h, c, out, d_out, d_h, d_c, *options):
+        calls.append(("back", (d_c, *options[:-2], options[-1])))
+        return data, h, c, [torch.ones_like(one) for one in weights]
+
+    ops = {"_cudnn_rnn_flatten_weight": flatten, "_cudnn_rnn": run, "_cudnn_rnn_backward": back}
+    named = {name: type("Op", (), {"default": staticmethod(op)}) for name, op in ops.items()}
+    monkeypatch.setattr(cudnn_rnn, "_aten", type("Ops", (), named))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    layer, x, (h,) = make("gru", 2)
+    weights = list(layer._flat_weights)
+    places = [one.data_ptr() for one in weights]
+    form, given = cudnn_rnn.Form("gru", 5, 0, 2, False), cudnn_rnn.Inputs(x, h, None, weights)
+    library = cudnn_rnn.Cudnn()
+    asked_with = form, shapes_of(given), torch.float32, x.device
+    assert library.reserve_size(*asked_with) == library.reserve_size(*asked_with) == 77
+    form_of_cudnn = (3, 5, 0, 2, False)
+    asked = [("flatten", (4, 6, *form_of_cudnn, False)), ("run", (4, *form_of_cudnn, 0.0, True, False, [], None))]
+    assert calls == asked, "once"
+    assert library.forward(form, given, True)[0] is x and calls[2:] == asked
+    assert len(library.backward(form, given, x, (x, h, h), h)[3]) == 8
+    assert calls[5] == ("back", (None, *form_of_cudnn, 0.0, True, False, [], None, [True, True, False, True]))
+    assert [one.data_ptr() for one in weights] == places
+
+
+def test_what_cudnn_does_not_take_is_told_and_want_of_memory_raised(monkeypatch):
+    def refuse(*arguments):
+        raise reason
+
+    monkeypatch.setattr(cudnn_rnn, "_forward", refuse)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    given = cudnn_rnn.Form("gru", 9, 0, 1, False), ((3, 4, 6), (1, 4, 9), None), torch.float32, torch.device("cpu")
+    reason = torch.OutOfMemoryError("no memory")
+    with pytest.raises(torch.OutOfMemoryError):
+        cudnn_rnn.Cudnn().reserve_size(*given)
+    reason = RuntimeError("CUDNN_STATUS_NOT_SUPPORTED\nand more")
+    assert cudnn_rnn.Cudnn().reserve_size(*given) == "CUDNN_STATUS_NOT_SUPPORTED"
 
 
 @pytest.mark.compiles

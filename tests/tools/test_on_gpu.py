@@ -15,7 +15,7 @@ import torch
 ROOT = Path(__file__).parent.parent.parent
 SCRIPT = ROOT / "tools" / "on_gpu.sh"
 TEXT = SCRIPT.read_text(encoding="utf-8")
-WORDS = ("prepare", "first", "second", "step", "profile")
+WORDS = ("prepare", "first", "second", "step")
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -43,7 +43,7 @@ def test_what_it_runs_exists():
 def test_it_runs_every_test_that_needs_a_gpu():
     named = {path for pattern in re.findall(r"(tests/[\w/]*\*[\w.*]*)", TEXT) for path in ROOT.glob(pattern)}
     marked = {path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text(encoding="utf-8")}
-    assert named == marked - {Path(__file__)} and len(named) > 5
+    assert named == marked - {Path(__file__)} and len(named) >= 5
 
 
 def test_no_word_takes_longer_than_nine_minutes():

@@ -1,44 +1,36 @@
-"""The 16-bit copies of masters: laid out as they or with the channels last, the same tensors from step to step."""
+"""The 16-bit copies of masters: laid out as they, the same tensors from step to step."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from amp_compiler.training.state import LowWeights
 
-LAST = torch.channels_last
+LAYOUTS = [torch.contiguous_format, torch.channels_last]
 
 
-def master():
+def master(layout):
     torch.manual_seed(0)
-    return torch.nn.Parameter(torch.randn(6, 5, 3, 3))
+    return torch.nn.Parameter(torch.randn(6, 5, 3, 3).to(memory_format=layout))
 
 
-def test_a_copy_has_its_channels_last_and_stays_where_it_is():
-    lows, weight = LowWeights(), master()
-    assert lows.channels_last(weight, torch.bfloat16) is None
-    copy = lows.get(weight, torch.bfloat16, channels_last=True)
-    assert copy.is_contiguous(memory_format=LAST) and not copy.is_contiguous()
-    assert torch.equal(copy, weight.bfloat16())
-    assert lows.get(weight, torch.bfloat16, channels_last=True) is copy
-    assert lows.channels_last(weight, torch.bfloat16) is True and lows.channels_last(weight, torch.float16) is None
-
-
-def test_it_follows_a_master_that_was_written_outside():
-    lows, weight = LowWeights(), master()
-    copy = lows.get(weight, torch.bfloat16, channels_last=True)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_copy_lies_as_its_master_and_stays_where_it_is(layout):
+    lows, weight = LowWeights(), master(layout)
+    copy = lows.get(weight, torch.bfloat16)
+    assert copy.stride() == weight.stride() and torch.equal(copy, weight.bfloat16())
+    assert lows.get(weight, torch.bfloat16) is copy
     with torch.no_grad():
         weight.mul_(3)
     lows.follow(weight)
-    assert torch.equal(copy, weight.bfloat16()) and copy.is_contiguous(memory_format=LAST)
-    assert lows.get(weight, torch.bfloat16, channels_last=True) is copy
+    assert torch.equal(copy, weight.bfloat16()) and lows.get(weight, torch.bfloat16) is copy
 
 
-def test_without_it_a_copy_lies_as_its_master():
-    lows, weight = LowWeights(), master()
-    copy = lows.get(weight, torch.bfloat16)
-    assert copy.is_contiguous() and lows.channels_last(weight, torch.bfloat16) is False
-    turned = lows.get(weight, torch.bfloat16, channels_last=True)
-    assert turned.is_contiguous(memory_format=LAST) and torch.equal(turned, weight.bfloat16())
-    back = lows.get(weight, torch.bfloat16)
-    assert back.is_contiguous() and torch.equal(back, copy) and lows.channels_last(weight, torch.bfloat16) is False
+def test_it_is_made_anew_where_its_master_is_laid_out_anew():
+    lows, weight = LowWeights(), master(torch.contiguous_format)
+    before = lows.get(weight, torch.bfloat16)
+    weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+    after = lows.get(weight, torch.bfloat16)
+    assert before.is_contiguous() and after.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(before, after)

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from amp_compiler.errors import LoweringError
-from amp_compiler.ops.layout import is_dense, is_turned, same_layout
+from amp_compiler.ops.layout import is_dense, same_layout
 
-COLUMNS = 10
-_ADDRESSES = 6  # before them: number of elements, place in the group; behind them: channels, pixels
-_WEIGHT = 1  # the column that the others are compared with
+COLUMNS = 8
+_ADDRESSES = 6  # behind the number of elements and the place in the group
 _CACHED = 64
 _SPARE = 16  # buffers kept per size
 _TOGETHER = 16  # bytes that a thread loads at a time, at most, from an aligned tensor
@@ -33,17 +32,15 @@ class Group:
 
     Args:
         types: element type of each column; `None` for a column that is not used.
-        rows: int64 [tensors, 10] on the device: elements, place, six addresses, channels and pixels of a filter.
+        rows: int64 [tensors, 8] on the device: elements, place, six addresses.
         blocks: int64 [programs] on the device: row in the upper 32 bits, block of it in the lower 32.
         aligned: whether every address is a multiple of 16 bytes.
-        turned: the columns whose tensors have their channels last while the weights have not, as a sum of powers of 2.
     """
 
     types: Types
     rows: Tensor
     blocks: Tensor
     aligned: bool
-    turned: int = 0
 
 
 class TableMemory(Protocol):
@@ -136,22 +133,19 @@ class TableCache:
         finally:
             self._graph = outer
 
-    def groups(
-        self, columns: Sequence[Column], device: torch.device, block: int, turned: Sequence[int] = ()
-    ) -> list[Group]:
-        """One group per combination of element types, alignment and layouts, covering all tensors.
+    def groups(self, columns: Sequence[Column], device: torch.device, block: int) -> list[Group]:
+        """One group per combination of element types and alignment, covering all tensors.
 
         Args:
             columns: up to six lists of n tensors: gradients, weights, extras, first and second moments, maxima. An
                 empty list is a column that is not used. The tensors of one place share shape and strides and are dense.
             device: where the table is needed.
             block: elements per program.
-            turned: columns whose tensors may have their channels last where the weights have their pixels last.
         """
         key = (device, block, tuple(tuple(_identity(tensor) for tensor in column) for column in columns))
         capturing = self._memory.remote(device) and self._memory.capturing()
         if key not in self._tables:
-            plans, words = _planned(columns, device, block, turned)
+            plans, words = _planned(columns, device, block)
             found = _cut(plans, self._captured_table(words, device) if capturing else self._upload(words, device))
             if capturing:
                 return found  # not filled yet, so of no use outside the graph
@@ -209,37 +203,33 @@ class TableCache:
         return self._memory.on_device(len(words), device).copy_(pinned, non_blocking=True)
 
 
-Plan = tuple[Types, bool, int, int, int]  # with alignment, turned columns, number of rows and of blocks
+Plan = tuple[Types, bool, int, int]  # with alignment, number of rows and of blocks
 
 
-def _planned(
-    columns: Sequence[Column], device: torch.device, block: int, turned: Sequence[int]
-) -> tuple[list[Plan], list[int]]:
+def _planned(columns: Sequence[Column], device: torch.device, block: int) -> tuple[list[Plan], list[int]]:
     """The groups of a table, and its words: for each group the rows, then the blocks."""
-    members: dict[tuple[Types, bool, int], list[list[int]]] = {}
+    members: dict[tuple[Types, bool], list[list[int]]] = {}
     for place in range(max(map(len, columns))):
         tensors = [column[place] if column else None for column in columns]
-        weight = tensors[_WEIGHT] if turned else None
-        other = [one for one in turned if _is_turned(tensors[one], weight)]
-        _require_one_layout([one for number, one in enumerate(tensors) if number not in other], device)
+        _require_one_layout(tensors, device)
         types = tuple(None if tensor is None else tensor.dtype for tensor in tensors)
         aligned = all(one is None or one.data_ptr() % _TOGETHER == 0 for one in tensors)
-        members.setdefault((types, aligned, sum(1 << one for one in other)), []).append(_row(columns, place))
+        members.setdefault((types, aligned), []).append(_row(columns, place))
     words: list[int] = []
     plans = []
-    for (types, aligned, sides), rows in members.items():
+    for (types, aligned), rows in members.items():
         blocks = [(i << 32) | b for i, row in enumerate(rows) for b in range(-(-row[0] // block))]
-        plans.append((types, aligned, sides, len(rows), len(blocks)))
+        plans.append((types, aligned, len(rows), len(blocks)))
         words += [word for row in rows for word in row] + blocks
     return plans, words
 
 
 def _cut(plans: Sequence[Plan], table: Tensor) -> list[Group]:
     groups, start = [], 0
-    for types, aligned, sides, row_count, block_count in plans:
+    for types, aligned, row_count, block_count in plans:
         middle = start + row_count * COLUMNS
         rows = table[start:middle].view(row_count, COLUMNS)
-        groups.append(Group(types, rows, table[middle : middle + block_count], aligned, sides))
+        groups.append(Group(types, rows, table[middle : middle + block_count], aligned))
         start = middle + block_count
     return groups
 
@@ -252,12 +242,7 @@ def _row(columns: Sequence[Column], place: int) -> list[int]:
     """One row of the table; the address of a column that is not used is 0."""
     addresses = [column[place].data_ptr() if column else 0 for column in columns]
     tensor = next(column[place] for column in columns if column)
-    filter_sizes = [tensor.shape[1], tensor.shape[2] * tensor.shape[3]] if tensor.dim() == 4 else [1, 1]
-    return [tensor.numel(), place, *addresses, *[0] * (_ADDRESSES - len(addresses)), *filter_sizes]
-
-
-def _is_turned(tensor: Tensor | None, weight: Tensor | None) -> bool:
-    return tensor is not None and weight is not None and is_turned(tensor, weight)
+    return [tensor.numel(), place, *addresses, *[0] * (_ADDRESSES - len(addresses))]
 
 
 def _require_one_layout(tensors: Sequence[Tensor | None], device: torch.device) -> None:

@@ -2,9 +2,8 @@
 
 Every kernel walks over many tensors in one launch. `rows` is an int64 table with one row per tensor: number of
 elements, place in the group, then the addresses of its gradient, weight, extra (low copy or compensation), first moment
-or momentum, second moment and its maximum, and the channels and pixels of a convolution's filter. `blocks` says for
-every program which row (upper 32 bits) and which block of it (lower 32 bits) it works on. Gradients and low copies of
-convolutions may have their channels last, see `turned_places`.
+or momentum, second moment and its maximum. `blocks` says for every program which row (upper 32 bits) and which block
+of it (lower 32 bits) it works on.
 
 The arithmetic is that of `ops/update/`, operation for operation: `tl.fma` where that rounds once,
 `div_rn` and `sqrt_rn` for division and square root. The compiler must not contract other products and sums, so every
@@ -51,13 +50,13 @@ def _adam_block(
     row, start, size, scalars, coef, rng,
     GRAD_TYPE: tl.constexpr, WEIGHT_TYPE: tl.constexpr, MOMENT_TYPE: tl.constexpr, EXTRA_TYPE: tl.constexpr,
     MODE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, DECOUPLED: tl.constexpr,
-    TURNED: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     offsets = tl.arange(0, BLOCK)
     inside = offsets < size - start
     first = address(row, FIRST, MOMENT_TYPE, start, ALIGNED, FULL)
     second = address(row, SECOND, MOMENT_TYPE, start, ALIGNED, FULL)
-    grad = read_gradient(row, start, offsets, inside, GRAD_TYPE, TURNED, ALIGNED, FULL, BLOCK) * coef
+    grad = read_gradient(row, start, offsets, inside, GRAD_TYPE, ALIGNED, FULL, BLOCK) * coef
     weight = load_weight(row, start, offsets, inside, WEIGHT_TYPE, MODE, ALIGNED, FULL, BLOCK)
     m = read_column(first, offsets, inside, ALIGNED, FULL, BLOCK)
     v = read_column(second, offsets, inside, ALIGNED, FULL, BLOCK)
@@ -85,7 +84,7 @@ def _adam_block(
         write_column(largest, offsets, saturated(v, MOMENT_TYPE), inside, ALIGNED, FULL, BLOCK)
     denominator = tl.div_rn(tl.sqrt_rn(v), root) + eps
     new = weight + tl.div_rn(m * neg_step, denominator)
-    store_weight(row, start, offsets, inside, new, rng, WEIGHT_TYPE, EXTRA_TYPE, MODE, TURNED, ALIGNED, FULL, BLOCK)
+    store_weight(row, start, offsets, inside, new, rng, WEIGHT_TYPE, EXTRA_TYPE, MODE, ALIGNED, FULL, BLOCK)
 
 
 @triton.jit
@@ -93,7 +92,7 @@ def adam_kernel(
     rows, blocks, scalars, coef, skip, started, rng,
     GRAD_TYPE: tl.constexpr, WEIGHT_TYPE: tl.constexpr, MOMENT_TYPE: tl.constexpr, EXTRA_TYPE: tl.constexpr,
     MODE: tl.constexpr, AMSGRAD: tl.constexpr, MAXIMIZE: tl.constexpr, DECOUPLED: tl.constexpr,
-    TURNED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One Adam step over all tensors of the table."""
     if tl.load(skip) == 0.0:
@@ -104,12 +103,12 @@ def adam_kernel(
         if size - start >= BLOCK:
             _adam_block(
                 row, start, size, scalars, tl.load(coef), rng, GRAD_TYPE, WEIGHT_TYPE, MOMENT_TYPE, EXTRA_TYPE,
-                MODE, AMSGRAD, MAXIMIZE, DECOUPLED, TURNED, ALIGNED, True, BLOCK,
+                MODE, AMSGRAD, MAXIMIZE, DECOUPLED, ALIGNED, True, BLOCK,
             )  # fmt: skip
         else:
             _adam_block(
                 row, start, size, scalars, tl.load(coef), rng, GRAD_TYPE, WEIGHT_TYPE, MOMENT_TYPE, EXTRA_TYPE,
-                MODE, AMSGRAD, MAXIMIZE, DECOUPLED, TURNED, ALIGNED, False, BLOCK,
+                MODE, AMSGRAD, MAXIMIZE, DECOUPLED, ALIGNED, False, BLOCK,
             )  # fmt: skip
 
 
@@ -148,11 +147,11 @@ def _sgd_block(
     row, start, size, hyper, coef, started, rng,
     GRAD_TYPE: tl.constexpr, WEIGHT_TYPE: tl.constexpr, MOMENT_TYPE: tl.constexpr, EXTRA_TYPE: tl.constexpr,
     MODE: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr,
-    TURNED: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     offsets = tl.arange(0, BLOCK)
     inside = offsets < size - start
-    grad = read_gradient(row, start, offsets, inside, GRAD_TYPE, TURNED, ALIGNED, FULL, BLOCK) * coef
+    grad = read_gradient(row, start, offsets, inside, GRAD_TYPE, ALIGNED, FULL, BLOCK) * coef
     weight = load_weight(row, start, offsets, inside, WEIGHT_TYPE, MODE, ALIGNED, FULL, BLOCK)
     neg_lr = (-tl.load(hyper)).to(tl.float32)
     momentum = tl.load(hyper + 1).to(tl.float32)
@@ -172,7 +171,7 @@ def _sgd_block(
         else:
             grad = buffer.to(tl.float32)
     new = tl.fma(grad, neg_lr, weight)
-    store_weight(row, start, offsets, inside, new, rng, WEIGHT_TYPE, EXTRA_TYPE, MODE, TURNED, ALIGNED, FULL, BLOCK)
+    store_weight(row, start, offsets, inside, new, rng, WEIGHT_TYPE, EXTRA_TYPE, MODE, ALIGNED, FULL, BLOCK)
 
 
 @triton.jit
@@ -180,7 +179,7 @@ def sgd_kernel(
     rows, blocks, hyper, coef, skip, started, rng,
     GRAD_TYPE: tl.constexpr, WEIGHT_TYPE: tl.constexpr, MOMENT_TYPE: tl.constexpr, EXTRA_TYPE: tl.constexpr,
     MODE: tl.constexpr, NESTEROV: tl.constexpr, MAXIMIZE: tl.constexpr,
-    TURNED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One SGD step over all tensors of the table."""
     if tl.load(skip) == 0.0:
@@ -191,12 +190,12 @@ def sgd_kernel(
         if size - start >= BLOCK:
             _sgd_block(
                 row, start, size, hyper, tl.load(coef), started, rng, GRAD_TYPE, WEIGHT_TYPE, MOMENT_TYPE, EXTRA_TYPE,
-                MODE, NESTEROV, MAXIMIZE, TURNED, ALIGNED, True, BLOCK,
+                MODE, NESTEROV, MAXIMIZE, ALIGNED, True, BLOCK,
             )  # fmt: skip
         else:
             _sgd_block(
                 row, start, size, hyper, tl.load(coef), started, rng, GRAD_TYPE, WEIGHT_TYPE, MOMENT_TYPE, EXTRA_TYPE,
-                MODE, NESTEROV, MAXIMIZE, TURNED, ALIGNED, False, BLOCK,
+                MODE, NESTEROV, MAXIMIZE, ALIGNED, False, BLOCK,
             )  # fmt: skip
 
 
@@ -236,14 +235,14 @@ def check_kernel(
 
 @triton.jit
 def _gather_block(
-    row, start, size, GRAD_TYPE: tl.constexpr, LAST: tl.constexpr, TURNED: tl.constexpr,
+    row, start, size, GRAD_TYPE: tl.constexpr, LAST: tl.constexpr,
     ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     offsets = tl.arange(0, BLOCK)
     inside = offsets < size - start
     kept = address(row, WEIGHT, tl.float32, start, ALIGNED, FULL)
     total = read_column(kept, offsets, inside, ALIGNED, FULL, BLOCK)
-    total += read_gradient(row, start, offsets, inside, GRAD_TYPE, TURNED, ALIGNED, FULL, BLOCK)
+    total += read_gradient(row, start, offsets, inside, GRAD_TYPE, ALIGNED, FULL, BLOCK)
     if LAST:
         write_column(
             address(row, EXTRA, tl.float32, start, ALIGNED, FULL), offsets, total, inside, ALIGNED, FULL, BLOCK
@@ -257,7 +256,7 @@ def _gather_block(
 @triton.jit
 def gather_kernel(
     rows, blocks, inv_scale, partials, bad_places,
-    GRAD_TYPE: tl.constexpr, LAST: tl.constexpr, TURNED: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    GRAD_TYPE: tl.constexpr, LAST: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add one block of gradients to its sum, in the column of weights, and check the result as `check_kernel` does.
 
@@ -268,9 +267,9 @@ def gather_kernel(
     start = (work & 0xFFFFFFFF) * BLOCK
     size = tl.load(row + SIZE)
     if size - start >= BLOCK:
-        total = _gather_block(row, start, size, GRAD_TYPE, LAST, TURNED, ALIGNED, True, BLOCK)
+        total = _gather_block(row, start, size, GRAD_TYPE, LAST, ALIGNED, True, BLOCK)
     else:
-        total = _gather_block(row, start, size, GRAD_TYPE, LAST, TURNED, ALIGNED, False, BLOCK)
+        total = _gather_block(row, start, size, GRAD_TYPE, LAST, ALIGNED, False, BLOCK)
     unscaled = total * tl.load(inv_scale)
     tl.store(partials + tl.program_id(0), tl.sum(unscaled * unscaled, axis=0))
     bad = tl.max((tl.abs(total) < float("inf")).to(tl.int32) ^ 1, axis=0)

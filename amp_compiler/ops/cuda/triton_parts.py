@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 # Each device function sees these as compile-time constants.
-COLUMNS = tl.constexpr(10)
-SIZE, PLACE, GRAD, WEIGHT, EXTRA, FIRST, SECOND, LARGEST, CHANNELS, PIXELS = (tl.constexpr(i) for i in range(10))
+COLUMNS = tl.constexpr(8)
+SIZE, PLACE, GRAD, WEIGHT, EXTRA, FIRST, SECOND, LARGEST = (tl.constexpr(i) for i in range(8))
 STOCHASTIC = tl.constexpr(1)
 KAHAN = tl.constexpr(2)
 
@@ -67,20 +67,6 @@ def write_column(
         tl.store(pointer + _by_eights(BLOCK), tl.permute(value, (1, 0, 2)))
     else:
         write(pointer, offsets, value, inside, FULL)
-
-
-@triton.jit
-def turned_places(row, start, offsets):
-    """Where the elements of a block of a weight [n, channels, pixels] stand in a tensor [n, pixels, channels]."""
-    channels = tl.load(row + CHANNELS)
-    size = channels * tl.load(row + PIXELS)
-    first = start % size
-    count = channels.to(tl.int32)
-    pixels = tl.load(row + PIXELS).to(tl.int32)
-    place = first.to(tl.int32) + offsets
-    inner = place % size.to(tl.int32)
-    channel = inner // pixels
-    return (start - first) + (place - inner + (inner - channel * pixels) * count + channel)
 
 
 @triton.jit
@@ -157,22 +143,16 @@ def round_stochastically(value, words, TYPE: tl.constexpr):
 @triton.jit
 def read_gradient(
     row, start, offsets, inside,
-    GRAD_TYPE: tl.constexpr, TURNED: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
+    GRAD_TYPE: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The gradient in fp32, in the order of the weight."""
-    if TURNED & 1:  # the column of gradients in `Group.turned`
-        places = turned_places(row, start, offsets)
-        grad = read(address(row, GRAD, GRAD_TYPE, 0, False, FULL), places, inside, FULL)
-    else:
-        column = address(row, GRAD, GRAD_TYPE, start, ALIGNED, FULL)
-        grad = read_column(column, offsets, inside, ALIGNED, FULL, BLOCK)
-    return grad
+    """The gradient in fp32."""
+    return read_column(address(row, GRAD, GRAD_TYPE, start, ALIGNED, FULL), offsets, inside, ALIGNED, FULL, BLOCK)
 
 
 @triton.jit
 def store_weight(
     row, start, offsets, inside, new, rng,
-    WEIGHT_TYPE: tl.constexpr, EXTRA_TYPE: tl.constexpr, MODE: tl.constexpr, TURNED: tl.constexpr,
+    WEIGHT_TYPE: tl.constexpr, EXTRA_TYPE: tl.constexpr, MODE: tl.constexpr,
     ALIGNED: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the new weight as `MODE` says; the extra tensor is given the rounding error, or a low copy."""
@@ -186,15 +166,11 @@ def store_weight(
         stored = new.to(WEIGHT_TYPE)
         write_column(weight, offsets, stored, inside, ALIGNED, FULL, BLOCK)
         if EXTRA_TYPE is not None:
-            if TURNED & 4:  # the column of extras
-                extra = address(row, EXTRA, EXTRA_TYPE, 0, False, FULL)
-                write(extra, turned_places(row, start, offsets), new, inside, FULL)
-            else:
-                extra = address(row, EXTRA, EXTRA_TYPE, start, ALIGNED, FULL)
-                beside = new
-                if MODE == KAHAN:
-                    beside = new - stored.to(tl.float32)
-                write_column(extra, offsets, beside, inside, ALIGNED, FULL, BLOCK)
+            extra = address(row, EXTRA, EXTRA_TYPE, start, ALIGNED, FULL)
+            beside = new
+            if MODE == KAHAN:
+                beside = new - stored.to(tl.float32)
+            write_column(extra, offsets, beside, inside, ALIGNED, FULL, BLOCK)
 
 
 @triton.jit

@@ -18,21 +18,20 @@ from torch import Tensor
 
 from amp_compiler.errors import LoweringError
 from amp_compiler.ops.cuda.pointer_tables import Group, TableCache
-from amp_compiler.ops.layout import is_dense, is_turned, laid_out_like
+from amp_compiler.ops.layout import is_dense, laid_out_like
 from amp_compiler.ops.update.fused import FusedOptimizer, Tensors, Update
 from amp_compiler.ops.update.rounding import Storage
 
 BLOCK = 1024
 CHECK_BLOCK, GATHER_BLOCK = 4096, 2048
 # Without a bound ptxas aims at ten programs of 128 threads on a multiprocessor for some combinations of options, and
-# spills. 64 registers let eight run, and 56, with which most updates do, nine: not those with turned places, and with
-# Kahan's errors not with every compiler.
+# spills. 64 registers let eight run, and 56, with which most updates do, nine: with Kahan's errors not with every
+# compiler.
 _OPTIONS = {"num_warps": 4, "maxnreg": 64, "enable_fp_fusion": False}
 _UPDATE_OPTIONS = {**_OPTIONS, "maxnreg": 56}
 _CHECK_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 _GATHER_OPTIONS = {**_CHECK_OPTIONS, "maxnreg": 64}
 TABLES = TableCache()
-_MAY_BE_TURNED = (0, 2)  # gradients and extras, by their columns: a convolution reads and makes them so
 _WORDS = {1: torch.int8, 2: torch.int16}
 
 
@@ -70,13 +69,12 @@ def _group_options(group: Group, mode: int) -> dict[str, Any]:
     if len({*group.types[3:]} - {None}) > 1:
         raise LoweringError("the moments of one tensor are of several types", mend="keep all of them in one type")
     types = {"GRAD_TYPE": grad, "WEIGHT_TYPE": weight, "EXTRA_TYPE": extra, "MOMENT_TYPE": first}
-    how = {"MODE": int(mode), "TURNED": group.turned, "ALIGNED": group.aligned, "BLOCK": BLOCK}
-    return {**types, **how, **update_options(group.turned, mode)}
+    return {**types, "MODE": int(mode), "ALIGNED": group.aligned, "BLOCK": BLOCK, **update_options(mode)}
 
 
-def update_options(turned: int, mode: int) -> dict[str, Any]:
-    """How an update is compiled, by the columns that lie turned and by how weights are stored."""
-    return _OPTIONS if turned or mode == Storage.KAHAN else _UPDATE_OPTIONS
+def update_options(mode: int) -> dict[str, Any]:
+    """How an update is compiled, by how weights are stored."""
+    return _OPTIONS if mode == Storage.KAHAN else _UPDATE_OPTIONS
 
 
 def grad_check(grads: Tensors, inv_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,8 +93,8 @@ def gather_check(
     device = inv_scale.device
     with _on(device):
         totals = [torch.empty_like(one) for one in sums] if last else []
-        columns = [_readable(grads, sums), sums, totals]
-        groups = TABLES.groups(columns, device, GATHER_BLOCK, _MAY_BE_TURNED[:1]) if grads else []
+        columns = [laid_out_like(grads, sums), sums, totals]
+        groups = TABLES.groups(columns, device, GATHER_BLOCK) if grads else []
         options = {"LAST": last, "BLOCK": GATHER_BLOCK, **_GATHER_OPTIONS}
         return *_checked("gather_kernel", groups, len(grads), inv_scale, **options), totals
 
@@ -115,25 +113,16 @@ def _checked(
     start = 0
     for group in groups:
         programs = len(group.blocks)
-        sides = {"TURNED": group.turned} if "LAST" in options else {}
         if programs:
             getattr(code, kernel)[(programs,)](
                 group.rows, group.blocks, inv_scale, partials[start:], bad_places[start:],
-                GRAD_TYPE=_triton_type(group.types[0]), ALIGNED=group.aligned, **sides, **options,
+                GRAD_TYPE=_triton_type(group.types[0]), ALIGNED=group.aligned, **options,
             )  # fmt: skip
         start += programs
     code.check_finish_kernel[(1,)](
         partials, bad_places, blocks, flags, count, norm, nonfinite, **finish_options(blocks)
     )
     return norm, nonfinite, flags
-
-
-def _readable(grads: Tensors, weights: Tensors) -> list[Tensor]:
-    """Gradients that lie as their weights, or turned as a kernel can read them; others are copied."""
-    return [
-        grad if is_turned(grad, weight) else laid_out_like([grad], [weight])[0]
-        for grad, weight in zip(grads, weights, strict=True)
-    ]
 
 
 def finish_options(count: int) -> dict[str, Any]:
@@ -185,8 +174,8 @@ def update(optimizer: FusedOptimizer, given: Update) -> None:
             kernel = getattr(code, f"{optimizer.name}_kernel")
             numbers = _prepared(optimizer, given, device)
             options = {flag.upper(): value for flag, value in given.flags.items()}
-            columns = [_readable(given.grads, given.weights), given.weights, _extras(given), *given.states]
-            for group in TABLES.groups(columns, device, BLOCK, _MAY_BE_TURNED):
+            columns = [laid_out_like(given.grads, given.weights), given.weights, _extras(given), *given.states]
+            for group in TABLES.groups(columns, device, BLOCK):
                 if len(group.blocks):
                     kernel[(len(group.blocks),)](
                         group.rows, group.blocks, numbers, given.coef, given.skip, given.started, given.rng,
