@@ -270,7 +270,7 @@ class KeptWeights:
     """
 
     def __init__(self, casts: Sequence[tuple[int, str, torch.dtype]] = ()) -> None:
-        self._casts, self.written = tuple(casts), ""
+        self._casts, self.written, self._turn = tuple(casts), "", 0
         self._seen: list[tuple[int, ...] | None] = [None] * len(self._casts)
         self._copies: list[torch.Tensor | None] = [None] * len(self._casts)
         self._watched: tuple[list[torch.Tensor], CopyWatch] | None = None
@@ -298,7 +298,8 @@ class KeptWeights:
         if watched is None or any(map(is_not, watched[0], copies)):
             pairs = [(inputs[index], copy) for (index, *_), copy in zip(self._casts, copies, strict=True)]
             self._watched = watched = copies, CopyWatch(pairs)
-        stale = watched[1].look()
+        self._turn += 1
+        stale = watched[1].look(self._turn)
         if not stale:
             return copies
         copies = list(copies)

@@ -40,7 +40,7 @@ class CopyWatch:
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]], takes: Collection[int] = ()) -> None:
         pairs = [(tensor.detach(), copy) for tensor, copy in pairs]  # keeps the memory that is looked at
-        self._pairs, self._turn = pairs, -1
+        self._pairs = pairs
         plain = [place for place, (tensor, _) in enumerate(pairs) if _is_plain(tensor)]
         here = [place for place in plain if pairs[place][0].is_cpu]
         compiled = library() if here else None
@@ -57,17 +57,20 @@ class CopyWatch:
             places = [place for place in plain if not pairs[place][0].is_cpu and (place in takes) is take]
             self._elsewhere += [_Elsewhere(pairs, places, take)] if places else []
 
-    def look(self) -> list[int]:
-        """The places of the pairs on a CPU that were seen to differ; on other devices they are brought together."""
-        self._turn += 1
+    def look(self, turn: int = 0) -> list[int]:
+        """The places of the pairs on a CPU that were seen to differ; on other devices they are brought together.
+
+        Args:
+            turn: number of the look, which says where in large tensors it looks.
+        """
         found: list[int] = []
         if len(self._places):
             flags = np.zeros(len(self._places), np.uint8)  # of this call: several threads may look
-            self._call(*self._arguments, ctypes.c_int64(self._turn), ctypes.c_void_p(flags.ctypes.data))
+            self._call(*self._arguments, ctypes.c_int64(turn), ctypes.c_void_p(flags.ctypes.data))
             found = self._places[flags.nonzero()].tolist()
         for one in self._elsewhere:
-            one.follow(self._turn)
-        return found + [place for place in self._others if not _agree(*self._pairs[place], self._turn)]
+            one.follow(turn)
+        return found + [place for place in self._others if not _agree(*self._pairs[place], turn)]
 
     def seen_elsewhere(self) -> list[int]:
         """The places of the pairs on a CUDA device that ever differed; waits for the device."""

@@ -32,7 +32,7 @@ class HiddenWrites:
         self._model, self._optimizers, self._kept = model, optimizers, kept
         self._key: tuple[int, int] | None = None
         self._watch, self._weights, self._said = CopyWatch([]), list[Tensor](), False
-        self._masters_lie = address_test([])
+        self._masters_lie, self._turn = address_test([]), 0
 
     def look(self, generation: int) -> bool:
         """At the beginning of a call: whether there are any.
@@ -48,7 +48,8 @@ class HiddenWrites:
             masters = (self._master(self._weights[place]) for place in sorted(takes))
             self._masters_lie = address_test([one for one in masters if one is not None])
             self._watch, self._key = CopyWatch([pair for _, pair in found], takes), key
-        places = self._watch.look()
+        self._turn += 1
+        places = self._watch.look(self._turn)
         if places:
             written = {id(self._weights[place]): self._weights[place] for place in places}
             note_writes(list(written.values()))
