@@ -302,12 +302,10 @@ class KeptWeights:
         stale = watched[1].look(self._turn)
         if not stale:
             return copies
-        copies = list(copies)
-        for slot in stale:
-            index, name, dtype = self._casts[slot]
-            copies[slot] = self._copies[slot] = inputs[index].detach().to(dtype)
-            self.written = self.written or name
-        return copies
+        self.written = self.written or self._casts[stale[0]][1]
+        # A write is seldom of one weight alone, and sampling may see it in one alone.
+        self._copies[:] = [inputs[index].detach().to(dtype) for index, _, dtype in self._casts]
+        return [copy for copy in self._copies if copy is not None]
 
     def drop(self) -> None:
         """Forget the copies; the next call makes them again."""

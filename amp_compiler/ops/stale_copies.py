@@ -11,7 +11,7 @@ from torch import Tensor
 
 from amp_compiler.ops.cpu.build import library
 from amp_compiler.ops.cuda.stale_copies import DeviceCopies, kernels
-from amp_compiler.ops.layout import is_dense, is_turned, same_layout
+from amp_compiler.ops.layout import is_dense, same_layout
 
 _CODES = {torch.bfloat16: 2, torch.float16: 3}  # as in types.h
 _LOOKED_AT = 1024  # elements of a tensor at a look; as in stale.cpp
@@ -110,14 +110,13 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _is_taken(tensor: Tensor, copy: Tensor) -> bool:
-    """Whether the compiled code takes a pair: dense tensors that lie alike, or one with its channels last."""
+    """Whether the compiled code takes a pair: dense tensors that lie alike."""
     types = tensor.dtype is torch.float32 and copy.dtype in _CODES
-    return types and is_dense(tensor) and (is_turned(copy, tensor) or (same_layout(tensor, copy) and is_dense(copy)))
+    return types and is_dense(tensor) and is_dense(copy) and same_layout(tensor, copy)
 
 
 def _row(tensor: Tensor, copy: Tensor) -> tuple[int, ...]:
-    sizes = (tensor.shape[1], tensor.shape[2:].numel()) if is_turned(copy, tensor) else (1, 1)
-    return tensor.numel(), _CODES[copy.dtype], tensor.data_ptr(), copy.data_ptr(), *sizes
+    return tensor.numel(), _CODES[copy.dtype], tensor.data_ptr(), copy.data_ptr()
 
 
 def _agree(tensor: Tensor, copy: Tensor, turn: int) -> bool:

@@ -51,8 +51,10 @@ class HiddenWrites:
         self._turn += 1
         places = self._watch.look(self._turn)
         if places:
-            written = {id(self._weights[place]): self._weights[place] for place in places}
-            note_writes(list(written.values()))
+            # A write is seldom of one weight alone, and sampling may see it in one alone: all copies are cast anew. Of
+            # a 16-bit weight its master would lose digits by that.
+            written = [w for place, w in enumerate(self._weights) if place in places or w.dtype not in LOW_TYPES]
+            note_writes(list({id(weight): weight for weight in written}.values()))
             self._say(self._weights[places[0]])
         return bool(places)
 

@@ -32,7 +32,7 @@ def kernels() -> Any:
 
 
 class DeviceCopies:
-    """Pairs of dense tensors on one device, the copies laid out alike or with their channels last.
+    """Pairs of dense tensors on one device, each copy laid out as its tensor.
 
     Args:
         pairs: FP32 tensors and their 16-bit copies.
@@ -56,7 +56,7 @@ class DeviceCopies:
         """
         with _on(self._device):
             for group, flags in zip(self._groups, self._flags, strict=True):
-                how = {"LOW_TYPE": _triton_type(group.types[_LOW]), "TURNED": group.turned != 0, **_OPTIONS}
+                how = {"LOW_TYPE": _triton_type(group.types[_LOW]), **_OPTIONS}
                 kernels().stale_kernel[(len(group.rows),)](
                     group.rows, flags[0], flags[1], turn, RUN=_RUN, RUNS=_RUNS, **how
                 )

@@ -11,18 +11,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from amp_compiler.ops.cuda.triton_parts import CHANNELS, COLUMNS, EXTRA, PIXELS, SIZE, WEIGHT
+from amp_compiler.ops.cuda.triton_parts import COLUMNS, EXTRA, SIZE, WEIGHT
 
 
 @triton.jit
-def _pointers(row, places, LOW_TYPE: tl.constexpr, TURNED: tl.constexpr):
+def _pointers(row, places, LOW_TYPE: tl.constexpr):
     wide = tl.load(row + WEIGHT).to(tl.pointer_type(tl.float32)) + places
-    at = places
-    if TURNED:
-        channels, pixels = tl.load(row + CHANNELS), tl.load(row + PIXELS)
-        inner = places % (channels * pixels)
-        at = places - inner + inner % pixels * channels + inner // pixels
-    return wide, tl.load(row + EXTRA).to(tl.pointer_type(LOW_TYPE)) + at
+    return wide, tl.load(row + EXTRA).to(tl.pointer_type(LOW_TYPE)) + places
 
 
 @triton.jit
@@ -34,9 +29,7 @@ def _differ(wide, low):
 
 
 @triton.jit
-def stale_kernel(
-    rows, flags, seen, turn, LOW_TYPE: tl.constexpr, TURNED: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr
-):
+def stale_kernel(rows, flags, seen, turn, LOW_TYPE: tl.constexpr, RUN: tl.constexpr, RUNS: tl.constexpr):
     """One program a pair: `flags` says whether it differs where this turn looks, `seen` whether it ever did."""
     number = tl.program_id(0)
     row = rows + number * COLUMNS
@@ -45,7 +38,7 @@ def stale_kernel(
     first = turn % ((spacing + RUN - 1) // RUN) * RUN
     element = tl.arange(0, RUN * RUNS).to(tl.int64)
     places = element // RUN * spacing + first + element % RUN
-    wide, low = _pointers(row, places, LOW_TYPE, TURNED)
+    wide, low = _pointers(row, places, LOW_TYPE)
     inside = places < size
     differs = _differ(tl.load(wide, mask=inside, other=0.0), tl.load(low, mask=inside, other=0.0)) & inside
     found = tl.max(differs.to(tl.int32), 0)
@@ -54,9 +47,7 @@ def stale_kernel(
 
 
 @triton.jit
-def follow_kernel(
-    rows, blocks, flags, LOW_TYPE: tl.constexpr, TURNED: tl.constexpr, TAKES: tl.constexpr, BLOCK: tl.constexpr
-):
+def follow_kernel(rows, blocks, flags, LOW_TYPE: tl.constexpr, TAKES: tl.constexpr, BLOCK: tl.constexpr):
     """Cast anew the pairs that a flag is set of; with `TAKES` the FP32 tensor takes what its copy has otherwise."""
     entry = tl.load(blocks + tl.program_id(0))
     number = entry >> 32
@@ -64,7 +55,7 @@ def follow_kernel(
         row = rows + number * COLUMNS
         places = (entry & 0xFFFFFFFF) * BLOCK + tl.arange(0, BLOCK)
         inside = places < tl.load(row + SIZE)
-        wides, lows = _pointers(row, places, LOW_TYPE, TURNED)
+        wides, lows = _pointers(row, places, LOW_TYPE)
         wide = tl.load(wides, mask=inside, other=0.0)
         if TAKES:
             low = tl.load(lows, mask=inside, other=0.0)
