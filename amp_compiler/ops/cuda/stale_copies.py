@@ -43,7 +43,7 @@ class DeviceCopies:
         self._takes, self._device = takes, pairs[0][0].device
         columns = [[], [wide for wide, _ in pairs], [low for _, low in pairs]]
         with _on(self._device):
-            self._groups = TABLES.groups(columns, self._device, _BLOCK, (_LOW,))
+            self._groups = TABLES.groups(columns, self._device, _BLOCK)
             self._flags = [
                 torch.zeros(2, len(one.rows), dtype=torch.int32, device=self._device) for one in self._groups
             ]
