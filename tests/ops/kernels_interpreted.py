@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from triton import language as tl
 from triton.runtime import interpreter
+from interpreting import convert_as_devices_do
 from update_arguments import EVERY, NAMES, update_arguments
 
 from amp_compiler.errors import LoweringError
@@ -52,25 +52,12 @@ def round_once(x, y, z):
 
 @pytest.fixture(autouse=True)
 def device_arithmetic(monkeypatch):
-    truncate = interpreter.InterpreterBuilder.cast_impl
-    in_python = interpreter._patch_lang_tensor
-
-    def cast(self, src, dst_type):
-        if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
-            rounded = torch.from_numpy(np.ascontiguousarray(src.data)).bfloat16().view(torch.int16).numpy()
-            return interpreter.TensorHandle(rounded.view(np.uint16), tl.bfloat16)
-        return truncate(self, src, dst_type)
-
-    def numbers_in_python(tensor, scope):
-        in_python(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+    convert_as_devices_do(monkeypatch)
 
     def fma(self, x, y, z):
         with np.errstate(all="ignore"):
             return interpreter.TensorHandle(round_once(x.data, y.data, z.data), z.dtype.scalar)
 
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", numbers_in_python)
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fp_trunc", cast)
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fma)
     with np.errstate(all="ignore"):
         yield
