@@ -46,12 +46,14 @@ class CopyWatch:
         compiled = library() if here else None
         taken = [place for place in here if compiled is not None and _is_taken(*pairs[place])]
         self._others = sorted({*here} - {*taken})
-        self._places = np.array(taken, np.int64)
+        self._places = taken
         self._table = np.array([_row(*pairs[place]) for place in taken], np.int64)
         if compiled is not None:
             self._call = compiled.amp_stale
             self._call.restype = None
-            self._arguments = ctypes.c_void_p(self._table.ctypes.data), ctypes.c_int64(len(taken))
+            self._call.argtypes = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p
+            self._arguments = self._table.ctypes.data, len(taken)
+            self._new_flags = ctypes.c_uint8 * len(taken)
         self._elsewhere: list[_Elsewhere] = []
         for take in (False, True):
             places = [place for place in plain if not pairs[place][0].is_cpu and (place in takes) is take]
@@ -64,13 +66,17 @@ class CopyWatch:
             turn: number of the look, which says where in large tensors it looks.
         """
         found: list[int] = []
-        if len(self._places):
-            flags = np.zeros(len(self._places), np.uint8)  # of this call: several threads may look
-            self._call(*self._arguments, ctypes.c_int64(turn), ctypes.c_void_p(flags.ctypes.data))
-            found = self._places[flags.nonzero()].tolist()
+        if self._places:
+            flags = self._new_flags()  # of this call: several threads may look
+            self._call(*self._arguments, turn, flags)
+            marks = bytes(flags)
+            if 1 in marks:
+                found = [place for place, mark in zip(self._places, marks, strict=True) if mark]
         for one in self._elsewhere:
             one.follow(turn)
-        return found + [place for place in self._others if not _agree(*self._pairs[place], turn)]
+        if self._others:
+            found += [place for place in self._others if not _agree(*self._pairs[place], turn)]
+        return found
 
     def seen_elsewhere(self) -> list[int]:
         """The places of the pairs on a CUDA device that ever differed; waits for the device."""

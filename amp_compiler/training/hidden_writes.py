@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -32,7 +32,8 @@ class HiddenWrites:
         self._model, self._optimizers, self._kept = model, optimizers, kept
         self._key: tuple[int, int] | None = None
         self._watch, self._weights, self._said = CopyWatch([]), list[Tensor](), False
-        self._masters_lie, self._turn = address_test([]), 0
+        self._masters_lie: Callable[[], bool] | None = None
+        self._turn = 0
 
     def look(self, generation: int) -> bool:
         """At the beginning of a call: whether there are any.
@@ -41,12 +42,12 @@ class HiddenWrites:
             generation: another number where weights, masters or copies may lie elsewhere, as `Standing` counts.
         """
         key = generation, self._kept.lows.made
-        if key != self._key or not self._masters_lie():
+        if key != self._key or (self._masters_lie is not None and not self._masters_lie()):
             found = [(weight, pair) for weight in self._trained() for pair in self._pairs(weight)]
             self._weights = [weight for weight, _ in found]
             takes = {place for place, (weight, _) in enumerate(found) if weight.dtype in LOW_TYPES}
-            masters = (self._master(self._weights[place]) for place in sorted(takes))
-            self._masters_lie = address_test([one for one in masters if one is not None])
+            masters = [one for place in sorted(takes) if (one := self._master(self._weights[place])) is not None]
+            self._masters_lie = address_test(masters) if masters else None
             self._watch, self._key = CopyWatch([pair for _, pair in found], takes), key
         self._turn += 1
         places = self._watch.look(self._turn)

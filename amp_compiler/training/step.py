@@ -256,6 +256,7 @@ class TrainingStep(StepReadings):
         self._specs: dict[int, Any] = {}  # trees of batches of tensors alone, by their number
         self._last, self._leaves, self._spec = None, [], None
         self._ranks = ranks
+        self._speaks = ranks is None or ranks.is_first  # notices are one process's to give
         self._together: Together | None = None
         self._reduction: Reduction | None = None
         if ranks is not None:
@@ -527,11 +528,6 @@ class TrainingStep(StepReadings):
         clips = "clip_norm=" if self._clip_norm is not None else ""
         ranks = "the sum over the ranks" if self._ranks is not None else ""
         return accumulates or clips or ranks
-
-    @property
-    def _speaks(self) -> bool:
-        """Whether notices are this process's to give: of several ranks the first one gives them."""
-        return self._ranks is None or self._ranks.is_first
 
     def _piece_program(self, step: PieceStep, spec: Any, gather: str, leaves: list[Any]) -> PieceProgram:
         options, together = self._options(gather, leaves), self._together
