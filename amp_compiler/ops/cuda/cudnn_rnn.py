@@ -140,7 +140,7 @@ def _forward(form: Form, given: Inputs, keeps: bool) -> tuple[Tensor, Tensor, Te
 
 def _flattened(form: Form, given: Inputs) -> tuple[list[Tensor], Tensor]:
     """Copies of the weights in one buffer, as cuDNN reads them, and the buffer."""
-    weights = [one.detach() for one in given.weights]  # these come to lie in the buffer; the weights stay
+    weights = [one.detach().contiguous() for one in given.weights]  # these come to lie in the buffer; the weights stay
     flat = _aten._cudnn_rnn_flatten_weight.default(
         weights, form.each, given.data.shape[-1], MODES[form.kind], form.hidden, form.projected, form.layers, False,
         form.bidirectional,
