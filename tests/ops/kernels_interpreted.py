@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from triton.runtime import interpreter
 from interpreting import convert_as_devices_do
+from triton.runtime import interpreter
 from update_arguments import EVERY, NAMES, update_arguments
 
 from amp_compiler.errors import LoweringError
