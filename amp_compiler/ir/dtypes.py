@@ -152,11 +152,15 @@ def low_type(dtype: object) -> DType:
         >>> low_type("half"), low_type("bfloat16").short
         (<DType.FLOAT16: 'float16'>, 'bf16')
     """
+    return _low_type(dtype, "'fp16' or 'bf16'")
+
+
+def _low_type(dtype: object, taken: str) -> DType:
     found = element_type(dtype)
     if found in (DType.FLOAT16, DType.BFLOAT16):
         return found
     near = [] if found or str(dtype) == AUTO else difflib.get_close_matches(str(dtype), [*get_args(LowName), AUTO], 1)
-    mend = f"did you mean '{near[0]}'?" if near else "use 'fp16' or 'bf16'; rules say what stays in FP32"
+    mend = f"did you mean '{near[0]}'?" if near else f"use {taken}; rules say what stays in FP32"
     raise AmpError(f"dtype={dtype!r} is no 16-bit type", mend=mend)
 
 
@@ -169,7 +173,9 @@ def low_name(dtype: object) -> Literal[ShortName, "auto"]:
     Raises:
         AmpError: for anything else.
     """
-    return AUTO if isinstance(dtype, str) and dtype == AUTO else short_name(low_type(dtype))
+    if isinstance(dtype, str) and dtype == AUTO:
+        return AUTO
+    return short_name(_low_type(dtype, f"'fp16', 'bf16' or '{AUTO}'"))
 
 
 def short_name(low: DType) -> ShortName:

@@ -76,10 +76,3 @@ def test_it_is_the_sum_of_bits_times_odd_numbers():
     bits = given.view(torch.int16).tolist()
     total = sum(one * place for one, place in zip(bits, numbers(5), strict=True)) * next(numbers(1))
     assert checksums([given]) == [f"{total % 2**64:016x}"]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_a_gpu_gives_the_same(dtype):
-    given = values(dtype, 2 * _CHUNK + 3)
-    assert checksums([given.cuda()]) == checksums([given])

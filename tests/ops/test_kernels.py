@@ -68,7 +68,7 @@ def test_copies_under_the_interpreter():
     options = ["-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
     done = run_python(["-m", "pytest", *options, "stale_copies_interpreted.py"], TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    assert int(re.search(r"\b(\d+) passed", done.stdout)[1]) >= 9
+    assert int(re.search(r"\b(\d+) passed", done.stdout)[1]) >= 5
 
 
 @pytest.mark.long

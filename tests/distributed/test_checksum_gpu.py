@@ -1,0 +1,15 @@
+"""Checksums on a CUDA device: those of the CPU."""
+
+from __future__ import annotations
+
+import pytest
+from test_checksum import TYPES, values
+
+from amp_compiler.distributed.checksum import _CHUNK, checksums
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_a_gpu_gives_the_same(dtype):
+    given = values(dtype, 2 * _CHUNK + 3)
+    assert checksums([given.cuda()]) == checksums([given])
