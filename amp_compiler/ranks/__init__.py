@@ -1,1 +1,1 @@
-"""Several processes: which of them train one model together."""
+"""Many processes that train one model: their group, what they agree on, and what each of them holds."""

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from amp_compiler.distributed.ranks import Ranks, check_equal
 from amp_compiler.errors import AmpError, first_line
+from amp_compiler.ranks.ranks import Ranks, check_equal
 
 Made = TypeVar("Made")
 ABOUT = "checkpoint.json"

@@ -15,17 +15,16 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from amp_compiler.distributed.group import check_groups, group_of_norm, ranks_of_norm
-from amp_compiler.distributed.ranks import Ranks, check_equal, token
 from amp_compiler.errors import RankError
 from amp_compiler.fx.graph import neutral_dtype
 from amp_compiler.fx.python_state import is_plain
 from amp_compiler.fx.synchronized_norms import GROUPS
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.policy.rules import RuleSet
-from amp_compiler.training.parts import Parts
-from amp_compiler.training.program import LossModule
-from amp_compiler.training.rank_values import RankValues
+from amp_compiler.ranks.group import check_groups, group_of_norm, ranks_of_norm
+from amp_compiler.ranks.parts import Parts
+from amp_compiler.ranks.ranks import Ranks, check_equal, token
+from amp_compiler.ranks.values import RankValues
 
 Shared = tuple[SharedGradient, ...]
 _SAME = "give all ranks the same model, loss function, optimizer, rules and options"
@@ -337,7 +336,7 @@ def _number_of(value: Any) -> Any:
 
 def begin(
     ranks: Ranks,
-    model: LossModule,
+    model: torch.nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     rules: RuleSet,
     options: Mapping[str, Any],
@@ -366,7 +365,7 @@ def begin(
     ranks.broadcast({id(tensor): tensor for tensor in tensors}.values())
 
 
-def _machine(model: LossModule) -> dict[str, Any]:
+def _machine(model: torch.nn.Module) -> dict[str, Any]:
     """What must be equal for all ranks to compute the same bits of the same numbers."""
     device = next(iter(model.parameters())).device
     if device.type == "cuda":
@@ -376,7 +375,7 @@ def _machine(model: LossModule) -> dict[str, Any]:
     return {"versions": f"torch {torch.__version__}, amp_compiler {version('amp_compiler')}", "processors": processor}
 
 
-def _given(model: LossModule, optimizers: Sequence[torch.optim.Optimizer], rules: RuleSet) -> dict[str, Any]:
+def _given(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], rules: RuleSet) -> dict[str, Any]:
     names = {id(parameter): name.partition(".")[2] for name, parameter in model.named_parameters()}
     return {
         "modules": [f"{name.partition('.')[2]} {type(one).__name__}".strip() for name, one in model.named_modules()],

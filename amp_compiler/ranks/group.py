@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from amp_compiler.distributed.ranks import Ranks
 from amp_compiler.errors import AmpError, RankError
+from amp_compiler.ranks.ranks import Ranks
 
 _ALONE = "process_group=dist.new_group([dist.get_rank()], use_local_synchronization=True)"
 _TOGETHER = "process_group=dist.group.WORLD"

@@ -7,14 +7,13 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from amp_compiler.distributed.checksum import checksums
 from amp_compiler.forward.tensor_versions import OPTIMIZER_STEPS, writable
 from amp_compiler.fx.python_state import is_plain
-from amp_compiler.training.held_scale import HeldScale
-from amp_compiler.training.program import ROOT, LossModule
-from amp_compiler.training.weights import RoundingState
+from amp_compiler.ops.loss_scale.held import HeldScale
+from amp_compiler.ops.update.rounding import RoundingState
+from amp_compiler.ranks.checksum import checksums
 
 _VERSION = attrgetter("_version")
 _Mark = tuple[int, int, int]  # which tensor, where it lies, its version
@@ -29,6 +28,7 @@ class RankValues:
 
     Args:
         model: the loss as a module.
+        root: name of what is trained in it.
         optimizers: its optimizers.
         scale: the loss scale.
         rounding: the random state of stochastic rounding.
@@ -40,13 +40,15 @@ class RankValues:
 
     def __init__(
         self,
-        model: LossModule,
+        model: nn.Module,
+        root: str,
         optimizers: Sequence[torch.optim.Optimizer],
         scale: HeldScale,
         rounding: RoundingState,
         with_buffers: bool,
     ) -> None:
-        self._model, self._optimizers, self._scale, self._rounding = model, optimizers, scale, rounding
+        self._model, self._root, self._optimizers = model, root, optimizers
+        self._scale, self._rounding = scale, rounding
         self._with_buffers = with_buffers
         self.parameters: tuple[str, ...] = ()
         self._generation = -1
@@ -115,12 +117,12 @@ class RankValues:
 
     def _held(self) -> Iterator[tuple[str, str, Tensor, dict[str, Any]]]:
         """Group, name and state of each parameter of the optimizers."""
-        names = {id(one): name for name, one in self._model.named_parameters() if name.startswith(ROOT)}
+        names = {id(one): name for name, one in self._model.named_parameters() if name.startswith(self._root)}
         number = 0
         for optimizer in self._optimizers:
             for index, group in enumerate(optimizer.param_groups):
                 for parameter in group["params"]:
-                    name = names.get(id(parameter), f"{ROOT}.parameter {number}")
+                    name = names.get(id(parameter), f"{self._root}.parameter {number}")
                     state = optimizer.state.get(parameter, {})
                     yield f"{type(optimizer).__name__} group {index}", name, parameter, state
                     number += 1

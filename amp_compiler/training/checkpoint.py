@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amp_compiler.distributed import checkpoint_folder
-from amp_compiler.distributed.ranks import Ranks, check_equal
 from amp_compiler.errors import AmpError
+from amp_compiler.ranks import checkpoint_folder
+from amp_compiler.ranks.coordinator import LOADING_ALL, SAVING_ALL
+from amp_compiler.ranks.ranks import Ranks, check_equal
 from amp_compiler.training.checkpoint_state import StepContents
 from amp_compiler.training.step import TrainingStep
-from amp_compiler.training.together import LOADING_ALL, SAVING_ALL
 
 _SAME = "call it on all ranks with the same steps, folder and number"
 
@@ -86,7 +86,7 @@ def save_checkpoint(
         (0, {'epoch': 3})
     """
     named, ranks = _joined(steps, SAVING_ALL)
-    from amp_compiler.distributed import dcp  # here: few need it, and importing it takes a third of a second
+    from amp_compiler.ranks import dcp  # here: few need it, and importing it takes a third of a second
 
     state: dict[str, Any] = {}
     about: dict[str, Any] = {}
@@ -146,7 +146,7 @@ def load_checkpoint(
         None
     """
     named, ranks = _joined(steps, LOADING_ALL)
-    from amp_compiler.distributed import dcp
+    from amp_compiler.ranks import dcp
 
     chosen = checkpoint_folder.choose(Path(folder), number, ranks)
     if chosen is None:

@@ -15,7 +15,7 @@ from amp_compiler.training.program import ROOT
 from amp_compiler.training.weights import MASTER, MasterWeights
 
 if TYPE_CHECKING:
-    from amp_compiler.distributed.dcp import Contents, Slice
+    from amp_compiler.ranks.dcp import Contents, Slice
     from amp_compiler.training.step import TrainingStep
 
 _OTHER = "give the step the model, optimizer, dtype and rules that it was saved with"
@@ -139,7 +139,7 @@ class StepContents:
         return self._slice(self._weights.parts.held(state, column, parameter).detach(), parameter)
 
     def _slice(self, part: Tensor, parameter: Tensor) -> Slice:
-        from amp_compiler.distributed.dcp import Slice  # here: importing it takes a third of a second
+        from amp_compiler.ranks.dcp import Slice  # here: importing it takes a third of a second
 
         start = min(self._rank * part.numel(), parameter.numel())
         return Slice(part[: parameter.numel() - start], parameter.shape, start)

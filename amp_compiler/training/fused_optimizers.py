@@ -17,8 +17,8 @@ from amp_compiler.ops.update.fused import L1_DECAY, STEP, FusedOptimizer, l1_of
 from amp_compiler.ops.update.operators import FUSED
 from amp_compiler.ops.update.rounding import Storage
 from amp_compiler.passes.step.update_group import PART, UpdateGroup
+from amp_compiler.ranks.parts import UNSPLIT, Parts
 from amp_compiler.training.optimizer_state import laid_out, retyped
-from amp_compiler.training.parts import UNSPLIT, Parts
 from amp_compiler.training.traced_optimizers import TracedGroup, bind_traced, check_traceable
 from amp_compiler.training.weights import COMPENSATION
 

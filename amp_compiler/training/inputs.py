@@ -28,8 +28,8 @@ from amp_compiler.passes.step.reduce_gradients import (
 )
 from amp_compiler.passes.step.sum_gradients import owners_with_gradient
 from amp_compiler.policy.rules import OpTable
+from amp_compiler.ranks.parts import Parts
 from amp_compiler.training.fused_optimizers import KINDS, BoundGroup, bind
-from amp_compiler.training.parts import Parts
 from amp_compiler.training.program import LossModule, Resolver
 from amp_compiler.training.state import GradientSums, LowWeights
 from amp_compiler.training.traced_optimizers import TracedGroup

@@ -13,10 +13,10 @@ from amp_compiler.fx.torch_private import building
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.training.build import StepOptions
+from amp_compiler.training.change_detector import Standing
 from amp_compiler.training.piece_update import Made
 from amp_compiler.training.pieces import Decide, PieceStep
 from amp_compiler.training.program import StepOutput, StepProgram
-from amp_compiler.training.standing import Standing
 
 
 class PieceProgram:

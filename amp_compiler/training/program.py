@@ -32,7 +32,7 @@ from amp_compiler.training.state import LowWeights
 from amp_compiler.training.traced_optimizers import TracedGroup
 
 if TYPE_CHECKING:
-    from amp_compiler.training.standing import Standing
+    from amp_compiler.training.change_detector import Standing
 
 _PAIR = pytree.tree_structure((0, 0))
 ROOT = "model"  # name of the models in a `LossModule`

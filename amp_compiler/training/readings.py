@@ -16,12 +16,12 @@ from amp_compiler.fx.step_graph import step_graph_of
 from amp_compiler.ir.nonfinite import LOSS, NonfiniteReport
 from amp_compiler.ir.plan import AutocastTotals, PrecisionPlan
 from amp_compiler.ops.loss_scale import LossScale, LossScaleState
+from amp_compiler.ops.loss_scale.held import HeldScale
 from amp_compiler.passes.pipeline import Stages
+from amp_compiler.ranks.parts import UNSPLIT
 from amp_compiler.training.build import StepState
 from amp_compiler.training.events import NonfiniteEvent
-from amp_compiler.training.held_scale import HeldScale
 from amp_compiler.training.nonfinite import report_nonfinite
-from amp_compiler.training.parts import UNSPLIT
 from amp_compiler.training.piece_program import PieceProgram
 from amp_compiler.training.piece_trial import PieceTrials
 from amp_compiler.training.program import StepOutput, StepProgram

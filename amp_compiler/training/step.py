@@ -16,8 +16,6 @@ from amp_compiler.backends import BackendArgument
 from amp_compiler.backends.backend import DEFAULT, Mode
 from amp_compiler.backends.cuda_capture import TorchGraphs
 from amp_compiler.backends.cuda_graph import GraphSettings
-from amp_compiler.distributed.group import ranks_of
-from amp_compiler.distributed.ranks import Ranks
 from amp_compiler.errors import AmpError, CaptureError, HookError, LoweringError, OptimizerError, UnknownFormError
 from amp_compiler.forward.captures import Captures
 from amp_compiler.forward.counting import CountingProgram
@@ -36,10 +34,17 @@ from amp_compiler.ir.nonfinite import NonfiniteReport
 from amp_compiler.ir.plan import AutocastTotals
 from amp_compiler.onnx.importing.api import trained_module
 from amp_compiler.ops.loss_scale import LossScale, LossScaleArgument, NoLossScale, make_loss_scale
+from amp_compiler.ops.loss_scale.held import HeldScale
 from amp_compiler.ops.update.rounding import WeightStorage
 from amp_compiler.passes.pipeline import CAPTURE, DEVICE, FORWARD, PIECE, PLAN, STEP, UPDATE
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.policy.unused import warn_of_unused
+from amp_compiler.ranks.coordinator import Offer, Together, batch_form, settings_of
+from amp_compiler.ranks.group import ranks_of
+from amp_compiler.ranks.joining import joined
+from amp_compiler.ranks.parts import UNSPLIT, Parts
+from amp_compiler.ranks.ranks import Ranks
+from amp_compiler.ranks.reduction import Reduction
 from amp_compiler.training.arguments import (
     check_call,
     check_enabled,
@@ -50,34 +55,29 @@ from amp_compiler.training.arguments import (
 from amp_compiler.training.autocast import autocast_of
 from amp_compiler.training.build import (
     PARALLEL,
-    Reduction,
     StepOptions,
     StepState,
     build_step,
     check_parameters,
     is_one_graph,
 )
+from amp_compiler.training.change_detector import Standing
 from amp_compiler.training.counting import build_counting
 from amp_compiler.training.dry import DryStep, build_dry
 from amp_compiler.training.events import events_on
-from amp_compiler.training.fused_optimizers import check_optimizers, check_storage
-from amp_compiler.training.held_scale import HeldScale
+from amp_compiler.training.fused_optimizers import check_optimizers, check_split, check_storage
 from amp_compiler.training.hidden_writes import HiddenWrites
 from amp_compiler.training.inputs import KeptTensors
-from amp_compiler.training.joining import joined
 from amp_compiler.training.log import STEPS_KEY, StepLog
-from amp_compiler.training.parts import UNSPLIT, Parts
 from amp_compiler.training.piece_program import PieceProgram
 from amp_compiler.training.piece_trial import PieceTrials
 from amp_compiler.training.pieces import PieceStep
-from amp_compiler.training.program import LossModule, StepOutput, StepProgram
+from amp_compiler.training.program import ROOT, LossModule, StepOutput, StepProgram
 from amp_compiler.training.readings import StepReadings
 from amp_compiler.training.scale_watch import StuckWatch
-from amp_compiler.training.standing import Standing
 from amp_compiler.training.state import GradientSums, LowWeights
 from amp_compiler.training.step_hooks import check_hooks, hooks_before, hooks_behind
 from amp_compiler.training.step_programs import StepPrograms
-from amp_compiler.training.together import Offer, Together, batch_form, settings_of
 from amp_compiler.training.trial import StepTrials
 from amp_compiler.training.weights import OWN_KEY, WeightState, weight_storage, widened
 
@@ -259,6 +259,9 @@ class TrainingStep(StepReadings):
         self._together: Together | None = None
         self._reduction: Reduction | None = None
         if ranks is not None:
+            shards = enabled and self._settings.rules.reduce.get("shard") == "update"
+            if shards:
+                check_split(self._optimizers, self._weights.storage.low)
             told = {
                 "dtype": self._low.short,
                 "loss_scale": self._scale_config,
@@ -269,9 +272,11 @@ class TrainingStep(StepReadings):
             self._together, self._reduction = joined(
                 ranks,
                 self._module,
+                ROOT,
                 self._optimizers,
-                self._weights,
                 self._held,
+                self._weights.rounding,
+                self._weights.parts if shards else None,
                 self._settings,
                 told,
                 broadcast_buffers,

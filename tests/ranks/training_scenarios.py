@@ -33,7 +33,7 @@ from rank_harness import (
 from torch import Tensor, nn
 
 import amp_compiler as amp
-from amp_compiler.training.traffic import traffic_of
+from amp_compiler.ranks.traffic import traffic_of
 
 COMPILED = ("compiled",)  # takes Inductor's seconds
 SEEDED = ("low_types_of_seeds", "low_types_of_cases")  # take many trainings

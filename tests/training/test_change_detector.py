@@ -21,8 +21,8 @@ from amp_compiler.backends.batch_buffers import Buffers
 from amp_compiler.forward.module_watch import TensorWatch, WriteCount
 from amp_compiler.forward.tensor_versions import note_writes
 from amp_compiler.fx import compiled_look, torch_private
+from amp_compiler.training.change_detector import LASTING, Standing
 from amp_compiler.training.scale_watch import StuckWatch
-from amp_compiler.training.standing import LASTING, Standing
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(200, 6, 4, generator=GENERATOR)
