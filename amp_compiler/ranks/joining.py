@@ -12,7 +12,7 @@ from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.ops.cpu import update as cpu_update
 from amp_compiler.ops.loss_scale.held import HeldScale
 from amp_compiler.ops.update.rounding import RoundingState
-from amp_compiler.ranks.coordinator import SAVING, Together, begin
+from amp_compiler.ranks.coordinator import SAVING, RankCoordinator, begin
 from amp_compiler.ranks.parts import Parts
 from amp_compiler.ranks.ranks import Ranks
 from amp_compiler.ranks.reduction import Reduction
@@ -22,7 +22,7 @@ BUCKET_MB = 25  # of gradients that ranks send together, as DistributedDataParal
 ALONE_BYTES = 2**20  # of a gradient that goes by itself, where the loops of the update take it as it comes
 
 
-def joined(
+def join_ranks(
     ranks: Ranks,
     model: torch.nn.Module,
     root: str,
@@ -33,7 +33,7 @@ def joined(
     settings: Settings,
     options: Mapping[str, Any],
     broadcast_buffers: bool,
-) -> tuple[Together, Reduction]:
+) -> tuple[RankCoordinator, Reduction]:
     """Compare models and options with those of the other ranks, and take the first one's weights.
 
     Args:
@@ -63,13 +63,13 @@ def joined(
     begin(ranks, model, optimizers, settings.rules, {"options": [f"{name}={one}" for name, one in options.items()]})
     ranks.broadcast([rounding.tensor])
     values = RankValues(model, root, optimizers, scale, rounding, broadcast_buffers)
-    together = Together(ranks, values, parts)
+    coordinator = RankCoordinator(ranks, values, parts)
     bucket_bytes, exchange = int(float(section.get("bucket_mb", BUCKET_MB)) * 2**20), ranks.uses_gloo(device)
     loops = exchange and device.type == "cpu" and cpu_update.available()
     if parts is not None:
         for one in optimizers:
-            parts.whole_on_save(one, functools.partial(together.comes, SAVING))
-    return together, Reduction(
+            parts.whole_on_save(one, functools.partial(coordinator.join, SAVING))
+    return coordinator, Reduction(
         ranks.name,
         ranks.size,
         bucket_bytes,

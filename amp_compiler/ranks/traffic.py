@@ -82,14 +82,14 @@ def traffic_of(graph: fx.Graph, ranks: int, updated: Sequence[str]) -> Traffic:
     kept = [node for node in placeholders if Key.STATE in node.meta and node.meta[Key.STATE][0] not in _NOT_HELD]
     masters = [node for node in placeholders if Key.MASTER in node.meta]
     parameters = [node for node in placeholders if node.name in updated and node not in masters]
-    lows = [node for node in placeholders if Key.LOW in node.meta and node.meta[Key.LOW][0] in updated]
+    low_weights = [node for node in placeholders if Key.LOW in node.meta and node.meta[Key.LOW][0] in updated]
     under = [node for node in placeholders if node.name in {node.meta[Key.MASTER] for node in masters}]
     return Traffic(
         ranks,
         sum(_numel(node) for node in (*parameters, *under)),
         len(messages),
         sent,
-        sum(_bytes(node.meta["val"]) for node in (*parameters, *under, *lows)),
+        sum(_bytes(node.meta["val"]) for node in (*parameters, *under, *low_weights)),
         sum(_bytes(node.meta["val"]) for node in (*masters, *kept)),
     )
 

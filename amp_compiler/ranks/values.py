@@ -127,7 +127,7 @@ class RankValues:
                     yield f"{type(optimizer).__name__} group {index}", name, parameter, state
                     number += 1
 
-    def said(self) -> dict[str, Any]:
+    def message(self) -> dict[str, Any]:
         """Checksums of all weights, buffers and states, and the loss scale, as texts."""
         buffers = self._model.named_buffers() if self._with_buffers else ()
         weights: dict[str, Tensor] = dict(self._model.named_parameters())
@@ -141,9 +141,9 @@ class RankValues:
                 elif not value.dim() or value.shape == parameter.shape:  # no part
                     states[f"{key} of {_shown(name)}"] = value
         return {
-            "weights": _summed((_shown(name), one) for name, one in weights.items()),
-            "buffers": _summed((_shown(name), one) for name, one in buffers if name not in self._own),
-            "the optimizer's state": [*_summed(states.items()), *numbers],
+            "weights": _checksums((_shown(name), one) for name, one in weights.items()),
+            "buffers": _checksums((_shown(name), one) for name, one in buffers if name not in self._own),
+            "the optimizer's state": [*_checksums(states.items()), *numbers],
             "the loss scale": [f"{k}={v}" for k, v in self._scale.config.state_dict(self._scale.state).items()],
             "the random state of rounding": [f"{k}={v}" for k, v in self._rounding.state_dict().items()],
         }
@@ -153,7 +153,7 @@ def _shown(name: str) -> str:
     return name.partition(".")[2]
 
 
-def _summed(named: Iterable[tuple[str, Tensor]]) -> list[str]:
+def _checksums(named: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Each name with the checksum of its tensor."""
     found = dict(named)
     sums = checksums([*found.values()])

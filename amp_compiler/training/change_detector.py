@@ -1,4 +1,4 @@
-"""`Standing`: whether a training step finds models and optimizers as it left them, seen in one pass at every call.
+"""`ChangeDetector`: whether models and optimizers are as a training step left them, seen in one pass at every call.
 
 What a program is given changes only when somebody assigns something: a parameter, a mode, a group of an optimizer, a
 loaded state. While nothing is assigned, the tensors of the last call are those of this one, and the keys by which
@@ -28,7 +28,7 @@ LASTING = 16  # calls without a change, after which the next note is made at onc
 MOST_WAITING = 10  # power of two: calls between two notes that did not last
 
 
-class Standing:
+class ChangeDetector:
     """How everything stands that lives from call to call.
 
     Args:

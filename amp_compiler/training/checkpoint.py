@@ -196,8 +196,8 @@ def _joined(steps: Any, called: str) -> tuple[dict[str, StepContents], Ranks | N
             "the steps are of different process groups", mend="give all of them one, or save them one by one"
         )
     for one in given.values():
-        if one._together is not None:
-            one._together.comes(called)
+        if one._coordinator is not None:
+            one._coordinator.join(called)
     owned = {
         name: {id(p) for o in one._optimizers for g in o.param_groups for p in g["params"]}
         for name, one in given.items()

@@ -38,7 +38,7 @@ class HiddenWrites:
         """At the beginning of a call: whether there are any.
 
         Args:
-            generation: another number where weights, masters or copies may lie elsewhere, as `Standing` counts.
+            generation: another number where weights, masters or copies may lie elsewhere, see `ChangeDetector`.
         """
         key = generation, self._kept.lows.made
         if key != self._key or not self._masters_lie():

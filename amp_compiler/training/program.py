@@ -32,7 +32,7 @@ from amp_compiler.training.state import LowWeights
 from amp_compiler.training.traced_optimizers import TracedGroup
 
 if TYPE_CHECKING:
-    from amp_compiler.training.change_detector import Standing
+    from amp_compiler.training.change_detector import ChangeDetector
 
 _PAIR = pytree.tree_structure((0, 0))
 ROOT = "model"  # name of the models in a `LossModule`
@@ -282,22 +282,22 @@ class StepProgram:
     def __post_init__(self) -> None:
         self._is_pair = self.out_spec == _PAIR
 
-    def flags_changed(self, standing: Standing) -> bool:
+    def flags_changed(self, detector: ChangeDetector) -> bool:
         """Whether a setting of an optimizer that is part of the graph is no longer what was compiled."""
-        return self._numbers != standing.numbers and any(group.flags_changed() for group in self.groups)
+        return self._numbers != detector.numbers and any(group.flags_changed() for group in self.groups)
 
-    def __call__(self, leaves: Sequence[Any], standing: Standing | None = None) -> StepOutput:
+    def __call__(self, leaves: Sequence[Any], detector: ChangeDetector | None = None) -> StepOutput:
         """Run one step on the flattened batch.
 
         Args:
             leaves: the batch.
-            standing: what has changed since the last call; `None` where nobody has looked.
+            detector: what has changed since the last call; `None` where nobody has looked.
         """
-        self._refresh(standing)
+        self._refresh(detector)
         seen, self.replayed = self._seen, None
-        self.found_anew = seen is None or standing is None or seen.generation != standing.generation
+        self.found_anew = seen is None or detector is None or seen.generation != detector.generation
         if seen is None or self.found_anew:
-            flat, written = self._run_anew(leaves, standing)
+            flat, written = self._run_anew(leaves, detector)
             note_writes(written)
             return self._output(flat, self._beside(flat[self.results :]))
         with TENSORS:
@@ -331,29 +331,29 @@ class StepProgram:
         loss, aux = leaves if self._is_pair else pytree.tree_unflatten(leaves, self.out_spec)
         return StepOutput(loss, aux, *beside)
 
-    def _refresh(self, standing: Standing | None) -> None:
+    def _refresh(self, detector: ChangeDetector | None) -> None:
         """Bring changed numbers of the optimizers to the device."""
-        same = standing is not None and self._numbers == standing.numbers
+        same = detector is not None and self._numbers == detector.numbers
         for group in self.groups:
             if not same or group.asks_state:
                 group.refresh()
-        self._numbers = -1 if standing is None else standing.numbers
+        self._numbers = -1 if detector is None else detector.numbers
 
-    def _run_anew(self, leaves: Sequence[Any], standing: Standing | None) -> tuple[list[Any], list[Tensor]]:
+    def _run_anew(self, leaves: Sequence[Any], detector: ChangeDetector | None) -> tuple[list[Any], list[Tensor]]:
         """Find all inputs, run, and remember the inputs where they will be found again."""
         self._seen = None
         with TENSORS:
             with torch.no_grad():
                 inputs = [resolve.get(leaves) for resolve in self.resolve]
             written = writable([p for group in self.groups for p in group.parameters] + [get() for get in self.buffers])
-            if standing is not None and standing.note():
+            if detector is not None and detector.note():
                 loose = [
                     (place, one)
                     for place, one in enumerate(self.resolve)
-                    if one.leaf or (one.behind is not None and not standing.covers(one.behind()))
+                    if one.leaf or (one.behind is not None and not detector.covers(one.behind()))
                 ]
                 if self.run.batch.issuperset(place for place, _ in loose):
-                    self._seen = _Seen(standing.generation, list(inputs), loose, written)
+                    self._seen = _Seen(detector.generation, list(inputs), loose, written)
                     self._seen.let_go()
         with torch.no_grad():
             return list(self.run(*inputs)), written

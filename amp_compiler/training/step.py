@@ -39,9 +39,9 @@ from amp_compiler.ops.update.rounding import WeightStorage
 from amp_compiler.passes.pipeline import CAPTURE, DEVICE, FORWARD, PIECE, PLAN, STEP, UPDATE
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.policy.unused import warn_of_unused
-from amp_compiler.ranks.coordinator import Offer, Together, batch_form, settings_of
+from amp_compiler.ranks.coordinator import RankCoordinator, RankState, batch_form, settings_of
 from amp_compiler.ranks.group import ranks_of
-from amp_compiler.ranks.joining import joined
+from amp_compiler.ranks.joining import join_ranks
 from amp_compiler.ranks.parts import UNSPLIT, Parts
 from amp_compiler.ranks.ranks import Ranks
 from amp_compiler.ranks.reduction import Reduction
@@ -61,7 +61,7 @@ from amp_compiler.training.build import (
     check_parameters,
     is_one_graph,
 )
-from amp_compiler.training.change_detector import Standing
+from amp_compiler.training.change_detector import ChangeDetector
 from amp_compiler.training.counting import build_counting
 from amp_compiler.training.dry import DryStep, build_dry
 from amp_compiler.training.events import events_on
@@ -192,7 +192,7 @@ def training_step(
     )
     if ranks is None:
         return make(ranks=None)
-    with ranks.telling():
+    with ranks.announcing_failure():
         return make(ranks=ranks)
 
 
@@ -241,7 +241,7 @@ class TrainingStep(StepReadings):
         graphs = GraphSettings(TorchGraphs())
         kept = KeptTensors(lambda: self._scale, self._lows, GradientSums(), self._weights, lambda: len(graphs.live) > 0)
         self._state = StepState(kept, graphs, events_on(self._device))
-        self._standing = Standing(self._module, self._optimizers, kept)
+        self._detector = ChangeDetector(self._module, self._optimizers, kept)
         self._hidden = HiddenWrites(self._module, self._optimizers, kept)
         self._low = self._settings.low(self._device)
         self._log = StepLog(callbacks if ranks is None or ranks.is_first else (), self._low.short)
@@ -256,7 +256,7 @@ class TrainingStep(StepReadings):
         self._specs: dict[int, Any] = {}  # trees of batches of tensors alone, by their number
         self._last, self._leaves, self._spec = None, [], None
         self._ranks = ranks
-        self._together: Together | None = None
+        self._coordinator: RankCoordinator | None = None
         self._reduction: Reduction | None = None
         if ranks is not None:
             shards = enabled and self._settings.rules.reduce.get("shard") == "update"
@@ -269,7 +269,7 @@ class TrainingStep(StepReadings):
                 "accumulate": accumulate,
                 "enabled": enabled,
             }
-            self._together, self._reduction = joined(
+            self._coordinator, self._reduction = join_ranks(
                 ranks,
                 self._module,
                 ROOT,
@@ -309,19 +309,19 @@ class TrainingStep(StepReadings):
             LossScaleError: the gradients stay non-finite at the lowest loss scale; on a GPU some calls later.
         """
         check_call(named)
-        if self._last is None and self._together is None:
+        if self._last is None and self._coordinator is None:
             ranks_of(self._group)
         hooks = hooks_behind(self._optimizers)
         if hooks is not None:
             hooks.begin(self._scale_config, self._scale)
         with autocast_off(), silent(not self._speaks):
-            if self._together is None:
+            if self._coordinator is None:
                 program, leaves, spec = self._chosen(batch)
-                output = program(leaves, self._standing)
+                output = program(leaves, self._detector)
             else:
-                with self._together.call():
+                with self._coordinator.call():
                     program, leaves, spec = self._chosen(batch)
-                output = self._together.ranks.guarded(lambda: program(leaves, self._standing))
+                output = self._coordinator.ranks.guarded(lambda: program(leaves, self._detector))
         self._note(program, output, leaves, spec)
         if hooks is not None and self._gathered == 0:
             hooks.run(self._scale_config, self._scale)
@@ -331,9 +331,9 @@ class TrainingStep(StepReadings):
 
     def _note(self, program: StepProgram | PieceProgram, output: StepOutput, leaves: list[Any], spec: Any) -> None:
         """What a call has changed, and what others want to know of it."""
-        self._standing.left(program.replayed if isinstance(program, StepProgram) else None)
-        if self._together is not None:
-            self._together.values.left()
+        self._detector.left(program.replayed if isinstance(program, StepProgram) else None)
+        if self._coordinator is not None:
+            self._coordinator.values.left()
         if isinstance(program, PieceProgram) and self._pieces is None:  # only now: a call that failed decides nothing
             self._pieces = program.step
             if self._speaks:
@@ -371,11 +371,11 @@ class TrainingStep(StepReadings):
             check_hooks(self._optimizers, self._between)
         leaves, spec = self._flat(batch)
         with TENSORS:
-            self._standing.look()
-            if self._hidden.look(self._standing.generation):
-                self._standing.look()
-        if self._together is not None:
-            self._together.look(self._standing.generation)
+            self._detector.look()
+            if self._hidden.look(self._detector.generation):
+                self._detector.look()
+        if self._coordinator is not None:
+            self._coordinator.look(self._detector.generation)
         program = self._program(batch, leaves, spec, hooked=bool(before))
         self._last = None  # last step's gradients must not live through this one
         return program, leaves, spec
@@ -400,9 +400,9 @@ class TrainingStep(StepReadings):
         if self._pieces is not None:
             return self._piece_program(self._pieces, spec, gather, leaves)
         built_for = (self._scale_config, self._held_nodes, self._gathered_before(gather))
-        mark = (self._standing.generation, gather, *built_for, spec)
+        mark = (self._detector.generation, gather, *built_for, spec)
         again = self._programs.again(mark, leaves)
-        if again is not None and again.flags_changed(self._standing):
+        if again is not None and again.flags_changed(self._detector):
             again = None
         if again is not None and self._may_run(again, leaves, gather):
             return again
@@ -411,10 +411,10 @@ class TrainingStep(StepReadings):
                 form = leaves_key(leaves)
         except UnknownFormError as cause:  # of a dataclass, an array: Dynamo looks into them
             return self._piece_program(self._in_pieces(cause), spec, gather, leaves)
-        standing = self._standing
-        key = (spec, standing.module, standing.owners, gather, built_for, form)
+        detector = self._detector
+        key = (spec, detector.module, detector.owners, gather, built_for, form)
         program = self._programs.find(key, leaves)
-        whole = program is not None and not program.flags_changed(self._standing)
+        whole = program is not None and not program.flags_changed(self._detector)
         # The other ranks are asked once: what was found again is the one that is found here.
         if program is not None and whole and again is None and self._may_run(program, leaves, gather):
             self._programs.remember(mark, leaves, program)
@@ -439,12 +439,12 @@ class TrainingStep(StepReadings):
                 "Python values that loss and model read)",
                 mend="pad the batches to fewer shapes, and pass numbers that change as tensors",
             )
-            if self._together is not None:
+            if self._coordinator is not None:
                 raise many
             return self._piece_program(self._in_pieces(many), spec, gather, leaves)
         options = self._options(gather, leaves)
-        if self._together is not None:
-            self._together.builds()
+        if self._coordinator is not None:
+            self._coordinator.builds()
         try:
             with building():
                 program = self._captures.make(
@@ -458,7 +458,7 @@ class TrainingStep(StepReadings):
                 )
         except (CaptureError, LoweringError) as cause:
             if isinstance(cause, (HookError, OptimizerError)) or (
-                self._together is not None and self._together.has_agreed
+                self._coordinator is not None and self._coordinator.has_agreed
             ):
                 raise
             asked_for = self._settings.dynamic_shapes not in (None, AUTO)
@@ -470,17 +470,17 @@ class TrainingStep(StepReadings):
 
     def _keep(self, program: StepProgram, leaves: list[Any], key: tuple[Any, ...], stale: StepProgram | None) -> None:
         """Have a new program found again, and the ranks know what goes with it."""
-        self._standing.begin()
+        self._detector.begin()
         spec, before, *rest = key
-        now = self._standing.module
+        now = self._detector.module
         if now != before:  # weights were converted for storage without masters: earlier programs will never fit again
             self._programs.clear()
         if stale is not None:  # one of dynamic shapes stands under another shape
             self._programs.drop(stale)
         self._programs.add((spec, now, *rest), program, leaves)
-        if self._together is not None:
-            offer = self._offer(program.offered, program.written, leaves, key[3], program.norms)
-            self._together.settle(offer, program.shared)
+        if self._coordinator is not None:
+            state = self._rank_state(program.offered, program.written, leaves, key[3], program.norms)
+            self._coordinator.settle(state, program.shared)
 
     def _gathered_before(self, gather: str) -> frozenset[int]:
         """Of which parameters the update that is built finds gradients of batches before its own."""
@@ -503,27 +503,27 @@ class TrainingStep(StepReadings):
 
     def _may_run(self, program: StepProgram, leaves: list[Any], gather: str) -> bool:
         """Whether the other ranks have what goes with a program."""
-        if self._together is None:
+        if self._coordinator is None:
             return True
-        offer = self._offer(program.offered, program.written, leaves, gather, program.norms)
-        if not self._together.keeps(offer, program.shared):
+        state = self._rank_state(program.offered, program.written, leaves, gather, program.norms)
+        if not self._coordinator.keeps(state, program.shared):
             return False
-        self._together.settle(offer, program.shared)
+        self._coordinator.settle(state, program.shared)
         return True
 
-    def _offer(
+    def _rank_state(
         self,
         gradients: tuple[SharedGradient, ...],
         buffers: tuple[str, ...],
         leaves: list[Any],
         gather: str,
         norms: tuple[str, ...] = (),
-    ) -> Offer:
+    ) -> RankState:
         shown = buffers if self._reduction is not None and self._reduction.broadcast_buffers else ()
         settings = settings_of(self._optimizers)
-        held = () if self._together is None else self._together.values.parameters
+        held = () if self._coordinator is None else self._coordinator.values.parameters
         parts = self._weights.parts.names
-        return Offer(gradients, shown, batch_form(leaves), gather, settings, parts, norms, held)
+        return RankState(gradients, shown, batch_form(leaves), gather, settings, parts, norms, held)
 
     @property
     def _between(self) -> str:
@@ -539,9 +539,9 @@ class TrainingStep(StepReadings):
         return self._ranks is None or self._ranks.is_first
 
     def _piece_program(self, step: PieceStep, spec: Any, gather: str, leaves: list[Any]) -> PieceProgram:
-        options, together = self._options(gather, leaves), self._together
-        if together is None or options.reduction is None:
-            return PieceProgram(step, spec, options, self._standing.owners)
+        options, coordinator = self._options(gather, leaves), self._coordinator
+        if coordinator is None or options.reduction is None:
+            return PieceProgram(step, spec, options, self._detector.owners)
         if joined := joins_ranks(self._module):
             raise CaptureError(
                 f"a step in pieces cannot take the statistics of the SyncBatchNorm '{joined[0].partition('.')[2]}' over"
@@ -550,11 +550,11 @@ class TrainingStep(StepReadings):
             ) from step.cause
 
         def decide(gradients: tuple[SharedGradient, ...], buffers: tuple[str, ...]) -> tuple[SharedGradient, ...]:
-            return together.decide(self._offer(gradients, buffers, leaves, gather))
+            return coordinator.decide(self._rank_state(gradients, buffers, leaves, gather))
 
         reduction = replace(options.reduction, agree=Reduction.agree)  # of the update: all is there then
         options = replace(options, reduction=reduction)
-        program = PieceProgram(step, spec, options, self._standing.owners, decide)
+        program = PieceProgram(step, spec, options, self._detector.owners, decide)
         program.prepare(leaves)
         return program
 
@@ -584,16 +584,16 @@ class TrainingStep(StepReadings):
             held=self._held_nodes,
             gathered=self._gathered_before(gather),
         )
-        together, reduction = self._together, self._reduction
-        if together is None or reduction is None or leaves is None:
+        coordinator, reduction = self._coordinator, self._reduction
+        if coordinator is None or reduction is None or leaves is None:
             return options
 
         def agree(
             gradients: tuple[SharedGradient, ...], norms: tuple[str, ...], buffers: tuple[str, ...]
         ) -> tuple[SharedGradient, ...]:
-            return together.agree(self._offer(gradients, buffers, leaves, gather, norms))
+            return coordinator.agree(self._rank_state(gradients, buffers, leaves, gather, norms))
 
-        reduction = replace(reduction, agree=agree, agree_on_parts=together.agree_on_parts)
+        reduction = replace(reduction, agree=agree, agree_on_parts=coordinator.agree_on_parts)
         ranks = 1 if gather == "add" else reduction.ranks
         return replace(options, divisor=self._accumulate * ranks, reduction=reduction)
 
@@ -632,7 +632,7 @@ class TrainingStep(StepReadings):
     @contextmanager
     def _holding(self, names: tuple[str, ...]) -> Iterator[None]:
         """Within it a call gives the values of these nodes too, see `diagnose.run`."""
-        self._held_nodes = names if self._together is None else ()
+        self._held_nodes = names if self._coordinator is None else ()
         try:
             yield
         finally:
