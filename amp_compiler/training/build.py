@@ -41,8 +41,10 @@ from amp_compiler.ranks.parts import Parts
 from amp_compiler.ranks.reduction import Reduction
 from amp_compiler.ranks.traffic import traffic_of
 from amp_compiler.training.events import Events, Places
-from amp_compiler.training.inputs import KeptTensors, StepInputs, TrainedWeights
-from amp_compiler.training.program import ROOT, LossModule, StepProgram
+from amp_compiler.training.inputs import StepInputs, TrainedWeights
+from amp_compiler.training.kept import KeptTensors
+from amp_compiler.training.loss_module import ROOT, LossModule
+from amp_compiler.training.program import Agreement, CompiledStep, StepProgram, StepReport
 from amp_compiler.training.weights import check_types, widened
 
 PARALLEL = (
@@ -227,31 +229,31 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
         scale = -1 if options.scale.constant is None else float(options.scale.constant)
         compiled = state.events.watched(compiled, weights.names(), Places(results + 2, keys.index(_SKIPPED), scale))
     run = GraphedRun(compiled, names, places, results, state.graphs, _no_cuda_graph(step, settings, options.reduction))
-    buffers = tuple(weights.inputs.getters[name] for name in begun.written)
     return StepProgram(
-        step,
-        _told(begun.plan, step, weights, options),
-        weights.groups,
-        weights.names(),
-        run,
-        resolve,
-        captured.out_spec,
-        results,
-        begun.form,
-        stages,
-        gives_scale,
-        buffers,
-        captured.writes,
-        ValueGuards(captured.state, captured.constants.values(), captured.numbers.values()),
-        weights.offered,
-        weights.shared,
-        begun.written,
-        options.divisor,
-        weights.parts,
-        held,
-        weights.norms,
-        tuple(weights.inputs.getters[weights.placed.parameter(name)] for name in weights.updated),
-        counts,
+        compiled=CompiledStep(
+            run=run,
+            resolve=resolve,
+            groups=weights.groups,
+            form=begun.form,
+            values=ValueGuards(captured.state, captured.constants.values(), captured.numbers.values()),
+            out_spec=captured.out_spec,
+            results=results,
+            held=held,
+            gives_scale=gives_scale,
+            buffers=tuple(weights.inputs.getters[name] for name in begun.written),
+            writes=captured.writes,
+        ),
+        report=StepReport(
+            graph_module=step,
+            plan=_with_traffic(begun.plan, step, weights, options),
+            stages=stages,
+            updated=weights.names(),
+            weights=tuple(weights.inputs.getters[weights.placed.parameter(name)] for name in weights.updated),
+            parts=weights.parts,
+            divisor=options.divisor,
+            counts=counts,
+        ),
+        agreement=Agreement(offered=weights.offered, shared=weights.shared, written=begun.written, norms=weights.norms),
     )
 
 
@@ -351,7 +353,7 @@ def _reduction_options(
     }
 
 
-def _told(
+def _with_traffic(
     plan: PrecisionPlan | None, step: fx.GraphModule, weights: TrainedWeights, options: StepOptions
 ) -> PrecisionPlan | None:
     """The plan, with what a step that is split over the ranks sends and holds."""

@@ -21,8 +21,8 @@ from amp_compiler.forward.same_objects import SameObjects
 from amp_compiler.forward.signature import module_key
 from amp_compiler.forward.tensor_versions import OPTIMIZER_STEPS
 from amp_compiler.fx.python_state import is_plain
-from amp_compiler.training.inputs import KeptTensors
-from amp_compiler.training.program import LossModule
+from amp_compiler.training.kept import KeptTensors
+from amp_compiler.training.loss_module import LossModule
 
 LASTING = 16  # calls without a change, after which the next note is made at once
 MOST_WAITING = 10  # power of two: calls between two notes that did not last

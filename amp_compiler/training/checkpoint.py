@@ -190,8 +190,8 @@ def _joined(steps: Any, called: str) -> tuple[dict[str, StepContents], Ranks | N
         )
     if any(not isinstance(name, str) or (name == "") != (given is not steps) for name in given):
         raise AmpError("the steps need names", mend='pass them as {"generator": step, …}')
-    ranks = next(iter(given.values()))._ranks
-    if len({None if one._ranks is None else one._ranks.name for one in given.values()}) > 1:
+    ranks = next(iter(given.values()))._setup.ranks
+    if len({None if one._setup.ranks is None else one._setup.ranks.name for one in given.values()}) > 1:
         raise AmpError(
             "the steps are of different process groups", mend="give all of them one, or save them one by one"
         )

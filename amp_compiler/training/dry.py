@@ -14,7 +14,7 @@ from amp_compiler.passes.pipeline import Stages
 from amp_compiler.ranks.reduction import Reduction
 from amp_compiler.ranks.traffic import Traffic, traffic_of
 from amp_compiler.training.build import StepOptions, StepState, begin_step, run_step_passes
-from amp_compiler.training.program import LossModule
+from amp_compiler.training.loss_module import LossModule
 
 
 @dataclass(frozen=True)

@@ -532,7 +532,7 @@ def calls_of_a_step(layers: int) -> int:
         step(X[number], Y[number])
     program, called = step._last[0], []
     assert not program.found_anew and program.execution == "replayed as one CUDA graph"
-    program.run._graph.replay = lambda: None
+    program.compiled.run._graph.replay = lambda: None
     sys.setprofile(lambda frame, event, argument: called.append(event) if event.endswith("call") else None)
     try:
         step(X[0], Y[0])
@@ -576,7 +576,7 @@ def test_beside_a_replay_two_calls_go_to_the_device(dtype):
     run = Run(True, graphs=True, dtype=dtype, clip_norm=1.0)
     run.step._watch = StuckWatch(torch.device("meta"))  # on a GPU it looks at every eighth step
     run.train(6)
-    run.step._last[0].run._graph.replay = lambda: None
+    run.step._last[0].compiled.run._graph.replay = lambda: None
     x, y = X[0], Y[0]
     with torch.autograd.profiler.profile() as profiler:
         run.step(x, y)
