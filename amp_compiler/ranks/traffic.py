@@ -58,14 +58,14 @@ class Traffic:
         """
         per = max(self.elements, 1)
         reduced = 4 * (self.ranks - 1) / self.ranks
-        told = (
+        notes = (
             f"{self.ranks} ranks: each sends {self.sent / per:.2f} bytes a parameter and step in {self.messages}"
             f" messages, {self.sent:.0f} in all; an all-reduce in 16 bits sends {reduced:.2f}",
             f"{self.ranks} ranks: each holds {self.weights / per:.2f} bytes a parameter of weights and"
             f" {self.state / per:.2f} of masters and moments, {self.weights + self.state} in all",
         )
         kept = f"whole on every rank: {', '.join(whole)}"
-        return (*told, kept) if whole else told
+        return (*notes, kept) if whole else notes
 
 
 def traffic_of(graph: fx.Graph, ranks: int, updated: Sequence[str]) -> Traffic:

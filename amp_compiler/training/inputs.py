@@ -297,12 +297,12 @@ class TrainedWeights:
             return tuple(group.spec for group in self.groups)
         parameters = {name: self.inputs.getters[self.placed.parameter(name)]() for name in self.updated}
         masters = {id(parameter): name for name, parameter in parameters.items()}
-        lows = {id(p): low for name, p in parameters.items() if (low := self.placed.low(name)) is not None}
+        low_weights = {id(p): low for name, p in parameters.items() if (low := self.placed.low(name)) is not None}
         low_only = [p for p in parameters.values() if self.storage is not None and p.dtype in LOW_TYPES]
         stored = {id(p): self.storage for p in low_only if self.storage is not None}
         sent = [(one.name, place) for place, bucket in enumerate(self.buckets) for one in bucket.gradients]
         buckets = {id(parameters[name]): place for name, place in sent}
-        self.groups = bind(self.inputs.optimizers, masters, lows, stored, parts, buckets, self.alone)
+        self.groups = bind(self.inputs.optimizers, masters, low_weights, stored, parts, buckets, self.alone)
         return tuple(group.spec for group in self.groups)
 
     def names(self) -> tuple[str, ...]:

@@ -74,8 +74,8 @@ def store_alone(named: Mapping[str, Tensor], low: torch.dtype, storage: WeightSt
     Raises:
         AmpError: they are not, and there are some; nothing is converted then.
     """
-    told = {name: told_beyond(name, parameter.detach(), low) for name, parameter in named.items()}
-    for beyond in filter(None, told.values()):
+    overflows = {name: told_beyond(name, parameter.detach(), low) for name, parameter in named.items()}
+    for beyond in filter(None, overflows.values()):
         if storage.skips:
             raise AmpError(
                 f"{beyond}, and weights.overflow is 'skip'",
@@ -83,10 +83,10 @@ def store_alone(named: Mapping[str, Tensor], low: torch.dtype, storage: WeightSt
             )
         logger.warning("%s; they are stored as the largest that it holds", beyond)
     for name, parameter in named.items():
-        if told[name]:
+        if overflows[name]:
             parameter.data = saturated(parameter.data, low)
         store_low(parameter, low)
-    return any(told.values())
+    return any(overflows.values())
 
 
 def store_low(parameter: Tensor, low: torch.dtype) -> None:
