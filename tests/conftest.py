@@ -166,7 +166,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 @pytest.fixture
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often a step was captured."""
-    import amp_compiler.training.step as training
+    import amp_compiler.training.program_choice as training
 
     seen: list[int] = []
     real = training.build_step

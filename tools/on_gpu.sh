@@ -78,7 +78,7 @@ first() {
   "$python" -P -c 'import pytest_timeout' 2> /dev/null && pytest+=(--timeout $((120 * ${PATIENCE:-1})))
   # Kernels are timed one at a time; in a process of its own, so that one which crashes takes no other's result along.
   "$python" -P -c 'import xdist' 2> /dev/null && one=(-n 1) several=(-n "${WORKERS:-4}")
-  within 170 "${pytest[@]}" "${one[@]}" --junitxml "$OUT/kernels.xml" tests/ops/test_*_gpu.py tests/distributed/test_*_gpu.py > "$OUT/kernels.log" 2>&1 || failed=1
+  within 170 "${pytest[@]}" "${one[@]}" --junitxml "$OUT/kernels.xml" tests/ops/test_*_gpu.py tests/ranks/test_*_gpu.py > "$OUT/kernels.log" 2>&1 || failed=1
   within 240 "${pytest[@]}" "${several[@]}" --junitxml "$OUT/training.xml" tests/training/test_training_gpu*.py \
     > "$OUT/training.log" 2>&1 || failed=1
   "$python" tools/test_table.py "$OUT/kernels.xml" "$OUT/training.xml" --json "$OUT/tests.json" || tail -n 20 "$OUT"/*.log

@@ -22,7 +22,8 @@ from amp_compiler.fx.examples import split_example
 from amp_compiler.ir.dtypes import ShortName
 from amp_compiler.passes.base import FunctionalPass, PassResult
 from amp_compiler.passes.pipeline import DEVICE, PIPELINES, PLAN, STEP, Pipeline, Stage, Stages
-from amp_compiler.training import step as training
+from amp_compiler.training import setup
+from amp_compiler.training.step import training_step
 
 
 @dataclass(frozen=True)
@@ -161,14 +162,14 @@ def _of_step(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options:
     def called(model: Any, *batch: Any) -> Any:
         return loss(model, *batch[:width], **dict(zip(names, batch[width:], strict=True)))
 
-    step = training.training_step(
+    step = training_step(
         model,
         called,
         torch.optim.AdamW(trained),
         rules=options.rules,
         dtype=options.dtype,
         backend=options.backend,
-        passes=options.pipelines(training.RUN) or None,
+        passes=options.pipelines(setup.RUN) or None,
     )
     step(*args, *kwargs.values())
     return step.stages

@@ -44,7 +44,8 @@ from amp_compiler.ops.exponents import BINS, ZERO, count_exponents, count_update
 from amp_compiler.ops.update.product import Product
 from amp_compiler.ops.update.wide_sum import WideSum
 from amp_compiler.training.program import StepProgram
-from amp_compiler.training.step import RUN, TrainingStep
+from amp_compiler.training.setup import RUN, set_up
+from amp_compiler.training.step import TrainingStep
 from amp_compiler.training.step_hooks import hooks_behind
 
 _LOST_IN = ("fp16", "bf16")  # as `count_update` counts them
@@ -257,8 +258,9 @@ class _StepRun(_Run):
             rows = self.add_counts(counting, counting.count(taken, output.held), shift)
         self.batches += 1
         counted, weights = {}, {}
-        for name, weight, gradient in zip(program.updated, program.weights, output.gradients, strict=True):
-            found = None if program.counts is None else program.counts.take(weight())
+        report = program.report
+        for name, weight, gradient in zip(report.updated, report.weights, output.gradients, strict=True):
+            found = None if report.counts is None else report.counts.take(weight())
             counts = self.gradient(gradient) if found is None else found.gradient
             weights[name] = _place_of(name, WEIGHT_GRADIENT, gradient.dtype), counts
             self.add(*weights[name], shift)
@@ -266,7 +268,7 @@ class _StepRun(_Run):
                 counted[place_of(weight())] = found
         self.look_at_zeros(counting, rows, weights)
         named = {name: parameter.detach() for name, parameter in self.parameters()}
-        updated = {place_of(weight()) for weight in program.weights}
+        updated = {place_of(weight()) for weight in report.weights}
         for name, parameter in named.items():
             found = counted.get(place_of(parameter))
             if found is not None:
@@ -357,12 +359,13 @@ class _LossRun(_Run):
     def step_with(self, loss_fn: Callable[..., Any]) -> TrainingStep:
         """A step that is never called."""
         given = self.settings.pipelines
-        return TrainingStep(
+        setup = set_up(
             self.model, loss_fn, torch.optim.SGD(self.trained, 0.0), rules=replace(self.settings.rules, weights={}),
             dtype=short_name(self.low), loss_scale=self.scale, clip_norm=None, accumulate=1, dynamic_shapes=None,
             backend=EAGER, enabled=True, passes=[given[one.name] for one in RUN if one.name in given], mode=DEFAULT,
-            process_group=None, callbacks=(),
+            process_group=None,
         )  # fmt: skip
+        return TrainingStep(setup)
 
     def take(self, batch: Any) -> None:
         args, named = arguments(batch)

@@ -34,7 +34,9 @@ _LEAST = 2  # the smallest size that a dynamic dimension can stand for
 class Built(Protocol):
     """What a capture makes."""
 
-    form: InputForm
+    @property
+    def form(self) -> InputForm:
+        """Which inputs it can be used for."""
 
 
 Made = TypeVar("Made", bound=Built)

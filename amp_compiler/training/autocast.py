@@ -15,7 +15,7 @@ from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import torch_dtype
 from amp_compiler.fx.torch_private import building
 from amp_compiler.ir.plan import AutocastTotals
-from amp_compiler.training.program import ROOT, LossModule
+from amp_compiler.training.loss_module import ROOT, LossModule
 from amp_compiler.training.weights import widened
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,13 +36,15 @@ from amp_compiler.ops.loss_scale import LossScale
 from amp_compiler.ops.update.counts import UpdateCounts
 from amp_compiler.passes.diagnose.hold_products import products
 from amp_compiler.passes.pipeline import HOLD, Late, Pipeline, Stages
-from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.passes.step.separate_buffers import written_placeholders
+from amp_compiler.ranks.parts import Parts
+from amp_compiler.ranks.reduction import Reduction
+from amp_compiler.ranks.traffic import traffic_of
 from amp_compiler.training.events import Events, Places
-from amp_compiler.training.inputs import KeptTensors, StepInputs, TrainedWeights
-from amp_compiler.training.parts import Parts
-from amp_compiler.training.program import ROOT, LossModule, StepProgram
-from amp_compiler.training.traffic import traffic_of
+from amp_compiler.training.inputs import StepInputs, TrainedWeights
+from amp_compiler.training.kept import KeptTensors
+from amp_compiler.training.loss_module import ROOT, LossModule
+from amp_compiler.training.program import Agreement, CompiledStep, StepProgram, StepReport
 from amp_compiler.training.weights import check_types, widened
 
 PARALLEL = (
@@ -82,38 +84,6 @@ class StepOptions:
     held: tuple[str, ...] = ()
     changing: Changing = field(default_factory=Changing)
     gathered: frozenset[int] = frozenset()
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """How the gradients of several ranks are summed.
-
-    Args:
-        group: torch's name of the group of ranks.
-        ranks: their number.
-        bucket_bytes: as for `ReduceGradients`.
-        in_fp32: whether sums are made in FP32 of what is made in 16 bits.
-        broadcast_buffers: whether all ranks take the first one's buffers.
-        shards: whether masters, moments and the update are split over the ranks.
-        exchange: as for `ShardUpdate`.
-        alone_bytes: as for `buckets_of`.
-        rank: which of them this process is.
-        agree: `agree(gradients, norms, buffers)` gives what all of them have a gradient of, by that of which this one
-            has, the messages of its forward and backward, and the buffers that it writes.
-        agree_on_parts: as for `StepInputs.split`.
-    """
-
-    group: str
-    ranks: int
-    bucket_bytes: int
-    in_fp32: bool
-    broadcast_buffers: bool
-    shards: bool = False
-    exchange: bool = False
-    alone_bytes: int = 0
-    rank: int = 0
-    agree: Callable[..., tuple[SharedGradient, ...]] = lambda gradients, norms, buffers: gradients
-    agree_on_parts: Callable[[dict[str, bool]], Mapping[str, bool]] = lambda reads: reads
 
 
 @dataclass(frozen=True)
@@ -259,31 +229,31 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
         scale = -1 if options.scale.constant is None else float(options.scale.constant)
         compiled = state.events.watched(compiled, weights.names(), Places(results + 2, keys.index(_SKIPPED), scale))
     run = GraphedRun(compiled, names, places, results, state.graphs, _no_cuda_graph(step, settings, options.reduction))
-    buffers = tuple(weights.inputs.getters[name] for name in begun.written)
     return StepProgram(
-        step,
-        _told(begun.plan, step, weights, options),
-        weights.groups,
-        weights.names(),
-        run,
-        resolve,
-        captured.out_spec,
-        results,
-        begun.form,
-        stages,
-        gives_scale,
-        buffers,
-        captured.writes,
-        ValueGuards(captured.state, captured.constants.values(), captured.numbers.values()),
-        weights.offered,
-        weights.shared,
-        begun.written,
-        options.divisor,
-        weights.parts,
-        held,
-        weights.norms,
-        tuple(weights.inputs.getters[weights.placed.parameter(name)] for name in weights.updated),
-        counts,
+        compiled=CompiledStep(
+            run=run,
+            resolve=resolve,
+            groups=weights.groups,
+            form=begun.form,
+            values=ValueGuards(captured.state, captured.constants.values(), captured.numbers.values()),
+            out_spec=captured.out_spec,
+            results=results,
+            held=held,
+            gives_scale=gives_scale,
+            buffers=tuple(weights.inputs.getters[name] for name in begun.written),
+            writes=captured.writes,
+        ),
+        report=StepReport(
+            graph_module=step,
+            plan=_with_traffic(begun.plan, step, weights, options),
+            stages=stages,
+            updated=weights.names(),
+            weights=tuple(weights.inputs.getters[weights.placed.parameter(name)] for name in weights.updated),
+            parts=weights.parts,
+            divisor=options.divisor,
+            counts=counts,
+        ),
+        agreement=Agreement(offered=weights.offered, shared=weights.shared, written=begun.written, norms=weights.norms),
     )
 
 
@@ -383,7 +353,7 @@ def _reduction_options(
     }
 
 
-def _told(
+def _with_traffic(
     plan: PrecisionPlan | None, step: fx.GraphModule, weights: TrainedWeights, options: StepOptions
 ) -> PrecisionPlan | None:
     """The plan, with what a step that is split over the ranks sends and holds."""

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amp_compiler.distributed import checkpoint_folder
-from amp_compiler.distributed.ranks import Ranks, check_equal
 from amp_compiler.errors import AmpError
+from amp_compiler.ranks import checkpoint_folder
+from amp_compiler.ranks.coordinator import LOADING_ALL, SAVING_ALL
+from amp_compiler.ranks.ranks import Ranks, check_equal
 from amp_compiler.training.checkpoint_state import StepContents
 from amp_compiler.training.step import TrainingStep
-from amp_compiler.training.together import LOADING_ALL, SAVING_ALL
 
 _SAME = "call it on all ranks with the same steps, folder and number"
 
@@ -86,7 +86,7 @@ def save_checkpoint(
         (0, {'epoch': 3})
     """
     named, ranks = _joined(steps, SAVING_ALL)
-    from amp_compiler.distributed import dcp  # here: few need it, and importing it takes a third of a second
+    from amp_compiler.ranks import dcp  # here: few need it, and importing it takes a third of a second
 
     state: dict[str, Any] = {}
     about: dict[str, Any] = {}
@@ -146,7 +146,7 @@ def load_checkpoint(
         None
     """
     named, ranks = _joined(steps, LOADING_ALL)
-    from amp_compiler.distributed import dcp
+    from amp_compiler.ranks import dcp
 
     chosen = checkpoint_folder.choose(Path(folder), number, ranks)
     if chosen is None:
@@ -190,14 +190,14 @@ def _joined(steps: Any, called: str) -> tuple[dict[str, StepContents], Ranks | N
         )
     if any(not isinstance(name, str) or (name == "") != (given is not steps) for name in given):
         raise AmpError("the steps need names", mend='pass them as {"generator": step, …}')
-    ranks = next(iter(given.values()))._ranks
-    if len({None if one._ranks is None else one._ranks.name for one in given.values()}) > 1:
+    ranks = next(iter(given.values()))._setup.ranks
+    if len({None if one._setup.ranks is None else one._setup.ranks.name for one in given.values()}) > 1:
         raise AmpError(
             "the steps are of different process groups", mend="give all of them one, or save them one by one"
         )
     for one in given.values():
-        if one._together is not None:
-            one._together.comes(called)
+        if one._coordinator is not None:
+            one._coordinator.join(called)
     owned = {
         name: {id(p) for o in one._optimizers for g in o.param_groups for p in g["params"]}
         for name, one in given.items()

@@ -11,11 +11,11 @@ from torch import Tensor
 from amp_compiler.errors import AmpError
 from amp_compiler.fx.graph import LOW_TYPES
 from amp_compiler.ops.layout import empty_laid_out_like
-from amp_compiler.training.program import ROOT
+from amp_compiler.training.loss_module import ROOT
 from amp_compiler.training.weights import MASTER, MasterWeights
 
 if TYPE_CHECKING:
-    from amp_compiler.distributed.dcp import Contents, Slice
+    from amp_compiler.ranks.dcp import Contents, Slice
     from amp_compiler.training.step import TrainingStep
 
 _OTHER = "give the step the model, optimizer, dtype and rules that it was saved with"
@@ -39,11 +39,12 @@ class StepContents:
         self._module, self._optimizers = step._module, step._optimizers
         self._kept = step._state.kept
         self._weights = self._kept.weights
-        self._rank, self._size = (0, 1) if step._ranks is None else (step._ranks.rank, step._ranks.size)
+        ranks = step._setup.ranks
+        self._rank, self._size = (0, 1) if ranks is None else (ranks.rank, ranks.size)
         self._module.adopt(self._optimizers)
         self._names = {id(p): key.removeprefix(f"{ROOT}.") for key, p in self._module.named_parameters()}
         self._owners = {id(p): o for o in self._optimizers for group in o.param_groups for p in group["params"]}
-        self.device = step._device
+        self.device = step._setup.device
 
     # What is saved
 
@@ -79,7 +80,7 @@ class StepContents:
             AmpError: gradients were gathered by a step in pieces.
         """
         step = self._step
-        if step._gathered and step._pieces is not None:
+        if step._gathered and step._choice.pieces is not None:
             what = f"{step._gathered} of {step._accumulate} batches were gathered by a step in pieces"
             raise AmpError(what, mend="save behind the last of them")
         found: dict[str, Any] = {}
@@ -139,7 +140,7 @@ class StepContents:
         return self._slice(self._weights.parts.held(state, column, parameter).detach(), parameter)
 
     def _slice(self, part: Tensor, parameter: Tensor) -> Slice:
-        from amp_compiler.distributed.dcp import Slice  # here: importing it takes a third of a second
+        from amp_compiler.ranks.dcp import Slice  # here: importing it takes a third of a second
 
         start = min(self._rank * part.numel(), parameter.numel())
         return Slice(part[: parameter.numel() - start], parameter.shape, start)
@@ -161,7 +162,7 @@ class StepContents:
 
     def _own_buffers(self) -> dict[str, Any]:
         """Buffers, where each rank has its own."""
-        reduction = self._step._reduction
+        reduction = self._step._setup.reduction
         if reduction is None or reduction.broadcast_buffers:
             return {}
         names = {id(buffer) for buffer in self._module.buffers()}

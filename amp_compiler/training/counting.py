@@ -22,7 +22,7 @@ from amp_compiler.passes.diagnose.hold_products import products
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.step.fold_loss_scale import SCALE
 from amp_compiler.training.build import StepOptions, StepState, begin_step, run_step_passes
-from amp_compiler.training.program import LossModule
+from amp_compiler.training.loss_module import LossModule
 
 _LAST_BEFORE_UPDATE = "sum_gradients"
 

@@ -17,8 +17,8 @@ from amp_compiler.ops.update.fused import L1_DECAY, STEP, FusedOptimizer, l1_of
 from amp_compiler.ops.update.operators import FUSED
 from amp_compiler.ops.update.rounding import Storage
 from amp_compiler.passes.step.update_group import PART, UpdateGroup
+from amp_compiler.ranks.parts import UNSPLIT, Parts
 from amp_compiler.training.optimizer_state import laid_out, retyped
-from amp_compiler.training.parts import UNSPLIT, Parts
 from amp_compiler.training.traced_optimizers import TracedGroup, bind_traced, check_traceable
 from amp_compiler.training.weights import COMPENSATION
 
@@ -326,7 +326,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
 def bind(
     optimizers: Sequence[torch.optim.Optimizer],
     masters: Mapping[int, str],
-    lows: Mapping[int, str],
+    low_weights: Mapping[int, str],
     stored: Mapping[int, Storage] | None = None,
     parts: Parts | None = None,
     buckets: Mapping[int, int] | None = None,
@@ -337,7 +337,7 @@ def bind(
     Args:
         optimizers: checked optimizers.
         masters: placeholder name of each parameter that has a gradient, by `id`.
-        lows: placeholder name of its 16-bit copy, by `id`, where it has one.
+        low_weights: placeholder name of its 16-bit copy, by `id`, where it has one.
         stored: how a 16-bit parameter without a master is stored, by `id`.
         parts: those that are split over the ranks.
         buckets: number of the bucket that the gradient of such a one was sent in, by `id`.
@@ -351,7 +351,7 @@ def bind(
     bound: list[BoundGroup | TracedGroup] = []
     for optimizer in optimizers:
         if type(optimizer) not in KINDS:
-            bound += bind_traced(optimizer, masters, lows, stored)
+            bound += bind_traced(optimizer, masters, low_weights, stored)
             continue
         kind = KINDS[type(optimizer)]
         for index, group in enumerate(optimizer.param_groups):
@@ -361,11 +361,17 @@ def bind(
                 if id(parameter) in masters:
                     number = id(parameter)
                     begun = not asks or _has_begun(kind, optimizer.state.get(parameter, {}))
-                    place = parameter.device, parameter.dtype, number in lows, stored.get(number), buckets.get(number)
+                    place = (
+                        parameter.device,
+                        parameter.dtype,
+                        number in low_weights,
+                        stored.get(number),
+                        buckets.get(number),
+                    )
                     alike.setdefault((*place, begun), []).append(parameter)
             for some in alike.values():
                 split = parts if id(some[0]) in buckets else None
-                one = _bind_part(optimizer, index, some, masters, lows, stored.get(id(some[0])), split)
+                one = _bind_part(optimizer, index, some, masters, low_weights, stored.get(id(some[0])), split)
                 in_place = split is not None and buckets[id(some[0])] in alone and all(map(split.lies, some))
                 bound.append(replace(one, spec=replace(one.spec, in_place=in_place)))
     return bound
@@ -376,7 +382,7 @@ def _bind_part(
     index: int,
     part: list[Tensor],
     masters: Mapping[int, str],
-    lows: Mapping[int, str],
+    low_weights: Mapping[int, str],
     storage: Storage | None,
     parts: Parts | None,
 ) -> BoundGroup:
@@ -392,7 +398,7 @@ def _bind_part(
     spec = UpdateGroup(
         kind.name if storage is None else f"{kind.name}_low",
         tuple(masters[id(parameter)] for parameter in part),
-        tuple(lows[id(parameter)] for parameter in part if id(parameter) in lows),
+        tuple(low_weights[id(parameter)] for parameter in part if id(parameter) in low_weights),
         _columns(kind, group, storage),
         size,
         _flags(kind, optimizer, group),

@@ -11,8 +11,8 @@ from amp_compiler.forward.tensor_versions import note_writes, tell_of_hidden_wri
 from amp_compiler.fx.compiled_look import address_test
 from amp_compiler.fx.graph import LOW_TYPES
 from amp_compiler.ops.stale_copies import CopyWatch
-from amp_compiler.training.inputs import KeptTensors
-from amp_compiler.training.program import LossModule
+from amp_compiler.training.kept import KeptTensors
+from amp_compiler.training.loss_module import LossModule
 from amp_compiler.training.weights import MASTER
 
 
@@ -39,9 +39,9 @@ class HiddenWrites:
         """At the beginning of a call: whether there are any.
 
         Args:
-            generation: another number where weights, masters or copies may lie elsewhere, as `Standing` counts.
+            generation: another number where weights, masters or copies may lie elsewhere, see `ChangeDetector`.
         """
-        key = generation, self._kept.lows.made
+        key = generation, self._kept.low_weights.made
         if key != self._key or (self._masters_lie is not None and not self._masters_lie()):
             found = [(weight, pair) for weight in self._trained() for pair in self._pairs(weight)]
             self._weights = [weight for weight, _ in found]
@@ -70,7 +70,7 @@ class HiddenWrites:
 
     def _pairs(self, weight: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """A weight with its copies, or its master with it; of a weight that is split over ranks this rank's part."""
-        for copy in self._kept.lows.copies(weight):
+        for copy in self._kept.low_weights.copies(weight):
             yield weight.detach(), copy
         master, parts = self._master(weight), self._kept.weights.parts
         if master is None or weight.dtype not in LOW_TYPES or not self._kept.weights.masters.has(weight):

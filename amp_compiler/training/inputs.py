@@ -15,7 +15,6 @@ from amp_compiler.fx.capture import Captured, Source, tensor_getter
 from amp_compiler.fx.graph import LOW_TYPES
 from amp_compiler.fx.meta import Key
 from amp_compiler.ops.layout import as_real
-from amp_compiler.ops.loss_scale import LossScaleState
 from amp_compiler.ops.update.rounding import Storage, WeightStorage
 from amp_compiler.passes.step.place_weights import PlacedWeights, is_read_low, is_read_low_alone, placed_weights
 from amp_compiler.passes.step.reduce_gradients import (
@@ -28,44 +27,16 @@ from amp_compiler.passes.step.reduce_gradients import (
 )
 from amp_compiler.passes.step.sum_gradients import owners_with_gradient
 from amp_compiler.policy.rules import OpTable
+from amp_compiler.ranks.parts import Parts
 from amp_compiler.training.fused_optimizers import KINDS, BoundGroup, bind
-from amp_compiler.training.parts import Parts
-from amp_compiler.training.program import LossModule, Resolver
-from amp_compiler.training.state import GradientSums, LowWeights
+from amp_compiler.training.kept import KeptTensors
+from amp_compiler.training.loss_module import LossModule
+from amp_compiler.training.program import Resolver
 from amp_compiler.training.traced_optimizers import TracedGroup
 from amp_compiler.training.weights import COMPENSATION, MASTER, WeightState, store_alone
 
 Getters = dict[str, Callable[[], Tensor]]
 Agree = Callable[[tuple[SharedGradient, ...], tuple[str, ...]], tuple[SharedGradient, ...]]
-
-
-@dataclass(frozen=True)
-class KeptTensors:
-    """The tensors that all programs of a training step share.
-
-    Args:
-        scale: gives the loss scale's present state.
-        lows: the 16-bit weights.
-        sums: sums of gradients over several batches.
-        weights: FP32 masters of 16-bit parameters, or what storage without masters needs.
-        in_graphs: whether a captured graph holds addresses of the optimizers' states.
-    """
-
-    scale: Callable[[], LossScaleState]
-    lows: LowWeights
-    sums: GradientSums
-    weights: WeightState
-    in_graphs: Callable[[], bool]
-
-    def follow(self, parameter: Tensor, state: dict[str, Any]) -> None:
-        """Make again what is kept beside a parameter that was written outside of a step.
-
-        Args:
-            parameter: where and as it was.
-            state: the optimizer's state of it; empty where it has none.
-        """
-        self.lows.follow(parameter)
-        self.weights.follow(parameter, state)
 
 
 class StepInputs:
@@ -326,12 +297,12 @@ class TrainedWeights:
             return tuple(group.spec for group in self.groups)
         parameters = {name: self.inputs.getters[self.placed.parameter(name)]() for name in self.updated}
         masters = {id(parameter): name for name, parameter in parameters.items()}
-        lows = {id(p): low for name, p in parameters.items() if (low := self.placed.low(name)) is not None}
+        low_weights = {id(p): low for name, p in parameters.items() if (low := self.placed.low(name)) is not None}
         low_only = [p for p in parameters.values() if self.storage is not None and p.dtype in LOW_TYPES]
         stored = {id(p): self.storage for p in low_only if self.storage is not None}
         sent = [(one.name, place) for place, bucket in enumerate(self.buckets) for one in bucket.gradients]
         buckets = {id(parameters[name]): place for name, place in sent}
-        self.groups = bind(self.inputs.optimizers, masters, lows, stored, parts, buckets, self.alone)
+        self.groups = bind(self.inputs.optimizers, masters, low_weights, stored, parts, buckets, self.alone)
         return tuple(group.spec for group in self.groups)
 
     def names(self) -> tuple[str, ...]:
@@ -354,7 +325,7 @@ class TrainedWeights:
             return Resolver(self._state(node.meta[Key.STATE], kept))
         if node.name in placed.copies:
             name, dtype = placed.copies[node.name]
-            return Resolver(lambda leaves: kept.lows.get(getters[name](), dtype), getters[name])
+            return Resolver(lambda leaves: kept.low_weights.get(getters[name](), dtype), getters[name])
         if node.name in placed.masters:
             get = getters[placed.masters[node.name]]
             return Resolver(lambda leaves: self._master(get(), kept), get)

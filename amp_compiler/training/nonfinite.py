@@ -35,33 +35,33 @@ def report_nonfinite(
 
     Args:
         program: what ran.
-        flags: per parameter of `program.updated` whether its gradient was not finite.
+        flags: per parameter of `program.report.updated` whether its gradient was not finite.
         leaves: the batch; `None` where the step was not skipped and cannot be run again.
         scale: the loss scale that the step ran with, FP32 scalar.
     """
     bad = [number for number, flag in enumerate(flags) if flag]
     if not bad:
         return NonfiniteReport()
-    parameters = tuple(program.updated[number] for number in bad)
+    parameters = tuple(program.report.updated[number] for number in bad)
     made = {program.gradient_node(number) for number in bad}
     origins: set[fx.Node] = set()
     ranges = _NO_RANGES
     if leaves is not None:
         seen = _replayed(program, leaves, scale)
         origins, ranges = seen.origins(made), seen.ranges
-    nodes = in_order(program.graph_module.graph, origins or made)[:SHOWN]
+    nodes = in_order(program.report.graph_module.graph, origins or made)[:SHOWN]
     shown = tuple(described(node, is_forward=is_forward(node), ranges=ranges, plan=program.plan) for node in nodes)
     return NonfiniteReport(parameters, shown, bool(origins))
 
 
 def _replayed(program: StepProgram, leaves: Sequence[Any], scale: Tensor) -> Finiteness:
     given = {}
-    placeholders = program.graph_module.graph.find_nodes(op="placeholder")
-    for node, resolve in zip(placeholders, program.resolve, strict=True):
+    placeholders = program.report.graph_module.graph.find_nodes(op="placeholder")
+    for node, resolve in zip(placeholders, program.compiled.resolve, strict=True):
         if not only_update_reads(node):
             is_scale = node.meta.get(Key.STATE) == ("scale", "scale", 0)
             given[node] = scale if is_scale else resolve.get(leaves)
-    return Replay(program.graph_module).run_again(given, scale.device)
+    return Replay(program.report.graph_module).run_again(given, scale.device)
 
 
 def in_order(graph: fx.Graph, nodes: Iterable[fx.Node]) -> list[fx.Node]:

@@ -50,10 +50,10 @@ class WrittenBuffers:
             found = {}
             for path, table, name, buffer, version, old in held:
                 now: Any = table[name] if name in table else None  # noqa: SIM401  # a scripted module's has no get
-                told = now is not buffer or buffer._version != version
+                is_written = now is not buffer or buffer._version != version
                 if not isinstance(now, Tensor) or now.shape != buffer.shape or now.dtype is not buffer.dtype:
                     continue  # another one, which it is to keep
-                if told or (path in known if known is not None else not torch.equal(buffer, old)):
+                if is_written or (path in known if known is not None else not torch.equal(buffer, old)):
                     found[path] = now.detach().clone()
                     table[name] = buffer
                     with torch.no_grad():

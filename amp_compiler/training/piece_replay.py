@@ -89,9 +89,9 @@ class PieceReplay:
                 continue  # it comes of another one
             made = self._reached[one.run, one.node]
             for node in users or [one.node]:
-                told = described(node, is_forward=False, piece=one.piece, plan=plan)
+                described_node = described(node, is_forward=False, piece=one.piece, plan=plan)
                 given = ((f"the gradient of {node.name}", self._reached[one.run, node]),) if users else ()
-                found.setdefault((one.piece, node), replace(told, inputs=given, output=made))
+                found.setdefault((one.piece, node), replace(described_node, inputs=given, output=made))
         return tuple(found.values())[:SHOWN]
 
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from amp_compiler.fx.capture import Captured, Input, Source
 from amp_compiler.fx.garbage import without_full_collections
 from amp_compiler.training.build import Begun
-from amp_compiler.training.program import LossModule
+from amp_compiler.training.loss_module import LossModule
 
 
 @dataclass(frozen=True)

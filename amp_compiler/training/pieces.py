@@ -27,11 +27,12 @@ from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.policy.rules import RuleSet
 from amp_compiler.training.build import StepOptions, StepState, finish
 from amp_compiler.training.inputs import depends_on_nothing
+from amp_compiler.training.loss_module import LossModule
 from amp_compiler.training.piece_buffers import WrittenBuffers
 from amp_compiler.training.piece_replay import PieceReplay
 from amp_compiler.training.piece_update import Made, update_graph
 from amp_compiler.training.piece_weights import LowReads
-from amp_compiler.training.program import LossModule, StepProgram
+from amp_compiler.training.program import StepProgram
 from amp_compiler.training.step_hooks import hooks_before, with_hooks
 from amp_compiler.training.weights import is_stored_low, widened
 
@@ -57,7 +58,7 @@ class PieceStep:
         self._settings, self._device = settings, device_of(model.parameters())
         storage = state.kept.weights.storage
         low = torch_dtype(settings.low(self._device))
-        self._lows = LowReads(low, settings.rules.ops, storage) if storage.low else None
+        self._low_reads = LowReads(low, settings.rules.ops, storage) if storage.low else None
         self._replay: PieceReplay | None = None
         self._drawn: list[Tensor] = []  # the random numbers' state before the last forward
         self.pieces = self._in_pieces() if enabled else None
@@ -68,7 +69,7 @@ class PieceStep:
         return Pieces(self.model, self._settings, self.cause, self._device, self._around)
 
     def _around(self, name: str, graph_module: fx.GraphModule, run: Callable[..., Any]) -> Callable[..., Any]:
-        noting = run if self._lows is None else self._lows.around(graph_module, run)
+        noting = run if self._low_reads is None else self._low_reads.around(graph_module, run)
 
         def run_or_replay(*inputs: Any) -> Any:
             return noting(*inputs) if self._replay is None else self._replay.run(name, graph_module, inputs)
@@ -85,7 +86,7 @@ class PieceStep:
         drawn = self._drawn
         try:
             made = self._run(batch, optimizers)
-            if self._lows is not None and self._lows.convert(_trained(self.model, optimizers)):
+            if self._low_reads is not None and self._low_reads.convert(_trained(self.model, optimizers)):
                 set_random_state(self._device, drawn)
                 made = self._run(batch, optimizers)
             return made
@@ -262,7 +263,7 @@ class PieceStep:
         types = tuple((name, gradient.dtype) for name, gradient in made.gradients.items())
         key = (owners, options.gather, options.scale, types, tuple(made.buffers))
         program = self._updates.get(key)
-        if program is None or any(group.flags_changed() for group in program.groups):
+        if program is None or any(group.flags_changed() for group in program.compiled.groups):
             begun = update_graph(self.model, made)
             program = self._updates[key] = finish(self.model, begun, options, self.state)
         return program

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
 from amp_compiler.backends.cuda_graph import GraphedRun
-from amp_compiler.errors import AmpError
 from amp_compiler.forward.shape_guards import InputForm
 from amp_compiler.forward.tensor_versions import note_writes, writable
 from amp_compiler.forward.value_guards import ValueGuards
 from amp_compiler.fx.attribute_writes import Writes
-from amp_compiler.fx.capture_errors import SPOKEN_OF
-from amp_compiler.fx.graph import LOW_TYPES, results_of
-from amp_compiler.fx.python_state import PythonState
+from amp_compiler.fx.graph import results_of
 from amp_compiler.fx.torch_private import SET_GRAD_ENABLED, TENSORS
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.update.counts import UpdateCounts
@@ -27,110 +23,13 @@ from amp_compiler.ops.update.product import Product
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.training.fused_optimizers import BoundGroup
-from amp_compiler.training.outside import OUTSIDE, Alone, Substitutes, adopt
 from amp_compiler.training.state import LowWeights
 from amp_compiler.training.traced_optimizers import TracedGroup
 
 if TYPE_CHECKING:
-    from amp_compiler.training.standing import Standing
+    from amp_compiler.training.change_detector import ChangeDetector
 
 _PAIR = pytree.tree_structure((0, 0))
-ROOT = "model"  # name of the models in a `LossModule`
-_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)  # of a capture too
-
-
-class LossModule(nn.Module):
-    """`loss_fn(model, *batch)` as a module, so that it can be captured with the parameters of all models in it.
-
-    One model stands under `model`; of a nest, each under its path: `model.generator` for `{"generator": …}`. What the
-    loss function holds beside them stands under `outside`.
-    """
-
-    def __init__(self, model: Any, loss_fn: Callable[..., Any]) -> None:
-        super().__init__()
-        self.__dict__[SPOKEN_OF] = "the loss function"
-        self.__dict__["nest"], self.__dict__["loss_fn"], self.__dict__["alone"] = model, loss_fn, Alone()
-        if isinstance(model, nn.Module):
-            self.add_module(ROOT, model)
-            return
-        for path, leaf in pytree.tree_flatten_with_path(model, is_leaf=lambda x: isinstance(x, nn.Module))[0]:
-            if not isinstance(leaf, nn.Module):
-                raise AmpError(
-                    f"model holds a {type(leaf).__name__} at {pytree.keystr(path)}"
-                    if path
-                    else f"model is a {type(leaf).__name__}",
-                    mend="pass an nn.Module, or a dict, list or tuple of them",
-                )
-            self._place(path, leaf)
-
-    def _place(self, path: tuple[Any, ...], leaf: nn.Module) -> None:
-        holder: nn.Module = self
-        *outer, last = [ROOT, *(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)]
-        try:
-            for name in outer:
-                if name not in holder._modules:
-                    holder.add_module(name, nn.Module())
-                holder = holder._modules[name]  # type: ignore[assignment]
-            if last in holder._modules:
-                raise KeyError(f"'{last}' is there twice")
-            holder.add_module(last, leaf)
-        except KeyError as cause:
-            raise AmpError(
-                f"model holds a module at {pytree.keystr(path)} whose path is no name: {cause.args[0]}",
-                mend="use keys without dots, each another text",
-            ) from cause
-
-    def adopt(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Take in what the loss function holds beside the models, see `training.outside`."""
-        self.__dict__["alone"].names = adopt(self, optimizers)
-
-    @contextmanager
-    def as_parameters(self) -> Iterator[None]:
-        """Within it, adopted tensors that are no `nn.Parameter` stand as one over the same memory: export asks it."""
-        own = self.__dict__
-        plain = {name: tensor for name, tensor in own["alone"].names.values() if not isinstance(tensor, nn.Parameter)}
-        try:
-            for name, tensor in plain.items():
-                own["_modules"][OUTSIDE]._parameters[name] = nn.Parameter(tensor.detach(), tensor.requires_grad)
-            yield
-        finally:
-            for name, tensor in plain.items():
-                own["_modules"][OUTSIDE]._parameters[name] = tensor
-
-    def _call(self, batch: tuple[Any, ...]) -> Any:
-        own = self.__dict__
-        if not own["alone"].names or not torch.compiler.is_exporting():
-            return own["loss_fn"](own["nest"], *batch)
-        table = own["_modules"][OUTSIDE]._parameters  # holds what stands for the parameters while they are traced
-        with Substitutes({key: table[name] for key, (name, _) in own["alone"].names.items()}) as mode:
-            return mode.swap(own["loss_fn"](own["nest"], *batch))
-
-    def forward(self, *batch: Any) -> tuple[Tensor, Any]:
-        """The loss and aux (`None` where the loss function gives none)."""
-        result = self._call(batch)
-        loss, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-            raise AmpError(f"loss_fn returned {_describe(loss)} as the loss", mend=_mend(loss))
-        # A 16-bit loss could not hold the loss scale that the backward starts from.
-        return loss.float() if loss.dtype in LOW_TYPES else loss, aux
-
-
-def _describe(loss: Any) -> str:
-    if isinstance(loss, Tensor):
-        return f"a tensor of shape {tuple(loss.shape)} and type {loss.dtype}"
-    if isinstance(loss, _NUMBERS):
-        return "a Python number"
-    return "None" if loss is None else f"a {type(loss).__name__}"
-
-
-def _mend(loss: Any) -> str:
-    if isinstance(loss, Tensor) and loss.numel() != 1:
-        return "return its mean() or sum(), one floating-point number, or (loss, aux)"
-    if isinstance(loss, _NUMBERS):
-        return "return a tensor, without item() or float(), or (loss, aux)"
-    if isinstance(loss, Mapping) and "loss" in loss:
-        return "return (result['loss'], result), the loss and what goes with it"
-    return "return one floating-point number as a tensor, or (loss, aux)"
 
 
 _Beside = tuple[Tensor, Tensor, tuple["Tensor | Product", ...], "Tensor | None", dict[str, Tensor]]
@@ -160,9 +59,9 @@ class StepOutput:
         loss: detached loss.
         aux: what the loss function returned beside it.
         norm: FP32 L2 norm of the unscaled gradients; NaN where the step looked at none.
-        flags: uint8 per parameter of `StepProgram.updated`: 1 where its gradient was not finite; empty where the step
+        flags: uint8 per parameter of `StepReport.updated`: 1 where its gradient was not finite; empty where the step
             looked at none.
-        gradients: raw (scaled) gradients per parameter of `StepProgram.updated`.
+        gradients: raw (scaled) gradients per parameter of `StepReport.updated`.
         scale: the loss scale that it ran with, FP32 scalar; `None` where that never changes.
         held: by name, what else of the graph it was asked for.
 
@@ -183,35 +82,88 @@ class StepOutput:
         return len(self.flags) == len(self.gradients)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, kw_only=True)
+class CompiledStep:
+    """What runs.
+
+    Args:
+        run: the compiled graph, replayed as a CUDA graph where it can be.
+        resolve: how to get what it is given, one per placeholder.
+        groups: the update groups.
+        form: which batches it can be used for.
+        values: the Python values that it holds for.
+        out_spec: tree of `(loss, aux)`.
+        results: number of flat values in it, and of those that `writes` assigns.
+        held: names of nodes whose values it gives behind the gradients.
+        gives_scale: whether its last result is the loss scale that it ran with.
+        buffers: gets the buffers that it writes.
+        writes: what is assigned after a call, detached.
+    """
+
+    run: GraphedRun
+    resolve: list[Resolver]
+    groups: list[BoundGroup | TracedGroup]
+    form: InputForm
+    values: ValueGuards
+    out_spec: pytree.TreeSpec
+    results: int
+    held: tuple[str, ...]
+    gives_scale: bool
+    buffers: tuple[Callable[[], Tensor], ...]
+    writes: Writes
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What can be read of a program.
+
+    Args:
+        graph_module: the step graph.
+        plan: what was decided for the forward; `None` in plain FP32.
+        stages: the text of the graph behind each pass.
+        updated: qualified names of the updated parameters, in the order of the gradients.
+        weights: gets these parameters.
+        parts: of how many of them, the first ones, a rank has a part of the gradient only.
+        divisor: number of batches, on all ranks together, whose gradients its own are the sums of.
+        counts: what the updates of the last call did to weights, where kernels have counted it; `None` where nobody
+            asked.
+    """
+
+    graph_module: fx.GraphModule
+    plan: PrecisionPlan | None
+    stages: Stages
+    updated: tuple[str, ...]
+    weights: tuple[Callable[[], Tensor], ...]
+    parts: int
+    divisor: int
+    counts: UpdateCounts | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """What the ranks agreed on when a program was made; all is empty for one process.
+
+    Args:
+        offered: what this rank's graph has a gradient of.
+        shared: what all ranks together have a gradient of.
+        written: placeholders of the buffers that it writes.
+        norms: the messages that this rank sends in forward and backward.
+    """
+
+    offered: tuple[SharedGradient, ...]
+    shared: tuple[SharedGradient, ...]
+    written: tuple[str, ...]
+    norms: tuple[str, ...]
+
+
+@dataclass(eq=False, kw_only=True)
 class StepProgram:
     """A compiled step.
 
     Args:
-        graph_module: the step graph, for reading.
-        plan: what was decided for the forward; `None` in plain FP32.
-        groups: the update groups.
-        updated: qualified names of the updated parameters, in the order of the gradients.
-        run: the compiled graph, replayed as a CUDA graph where it can be.
-        resolve: one per placeholder.
-        out_spec: tree of `(loss, aux)`.
-        results: number of flat values in it, and of those that `writes` assigns.
-        form: which batches it can be used for.
-        stages: the text of the graph behind each pass.
-        gives_scale: whether the last result of `run` is the loss scale that it ran with.
-        buffers: gets the buffers that it writes.
-        writes: what is assigned after a call, detached.
-        values: the Python values that it holds for.
-        offered: what this rank's graph has a gradient of; empty for one process.
-        shared: what all ranks together have a gradient of, for which it was made.
-        written: placeholders of the buffers that it writes.
-        divisor: number of batches, on all ranks together, whose gradients its own are the sums of.
-        parts: of how many of `updated`, the first ones, a rank has a part of the gradient only.
-        held: names of nodes whose values it gives behind the gradients.
-        norms: the messages that this rank sends in forward and backward.
-        weights: gets the parameters of `updated`.
-        counts: what the updates of the last call did to weights, where kernels have counted it; `None` where nobody
-            asked.
+        compiled: what runs.
+        report: what can be read of it.
+        agreement: what the ranks agreed on.
 
     Attributes:
         found_anew: whether the last call had to find its tensors.
@@ -220,29 +172,9 @@ class StepProgram:
         replayed: stands for what the last call wrote, where that was the replay of a graph and nothing else.
     """
 
-    graph_module: fx.GraphModule
-    plan: PrecisionPlan | None
-    groups: list[BoundGroup | TracedGroup]
-    updated: tuple[str, ...]
-    run: GraphedRun
-    resolve: list[Resolver]
-    out_spec: pytree.TreeSpec
-    results: int
-    form: InputForm
-    stages: Stages
-    gives_scale: bool
-    buffers: tuple[Callable[[], Tensor], ...] = ()
-    writes: Writes = field(default_factory=Writes)
-    values: ValueGuards = field(default_factory=lambda: ValueGuards(PythonState()))
-    offered: tuple[SharedGradient, ...] = ()
-    shared: tuple[SharedGradient, ...] = ()
-    written: tuple[str, ...] = ()
-    divisor: int = 1
-    parts: int = 0
-    held: tuple[str, ...] = ()
-    norms: tuple[str, ...] = ()
-    weights: tuple[Callable[[], Tensor], ...] = ()
-    counts: UpdateCounts | None = None
+    compiled: CompiledStep
+    report: StepReport
+    agreement: Agreement
     found_anew: bool = field(default=True, init=False, repr=False)
     behind: tuple[Tensor, ...] = field(default=(), init=False, repr=False)
     trained: frozenset[int] = field(default=frozenset(), init=False, repr=False)
@@ -250,113 +182,134 @@ class StepProgram:
     _seen: _Seen | None = field(default=None, init=False, repr=False)
     _numbers: int = field(default=-1, init=False, repr=False)
 
+    def __post_init__(self) -> None:
+        self._is_pair = self.compiled.out_spec == _PAIR
+
+    @property
+    def form(self) -> InputForm:
+        """Which batches it can be used for."""
+        return self.compiled.form
+
+    @property
+    def values(self) -> ValueGuards:
+        """The Python values that it holds for."""
+        return self.compiled.values
+
+    @property
+    def plan(self) -> PrecisionPlan | None:
+        """What was decided for the forward; `None` in plain FP32."""
+        return self.report.plan
+
+    @property
+    def stages(self) -> Stages:
+        """The text of the graph behind each pass."""
+        return self.report.stages
+
     @property
     def update(self) -> StepProgram:
         """The program that updates the weights: this one."""
         return self
 
-    def settle(self, lows: LowWeights) -> None:
+    def settle(self, low_weights: LowWeights) -> None:
         """Note what a call trains: which copies it writes together with their masters, and which are left behind.
 
         Args:
-            lows: the 16-bit copies that there are.
+            low_weights: the 16-bit copies that there are.
         """
         pairs = [
             (parameter, low)
-            for group in self.groups
+            for group in self.compiled.groups
             for parameter, low in zip(group.parameters, group.spec.lows or [None] * len(group.parameters), strict=True)
         ]
         self.trained = frozenset(id(parameter) for parameter, _ in pairs)
-        lows.settle([parameter for parameter, low in pairs if low is not None])
-        self.behind = tuple(parameter for parameter, low in pairs if low is None and lows.has(parameter))
+        low_weights.settle([parameter for parameter, low in pairs if low is not None])
+        self.behind = tuple(parameter for parameter, low in pairs if low is None and low_weights.has(parameter))
 
     @property
     def execution(self) -> str:
         """How it ran, in words: as one CUDA graph, or without one and why."""
-        return self.run.execution
+        return self.compiled.run.execution
 
     def gradient_node(self, number: int) -> fx.Node:
         """The node of the graph that gives the gradient of a parameter of `updated`."""
-        return results_of(self.graph_module.graph)[self.results + 3 + number]  # type: ignore[no-any-return]
+        return results_of(self.report.graph_module.graph)[self.compiled.results + 3 + number]  # type: ignore[no-any-return]
 
-    def __post_init__(self) -> None:
-        self._is_pair = self.out_spec == _PAIR
-
-    def flags_changed(self, standing: Standing) -> bool:
+    def flags_changed(self, detector: ChangeDetector) -> bool:
         """Whether a setting of an optimizer that is part of the graph is no longer what was compiled."""
-        return self._numbers != standing.numbers and any(group.flags_changed() for group in self.groups)
+        return self._numbers != detector.numbers and any(group.flags_changed() for group in self.compiled.groups)
 
-    def __call__(self, leaves: Sequence[Any], standing: Standing | None = None) -> StepOutput:
+    def __call__(self, leaves: Sequence[Any], detector: ChangeDetector | None = None) -> StepOutput:
         """Run one step on the flattened batch.
 
         Args:
             leaves: the batch.
-            standing: what has changed since the last call; `None` where nobody has looked.
+            detector: what has changed since the last call; `None` where nobody has looked.
         """
-        self._refresh(standing)
+        self._refresh(detector)
         seen, self.replayed = self._seen, None
-        self.found_anew = seen is None or standing is None or seen.generation != standing.generation
+        self.found_anew = seen is None or detector is None or seen.generation != detector.generation
         if seen is None or self.found_anew:
-            flat, written = self._run_anew(leaves, standing)
+            flat, written = self._run_anew(leaves, detector)
             note_writes(written)
-            return self._output(flat, self._beside(flat[self.results :]))
+            return self._output(flat, self._beside(flat[self.compiled.results :]))
         with TENSORS:
             inputs = seen.filled(leaves)
         SET_GRAD_ENABLED(False)  # they are enabled, or nothing would be as it was
         try:
-            copied = self.run.again(inputs)
-            flat = list(self.run(*inputs)) if copied is None else copied
+            copied = self.compiled.run.again(inputs)
+            flat = list(self.compiled.run(*inputs)) if copied is None else copied
         finally:
             SET_GRAD_ENABLED(True)
         note_writes(seen.written)
         seen.let_go()
         if copied is None:
-            return self._output(flat, self._beside(flat[self.results :]))
+            return self._output(flat, self._beside(flat[self.compiled.results :]))
         if seen.beside is None:
-            seen.beside = self._beside(self.run.beside)
+            seen.beside = self._beside(self.compiled.run.beside)
         self.replayed = seen.written
         return self._output(flat, seen.beside)
 
     def _beside(self, results: Sequence[Any]) -> _Beside:
         """What a run gives beside loss and aux: all but these of a `StepOutput`, in its order."""
-        scale = results[-1] if self.gives_scale else None
-        end = len(results) - self.gives_scale
-        norm, _, flags, *gradients = results[: end - len(self.held)]
-        held = dict(zip(self.held, results[end - len(self.held) : end], strict=True))
+        scale = results[-1] if self.compiled.gives_scale else None
+        end = len(results) - self.compiled.gives_scale
+        norm, _, flags, *gradients = results[: end - len(self.compiled.held)]
+        held = dict(zip(self.compiled.held, results[end - len(self.compiled.held) : end], strict=True))
         return norm, flags, tuple(gradients), scale, held
 
     def _output(self, flat: Sequence[Any], beside: _Beside) -> StepOutput:
-        self.writes.put(flat[: self.results])
-        leaves = flat[: self.out_spec.num_leaves]
-        loss, aux = leaves if self._is_pair else pytree.tree_unflatten(leaves, self.out_spec)
+        self.compiled.writes.put(flat[: self.compiled.results])
+        leaves = flat[: self.compiled.out_spec.num_leaves]
+        loss, aux = leaves if self._is_pair else pytree.tree_unflatten(leaves, self.compiled.out_spec)
         return StepOutput(loss, aux, *beside)
 
-    def _refresh(self, standing: Standing | None) -> None:
+    def _refresh(self, detector: ChangeDetector | None) -> None:
         """Bring changed numbers of the optimizers to the device."""
-        same = standing is not None and self._numbers == standing.numbers
-        for group in self.groups:
+        same = detector is not None and self._numbers == detector.numbers
+        for group in self.compiled.groups:
             if not same or group.asks_state:
                 group.refresh()
-        self._numbers = -1 if standing is None else standing.numbers
+        self._numbers = -1 if detector is None else detector.numbers
 
-    def _run_anew(self, leaves: Sequence[Any], standing: Standing | None) -> tuple[list[Any], list[Tensor]]:
+    def _run_anew(self, leaves: Sequence[Any], detector: ChangeDetector | None) -> tuple[list[Any], list[Tensor]]:
         """Find all inputs, run, and remember the inputs where they will be found again."""
         self._seen = None
         with TENSORS:
             with torch.no_grad():
-                inputs = [resolve.get(leaves) for resolve in self.resolve]
-            written = writable([p for group in self.groups for p in group.parameters] + [get() for get in self.buffers])
-            if standing is not None and standing.note():
+                inputs = [resolve.get(leaves) for resolve in self.compiled.resolve]
+            parameters = [parameter for group in self.compiled.groups for parameter in group.parameters]
+            written = writable(parameters + [get() for get in self.compiled.buffers])
+            if detector is not None and detector.note():
                 loose = [
                     (place, one)
-                    for place, one in enumerate(self.resolve)
-                    if one.leaf or (one.behind is not None and not standing.covers(one.behind()))
+                    for place, one in enumerate(self.compiled.resolve)
+                    if one.leaf or (one.behind is not None and not detector.covers(one.behind()))
                 ]
-                if self.run.batch.issuperset(place for place, _ in loose):
-                    self._seen = _Seen(standing.generation, list(inputs), loose, written)
+                if self.compiled.run.batch.issuperset(place for place, _ in loose):
+                    self._seen = _Seen(detector.generation, list(inputs), loose, written)
                     self._seen.let_go()
         with torch.no_grad():
-            return list(self.run(*inputs)), written
+            return list(self.compiled.run(*inputs)), written
 
 
 @dataclass

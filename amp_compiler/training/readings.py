@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,19 +13,19 @@ from torch import Tensor, fx
 from amp_compiler.errors import AmpError, LossScaleError
 from amp_compiler.fx.step_graph import step_graph_of
 from amp_compiler.ir.nonfinite import LOSS, NonfiniteReport
-from amp_compiler.ir.plan import AutocastTotals, PrecisionPlan
+from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops.loss_scale import LossScale, LossScaleState
+from amp_compiler.ops.loss_scale.held import HeldScale
 from amp_compiler.passes.pipeline import Stages
+from amp_compiler.ranks.parts import UNSPLIT
 from amp_compiler.training.build import StepState
 from amp_compiler.training.events import NonfiniteEvent
-from amp_compiler.training.held_scale import HeldScale
+from amp_compiler.training.inspection import StepInspection
 from amp_compiler.training.nonfinite import report_nonfinite
-from amp_compiler.training.parts import UNSPLIT
 from amp_compiler.training.piece_program import PieceProgram
 from amp_compiler.training.piece_trial import PieceTrials
 from amp_compiler.training.program import StepOutput, StepProgram
 from amp_compiler.training.scale_watch import StuckWatch
-from amp_compiler.training.trial import StepTrials
 
 _GATHERED = (
     "a batch that was gathered before the last one made it, or the last one with other random numbers:"
@@ -38,7 +37,7 @@ _TRAINED = (
 )
 
 
-class StepReadings:
+class StepReadings(StepInspection):
     """The part of `TrainingStep` that reads: properties are tensors on the device or graphs, and never wait for it."""
 
     _accumulate: int
@@ -49,8 +48,6 @@ class StepReadings:
     _leaves: list[Any]
     _optimizers: tuple[torch.optim.Optimizer, ...]
     _spec: Any
-    _trials: Callable[[tuple[Any, ...]], StepTrials]
-    _autocast: Callable[[tuple[Any, ...]], AutocastTotals | None]
 
     def _seen(self) -> tuple[StepProgram | PieceProgram, StepOutput, Tensor]:
         if self._last is None:
@@ -104,7 +101,7 @@ class StepReadings:
         with torch.no_grad():
             # Squares added up in FP32 are off in the fifth digit where there are a few hundred thousand.
             made = [torch.linalg.vector_norm(one.float(), dtype=torch.float64) for one in output.gradients]
-            norm: Tensor = torch.linalg.vector_norm(torch.stack(made)) / (scale * program.update.divisor)
+            norm: Tensor = torch.linalg.vector_norm(torch.stack(made)) / (scale * program.update.report.divisor)
             return norm.float()
 
     @property
@@ -125,7 +122,7 @@ class StepReadings:
 
         Of a step in pieces, the graph of its update.
         """
-        return self._seen()[0].update.graph_module
+        return self._seen()[0].update.report.graph_module
 
     def to_html(
         self,
@@ -175,11 +172,11 @@ class StepReadings:
             AmpError: before the first call, and where the update is split over ranks, none of which has a whole one.
         """
         program, output, scale = self._seen()
-        if program.update.parts:
+        if program.update.report.parts:
             raise AmpError("each rank has a part of the gradients only, as the update is split", mend=UNSPLIT)
         return {
-            name: gradient.float() / (scale * program.update.divisor)
-            for name, gradient in zip(program.update.updated, output.gradients, strict=True)
+            name: gradient.float() / (scale * program.update.report.divisor)
+            for name, gradient in zip(program.update.report.updated, output.gradients, strict=True)
         }
 
     def nonfinite_report(self, *, cure: bool = True) -> NonfiniteReport:

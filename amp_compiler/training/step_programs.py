@@ -37,7 +37,7 @@ class StepPrograms(ProgramTable[StepProgram]):
         """
         if self._last is not None:
             before, alike, program = self._last
-            if before == mark and alike(leaves) and program.values.hold(leaves):
+            if before == mark and alike(leaves) and program.compiled.values.hold(leaves):
                 return program
         return None
 

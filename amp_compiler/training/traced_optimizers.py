@@ -118,7 +118,7 @@ class TracedGroup:
 
 
 def bind_traced(
-    optimizer: Optimizer, masters: Mapping[int, str], lows: Mapping[int, str], stored: Mapping[int, Any]
+    optimizer: Optimizer, masters: Mapping[int, str], low_weights: Mapping[int, str], stored: Mapping[int, Any]
 ) -> list[TracedGroup]:
     """The parameters of an optimizer that have gradients, as one traced update.
 
@@ -127,7 +127,7 @@ def bind_traced(
     Args:
         optimizer: checked by `check_traceable`.
         masters: placeholder name of each parameter that has a gradient, by `id`.
-        lows: placeholder name of its 16-bit copy, by `id`, where it has one.
+        low_weights: placeholder name of its 16-bit copy, by `id`, where it has one.
         stored: the parameters without a master, by `id`.
 
     Returns:
@@ -160,7 +160,7 @@ def bind_traced(
     spec = TracedUpdate(
         type(optimizer).__name__,
         tuple(masters[id(parameter)] for parameter in parameters),
-        tuple(lows.get(id(parameter)) for parameter in parameters),
+        tuple(low_weights.get(id(parameter)) for parameter in parameters),
         states,
         len(optimizer.param_groups),
         _own_update(optimizer, places, states),

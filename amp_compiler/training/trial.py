@@ -28,8 +28,8 @@ from amp_compiler.passes.step.fold_loss_scale import SCALE
 from amp_compiler.planner.cures import Cure, Trial, extended, find_cure, spoilt_inputs
 from amp_compiler.policy.rules import RuleSet
 from amp_compiler.training.build import StepOptions, StepState, begin_step, run_step_passes
+from amp_compiler.training.loss_module import LossModule
 from amp_compiler.training.nonfinite import described, in_order
-from amp_compiler.training.program import LossModule
 from amp_compiler.training.weights import as_stored
 
 _DOUBLINGS, _MOST_DOUBLINGS = 4, 24  # of the loss scale, tried where gradients are lost in zeros

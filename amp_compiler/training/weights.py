@@ -20,9 +20,9 @@ from amp_compiler.errors import AmpError
 from amp_compiler.forward.tensor_versions import write_mark
 from amp_compiler.fx.graph import LOW_TYPES
 from amp_compiler.ops.layout import is_laid_out_like
-from amp_compiler.ops.update.rounding import Storage, WeightStorage, saturated
+from amp_compiler.ops.update.rounding import RoundingState, Storage, WeightStorage, saturated
+from amp_compiler.ranks.parts import Parts
 from amp_compiler.training.optimizer_state import keep_state_types, laid_out, narrowed, told_beyond
-from amp_compiler.training.parts import Parts
 
 logger = logging.getLogger("amp_compiler")
 MASTER, COMPENSATION = "master", "compensation"  # keys in the optimizer's state of a parameter
@@ -74,8 +74,8 @@ def store_alone(named: Mapping[str, Tensor], low: torch.dtype, storage: WeightSt
     Raises:
         AmpError: they are not, and there are some; nothing is converted then.
     """
-    told = {name: told_beyond(name, parameter.detach(), low) for name, parameter in named.items()}
-    for beyond in filter(None, told.values()):
+    overflows = {name: told_beyond(name, parameter.detach(), low) for name, parameter in named.items()}
+    for beyond in filter(None, overflows.values()):
         if storage.skips:
             raise AmpError(
                 f"{beyond}, and weights.overflow is 'skip'",
@@ -83,10 +83,10 @@ def store_alone(named: Mapping[str, Tensor], low: torch.dtype, storage: WeightSt
             )
         logger.warning("%s; they are stored as the largest that it holds", beyond)
     for name, parameter in named.items():
-        if told[name]:
+        if overflows[name]:
             parameter.data = saturated(parameter.data, low)
         store_low(parameter, low)
-    return any(told.values())
+    return any(overflows.values())
 
 
 def store_low(parameter: Tensor, low: torch.dtype) -> None:
@@ -306,39 +306,6 @@ class Compensations:
         for parameter in parameters:
             if id(parameter) in self._marks and COMPENSATION in states.get(parameter, {}):
                 self._marks[id(parameter)] = _mark(parameter, states[parameter][COMPENSATION])
-
-
-class RoundingState:
-    """The random state of stochastic rounding: int64 [2] on the device, a key and the number of updates made.
-
-    The key is drawn from torch's default generator, so `torch.manual_seed` decides it; nothing is drawn in other modes.
-
-    Args:
-        storage: how weights are stored.
-        device: where the state lives.
-    """
-
-    def __init__(self, storage: WeightStorage, device: torch.device) -> None:
-        self.used = storage.rounding is Storage.STOCHASTIC
-        key = int(torch.randint(2**63 - 1, ())) if self.used else 0
-        self.tensor = torch.tensor([key, 0], dtype=torch.int64, device=device)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, for which it waits for the device; empty in a mode that is not random."""
-        return {"rounding": [int(number) for number in self.tensor.tolist()]} if self.used else {}
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Take over a saved state; one without random rounding changes nothing.
-
-        Raises:
-            AmpError: the saved state is not two whole numbers.
-        """
-        numbers = saved.get("rounding")
-        if numbers is None or not self.used:
-            return
-        if not isinstance(numbers, (list, tuple)) or len(numbers) != 2 or any(type(n) is not int for n in numbers):
-            raise AmpError(f"the saved rounding state is {numbers!r}", mend="save it with step.state_dict()")
-        self.tensor.copy_(torch.tensor(numbers, dtype=torch.int64))
 
 
 class WeightState:

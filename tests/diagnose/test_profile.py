@@ -97,8 +97,8 @@ def test_profiling_changes_no_number(options: dict[str, Any]) -> None:
     for (name, one), two in zip(plain.state_dict().items(), profiled.state_dict().values(), strict=True):
         assert torch.equal(one, two), name
     # What was captured before is used again; the profile has programs of its own, which give products too.
-    assert [bool(one.held) for one in other._programs.values()].count(False) == len(step._programs)
-    assert any(one.held for one in other._programs.values())
+    assert [bool(one.compiled.held) for one in other._programs.values()].count(False) == len(step._programs)
+    assert any(one.compiled.held for one in other._programs.values())
 
 
 def line() -> nn.Module:
@@ -142,7 +142,7 @@ def test_profiling_a_compiled_step_changes_no_number(make: Callable[[], nn.Modul
         step(*batch)
     torch.manual_seed(0)
     amp.profile(other, batches(3))
-    assert any(one.held for one in other._programs.values())
+    assert any(one.compiled.held for one in other._programs.values())
     for (name, one), two in zip(plain.state_dict().items(), profiled.state_dict().values(), strict=True):
         assert torch.equal(one, two), name
 
@@ -206,7 +206,7 @@ def test_updates_that_kernels_count_are_those_counted_behind_them(
     followed.assert_is(found)
     assert found.skipped == (4 if options.get("loss_scale", 0) > 2**16 else 0)
     assert any(isinstance(one, Product) for one in other._seen()[1].gradients) == (make is Wide and most_inner() > 0)
-    kept = [one.counts is not None for one in other._programs.values() if one.held]
+    kept = [one.report.counts is not None for one in other._programs.values() if one.compiled.held]
     assert kept and all(one == (accumulate == 1) for one in kept)
 
 
@@ -234,12 +234,14 @@ def test_behind_the_first_batch_only_what_is_read_is_taken() -> None:
     step = step_of(model, dtype="bf16", clip_norm=None)
     counting = step._counting(batches(1)[0])
     for number, given in enumerate(batches(3)):
-        lows = [low._version for copies in step._lows._copies.values() for low in copies.values()]
+        lows = [low._version for copies in step._state.kept.low_weights._copies.values() for low in copies.values()]
         kept = {place_of(one): one.detach().clone() for one in model.parameters()}
         taken = counting.take(given, lambda value, kept=kept: kept.get(place_of(value)))
         if number:
             assert counting._last is not None and set(taken.inputs) == set(counting._last.reads)
-            assert lows and lows == [low._version for copies in step._lows._copies.values() for low in copies.values()]
+            assert lows and lows == [
+                low._version for copies in step._state.kept.low_weights._copies.values() for low in copies.values()
+            ]
             copied = [one for one in taken.inputs.values() if any(one is copy for copy in kept.values())]
             assert len(copied) == 2  # weight and bias of the norm; the products are given
         with step._holding(counting.products):

@@ -184,7 +184,7 @@ def test_a_layer_is_one_operator_however_many_steps_it_has(kind, dtype):
     )  # fmt: skip
     step(torch.randn(100, 2, 16))
     (program,) = step._programs.values()
-    nodes = list(program.graph_module.graph.nodes)
+    nodes = list(program.report.graph_module.graph.nodes)
     assert [node.target for node in nodes].count(torch.ops.amp_compiler.recurrent_layer.default) == 1
     assert len(nodes) < 150
 

@@ -148,7 +148,7 @@ def test_the_16_bit_weight_is_the_rounded_master():
     step = amp.training_step(model, classes, torch.optim.AdamW(model.parameters(), 1e-2), dtype="bf16", backend="eager")
     for _ in range(3):
         step(X, Y)
-    for key, copies in step._lows._copies.items():
+    for key, copies in step._state.kept.low_weights._copies.items():
         master = next(p for p in model.parameters() if id(p) == key)
         assert set(copies) == {torch.bfloat16}
         assert torch.equal(copies[torch.bfloat16], master.detach().bfloat16())
@@ -157,7 +157,8 @@ def test_the_16_bit_weight_is_the_rounded_master():
     with torch.no_grad():
         model.a.weight.zero_()
     step(X, Y)
-    assert torch.equal(step._lows.get(model.a.weight, torch.bfloat16), model.a.weight.detach().bfloat16())
+    copy = step._state.kept.low_weights.get(model.a.weight, torch.bfloat16)
+    assert torch.equal(copy, model.a.weight.detach().bfloat16())
 
 
 def test_schedulers_groups_and_scaler_states_carry_over():

@@ -15,7 +15,7 @@ from toys import classes, small
 
 import amp_compiler as amp
 from amp_compiler.errors import CaptureError
-from amp_compiler.training import step as training
+from amp_compiler.training import program_choice as training
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(1, 16, 8, generator=GENERATOR)

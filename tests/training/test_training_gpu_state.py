@@ -86,7 +86,7 @@ def test_what_cannot_be_captured_still_trains():
 
 def fail_half_way(step):
     """From now on the last program waits for the device at the end of its capture, which is forbidden there."""
-    run = step._last[0].run
+    run = step._last[0].compiled.run
     compiled = run._run
 
     def waits(*inputs):

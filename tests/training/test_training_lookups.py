@@ -54,7 +54,7 @@ def loss_fn(model, ids):
 def left(step):
     """Names of the parameters whose gradients are left as added rows."""
     program, output, _ = step._last
-    pairs = zip(program.updated, output.gradients, strict=True)
+    pairs = zip(program.report.updated, output.gradients, strict=True)
     return [name for name, grad in pairs if isinstance(grad, Product) and grad.dtype == torch.float32]
 
 
@@ -176,10 +176,10 @@ def test_on_another_device_nothing_is_left(compiler):
     (_, step), _ = both(tied=False)
     step(IDS[0])
     program = step._last[0]
-    kernels = kernels_for(program.graph_module)
-    assert DeferGradients(most_inner(kernels), tuple(kernels))(copy_graph(program.graph_module)).modified
+    kernels = kernels_for(program.report.graph_module)
+    assert DeferGradients(most_inner(kernels), tuple(kernels))(copy_graph(program.report.graph_module)).modified
     others = {target: target for target in kernels}  # as on CUDA
-    assert not DeferGradients(most_inner(others), tuple(others))(copy_graph(program.graph_module)).modified
+    assert not DeferGradients(most_inner(others), tuple(others))(copy_graph(program.report.graph_module)).modified
 
 
 def test_gradients_are_those_of_the_step_whatever_became_of_its_batch(compiler):

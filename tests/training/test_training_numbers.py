@@ -79,7 +79,7 @@ def test_in_16_bits_it_is_near(dtype, breaks):
 
 def test_in_pieces_there_is_one_more_form_and_no_other():
     _, step = trained(amp.training_step, True, dtype="bf16", backend="eager")
-    assert len(step._pieces.pieces.plans) <= 6  # two pieces: with the first numbers, with 0 and 1 apart, with any
+    assert len(step._choice.pieces.pieces.plans) <= 6  # two pieces: of the first numbers, with 0 and 1 apart, of any
 
 
 @pytest.mark.compiles

@@ -366,7 +366,7 @@ def test_what_is_checkpointed_is_computed_again(reentrant, kind):
     assert len(CALLS) == 2
     if kind == "step":
         assert "checkpoints activations" in run.execution
-        assert "test_training_pieces.py:" in run._pieces.cause.where
+        assert "test_training_pieces.py:" in run._choice.pieces.cause.where
         assert {node.precision for node in run.plan.nodes if node.op == "aten.linear"} == {"low"}
     else:
         assert compiled.in_pieces and model.second.weight.grad.abs().sum() > 0
@@ -575,7 +575,7 @@ def test_shapes_that_were_asked_for_do_not_keep_a_step_from_its_pieces():
     )  # fmt: skip
     first = float(step(X, Y))
     assert "branches on the values" in step.execution and float(step(X[:5], Y[:5])) > 0 and float(step(X, Y)) < first
-    assert len(step._pieces.pieces.plans) == 1
+    assert len(step._choice.pieces.pieces.plans) == 1
 
 
 def test_shapes_that_do_not_fit_the_loss_are_the_callers_to_mend():

@@ -40,7 +40,8 @@ def make(backend="inductor", optimizer="adamw", **options):
 def deferred(step):
     """Names of the parameters whose gradients the last step has left as products."""
     program, output, _ = step._last
-    return [name for name, grad in zip(program.updated, output.gradients, strict=True) if isinstance(grad, Product)]
+    pairs = zip(program.report.updated, output.gradients, strict=True)
+    return [name for name, gradient in pairs if isinstance(gradient, Product)]
 
 
 def assert_close_weights(model, other, most):

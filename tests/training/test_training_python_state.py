@@ -95,7 +95,7 @@ def test_attributes_are_written_at_every_step(backend: str) -> None:
     assert model.state.shape == (4,) and not model.aux_loss.requires_grad
     step(X)
     program = step._programs.values()[0]  # the one that reads a state
-    assert len(program.run._batch) == 2  # batch and state move from step to step, which a CUDA graph has to know
+    assert len(program.compiled.run._batch) == 2  # batch and state move from step to step: a CUDA graph has to know
     total = log["loss"] + model.aux_loss
     torch.testing.assert_close(total, step(X) * 0 + total)  # both are real tensors of this step
     assert type(model.state) is Tensor and type(log["loss"]) is Tensor

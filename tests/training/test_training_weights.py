@@ -67,7 +67,7 @@ def test_what_the_plan_reads_in_the_low_type_is_converted_in_place_and_nothing_e
     step(X, Y)
     moments = [optimizer.state[p][k] for p in model.parameters() for k in ("exp_avg", "exp_avg_sq")]
     assert all(moment.dtype is torch.float32 for moment in moments)
-    assert step._lows._copies == {} and len(step._programs) == 1
+    assert step._state.kept.low_weights._copies == {} and len(step._programs) == 1
     targets = {str(node.target) for node in step.graph_module.graph.nodes}
     assert {"amp_compiler.adam_update_low.default", "amp_compiler.adam_update.default"} <= targets
     before_norm = model.norm.weight.detach().clone()
@@ -226,7 +226,7 @@ def test_a_gradient_made_in_fp32_is_not_rounded_for_a_16_bit_parameter(given):
     step = amp.training_step(model, classes, optimizer, rules=given, dtype="fp16", loss_scale=64.0, backend="eager")
     step(X.half(), Y)
     program, output, _ = step._seen()
-    kinds = {name: gradient.dtype for name, gradient in zip(program.updated, output.gradients, strict=True)}
+    kinds = {name: gradient.dtype for name, gradient in zip(program.report.updated, output.gradients, strict=True)}
     wanted = {n: torch.float32 if n.startswith("norm") else torch.float16 for n, _ in model.named_parameters()}
     assert kinds == wanted
 

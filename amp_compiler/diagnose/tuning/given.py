@@ -31,7 +31,7 @@ from amp_compiler.ir.dtypes import low_type
 from amp_compiler.ir.files import output_file
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.rules import RuleSet
-from amp_compiler.training.program import ROOT
+from amp_compiler.training.loss_module import ROOT
 from amp_compiler.training.step import TrainingStep
 
 _STARTS = (LOW, FP32)

@@ -6,13 +6,15 @@ a key and a counter only: the same key, update number, tensor and element always
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from amp_compiler.errors import LoweringError
+from amp_compiler.errors import AmpError, LoweringError
 
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -46,6 +48,39 @@ class WeightStorage:
     low: bool = False
     rounding: Storage = Storage.NEAREST
     skips: bool = False
+
+
+class RoundingState:
+    """The random state of stochastic rounding: int64 [2] on the device, a key and the number of updates made.
+
+    The key is drawn from torch's default generator, so `torch.manual_seed` decides it; nothing is drawn in other modes.
+
+    Args:
+        storage: how weights are stored.
+        device: where the state lives.
+    """
+
+    def __init__(self, storage: WeightStorage, device: torch.device) -> None:
+        self.used = storage.rounding is Storage.STOCHASTIC
+        key = int(torch.randint(2**63 - 1, ())) if self.used else 0
+        self.tensor = torch.tensor([key, 0], dtype=torch.int64, device=device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, for which it waits for the device; empty in a mode that is not random."""
+        return {"rounding": [int(number) for number in self.tensor.tolist()]} if self.used else {}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take over a saved state; one without random rounding changes nothing.
+
+        Raises:
+            AmpError: the saved state is not two whole numbers.
+        """
+        numbers = saved.get("rounding")
+        if numbers is None or not self.used:
+            return
+        if not isinstance(numbers, (list, tuple)) or len(numbers) != 2 or any(type(n) is not int for n in numbers):
+            raise AmpError(f"the saved rounding state is {numbers!r}", mend="save it with step.state_dict()")
+        self.tensor.copy_(torch.tensor(numbers, dtype=torch.int64))
 
 
 def _multiply(factor: int, word: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ from rank_harness import (
 from torch import Tensor, nn
 
 import amp_compiler as amp
-from amp_compiler.distributed.ranks import Ranks
+from amp_compiler.ranks.ranks import Ranks
 
 
 @dataclass

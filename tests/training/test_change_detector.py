@@ -21,8 +21,8 @@ from amp_compiler.backends.batch_buffers import Buffers
 from amp_compiler.forward.module_watch import TensorWatch, WriteCount
 from amp_compiler.forward.tensor_versions import note_writes
 from amp_compiler.fx import compiled_look, torch_private
+from amp_compiler.training.change_detector import LASTING, ChangeDetector
 from amp_compiler.training.scale_watch import StuckWatch
-from amp_compiler.training.standing import LASTING, Standing
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(200, 6, 4, generator=GENERATOR)
@@ -63,7 +63,7 @@ class Run:
         if graphs:
             self.step._state.graphs.api = FakeGraphs()
         if not noted:
-            self.step._standing.note = lambda: False
+            self.step._detector.note = lambda: False
         self.results: list[torch.Tensor] = []
         torch.manual_seed(1)
 
@@ -227,7 +227,7 @@ def forward_hook(run):
 def forward_hook_that_goes(run):
     handle = run.model.layers[0].register_forward_hook(lambda module, args, output: output * 2)
     run.train(4)
-    run.step._standing._wait = 0
+    run.step._detector._wait = 0
     run.train(3)
     handle.remove()
 
@@ -336,7 +336,7 @@ def same_runs(changes, graphs: bool = True, **options) -> None:
     for noted in (True, False):
         run = Run(noted, graphs, **options)
         for change in changes:
-            run.step._standing._wait = 0
+            run.step._detector._wait = 0
             run.train(5 if "accumulate" in options else 3)
             assert run.found_anew is not noted, change.__name__  # else nothing is tried here
             change(run)
@@ -400,7 +400,7 @@ def test_masters_follow_what_is_written_to_16_bit_parameters(graphs):
         if graphs:
             step._state.graphs.api = FakeGraphs()
         if not noted:
-            step._standing.note = lambda: False
+            step._detector.note = lambda: False
         losses = []
         for number in range(20):
             if number in (5, 14, 17):
@@ -408,7 +408,7 @@ def test_masters_follow_what_is_written_to_16_bit_parameters(graphs):
                     model.out.weight.mul_(0.5)
             losses.append(step(X[number].half(), Y[number]))
             assert number < 3 or step._last[0].found_anew is not noted
-        assert not noted or bool(step._standing._note._writes._counts) is graphs  # replays are counted, not looked at
+        assert not noted or bool(step._detector._note._writes._counts) is graphs  # replays are counted, not looked at
         masters = [state["master"] for state in optimizer.state.values()]
         results.append([*losses, *model.state_dict().values(), *masters])
     assert all(map(torch.equal, *results))
@@ -467,11 +467,11 @@ def test_two_steps_that_write_the_same_parameters_stay_quick():
 def test_what_changes_at_every_call_is_noted_ever_less(monkeypatch):
     run = Run(True, graphs=False)
     made = []
-    monkeypatch.setattr(Standing, "covers", lambda self, tensor: made.append(1) or True)
+    monkeypatch.setattr(ChangeDetector, "covers", lambda self, tensor: made.append(1) or True)
     for _ in range(30):
         run.model.offset = torch.zeros(4)
         run.train(1)
-    notes = run.step._standing._notes
+    notes = run.step._detector._notes
     assert 2 <= notes <= 5
 
 
@@ -532,7 +532,7 @@ def calls_of_a_step(layers: int) -> int:
         step(X[number], Y[number])
     program, called = step._last[0], []
     assert not program.found_anew and program.execution == "replayed as one CUDA graph"
-    program.run._graph.replay = lambda: None
+    program.compiled.run._graph.replay = lambda: None
     sys.setprofile(lambda frame, event, argument: called.append(event) if event.endswith("call") else None)
     try:
         step(X[0], Y[0])
@@ -576,7 +576,7 @@ def test_beside_a_replay_two_calls_go_to_the_device(dtype):
     run = Run(True, graphs=True, dtype=dtype, clip_norm=1.0)
     run.step._watch = StuckWatch(torch.device("meta"))  # on a GPU it looks at every eighth step
     run.train(6)
-    run.step._last[0].run._graph.replay = lambda: None
+    run.step._last[0].compiled.run._graph.replay = lambda: None
     x, y = X[0], Y[0]
     with torch.autograd.profiler.profile() as profiler:
         run.step(x, y)

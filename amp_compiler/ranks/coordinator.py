@@ -1,4 +1,4 @@
-"""`Together`: how the ranks of a training step stay one: compared when it is made, and in agreement at every call."""
+"""`RankCoordinator`: the ranks of a training step are compared when it is made, and agree at every call."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from amp_compiler.distributed.group import check_groups, group_of_norm, ranks_of_norm
-from amp_compiler.distributed.ranks import Ranks, check_equal, token
 from amp_compiler.errors import RankError
 from amp_compiler.fx.graph import neutral_dtype
 from amp_compiler.fx.python_state import is_plain
 from amp_compiler.fx.synchronized_norms import GROUPS
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
 from amp_compiler.policy.rules import RuleSet
-from amp_compiler.training.parts import Parts
-from amp_compiler.training.program import LossModule
-from amp_compiler.training.rank_values import RankValues
+from amp_compiler.ranks.group import check_groups, group_of_norm, ranks_of_norm
+from amp_compiler.ranks.parts import Parts
+from amp_compiler.ranks.ranks import Ranks, check_equal, token
+from amp_compiler.ranks.values import RankValues
 
 Shared = tuple[SharedGradient, ...]
 _SAME = "give all ranks the same model, loss function, optimizer, rules and options"
@@ -38,11 +37,11 @@ MOST_AGREED = 4096  # combinations that are kept in mind
 _FAILED = -1  # of a rank that agreed, and then could not build its program
 SAVING = "optimizer.state_dict()"
 SAVING_ALL, LOADING_ALL = "amp.save_checkpoint", "amp.load_checkpoint"
-_ERRANDS = {-2: SAVING, -3: SAVING_ALL, -4: LOADING_ALL}  # of a rank that comes for something else than a call
+_REQUESTS = {-2: SAVING, -3: SAVING_ALL, -4: LOADING_ALL}  # of a rank that comes for something else than a call
 
 
 @dataclass(frozen=True)
-class Offer:
+class RankState:
     """What a rank has at a call.
 
     Args:
@@ -65,8 +64,8 @@ class Offer:
     norms: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
 
-    def said(self) -> dict[str, Any]:
-        """As other ranks are told."""
+    def message(self) -> dict[str, Any]:
+        """What other ranks are told of it."""
         gradients = [(one.name, str(one.dtype).removeprefix("torch."), one.order, one.behind) for one in self.gradients]
         return {
             "gradients": gradients,
@@ -80,7 +79,7 @@ class Offer:
         }
 
 
-class Together:
+class RankCoordinator:
     """The ranks of one training step.
 
     At every call each rank says one number, of what it is about to run. Where these differ in a way that was not agreed
@@ -100,8 +99,8 @@ class Together:
     def __init__(self, ranks: Ranks, values: RankValues, parts: Parts | None) -> None:
         self.ranks, self.values, self._parts = ranks, values, parts
         self._agreed: dict[tuple[int, ...], Shared] = {}
-        self._open = self._told = False
-        self._now: tuple[Offer, Shared] | None = None
+        self._open = self._compared = False
+        self._now: tuple[RankState, Shared] | None = None
         self._reads: dict[str, bool] | None = None
         self._changes: tuple[object, ...] = ()  # since the last call
         self._row = 0  # number of calls in a row that had some
@@ -110,11 +109,11 @@ class Together:
     def call(self) -> Iterator[None]:
         """Around what decides at a call what will run: where this rank fails, the others are told."""
         self._open, self._now, self._reads = False, None, None
-        with self.ranks.telling(self._tell):
+        with self.ranks.announcing_failure(self._announce):
             yield
 
     def look(self, generation: int) -> None:
-        """See what was set, loaded or written since the last call, before anything is said.
+        """See what was set, loaded or written since the last call, before anything is sent.
 
         Args:
             generation: as for `RankValues.changes`.
@@ -123,11 +122,11 @@ class Together:
         self._row = self._row + 1 if self._changes else 0
 
     @property
-    def _asks(self) -> bool:
+    def _wants_comparison(self) -> bool:
         """Whether this rank wants the values to be compared."""
-        return not self._told or self._row.bit_count() == 1
+        return not self._compared or self._row.bit_count() == 1
 
-    def _tell(self, error: Exception) -> None:
+    def _announce(self, error: Exception) -> None:
         if self._now is not None:
             self._numbers(_FAILED)
         elif not self._open:
@@ -136,27 +135,27 @@ class Together:
 
     def _numbers(self, number: int) -> tuple[int, ...]:
         numbers = self.ranks.numbers(number)
-        errands = [_ERRANDS.get(one) for one in numbers]
-        if len({*errands}) > 1:
-            rank, called = next((rank, one) for rank, one in enumerate(errands) if one is not None)
-            other = next(rank for rank, one in enumerate(errands) if one != called)
-            goes = "goes on to train" if errands[other] is None else f"for {errands[other]}"
+        requests = [_REQUESTS.get(one) for one in numbers]
+        if len({*requests}) > 1:
+            rank, request = next((rank, one) for rank, one in enumerate(requests) if one is not None)
+            other = next(rank for rank, one in enumerate(requests) if one != request)
+            goes = "goes on to train" if requests[other] is None else f"for {requests[other]}"
             raise RankError(
-                f"rank {rank} asks for {called}, and rank {other} {goes}",
-                mend=f"call {called} on all ranks: each has a part of the state only",
+                f"rank {rank} asks for {request}, and rank {other} {goes}",
+                mend=f"call {request} on all ranks: each has a part of the state only",
             )
         return numbers
 
-    def comes(self, called: str) -> None:
+    def join(self, request: str) -> None:
         """Wait until all ranks call the same, in which they tell one another more.
 
         Args:
-            called: `SAVING`, `SAVING_ALL` or `LOADING_ALL`.
+            request: `SAVING`, `SAVING_ALL` or `LOADING_ALL`.
 
         Raises:
             RankError: one of them trains on, or calls another.
         """
-        self._numbers(next(number for number, one in _ERRANDS.items() if one == called))
+        self._numbers(next(number for number, one in _REQUESTS.items() if one == request))
 
     def builds(self) -> None:
         """Say that this rank has to capture; `agree` follows, and `settle`."""
@@ -164,23 +163,23 @@ class Together:
             self._open = True
             self._numbers(0)
 
-    def keeps(self, offer: Offer, shared: Shared) -> bool:
+    def keeps(self, state: RankState, shared: Shared) -> bool:
         """Whether a program may run; where not, one must be made, for what `agree` gives then.
 
         Args:
-            offer: of this rank with the program.
+            state: of this rank with the program.
             shared: what the program was made for.
 
         Raises:
             RankError: the ranks differ, or one failed.
         """
-        numbers = self._numbers(self._number(offer, shared))
-        if self._known(numbers, offer) == shared:
+        numbers = self._numbers(self._number(state, shared))
+        if self._known(numbers, state) == shared:
             return True
         self._open = True
         if self._parts is not None and self.agree_on_parts(self._parts.decided).keys() - self._parts.decided.keys():
             return False
-        return self.agree(offer) == shared
+        return self.agree(state) == shared
 
     def agree_on_parts(self, reads: Mapping[str, bool]) -> dict[str, bool]:
         """Which weights are to be split, of those that any rank reads; asked once a call, then known.
@@ -196,61 +195,62 @@ class Together:
             self._reads = merged
         return self._reads
 
-    def decide(self, offer: Offer) -> Shared:
+    def decide(self, state: RankState) -> Shared:
         """What all ranks together have a gradient of, where this rank made its gradients already.
 
         Raises:
             RankError: the ranks differ, or one failed.
         """
         if not self._open:
-            known = self._known(self._numbers(self._number(offer, offer.gradients)), offer)
+            known = self._known(self._numbers(self._number(state, state.gradients)), state)
             if known is not None:
                 return known
             self._open = True
-        shared = self.agree(offer)
-        self.settle(offer, offer.gradients)
+        shared = self.agree(state)
+        self.settle(state, state.gradients)
         return shared
 
-    def _known(self, numbers: tuple[int, ...], offer: Offer) -> Shared | None:
+    def _known(self, numbers: tuple[int, ...], state: RankState) -> Shared | None:
         """What was agreed on for these numbers; ranks that say the same have the same."""
-        if self._asks:
+        if self._wants_comparison:
             return None
-        return offer.gradients if len({*numbers}) == 1 else self._agreed.get(numbers)
+        return state.gradients if len({*numbers}) == 1 else self._agreed.get(numbers)
 
-    def _number(self, offer: Offer, shared: Shared) -> int:
+    def _number(self, state: RankState, shared: Shared) -> int:
         """What is said of a call where this rank may run; another one where anything was loaded or written."""
-        number = _number(offer, shared)
-        return token((number, self._changes, self._asks)) if self._changes or self._asks else number
+        number = _number(state, shared)
+        compare = self._wants_comparison
+        return token((number, self._changes, compare)) if self._changes or compare else number
 
     @property
     def has_agreed(self) -> bool:
         """Whether `agree` was asked in this call."""
         return self._now is not None
 
-    def agree(self, offer: Offer) -> Shared:
+    def agree(self, state: RankState) -> Shared:
         """What all ranks together have a gradient of; asked once a call, then known.
 
         Raises:
             RankError: the ranks differ, or one failed.
         """
         if self._now is not None:
-            if self._now[0] != offer:
+            if self._now[0] != state:
                 raise RankError(
                     "the graph has other gradients when it is made again", mend="this is a bug; please report it"
                 )
             return self._now[1]
-        said = self.ranks.exchange({**offer.said(), "asks": self._asks, "changes": self._changes})
-        check_equal([{"the batch": one["the batch"]} for one in said], _BATCH)
-        own = {"gradients", "asks", "changes"}
-        check_equal([{key: value for key, value in one.items() if key not in own} for one in said], _SAME)
-        if any(one["asks"] for one in said) or len({one["changes"] for one in said}) > 1:
-            self._told = False
-            check_equal(self.ranks.exchange(self.values.said()), _LOADED)
-            self._told = True
-        self._now = offer, _joined([one["gradients"] for one in said])
+        messages = self.ranks.exchange({**state.message(), "compare": self._wants_comparison, "changes": self._changes})
+        check_equal([{"the batch": one["the batch"]} for one in messages], _BATCH)
+        own = {"gradients", "compare", "changes"}
+        check_equal([{key: value for key, value in one.items() if key not in own} for one in messages], _SAME)
+        if any(one["compare"] for one in messages) or len({one["changes"] for one in messages}) > 1:
+            self._compared = False
+            check_equal(self.ranks.exchange(self.values.message()), _LOADED)
+            self._compared = True
+        self._now = state, _union([one["gradients"] for one in messages])
         return self._now[1]
 
-    def settle(self, offer: Offer, shared: Shared) -> None:
+    def settle(self, state: RankState, shared: Shared) -> None:
         """Wait, where anything was agreed on, until all ranks are ready to run.
 
         Raises:
@@ -258,7 +258,7 @@ class Together:
         """
         if not self._open or self._now is None:
             return
-        numbers, agreed = self._numbers(_number(offer, shared)), self._now[1]
+        numbers, agreed = self._numbers(_number(state, shared)), self._now[1]
         self._open, self._now = False, None
         if _FAILED in numbers:
             self.ranks.exchange({})
@@ -267,25 +267,25 @@ class Together:
         self._agreed[numbers] = agreed
 
 
-def _number(offer: Offer, shared: Shared) -> int:
-    return token((offer.said(), [one.name for one in shared]))
+def _number(state: RankState, shared: Shared) -> int:
+    return token((state.message(), [one.name for one in shared]))
 
 
-def _joined(said: Sequence[Sequence[tuple[str, str, tuple[int, ...], int]]]) -> Shared:
+def _union(messages: Sequence[Sequence[tuple[str, str, tuple[int, ...], int]]]) -> Shared:
     """What any rank has, in the order of the first that has it, and behind as many messages as on any of them."""
-    found: dict[str, tuple[str, str, tuple[int, ...], int]] = {}
-    for rank, one in enumerate(said):
+    merged: dict[str, tuple[str, str, tuple[int, ...], int]] = {}
+    for rank, one in enumerate(messages):
         for name, dtype, order, behind in one:
-            known = found.setdefault(name, (name, dtype, order, behind))
+            known = merged.setdefault(name, (name, dtype, order, behind))
             if known[1] != dtype:
                 raise RankError(
                     f"rank {rank} makes the gradient of '{name}' in {dtype}, a rank before it in {known[1]}",
                     mend=_SAME,
                 )
-            found[name] = (*known[:3], max(known[3], behind))
+            merged[name] = (*known[:3], max(known[3], behind))
     return tuple(
         SharedGradient(name, getattr(torch, dtype), tuple(order), behind)
-        for name, dtype, order, behind in found.values()
+        for name, dtype, order, behind in merged.values()
     )
 
 
@@ -337,7 +337,7 @@ def _number_of(value: Any) -> Any:
 
 def begin(
     ranks: Ranks,
-    model: LossModule,
+    model: torch.nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
     rules: RuleSet,
     options: Mapping[str, Any],
@@ -357,16 +357,16 @@ def begin(
     """
     model.__dict__[GROUPS] = functools.partial(group_of_norm, ranks)
     norms = {"norms": [ranks_of_norm(ranks, one) for one in model.modules() if isinstance(one, torch.nn.SyncBatchNorm)]}
-    said = ranks.exchange({**_machine(model), **_given(model, optimizers, rules), **options, **norms})
-    groups = [one.pop("norms") for one in said]
-    check_equal(said, _SAME)
+    messages = ranks.exchange({**_machine(model), **_arguments(model, optimizers, rules), **options, **norms})
+    groups = [one.pop("norms") for one in messages]
+    check_equal(messages, _SAME)
     check_groups(groups)
     held = [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
     tensors = chain(model.parameters(), model.buffers(), held)
     ranks.broadcast({id(tensor): tensor for tensor in tensors}.values())
 
 
-def _machine(model: LossModule) -> dict[str, Any]:
+def _machine(model: torch.nn.Module) -> dict[str, Any]:
     """What must be equal for all ranks to compute the same bits of the same numbers."""
     device = next(iter(model.parameters())).device
     if device.type == "cuda":
@@ -376,7 +376,7 @@ def _machine(model: LossModule) -> dict[str, Any]:
     return {"versions": f"torch {torch.__version__}, amp_compiler {version('amp_compiler')}", "processors": processor}
 
 
-def _given(model: LossModule, optimizers: Sequence[torch.optim.Optimizer], rules: RuleSet) -> dict[str, Any]:
+def _arguments(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], rules: RuleSet) -> dict[str, Any]:
     names = {id(parameter): name.partition(".")[2] for name, parameter in model.named_parameters()}
     return {
         "modules": [f"{name.partition('.')[2]} {type(one).__name__}".strip() for name, one in model.named_modules()],

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from amp_compiler.distributed.ranks import Ranks, check_equal
 from amp_compiler.errors import AmpError, first_line
+from amp_compiler.ranks.ranks import Ranks, check_equal
 
 Made = TypeVar("Made")
 ABOUT = "checkpoint.json"
@@ -92,13 +92,13 @@ def write(
     return path
 
 
-def _finish(partial: Path, path: Path, told: Mapping[str, Any]) -> None:
+def _finish(partial: Path, path: Path, contents: Mapping[str, Any]) -> None:
     """Give what was written its name, once all of it is on the disk."""
-    missing = sorted(told["files"].keys() - {one.name for one in partial.iterdir()})
+    missing = sorted(contents["files"].keys() - {one.name for one in partial.iterdir()})
     if missing:
         raise AmpError(f"rank 0 does not see {missing[0]}, which another rank wrote", where=str(partial), mend=_SEEN)
     with (partial / ABOUT).open("w", encoding="utf-8") as file:
-        json.dump({"told": told, "checksum": _checksum(told)}, file, indent=1)
+        json.dump({"told": contents, "checksum": _checksum(contents)}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     _sync(partial)
@@ -134,11 +134,11 @@ def choose(folder: Path, number: int | None, ranks: Ranks | None) -> tuple[Path,
         with _named(path, _DAMAGED):
             return f"{path.parent.name} (checksum {_sum(path)[1]:08x})"
 
-    said = each(ranks, find)
-    check_equal([{"the checkpoint that they find": one} for one in said], _SEEN)
-    if said[0] == "none":
+    places = each(ranks, find)
+    check_equal([{"the checkpoint that they find": one} for one in places], _SEEN)
+    if places[0] == "none":
         return None
-    path = folder / said[0].partition(" ")[0]
+    path = folder / places[0].partition(" ")[0]
     rank, size = _place(ranks)
     return path, each(ranks, lambda: _checked(path, rank, size))[rank]
 
@@ -182,8 +182,8 @@ def _owner(name: str) -> int:
     return int(name.split("_")[2]) if name.startswith("__") else 0
 
 
-def _checksum(told: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(told, sort_keys=True).encode())
+def _checksum(contents: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(contents, sort_keys=True).encode())
 
 
 def _sum(path: Path) -> tuple[int, int]:

@@ -41,8 +41,8 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from amp_compiler.distributed.ranks import Ranks
 from amp_compiler.errors import AmpError, first_line
+from amp_compiler.ranks.ranks import Ranks
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 _DELETE = "delete the folder, and the checkpoint before it is the newest"

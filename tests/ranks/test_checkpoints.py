@@ -18,7 +18,7 @@ import amp_compiler as amp
 if not dist.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
 
-from amp_compiler.distributed.dcp import Slice, boxes, contents
+from amp_compiler.ranks.dcp import Slice, boxes, contents
 
 
 def squares(model, x, y):

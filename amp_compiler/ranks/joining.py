@@ -8,73 +8,74 @@ from typing import Any
 
 import torch
 
-from amp_compiler.distributed.ranks import Ranks
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.ops.cpu import update as cpu_update
-from amp_compiler.training.build import Reduction
-from amp_compiler.training.fused_optimizers import check_split
-from amp_compiler.training.held_scale import HeldScale
-from amp_compiler.training.program import LossModule
-from amp_compiler.training.rank_values import RankValues
-from amp_compiler.training.together import SAVING, Together, begin
-from amp_compiler.training.weights import WeightState
+from amp_compiler.ops.loss_scale.held import HeldScale
+from amp_compiler.ops.update.rounding import RoundingState
+from amp_compiler.ranks.coordinator import SAVING, RankCoordinator, begin
+from amp_compiler.ranks.parts import Parts
+from amp_compiler.ranks.ranks import Ranks
+from amp_compiler.ranks.reduction import Reduction
+from amp_compiler.ranks.values import RankValues
 
 BUCKET_MB = 25  # of gradients that ranks send together, as DistributedDataParallel has it
 ALONE_BYTES = 2**20  # of a gradient that goes by itself, where the loops of the update take it as it comes
 
 
-def joined(
+def join_ranks(
     ranks: Ranks,
-    model: LossModule,
+    model: torch.nn.Module,
+    root: str,
     optimizers: Sequence[torch.optim.Optimizer],
-    weights: WeightState,
     scale: HeldScale,
+    rounding: RoundingState,
+    parts: Parts | None,
     settings: Settings,
-    told: Mapping[str, Any],
+    options: Mapping[str, Any],
     broadcast_buffers: bool,
-) -> tuple[Together, Reduction]:
+) -> tuple[RankCoordinator, Reduction]:
     """Compare models and options with those of the other ranks, and take the first one's weights.
 
     Args:
         ranks: all of them.
         model: the loss as a module.
+        root: name of what is trained in it.
         optimizers: what is trained.
-        weights: how the optimizers hold the parameters.
         scale: the loss scale.
+        rounding: the random state of stochastic rounding.
+        parts: which weights are split over the ranks; `None` where none are.
         settings: the options.
-        told: further options that have to be the same on all ranks, by name; `enabled` among them.
+        options: further options that have to be the same on all ranks, by name.
         broadcast_buffers: as for `training_step`.
 
     Returns:
         What the ranks do together at each call, and how gradients are summed.
     """
     section: dict[str, Any] = settings.rules.reduce
-    device, shards = device_of(model.parameters()), told["enabled"] and section.get("shard") == "update"
-    if shards:
-        check_split(optimizers, weights.storage.low)
+    device = device_of(model.parameters())
     options = {
-        **told,
+        **options,
         "backend": settings.backend,
         "mode": settings.mode,
         "broadcast_buffers": broadcast_buffers,
         "passes": [pipeline.names for pipeline in settings.pipelines.values()],
     }
     begin(ranks, model, optimizers, settings.rules, {"options": [f"{name}={one}" for name, one in options.items()]})
-    ranks.broadcast([weights.rounding.tensor])
-    values = RankValues(model, optimizers, scale, weights.rounding, broadcast_buffers)
-    together = Together(ranks, values, weights.parts if shards else None)
+    ranks.broadcast([rounding.tensor])
+    values = RankValues(model, root, optimizers, scale, rounding, broadcast_buffers)
+    coordinator = RankCoordinator(ranks, values, parts)
     bucket_bytes, exchange = int(float(section.get("bucket_mb", BUCKET_MB)) * 2**20), ranks.uses_gloo(device)
     loops = exchange and device.type == "cpu" and cpu_update.available()
-    if shards:
+    if parts is not None:
         for one in optimizers:
-            weights.parts.whole_on_save(one, functools.partial(together.comes, SAVING))
-    return together, Reduction(
+            parts.whole_on_save(one, functools.partial(coordinator.join, SAVING))
+    return coordinator, Reduction(
         ranks.name,
         ranks.size,
         bucket_bytes,
         section.get("precision") == "fp32",
         broadcast_buffers,
-        shards,
+        parts is not None,
         exchange,
         min(ALONE_BYTES, bucket_bytes) if loops else 0,
         ranks.rank,

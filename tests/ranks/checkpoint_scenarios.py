@@ -181,7 +181,7 @@ def what_goes_wrong(place: Place) -> dict[str, Any]:
         def write_data(self, *args: Any) -> Any:
             raise OSError(28, "No space left on device")
 
-    with mock.patch("amp_compiler.distributed.dcp.FileSystemWriter", Full) if second else mock.MagicMock():
+    with mock.patch("amp_compiler.ranks.dcp.FileSystemWriter", Full) if second else mock.MagicMock():
         wrong("a full disk", lambda: amp.save_checkpoint(step, folder, 3))
     found["names"] = sorted(one.name for one in folder.iterdir())
     other = made(at, 0, "split", replace(CASE, model=lambda: odd(10)))[1]

@@ -7,14 +7,13 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from amp_compiler.distributed.checksum import checksums
 from amp_compiler.forward.tensor_versions import OPTIMIZER_STEPS, writable
 from amp_compiler.fx.python_state import is_plain
-from amp_compiler.training.held_scale import HeldScale
-from amp_compiler.training.program import ROOT, LossModule
-from amp_compiler.training.weights import RoundingState
+from amp_compiler.ops.loss_scale.held import HeldScale
+from amp_compiler.ops.update.rounding import RoundingState
+from amp_compiler.ranks.checksum import checksums
 
 _VERSION = attrgetter("_version")
 _Mark = tuple[int, int, int]  # which tensor, where it lies, its version
@@ -29,6 +28,7 @@ class RankValues:
 
     Args:
         model: the loss as a module.
+        root: name of what is trained in it.
         optimizers: its optimizers.
         scale: the loss scale.
         rounding: the random state of stochastic rounding.
@@ -40,13 +40,15 @@ class RankValues:
 
     def __init__(
         self,
-        model: LossModule,
+        model: nn.Module,
+        root: str,
         optimizers: Sequence[torch.optim.Optimizer],
         scale: HeldScale,
         rounding: RoundingState,
         with_buffers: bool,
     ) -> None:
-        self._model, self._optimizers, self._scale, self._rounding = model, optimizers, scale, rounding
+        self._model, self._root, self._optimizers = model, root, optimizers
+        self._scale, self._rounding = scale, rounding
         self._with_buffers = with_buffers
         self.parameters: tuple[str, ...] = ()
         self._generation = -1
@@ -115,17 +117,17 @@ class RankValues:
 
     def _held(self) -> Iterator[tuple[str, str, Tensor, dict[str, Any]]]:
         """Group, name and state of each parameter of the optimizers."""
-        names = {id(one): name for name, one in self._model.named_parameters() if name.startswith(ROOT)}
+        names = {id(one): name for name, one in self._model.named_parameters() if name.startswith(self._root)}
         number = 0
         for optimizer in self._optimizers:
             for index, group in enumerate(optimizer.param_groups):
                 for parameter in group["params"]:
-                    name = names.get(id(parameter), f"{ROOT}.parameter {number}")
+                    name = names.get(id(parameter), f"{self._root}.parameter {number}")
                     state = optimizer.state.get(parameter, {})
                     yield f"{type(optimizer).__name__} group {index}", name, parameter, state
                     number += 1
 
-    def said(self) -> dict[str, Any]:
+    def message(self) -> dict[str, Any]:
         """Checksums of all weights, buffers and states, and the loss scale, as texts."""
         buffers = self._model.named_buffers() if self._with_buffers else ()
         weights: dict[str, Tensor] = dict(self._model.named_parameters())
@@ -139,9 +141,9 @@ class RankValues:
                 elif not value.dim() or value.shape == parameter.shape:  # no part
                     states[f"{key} of {_shown(name)}"] = value
         return {
-            "weights": _summed((_shown(name), one) for name, one in weights.items()),
-            "buffers": _summed((_shown(name), one) for name, one in buffers if name not in self._own),
-            "the optimizer's state": [*_summed(states.items()), *numbers],
+            "weights": _checksums((_shown(name), one) for name, one in weights.items()),
+            "buffers": _checksums((_shown(name), one) for name, one in buffers if name not in self._own),
+            "the optimizer's state": [*_checksums(states.items()), *numbers],
             "the loss scale": [f"{k}={v}" for k, v in self._scale.config.state_dict(self._scale.state).items()],
             "the random state of rounding": [f"{k}={v}" for k, v in self._rounding.state_dict().items()],
         }
@@ -151,7 +153,7 @@ def _shown(name: str) -> str:
     return name.partition(".")[2]
 
 
-def _summed(named: Iterable[tuple[str, Tensor]]) -> list[str]:
+def _checksums(named: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Each name with the checksum of its tensor."""
     found = dict(named)
     sums = checksums([*found.values()])

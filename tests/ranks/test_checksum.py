@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from amp_compiler.distributed.checksum import _CHUNK, checksums
+from amp_compiler.ranks.checksum import _CHUNK, checksums
 
 TYPES = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128, torch.int64,

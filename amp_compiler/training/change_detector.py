@@ -1,4 +1,4 @@
-"""`Standing`: whether a training step finds models and optimizers as it left them, seen in one pass at every call.
+"""`ChangeDetector`: whether models and optimizers are as a training step left them, seen in one pass at every call.
 
 What a program is given changes only when somebody assigns something: a parameter, a mode, a group of an optimizer, a
 loaded state. While nothing is assigned, the tensors of the last call are those of this one, and the keys by which
@@ -21,14 +21,14 @@ from amp_compiler.forward.same_objects import SameObjects
 from amp_compiler.forward.signature import module_key
 from amp_compiler.forward.tensor_versions import OPTIMIZER_STEPS
 from amp_compiler.fx.python_state import is_plain
-from amp_compiler.training.inputs import KeptTensors
-from amp_compiler.training.program import LossModule
+from amp_compiler.training.kept import KeptTensors
+from amp_compiler.training.loss_module import LossModule
 
 LASTING = 16  # calls without a change, after which the next note is made at once
 MOST_WAITING = 10  # power of two: calls between two notes that did not last
 
 
-class Standing:
+class ChangeDetector:
     """How everything stands that lives from call to call.
 
     Args:

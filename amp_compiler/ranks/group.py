@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from amp_compiler.distributed.ranks import Ranks
 from amp_compiler.errors import AmpError, RankError
+from amp_compiler.ranks.ranks import Ranks
 
 _ALONE = "process_group=dist.new_group([dist.get_rank()], use_local_synchronization=True)"
 _TOGETHER = "process_group=dist.group.WORLD"
@@ -31,8 +31,10 @@ def ranks_of(process_group: Any, mesh: Any = None) -> Ranks | None:
     """
     if not dist.is_available() or not dist.is_initialized():
         if process_group is not None or mesh is not None:
-            given = "process_group=" if mesh is None else "mesh="
-            raise AmpError(f"{given} without torch.distributed", mend="call torch.distributed.init_process_group first")
+            argument = "process_group=" if mesh is None else "mesh="
+            raise AmpError(
+                f"{argument} without torch.distributed", mend="call torch.distributed.init_process_group first"
+            )
         return None
     if mesh is not None:
         process_group = _group_of(mesh, process_group)
@@ -97,11 +99,11 @@ def ranks_of_norm(ranks: Ranks, norm: Any) -> list[int]:
     return sorted(map(own.index, theirs))
 
 
-def check_groups(said: Sequence[Sequence[list[int]]]) -> None:
+def check_groups(groups: Sequence[Sequence[list[int]]]) -> None:
     """Refuse groups of norms whose ranks do not name one another.
 
     Args:
-        said: for each rank, the group of each norm as `ranks_of_norm` gives it.
+        groups: for each rank, the group of each norm as `ranks_of_norm` gives it.
 
     Raises:
         RankError: names the ranks.
@@ -109,12 +111,12 @@ def check_groups(said: Sequence[Sequence[list[int]]]) -> None:
     Example:
         >>> check_groups([[[0, 1]], [[0, 1]], [[2]]])
     """
-    for rank, norms in enumerate(said):
+    for rank, norms in enumerate(groups):
         for place, group in enumerate(norms):
-            other = next((one for one in group if said[one][place] != group), None)
+            other = next((one for one in group if groups[one][place] != group), None)
             if other is not None:
                 raise RankError(
                     f"rank {rank} has a SyncBatchNorm over the ranks {group}, and rank {other} has it over"
-                    f" {said[other][place]}",
+                    f" {groups[other][place]}",
                     mend="give it on all ranks of a group that group",
                 )

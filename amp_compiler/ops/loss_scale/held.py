@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from amp_compiler.errors import AmpError
-from amp_compiler.ops.loss_scale import HELD, LossScale, LossScaleState
+from amp_compiler.ops.loss_scale.base import HELD, LossScale, LossScaleState
 
 
 class HeldScale:

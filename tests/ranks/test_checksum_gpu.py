@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from test_checksum import TYPES, values
 
-from amp_compiler.distributed.checksum import _CHUNK, checksums
+from amp_compiler.ranks.checksum import _CHUNK, checksums
 
 
 @pytest.mark.gpu

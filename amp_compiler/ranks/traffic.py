@@ -58,14 +58,14 @@ class Traffic:
         """
         per = max(self.elements, 1)
         reduced = 4 * (self.ranks - 1) / self.ranks
-        told = (
+        notes = (
             f"{self.ranks} ranks: each sends {self.sent / per:.2f} bytes a parameter and step in {self.messages}"
             f" messages, {self.sent:.0f} in all; an all-reduce in 16 bits sends {reduced:.2f}",
             f"{self.ranks} ranks: each holds {self.weights / per:.2f} bytes a parameter of weights and"
             f" {self.state / per:.2f} of masters and moments, {self.weights + self.state} in all",
         )
         kept = f"whole on every rank: {', '.join(whole)}"
-        return (*told, kept) if whole else told
+        return (*notes, kept) if whole else notes
 
 
 def traffic_of(graph: fx.Graph, ranks: int, updated: Sequence[str]) -> Traffic:
@@ -82,14 +82,14 @@ def traffic_of(graph: fx.Graph, ranks: int, updated: Sequence[str]) -> Traffic:
     kept = [node for node in placeholders if Key.STATE in node.meta and node.meta[Key.STATE][0] not in _NOT_HELD]
     masters = [node for node in placeholders if Key.MASTER in node.meta]
     parameters = [node for node in placeholders if node.name in updated and node not in masters]
-    lows = [node for node in placeholders if Key.LOW in node.meta and node.meta[Key.LOW][0] in updated]
+    low_weights = [node for node in placeholders if Key.LOW in node.meta and node.meta[Key.LOW][0] in updated]
     under = [node for node in placeholders if node.name in {node.meta[Key.MASTER] for node in masters}]
     return Traffic(
         ranks,
         sum(_numel(node) for node in (*parameters, *under)),
         len(messages),
         sent,
-        sum(_bytes(node.meta["val"]) for node in (*parameters, *under, *lows)),
+        sum(_bytes(node.meta["val"]) for node in (*parameters, *under, *low_weights)),
         sum(_bytes(node.meta["val"]) for node in (*masters, *kept)),
     )
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from amp_compiler.errors import RankError, first_line
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 _ERROR = "error"  # key of what a rank says that failed
 
 
@@ -39,7 +39,7 @@ class Ranks:
         self.host = group
         if "cpu:" not in dist.get_backend_config(group):
             ranks = dist.get_process_group_ranks(group)
-            self.host = self._tell(lambda: dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
+            self.host = self._send(lambda: dist.new_group(ranks, backend="gloo", use_local_synchronization=True))
 
     @property
     def is_first(self) -> bool:
@@ -57,27 +57,29 @@ class Ranks:
             RankError: a rank did not come.
         """
         own = torch.tensor([number], dtype=torch.int64)
-        found = [torch.empty_like(own) for _ in range(self.size)]
-        self._tell(lambda: dist.all_gather(found, own, group=self.host))
-        return tuple(int(one) for one in found)
+        received = [torch.empty_like(own) for _ in range(self.size)]
+        self._send(lambda: dist.all_gather(received, own, group=self.host))
+        return tuple(int(one) for one in received)
 
-    def exchange(self, said: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def exchange(self, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         """What each rank says, in their order; all wait for all.
 
         Args:
-            said: plain values that can be pickled.
+            message: plain values that can be pickled.
 
         Raises:
             RankError: a rank says that it failed (its own error is raised there), or did not come.
         """
-        found: list[Any] = [None] * self.size
-        self._tell(lambda: dist.all_gather_object(found, dict(said), group=self.host))
-        failed = [rank for rank, one in enumerate(found) if _ERROR in one]
-        if failed and _ERROR not in said:
-            raise RankError(f"rank {failed[0]} failed: {found[failed[0]][_ERROR]}", mend="mend that; no rank went on")
-        return found
+        received: list[Any] = [None] * self.size
+        self._send(lambda: dist.all_gather_object(received, dict(message), group=self.host))
+        failed = [rank for rank, one in enumerate(received) if _ERROR in one]
+        if failed and _ERROR not in message:
+            raise RankError(
+                f"rank {failed[0]} failed: {received[failed[0]][_ERROR]}", mend="mend that; no rank went on"
+            )
+        return received
 
-    def each(self, run: Callable[[], Made]) -> list[Made]:
+    def each(self, run: Callable[[], Result]) -> list[Result]:
         """What a function gives on each rank, in their order; where it fails on one, that is an error on all of them.
 
         Args:
@@ -86,19 +88,19 @@ class Ranks:
         Raises:
             RankError: it failed on another rank, or a rank did not come.
         """
-        with self.telling():
-            return [one["made"] for one in self.exchange({"made": run()})]
+        with self.announcing_failure():
+            return [one["result"] for one in self.exchange({"result": run()})]
 
     def failed(self, error: BaseException) -> None:
         """Let the others, who come to `exchange`, know that this rank will not go on."""
         self.exchange({_ERROR: f"{type(error).__name__}: {error}"})
 
     @contextlib.contextmanager
-    def telling(self, tell: Callable[[Exception], None] | None = None) -> Iterator[None]:
+    def announcing_failure(self, announce: Callable[[Exception], None] | None = None) -> Iterator[None]:
         """Within it the ranks come to one `exchange`; where this one fails before, the others are told there.
 
         Args:
-            tell: tells them, where it takes more than `failed`.
+            announce: tells them, where it takes more than `failed`.
         """
         try:
             yield
@@ -106,7 +108,7 @@ class Ranks:
             raise
         except Exception as error:
             with contextlib.suppress(RankError):  # the others are gone: the first error says more
-                (tell or self.failed)(error)
+                (announce or self.failed)(error)
             raise
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
@@ -125,18 +127,18 @@ class Ranks:
         Raises:
             RankError: a rank did not come.
         """
-        found = [torch.empty_like(part) for _ in range(self.size)]
-        self._tell(lambda: dist.all_gather(found, part, group=self.group))
-        return torch.cat(found)
+        received = [torch.empty_like(part) for _ in range(self.size)]
+        self._send(lambda: dist.all_gather(received, part, group=self.group))
+        return torch.cat(received)
 
     def _broadcast(self, tensor: Tensor) -> None:
         packed = tensor.detach().contiguous()
         sent = packed.reshape(-1).view(torch.uint8)  # whatever the type: not all can be sent
-        self._tell(lambda: dist.broadcast(sent, group=self.group, group_src=0))
+        self._send(lambda: dist.broadcast(sent, group=self.group, group_src=0))
         if not self.is_first and packed.data_ptr() != tensor.data_ptr():
             tensor.copy_(packed)
 
-    def guarded(self, run: Callable[[], Made]) -> Made:
+    def guarded(self, run: Callable[[], Result]) -> Result:
         """Run what sends messages, with an error of these named.
 
         Raises:
@@ -149,7 +151,7 @@ class Ranks:
                 raise
             raise self._lost(cause) from cause
 
-    def _tell(self, run: Callable[[], Made]) -> Made:
+    def _send(self, run: Callable[[], Result]) -> Result:
         try:
             return run()
         except (RuntimeError, ValueError) as cause:
@@ -168,11 +170,11 @@ def _is_of_messages(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or any(word in text for word in ("gloo", "nccl", "timed out", "peer"))
 
 
-def check_equal(said: Sequence[Mapping[str, Any]], mend: str) -> None:
+def check_equal(messages: Sequence[Mapping[str, Any]], mend: str) -> None:
     """Refuse ranks that differ, in the same words on each of them.
 
     Args:
-        said: what each rank said: under the name of a thing what it has there, text or lists of text.
+        messages: what each rank says: under the name of a thing what it has there, text or lists of text.
         mend: what to do.
 
     Raises:
@@ -184,10 +186,10 @@ def check_equal(said: Sequence[Mapping[str, Any]], mend: str) -> None:
         ...
         amp_compiler.errors.RankError: the ranks differ in rules: rank 1 has b, rank 0 has a; give all ranks the same
     """
-    for name in said[0]:
-        for rank, one in enumerate(said):
-            if one[name] != said[0][name]:
-                own, first = _difference(one[name], said[0][name])
+    for name in messages[0]:
+        for rank, one in enumerate(messages):
+            if one[name] != messages[0][name]:
+                own, first = _difference(one[name], messages[0][name])
                 raise RankError(f"the ranks differ in {name}: rank {rank} has {own}, rank 0 has {first}", mend=mend)
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amp_compiler.distributed.ranks import Ranks
 from amp_compiler.errors import AmpError, CaptureError
 from amp_compiler.passes.step.shard_update import part_of
+from amp_compiler.ranks.ranks import Ranks
 
 UNSPLIT = "leave `shard: update` out of the rules' `reduce` section"
 

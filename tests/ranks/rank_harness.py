@@ -21,7 +21,7 @@ import torch.multiprocessing as processes
 from torch import Tensor, nn
 
 import amp_compiler as amp
-from amp_compiler.distributed.ranks import Ranks
+from amp_compiler.ranks.ranks import Ranks
 
 STEPS, ROWS = 50, 8  # steps, and rows of a batch of all ranks together
 F = nn.functional

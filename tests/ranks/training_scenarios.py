@@ -33,7 +33,7 @@ from rank_harness import (
 from torch import Tensor, nn
 
 import amp_compiler as amp
-from amp_compiler.training.traffic import traffic_of
+from amp_compiler.ranks.traffic import traffic_of
 
 COMPILED = ("compiled",)  # takes Inductor's seconds
 SEEDED = ("low_types_of_seeds", "low_types_of_cases")  # take many trainings
@@ -112,7 +112,7 @@ def accumulated(place: Place) -> dict[str, Any]:
     """Batches of two parts each: the ranks reduce once for both."""
     case = replace(CASES["adamw"], options={"accumulate": 2, "clip_norm": 0.1})
     model, step = trained_together(place, case, dtype="fp16")
-    texts = [program.graph_module.print_readable(print_output=False) for program in step._programs.values()]
+    texts = [program.report.graph_module.print_readable(print_output=False) for program in step._programs.values()]
     found = {
         "same": same_everywhere(step, model),
         "messages": sorted(text.count("all_to_all_single.default(") for text in texts),
@@ -289,7 +289,7 @@ def _low_types(place: Place, kinds: Sequence[tuple[str, torch.dtype, str]]) -> d
             "ours, sums in FP32": weights_of(in_fp32),
             "theirs": _with_autocast(place, case, dtype),
             "same": same_everywhere(step, ours),
-            "sent": [traffic_of(one.graph_module.graph, place.size, ()).sent for one in step._programs.values()],
+            "sent": [traffic_of(one.report.graph_module.graph, place.size, ()).sent for one in step._programs.values()],
         }
     return found
 

@@ -1,1 +1,0 @@
-"""Several processes: which of them train one model together."""

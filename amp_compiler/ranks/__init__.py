@@ -1,0 +1,1 @@
+"""Many processes that train one model: their group, what they agree on, and what each of them holds."""

@@ -1,0 +1,104 @@
+"""What is built of a training step for one batch to be looked at, and not trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from amp_compiler.backends.backend import DEFAULT
+from amp_compiler.errors import CaptureError
+from amp_compiler.forward.counting import CountingProgram
+from amp_compiler.forward.program import EAGER
+from amp_compiler.fx.autocast_state import autocast_off
+from amp_compiler.fx.torch_private import building
+from amp_compiler.ir.nonfinite import NonfiniteReport
+from amp_compiler.ir.plan import AutocastTotals
+from amp_compiler.training.autocast import autocast_of
+from amp_compiler.training.counting import build_counting
+from amp_compiler.training.dry import DryStep, build_dry
+from amp_compiler.training.loss_module import LossModule
+from amp_compiler.training.piece_trial import PieceTrials
+from amp_compiler.training.pieces import PieceStep
+from amp_compiler.training.program_choice import ProgramChoice
+from amp_compiler.training.setup import StepSetup
+from amp_compiler.training.step_hooks import check_hooks
+from amp_compiler.training.trial import StepTrials
+from amp_compiler.training.weights import widened
+
+
+class StepInspection:
+    """The part of `TrainingStep` that builds what `amp.find_nonfinite`, `amp.profile` and `amp.tune` run."""
+
+    _setup: StepSetup
+    _choice: ProgramChoice
+
+    def graph_for(self, *batch: Any) -> DryStep:
+        """The graph of a step for a batch, which is neither compiled nor run; for reading, of any size.
+
+        Model and batch may lie on torch's meta device. Weights are converted as the first call does it. Of several
+        ranks nothing is sent, so that the others may be those of a fake process group.
+
+        Args:
+            batch: what stands behind `model` in `loss_fn`.
+
+        Raises:
+            CaptureError: the loss cannot be captured as one graph.
+
+        Example:
+            >>> import torch, amp_compiler as amp
+            >>> model = torch.nn.Linear(4096, 4096, device="meta")
+            >>> step = amp.training_step(model, lambda m, x: m(x).mean(), torch.optim.SGD(model.parameters(), 0.1),
+            ...                          dtype="bf16")
+            >>> graph = step.graph_for(torch.empty(8, 4096, device="meta")).graph_module.graph
+            >>> sum(node.target is torch.ops.amp_compiler.sgd_update.default for node in graph.nodes)
+            1
+        """
+        self._check_hooks()
+        with autocast_off(), building():
+            return build_dry(self._setup.module, batch, self._choice.options("", []), self._setup.state)
+
+    def _counting(self, batch: tuple[Any, ...], *, with_weights: bool = False) -> CountingProgram:
+        """What counts exponents for batches like this one, see `diagnose.run` and `training.counting`."""
+        self._check_hooks()
+        with autocast_off(), building():
+            options = self._choice.options("")
+            return build_counting(self._setup.module, batch, options, self._setup.state, with_weights=with_weights)
+
+    @contextmanager
+    def _holding(self, names: tuple[str, ...]) -> Iterator[None]:
+        """Within it a call gives the values of these nodes too, see `diagnose.run`."""
+        self._choice.held = names if self._setup.coordinator is None else ()
+        try:
+            yield
+        finally:
+            self._choice.held = ()
+
+    def _trials(self, batch: tuple[Any, ...]) -> StepTrials:
+        self._check_hooks()
+        return StepTrials(self._setup.module, batch, self._choice.options(""), self._setup.state)
+
+    def _autocast(self, batch: tuple[Any, ...]) -> AutocastTotals | None:
+        return autocast_of(self._setup.module, batch, self._setup.settings)
+
+    def _find_in_pieces(self, batch: tuple[Any, ...], cause: CaptureError) -> NonfiniteReport:
+        """What is not finite in a batch of a loss that is no one graph."""
+        setup = self._setup
+        if not setup.enabled:
+            raise cause
+        settings = replace(setup.settings, dynamic_shapes=None, backend=EAGER, mode=DEFAULT)
+        pieces = PieceStep(setup.module, settings, cause, setup.state, enabled=True)
+        return PieceTrials(pieces, batch, setup.optimizers, setup.scale.state.scale.clone()).report()
+
+    @contextmanager
+    def _in_fp32(self) -> Iterator[LossModule]:
+        """Within it the loss as a module, all of its parameters in FP32, as it is captured."""
+        self._check_hooks()
+        module = self._setup.module
+        module.adopt(self._setup.optimizers)
+        with module.as_parameters(), widened(module.parameters()):
+            yield module
+
+    def _check_hooks(self) -> None:
+        check_hooks(self._setup.optimizers, self._setup.between)

@@ -1,0 +1,42 @@
+"""`KeptTensors`: what a training step keeps from call to call beside parameters, buffers and optimizer states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from amp_compiler.ops.loss_scale import LossScaleState
+from amp_compiler.training.state import GradientSums, LowWeights
+from amp_compiler.training.weights import WeightState
+
+
+@dataclass(frozen=True)
+class KeptTensors:
+    """The tensors that all programs of a training step share.
+
+    Args:
+        scale: gives the loss scale's present state.
+        low_weights: the 16-bit weights.
+        sums: sums of gradients over several batches.
+        weights: FP32 masters of 16-bit parameters, or what storage without masters needs.
+        in_graphs: whether a captured graph holds addresses of the optimizers' states.
+    """
+
+    scale: Callable[[], LossScaleState]
+    low_weights: LowWeights
+    sums: GradientSums
+    weights: WeightState
+    in_graphs: Callable[[], bool]
+
+    def follow(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        """Make again what is kept beside a parameter that was written outside of a step.
+
+        Args:
+            parameter: where and as it was.
+            state: the optimizer's state of it; empty where it has none.
+        """
+        self.low_weights.follow(parameter)
+        self.weights.follow(parameter, state)

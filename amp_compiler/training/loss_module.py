@@ -1,0 +1,113 @@
+"""`LossModule`: `loss_fn(model, *batch)` as a module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from amp_compiler.errors import AmpError
+from amp_compiler.fx.capture_errors import SPOKEN_OF
+from amp_compiler.fx.graph import LOW_TYPES
+from amp_compiler.training.outside import OUTSIDE, Alone, Substitutes, adopt
+
+ROOT = "model"  # name of the models in a `LossModule`
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)  # of a capture too
+
+
+class LossModule(nn.Module):
+    """`loss_fn(model, *batch)` as a module, so that it can be captured with the parameters of all models in it.
+
+    One model stands under `model`; of a nest, each under its path: `model.generator` for `{"generator": …}`. What the
+    loss function holds beside them stands under `outside`.
+    """
+
+    def __init__(self, model: Any, loss_fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self.__dict__[SPOKEN_OF] = "the loss function"
+        self.__dict__["nest"], self.__dict__["loss_fn"], self.__dict__["alone"] = model, loss_fn, Alone()
+        if isinstance(model, nn.Module):
+            self.add_module(ROOT, model)
+            return
+        for path, leaf in pytree.tree_flatten_with_path(model, is_leaf=lambda x: isinstance(x, nn.Module))[0]:
+            if not isinstance(leaf, nn.Module):
+                raise AmpError(
+                    f"model holds a {type(leaf).__name__} at {pytree.keystr(path)}"
+                    if path
+                    else f"model is a {type(leaf).__name__}",
+                    mend="pass an nn.Module, or a dict, list or tuple of them",
+                )
+            self._place(path, leaf)
+
+    def _place(self, path: tuple[Any, ...], leaf: nn.Module) -> None:
+        holder: nn.Module = self
+        *outer, last = [ROOT, *(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)]
+        try:
+            for name in outer:
+                if name not in holder._modules:
+                    holder.add_module(name, nn.Module())
+                holder = holder._modules[name]  # type: ignore[assignment]
+            if last in holder._modules:
+                raise KeyError(f"'{last}' is there twice")
+            holder.add_module(last, leaf)
+        except KeyError as cause:
+            raise AmpError(
+                f"model holds a module at {pytree.keystr(path)} whose path is no name: {cause.args[0]}",
+                mend="use keys without dots, each another text",
+            ) from cause
+
+    def adopt(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Take in what the loss function holds beside the models, see `training.outside`."""
+        self.__dict__["alone"].names = adopt(self, optimizers)
+
+    @contextmanager
+    def as_parameters(self) -> Iterator[None]:
+        """Within it, adopted tensors that are no `nn.Parameter` stand as one over the same memory: export asks it."""
+        own = self.__dict__
+        plain = {name: tensor for name, tensor in own["alone"].names.values() if not isinstance(tensor, nn.Parameter)}
+        try:
+            for name, tensor in plain.items():
+                own["_modules"][OUTSIDE]._parameters[name] = nn.Parameter(tensor.detach(), tensor.requires_grad)
+            yield
+        finally:
+            for name, tensor in plain.items():
+                own["_modules"][OUTSIDE]._parameters[name] = tensor
+
+    def _call(self, batch: tuple[Any, ...]) -> Any:
+        own = self.__dict__
+        if not own["alone"].names or not torch.compiler.is_exporting():
+            return own["loss_fn"](own["nest"], *batch)
+        table = own["_modules"][OUTSIDE]._parameters  # holds what stands for the parameters while they are traced
+        with Substitutes({key: table[name] for key, (name, _) in own["alone"].names.items()}) as mode:
+            return mode.swap(own["loss_fn"](own["nest"], *batch))
+
+    def forward(self, *batch: Any) -> tuple[Tensor, Any]:
+        """The loss and aux (`None` where the loss function gives none)."""
+        result = self._call(batch)
+        loss, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+            raise AmpError(f"loss_fn returned {_describe(loss)} as the loss", mend=_mend(loss))
+        # A 16-bit loss could not hold the loss scale that the backward starts from.
+        return loss.float() if loss.dtype in LOW_TYPES else loss, aux
+
+
+def _describe(loss: Any) -> str:
+    if isinstance(loss, Tensor):
+        return f"a tensor of shape {tuple(loss.shape)} and type {loss.dtype}"
+    if isinstance(loss, _NUMBERS):
+        return "a Python number"
+    return "None" if loss is None else f"a {type(loss).__name__}"
+
+
+def _mend(loss: Any) -> str:
+    if isinstance(loss, Tensor) and loss.numel() != 1:
+        return "return its mean() or sum(), one floating-point number, or (loss, aux)"
+    if isinstance(loss, _NUMBERS):
+        return "return a tensor, without item() or float(), or (loss, aux)"
+    if isinstance(loss, Mapping) and "loss" in loss:
+        return "return (result['loss'], result), the loss and what goes with it"
+    return "return one floating-point number as a tensor, or (loss, aux)"
