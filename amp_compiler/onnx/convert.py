@@ -15,7 +15,7 @@ from amp_compiler.ir.dtypes import LowArgument, low_type
 from amp_compiler.ir.files import output_file
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.check.batches import Sizes
-from amp_compiler.onnx.check.loads import MOST_NODES, Refusal, is_installed, is_long, refusal_of, told_crash
+from amp_compiler.onnx.check.loads import MOST_DEPTH, MOST_NODES, Refusal, is_installed, is_long, refusal_of, told_crash
 from amp_compiler.onnx.check.run import Engine, make_engine
 from amp_compiler.onnx.later_opset import told_late
 from amp_compiler.onnx.lowering.apply import apply_plan
@@ -195,7 +195,10 @@ class _Loading:
     def __call__(self, proto: onnx.ModelProto, folder: Path | None) -> None:
         """Load it once."""
         if is_installed() and is_long(proto):
-            self.notes = (f"it was not loaded in ONNX Runtime, which takes long with more than {MOST_NODES} nodes",)
+            self.notes = (
+                f"it was not loaded in ONNX Runtime, which takes long with more than {MOST_NODES} nodes, or"
+                f" {MOST_DEPTH} behind one another",
+            )
         elif is_installed():
             told = told_crash(proto, self.engine)
             self.notes = (told,) if told else ()
