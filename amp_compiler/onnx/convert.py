@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,17 +13,15 @@ import onnx
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import LowArgument, low_type
 from amp_compiler.ir.files import output_file
-from amp_compiler.ir.graph import unknown_magnitude
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.check.batches import Sizes
-from amp_compiler.onnx.check.loads import MOST_NODES, Refusal, is_installed, is_long, refusal_of, told_crash
+from amp_compiler.onnx.check.loads import MOST_DEPTH, MOST_NODES, Refusal, is_installed, is_long, refusal_of, told_crash
 from amp_compiler.onnx.check.run import Engine, make_engine
 from amp_compiler.onnx.later_opset import told_late
 from amp_compiler.onnx.lowering.apply import apply_plan
 from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.lowering.norms import guard_norms
 from amp_compiler.onnx.lowering.parameters import unify_batch_norms
-from amp_compiler.onnx.lowering.touched import open_touched
 from amp_compiler.onnx.model.edit import unique
 from amp_compiler.onnx.model.infer import infer, light_of, stripped
 from amp_compiler.onnx.model.model import OnnxFile, Source, open_model
@@ -130,8 +126,7 @@ def convert_onnx(
     """
     low = low_type(dtype)
     rule_set = load_rules(rules)
-    with _paused_collector(lasting=False):
-        opened = open_model(source)
+    opened = open_model(source)
     target = None if output is None else _target(opened, output)
     engine = make_engine(providers, custom_ops)
     loading = _Loading(opened, engine) if check else None
@@ -142,36 +137,33 @@ def convert_onnx(
 
         ranges = calibrate(opened, sizes.watch(calibration), engine=engine)
     converted = None
-    with _paused_collector():
-        plan, lowered, found = plan_onnx(
-            opened,
-            rule_set,
-            low,
-            ranges,
-            keep_io_types=keep_io_types,
-            raising=raise_opset,
-            check=check,
-            opset=opset,
-            sizes=sizes.known,
-            as_fp32=as_fp32,
-            fused=fuse,
-        )
-        late = told_late(lowered, rule_set, raising=raise_opset, opset=opset)
-        warn_of_unused(plan.unused_rules, lowered.model.ir.graph.name or "the ONNX model")
-        with told_as_onnx(opened.name, "it cannot be converted"):
-            open_touched(lowered, plan)
-            _rename_duplicates(lowered)
-            floors = found.floors(plan.labels, low)
-            changed = apply_plan(lowered, plan, floors=floors, keep_io_types=keep_io_types)
-            if changed:
-                guard_norms(lowered)
-                unify_batch_norms(lowered, plan)
-            if target is None:
-                converted = to_proto(lowered.model)
-                _check(lowered, converted, lowered.model.folder, loading)
-            else:
-                save(lowered.model, target, lambda proto, folder: _check(lowered, proto, folder, loading))
-        _release(lowered)
+    plan, lowered, found = plan_onnx(
+        opened,
+        rule_set,
+        low,
+        ranges,
+        keep_io_types=keep_io_types,
+        raising=raise_opset,
+        check=check,
+        opset=opset,
+        sizes=sizes.known,
+        as_fp32=as_fp32,
+        fused=fuse,
+    )
+    late = told_late(lowered, rule_set, raising=raise_opset, opset=opset)
+    warn_of_unused(plan.unused_rules, lowered.model.ir.graph.name or "the ONNX model")
+    with told_as_onnx(opened.name, "it cannot be converted"):
+        _rename_duplicates(lowered)
+        floors = found.floors(plan.labels, low)
+        changed = apply_plan(lowered, plan, floors=floors, keep_io_types=keep_io_types)
+        if changed:
+            guard_norms(lowered)
+            unify_batch_norms(lowered, plan)
+        if target is None:
+            converted = to_proto(lowered.model)
+            _check(lowered, converted, lowered.model.folder, loading)
+        else:
+            save(lowered.model, target, lambda proto, folder: _check(lowered, proto, folder, loading))
     report = None
     made: Path | onnx.ModelProto | None = target or converted
     if verify is not None and made is not None:
@@ -203,7 +195,10 @@ class _Loading:
     def __call__(self, proto: onnx.ModelProto, folder: Path | None) -> None:
         """Load it once."""
         if is_installed() and is_long(proto):
-            self.notes = (f"it was not loaded in ONNX Runtime, which takes long with more than {MOST_NODES} nodes",)
+            self.notes = (
+                f"it was not loaded in ONNX Runtime, which takes long with more than {MOST_NODES} nodes, or"
+                f" {MOST_DEPTH} behind one another",
+            )
         elif is_installed():
             told = told_crash(proto, self.engine)
             self.notes = (told,) if told else ()
@@ -211,47 +206,6 @@ class _Loading:
         if found is not None:
             before = refusal_of(self.opened.proto, self.opened.folder, engine=self.engine)
             self.refusal = replace(found, before=before is not None)
-
-
-_MANY = 100_000  # new objects from which on the collector's next turn takes long: of a graph of some thousand nodes
-
-
-@contextlib.contextmanager
-def _paused_collector(*, lasting: bool = True) -> Iterator[None]:
-    """No garbage collection while a large graph is built, which would walk it over and over.
-
-    Args:
-        lasting: what was made counts as old afterwards.
-    """
-    was, known = gc.isenabled(), gc.get_count()[0]
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            # How many objects a user has frozen is counted one by one, which takes longer than a small graph.
-            if lasting and gc.get_count()[0] - known > _MANY and not gc.get_freeze_count():
-                gc.freeze()  # what was made counts as old, so that the collector does not walk it at its next turn
-                gc.unfreeze()
-            gc.enable()
-
-
-def _release(lowered: Lowered) -> None:
-    """Let go of the data of a model that is written: the graph around them is freed by the collector alone, later.
-
-    Every tensor of it holds the whole message that it was read from.
-    """
-    lowered.graph.magnitude_of = unknown_magnitude
-    if lowered.model.condensed is not None:
-        lowered.model.condensed.graph.release()
-    for graph in lowered.model.graphs():
-        for value in graph.initializers.values():
-            value.const_value = None
-        for node in graph if lowered.model.contents.tensors else ():
-            if node.attributes.data:
-                node.attributes.data.clear()
-                for value in node.outputs:
-                    value.const_value = None
 
 
 def _target(opened: OnnxFile, output: str | Path) -> Path:

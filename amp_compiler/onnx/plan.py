@@ -111,7 +111,7 @@ def plan_onnx(
         file: OnnxFile, checked: bool, only: frozenset[str] | None = None
     ) -> tuple[Lowered, Fusion | None]:
         fuses = bool(fused) or only is not None
-        model = read_model(file, check=checked, sizes=sizes, plain=not wide and not fuses)
+        model = read_model(file, check=checked, sizes=sizes)
         if wide:
             make_fp32(model, wide, keep_io_types=keep_io_types)
         fusion = fuse_compounds(model, only) if fuses else None

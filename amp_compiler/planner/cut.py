@@ -8,12 +8,9 @@ mirrors it. In a file each cast costs a constant more (`CAST_OVERHEAD`).
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.planner.free_nodes import Demand, FollowProblem, cast_origin, own_elements, upcast_source
 from amp_compiler.planner.mincut import TwoLabelProblem
-from amp_compiler.planner.settled import settled_low
 from amp_compiler.planner.typing import FP32, LOW
 
 _ROUNDS = 3  # of choosing anchors anew
@@ -26,35 +23,32 @@ def solve_follow(problem: FollowProblem) -> dict[str, str]:
         problem: its `labels`, `free` and `notes` are filled in.
     """
     problem.hold_exact_nodes()
-    low = settled_low(problem)
-    problem.labels.update(dict.fromkeys(low, LOW))
-    open_ = [name for name in problem.free if name not in low]
-    _cut(problem, open_)
-    for _ in range(_ROUNDS if open_ else 0):
+    _cut(problem)
+    for _ in range(_ROUNDS):
         if not problem.better_anchors():
             break
-        _cut(problem, open_)
+        _cut(problem)
     return {name: problem.labels[name] for name in problem.graph.nodes}
 
 
-def _cut(problem: FollowProblem, names: list[str]) -> None:
-    """Label free nodes, optimal for the anchors as they are; the others are labelled."""
+def _cut(problem: FollowProblem) -> None:
+    """Label the free nodes, optimal for the anchors as they are."""
     costs = TwoLabelProblem()
-    variables = {name: costs.variable() for name in names}
+    variables = {name: costs.variable() for name in problem.free}
     builder = _CutBuilder(problem, costs, variables)
-    for name in names:
+    for name in problem.free:
         builder.add_node(name)
-    for value in _values_at_stake(problem, names):
+    for value in _values_at_stake(problem):
         builder.add_value(value)
     chosen, _ = costs.solve()
     for name, variable in variables.items():
         problem.labels[name] = FP32 if chosen[variable] else LOW
 
 
-def _values_at_stake(problem: FollowProblem, names: list[str]) -> dict[str, None]:
-    """Values that some free nodes read or make, in a fixed order; upcasts are looked through."""
+def _values_at_stake(problem: FollowProblem) -> dict[str, None]:
+    """Values that free nodes read or make, in a fixed order; upcasts are looked through."""
     found: dict[str, None] = {}
-    for name in names:
+    for name in problem.free:
         node, typing = problem.graph.nodes[name], problem.typing[name]
         for index in typing.data:
             found[node.inputs[index].value] = None
@@ -88,7 +82,7 @@ class _CutBuilder:
         cost = owner.cast_cost(value, low, DType.FLOAT32)
         maker, source = owner.maker(value), owner.source(value)
         above = maker if source == value else owner.maker(source)
-        for demand in map(self._open, owner.demands(value).values()):
+        for demand in owner.demands(value).values():
             self._down(cost, demand, source, above)
             if maker is None:
                 if demand.takers and self.typing.result(value, owner.labels) is low:
@@ -103,15 +97,10 @@ class _CutBuilder:
             else:
                 self._up(cost, demand, variable)
 
-    def _open(self, demand: Demand) -> Demand:
-        """A demand in which free users that are settled count as what they are: low."""
-        takers = [user for user in demand.takers if user in self.variables]
-        return demand if len(takers) == len(demand.takers) else replace(demand, low=True, takers=takers)
-
     def _add_origin(self, value: str, origin: DType) -> None:
         """A value that the model made FP32 from a third type: both types are cast from that one, each if needed."""
         down = self.owner.cast_cost(value, origin, self.typing.low)
-        demands = list(map(self._open, self.owner.demands(value).values()))
+        demands = self.owner.demands(value).values()
         for demand in demands:
             self._down(down, demand, value, self.owner.maker(value))
         if not any(demand.fp32 or demand.bits or demand.casts for demand in demands):

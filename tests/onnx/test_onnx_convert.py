@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import numpy as np
 import onnx
 import pytest
@@ -25,7 +23,6 @@ from onnx_models import (
     weight,
 )
 
-from amp_compiler.onnx import convert as conversion
 from amp_compiler.onnx.convert import convert_onnx
 
 
@@ -225,27 +222,3 @@ def test_a_name_given_to_a_duplicate_is_nobodys():
     made = check(both, "fp16").model
     for attribute in next(entry for entry in made.graph.node if entry.op_type == "If").attribute:
         assert "inner" in [entry.name for entry in attribute.g.node]
-
-
-@pytest.mark.parametrize(("many", "asked"), [(10**9, 0), (0, 1)], ids=["small", "large"])
-def test_frozen_objects_are_counted_for_a_large_graph_alone(many, asked, monkeypatch):
-    """Counting walks them all: a user's process may have a million."""
-    counted, frozen = [], gc.get_freeze_count()
-    monkeypatch.setattr(conversion, "_MANY", many)
-    monkeypatch.setattr(gc, "get_freeze_count", lambda: counted.append(frozen) or frozen)
-    convert_onnx(mlp())
-    assert len(counted) == asked
-    monkeypatch.undo()
-    assert gc.isenabled() and bool(gc.get_freeze_count()) is bool(frozen), "what a user froze stays so"
-
-
-def test_objects_of_a_user_that_are_young_make_no_graph_large(monkeypatch):
-    counted, thresholds = [], gc.get_threshold()
-    monkeypatch.setattr(gc, "get_freeze_count", lambda: counted.append(0) or 0)
-    gc.set_threshold(10**6, *thresholds[1:])
-    young = [[] for _ in range(conversion._MANY + 1)]
-    try:
-        convert_onnx(mlp())
-    finally:
-        gc.set_threshold(*thresholds)
-    assert young and not counted

@@ -212,8 +212,9 @@ def test_a_model_with_much_data_is_loaded_without_them(monkeypatch):
     assert convert_onnx(big).refusal is None and loaded == [0]
 
 
-def test_a_long_model_is_not_loaded_and_that_is_told(monkeypatch):
-    monkeypatch.setattr(loads, "MOST_NODES", 2)
+@pytest.mark.parametrize("limit", ["MOST_NODES", "MOST_DEPTH"])
+def test_a_long_model_is_not_loaded_and_that_is_told(monkeypatch, limit):
+    monkeypatch.setattr(loads, limit, 2)
     monkeypatch.setattr(loads, "_load", lambda *given: pytest.fail("it was loaded"))
     done = convert_onnx(mlp())
     assert done.refusal is None and done.notes[0].startswith("it was not loaded in ONNX Runtime")
@@ -300,7 +301,7 @@ def test_what_does_not_crash_is_not_told_of(source, options):
 
 @pytest.mark.slow  # two processes that import onnxruntime
 def test_it_does_crash(tmp_path):
-    """Where this fails, ONNX Runtime has mended it, and `check/crashes.py` can go for its version."""
+    """Where this fails, ONNX Runtime has mended it, and `loads._crashing_node` can go for its version."""
     path = tmp_path / "m.onnx"
     convert_onnx(swapped(), path)
     program = "import sys, onnxruntime as ort; ort.InferenceSession(sys.argv[1], disabled_optimizers=sys.argv[2:])"

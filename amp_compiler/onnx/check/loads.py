@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import itertools
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,16 +14,20 @@ import onnx
 from onnx import TensorProto, helper
 
 from amp_compiler.errors import OnnxError
-from amp_compiler.onnx.check.crashes import CRASHING, crashing_node
 from amp_compiler.onnx.check.run import Engine, check_providers, session_options
 from amp_compiler.onnx.model.infer import stripped
 from amp_compiler.onnx.model.validate import make_inputs_of_stubs
-from amp_compiler.onnx.model.walk import all_tensors, proto_graphs
+from amp_compiler.onnx.model.walk import all_tensors, node_place, proto_graphs
 
 WHOLE = 256_000_000
 """Bytes of data up to which a model is loaded with them. Of a larger one the large initializers become inputs."""
 MOST_NODES = 4000
-"""Nodes up to which a model is loaded: the time that ONNX Runtime's optimizations take grows with their square."""
+"""Nodes up to which a model is loaded."""
+MOST_DEPTH = 1000
+"""Nodes behind one another up to which it is: the time that a load in FP16 takes on the CPU grows with their square."""
+_CRASHING = "NchwcTransformer"
+"""The optimization at which ONNX Runtime 1.31 and 1.32 crash, on the CPU and in FP16 alone: see `_crashing_node`."""
+_SWAPPED = ([1, 0, 2], [1, 2, 0])
 _NODE = (
     re.compile(r"implementation for (?P<op>[\w.]+)\(\d+\) node with name '(?P<name>[^']*)'"),
     re.compile(r"Node[: ]*\((?P<name>[^)]*)\) Op ?\((?P<op>\w*)\)"),
@@ -75,7 +80,7 @@ def refusal_of(
         light: load it without its large data, which become inputs.
 
     Returns:
-        `None` where it loads, where no ONNX Runtime is installed, and for a model of more than `MOST_NODES` nodes.
+        `None` where it loads, where no ONNX Runtime is installed, and for a model that is too long, see `is_long`.
     """
     if not is_installed() or is_long(proto):
         return None
@@ -99,17 +104,57 @@ def told_crash(proto: onnx.ModelProto, engine: Engine) -> str:
         proto: the model.
         engine: what it is loaded with.
     """
-    place = crashing_node(proto) if engine.providers == Engine().providers else ""
+    place = _crashing_node(proto) if engine.providers == Engine().providers else ""
     return place and (
         f"onnxruntime (1.31 and 1.32 at least) may crash on the CPU when it loads {place}: a Transpose stands before"
-        f" this FP16 product. It was loaded without the optimization at fault: disabled_optimizers=['{CRASHING}']"
+        f" this FP16 product. It was loaded without the optimization at fault: disabled_optimizers=['{_CRASHING}']"
     )
 
 
 def is_long(proto: onnx.ModelProto) -> bool:
-    """True for a model that is not loaded, because that would take long."""
+    """True for a model that is not loaded, because that would take long: it has many nodes, or many in a chain."""
     counts = itertools.accumulate(len(graph.node) for graph in proto_graphs(proto.graph))
-    return any(count > MOST_NODES for count in counts)
+    if any(count > MOST_NODES for count in counts):
+        return True
+    depth: dict[str, int] = {}
+    for node in proto.graph.node:
+        here = 1 + max([depth.get(name, 0) for name in node.input], default=0)
+        depth.update(dict.fromkeys(node.output, here))
+    return max(depth.values(), default=0) > MOST_DEPTH
+
+
+def _crashing_node(proto: onnx.ModelProto) -> str:
+    """The place of the first node that a session on the CPU would crash at; empty where there is none.
+
+    That is an FP16 `MatMul` with stored weights of one or two dimensions whose data come from a `Transpose` of the
+    first two of three dimensions, as exports have it behind an LSTM.
+    """
+    for graph in proto_graphs(proto.graph):
+        if not any(node.op_type == "Transpose" for node in graph.node):
+            continue
+        makers = {name: node for node in graph.node for name in node.output}
+        stored = {tensor.name: tensor for tensor in graph.initializer}
+        for node in graph.node:
+            if node.op_type == "MatMul" and len(node.input) == 2 and _is_swapped(node.input[0], makers):
+                weight = stored.get(node.input[1]) or _constant(makers.get(node.input[1]))
+                if weight is not None and weight.data_type == TensorProto.FLOAT16 and len(weight.dims) <= 2:
+                    return node_place(node)
+    return ""
+
+
+def _is_swapped(name: str, makers: Mapping[str, onnx.NodeProto]) -> bool:
+    maker = makers.get(name)
+    while maker is not None and maker.op_type == "Identity":
+        maker = makers.get(maker.input[0])
+    if maker is None or maker.op_type != "Transpose":
+        return False
+    return any(list(attribute.ints) in _SWAPPED for attribute in maker.attribute if attribute.name == "perm")
+
+
+def _constant(node: onnx.NodeProto | None) -> TensorProto | None:
+    if node is None or node.op_type != "Constant":
+        return None
+    return next((attribute.t for attribute in node.attribute if attribute.name == "value"), None)
 
 
 def _load(proto: onnx.ModelProto, folder: Path | None, engine: Engine | None) -> str | None:
@@ -121,7 +166,7 @@ def _load(proto: onnx.ModelProto, folder: Path | None, engine: Engine | None) ->
         options = session_options(used, folder)
         options.log_severity_level = 4
         options.intra_op_num_threads = 1
-        left_out = [CRASHING] if crashing_node(proto) else []
+        left_out = [_CRASHING] if _crashing_node(proto) else []
         session = ort.InferenceSession(
             proto.SerializeToString(), options,
             providers=list(used.providers), enable_fallback=0, disabled_optimizers=left_out,

@@ -15,7 +15,7 @@ from amp_compiler.onnx.lowering.lowered import EMPTY_LIST, Lowered, Site
 from amp_compiler.onnx.lowering.scopes import Scopes
 from amp_compiler.onnx.lowering.widen import widen_math
 from amp_compiler.onnx.model.data import convert, tensor_of
-from amp_compiler.onnx.model.edit import Names, set_data, set_type, unique, with_data
+from amp_compiler.onnx.model.edit import set_data, set_type, unique, with_data
 from amp_compiler.onnx.model.model import bodies
 from amp_compiler.onnx.model.types import ir_type, neutral_type
 
@@ -76,7 +76,7 @@ class _Writer:
         self.scopes = Scopes(lowered.owners, {self.main: 0})
         self._given: dict[ir.Value, ir.Graph] = {}
         self._orders: dict[ir.Graph, dict[ir.Node, int]] = {}
-        self.node_names, self.value_names = Names(lowered.node_names), Names(lowered.value_names)
+        self.node_names, self.value_names = {""}, {""}
         for graph in lowered.model.graphs():
             nodes = list(graph)
             given = [*graph.inputs, *graph.initializers.values()]
@@ -128,18 +128,11 @@ class _Writer:
         return self.lowered.values[name]
 
     def _retype(self) -> bool:
-        values, types, condensed = self.lowered.graph.values, self.plan.types, self.lowered.model.condensed
-
-        def changed(name: str) -> bool:
-            return name in types and values[name].dtype is not types[name]
-
-        if condensed is not None:
-            condensed.retype({name: types[name] for name in condensed.described if changed(name)})
-        names = types if condensed is None else [name for name in self.lowered.values if changed(name)]
-        for name in names:
-            if changed(name):
-                set_type(self._value(name), types[name])
-        return any(values[name].dtype is not dtype for name, dtype in types.items())
+        values = self.lowered.graph.values
+        changed = [(name, dtype) for name, dtype in self.plan.types.items() if values[name].dtype is not dtype]
+        for name, dtype in changed:
+            set_type(self._value(name), dtype)
+        return bool(changed)
 
     def _place(self, cast: PlannedCast) -> None:
         source = self._value(cast.value)

@@ -28,24 +28,19 @@ class Builder:
         self.lowered, self.model, self.graph = lowered, lowered.model, lowered.graph
         self.named, self.keep_quantized = named, keep_quantized
         self.names: dict[ir.Value, str] = {}
-        ops = self._ops_of(lowered.model)
+        self.held = {graph: list(graph) for graph in lowered.model.graphs()}
+        self._reserved = self._main_names(lowered.model.ir.graph)
+        ops = {node.op_type for nodes in self.held.values() for node in nodes}
         self.quantizes = keep_quantized and not ops.isdisjoint(_QUANTIZING)
         self.demands = Demanded(lowered.model, lowered.low)
         self._ops: dict[tuple[str, str], tuple[str, bool]] = {}
         self._next: dict[str, int] = {}
         self._unnamed: dict[str, int] = {}
 
-    def _ops_of(self, model: OnnxModel) -> set[str]:
-        """The types of the ops of a model. Gives values of its main graph their own names, whatever others are called.
-
-        Values in bodies, which stand before them, may have the same names.
-        """
-        self.held = {graph: list(graph) for graph in model.graphs()}
-        main = model.ir.graph
+    def _main_names(self, main: ir.Graph) -> dict[str, ir.Value]:
+        """The values of the main graph by name. They keep their own, though values in bodies before may share them."""
         made = (out for node in self.held[main] for out in node.outputs)
-        values = [*main.inputs, *main.initializers.values(), *made]
-        self._reserved = {value.name: value for value in values if value.name}
-        return {node.op_type for nodes in self.held.values() for node in nodes}
+        return {value.name: value for value in (*main.inputs, *main.initializers.values(), *made) if value.name}
 
     def name_of(self, value: ir.Value) -> str | None:
         """The neutral name of a value; `None` for one that was not added."""
@@ -100,10 +95,6 @@ class Builder:
             ),
             outputs,
         )
-        self._keep_node(node, name)
-
-    def _keep_node(self, node: ir.Node, name: str) -> None:
-        """Note the node behind a neutral one."""
         self.lowered.nodes[name] = node
 
     def _op(self, node: ir.Node) -> tuple[str, bool]:

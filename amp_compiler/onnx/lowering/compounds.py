@@ -15,13 +15,11 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import cast
 
 import onnx_ir as ir
 
 from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.model.model import all_graphs
-from amp_compiler.onnx.model.plain import PlainGraph
 from amp_compiler.onnx.model.terms import Either, Found, Made, Number, Stored, Term, Whatever, is_op, scalar_of
 
 RMS_NORM, LAYER_NORM, GELU = "rms_norm", "layer_norm", "gelu"
@@ -149,14 +147,8 @@ def find_compounds(graph: ir.Graph) -> Iterator[list[Compound]]:
 
 
 def _anchors(graph: ir.Graph) -> Iterator[ir.Node]:
-    if not isinstance(graph, PlainGraph):
-        for inner in all_graphs(graph):
-            yield from (node for node in inner if node.op_type in _ANCHORS)
-        return
-    added = {name for text in graph.texts if text[1] == "Add" for name in text[3]}
-    for index, text in enumerate(graph.texts):
-        if text[1] in _ANCHORS and (text[1] == "ReduceMean" or not added.isdisjoint(text[4])):
-            yield cast("ir.Node", graph.nodes[index])
+    for inner in all_graphs(graph):
+        yield from (node for node in inner if node.op_type in _ANCHORS)
 
 
 def mark_compounds(lowered: Lowered) -> None:

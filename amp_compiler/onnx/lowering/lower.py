@@ -22,10 +22,8 @@ from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import PrecisionGraph
 from amp_compiler.onnx.lowering.builder import Builder
 from amp_compiler.onnx.lowering.lowered import Lowered
-from amp_compiler.onnx.lowering.plain_builder import PlainBuilder
 from amp_compiler.onnx.model.data import examine, tensor_of
 from amp_compiler.onnx.model.model import OnnxModel
-from amp_compiler.onnx.model.plain import PlainGraph
 from amp_compiler.onnx.model.types import neutral_type
 
 _EXAMINED = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT64)
@@ -59,9 +57,7 @@ def lower(
     """
     lowered = Lowered(model, PrecisionGraph("onnx", folds=True), low)
     main = model.ir.graph
-    builder = (PlainBuilder if isinstance(main, PlainGraph) else Builder)(
-        lowered, named or (lambda op, name: False), keep_quantized
-    )
+    builder = Builder(lowered, named or (lambda op, name: False), keep_quantized)
     builder.add_graph(main, "")
     for index, value in enumerate(main.outputs):
         name = builder.name_of(value)

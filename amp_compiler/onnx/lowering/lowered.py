@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
 import onnx_ir as ir
@@ -39,14 +38,11 @@ class Lowered:
         sites: where the operands of neutral nodes stand that leave inputs out or have bodies; see `sites_of`.
         returned: for each output of the neutral graph, its index among the outputs of the model.
         owners: by body, the node that holds it.
-        places: of a plain graph, by neutral name, the place of each node.
         compounds: the nodes of each norm and GELU that stands in parts, as names in the order of the graph.
         late: nodes kept only since their opset does not admit the low type, with the first opset that does.
         fused: how many norms and GELUs were made one op each before the model was lowered.
         notes: what there is to say of that, in a sentence each.
         renamed: whether a node has another name here, since an earlier one has its own.
-        value_names: the names of all values, where `values` holds but those that a plan may change.
-        node_names: the same of nodes.
     """
 
     model: OnnxModel
@@ -57,14 +53,11 @@ class Lowered:
     sites: dict[str, list[Site]] = field(default_factory=dict)
     returned: list[int] = field(default_factory=list)
     owners: dict[ir.Graph, ir.Node] = field(default_factory=dict)
-    places: dict[str, int] = field(default_factory=dict)
     compounds: list[list[str]] = field(default_factory=list)
     late: dict[str, int] = field(default_factory=dict)
     fused: int = 0
     notes: list[str] = field(default_factory=list)
     renamed: bool = False
-    value_names: AbstractSet[str] = frozenset()
-    node_names: AbstractSet[str] = frozenset()
 
     def sites_of(self, name: str) -> list[Site]:
         """Where the operands of a neutral node stand; none for a name that no node has."""

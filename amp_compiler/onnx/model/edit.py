@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 
 import onnx_ir as ir
 
@@ -40,28 +40,6 @@ def set_type(value: ir.Value, dtype: DType) -> None:
         value.type = ir.TensorType(ir_type(dtype), denotation=value.type.denotation)
 
 
-class Names:
-    """Names that are taken.
-
-    Args:
-        known: those of a model; they are not copied.
-    """
-
-    def __init__(self, known: Container[str]) -> None:
-        self._known, self._added = known, {""}
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._added or name in self._known
-
-    def add(self, name: str) -> None:
-        """Take one more."""
-        self._added.add(name)
-
-    def update(self, names: Iterable[str]) -> None:
-        """Take some more."""
-        self._added.update(names)
-
-
 def names_of(graphs: Iterable[ir.Graph]) -> set[str]:
     """The names of all values and nodes of some graphs."""
     found = {""}
@@ -72,7 +50,7 @@ def names_of(graphs: Iterable[ir.Graph]) -> set[str]:
     return found
 
 
-def unique(name: str, taken: set[str] | Names) -> str:
+def unique(name: str, taken: set[str]) -> str:
     """`name`, with a number after it where it is taken; it counts as taken from then on."""
     number, found = 1, name
     while found in taken:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import stat
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
 
 import onnx
 import onnx.inliner
@@ -15,13 +14,11 @@ import onnx_ir
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import DType
-from amp_compiler.onnx.model.condense import Condensed
 from amp_compiler.onnx.model.infer import Sizes, infer, infer_checked, infer_sized, light_of, stripped
 from amp_compiler.onnx.model.order import in_order
-from amp_compiler.onnx.model.plain import TOLD, PlainGraph, PlainValue, plain_model
 from amp_compiler.onnx.model.sparse import dense
 from amp_compiler.onnx.model.types import neutral_type
-from amp_compiler.onnx.model.validate import NodeText, check_fully, check_structure, told_as_onnx
+from amp_compiler.onnx.model.validate import check_fully, check_structure, told_as_onnx
 from amp_compiler.onnx.model.walk import Contents, contents_of
 from amp_compiler.onnx.model.walk import proto_bodies as proto_bodies
 from amp_compiler.onnx.model.walk import proto_graphs as proto_graphs
@@ -62,21 +59,6 @@ class ValueType:
 UNKNOWN = ValueType(None)
 
 
-class PlainTypes:
-    """What is known of the values of a plain graph, in the place of a dict by value.
-
-    Args:
-        by_name: the same by the name of the value.
-    """
-
-    def __init__(self, by_name: dict[str, ValueType]) -> None:
-        self.by_name = by_name
-
-    def get(self, value: PlainValue, default: ValueType) -> ValueType:
-        """What is known of a value."""
-        return self.by_name.get(value.name, default)
-
-
 @dataclass(frozen=True)
 class OnnxFile:
     """A model as it was given: what `open_model` has read, once, for all who work on it.
@@ -84,12 +66,10 @@ class OnnxFile:
     Args:
         proto: its message, external data not loaded; shared with a caller who gave a message, so never changed.
         path: its file; `None` for a model in memory.
-        texts: the text of the nodes of its graph, where it was looked at.
     """
 
     proto: onnx.ModelProto
     path: Path | None = None
-    texts: Sequence[NodeText] | None = field(default=None, compare=False, repr=False)
 
     @property
     def folder(self) -> Path | None:
@@ -118,7 +98,6 @@ class OnnxModel:
         described: initializers with an entry of their own in `value_info`.
         external: the data that lie in files of their own.
         contents: what the message held before sparse initializers were made dense.
-        condensed: what `ir` was made by, where it holds but a part of the nodes as objects.
     """
 
     proto: onnx.ModelProto
@@ -129,7 +108,6 @@ class OnnxModel:
     described: set[onnx_ir.Value] = field(default_factory=set)
     external: list[onnx_ir.ExternalTensor] = field(default_factory=list)
     contents: Contents = field(default_factory=Contents)
-    condensed: Condensed | None = None
 
     @property
     def sparse(self) -> frozenset[str]:
@@ -139,22 +117,6 @@ class OnnxModel:
     def graphs(self) -> list[onnx_ir.Graph]:
         """The graph and all bodies in it, in the order of the nodes; a model without bodies is not looked through."""
         return list(all_graphs(self.ir.graph)) if self.contents.bodies else [self.ir.graph]
-
-    def open_nodes(self, kept: Collection[int]) -> Condensed | None:
-        """Make objects of `onnx_ir` of some nodes of a model that was read plain; `None` where all are.
-
-        Args:
-            kept: their places in the graph. All that is to be changed, or makes or reads what is renamed, is among
-                them.
-        """
-        if not isinstance(self.ir.graph, PlainGraph):
-            return None
-        made = self.condensed = Condensed(self.proto, self.ir.graph, kept)
-        self.ir, self.types = made.model, {}
-        self.unnamed = {node for place, node in made.nodes.items() if not made.graph.texts[place].name}
-        described = {info.name for info in self.proto.graph.value_info}
-        self.described = {value for name, value in made.model.graph.initializers.items() if name in described}
-        return made
 
     def type_of(self, value: onnx_ir.Value) -> ValueType:
         """What is known of a value."""
@@ -225,7 +187,8 @@ def _checked(opened: OnnxFile) -> OnnxFile:
     if not proto.HasField("graph") or not proto.opset_import:
         raise OnnxError("this is no ONNX model: it has no graph or no opset", where=opened.name, mend="export it again")
     with told_as_onnx(opened.name, "it is damaged"):
-        return replace(opened, texts=check_structure(proto, opened.folder))
+        check_structure(proto, opened.folder)
+    return opened
 
 
 def to_ir(model: OnnxFile, contents: Contents | None = None) -> onnx_ir.Model:
@@ -261,26 +224,19 @@ def check_model(opened: OnnxFile) -> None:
         infer_checked(light)
 
 
-def read_model(opened: OnnxFile, *, check: bool = True, sizes: Sizes | None = None, plain: bool = False) -> OnnxModel:
+def read_model(opened: OnnxFile, *, check: bool = True, sizes: Sizes | None = None) -> OnnxModel:
     """Read a model into `onnx_ir` and infer types. Model-local functions are written out where they are called.
 
     Args:
         opened: the model.
         check: refuse what ONNX's full checker refuses.
         sizes: sizes of the dimensions that the model leaves open: shapes are told for these. The file stays as open.
-        plain: read one without bodies and the like into what stands in for `onnx_ir` until something is changed
-            (`model.plain`); `OnnxModel.open_nodes` makes objects of `onnx_ir` of what is to be changed.
 
     Raises:
         OnnxError: the model holds what `onnx_ir` would lose, or its graph is malformed.
     """
     proto, folder = opened.proto, opened.folder
     _refuse(proto)
-    if plain:
-        with told_as_onnx(opened.name, "its graph is malformed"):
-            stand_in = plain_model(proto, opened.texts)
-        if stand_in is not None:
-            return _read_plain(opened, stand_in, check, sizes)
     with told_as_onnx(opened.name, "its graph is malformed"):
         contents = contents_of(proto)
         ordered = in_order(proto, bodies=contents.bodies)
@@ -308,22 +264,6 @@ def read_model(opened: OnnxFile, *, check: bool = True, sizes: Sizes | None = No
                 model.graph.sort()
             except ValueError as cause:
                 raise OnnxError("its graph has a cycle", mend="run onnx.checker.check_model on it") from cause
-    return found
-
-
-def _read_plain(opened: OnnxFile, model: onnx_ir.Model, check: bool, sizes: Sizes | None) -> OnnxModel:
-    graph = cast("PlainGraph", model.graph)
-    contents = Contents(bodies=False, tensors=graph.tensors)
-    light = light_of(opened.proto, opened.folder, contents)
-    graph.told = TOLD in light.SerializeToString()
-    if check:
-        check_fully(light, opened.name)
-    with told_as_onnx(opened.name, "its graph is malformed"):
-        found = OnnxModel(opened.proto, model, folder=opened.folder, contents=contents)
-        inferred = infer_checked(light) if check else infer(light)
-        if sizes:
-            inferred = infer_sized(light, inferred, sizes)
-        _Binder(found).bind_plain(graph, inferred.graph)
     return found
 
 
@@ -400,13 +340,6 @@ class _Binder:
                     types[value] = found
         if self.model.contents.bodies:
             self._bind_bodies(graph, proto, inferred)
-
-    def bind_plain(self, graph: PlainGraph, inferred: onnx.GraphProto) -> None:
-        """Fill `types` for a graph without bodies that stands in for one of `onnx_ir`."""
-        known = self._known(inferred)
-        for tensor in graph.proto.initializer:
-            known[tensor.name] = ValueType(neutral_type(tensor.data_type), tuple(tensor.dims))
-        self.model.types = cast("dict[onnx_ir.Value, ValueType]", PlainTypes(known))
 
     def _bind_bodies(self, graph: onnx_ir.Graph, proto: onnx.GraphProto, inferred: onnx.GraphProto) -> None:
         for node, message, shadow in zip(graph, proto.node, inferred.node, strict=True):

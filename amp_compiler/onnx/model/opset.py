@@ -57,7 +57,7 @@ def raise_opset(opened: OnnxFile, version: int, why: str) -> OnnxFile:
     for left, right in ((proto.graph.input, raised.graph.input), (proto.graph.output, raised.graph.output)):
         if [info.name for info in left] != [info.name for info in right]:
             raise OnnxError(f"{why}, and onnx's version converter changes its inputs or outputs", mend=mend)
-    return replace(opened, proto=raised, texts=None)
+    return replace(opened, proto=raised)
 
 
 def opset_of(proto: onnx.ModelProto) -> int:

@@ -45,8 +45,6 @@ def to_proto(model: OnnxModel) -> onnx.ModelProto:
 def _serialized(model: OnnxModel) -> onnx.ModelProto:
     """The model as a message, with what was sparse sparse again."""
     proto = ir.serde.serialize_model(model.ir)
-    if model.condensed is not None:
-        model.condensed.expand(proto)
     make_sparse(proto, model.sparse)
     return proto
 

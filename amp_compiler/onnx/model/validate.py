@@ -11,7 +11,7 @@ import contextlib
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import onnx
 import onnx_ir
@@ -44,35 +44,12 @@ _PLACES = (
 _TENSOR = re.compile(r"tensor name: ([^)\s]+)")
 
 
-class NodeText(NamedTuple):
-    """The text of a node's message, which takes longer to get out of it than to look at.
-
-    Args:
-        name: its name; empty where it has none.
-        op: the type of its op.
-        domain: as it is written.
-        inputs: names of the values that it reads.
-        outputs: names of those that it makes.
-        attributes: whether it has any.
-    """
-
-    name: str
-    op: str
-    domain: str
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    attributes: bool
-
-
-def check_structure(proto: onnx.ModelProto, folder: Path | None) -> list[NodeText]:
+def check_structure(proto: onnx.ModelProto, folder: Path | None) -> None:
     """Refuse a message that no library should be given.
 
     Args:
         proto: the message, whose external data are not loaded.
         folder: where external data lie; `None` for a model in memory.
-
-    Returns:
-        The text of the nodes of its graph.
 
     Raises:
         OnnxError: names that are no text, element types that nobody knows, tensors with too little data or too much,
@@ -89,10 +66,9 @@ def check_structure(proto: onnx.ModelProto, folder: Path | None) -> list[NodeTex
                 mend="install a newer onnx, or export the model with an earlier opset",
             )
     _check_functions(proto)
-    texts = _Checker(folder).graph(proto.graph, "the graph")
+    _Checker(folder).graph(proto.graph, "the graph")
     for function in proto.functions:
         _Checker(folder).nodes(function.node, f"function '{function.name}'", 0)
-    return texts
 
 
 def _check_names(place: str, names: Iterator[Any]) -> None:
@@ -105,8 +81,8 @@ class _Checker:
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
 
-    def graph(self, graph: onnx.GraphProto, place: str, depth: int = 0) -> list[NodeText]:
-        """A graph and all in it; returns the text of its nodes."""
+    def graph(self, graph: onnx.GraphProto, place: str, depth: int = 0) -> None:
+        """A graph and all in it."""
         _check_names(place, (name for name in (graph.name,)))
         for kind in ("input", "output", "value_info"):
             for info in getattr(graph, kind):
@@ -123,28 +99,22 @@ class _Checker:
         for sparse in graph.sparse_initializer:
             self.tensor(sparse.values, f"sparse initializer '{sparse.values.name}'")
             self.tensor(sparse.indices, f"sparse initializer '{sparse.values.name}'")
-        return self.nodes(graph.node, place, depth)
+        self.nodes(graph.node, place, depth)
 
-    def nodes(self, nodes: Sequence[onnx.NodeProto], place: str, depth: int) -> list[NodeText]:
-        """Nodes with their attributes and bodies; returns their text."""
-        texts, new = [], tuple.__new__  # without the call of a function in Python for each
+    def nodes(self, nodes: Sequence[onnx.NodeProto], place: str, depth: int) -> None:
+        """Nodes with their attributes and bodies."""
         if depth > DEEPEST:
             raise OnnxError(f"its bodies stand more than {DEEPEST} deep in one another", where=place, mend=_EXPORT)
         for node in nodes:
-            name, op, domain, attributes = node.name, node.op_type, node.domain, node.attribute
-            read, made = node.input[:], node.output[:]  # slices are made in half of the time of a tuple
+            names = (node.name, node.op_type, node.domain, node.overload, *node.input, *node.output)
             try:
-                "".join((name, op, domain, node.overload, *read, *made))
+                "".join(names)
             except TypeError:
-                _check_names(node_place(node), iter((name, op, domain, node.overload, *read, *made)))
-            if not op:
+                _check_names(node_place(node), iter(names))
+            if not node.op_type:
                 raise OnnxError("it names no op", where=node_place(node), mend=_EXPORT)
-            held = bool(attributes)
-            if held:
-                for attribute in attributes:
-                    self.attribute(attribute, node, depth)
-            texts.append(new(NodeText, (name, op, domain, tuple(read), tuple(made), held)))
-        return texts
+            for attribute in node.attribute:
+                self.attribute(attribute, node, depth)
 
     def attribute(self, attribute: AttributeProto, node: onnx.NodeProto, depth: int) -> None:
         """An attribute: what it names, the tensors and the bodies in it."""
