@@ -83,38 +83,17 @@ def _stacked(
             if not has_biases:
                 weights = [*weights, *[torch.zeros_like(weights[0][:, 0])] * 2]
             first = [states[index : index + 1].contiguous() for states in hidden]
-            side, *states = _side(kind, out.contiguous(), weights, first, direction == 1)
+            cell = first[1] if kind == "lstm" else None
+            side, *states = torch.ops.amp_compiler.recurrent_layer(
+                out.contiguous(), *weights, first[0], cell, kind, direction == 1
+            )
             sides.append(side)
-            for kept, state, like in zip(last, states, first, strict=True):
-                kept.append(state.reshape(like.shape))
+            for kept, state in zip(last, states, strict=False):
+                kept.append(state)
         out = torch.cat(sides, -1) if bidirectional else sides[0]
         if train and dropout and layer < layers - 1:
             out = torch.dropout(out, dropout, True)
     return out.transpose(0, 1) if batch_first else out, *[torch.cat(states) for states in last]
-
-
-def _side(kind: str, data: Tensor, weights: list[Tensor], first: list[Tensor], reverse: bool) -> list[Tensor]:
-    """One direction of one layer; for the native loops filled up with zeros, which stay zeros, to whole blocks."""
-    units = weights[1].shape[1]
-    features = -weights[0].shape[1] % cpu_recurrent.BLOCK
-    more = -units % cpu_recurrent.BLOCK
-    if cpu_recurrent.can_run(data) and (features or more):
-        data, first = _padded(data, features), [_padded(one, more) for one in first]
-        gates = weights[0].shape[0] // units
-        parts = [one.unflatten(0, (gates, units)) for one in weights]
-        parts = [
-            _padded(parts[0], features, more),
-            _padded(parts[1], more, more),
-            *[_padded(b, more) for b in parts[2:]],
-        ]
-        weights = [one.flatten(0, 1) for one in parts]
-    states = first if kind == "lstm" else [*first, None]
-    made = torch.ops.amp_compiler.recurrent_layer(data, *weights, *states, kind, reverse)[: 1 + len(first)]
-    return [one[..., :units] for one in made] if more else list(made)
-
-
-def _padded(tensor: Tensor, last: int, before: int = 0) -> Tensor:
-    return torch.nn.functional.pad(tensor, (0, last, 0, before))
 
 
 _LIBRARY = torch.library.Library("amp_compiler", "FRAGMENT")
@@ -135,8 +114,7 @@ def recurrent_layer(
     """One direction of one layer: products, and what is carried, in FP32 where the tensors are 16-bit, else their type.
 
     Args:
-        data: [steps, batch, features], contiguous; where `ops.cpu.recurrent` runs it features and units are multiples
-            of 32.
+        data: [steps, batch, features], contiguous.
         w_ih: [gates * hidden, features]; an LSTM has four gates, a GRU three, a plain layer one.
         w_hh: [gates * hidden, hidden].
         b_ih: [gates * hidden].
@@ -234,9 +212,7 @@ def _backward(ctx: Any, *gradients: Tensor | None) -> Any:
     if torch.is_grad_enabled():  # this backward is to be differentiated itself
         return *_through_aten(kind, inputs, given, wanted, reverse), *missing
     first, out = inputs[_WEIGHTS:], results[0]
-    made = torch.ops.amp_compiler.recurrent_sums_backward(
-        inputs[2], first, [out, *results[3:]], given, kind, reverse
-    )
+    made = torch.ops.amp_compiler.recurrent_sums_backward(inputs[2], first, [out, *results[3:]], given, kind, reverse)
     states, sums = made[: len(first)], [one.flatten(0, 1) for one in made[len(first) :]]
     of_data, of_state = sums[0], sums[-1]
     before = torch.cat([out[1:], first[0]]) if reverse else torch.cat([first[0], out[:-1]])
