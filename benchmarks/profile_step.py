@@ -38,7 +38,7 @@ CLASSES = {
     "convolutions": ("convolution", "amp_compiler::patches", "amp_compiler::fold_patches"),
     "pooling": ("max_pool", "aten::scatter_reduce"),
     "attention": ("scaled_dot_product", "flash_attention", "attention_backward"),
-    "LSTM": ("rnn_layer", "lstm_"),
+    "LSTM": ("rnn_layer", "lstm_", "amp_compiler::recurrent_"),
     "check and update": ("_fused_adamw_", "amp_compiler::grad_check", "amp_compiler::adam_update"),
     "compiled loops": ("CompiledFxGraph",),
     "copies and fills": ("aten::copy_", "aten::fill_", "aten::zero_", "aten::clone", "_foreach_copy_"),

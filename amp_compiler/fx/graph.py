@@ -396,7 +396,7 @@ class _Propagator(FakeTensorProp):
         On a GPU a recurrent network asks cuDNN how its weights lie, which those of a fake tensor do nowhere.
         """
         if target in _RECURRENT and args[0].device.type != "cpu":
-            return empty_results(_RECURRENT[target], *args, **kwargs)
+            return empty_results(*args, **kwargs)
         if target is typed_op and args[0] in _RECURRENT and args[1][0].device.type != "cpu":
             args = (getattr(torch.ops.amp_compiler, _RECURRENT[args[0]]).default, *args[1:])
         run = _QUICKER.get(target, target)

@@ -86,23 +86,10 @@ def network(
 
 
 def empty_results(
-    kind: str, input: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor], has_biases: bool,
-    num_layers: int, dropout: float, train: bool, bidirectional: bool, batch_first: bool,
+    input: Tensor, hx: Tensor | Sequence[Tensor], params: Sequence[Tensor], has_biases: bool, num_layers: int,
+    dropout: float, train: bool, bidirectional: bool, batch_first: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Tensors as `aten.lstm.input` and its like return them on a GPU, with nothing in them.
-
-    Args:
-        kind: `lstm`, `gru`, `rnn_tanh` or `rnn_relu`.
-        input: as there.
-        hx: as there.
-        params: as there.
-        has_biases: as there.
-        num_layers: as there.
-        dropout: as there.
-        train: as there.
-        bidirectional: as there.
-        batch_first: as there.
-    """
+    """Tensors as `aten.lstm.input` and its like, whose arguments it has, return them on a GPU, with nothing in them."""
     states = [hx] if isinstance(hx, Tensor) else list(hx)
     batch, steps = (input.shape[0], input.shape[1]) if batch_first else (input.shape[1], input.shape[0])
     out = input.new_empty(steps, batch, states[0].shape[-1] * (2 if bidirectional else 1))

@@ -42,11 +42,11 @@ def test_a_pass_puts_no_update_kernel_into_a_graph():
     assert {row.stage for stage in ("", *STAGES) for row in NativeOps(stage).rows} == set(STAGES)
 
 
-def lstm_arguments(hidden=5, dtype=torch.float32):
+def lstm_arguments(projected=0):
     torch.manual_seed(0)
-    layer = nn.LSTM(6, 5, 1, batch_first=True).to(dtype)
-    states = [torch.randn(1, 2, hidden, dtype=dtype) for _ in range(2)]
-    return torch.randn(2, 3, 6, dtype=dtype), states, list(layer._flat_weights), True, 1, 0.0, True, False, True
+    layer = nn.LSTM(6, 5, 1, batch_first=True, proj_size=projected)
+    states = [torch.randn(1, 2, projected or 5), torch.randn(1, 2, 5)]
+    return torch.randn(2, 3, 6), states, list(layer._flat_weights), True, 1, 0.0, True, False, True
 
 
 def test_the_operator_is_torchs_lstm():
@@ -57,7 +57,7 @@ def test_the_operator_is_torchs_lstm():
 
 
 def test_what_it_does_not_take_is_left_to_aten():
-    arguments = lstm_arguments(dtype=torch.float64)
+    arguments = lstm_arguments(projected=4)
     with torch.no_grad():
         found, expected = OWN.lstm(*arguments), LSTM(*arguments)
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
@@ -73,7 +73,7 @@ def test_it_is_traced_as_the_layers_that_it_is_made_of():
     x, states, weights, *_ = lstm_arguments()
     traced = make_fx(gradient, tracing_mode="fake")(x, *states, *weights)
     targets = {node.target for node in traced.graph.nodes}
-    assert {OWN.lstm_layer.default, OWN.lstm_layer_backward.default} <= targets
+    assert {OWN.recurrent_layer.default, OWN.recurrent_sums_backward.default} <= targets
     assert not {OWN.lstm.default, LSTM} & targets
 
 
@@ -179,4 +179,4 @@ def test_a_training_step_runs_the_operator_in_a_typed_op_too(backward):
     )
     step(torch.randn(2, 3, 32))
     targets = [node.target for program in step._programs.values() for node in program.report.graph_module.graph.nodes]
-    assert OWN.lstm_layer.default in targets and LSTM not in targets
+    assert OWN.recurrent_layer.default in targets and LSTM not in targets

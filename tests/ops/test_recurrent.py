@@ -1,4 +1,4 @@
-"""The operators for GRU and plain recurrent layers against torch's own, forward and backward."""
+"""The operators for LSTM, GRU and plain recurrent layers against torch's own, forward and backward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from amp_compiler.ops.cpu import update as cpu_update
 from amp_compiler.ops.recurrent import KINDS
 
 ATEN, OWN = torch.ops.aten, torch.ops.amp_compiler
-GATES = {"gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
+GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 NATIVE = pytest.mark.skipif(
     cpu_update.most_inner() == 0, reason="no C++ compiler, or a processor without bf16 products"
 )
@@ -19,15 +19,34 @@ NATIVE = pytest.mark.skipif(
 
 def module(kind, *sizes, **options):
     torch.manual_seed(0)
-    if kind == "gru":
-        return nn.GRU(*sizes, **options)
+    if kind in ("lstm", "gru"):
+        return getattr(nn, kind.upper())(*sizes, **options)
     return nn.RNN(*sizes, nonlinearity=kind.removeprefix("rnn_"), **options)
 
 
-def results_and_gradients(op, leaves, options, seeds):
-    """Results of a network, and gradients by all that it reads."""
+def first_states(kind, *shape, **options):
+    """A hidden state and, for an LSTM, a cell state."""
+    return [torch.randn(shape, **options) for _ in range(2 if kind == "lstm" else 1)]
+
+
+def call(op, kind, data, states, weights, options):
+    return op(data, states if kind == "lstm" else states[0], list(weights), *options)
+
+
+def layer_inputs(kind, steps, features, hidden, batch, dtype=torch.float32, scale=1.0):
+    """What `recurrent_layer` reads."""
+    width = GATES[kind] * hidden
+    shapes = [(steps, batch, features), (width, features), (width, hidden), (width,), (width,)]
+    inputs = [(scale * torch.randn(shape)).to(dtype) for shape in shapes]
+    states = [(scale * one).to(dtype) for one in first_states(kind, 1, batch, hidden)]
+    return [*inputs, *states, *([] if kind == "lstm" else [None])]
+
+
+def results_and_gradients(op, kind, leaves, options, seeds):
+    """Results of a network, and gradients by all that it reads: data, states and weights."""
     read = [leaf.detach().requires_grad_() for leaf in leaves]
-    results = op(read[0], read[1], read[2:], *options)
+    count = 3 if kind == "lstm" else 2
+    results = call(op, kind, read[0], read[1:count], read[count:], options)
     return [*results, *torch.autograd.grad(results, read, [s.to(r.dtype) for s, r in zip(seeds, results, strict=True)])]
 
 
@@ -44,13 +63,12 @@ def relative(value, reference):
 def test_it_is_torchs_network_to_the_last_bits(kind, layers, bias, bidirectional, batch_first, dtype):
     layer = module(kind, 6, 5, layers, bias=bias, bidirectional=bidirectional, batch_first=batch_first).to(dtype)
     x = torch.randn(3, 4, 6, dtype=dtype)
-    h = torch.randn(layers * (1 + bidirectional), 3 if batch_first else 4, 5, dtype=dtype)
+    states = first_states(kind, layers * (1 + bidirectional), 3 if batch_first else 4, 5, dtype=dtype)
     options = (bias, layers, 0.0, True, bidirectional, batch_first)
-    leaves = [x, h, *layer._flat_weights]
-    expected = getattr(ATEN, kind).input(x, h, leaves[2:], *options)
-    seeds = [torch.randn_like(one) for one in expected]
-    theirs = results_and_gradients(getattr(ATEN, kind).input, leaves, options, seeds)
-    ours = results_and_gradients(getattr(OWN, kind), leaves, options, seeds)
+    leaves, aten = [x, *states, *layer._flat_weights], getattr(ATEN, kind).input
+    seeds = [torch.randn_like(one) for one in call(aten, kind, x, states, layer._flat_weights, options)]
+    theirs = results_and_gradients(aten, kind, leaves, options, seeds)
+    ours = results_and_gradients(getattr(OWN, kind), kind, leaves, options, seeds)
     few = 1e-5 if dtype == torch.float32 else 1e-13
     for mine, other in zip(ours, theirs, strict=True):
         assert mine.dtype == other.dtype and mine.shape == other.shape
@@ -68,17 +86,18 @@ def test_in_16_bits_results_are_rounded_once(kind, steps, features, hidden, batc
         monkeypatch.setattr(cpu_recurrent, "can_run", lambda data: False)
     assert cpu_recurrent.can_run(torch.zeros(1, 1, 1, dtype=dtype)) == (native and dtype == torch.bfloat16)
     layer = module(kind, features, hidden, bidirectional=True)
-    x, h = torch.randn(steps, batch, features), torch.randn(2, batch, hidden)
-    leaves = [one.to(dtype) for one in (x, h, *layer._flat_weights)]
+    x, states = torch.randn(steps, batch, features), first_states(kind, 2, batch, hidden)
+    leaves = [one.to(dtype) for one in (x, *states, *layer._flat_weights)]
     options = (True, 1, 0.0, True, True, False)
-    seeds = [torch.randn(steps, batch, 2 * hidden).to(dtype), torch.randn(2, batch, hidden).to(dtype)]
-    theirs = results_and_gradients(getattr(ATEN, kind).input, [one.double() for one in leaves], options, seeds)
-    ours = results_and_gradients(getattr(OWN, kind), leaves, options, seeds)
+    seeds = [torch.randn(steps, batch, 2 * hidden).to(dtype)]
+    seeds += [one.to(dtype) for one in first_states(kind, 2, batch, hidden)]
+    theirs = results_and_gradients(getattr(ATEN, kind).input, kind, [one.double() for one in leaves], options, seeds)
+    ours = results_and_gradients(getattr(OWN, kind), kind, leaves, options, seeds)
     unit = torch.finfo(dtype).eps / 2
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         assert mine.dtype == dtype and mine.shape == other.shape
         # A gradient of relu jumps where a sum that is nearly 0 is rounded to the other side.
-        bound = unit if number < 2 else 3 * unit if kind != "rnn_relu" else 20 * unit
+        bound = unit if number < len(seeds) else 3 * unit if kind != "rnn_relu" else 20 * unit
         assert relative(mine, other) < bound, number
 
 
@@ -86,11 +105,12 @@ def test_in_16_bits_results_are_rounded_once(kind, steps, features, hidden, batc
 @pytest.mark.parametrize("reverse", [False, True])
 def test_its_backward_and_the_backward_of_that_are_the_derivatives(kind, reverse):
     torch.manual_seed(3)
-    shapes = [(3, 2, 3), (GATES[kind] * 2, 3), (GATES[kind] * 2, 2), (GATES[kind] * 2,), (GATES[kind] * 2,), (1, 2, 2)]
-    leaves = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    inputs = layer_inputs(kind, 3, 3, 2, 2, torch.float64)
+    leaves = [one.requires_grad_() for one in inputs if one is not None]
 
-    def run(*inputs):
-        return OWN.recurrent_layer(*inputs, kind, reverse)[:2]
+    def run(*leaves):
+        results = OWN.recurrent_layer(*leaves, *inputs[len(leaves) :], kind, reverse)
+        return results[: 3 if kind == "lstm" else 2]
 
     assert torch.autograd.gradcheck(run, leaves)
     assert torch.autograd.gradgradcheck(run, leaves)
@@ -101,14 +121,13 @@ def test_its_backward_and_the_backward_of_that_are_the_derivatives(kind, reverse
 def test_the_operators_are_as_torch_wants_them(kind, native):
     torch.manual_seed(0)
     dtype = torch.bfloat16 if native else torch.float32
-    gates = GATES[kind] * 32
-    shapes = [(3, 2, 64), (gates, 64), (gates, 32), (gates,), (gates,), (1, 2, 32)]
-    layer = [torch.randn(shape).to(dtype) for shape in shapes]
+    layer = layer_inputs(kind, 3, 64, 32, 2, dtype)
     results = OWN.recurrent_layer(*layer, kind, True)
-    given = list(results), [torch.randn_like(one) for one in results[:2]]
+    first, kept = [one for one in layer[5:] if one is not None], [results[0], *results[3:]]
+    given = [torch.randn_like(one) for one in results[:3]]
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(OWN.recurrent_layer, (*layer, kind, True), test_utils=tests)
-    torch.library.opcheck(OWN.recurrent_sums_backward, (layer[2], layer[5], *given, kind, True), test_utils=tests)
+    torch.library.opcheck(OWN.recurrent_sums_backward, (layer[2], first, kept, given, kind, True), test_utils=tests)
 
 
 def test_dropout_between_layers_draws_what_torch_draws():
@@ -128,15 +147,14 @@ def test_dropout_between_layers_draws_what_torch_draws():
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_native_layer_gives_the_same_bits_with_any_number_of_threads(kind):
     torch.manual_seed(0)
-    gates = GATES[kind] * 96
-    shapes = [(5, 9, 64), (gates, 64), (gates, 96), (gates,), (gates,), (1, 9, 96)]
-    low = [(0.2 * torch.randn(shape)).bfloat16().requires_grad_() for shape in shapes]
+    low = layer_inputs(kind, 5, 64, 96, 9, torch.bfloat16, 0.2)
+    leaves = [one.requires_grad_() for one in low if one is not None]
     found = []
     before = torch.get_num_threads()
     for threads in (1, 2, 3, 5):
         torch.set_num_threads(threads)
         out = OWN.recurrent_layer(*low, kind, False)
-        found.append([*out[:2], *torch.autograd.grad(out[0].float().square().sum(), low)])
+        found.append([*out[:3], *torch.autograd.grad(out[0].float().square().sum(), leaves)])
     torch.set_num_threads(before)
     for other in found[1:]:
         assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
@@ -149,12 +167,15 @@ def test_the_native_layers_functions_hold_at_their_ends(kind):
     width, batch = GATES[kind] * 32, 4
     bias = torch.tensor([200.0, -200.0, float("nan"), 1e-4]).repeat(width)[:width].bfloat16()
     zeros = [torch.zeros(shape).bfloat16() for shape in ((1, batch, 32), (width, 32), (width, 32))]
-    state = torch.ones(1, batch, 32).bfloat16()
-    out, last, *_ = OWN.recurrent_layer(*zeros, bias, torch.zeros_like(bias), state, kind, False)
-    exact = [one.double() for one in (*zeros, bias, torch.zeros_like(bias), state)]
-    expected = getattr(ATEN, kind).input(exact[0], exact[5], exact[1:5], True, 1, 0.0, False, False, False)[0]
-    assert torch.allclose(out.double(), expected, rtol=8e-3, atol=1e-6, equal_nan=True)
-    assert torch.equal(last[0].isnan(), out[0].isnan())
+    states = [torch.ones(1, batch, 32).bfloat16()] * (2 if kind == "lstm" else 1)
+    layer = (*zeros, bias, torch.zeros_like(bias), *states)
+    found = OWN.recurrent_layer(*layer, *[None] * (2 - len(states)), kind, False)
+    exact = [one.double() for one in layer]
+    options = (True, 1, 0.0, False, False, False)
+    expected = call(getattr(ATEN, kind).input, kind, exact[0], exact[5:], exact[1:5], options)
+    for mine, other in zip(found[: len(expected)], expected, strict=True):
+        assert torch.allclose(mine.double(), other, rtol=8e-3, atol=1e-6, equal_nan=True)
+    assert torch.equal(found[1][0].isnan(), found[0][0].isnan())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -162,9 +183,9 @@ def test_an_empty_batch_is_nothing_special(kind):
     layer = module(kind, 32, 32)
     for dtype in (torch.float32, torch.bfloat16):
         weights = [one.detach().to(dtype).requires_grad_() for one in layer._flat_weights]
-        x, h = torch.zeros(3, 0, 32, dtype=dtype), torch.zeros(1, 0, 32, dtype=dtype)
-        out, last = getattr(OWN, kind)(x, h, weights, True, 1, 0.0, True, False, False)
-        assert out.shape == (3, 0, 32) and last.shape == (1, 0, 32)
+        x, states = torch.zeros(3, 0, 32, dtype=dtype), first_states(kind, 1, 0, 32, dtype=dtype)
+        out, *last = call(getattr(OWN, kind), kind, x, states, weights, (True, 1, 0.0, True, False, False))
+        assert out.shape == (3, 0, 32) and {one.shape for one in last} == {(1, 0, 32)}
         assert all(not grad.any() for grad in torch.autograd.grad(out.sum(), weights))
 
 
@@ -174,3 +195,18 @@ def test_what_it_does_not_take_is_torchs_to_refuse():
         OWN.gru(
             torch.zeros(2, 3, 6), torch.zeros(1, 3, 5), list(layer.double()._flat_weights), True, 1, 0.0, *[False] * 3
         )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_lstm_with_a_projection_keeps_its_states_in_fp32(dtype):
+    torch.manual_seed(0)
+    layer = nn.LSTM(16, 32, proj_size=8)
+    x, h, c = torch.randn(60, 4, 16), torch.zeros(1, 4, 8), torch.zeros(1, 4, 32)
+    low = [one.detach().to(dtype) for one in (x, h, c, *layer._flat_weights)]
+    wide = [one.double() for one in low]
+    options = (True, 1, 0.0, True, False, False)
+    expected = ATEN.lstm.input(wide[0], wide[1:3], wide[3:], *options)
+    found = OWN.lstm(low[0], low[1:3], low[3:], *options)
+    for mine, other in zip(found, expected, strict=True):
+        assert mine.dtype == dtype
+        assert relative(mine, other) < torch.finfo(dtype).eps / 4

@@ -226,7 +226,7 @@ def test_fake_results_ask_cudnn_nothing(kind, batch_first, cudnn):
     layer, x, states = make(kind, 2, batch_first, bidirectional=True)
     found = by_network(kind, layer, x, states)
     given = states if kind == "lstm" else states[0]
-    empty = recurrent_network.empty_results(kind, x, given, list(layer._flat_weights), *options_of(layer))
+    empty = recurrent_network.empty_results(x, given, list(layer._flat_weights), *options_of(layer))
     assert [(one.shape, one.stride(), one.dtype) for one in found] == [
         (one.shape, one.stride(), one.dtype) for one in empty
     ]
@@ -308,7 +308,7 @@ def test_what_cudnn_does_not_take_is_told_and_want_of_memory_raised(monkeypatch)
     def refuse(*arguments):
         raise reason
 
-    monkeypatch.setattr(cudnn_rnn, "_forward", refuse)
+    monkeypatch.setattr(cudnn_rnn.Cudnn, "forward", refuse)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     given = cudnn_rnn.Form("gru", 9, 0, 1, False), ((3, 4, 6), (1, 4, 9), None), torch.float32, torch.device("cpu")
     reason = torch.OutOfMemoryError("no memory")

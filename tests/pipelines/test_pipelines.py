@@ -36,9 +36,9 @@ def written(stages: Stages) -> str:
 
 @pytest.mark.usefixtures("bf16_kernels")
 @pytest.mark.parametrize("name", TOYS)
-def test_every_stage(name: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    if name == "lstm":
-        request.getfixturevalue("bf16_lstm")
+def test_every_stage(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "lstm" and cpu_update.most_inner() == 0:
+        pytest.skip("no C++ compiler, or a processor without BF16 products: other memory is kept for the backward")
     monkeypatch.setitem(BACKENDS, "inductor", replace(BACKENDS["inductor"], build=eager.build))
     monkeypatch.setattr(cpu_update, "most_inner", lambda: 512)  # else it says what is fast on this processor
     toy = TOYS[name]

@@ -1,4 +1,4 @@
-// What loops over the steps of a recurrent layer have in common; see lstm.cpp and recurrent.cpp.
+// What loops over the steps of a recurrent layer have in common; see recurrent.cpp.
 //
 // Everything is kept transposed, units before batch: then the weights are the left factor of every matrix product, lie
 // in memory as the processor wants them, and are read where they are. Threads share the units and meet once per step.
@@ -49,10 +49,6 @@ inline Operand operand(const uint16_t* weight, int64_t width, int64_t row, const
 
 // 32 units for up to 32 columns of the batch, as the batch-first tensors outside have them: whole lines of the cache.
 using Lines = uint16_t[kBlock][kBlock];
-
-inline float bias_of(const uint16_t* one, const uint16_t* other, int64_t unit) {
-  return load(Bf16{one[unit]}) + load(Bf16{other[unit]});
-}
 
 // What both ways through time have in common: the layer and its threads.
 class Loops {

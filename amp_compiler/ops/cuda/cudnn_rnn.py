@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,51 +63,37 @@ class Inputs(NamedTuple):
     weights: Sequence[Tensor]
 
 
-class Library(Protocol):
-    """What the operators need; `Cudnn` but for tests.
+class Cudnn:
+    """cuDNN, by torch's calls of it.
 
     Attributes:
         device: type of the devices that it computes on.
     """
 
-    device: str
+    device = "cuda"
 
     def available(self) -> bool:
-        """Whether it is there and may be used."""
+        """Whether it is there and may be used: the user may have switched it off."""
+        return torch.backends.cudnn.is_available() and bool(torch.backends.cudnn.enabled)
 
     def reserve_size(self, form: Form, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> int | str:
         """Bytes that a forward leaves for the backward, or why the network is not taken."""
+        return _asked(form, shapes, dtype, device)
 
     def forward(self, form: Form, given: Inputs, keeps: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """As `ops.recurrent_network.recurrent_network`."""
+        with _no_autocast():
+            weights, flat = _flattened(form, given)
+            out, last, cell, reserve, _ = _aten._cudnn_rnn.default(
+                given.data, weights, form.each, flat, given.h, given.c, MODES[form.kind], form.hidden, form.projected,
+                form.layers, False, 0.0, keeps, form.bidirectional, [], None,
+            )  # fmt: skip
+        return out, last, cell, reserve
 
     def backward(
         self, form: Form, given: Inputs, out: Tensor, gradients: Sequence[Tensor], reserve: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
         """As `ops.recurrent_network.recurrent_network_backward`, with the gradient of each weight by itself."""
-
-
-class Cudnn:
-    """As `Library`, by torch's calls of cuDNN."""
-
-    device = "cuda"
-
-    def available(self) -> bool:
-        """As in `Library`; the user may have switched cuDNN off."""
-        return torch.backends.cudnn.is_available() and bool(torch.backends.cudnn.enabled)
-
-    def reserve_size(self, form: Form, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> int | str:
-        """As in `Library`."""
-        return _asked(form, shapes, dtype, device)
-
-    def forward(self, form: Form, given: Inputs, keeps: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As in `Library`."""
-        return _forward(form, given, keeps)
-
-    def backward(
-        self, form: Form, given: Inputs, out: Tensor, gradients: Sequence[Tensor], reserve: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
-        """As in `Library`."""
         data, h, c, _ = given
         d_out, d_h, d_c = gradients
         with _no_autocast():
@@ -120,22 +106,12 @@ class Cudnn:
         return found[0], found[1], h.new_empty(0) if c is None else found[2], found[3]
 
 
-CUDNN: Library = Cudnn()
+CUDNN = Cudnn()  # tests put another one in its place
 
 
 def _no_autocast() -> AbstractContextManager[Any]:
     """A model may be called inside of autocast, which would cast what cuDNN is given to FP16; the types are settled."""
     return torch.autocast("cuda", enabled=False) if torch.is_autocast_enabled("cuda") else nullcontext()
-
-
-def _forward(form: Form, given: Inputs, keeps: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    with _no_autocast():
-        weights, flat = _flattened(form, given)
-        out, last, cell, reserve, _ = _aten._cudnn_rnn.default(
-            given.data, weights, form.each, flat, given.h, given.c, MODES[form.kind], form.hidden, form.projected,
-            form.layers, False, 0.0, keeps, form.bidirectional, [], None,
-        )  # fmt: skip
-    return out, last, cell, reserve
 
 
 def _flattened(form: Form, given: Inputs) -> tuple[list[Tensor], Tensor]:
@@ -154,7 +130,7 @@ def _asked(form: Form, shapes: Shapes, dtype: torch.dtype, device: torch.device)
         with torch.cuda.device(device), torch.no_grad():
             made: Any = [None if one is None else torch.zeros(one, dtype=dtype, device=device) for one in shapes]
             data, h, c, *weights = made
-            return int(_forward(form, Inputs(data, h, c, weights), True)[3].numel())
+            return int(Cudnn().forward(form, Inputs(data, h, c, weights), True)[3].numel())
 
     try:
         with ThreadPoolExecutor(1) as pool:  # the modes in which a graph is traced belong to a thread
