@@ -46,8 +46,6 @@ LAZY = {
     ("ir.plan", "report.cell"),
     ("ir.plan", "report.html"),
     ("ir.plan", "report.svg"),
-    ("ir.graph", "ir.graph_text"),
-    ("policy.schema", "policy.sources"),
 }  # such as `plan.to_html`, which offers what the report makes
 NO_TORCH = (
     "errors",
