@@ -189,7 +189,7 @@ def test_columns_sort_both_ways(browser, pages):
     assert browser.run("return document.querySelector('#list-nodes th[data-key=\"name\"]').ariaSort") == "ascending"
     click(browser, '#list-nodes th[data-key="name"] button')
     assert names(browser)[0] == "transpose_28"
-    click(browser, '#list-nodes th[data-key="order"] button')
+    click(browser, '#list-nodes th[data-key="#"] button')
     assert names(browser)[0] == f"add_{ALL - 1}"
     sizes = browser.run(
         "const rows = [...document.querySelectorAll('#list-casts tbody tr')];"
