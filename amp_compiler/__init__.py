@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from amp_compiler.passes import pipeline as pipelines
     from amp_compiler.policy.loader import load_rules
     from amp_compiler.policy.rules import RuleSet
+    from amp_compiler.report import to_html, to_svg
     from amp_compiler.training.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
     from amp_compiler.training.step import TrainingStep, training_step
 
@@ -91,6 +92,8 @@ __all__ = [
     "pipelines",
     "profile",
     "save_checkpoint",
+    "to_html",
+    "to_svg",
     "training_step",
     "tune",
 ]
@@ -137,6 +140,8 @@ _HOMES = {
     "pipelines": "passes.pipeline:",
     "profile": "diagnose.run",
     "save_checkpoint": "training.checkpoint",
+    "to_html": "report",
+    "to_svg": "report",
     "training_step": "training.step",
     "tune": "diagnose.tuning.api",
 }
@@ -164,3 +169,6 @@ if not TYPE_CHECKING:  # a type checker knows the names above, and finds any oth
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__, "__version__"})
+
+
+import_module(f"{__name__}.report")  # which gives plans their methods that draw

@@ -33,7 +33,7 @@ class PassResult(Generic[Subject]):
 
 
 def text_of(subject: Any) -> str:
-    """The text by which a change is seen: of a draft, a neutral graph or an FX graph."""
+    """The text by which a change is seen: of a draft or an FX graph."""
     return Texts().of(subject)
 
 

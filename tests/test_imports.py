@@ -1,7 +1,6 @@
 """Who imports whom: the rooms of the house, and where each outside library has its place.
 
-Imports inside functions count too; the few that go upwards, so that a method can offer what a higher room does, are
-listed in `LAZY`. Imports for type checking alone do not count.
+Imports inside functions count too. Imports for type checking alone do not.
 """
 
 from __future__ import annotations
@@ -38,17 +37,10 @@ ROOMS = {
     "ranks": "errors policy ops fx passes forward",
     "training": "errors ir policy planner ops fx passes backends onnx forward ranks",
     "diagnose": "errors ir policy planner ops fx passes backends onnx forward training",
-    "": "errors ir policy planner ops fx passes backends onnx forward training diagnose",
+    "": "errors ir report policy planner ops fx passes backends onnx forward training diagnose",
     "cli": "errors ir report policy planner ops fx passes backends onnx forward training diagnose",
     "__main__": "cli",
 }
-LAZY = {
-    ("ir.plan", "report.cell"),
-    ("ir.plan", "report.html"),
-    ("ir.plan", "report.svg"),
-    ("ir.graph", "ir.graph_text"),
-    ("policy.schema", "policy.sources"),
-}  # such as `plan.to_html`, which offers what the report makes
 NO_TORCH = (
     "errors",
     "ir*",
@@ -121,12 +113,7 @@ def test_a_module_imports_what_its_room_may(name: str, path: Path) -> None:
     found = imports(path)
     if room(name) != "rules":
         for other in sorted(one for imported in found if (one := own(imported)) is not None):
-            known = (
-                (room(name), other) == ("cli", "")
-                or room(other) == room(name)
-                or (name, other) in LAZY
-                or room(other) == "rules"
-            )
+            known = (room(name), other) == ("cli", "") or room(other) == room(name) or room(other) == "rules"
             assert known or room(other) in ROOMS[room(name)].split(), f"{name} imports {other}"
     bare = {imported.partition(".")[0] for imported in found} & {"passes", "rules", "tests"}
     assert not bare, f"{name} imports {bare} without the name of the package"
@@ -154,13 +141,11 @@ def test_private_torch_is_touched_in_one_file(name: str, path: Path) -> None:
 
 
 def test_no_circle_of_imports() -> None:
-    """Not even within a room, `LAZY` left out: every module can be read before those that import it."""
+    """Not even within a room: every module can be read before those that import it."""
     graph: networkx.DiGraph = networkx.DiGraph()
     for name, path in ALL:
         others = {one for imported in imports(path) if (one := own(imported)) is not None}
-        graph.add_edges_from(
-            (name, other) for other in others if other in NAMES and other != name and (name, other) not in LAZY
-        )
+        graph.add_edges_from((name, other) for other in others if other in NAMES and other != name)
     circles = [sorted(part) for part in networkx.strongly_connected_components(graph) if len(part) > 1]
     assert not circles
 

@@ -60,7 +60,7 @@ def rules_schema() -> None:
     """Print the JSON Schema of rule files, for editors."""
     import json
 
-    from amp_compiler.policy.loader import schema
+    from amp_compiler.policy.json_schema import schema
 
     typer.echo(json.dumps(schema(), indent=1, ensure_ascii=False))
 

@@ -334,9 +334,3 @@ class PrecisionGraph:
             f"{what}, which '{maker}' makes only later",
             mend=f"nodes stand in execution order: put {names} before '{node.name}'",
         )
-
-    def to_text(self) -> str:
-        """The graph as text, the same on every run; `graph_text.parse_graph` reads it back."""
-        from amp_compiler.ir.graph_text import format_graph
-
-        return format_graph(self)

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from amp_compiler.errors import AmpError
 from amp_compiler.ir.dtypes import DType, dtype_from_short
 from amp_compiler.ir.files import write_atomically
-from amp_compiler.ir.step_graph import StepGraph
+
+if TYPE_CHECKING:
+    from amp_compiler import report
 
 FORMAT_VERSION = 1
 
@@ -161,6 +163,8 @@ class Verdicts(Protocol):
 class PrecisionPlan:
     """The outcome of planning. Compare two with `==`; print what differs with `diff`.
 
+    `plan.to_html(path)` and `plan.to_svg(path)` are `amp.to_html` and `amp.to_svg`, which draw a plan.
+
     Args:
         dtype: `fp16` or `bf16`.
         rules: name of the rule set.
@@ -302,42 +306,9 @@ class PrecisionPlan:
             write_atomically(path, text)
         return text
 
-    def to_html(
-        self,
-        path: str | Path,
-        *,
-        profile: Any = None,
-        other: PrecisionPlan | None = None,
-        names: tuple[str, str] = ("this", "other"),
-        step: StepGraph | None = None,
-    ) -> None:
-        """Write the plan as one self-contained HTML page, for a browser: the graph, drawn, with all that was decided.
-
-        Args:
-            path: the file.
-            profile: what `amp.profile` found: each node shows its histograms of exponents.
-            other: a plan that is shown beside this one, with all that differs.
-            names: what the two are called.
-            step: the whole training step that this forward is part of; `step.to_html(path)` gives it.
-
-        Raises:
-            AmpError: where the file cannot be written, or something else was given for one of these.
-        """
-        from amp_compiler.report.html import write_plan_html
-
-        write_plan_html(self, path, profile=profile, other=other, names=names, step=step)
-
-    def to_svg(self, path: str | Path) -> None:
-        """Write the graph as one SVG picture, drawn without a browser: every node with its precision, every cast.
-
-        Of more than 2000 nodes the largest casts are drawn, and the picture says so.
-
-        Raises:
-            AmpError: there is nothing to draw, or the file cannot be written.
-        """
-        from amp_compiler.report.svg import write_plan_svg
-
-        write_plan_svg(self, path)
+    if TYPE_CHECKING:  # at run time `report`, which stands above this room, puts them here
+        to_html = report.to_html
+        to_svg = report.to_svg
 
     def to_text(self) -> str:
         """One line for each node, cast and unused rule, for reading and for diffing."""
@@ -359,12 +330,6 @@ class PrecisionPlan:
 
     def __str__(self) -> str:
         return self.to_text()
-
-    def _repr_html_(self) -> str:
-        """What a notebook shows of it: the first nodes, the largest casts and a summary."""
-        from amp_compiler.report.cell import plan_cell
-
-        return plan_cell(self)
 
     def diff(self, other: PrecisionPlan, name: str = "this", other_name: str = "other") -> str:
         """A unified diff of the two plans' text, under these names; empty where they are equal."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Pin
+from amp_compiler.ir.graph_text import format_graph
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.lowering.compounds import mark_compounds
 from amp_compiler.onnx.lowering.fuse import OPS, Fusion, told_fusion
@@ -68,7 +69,7 @@ def decide(
     if low is DType.FLOAT16 and rules.keeps("powers"):
         _keep_means(lowered, rules, known)
     if stages is not None:
-        stages.note("capture", lowered.graph.to_text())
+        stages.note("capture", format_graph(lowered.graph))
     plan = make_plan(lowered.graph, rules, low, ranges=known, stages=stages, later=True)
     plan = plan if fusion is None else _with_fusion(plan, lowered, fusion)
     return Decided(plan, lowered, found, stages)

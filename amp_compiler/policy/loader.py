@@ -17,7 +17,6 @@ from amp_compiler.policy.names import check_family, check_op, is_op
 from amp_compiler.policy.op_table import op_table
 from amp_compiler.policy.rules import Matcher, OpTable, Precision, Rule, RuleSet
 from amp_compiler.policy.schema import RuleFileModel, RuleModel
-from amp_compiler.policy.schema import schema as schema
 from amp_compiler.policy.sources import (
     Keys,
     Source,

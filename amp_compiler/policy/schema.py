@@ -1,4 +1,4 @@
-"""The shape of a rule file as pydantic models: what `schema.json` is made from and what every file is checked against.
+"""The shape of a rule file as pydantic models: what `json_schema` is made from and what every file is checked against.
 
 Only shapes and plain words are checked here. What needs the op table or another file (families, op globs, `extends`) is
 checked by `loader`.
@@ -147,33 +147,3 @@ def known_keys(path: tuple[str | int, ...]) -> tuple[str, ...]:
     names = [part for part in path if isinstance(part, str)]
     model = MODELS.get(names[-1] if names else "")
     return () if model is None else tuple(model.model_fields)
-
-
-def schema() -> dict[str, Any]:
-    """The JSON schema of a rule file, with the known families and presets as suggestions.
-
-    Example:
-        >>> schema()["title"]
-        'amp_compiler rules'
-    """
-    from amp_compiler.policy.op_table import op_table
-    from amp_compiler.policy.sources import preset_names
-
-    made = RuleFileModel.model_json_schema(mode="validation")
-    made = {"$schema": "https://json-schema.org/draft/2020-12/schema", **made}
-    families = sorted(op_table().families)
-    entry = {"anyOf": [{"enum": families}, {"type": "string", "pattern": r"[.*?\[]"}]}
-    for name in ("allow", "whitelist", "deny", "blacklist"):
-        made["properties"][name]["items"] = entry
-    for option in made["$defs"]["MatchModel"]["properties"]["family"]["anyOf"]:
-        option.get("items", option)["enum"] = families
-    made["properties"]["extends"]["examples"] = list(preset_names())
-    cleaned: dict[str, Any] = _without_null_defaults(made)
-    return cleaned
-
-
-def _without_null_defaults(part: Any) -> Any:
-    """The schema without `default: null`, which would suggest that a null may be written."""
-    if isinstance(part, dict):
-        return {key: _without_null_defaults(item) for key, item in part.items() if key != "default" or item is not None}
-    return [_without_null_defaults(item) for item in part] if isinstance(part, list) else part

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import jinja2
 
 from amp_compiler.errors import AmpError
-from amp_compiler.ir.files import write_atomically
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ir.step_graph import StepGraph
 from amp_compiler.report.page_data import PRECISIONS, page_data
@@ -25,28 +22,6 @@ SCRIPTS = (
     "tables.js", "page.js",
 )  # fmt: skip
 _UNSAFE = {ord(letter): f"\\u{ord(letter):04x}" for letter in "<>&\u2028\u2029"}  # JSON may write any letter so
-
-
-@dataclass(frozen=True)
-class Totals:
-    """What stands at the head of the page for one plan.
-
-    Args:
-        name: what it is called; empty for the only one.
-        plan: the plan.
-        counts: number of nodes by precision.
-        own_casts: casts of the model's own.
-    """
-
-    name: str
-    plan: PrecisionPlan
-    counts: dict[str, int]
-    own_casts: int
-
-    @property
-    def low_share(self) -> int:
-        """Percent of the nodes that run in the low type."""
-        return round(100 * self.counts["low"] / max(1, len(self.plan.nodes)))
 
 
 def plan_html(
@@ -80,32 +55,21 @@ def plan_html(
     )
     environment.filters["bytes"] = human_bytes
     data = json.dumps(page_data(plans, names[: len(plans)], step, profile), ensure_ascii=False, separators=(",", ":"))
-    return environment.from_string(_part("page.html")).render(
-        totals=[_totals(one, name) for one, name in zip(plans, names, strict=False)],
+    return environment.from_string(part("page.html")).render(
+        totals=[
+            (name, one, Counter(node.precision for node in one.nodes)) for name, one in zip(names, plans, strict=False)
+        ],
         compared=other is not None,
         step=step,
         measured=profile is not None,
         precisions=PRECISIONS,
-        style=_part("page.css"),
-        libraries=_part(LIBRARIES),
-        script="".join(map(_part, SCRIPTS)),
+        style=part("page.css"),
+        libraries=part(LIBRARIES),
+        script="".join(map(part, SCRIPTS)),
         data=data.translate(_UNSAFE),
     )
 
 
-def write_plan_html(plan: PrecisionPlan, path: str | Path, **options: Any) -> None:
-    """Write `plan_html` to a file, atomically.
-
-    Raises:
-        AmpError: where the file cannot be written.
-    """
-    write_atomically(path, plan_html(plan, **options))
-
-
-def _part(name: str) -> str:
+def part(name: str) -> str:
+    """The text of a file that the page is put together from."""
     return resources.files("amp_compiler.report").joinpath(PARTS, name).read_text(encoding="utf-8")
-
-
-def _totals(plan: PrecisionPlan, name: str) -> Totals:
-    counts = Counter(node.precision for node in plan.nodes)
-    return Totals(name, plan, {one: counts[one] for one in PRECISIONS}, sum(cast.explicit for cast in plan.casts))

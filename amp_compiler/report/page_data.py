@@ -163,7 +163,7 @@ def _of_step(step: StepGraph, plan: PrecisionPlan, strings: Strings) -> dict[str
             texts |= _shared(source, texts)
         types = [dtype for _, dtype in node.outputs]
         inputs = [graph.read(name) for name in node.inputs]
-        graph.node(texts, _precision(types, plan.dtype), made_values, inputs)
+        graph.node(texts, precision_of(types, plan.dtype), made_values, inputs)
     return graph.data(graph.read(name) for name in step.outputs)
 
 
@@ -173,7 +173,7 @@ def _shared(source: PlannedNode, texts: dict[str, str]) -> dict[str, str]:
     return shared | {name: texts[name] or getattr(source, name) for name in ("module", "source")}
 
 
-def _precision(types: Sequence[str], low: str) -> str:
+def precision_of(types: Sequence[str], low: str) -> str:
     """By what a node makes: `low` where anything is of the low type."""
     return "low" if low in types else "fp32" if "fp32" in types else "keep"
 

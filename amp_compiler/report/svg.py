@@ -1,143 +1,154 @@
-"""A plan as one SVG picture, for a page of documentation: made without a browser, the same bytes on every run."""
+"""A plan as one SVG picture: a line for each node and cast in the order in which they run, and who reads whom.
+
+That order is the layout, so the picture is made without a browser, the same bytes on every run.
+"""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
-from xml.etree import ElementTree as ET
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html import escape
+
+from rich.cells import cell_len, set_cell_size
 
 from amp_compiler.errors import AmpError
-from amp_compiler.ir.files import write_atomically
-from amp_compiler.ir.plan import PrecisionPlan
-from amp_compiler.report.drawing import Box, Bracket, Drawing, Wire, draw_plan
+from amp_compiler.ir.plan import RETURN, PrecisionPlan
+from amp_compiler.report.html import part
+from amp_compiler.report.page_data import precision_of
+from amp_compiler.report.table import human_bytes, short_place
 
-# As in page/page.css: blue, orange and grey, which the colour-blind tell apart, with a pattern each for grey print.
-COLOURS = {
-    "low": ("#0b63a8", "#d8e9f7"),
-    "fp32": ("#9a5200", "#fde6c4"),
-    "keep": ("#6a7382", "#eceff3"),
-    "cast": ("#a3126f", "#fbe3f2"),
-}
+_ROW, _HEIGHT, _BADGE, _LANE, _MARGIN = 24, 18, 66, 7, 14
+_LETTER = 7.3  # width of one of the monospaced font
+_LONGEST = 60  # letters of a column that are shown
 _STYLE = """
-text { font: 12px Helvetica, Arial, "Liberation Sans", sans-serif; fill: #1b2330; text-anchor: middle; }
-.bracket text, .words { text-anchor: start; fill: #5b6678; }
-.bracket rect { fill: #dbe1ea; }
+text { font: 12px "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: #1b2330; white-space: pre; }
+.type { text-anchor: middle; }
 path { fill: none; stroke-width: 1.5; }
 .keep rect { stroke-dasharray: 4 3; }
-.far rect { stroke-dasharray: 2 3; }
-.stored text { font-size: 10px; fill: #ffffff; }
-.stored circle { fill: #a3126f; }
-"""
-_HEIGHT, _STRIP, _WORDS = 26, 7, 28  # of a box, of the strip in it, and of the line of words below the drawing
+""" + "".join(
+    f".{kind} rect {{ fill: {fill}; stroke: {line}; }}\npath.{kind} {{ stroke: {line}; }}\n"
+    for kind, line, fill in re.findall(r"--(low|fp32|keep|cast): (#\w+); --\1-fill: (#\w+);", part("page.css"))[:4]
+)
 _NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+Key = tuple[str, int]  # a value: its name and -1, or what a cast makes of it: the name and the number of the cast
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A line. Its kind is `low`, `fp32`, `keep` or `cast`; the title is shown when the mouse rests on it."""
+
+    kind: str
+    columns: tuple[str, ...]
+    title: str
+    makes: dict[Key, str]
+    reads: tuple[Key, ...] = ()
+    node: str = ""
 
 
 def plan_svg(plan: PrecisionPlan) -> str:
     """The plan as the text of an SVG file.
 
     Args:
-        plan: any plan that says which node reads which. Of a large one the largest casts are drawn, and the picture
-            says so.
+        plan: any plan.
 
     Raises:
         AmpError: there is nothing to draw.
     """
-    drawing = draw_plan(plan)
-    if not drawing.boxes:
-        raise AmpError(drawing.words or "the plan has no nodes to draw", mend="plan.to_html(path) shows what there is")
-    height = drawing.height + (_WORDS if drawing.words else 0)
-    svg = ET.Element(
-        "svg",
-        {
-            "xmlns": "http://www.w3.org/2000/svg",
-            "width": str(drawing.width),
-            "height": str(height),
-            "viewBox": f"0 0 {drawing.width} {height}",
-            "role": "img",
-        },
+    if not plan.nodes:
+        raise AmpError("the plan has no nodes to draw", mend="plan.to_html(path) shows what there is")
+    rows = list(_rows(plan))
+    wires, lanes = _wires(rows, plan.dtype)
+    widths = [min(_LONGEST, max(map(cell_len, column))) for column in zip(*(row.columns for row in rows), strict=True)]
+    left = _MARGIN + _LANE * (lanes + 2)
+    width = round(left + _BADGE + _MARGIN * 2 + _LETTER * sum(letters + 2 for letters in widths))
+    height = 2 * _MARGIN + len(rows) * _ROW
+    lines = [
+        '<?xml version="1.0" encoding="UTF-8"?>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
+        f"<title>Precision plan: {_text(plan.dtype)}, rules {_text(plan.rules)}, {len(plan.nodes):,} nodes</title>",
+        f"<style>{_STYLE}</style>",
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        f'<g transform="translate({left} {_MARGIN})">',
+        *wires,
+        *(_line(row, number * _ROW, widths) for number, row in enumerate(rows)),
+        "</g>\n</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _rows(plan: PrecisionPlan) -> Iterator[_Row]:
+    """Inputs, nodes, casts of what these make right before their first reader, and results."""
+    known = {name for name, _ in plan.inputs} | {name for node in plan.nodes for name, _ in node.outputs}
+    order = {node.name: place for place, node in enumerate(plan.nodes)}
+    reads: dict[tuple[str, int], Key] = {}
+    due: dict[str, list[_Row]] = {}
+    stored: dict[str, int] = {}
+    for number, cast in enumerate(plan.casts):
+        users = dict.fromkeys(name for name, _ in cast.users)
+        if cast.explicit or not users:
+            continue
+        if cast.src != cast.dst and cast.value not in known:
+            stored.update({user: stored.get(user, 0) + cast.bytes for user in users})
+            continue
+        made = (cast.value, number if cast.src != cast.dst else -1)
+        reads.update(dict.fromkeys(cast.users, made))
+        if cast.src != cast.dst:
+            words = f"{cast.src} → {cast.dst}, {human_bytes(cast.bytes)}"
+            row = _Row("cast", ("cast", cast.value, "", words), str(cast), {made: cast.dst}, ((cast.value, -1),))
+            due.setdefault(min(users, key=lambda name: order.get(name, len(order))), []).append(row)
+    for name, dtype in plan.inputs:
+        yield _Row(precision_of([dtype], plan.dtype), ("input", name, "", ""), "", {(name, -1): dtype})
+    for node in plan.nodes:
+        yield from due.get(node.name, ())
+        weights = f"+ casts of weights, {human_bytes(stored[node.name])}" if node.name in stored else ""
+        columns = (node.op.partition(".")[2] or node.op, node.name, node.module, weights)
+        title = f"{node.name} = {node.op}\n{node.module}\n{node.precision} by {short_place(node.rule)}: {node.reason}"
+        inputs = tuple(reads.get((node.name, place), (value, -1)) for place, value in enumerate(node.inputs))
+        makes = {(name, -1): dtype for name, dtype in node.outputs}
+        yield _Row(node.precision, columns, title, makes, inputs, node.name)
+    yield from due.get(RETURN, ())
+    for place, name in enumerate(plan.outputs):
+        yield _Row("keep", ("returned", name, "", ""), "", {}, (reads.get((RETURN, place), (name, -1)),))
+
+
+def _wires(rows: list[_Row], low: str) -> tuple[list[str], int]:
+    """From each value's maker to its readers, in the first lane that is free; and the number of lanes."""
+    types = {key: (number, dtype) for number, row in enumerate(rows) for key, dtype in row.makes.items()}
+    readers: dict[Key, dict[int, None]] = {key: {} for key in types}
+    for number, row in enumerate(rows):
+        for key in row.reads:
+            readers.get(key, {})[number] = None
+    wires: list[str] = []
+    ends: list[int] = []  # of each lane, the row from which on it is free
+    for key, (maker, dtype) in types.items():
+        found = readers[key]
+        if not found:
+            continue
+        if [*found] == [maker + 1]:  # to the next line
+            path = f"M14 {maker * _ROW + _HEIGHT}v{_ROW - _HEIGHT}m-3 -4l3 4l3 -4"
+        else:
+            lane = next((lane for lane, end in enumerate(ends) if end <= min(maker, *found)), len(ends))
+            ends[lane : lane + 1] = [max(maker, *found)]
+            x, out, inward = -_LANE * (lane + 2), maker * _ROW + 13, [reader * _ROW + 5 for reader in found]
+            path = f"M0 {out}H{x}M{x} {min(out, *inward)}V{max(out, *inward)}"
+            path += "".join(f"M{x} {y}H0m-4 -3l4 3l-4 3" for y in inward)
+        title = _text(f"{key[0]}: {dtype}")
+        wires.append(f'<path class="{precision_of([dtype], low)}" d="{path}"><title>{title}</title></path>')
+    return wires, len(ends)
+
+
+def _line(row: _Row, y: int, widths: list[int]) -> str:
+    words = "  ".join(map(set_cell_size, row.columns, widths)).rstrip()
+    return (
+        f'<g class="{_text(row.kind)}" data-node="{_text(row.node)}" transform="translate(0 {y})">'
+        f'<title>{_text(row.title)}</title><rect width="{_BADGE}" height="{_HEIGHT}" rx="4"/>'
+        f'<text class="type" x="{_BADGE // 2}" y="13">{_text(next(iter(row.makes.values()), ""))}</text>'
+        f'<text xml:space="preserve" x="{_BADGE + _MARGIN}" y="13">{_text(words)}</text></g>'
     )
-    _add(svg, "title", text=f"Precision plan: {plan.dtype}, rules {plan.rules}, {len(plan.nodes):,} nodes")
-    _add(svg, "style", text=_STYLE + "".join(map(_rule, COLOURS)))
-    _hatch(svg)
-    _add(svg, "rect", width=drawing.width, height=height, fill="#ffffff")
-    _draw(svg, drawing)
-    if drawing.words:
-        _add(svg, "text", {"class": "words"}, drawing.words, x=16, y=drawing.height + 12)
-    ET.indent(svg, " ")
-    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(svg, encoding="unicode") + "\n"
 
 
-def write_plan_svg(plan: PrecisionPlan, path: str | Path) -> None:
-    """Write `plan_svg` to a file, atomically.
-
-    Raises:
-        AmpError: there is nothing to draw, or the file cannot be written.
-    """
-    write_atomically(path, plan_svg(plan))
-
-
-def _rule(kind: str) -> str:
-    line, fill = COLOURS[kind]
-    return f".{kind} > rect {{ fill: {fill}; stroke: {line}; }}\npath.{kind} {{ stroke: {line}; }}\n"
-
-
-def _hatch(svg: ET.Element) -> None:
-    line, fill = COLOURS["fp32"]
-    pattern = _add(
-        _add(svg, "defs"), "pattern", id="hatch", width=5, height=5, patternUnits="userSpaceOnUse",
-        patternTransform="rotate(45)",
-    )  # fmt: skip
-    _add(pattern, "rect", width=5, height=5, fill=fill)
-    _add(pattern, "rect", width=2.4, height=5, fill=line)
-
-
-def _draw(svg: ET.Element, drawing: Drawing) -> None:
-    for bracket in drawing.brackets:
-        _bracket(svg, bracket)
-    for wire in drawing.wires:
-        _wire(svg, wire)
-    for box in drawing.boxes:
-        _box(svg, box)
-
-
-def _bracket(svg: ET.Element, bracket: Bracket) -> None:
-    group = _add(svg, "g", {"class": "bracket"})
-    _add(group, "title", text=bracket.name)
-    _add(group, "rect", x=16, y=bracket.y, width=3, height=bracket.height, rx=1.5)
-    _add(group, "text", text=bracket.label, x=26, y=bracket.y + 17)
-
-
-def _wire(svg: ET.Element, wire: Wire) -> None:
-    _add(_add(svg, "path", {"class": wire.precision}, d=wire.path), "title", text=wire.title)
-
-
-def _box(svg: ET.Element, box: Box) -> None:
-    kind = "cast" if box.kind == "cast" else box.precision
-    marks = {"data-name": box.name} if box.kind == "node" else {}
-    classes = f"{box.kind} {kind}" if box.kind != kind else kind
-    group = _add(svg, "g", {"class": classes, **marks}, transform=f"translate({box.x} {box.y})")
-    _add(group, "title", text=box.title)
-    _add(group, "rect", width=box.width, height=_HEIGHT, rx=6 if box.kind == "node" else 13)
-    left = 0
-    if box.kind == "node" and kind != "keep":
-        left = _STRIP
-        fill = COLOURS["low"][0] if kind == "low" else "url(#hatch)"
-        edge = f"M6 0h{left - 3}v{_HEIGHT}h-{left - 3}a6 6 0 0 1 -6 -6v-{_HEIGHT - 12}a6 6 0 0 1 6 -6z"
-        _add(group, "path", d=edge, style=f"fill: {fill}; stroke: none")
-    room = box.width - left - (22 if box.stored else 0)
-    _add(group, "text", text=box.label, x=left + room / 2, y=17)
-    if box.stored:
-        stored = _add(group, "g", {"class": "stored"})
-        _add(stored, "title", text=box.stored)
-        _add(stored, "circle", cx=box.width - 15, cy=13, r=8)
-        _add(stored, "text", text=str(box.stored_count), x=box.width - 15, y=16.5)
-
-
-def _add(
-    parent: ET.Element, tag: str, given: dict[str, str] | None = None, text: str = "", **attributes: object
-) -> ET.Element:
-    """A child with attributes and a text, which holds no letter that XML has not."""
-    all_of_them = {name: str(value) for name, value in attributes.items()} | (given or {})
-    child = ET.SubElement(parent, tag, {name: _NO_XML.sub("\ufffd", value) for name, value in all_of_them.items()})
-    child.text = _NO_XML.sub("\ufffd", text) or None
-    return child
+def _text(words: str) -> str:
+    """Text and nothing else, without letters that XML has not."""
+    return escape(_NO_XML.sub("\ufffd", words))

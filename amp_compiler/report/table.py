@@ -15,6 +15,7 @@ from rich.text import Text
 from amp_compiler.ir.plan import PlannedCast, PlannedNode, PrecisionPlan
 
 WIDE = 140
+CAST_HEADS = ("value", "from", "to", "bytes", "for", "by")
 PRECISION_STYLES = {"low": "bold green", "fp32": "bold yellow", "keep": "dim"}
 
 
@@ -54,6 +55,14 @@ def summary_line(plan: PrecisionPlan) -> str:
         f"dtype {plan.dtype} · rules {plan.rules} · device {plan.device} · {len(plan.nodes)} nodes"
         f"{f' ({nodes})' if nodes else ''} · {casts} move {human_bytes(plan.cast_bytes)} a forward"
     )
+
+
+def cast_cells(cast: PlannedCast) -> tuple[str, ...]:
+    """What tables say of a cast, below `CAST_HEADS`."""
+    users = ", ".join(f"{name}[{index}]" for name, index in cast.users)
+    return (
+        cast.value, cast.src, cast.dst, human_bytes(cast.bytes), users, "the model" if cast.explicit else "the plan",
+    )  # fmt: skip
 
 
 def plan_tables(plan: PrecisionPlan, width: int = WIDE) -> RenderableType:
@@ -131,21 +140,14 @@ def _precision_text(node: PlannedNode) -> Text:
 
 def _cast_table(casts: tuple[PlannedCast, ...]) -> Table:
     table = _table("casts")
-    table.add_column("value", overflow="fold")
-    table.add_column("from")
-    table.add_column("to")
-    table.add_column("bytes", justify="right")
-    table.add_column("for", overflow="fold")
-    table.add_column("by")
-    for cast in casts:
-        table.add_row(
-            Text(cast.value),
-            cast.src,
-            cast.dst,
-            human_bytes(cast.bytes),
-            Text(", ".join(f"{name}[{index}]" for name, index in cast.users)),
-            Text("the model" if cast.explicit else "the plan"),
+    for name in CAST_HEADS:
+        table.add_column(
+            name,
+            overflow="fold" if name in ("value", "for") else "ellipsis",
+            justify="right" if name == "bytes" else "left",
         )
+    for cast in casts:
+        table.add_row(*map(Text, cast_cells(cast)))
     return table
 
 

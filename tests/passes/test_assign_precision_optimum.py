@@ -11,6 +11,7 @@ from planning_random import random_graph
 
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Node, PrecisionGraph
+from amp_compiler.ir.graph_text import format_graph
 from amp_compiler.ir.plan import RETURN
 from amp_compiler.planner import free_nodes
 from amp_compiler.planner.draft import Draft
@@ -172,10 +173,10 @@ def check(seed: int, free: int, device: str = "cpu", start: int = 0) -> bool:
     casts = [cast.bytes + start for cast in draft.casts or () if cast.src != cast.dst]
     placed = sum(casts) + shared_bytes(draft, start) + oracle.own_cost(labels)
     # Where one of several operands may be the wide one, the oracle settles on one ahead, which may cost more.
-    assert placed <= cost, graph.to_text()
+    assert placed <= cost, format_graph(graph)
     if oracle.settled():
-        assert oracle.cost(labels) == placed == cost, graph.to_text()
-        assert labels == best, graph.to_text()
+        assert oracle.cost(labels) == placed == cost, format_graph(graph)
+        assert labels == best, format_graph(graph)
     return oracle.settled()
 
 

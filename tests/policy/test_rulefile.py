@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from amp_compiler.errors import RuleError
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ops.loss_scale import make_loss_scale
-from amp_compiler.policy.loader import load_rules, preset_names, schema
+from amp_compiler.policy.json_schema import schema
+from amp_compiler.policy.loader import load_rules, preset_names
 from amp_compiler.policy.rules import Comparison, Precision, RuleSet
 from amp_compiler.policy.schema import RuleFileModel, RuleModel
 from amp_compiler.policy.yaml_tree import MAX_BYTES, parse_yaml

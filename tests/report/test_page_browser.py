@@ -189,7 +189,7 @@ def test_columns_sort_both_ways(browser, pages):
     assert browser.run("return document.querySelector('#list-nodes th[data-key=\"name\"]').ariaSort") == "ascending"
     click(browser, '#list-nodes th[data-key="name"] button')
     assert names(browser)[0] == "transpose_28"
-    click(browser, '#list-nodes th[data-key="order"] button')
+    click(browser, '#list-nodes th[data-key="#"] button')
     assert names(browser)[0] == f"add_{ALL - 1}"
     sizes = browser.run(
         "const rows = [...document.querySelectorAll('#list-casts tbody tr')];"
@@ -477,9 +477,16 @@ def test_results_are_counted_by_plan(browser, pages):
 def test_texts_of_a_picture_stand_in_their_boxes(browser, tmp_path):
     transformer(13).to_svg(tmp_path / "plan.svg")
     browser.driver.get((tmp_path / "plan.svg").as_uri())
-    boxes = "g:not(.bracket, .stored)"
-    assert count(browser, f"{boxes} > text") >= 13
-    assert browser.run(MISPLACED, f"{boxes}:has(> text)") == []
+    assert count(browser, "g[data-node]:not([data-node='']) > text") == 2 * 13
+    outside = (
+        "const frame = (shape) => shape.getBoundingClientRect(), all = frame(document.documentElement);"
+        "return [...document.querySelectorAll('g > text')].filter((text) => {"
+        "  const one = frame(text), badge = frame(text.parentNode.querySelector('rect'));"
+        "  const [left, right] = text.matches('.type') ? [badge.left, badge.right] : [badge.right, all.right];"
+        "  return one.width && (one.left < left || one.right > right || one.bottom > badge.bottom + 1);"
+        "}).map((text) => text.textContent)"
+    )
+    assert browser.run(outside) == []
 
 
 def test_names_run_nothing(browser, pages):

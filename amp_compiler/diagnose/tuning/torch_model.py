@@ -30,6 +30,7 @@ from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import LOW_TYPES, canonical_op, copy_graph, module_of, torch_dtype, user_source
 from amp_compiler.fx.lower import lower
 from amp_compiler.fx.torch_private import TENSORS, building
+from amp_compiler.ir.graph_text import format_graph
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.plan.make_plan import make_plan
@@ -140,7 +141,7 @@ class TorchSubject(Subject):
         made = hashlib.blake2b(digest_size=16)
         with self._surrounded():
             for form in self._forms.values():
-                made.update(lower(form.captured).to_text().encode())
+                made.update(format_graph(lower(form.captured)).encode())
             given = pytree.tree_leaves((self._batches, self._goal and self._goal.given))
             tensors = [*self._model.named_parameters(), *self._model.named_buffers(), *enumerate(given)]
             for name, one in tensors:

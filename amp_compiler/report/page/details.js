@@ -100,40 +100,32 @@ class Details {
   }
 
   facts(entry, node, side) {
-    const rows = [];
-    const add = (term, ...content) =>
-      content.some((part) => part && part.length !== 0) && rows.push(make("dt", {}, term), make("dd", {}, ...content));
+    const soft = (words) => words && make("span", { class: "soft" }, ` ${words}`);
+    const code = (path) => path && make("code", { title: path }, named(shortPlace(path)));
     const types = typesOf(node);
-    add(
-      "runs in",
-      badge(node.precision),
-      node.asked && node.asked !== node.precision ? ` asked: ${node.asked}` : "",
-      types ? `, gives ${types}` : "",
-    );
-    add("op", named(node.op), node.family ? make("span", { class: "soft" }, ` ${node.family}`) : "");
-    add("module", node.module && named(node.module));
-    add("phase", node.phase);
-    add("rule", node.rule && make("code", { title: node.rule }, named(shortPlace(node.rule))));
-    add("reason", node.reason);
-    add(
-      "computes in",
-      node.math,
-      node.math_rule ? make("span", { class: "soft" }, ` ${shortPlace(node.math_rule)}`) : "",
-    );
-    add(
-      "gradients",
-      node.backward && node.backward !== node.precision ? node.backward : "",
-      node.backward_math ? `, summed in ${node.backward_math}` : "",
-    );
-    add(
-      "line",
-      node.source && make("code", { title: node.source }, named(shortPlace(node.source))),
-      DATA.code[node.source] ? make("pre", {}, DATA.code[node.source]) : "",
-    );
-    add("planned as", node.planned && this.plannedAs(node.planned));
-    add("reads", this.list(node.reads.map((value) => this.read(value))));
-    add("read by", this.list(this.readers(node, side)));
-    return make("dl", {}, rows);
+    return terms([
+      [
+        "runs in",
+        badge(node.precision),
+        node.asked && node.asked !== node.precision ? ` asked: ${node.asked}` : "",
+        types && `, gives ${types}`,
+      ],
+      ["op", named(node.op), soft(node.family)],
+      ["module", node.module && named(node.module)],
+      ["phase", node.phase],
+      ["rule", code(node.rule)],
+      ["reason", node.reason],
+      ["computes in", node.math, soft(shortPlace(node.math_rule))],
+      [
+        "gradients",
+        node.backward !== node.precision ? node.backward : "",
+        node.backward_math && `, summed in ${node.backward_math}`,
+      ],
+      ["line", code(node.source), DATA.code[node.source] && make("pre", {}, DATA.code[node.source])],
+      ["planned as", node.planned && this.plannedAs(node.planned)],
+      ["reads", this.list(node.reads.map((value) => this.read(value)))],
+      ["read by", this.list(this.readers(node, side))],
+    ]);
   }
 
   list(items) {
@@ -198,18 +190,10 @@ class Details {
         "section",
         {},
         group.counts.length > 1 ? make("h4", {}, named(DATA.plans[side].name)) : null,
-        make(
-          "dl",
-          {},
-          make("dt", {}, "nodes"),
-          make(
-            "dd",
-            {},
-            counts.map((count, at) => (count ? [badge(PRECISIONS[at], `${count} ${PRECISIONS[at]}`), " "] : [])),
-          ),
-          make("dt", {}, "casts"),
-          make("dd", {}, inside.size ? `${inside.size} for its nodes, ${bytes(total)}` : "none"),
-        ),
+        terms([
+          ["nodes", counts.map((count, at) => (count ? [badge(PRECISIONS[at], `${count} ${PRECISIONS[at]}`), " "] : []))],
+          ["casts", inside.size ? `${inside.size} for its nodes, ${bytes(total)}` : "none"],
+        ]),
       );
     });
     const changed = group.changed ? make("p", {}, many(group.changed, "node"), " decided otherwise") : null;
@@ -218,22 +202,19 @@ class Details {
 
   terminal(entry) {
     const value = anySide(entry);
-    return [
-      make("h3", {}, named(entry.kind === "output" ? "returned" : entry.name)),
-      make(
-        "dl",
-        {},
-        make("dt", {}, entry.kind === "output" ? "result" : "input"),
-        make("dd", {}, value.type),
-        make("dt", {}, entry.kind === "output" ? "value" : "read by"),
-        make(
-          "dd",
-          {},
-          entry.kind === "output"
-            ? this.read(value)
-            : this.list(entry.outOf.map((edge) => (edge.to.kind === "node" ? this.link(edge.to) : "returned"))),
-        ),
-      ),
-    ];
+    if (entry.kind === "output")
+      return [make("h3", {}, named("returned")), terms([["result", value.type], ["value", this.read(value)]])];
+    const readers = entry.outOf.map((edge) => (edge.to.kind === "node" ? this.link(edge.to) : "returned"));
+    return [make("h3", {}, named(entry.name)), terms([["input", value.type], ["read by", this.list(readers)]])];
   }
 }
+
+/** Terms with what is said of each; those of which nothing is said are left out. */
+const terms = (rows) =>
+  make(
+    "dl",
+    {},
+    rows
+      .filter(([, ...content]) => content.some((part) => part && part.length !== 0))
+      .map(([term, ...content]) => [make("dt", {}, term), make("dd", {}, ...content)]),
+  );

@@ -4,9 +4,7 @@ const CHART = { width: 340, left: 40, right: 8, top: 46, bars: 96, bottom: 26 };
 
 /** The exponents of one tensor, with what FP16 and BF16 hold of them. */
 function histogram(row, counts) {
-  const found = Object.entries(counts)
-    .filter(([name]) => /^-?\d+$/.test(name))
-    .map(([name, count]) => [Number(name), count]);
+  const found = exponentsOf(counts).map((exponent) => [exponent, counts[exponent]]);
   const total = Object.values(counts).reduce((sum, count) => sum + count, 0);
   const lowest = Math.min(...found.map(([exponent]) => exponent), -26),
     highest = Math.max(...found.map(([exponent]) => exponent), 17);
@@ -66,11 +64,15 @@ function histogram(row, counts) {
 const superscript = (number) =>
   [...String(number)].map((letter) => (letter === "-" ? "⁻" : "⁰¹²³⁴⁵⁶⁷⁸⁹"[Number(letter)])).join("");
 
-/** The least and the greatest exponent, in words. */
-function rangeOf(counts) {
-  const found = Object.keys(counts)
+/** The exponents that occur; beside them, zeros, infinities and NaN are counted. */
+const exponentsOf = (counts) =>
+  Object.keys(counts)
     .filter((name) => /^-?\d+$/.test(name))
     .map(Number);
+
+/** The least and the greatest exponent, in words. */
+function rangeOf(counts) {
+  const found = exponentsOf(counts);
   return found.length ? `2${superscript(Math.min(...found))} to 2${superscript(Math.max(...found))}` : "only zeros";
 }
 

@@ -157,8 +157,8 @@ class Page {
       document.getElementById("graph").scrollIntoView({ block: "start" });
     });
     const casts = castRows(graph);
-    this.castTable = new Table(at("casts"), graph.sides.length > 1 ? [...CAST_COLUMNS, castSide] : CAST_COLUMNS);
-    this.castTable.by(CAST_COLUMNS[3]);
+    this.castTable = new Table(at("casts"), castColumns(graph));
+    this.castTable.by(this.castTable.columns[3]); // the largest first
     this.castTable.show(casts);
     const rules = ruleRows(graph);
     this.ruleTable = new Table(at("rules"), ruleColumns(graph), (row) => this.filters.set({ rule: row.rule }));

@@ -2,7 +2,7 @@
 
 const AT_ONCE = 100;
 
-/** A table; `columns` are {key, label, value, cell, numeric}, `rows` anything. */
+/** A table; `columns` are {label, value, cell, numeric}, `rows` anything. */
 class Table {
   constructor(holder, columns, onRow = null) {
     Object.assign(this, { holder, columns, onRow, sort: null, down: false, rows: [], shown: 0 });
@@ -10,7 +10,7 @@ class Table {
     this.heads = columns.map((column) =>
       make(
         "th",
-        { scope: "col", class: column.numeric ? "number" : null, "data-key": column.key },
+        { scope: "col", class: column.numeric ? "number" : null, "data-key": column.label },
         make("button", { type: "button", onclick: () => this.by(column) }, column.label),
       ),
     );
@@ -71,6 +71,14 @@ const compare = (one, other) =>
     ? one - other
     : String(one).localeCompare(String(other), "en", { numeric: true });
 
+const column = (label, value, cell = null) => ({ label, value, cell });
+const numeric = (label, value, cell = null) => ({ label, value, cell, numeric: true });
+/** A column of names, which may be broken. */
+const names = (label, value) => column(label, value, (row) => named(value(row)));
+/** A column of `file:line`, without the folders. */
+const place = (label, value, kind = null) =>
+  column(label, value, (row) => make("code", { class: kind, title: value(row) }, shortPlace(value(row))));
+
 const precisionCell = (node) =>
   node
     ? [
@@ -80,79 +88,56 @@ const precisionCell = (node) =>
     : make("span", { class: "soft" }, "–");
 
 function nodeColumns(graph) {
-  const one = (key) => ({
-    key,
-    label: key,
-    value: (entry) => anySide(entry)[key],
-    cell: (entry) => named(anySide(entry)[key]),
-  });
+  const of = (key) => (entry) => anySide(entry)[key];
+  const precision = (label, side) =>
+    column(label, (entry) => entry.sides[side]?.precision ?? "", (entry) => precisionCell(entry.sides[side]));
+  const change = (entry) => CHANGES[entry.change] ?? "";
   const precisions =
     graph.sides.length === 1
-      ? [
-          {
-            key: "precision",
-            label: "precision",
-            value: (entry) => anySide(entry).precision,
-            cell: (entry) => precisionCell(anySide(entry)),
-          },
-        ]
+      ? [precision("precision", 0)]
       : [
-          ...DATA.plans.map((plan, side) => ({
-            key: `precision${side}`,
-            label: plan.name,
-            value: (entry) => entry.sides[side]?.precision ?? "",
-            cell: (entry) => precisionCell(entry.sides[side]),
-          })),
-          {
-            key: "change",
-            label: "difference",
-            value: (entry) => CHANGES[entry.change] ?? "",
-            cell: (entry) => make("span", { class: entry.change ? "changedto" : null }, CHANGES[entry.change] ?? ""),
-          },
+          ...DATA.plans.map((plan, side) => precision(plan.name, side)),
+          column("difference", change, (entry) =>
+            make("span", { class: entry.change ? "changedto" : null }, change(entry)),
+          ),
         ];
-  const order = { key: "order", label: "#", numeric: true, value: (entry) => entry.order };
-  const place = {
-    key: "rule",
-    label: "rule",
-    value: (entry) => shortPlace(anySide(entry).rule),
-    cell: (entry) => make("code", { title: anySide(entry).rule }, shortPlace(anySide(entry).rule)),
-  };
-  const source = {
-    key: "source",
-    label: "line",
-    value: (entry) => anySide(entry).source,
-    cell: (entry) => make("code", { class: "soft", title: anySide(entry).source }, shortPlace(anySide(entry).source)),
-  };
-  const types = { key: "types", label: "gives", value: (entry) => typesOf(anySide(entry)) };
-  const reason = { key: "reason", label: "reason", value: (entry) => anySide(entry).reason };
-  const phase = graph.key === "step" ? [one("phase")] : [];
-  return [order, one("name"), one("op"), one("module"), ...phase, ...precisions, types, place, reason, source];
+  return [
+    numeric("#", (entry) => entry.order),
+    names("name", of("name")),
+    names("op", of("op")),
+    names("module", of("module")),
+    ...(graph.key === "step" ? [names("phase", of("phase"))] : []),
+    ...precisions,
+    column("gives", (entry) => typesOf(anySide(entry))),
+    place("rule", of("rule")),
+    column("reason", of("reason")),
+    place("line", of("source"), "soft"),
+  ];
 }
 
-const CAST_COLUMNS = [
-  { key: "value", label: "value", value: (row) => row.cast.value.name, cell: (row) => named(row.cast.value.name) },
-  { key: "src", label: "from", value: (row) => row.cast.src },
-  { key: "dst", label: "to", value: (row) => row.cast.dst },
-  {
-    key: "bytes",
-    label: "bytes",
-    numeric: true,
-    value: (row) => row.cast.bytes,
-    cell: (row) => [make("i", { class: "size", style: `--share:${row.share}` }), bytes(row.cast.bytes)],
-  },
-  { key: "of", label: "of", value: (row) => ["a node", "an input", "stored data", "a cast"][row.cast.value.kind] },
-  {
-    key: "users",
-    label: "for",
-    value: (row) => row.users.length,
-    cell: (row) =>
-      row.users
-        .slice(0, 8)
-        .flatMap((name, at) => [at ? ", " : "", named(name)])
-        .concat(row.users.length > 8 ? ` and ${row.users.length - 8} more` : []),
-  },
-  { key: "by", label: "by", value: (row) => (row.cast.own ? "the model" : "the plan") },
-];
+function castColumns(graph) {
+  const plan = (row) => (row.only ? DATA.plans[row.side].name : "both");
+  const users = (row) => [
+    ...row.users.slice(0, 8).flatMap((name, at) => [at ? ", " : "", named(name)]),
+    row.users.length > 8 ? ` and ${row.users.length - 8} more` : "",
+  ];
+  return [
+    names("value", (row) => row.cast.value.name),
+    column("from", (row) => row.cast.src),
+    column("to", (row) => row.cast.dst),
+    numeric(
+      "bytes",
+      (row) => row.cast.bytes,
+      (row) => [make("i", { class: "size", style: `--share:${row.share}` }), bytes(row.cast.bytes)],
+    ),
+    column("of", (row) => ["a node", "an input", "stored data", "a cast"][row.cast.value.kind]),
+    column("for", (row) => row.users.length, users),
+    column("by", (row) => (row.cast.own ? "the model" : "the plan")),
+    ...(graph.sides.length > 1
+      ? [column("in", plan, (row) => make("span", { class: row.only ? "changedto" : "soft" }, named(plan(row))))]
+      : []),
+  ];
+}
 
 /** The casts of a graph, those of two plans with the names of the plans. */
 function castRows(graph) {
@@ -172,14 +157,6 @@ function castRows(graph) {
   }
   return seen.length < 2 ? rows : rows.filter((row) => row.side === 0 || row.only);
 }
-
-const castSide = {
-  key: "in",
-  label: "in",
-  value: (row) => (row.only ? DATA.plans[row.side].name : "both"),
-  cell: (row) =>
-    make("span", { class: row.only ? "changedto" : "soft" }, named(row.only ? DATA.plans[row.side].name : "both")),
-};
 
 /** The rules that decided, with how many nodes each. */
 function ruleRows(graph) {
@@ -202,54 +179,41 @@ function ruleRows(graph) {
 }
 
 const ruleColumns = (graph) => [
-  {
-    key: "rule",
-    label: "rule",
-    value: (row) => shortPlace(row.rule),
-    cell: (row) => make("code", { title: row.rule }, shortPlace(row.rule) || "none"),
-  },
-  ...graph.sides.map((_, side) => ({
-    key: `nodes${side}`,
-    label: graph.sides.length > 1 ? DATA.plans[side].name : "nodes",
-    numeric: true,
-    value: (row) => row.counts[side],
-  })),
-  {
-    key: "precision",
-    label: "runs in",
-    value: (row) => [...row.precisions].sort().join(" "),
-    cell: (row) => PRECISIONS.filter((one) => row.precisions.has(one)).flatMap((one) => [badge(one), " "]),
-  },
-  { key: "reason", label: "reason", value: (row) => row.reason },
+  column(
+    "rule",
+    (row) => shortPlace(row.rule),
+    (row) => make("code", { title: row.rule }, shortPlace(row.rule) || "none"),
+  ),
+  ...graph.sides.map((_, side) =>
+    numeric(graph.sides.length > 1 ? DATA.plans[side].name : "nodes", (row) => row.counts[side]),
+  ),
+  column(
+    "runs in",
+    (row) => [...row.precisions].sort().join(" "),
+    (row) => PRECISIONS.filter((one) => row.precisions.has(one)).flatMap((one) => [badge(one), " "]),
+  ),
+  column("reason", (row) => row.reason),
 ];
 
 const RANGE_COLUMNS = [
-  { key: "name", label: "tensor", value: (row) => row.name, cell: (row) => named(row.name) },
-  { key: "kind", label: "kind", value: (row) => row.kind },
-  { key: "op", label: "op", value: (row) => row.op, cell: (row) => named(row.op) },
-  { key: "module", label: "module", value: (row) => row.module, cell: (row) => named(row.module) },
-  { key: "type", label: "type", value: (row) => row.type },
-  {
-    key: "range",
-    label: "range",
-    value: (row) =>
-      Math.max(
-        -150,
-        ...Object.keys(row.stored)
-          .filter((name) => /^-?\d+$/.test(name))
-          .map(Number),
-      ),
-    cell: (row) => rangeOf(row.stored),
-    numeric: true,
-  },
+  names("tensor", (row) => row.name),
+  column("kind", (row) => row.kind),
+  names("op", (row) => row.op),
+  names("module", (row) => row.module),
+  column("type", (row) => row.type),
+  numeric(
+    "range",
+    (row) => Math.max(-150, ...exponentsOf(row.stored)),
+    (row) => rangeOf(row.stored),
+  ),
   ...["fp16", "bf16"].flatMap((dtype) =>
-    ["zero", "subnormal", "infinite"].map((name, at) => ({
-      key: `${dtype}-${name}`,
-      label: `${dtype} ${name}`,
-      numeric: true,
-      value: (row) => row.fractions[dtype][at],
-      cell: (row) =>
-        make("span", { class: row.fractions[dtype][at] > 0.001 ? "bad" : "soft" }, percent(row.fractions[dtype][at])),
-    })),
+    ["zero", "subnormal", "infinite"].map((name, at) =>
+      numeric(
+        `${dtype} ${name}`,
+        (row) => row.fractions[dtype][at],
+        (row) =>
+          make("span", { class: row.fractions[dtype][at] > 0.001 ? "bad" : "soft" }, percent(row.fractions[dtype][at])),
+      ),
+    ),
   ),
 ];
