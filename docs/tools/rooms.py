@@ -81,7 +81,7 @@ def measure() -> tuple[dict[str, Room], networkx.DiGraph]:
         # what the package offers it imports when it is asked for, and names for type checkers alone
         for imported in table["imports"](path) if name else every_import(path):
             other = table["own"](imported)
-            if other is not None and (name, other) not in table["LAZY"] and table["room"](other) != here:
+            if other is not None and table["room"](other) != here:
                 graph.add_edge(here, table["room"](other))
     graph.remove_nodes_from([name for name in (*HIDDEN, EVERYBODY) if name in graph])
     rooms = {name: room_of(name, found, table["imports"]) for name, found in files.items() if name not in HIDDEN}
