@@ -1,4 +1,4 @@
-"""Plans as tables, pages and pictures, and recorded runs as pictures.
+"""Plans as tables, pages and pictures; recorded runs as plots.
 
 What draws is imported when it is first used.
 """

@@ -52,6 +52,7 @@ def page_data(
         places += [node.source for node in step.nodes]
     data = {
         "plans": [{"name": name} for name in names],
+        "texts": _TEXTS,
         "graphs": graphs,
         "code": {place: line for place in dict.fromkeys(places) if (line := line_of(place))},
         "profile": None if profile is None else _of_profile(profile, strings),

@@ -34,34 +34,23 @@ class Details {
         rows.get(key)[PRECISIONS.indexOf(precision)] += 1;
       }
       const sum = (counts) => counts[0] + counts[1] + counts[2];
-      const lines = [...rows]
-        .sort((one, other) => sum(other[1]) - sum(one[1]))
-        .slice(0, 24)
-        .map(([family, counts]) =>
-          make(
-            "tr",
-            {},
-            make("th", { scope: "row" }, named(family)),
-            make("td", { class: "number" }, String(sum(counts))),
-            make(
-              "td",
-              {},
-              make(
-                "div",
-                { class: "bar", title: counts.map((count, at) => `${count} ${PRECISIONS[at]}`).join(", ") },
-                counts.map((count, at) =>
-                  count ? make("i", { class: PRECISIONS[at], style: `flex-grow: ${count}` }) : null,
-                ),
-              ),
-            ),
-          ),
+      const largest = [...rows].sort((one, other) => sum(other[1]) - sum(one[1])).slice(0, 24);
+      const lines = largest.map(([family, counts]) => {
+        const title = counts.map((count, at) => `${count} ${PRECISIONS[at]}`).join(", ");
+        const parts = counts.map(
+          (count, at) => count && make("i", { class: PRECISIONS[at], style: `flex-grow: ${count}` }),
         );
-      return [
-        make(
-          "h4",
+        return make(
+          "tr",
           {},
-          graph.sides.length > 1 ? named(DATA.plans[number].name) : graph.key === "step" ? "Ops" : "Op families",
-        ),
+          make("th", { scope: "row" }, named(family)),
+          make("td", { class: "number" }, String(sum(counts))),
+          make("td", {}, make("div", { class: "bar", title }, parts.filter(Boolean))),
+        );
+      });
+      const several = graph.sides.length > 1 && named(DATA.plans[number].name);
+      return [
+        make("h4", {}, several || (graph.key === "step" ? "Ops" : "Op families")),
         make("table", { class: "families" }, make("tbody", {}, lines)),
       ];
     });
@@ -78,15 +67,9 @@ class Details {
       make("h3", {}, named(entry.name)),
       entry.change ? make("p", { class: "changedto" }, this.change(entry)) : null,
     ];
-    const sides = entry.sides.map((node, side) =>
-      node
-        ? make(
-            "section",
-            {},
-            several ? make("h4", {}, named(DATA.plans[side].name)) : null,
-            this.facts(entry, node, side),
-          )
-        : null,
+    const title = (side) => (several ? make("h4", {}, named(DATA.plans[side].name)) : null);
+    const sides = entry.sides.map(
+      (node, side) => node && make("section", {}, title(side), this.facts(entry, node, side)),
     );
     const found = measuredOf(this.graph, entry).map(measured);
     return [...head, ...sides, ...found].filter(Boolean);
@@ -178,13 +161,8 @@ class Details {
 
   module(group) {
     const sides = group.counts.map((counts, side) => {
-      const inside = new Set();
-      for (const entry of group.nodes)
-        for (const cast of [
-          ...entry.stored[side],
-          ...entry.into.filter((edge) => edge.side === side).flatMap((edge) => edge.casts),
-        ])
-          inside.add(cast);
+      const into = (entry) => entry.into.flatMap((edge) => (edge.side === side ? edge.casts : []));
+      const inside = new Set(group.nodes.flatMap((entry) => [...entry.stored[side], ...into(entry)]));
       const total = [...inside].reduce((sum, cast) => sum + cast.bytes, 0);
       return make(
         "section",

@@ -194,23 +194,17 @@ class Drawing {
     }
     shape.append(
       draw("path", { class: "strip", d: `M6 0h5v${height}h-5a6 6 0 0 1 -6 -6v-${height - 12}a6 6 0 0 1 6 -6z` }),
+      draw("text", { class: "title", x: 19, y: 18 }, shortOp(node.op)),
+      draw("text", { class: "type", x: width - 8, y: 18 }, firstType(node)),
+      draw("text", { class: "small", x: 19, y: 34 }, subtitle(entry)),
     );
-    shape.append(draw("text", { class: "title", x: 19, y: 18 }, shortOp(node.op)));
-    shape.append(draw("text", { class: "type", x: width - 8, y: 18 }, firstType(node)));
-    shape.append(draw("text", { class: "small", x: 19, y: 34 }, subtitle(entry)));
     const stored = entry.stored[side];
     if (storedWords(stored)) {
-      const mark = draw("text", { class: "stored", x: width - 8, y: 34 }, storedWords(stored));
-      mark.append(
-        draw(
-          "title",
-          {},
-          stored
-            .map((cast) => `cast of stored ${cast.value.name}: ${cast.src} → ${cast.dst}, ${bytes(cast.bytes)}`)
-            .join("\n"),
-        ),
+      const casts = stored.map(
+        (cast) => `cast of stored ${cast.value.name}: ${cast.src} → ${cast.dst}, ${bytes(cast.bytes)}`,
       );
-      shape.append(mark);
+      const title = draw("title", {}, casts.join("\n"));
+      shape.append(draw("text", { class: "stored", x: width - 8, y: 34 }, storedWords(stored), title));
     }
     shape.append(draw("title", {}, `${node.name} = ${node.op}\n${node.module}\n${node.precision}: ${node.reason}`));
     return this.listen(shape, entry);

@@ -101,60 +101,29 @@ function updatesOf(row) {
 
 /** Histogram and what becomes of the numbers, as one block of the details. */
 function measured(row) {
-  const special = [
-    ["zero", "zeros"],
-    ["infinite", "infinite"],
-    ["nan", "NaN"],
-  ]
-    .filter(([name]) => row.stored[name])
-    .map(([name, words]) => `${row.stored[name].toLocaleString("en")} ${words}`);
-  const lines = Object.entries(row.fractions).map(([dtype, [zero, subnormal, infinite]]) =>
-    make(
-      "tr",
-      {},
-      make("th", {}, dtype),
-      ...[zero, subnormal, infinite].map((part) =>
-        make("td", { class: part > 0.001 ? "number bad" : "number" }, percent(part)),
-      ),
-    ),
-  );
+  const note = (...words) => make("p", { class: "soft" }, ...words);
+  const special = ["zero", "infinite", "nan"].filter((name) => row.stored[name]);
+  const words = { zero: "zeros", infinite: "infinite", nan: "NaN" };
+  const counts = special.map((name) => `${row.stored[name].toLocaleString("en")} ${words[name]}`);
+  const heads = ["would become", "zero", "subnormal", "infinite"];
+  const lines = Object.entries(row.fractions).map(([dtype, parts]) => {
+    const kind = (part) => (part > 0.001 ? "number bad" : "number");
+    const cells = parts.map((part) => make("td", { class: kind(part) }, percent(part)));
+    return make("tr", {}, make("th", {}, dtype), cells);
+  });
+  const head = heads.map((name, at) => make("th", { class: at ? "number" : null }, name));
+  const name = row.kind.startsWith("weight") ? named(row.name) : "";
+  const range = make("span", { class: "soft" }, ` ${row.type}, ${rangeOf(row.stored)}`);
   return make(
     "section",
     { class: "measured" },
-    make(
-      "h4",
-      {},
-      `${row.kind} `,
-      row.kind.startsWith("weight") ? named(row.name) : "",
-      make("span", { class: "soft" }, ` ${row.type}, ${rangeOf(row.stored)}`),
-    ),
+    make("h4", {}, `${row.kind} `, name, range),
     row.scaled
-      ? make(
-          "p",
-          { class: "soft" },
-          "As it stood in the step, with the loss scale. Without it: ",
-          rangeOf(row.exponents),
-          ".",
-        )
+      ? note("As it stood in the step, with the loss scale. Without it: ", rangeOf(row.exponents), ".")
       : null,
     histogram(row, row.stored),
     updatesOf(row),
-    special.length ? make("p", { class: "soft" }, `Beside them ${special.join(", ")}.`) : null,
-    make(
-      "table",
-      { class: "lost" },
-      make(
-        "thead",
-        {},
-        make(
-          "tr",
-          {},
-          ...["would become", "zero", "subnormal", "infinite"].map((name, at) =>
-            make("th", { class: at ? "number" : null }, name),
-          ),
-        ),
-      ),
-      make("tbody", {}, lines),
-    ),
+    counts.length ? note(`Beside them ${counts.join(", ")}.`) : null,
+    make("table", { class: "lost" }, make("thead", {}, make("tr", {}, head)), make("tbody", {}, lines)),
   );
 }

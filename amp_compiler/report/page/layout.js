@@ -148,13 +148,6 @@ const arranged = new Map(); // layers of a model are much alike
 
 /** Places of boxes and lines; `joints` are [from, to, width of the label]. */
 function arrangement(boxes, joints) {
-  if (boxes.length === 1)
-    return {
-      spots: [{ x: 0, y: 0, width: boxes[0].width, height: boxes[0].height }],
-      ways: [],
-      width: boxes[0].width,
-      height: boxes[0].height,
-    };
   const graph = new Libraries.graphlib.Graph();
   graph.setGraph({ rankdir: "TB", nodesep: 22, ranksep: 30, edgesep: 14 });
   boxes.forEach(({ width, height }, index) => graph.setNode(String(index), { width, height }));

@@ -4,22 +4,6 @@ const DATA = JSON.parse(document.getElementById("data").textContent);
 const PRECISIONS = ["low", "fp32", "keep"];
 const [NODE, INPUT, STORED, CAST] = [0, 1, 2, 3];
 const FEW_OUTPUTS = 4; // results that are drawn by themselves
-const TEXTS = [
-  "name",
-  "op",
-  "family",
-  "module",
-  "asked",
-  "rule",
-  "reason",
-  "source",
-  "phase",
-  "planned",
-  "math",
-  "math_rule",
-  "backward",
-  "backward_math",
-];
 
 /** One plan's side of a graph: its nodes, values and casts. */
 function readSide(rows) {
@@ -33,10 +17,11 @@ function readSide(rows) {
     readers: [],
   }));
   const nodes = rows.nodes.map((row) => {
-    const node = Object.fromEntries(TEXTS.map((name, place) => [name, text(row[place])]));
-    node.precision = PRECISIONS[row[TEXTS.length]];
-    node.makes = row[TEXTS.length + 1].map((number) => values[number]);
-    node.reads = row[TEXTS.length + 2].map((number) => values[number]);
+    const node = Object.fromEntries(DATA.texts.map((name, place) => [name, text(row[place])]));
+    const [precision, makes, reads] = row.slice(DATA.texts.length);
+    node.precision = PRECISIONS[precision];
+    node.makes = makes.map((number) => values[number]);
+    node.reads = reads.map((number) => values[number]);
     node.reads.forEach((value, place) => value.readers.push([node, place]));
     return node;
   });
