@@ -22,7 +22,6 @@ from amp_compiler.fx.graph import LOW_TYPES, results_of
 from amp_compiler.fx.python_state import PythonState
 from amp_compiler.fx.torch_private import SET_GRAD_ENABLED, TENSORS
 from amp_compiler.ir.plan import PrecisionPlan
-from amp_compiler.ops.update.counts import UpdateCounts
 from amp_compiler.ops.update.product import Product
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
@@ -133,7 +132,7 @@ def _mend(loss: Any) -> str:
     return "return one floating-point number as a tensor, or (loss, aux)"
 
 
-_Beside = tuple[Tensor, Tensor, tuple["Tensor | Product", ...], "Tensor | None", dict[str, Tensor]]
+_Beside = tuple[Tensor, Tensor, tuple["Tensor | Product", ...], "Tensor | None"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +163,6 @@ class StepOutput:
             looked at none.
         gradients: raw (scaled) gradients per parameter of `StepProgram.updated`.
         scale: the loss scale that it ran with, FP32 scalar; `None` where that never changes.
-        held: by name, what else of the graph it was asked for.
 
     All but loss and aux are overwritten by the next run where a graph is replayed.
     """
@@ -175,7 +173,6 @@ class StepOutput:
     flags: Tensor
     gradients: tuple[Tensor | Product, ...]
     scale: Tensor | None
-    held: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def checked(self) -> bool:
@@ -207,11 +204,8 @@ class StepProgram:
         written: placeholders of the buffers that it writes.
         divisor: number of batches, on all ranks together, whose gradients its own are the sums of.
         parts: of how many of `updated`, the first ones, a rank has a part of the gradient only.
-        held: names of nodes whose values it gives behind the gradients.
         norms: the messages that this rank sends in forward and backward.
         weights: gets the parameters of `updated`.
-        counts: what the updates of the last call did to weights, where kernels have counted it; `None` where nobody
-            asked.
 
     Attributes:
         found_anew: whether the last call had to find its tensors.
@@ -239,10 +233,8 @@ class StepProgram:
     written: tuple[str, ...] = ()
     divisor: int = 1
     parts: int = 0
-    held: tuple[str, ...] = ()
     norms: tuple[str, ...] = ()
     weights: tuple[Callable[[], Tensor], ...] = ()
-    counts: UpdateCounts | None = None
     found_anew: bool = field(default=True, init=False, repr=False)
     behind: tuple[Tensor, ...] = field(default=(), init=False, repr=False)
     trained: frozenset[int] = field(default=frozenset(), init=False, repr=False)
@@ -320,10 +312,8 @@ class StepProgram:
     def _beside(self, results: Sequence[Any]) -> _Beside:
         """What a run gives beside loss and aux: all but these of a `StepOutput`, in its order."""
         scale = results[-1] if self.gives_scale else None
-        end = len(results) - self.gives_scale
-        norm, _, flags, *gradients = results[: end - len(self.held)]
-        held = dict(zip(self.held, results[end - len(self.held) : end], strict=True))
-        return norm, flags, tuple(gradients), scale, held
+        norm, _, flags, *gradients = results[: len(results) - self.gives_scale]
+        return norm, flags, tuple(gradients), scale
 
     def _output(self, flat: Sequence[Any], beside: _Beside) -> StepOutput:
         self.writes.put(flat[: self.results])

@@ -251,7 +251,6 @@ class TrainingStep(StepReadings):
         self._captures = Captures("the training step", self._settings, "batch")
         self._programs = StepPrograms(self._settings.dynamic_shapes is not None)
         self._pieces: PieceStep | None = None
-        self._held_nodes: tuple[str, ...] = ()
         self._told = False  # which rules match nothing
         self._specs: dict[int, Any] = {}  # trees of batches of tensors alone, by their number
         self._last, self._leaves, self._spec = None, [], None
@@ -365,15 +364,19 @@ class TrainingStep(StepReadings):
         if before:
             check_hooks(self._optimizers, self._between)
         leaves, spec = self._flat(batch)
-        with TENSORS:
-            self._standing.look()
-            if self._hidden.look(self._standing.generation):
-                self._standing.look()
+        self._look()
         if self._together is not None:
             self._together.look(self._standing.generation)
         program = self._program(batch, leaves, spec, hooked=bool(before))
         self._last = None  # last step's gradients must not live through this one
         return program, leaves, spec
+
+    def _look(self) -> None:
+        """Notice what was changed and written since the last call."""
+        with TENSORS:
+            self._standing.look()
+            if self._hidden.look(self._standing.generation):
+                self._standing.look()
 
     def _flat(self, batch: tuple[Any, ...]) -> tuple[list[Any], Any]:
         """The leaves of a batch and its tree; one of tensors alone is its own list of leaves."""
@@ -394,7 +397,7 @@ class TrainingStep(StepReadings):
             return self._piece_program(self._in_pieces(around), spec, gather, leaves)
         if self._pieces is not None:
             return self._piece_program(self._pieces, spec, gather, leaves)
-        built_for = (self._scale_config, self._held_nodes, self._gathered_before(gather))
+        built_for = (self._scale_config, self._gathered_before(gather))
         mark = (self._standing.generation, gather, *built_for, spec)
         again = self._programs.again(mark, leaves)
         if again is not None and again.flags_changed(self._standing):
@@ -576,7 +579,6 @@ class TrainingStep(StepReadings):
             self._enabled,
             self._accumulate,
             gather,
-            held=self._held_nodes,
             gathered=self._gathered_before(gather),
         )
         together, reduction = self._together, self._reduction
@@ -623,15 +625,6 @@ class TrainingStep(StepReadings):
         with autocast_off(), building():
             options = self._options("")
             return build_counting(self._module, batch, options, self._state, with_weights=with_weights)
-
-    @contextmanager
-    def _holding(self, names: tuple[str, ...]) -> Iterator[None]:
-        """Within it a call gives the values of these nodes too, see `diagnose.run`."""
-        self._held_nodes = names if self._together is None else ()
-        try:
-            yield
-        finally:
-            self._held_nodes = ()
 
     def _trials(self, batch: tuple[Any, ...]) -> StepTrials:
         check_hooks(self._optimizers, self._between)
