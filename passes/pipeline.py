@@ -356,16 +356,6 @@ COUNT = Pipeline(
     ("count_exponents",),
     "Behind a step without its update, for reading what goes through it: `amp.profile`.",
 )
-HOLD = Pipeline(
-    "HOLD",
-    ("hold_products",),
-    "Behind a step whose products are read again: `amp.profile`.",
-)
-TAKE = Pipeline(
-    "TAKE",
-    ("take_products",),
-    "On what reads them, behind COUNT.",
-)
 ONNX_CAPTURE = Pipeline(
     "ONNX_CAPTURE",
     ("drop_idle_dropout", "write_out_attention"),
@@ -387,8 +377,6 @@ PIPELINES = (
     PIECE,
     LATE,
     COUNT,
-    HOLD,
-    TAKE,
     ONNX_CAPTURE,
     ONNX_EXPORT,
 )

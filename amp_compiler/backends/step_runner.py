@@ -12,7 +12,6 @@ from amp_compiler.fx.graph import copy_graph, node_tensor
 from amp_compiler.fx.torch_private import forward_of
 from amp_compiler.ops.cpu import update as cpu_update
 from amp_compiler.ops.native import NATIVE_OPS, UPDATE
-from amp_compiler.ops.update.counts import UpdateCounts
 from amp_compiler.ops.update.operators import CHECK, GATHER, OPERATORS
 from amp_compiler.passes.step.cut_step import BEFORE
 
@@ -51,17 +50,6 @@ def most_inner(kernels: Kernels) -> int:
 def adds_sums(kernels: Kernels) -> bool:
     """Whether the kernels add a gradient that is a `WideSum` where they read it."""
     return kernels.get(CHECK) is cpu_update.grad_check
-
-
-def counting(kernels: Kernels, counts: UpdateCounts) -> Kernels:
-    """The same, where those that can count what they do to the weights.
-
-    Args:
-        kernels: as `kernels_for` gave them.
-        counts: takes the counts.
-    """
-    known = {cpu_update.FUNCTIONS[name]: run for name, run in cpu_update.counting(counts).items()}
-    return {op: known.get(run, run) for op, run in kernels.items()}
 
 
 def run_cut_step(

@@ -46,8 +46,8 @@ class Histogram:
 
     Example:
         >>> import torch
-        >>> from amp_compiler.ops.exponents import reference
-        >>> found = Histogram(reference(torch.tensor([0.0, 1.0, 3.0, 2.0**-20])).numpy())
+        >>> from amp_compiler.ops.exponents import count
+        >>> found = Histogram(count(torch.tensor([0.0, 1.0, 3.0, 2.0**-20])).numpy())
         >>> found.lowest, found.highest, found.zeros
         (-20, 1, 1)
         >>> found

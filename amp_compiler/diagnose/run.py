@@ -31,7 +31,7 @@ from amp_compiler.diagnose.profile import (
 from amp_compiler.errors import AmpError, CaptureError, LoweringError
 from amp_compiler.forward.api import is_onnx
 from amp_compiler.forward.compiled_module import CompiledModule
-from amp_compiler.forward.counting import CountingProgram, build_counting, place_of
+from amp_compiler.forward.counting import CountingProgram, build_counting
 from amp_compiler.forward.program import EAGER
 from amp_compiler.forward.settings import Settings, device_of, make_settings
 from amp_compiler.forward.signature import leaves_key
@@ -40,13 +40,11 @@ from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import building
 from amp_compiler.ir.dtypes import DType, DTypeArgument, low_name, short_name
 from amp_compiler.onnx.importing.api import module_of as imported
-from amp_compiler.ops.exponents import BINS, ZERO, count_exponents, count_update, keep
-from amp_compiler.ops.update.product import Product
-from amp_compiler.ops.update.wide_sum import WideSum
+from amp_compiler.ops.cpu.update import made_gradient
+from amp_compiler.ops.exponents import BINS, ZERO, count_exponents, count_update
 from amp_compiler.training.program import StepProgram
 from amp_compiler.training.setup import RUN, set_up
 from amp_compiler.training.step import TrainingStep
-from amp_compiler.training.step_hooks import hooks_behind
 
 _LOST_IN = ("fp16", "bf16")  # as `count_update` counts them
 _Place = tuple[str, str, str, str, str, str, str]  # the fields of a `Row` that are text
@@ -64,11 +62,10 @@ def profile(
     """Run some batches, and count the binary exponents of all that is computed.
 
     A training step trains: every step is `step(*batch)`; weights, states and the loss scale move on, and to the bit as
-    they would otherwise. Behind each its forward and backward run once more, compiled with counters in them (pipeline
-    COUNT) and, on a CPU, with the products that the step has made (HOLD, TAKE). Of a model, the forward of which is run
-    node by node as `amp.compile` rewrites it, activations and weights are counted, and nothing is changed; with
-    `loss_fn` its backward runs as well, and the gradients of activations and weights are counted too. The counts are as
-    large for a thousand batches as for one.
+    they would otherwise. Before each its forward and backward run once more, compiled with counters in them (pipeline
+    COUNT). Of a model, the forward of which is run node by node as `amp.compile` rewrites it, activations and weights
+    are counted, and nothing is changed; with `loss_fn` its backward runs as well, and the gradients of activations and
+    weights are counted too. The counts are as large for a thousand batches as for one.
 
     Args:
         subject: a training step; a module, of `amp.compile` or plain; or an ONNX model, a path or a `ModelProto`.
@@ -230,11 +227,7 @@ class _StepRun(_Run):
     def __init__(self, step: TrainingStep) -> None:
         super().__init__(step.model, step._low)
         self.step, self.skipped_before = step, int(step.skipped_steps)
-        self.before: dict[str, Tensor] = {}  # copies of parameters as they were before this batch
-        self.memory: dict[str, Tensor] = {}  # where they lie, for the system is slow to give it anew for every batch
-        self.rooms: dict[torch.dtype, Tensor] = {}  # the same for gradients that the step left as products
-        # The parameters whose updates count what they change, by what counts the rest: they need no copy for that.
-        self.counted: dict[CountingProgram, frozenset[str]] = {}
+        self.before: dict[str, Tensor] = {}  # the parameters as they were before this batch
 
     def skipped(self) -> int:
         return int(self.step.skipped_steps) - self.skipped_before
@@ -242,84 +235,40 @@ class _StepRun(_Run):
     def take(self, batch: Any) -> None:
         arguments = positional(batch)
         shift = _exponent_of(self.step.loss_scale)
-        hooked = hooks_behind(self.step._optimizers) is not None  # they may change weights behind the update
         with _told_of("this step"):
             counting, leaves = self.program_for((arguments, {}), lambda: self.step._counting(arguments))
-        taken = counting.take(leaves, self.copies(frozenset() if hooked else self.counted.get(counting, frozenset())))
-        with self.step._holding(counting.products):
-            self.step(*arguments)
+            self.step._look()  # or it would count with 16-bit copies of weights that were written since
+            rows = self.add_counts(counting, counting(leaves), shift)
+        self.keep_weights()
+        self.step(*arguments)
         program, output, _ = self.step._seen()
         if not isinstance(program, StepProgram):
             raise AmpError(
                 f"the step runs {self.step.execution}: what its pieces compute is not counted",
                 mend="profile a loss that is one graph",
             )
-        with _told_of("this step"):
-            rows = self.add_counts(counting, counting.count(taken, output.held), shift)
         self.batches += 1
-        counted, weights = {}, {}
+        weights = {}
         report = program.report
         for name, weight, gradient in zip(report.updated, report.weights, output.gradients, strict=True):
-            found = None if report.counts is None else report.counts.take(weight())
-            counts = self.gradient(gradient) if found is None else found.gradient
-            weights[name] = _place_of(name, WEIGHT_GRADIENT, gradient.dtype), counts
+            whole = gradient if isinstance(gradient, Tensor) else made_gradient(gradient, weight().detach())
+            weights[name] = _place_of(name, WEIGHT_GRADIENT, gradient.dtype), _count([whole])[0]
             self.add(*weights[name], shift)
-            if found is not None and not hooked:
-                counted[place_of(weight())] = found
         self.look_at_zeros(counting, rows, weights)
-        named = {name: parameter.detach() for name, parameter in self.parameters()}
-        updated = {place_of(weight()) for weight in report.weights}
-        for name, parameter in named.items():
-            found = counted.get(place_of(parameter))
-            if found is not None:
-                self.update(name, found.ratios, found.found)
-                continue
-            # One that was counted and is trained no longer has no copy, and is as it was.
-            before = self.before.get(name, parameter)
-            if before is parameter and place_of(parameter) in updated:
-                raise AmpError(
-                    f"the update of '{name}' is made in another way since this batch, and was not counted",
-                    mend="change optimizers, types and devices between two profiles and not within one",
-                )
-            self.update(name, *(one.cpu().numpy() for one in count_update(before, parameter)))
-        self.counted[counting] = frozenset(name for name, one in named.items() if place_of(one) in counted)
+        for name, parameter in self.parameters():
+            self.update(name, *(one.cpu().numpy() for one in count_update(self.before[name], parameter)))
 
-    def copies(self, counted: frozenset[str]) -> Callable[[Tensor], Tensor | None]:
-        """Copy the parameters but for these, and give what copies those as well."""
-        named = {name: parameter.detach() for name, parameter in self.parameters()}
-        names = {place_of(parameter): name for name, parameter in named.items()}
-        self.before.clear()
-        for name, parameter in named.items():
-            if name not in counted:
-                self.keep(name, parameter)
-
-        def copy(value: Tensor) -> Tensor | None:
-            name = names.get(place_of(value))
-            return None if name is None else self.keep(name, named[name])
-
-        return copy
-
-    def keep(self, name: str, value: Tensor) -> Tensor:
-        """A copy of a parameter, until the next batch."""
-        if name not in self.before:
-            held = self.memory.get(name)
-            if held is None or _form(held) != _form(value):
-                self.memory[name] = value.clone()
-            else:
-                keep(held, value)
-            self.before[name] = self.memory[name]
-        return self.before[name]
-
-    def gradient(self, gradient: Tensor | Product | WideSum) -> Counts:
-        """The counts of a gradient that no update has counted."""
-        counts: Counts = _count([gradient if isinstance(gradient, Tensor) else gradient.tensor(self.room)])[0]
-        return counts
-
-    def room(self, size: int, dtype: torch.dtype) -> Tensor:
-        """Memory for a gradient, until the next one is made."""
-        if dtype not in self.rooms or self.rooms[dtype].numel() < size:
-            self.rooms[dtype] = torch.empty(size, dtype=dtype)
-        return self.rooms[dtype][:size]
+    def keep_weights(self) -> None:
+        """Copy the parameters into memory that is kept, for the system is slow to give it anew for every batch."""
+        for name, parameter in self.parameters():
+            kept = self.before.get(name)
+            if kept is None or (kept.shape, kept.dtype, kept.device) != (
+                parameter.shape,
+                parameter.dtype,
+                parameter.device,
+            ):
+                kept = self.before[name] = torch.empty_like(parameter, requires_grad=False)
+            kept.copy_(parameter.detach())
 
     def update(self, name: str, ratios: Counts, found: Counts) -> None:
         """Take in what was done to a parameter."""
@@ -386,10 +335,6 @@ def _of_model(
 
 def _is_zero(counts: Counts) -> bool:
     return bool(counts[ZERO] == counts.sum())
-
-
-def _form(value: Tensor) -> tuple[Any, ...]:
-    return value.shape, value.stride(), value.dtype, value.device
 
 
 def _exponent_of(scale: Tensor) -> int:

@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from amp_compiler.backends.cuda_graph import GraphedRun, GraphSettings, graph_obstacle
-from amp_compiler.backends.step_runner import adds_sums, counting, is_on_cpu, kernels_for, most_inner, run_cut_step
+from amp_compiler.backends.step_runner import adds_sums, is_on_cpu, kernels_for, most_inner, run_cut_step
 from amp_compiler.forward.program import build_run, captures_whole, normalize, plan_captured, rewrite
 from amp_compiler.forward.settings import Settings, device_of
 from amp_compiler.forward.shape_guards import InputForm
@@ -33,9 +33,7 @@ from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.ops import native
 from amp_compiler.ops.cpu.arena import ArenaMemory, ArenaRun
 from amp_compiler.ops.loss_scale import LossScale
-from amp_compiler.ops.update.counts import UpdateCounts
-from amp_compiler.passes.diagnose.hold_products import products
-from amp_compiler.passes.pipeline import HOLD, Late, Pipeline, Stages
+from amp_compiler.passes.pipeline import Late, Pipeline, Stages
 from amp_compiler.passes.step.separate_buffers import written_placeholders
 from amp_compiler.ranks.parts import Parts
 from amp_compiler.ranks.reduction import Reduction
@@ -68,7 +66,6 @@ class StepOptions:
         divisor: number of batches, on all ranks together, whose gradients are averaged.
         gather: as for `GatherGradients`.
         reduction: how the gradients of several ranks are summed; `None` for one process.
-        held: names of nodes whose values it gives as well; then its updates are counted too, where kernels can.
         changing: the numbers of Python that are to be inputs.
         gathered: ids of the parameters that gradients of batches before were gathered of, which it uses.
     """
@@ -81,7 +78,6 @@ class StepOptions:
     divisor: int = 1
     gather: str = ""
     reduction: Reduction | None = None
-    held: tuple[str, ...] = ()
     changing: Changing = field(default_factory=Changing)
     gathered: frozenset[int] = frozenset()
 
@@ -208,14 +204,10 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
     settings, captured, stages, results = options.settings, begun.captured, begun.stages, begun.results
     pipeline = settings.pipelines["STEP" if begun.gradients is None else "UPDATE"]
     step, weights = run_step_passes(model, begun, options, state, pipeline)
-    held = tuple(node.name for node in products(step.graph) if node.name in options.held)
-    if held:
-        HOLD.run(step, {"held": held}, stages)
     resolve = weights.resolvers(step, state.kept)
     static = settings.dynamic_shapes is None or begun.gradients is not None
     examples = [one.get(begun.leaves) for one in resolve] if static else _values(step)
-    counts = UpdateCounts() if held and not options.gather else None
-    compiled = _compile(step, examples, settings, begun.emulated, stages, len(held), counts)
+    compiled = _compile(step, examples, settings, begun.emulated, stages)
     if settings.runs_on.asks_arena and static and is_on_cpu(step):
         compiled = ArenaRun(compiled, results + 3, state.memory)
     placeholders, known = step.graph.find_nodes(op="placeholder"), weights.fixed(step)
@@ -238,7 +230,6 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
             values=ValueGuards(captured.state, captured.constants.values(), captured.numbers.values()),
             out_spec=captured.out_spec,
             results=results,
-            held=held,
             gives_scale=gives_scale,
             buffers=tuple(weights.inputs.getters[name] for name in begun.written),
             writes=captured.writes,
@@ -251,7 +242,6 @@ def finish(model: LossModule, begun: Begun, options: StepOptions, state: StepSta
             weights=tuple(weights.inputs.getters[weights.placed.parameter(name)] for name in weights.updated),
             parts=weights.parts,
             divisor=options.divisor,
-            counts=counts,
         ),
         agreement=Agreement(offered=weights.offered, shared=weights.shared, written=begun.written, norms=weights.norms),
     )
@@ -364,13 +354,7 @@ def _with_traffic(
 
 
 def _compile(
-    step: fx.GraphModule,
-    examples: Sequence[Any],
-    settings: Settings,
-    round_exactly: bool,
-    stages: Stages,
-    held: int,
-    counts: UpdateCounts | None,
+    step: fx.GraphModule, examples: Sequence[Any], settings: Settings, round_exactly: bool, stages: Stages
 ) -> Callable[..., Sequence[Any]]:
     """The step graph, which stays as it is for reading, as a function of its placeholders' tensors."""
 
@@ -381,11 +365,9 @@ def _compile(
         if not settings.runs_on.compiled:
             return build(step, examples)
         kernels = kernels_for(step)
-        options = {
-            "most_inner": most_inner(kernels), "kernels": tuple(kernels), "adds": adds_sums(kernels), "held": held,
-        }  # fmt: skip
+        options = {"most_inner": most_inner(kernels), "kernels": tuple(kernels), "adds": adds_sums(kernels)}
         cut = settings.pipelines["DEVICE"].run(copy_graph(step), options, stages)
-        return run_cut_step(cut, examples, build, kernels if counts is None else counting(kernels, counts))
+        return run_cut_step(cut, examples, build, kernels)
 
 
 def _values(step: fx.GraphModule) -> list[Any]:

@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import fx
 
-from amp_compiler.backends.backend import DEFAULT
-from amp_compiler.backends.step_runner import is_on_cpu
 from amp_compiler.forward.counting import CountingProgram, Run, add_counters
 from amp_compiler.forward.program import build_run
 from amp_compiler.forward.settings import device_of
@@ -18,7 +16,6 @@ from amp_compiler.fx.generators import generators_kept
 from amp_compiler.fx.graph import results_of
 from amp_compiler.fx.meta import Key
 from amp_compiler.fx.torch_private import building
-from amp_compiler.passes.diagnose.hold_products import products
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.step.fold_loss_scale import SCALE
 from amp_compiler.training.build import StepOptions, StepState, begin_step, run_step_passes
@@ -51,9 +48,6 @@ def build_counting(
         gradients = every if with_weights else []
         trail = ZeroTrail.of(joint.graph, scaled)
         named = tuple(zip(weights.names(), (node.meta["val"].dtype for node in gradients), strict=False))
-        # Elsewhere a compiler may make one kernel of a product and what follows it.
-        holds = is_on_cpu(joint) and settings.mode == DEFAULT and not gradients
-        held = products(joint.graph) if holds else []
         nodes = add_counters(joint, gradients)
         for node in joint.graph.find_nodes(op="placeholder"):
             if node.name == SCALE:
@@ -69,11 +63,10 @@ def build_counting(
         nodes,
         joint if nodes or gradients else None,
         compiled,
-        lambda leaves, places: [resolve[place].get(leaves) for place in places],
+        lambda leaves: [one.get(leaves) for one in resolve],
         device,
         scaled,
         named,
-        tuple(node.name for node in held),
         trail,
         {name: node for name, node in zip(weights.names(), every, strict=True) if isinstance(node, fx.Node)},
     )

@@ -66,15 +66,6 @@ class StepInspection:
             options = self._choice.options("")
             return build_counting(self._setup.module, batch, options, self._setup.state, with_weights=with_weights)
 
-    @contextmanager
-    def _holding(self, names: tuple[str, ...]) -> Iterator[None]:
-        """Within it a call gives the values of these nodes too, see `diagnose.run`."""
-        self._choice.held = names if self._setup.coordinator is None else ()
-        try:
-            yield
-        finally:
-            self._choice.held = ()
-
     def _trials(self, batch: tuple[Any, ...]) -> StepTrials:
         self._check_hooks()
         return StepTrials(self._setup.module, batch, self._choice.options(""), self._setup.state)

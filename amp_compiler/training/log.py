@@ -201,12 +201,12 @@ def shares(counts: Sequence[float], dtype: str) -> tuple[float, float, float]:
     """Which fractions of all elements would be zero, subnormal, and infinite or NaN in a type.
 
     Args:
-        counts: as `ops.exponents.reference` counts.
+        counts: as `ops.exponents.count` counts.
         dtype: a key of `RANGES`.
 
     Example:
-        >>> from amp_compiler.ops.exponents import reference
-        >>> shares(reference(torch.tensor([0.0, 1e-9, 1e-6, 1.0])).tolist(), "fp16")
+        >>> from amp_compiler.ops.exponents import count
+        >>> shares(count(torch.tensor([0.0, 1e-9, 1e-6, 1.0])).tolist(), "fp16")
         (0.5, 0.25, 0.0)
     """
     total = sum(counts)

@@ -18,7 +18,6 @@ from amp_compiler.fx.attribute_writes import Writes
 from amp_compiler.fx.graph import results_of
 from amp_compiler.fx.torch_private import SET_GRAD_ENABLED, TENSORS
 from amp_compiler.ir.plan import PrecisionPlan
-from amp_compiler.ops.update.counts import UpdateCounts
 from amp_compiler.ops.update.product import Product
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.step.reduce_gradients import SharedGradient
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 _PAIR = pytree.tree_structure((0, 0))
 
 
-_Beside = tuple[Tensor, Tensor, tuple["Tensor | Product", ...], "Tensor | None", dict[str, Tensor]]
+_Beside = tuple[Tensor, Tensor, tuple["Tensor | Product", ...], "Tensor | None"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,6 @@ class StepOutput:
             looked at none.
         gradients: raw (scaled) gradients per parameter of `StepReport.updated`.
         scale: the loss scale that it ran with, FP32 scalar; `None` where that never changes.
-        held: by name, what else of the graph it was asked for.
 
     All but loss and aux are overwritten by the next run where a graph is replayed.
     """
@@ -74,7 +72,6 @@ class StepOutput:
     flags: Tensor
     gradients: tuple[Tensor | Product, ...]
     scale: Tensor | None
-    held: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def checked(self) -> bool:
@@ -94,7 +91,6 @@ class CompiledStep:
         values: the Python values that it holds for.
         out_spec: tree of `(loss, aux)`.
         results: number of flat values in it, and of those that `writes` assigns.
-        held: names of nodes whose values it gives behind the gradients.
         gives_scale: whether its last result is the loss scale that it ran with.
         buffers: gets the buffers that it writes.
         writes: what is assigned after a call, detached.
@@ -107,7 +103,6 @@ class CompiledStep:
     values: ValueGuards
     out_spec: pytree.TreeSpec
     results: int
-    held: tuple[str, ...]
     gives_scale: bool
     buffers: tuple[Callable[[], Tensor], ...]
     writes: Writes
@@ -125,8 +120,6 @@ class StepReport:
         weights: gets these parameters.
         parts: of how many of them, the first ones, a rank has a part of the gradient only.
         divisor: number of batches, on all ranks together, whose gradients its own are the sums of.
-        counts: what the updates of the last call did to weights, where kernels have counted it; `None` where nobody
-            asked.
     """
 
     graph_module: fx.GraphModule
@@ -136,7 +129,6 @@ class StepReport:
     weights: tuple[Callable[[], Tensor], ...]
     parts: int
     divisor: int
-    counts: UpdateCounts | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,10 +264,8 @@ class StepProgram:
     def _beside(self, results: Sequence[Any]) -> _Beside:
         """What a run gives beside loss and aux: all but these of a `StepOutput`, in its order."""
         scale = results[-1] if self.compiled.gives_scale else None
-        end = len(results) - self.compiled.gives_scale
-        norm, _, flags, *gradients = results[: end - len(self.compiled.held)]
-        held = dict(zip(self.compiled.held, results[end - len(self.compiled.held) : end], strict=True))
-        return norm, flags, tuple(gradients), scale, held
+        norm, _, flags, *gradients = results[: len(results) - self.compiled.gives_scale]
+        return norm, flags, tuple(gradients), scale
 
     def _output(self, flat: Sequence[Any], beside: _Beside) -> StepOutput:
         self.compiled.writes.put(flat[: self.compiled.results])

@@ -37,7 +37,6 @@ class ProgramChoice:
     Attributes:
         programs: what was built so far.
         pieces: runs the step from now on, where one call has run in pieces.
-        held: names of nodes whose values programs are to give as well.
     """
 
     def __init__(self, setup: StepSetup, detector: ChangeDetector) -> None:
@@ -45,7 +44,6 @@ class ProgramChoice:
         self._captures = Captures("the training step", setup.settings, "batch")
         self.programs = StepPrograms(setup.settings.dynamic_shapes is not None)
         self.pieces: PieceStep | None = None
-        self.held: tuple[str, ...] = ()
 
     def program(
         self, batch: tuple[Any, ...], leaves: list[Any], spec: Any, gather: str, hooked: bool
@@ -69,7 +67,7 @@ class ProgramChoice:
             return self._piece_program(self._in_pieces(around), spec, gather, leaves)
         if self.pieces is not None:
             return self._piece_program(self.pieces, spec, gather, leaves)
-        detector, built_for = self._detector, (self._setup.scale.config, self.held, self._gathered_before(gather))
+        detector, built_for = self._detector, (self._setup.scale.config, self._gathered_before(gather))
         mark = (detector.generation, gather, *built_for, spec)
         again = self.programs.again(mark, leaves)
         if again is not None and again.flags_changed(detector):
@@ -228,7 +226,6 @@ class ProgramChoice:
             setup.enabled,
             setup.accumulate,
             gather,
-            held=self.held,
             gathered=self._gathered_before(gather),
         )
         coordinator, reduction = setup.coordinator, setup.reduction

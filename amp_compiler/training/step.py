@@ -241,16 +241,20 @@ class TrainingStep(StepReadings):
         if before:
             check_hooks(self._optimizers, self._setup.between)
         leaves, spec = self._flat(batch)
-        with TENSORS:
-            self._detector.look()
-            if self._hidden.look(self._detector.generation):
-                self._detector.look()
+        self._look()
         if self._coordinator is not None:
             self._coordinator.look(self._detector.generation)
         gather = "" if self._accumulate == 1 else "use" if self._gathered == self._accumulate - 1 else "add"
         program = self._choice.program(batch, leaves, spec, gather, hooked=bool(before))
         self._last = None  # last step's gradients must not live through this one
         return program, leaves, spec
+
+    def _look(self) -> None:
+        """Notice what was changed and written since the last call."""
+        with TENSORS:
+            self._detector.look()
+            if self._hidden.look(self._detector.generation):
+                self._detector.look()
 
     def _flat(self, batch: tuple[Any, ...]) -> tuple[list[Any], Any]:
         """The leaves of a batch and its tree; one of tensors alone is its own list of leaves."""

@@ -53,13 +53,11 @@ class DeferGradients(InPlacePass):
         most_inner: largest number of inner elements with which products are made fast; 0 where no kernel takes them.
         kernels: the operators that a kernel runs.
         adds: whether these kernels take a `WideSum`.
-        held: how many results, the last ones, are those of `HoldProducts`: nobody writes into them.
     """
 
     most_inner: int = 0
     kernels: tuple[Any, ...] = ()
     adds: bool = False
-    held: int = 0
     name: ClassVar[str] = "defer_gradients"
     exact: ClassVar[bool] = False
     skippable: ClassVar[bool] = True
@@ -74,7 +72,7 @@ class DeferGradients(InPlacePass):
             return PassResult(subject, False)
         found: list[ProductGradient | SumGradient] = []
         if self.most_inner > 0:
-            found += product_gradients(graph, checks[0], updates, self.most_inner, self.held)
+            found += product_gradients(graph, checks[0], updates, self.most_inner)
         if self.adds:
             found += sum_gradients(graph, checks[0], updates)
         for one in found:
@@ -181,7 +179,7 @@ def sum_gradients(graph: fx.Graph, check: fx.Node, updates: Collection[fx.Node])
 
 
 def product_gradients(
-    graph: fx.Graph, check: fx.Node, updates: Collection[fx.Node], most_inner: int, held: int
+    graph: fx.Graph, check: fx.Node, updates: Collection[fx.Node], most_inner: int
 ) -> list[ProductGradient]:
     """The gradients that nothing but the check and an update needs, and that are smaller as factors and rows.
 
@@ -193,7 +191,6 @@ def product_gradients(
         check: its `grad_check` node.
         updates: its update nodes that take a `Product`.
         most_inner: largest number of inner elements with which making the products is fast.
-        held: as for `DeferGradients`.
     """
     output = graph.output_node()
     norm = next((user for user in check.users if user.args[1] == 0), None)
@@ -205,8 +202,7 @@ def product_gradients(
         for weight, gradient in zip(update.args[0], update.args[_GRADIENTS], strict=True):  # type: ignore[arg-type]
             weights.setdefault(gradient, []).append(weight)  # type: ignore[arg-type]
     gradients = list(weights)
-    results = results_of(graph)
-    returned = {_source(result) for result in results[: len(results) - held] if result not in gradients}
+    returned = {_source(result) for result in results_of(graph) if result not in gradients}
     found = (_gradient(node) for node in gradients if readers.issuperset(node.users))
     return [
         one

@@ -21,6 +21,7 @@ from test_cpu_update import by_reference, hyper, number
 
 from amp_compiler.ops.cpu import update as cpu_update
 from amp_compiler.ops.update.product import Product
+from amp_compiler.ops.update.wide_sum import WideSum
 
 INNERS = (1, 2, 3, 7, 8, 9, 16, 17, 31, 32, 33, 64, 70)
 SIDES = (1, 15, 16, 17, 31, 32, 33, 63, 64, 65)
@@ -310,3 +311,20 @@ def test_processors_that_can_do_less(without, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert done.stdout.split()[0] == ("32" if pairs else "0")
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_gradient_is_made_as_an_update_reads_it(transposed):
+    """SGD with a rate of 1 takes it from the weights, in one rounding."""
+    torch.manual_seed(0)
+    products = [product(*shape) for shape in ((1, 1, 1), (5, 17, 33), (33, 65, 513), (70, 64, 700), (9, 3, 8193))]
+    if not transposed:
+        products.append(products[3].plus_rows(torch.randn(6, 700), torch.tensor([1, 1, 0, 2, 9, 63]), 9))
+        products.append(WideSum([random(7, 5), random(7, 5)]))
+    for gradient in products:
+        weight = torch.randn(gradient.shape)
+        weight = weight.t().contiguous().t() if transposed else weight
+        found, before = cpu_update.made_gradient(gradient, weight), weight.clone()
+        options = (number(1.0), hyper(1.0, 0, 0, 0, 0), number(1.0), number(0.0), False, False)
+        cpu_update.FUNCTIONS["sgd_update"]([weight], [gradient], [], [], *options)
+        assert torch.equal(weight, before - found) and found.stride() == weight.stride()

@@ -1,7 +1,6 @@
 // How the work on the tensors of a group is dealt out to threads: in runs of elements whose gradients lie in memory, in
 // panels of those that are products, and both in pieces that stay in the nearest cache. What is done with a piece, and
-// what is found in it, is the business of update.cpp: `begin(row)` is called by the thread that takes a run or a panel of
-// a tensor, and what it gives with `(piece, finding)` for each of its pieces.
+// what is found in it, is the business of update.cpp: `body(piece, finding)`.
 
 #pragma once
 
@@ -23,7 +22,6 @@ struct Row {
   int64_t count, grad_type, low_type;
   int64_t grad, weight, first, second, largest, low, step, product;
   int64_t others, added;  // addresses of what is added to the gradient in fp32, each typed as it; their number
-  int64_t counts;         // where an update adds what it changes, see counts.h
 };
 
 // What a check of some elements finds.
@@ -64,9 +62,8 @@ inline void add_wide(const Row& tensor, int64_t start, int64_t count, float* lin
 }
 
 // The pieces of [start, end) of a tensor whose gradient lies in memory.
-template <class Begin>
-void for_run(const Row& tensor, int64_t row, int64_t start, int64_t end, Finding* finding, const Begin& begin) {
-  auto body = begin(row);
+template <class Body>
+void for_run(const Row& tensor, int64_t row, int64_t start, int64_t end, Finding* finding, const Body& body) {
   const int64_t size = tensor.grad_type == kFloat ? 4 : 2;
   if (tensor.added == 0) {
     for (; start < end; start += kPiece)
@@ -88,9 +85,8 @@ struct Panel {
   int64_t first, rows, column, columns;
 };
 
-template <class Begin>
-void for_panel(const Panel& panel, Finding* finding, const Begin& begin) {
-  auto body = begin(panel.row);
+template <class Body>
+void for_panel(const Panel& panel, Finding* finding, const Body& body) {
   thread_local std::vector<Bf16> made(static_cast<size_t>(kPanel));
   alignas(64) float line[kPiece];
   const Packed& packed = *panel.packed;
@@ -136,9 +132,9 @@ inline void add(const Finding& part, Finding* sum) {
 }
 
 // Products whose packed factors fit into the caches together: threads meet twice for all of them.
-template <class Begin>
+template <class Body>
 void for_products(const std::vector<std::pair<int64_t, const Product*>>& products, int threads, Findings* result,
-                  const Begin& begin) {
+                  const Body& body) {
   std::vector<Packed> packed;
   packed.reserve(products.size());
   std::vector<std::pair<Packed*, int64_t>> columns;
@@ -155,7 +151,7 @@ void for_products(const std::vector<std::pair<int64_t, const Product*>>& product
 #pragma omp for schedule(static)
     for (size_t i = 0; i < columns.size(); ++i) columns[i].first->pack_columns(columns[i].second);
 #pragma omp for schedule(dynamic)
-    for (size_t i = 0; i < panels.size(); ++i) for_panel(panels[i], &findings[i], begin);
+    for (size_t i = 0; i < panels.size(); ++i) for_panel(panels[i], &findings[i], body);
   }
   for (size_t i = 0; i < panels.size(); ++i) add(findings[i], &(*result)[panels[i].row]);
 }
@@ -167,8 +163,8 @@ struct Run {
 
 // All pieces of all tensors, on many threads. Returns one finding per tensor, added up in one order whatever the number
 // of threads.
-template <class Begin>
-Findings for_all(const Row* rows, int64_t tensors, int threads, const Begin& begin) {
+template <class Body>
+Findings for_all(const Row* rows, int64_t tensors, int threads, const Body& body) {
   std::vector<Run> runs;
   std::vector<std::pair<int64_t, const Product*>> products;
   Findings result(static_cast<size_t>(tensors));
@@ -182,16 +178,16 @@ Findings for_all(const Row* rows, int64_t tensors, int threads, const Begin& beg
     products.emplace_back(row, reinterpret_cast<const Product*>(rows[row].product));
     packed += products.back().second->columns * products.back().second->inner;
     if (packed > kPackedTogether) {
-      for_products(products, threads, &result, begin);
+      for_products(products, threads, &result, body);
       products.clear();
       packed = 0;
     }
   }
-  if (!products.empty()) for_products(products, threads, &result, begin);
+  if (!products.empty()) for_products(products, threads, &result, body);
   Findings parts(runs.size());
 #pragma omp parallel for num_threads(threads) schedule(static) if (runs.size() > 1)
   for (size_t i = 0; i < runs.size(); ++i)
-    for_run(rows[runs[i].row], runs[i].row, runs[i].start, runs[i].end, &parts[i], begin);
+    for_run(rows[runs[i].row], runs[i].row, runs[i].start, runs[i].end, &parts[i], body);
   for (size_t i = 0; i < runs.size(); ++i) add(parts[i], &result[runs[i].row]);
   return result;
 }

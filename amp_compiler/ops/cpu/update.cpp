@@ -5,11 +5,9 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <optional>
 #include <type_traits>
 #include <vector>
 
-#include "counts.h"
 #include "pieces.h"
 #include "product.h"
 #include "types.h"
@@ -138,53 +136,19 @@ void count_squares(const Row& row, const G* grads, int64_t count, float coef, Fi
     summary(grads, count, coef, finding);
 }
 
-// What one thread does to a run or a panel of a tensor, counted where somebody has asked for it.
-class Watch {
- public:
-  explicit Watch(const Row& row) : row_(row) {
-    if (row.counts != 0) counter_.emplace();
-  }
-  ~Watch() {
-    if (!counter_) return;
-    int64_t* counts = at<int64_t>(row_.counts, 0);
-#pragma omp critical(amp_counts)
-    counter_->add_to(counts, counts + kBins, counts + 2 * kBins);
-  }
-  Watch(const Watch&) = delete;
-  Watch& operator=(const Watch&) = delete;
-
-  // Around an update of a piece, in which `make` makes it.
-  template <class G, class Make>
-  void watched(const Piece& piece, const G* grads, const Make& make) {
-    if (!counter_) return make();
-    float before[kPiece];
-    const float* weights = at<float>(row_.weight, piece.start);
-    std::copy(weights, weights + piece.count, before);
-    make();
-    counter_->gradient(grads, piece.count);
-    counter_->update(before, weights, piece.count);
-  }
-
- private:
-  const Row& row_;
-  std::optional<UpdateCounter> counter_;
-};
-
 // Calls `one(piece, gradients, low)`, typed, for all pieces, and raises the step counts where there are any. Returns the
 // squares that the check has left out.
 template <class One>
 double update_all(const Row* rows, int64_t tensors, float coef, int threads, const One& one) {
-  const auto begin = [&](int64_t number) {
-    return [&, watch = Watch(rows[number])](const Piece& piece, Finding* finding) mutable {
-      const Row& row = rows[piece.row];
-      with_types(piece.type, row.low_type, [&](auto grad, auto low) {
-        const auto* given = reinterpret_cast<const decltype(grad)*>(piece.grads);
-        watch.watched(piece, given, [&] { one(piece, given, low); });
-        count_squares(row, given, piece.count, coef, finding);
-      });
-    };
+  const auto body = [&](const Piece& piece, Finding* finding) {
+    const Row& row = rows[piece.row];
+    with_types(piece.type, row.low_type, [&](auto grad, auto low) {
+      const auto* given = reinterpret_cast<const decltype(grad)*>(piece.grads);
+      one(piece, given, low);
+      count_squares(row, given, piece.count, coef, finding);
+    });
   };
-  const double squares = total(for_all(rows, tensors, threads, begin));
+  const double squares = total(for_all(rows, tensors, threads, body));
   for (int64_t i = 0; i < tensors; ++i)
     if (rows[i].step != 0) *at<float>(rows[i].step, 0) += 1.0f;
   return squares;
@@ -218,7 +182,7 @@ double amp_grad_check(const Row* rows, int64_t tensors, float inverse, uint8_t* 
       summary(reinterpret_cast<const decltype(grad)*>(piece.grads), piece.count, inverse, finding);
     });
   };
-  const Findings findings = for_all(checked.data(), count, threads, [&](int64_t) { return check; });
+  const Findings findings = for_all(checked.data(), count, threads, check);
   for (int64_t i = 0; i < count; ++i) flags[places[i]] |= static_cast<uint8_t>(findings[i].bad);
   return total(findings);
 }

@@ -21,9 +21,7 @@ from torch.profiler import record_function
 
 from amp_compiler.errors import LoweringError
 from amp_compiler.ops.cpu.build import library
-from amp_compiler.ops.exponents import count_exponents, count_update
 from amp_compiler.ops.layout import is_dense, laid_out_like, same_layout
-from amp_compiler.ops.update.counts import UpdateCounts
 from amp_compiler.ops.update.fused import MOST_STATES, FusedOptimizer, Update
 from amp_compiler.ops.update.operators import FUSED
 from amp_compiler.ops.update.product import Product
@@ -33,7 +31,7 @@ Tensors = Sequence[Tensor]
 Gradient = Tensor | Product | WideSum
 Gradients = Sequence[Gradient]
 TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}  # that gradients may have, by their code in C++
-# The columns of a `Row` in cpu_pieces.h.
+# The columns of a `Row` in pieces.h.
 _COLUMNS = (
     "count",
     "grad_type",
@@ -48,7 +46,6 @@ _COLUMNS = (
     "product",
     "others",
     "added",
-    "counts",
 )
 _CACHED = 64
 
@@ -75,17 +72,14 @@ def complete_norm(norm: Tensor | None, *squares: float) -> Tensor:
     return _scalar(sqrt(sum(squares, known)))
 
 
-def update(optimizer: FusedOptimizer, given: Update, counts: UpdateCounts | None = None) -> float:
+def update(optimizer: FusedOptimizer, given: Update) -> float:
     """As `reference.update`, for masters; gives the squares of the unscaled gradients that the check has left out.
 
     Args:
         optimizer: whose update it is.
         given: the arguments of its operator.
-        counts: takes what is counted of every weight; `None` where nobody counts.
     """
     if not given.weights or _number(given.skip) != 0:
-        if counts is not None:
-            _count_unchanged(given, counts)
         return 0.0
     states = [*given.states, *[[]] * MOST_STATES][:MOST_STATES]
     table = _TABLES.get(given.weights, *states, given.lows, given.steps)
@@ -94,9 +88,6 @@ def update(optimizer: FusedOptimizer, given: Update, counts: UpdateCounts | None
     begun = given.started is not None and _number(given.started) != 0
     flags = (ctypes.c_bool * (len(given.flags) + 1))(*given.flags.values(), begun)
     alike, squares = _laid_out_like(given.grads, given.weights, factor.value)
-    if counts is not None:
-        table, rows = table.copy(), counts.rows(given.weights)
-        table[:, _COLUMNS.index("counts")] = rows.ctypes.data + rows.strides[0] * np.arange(len(rows))
     _set_gradients(table, alike)
     with record_function(f"amp_compiler::{optimizer.operator(low=False)}"):
         loop = getattr(_loaded(), f"amp_{optimizer.operator(low=False)}")
@@ -106,15 +97,8 @@ def update(optimizer: FusedOptimizer, given: Update, counts: UpdateCounts | None
     return squares
 
 
-def _count_unchanged(given: Update, counts: UpdateCounts) -> None:
-    """What there is to count where the step is skipped."""
-    for weight, grad, row in zip(given.weights, given.grads, counts.rows(given.weights), strict=True):
-        made = grad if isinstance(grad, Tensor) else grad.tensor()
-        row[:] = torch.cat([*count_exponents([made]), *count_update(weight, weight)]).numpy()
-
-
-def _function(optimizer: FusedOptimizer, counts: UpdateCounts | None = None) -> Callable[..., float]:
-    return lambda *arguments: update(optimizer, optimizer.bound(False, arguments), counts)
+def _function(optimizer: FusedOptimizer) -> Callable[..., float]:
+    return lambda *arguments: update(optimizer, optimizer.bound(False, arguments))
 
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -123,9 +107,15 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def counting(counts: UpdateCounts) -> dict[str, Callable[..., float]]:
-    """The updates among `FUNCTIONS`, as they count what they do to a weight while it is in the nearest cache."""
-    return {optimizer.operator(low=False): _function(optimizer, counts) for optimizer in FUSED}
+def made_gradient(gradient: Product | WideSum, weight: Tensor) -> Tensor:
+    """A gradient as an update of this weight reads it, to the bit: FP32, and lying as the weight does.
+
+    Elsewhere a product may be summed in another order. Here SGD with a rate of -1 adds it to zeros.
+    """
+    target, one = torch.zeros_like(weight, dtype=torch.float32, requires_grad=False), _scalar(1.0)
+    rate = torch.tensor([-1.0, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64)
+    FUNCTIONS["sgd_update"]([target], [gradient], [], [], one, rate, one, _scalar(0.0), False, False)
+    return target
 
 
 def available() -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -138,19 +137,13 @@ class Product:
                 f"a gradient with added rows cannot be {what}", where="Product", mend="do so before rows are added"
             )
 
-    def tensor(self, room: Callable[[int, torch.dtype], Tensor] | None = None) -> Tensor:
-        """The gradient, made now.
-
-        Args:
-            room: gives memory for a number of elements of a type, in which it may lie; `None` for memory of its own.
-        """
-        into = None if room is None else room(self.numel(), self.left.dtype).view(len(self.left), self.right.shape[1])
-        product = torch.mm(self.left, self.right, out=into).reshape(self.shape)
+    def tensor(self) -> Tensor:
+        """The gradient, made now."""
+        product = torch.mm(self.left, self.right).reshape(self.shape)
         if self._added is None:
             return product
         values, places, order = self._added
-        wide = product.float() if room is None else room(self.numel(), torch.float32).view(self.shape).copy_(product)
-        return wide.index_add_(0, places, values[order])
+        return product.float().index_add_(0, places, values[order])
 
     def float(self) -> Tensor:
         """The same in FP32."""

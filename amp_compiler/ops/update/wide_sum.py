@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
@@ -66,18 +66,9 @@ class WideSum:
         first = self.given[0] if weight is None else weight
         return is_dense(first) and all(same_layout(one, first) for one in self.given)
 
-    def tensor(self, room: Callable[[int, torch.dtype], Tensor] | None = None) -> Tensor:
-        """The gradient, added now.
-
-        Args:
-            room: gives memory for a number of elements of a type, in which it lies; `None` for memory of its own.
-        """
-        if room is None:
-            return add_wide(self.given)
-        total = room(self.numel(), self.dtype).view(self.shape).copy_(self.given[0])
-        for one in self.given[1:]:
-            total += one  # each is made FP32 first, as `add_wide` does
-        return total
+    def tensor(self) -> Tensor:
+        """The gradient, added now."""
+        return add_wide(self.given)
 
     def float(self) -> Tensor:
         """The same."""
