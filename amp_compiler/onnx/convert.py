@@ -74,7 +74,7 @@ def convert_onnx(
     providers: Sequence[str] | None = None,
     custom_ops: Sequence[str | Path] | None = None,
     as_fp32: Iterable[str] | str = (),
-    fuse: bool | None = None,
+    fuse: bool = False,
 ) -> Conversion:
     """Convert an ONNX model to mixed precision.
 
@@ -106,10 +106,9 @@ def convert_onnx(
         as_fp32: types whose parts of the model are made FP32 first, and then decided on by the rules: `fp64`, `fp16`,
             `bf16`. `dtype="bf16", as_fp32="fp16"` makes an FP16 model a BF16 one.
         fuse: write norms and GELUs that an exporter has left in parts as `LayerNormalization` (from opset 17 on),
-            `RMSNormalization` (23) or `Gelu` (20), where that computes the same. By default this is done with norms
-            beside which casts would stand, and which the rules let be 16-bit as one op; with `False` all stay in parts.
-            A norm for which the opset has no op stays in parts, in FP32. No opset is raised for it: name one with
-            `opset`. The plan says of each what was done, or why it stays in parts.
+            `RMSNormalization` (23) or `Gelu` (20), where that computes the same. By default all stay in parts: a norm
+            in FP32, with casts around it. No opset is raised for it: name one with `opset`. The plan says of each what
+            was done, or why it stays in parts.
 
     Returns:
         The plan, with the model or its path.
