@@ -48,8 +48,7 @@ class ConvertOptions:
         providers: execution providers of ONNX Runtime.
         custom_ops: libraries of custom ops for ONNX Runtime.
         as_fp32: types that are made FP32 first.
-        fuse: write norms and GELUs that stand in parts as one op each, or none; by default norms beside casts.
-            An RMSNorm has an op from opset 23 on.
+        fuse: write norms and GELUs that stand in parts as one op each. An RMSNorm has an op from opset 23 on.
     """
 
     source: Path
@@ -67,7 +66,7 @@ class ConvertOptions:
     providers: tuple[str, ...] = ()
     custom_ops: tuple[Path, ...] = ()
     as_fp32: tuple[str, ...] = ()
-    fuse: bool | None = None
+    fuse: bool = False
 
     @property
     def engine(self) -> Engine:

@@ -59,7 +59,7 @@ class ExplainOptions:
     loss: str = ""
     backend: str = NODE_BY_NODE
     device: str = "auto"
-    fuse: bool | None = None
+    fuse: bool = False
     opset: int | None = None
 
     @property

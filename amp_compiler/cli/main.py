@@ -140,8 +140,8 @@ def explain(
         Device, typer.Option("--device", help="Plan for this device, which need not be there.")
     ] = Device.AUTO,
     fuse: Annotated[
-        bool | None, typer.Option("--fuse/--no-fuse", help="Of an ONNX file: as `convert` plans it with this.")
-    ] = None,
+        bool, typer.Option("--fuse/--no-fuse", help="Of an ONNX file: as `convert` plans it with this.")
+    ] = False,
     opset: Annotated[
         int | None, typer.Option("--opset", metavar="N", help="Of an ONNX file: as `convert --opset` plans it.")
     ] = None,
@@ -255,13 +255,13 @@ def convert(
         ),
     ] = None,
     fuse: Annotated[
-        bool | None,
+        bool,
         typer.Option(
             "--fuse/--no-fuse",
-            help="Write norms and GELUs that stand in parts as the one op that the opset has for each, or none. "
-            "By default norms beside which casts would stand. An RMSNorm has an op from opset 23 on.",
+            help="Write norms and GELUs that stand in parts as the one op that the opset has for each. "
+            "By default none. An RMSNorm has an op from opset 23 on.",
         ),
-    ] = None,
+    ] = False,
     json_: JsonOption = False,
 ) -> None:
     """Convert an ONNX model to mixed precision. Exit codes: 1 no conversion, 2 wrong usage, 3 failed verification."""

@@ -126,7 +126,7 @@ def explain(
     dtype: DTypeArgument = "auto",
     dynamic_shapes: Any = None,
     device: str | None = None,
-    fuse: bool | None = None,
+    fuse: bool = False,
     opset: int | None = None,
 ) -> PrecisionPlan:
     """Plan the precision of a model without compiling or running it.

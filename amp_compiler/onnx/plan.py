@@ -9,7 +9,7 @@ from typing import Any
 
 from amp_compiler.ir.dtypes import DType, LowArgument, low_type
 from amp_compiler.ir.plan import PrecisionPlan
-from amp_compiler.onnx.decide import Decided, decide
+from amp_compiler.onnx.decide import decide
 from amp_compiler.onnx.later_opset import at_opset, raised_for
 from amp_compiler.onnx.lowering.fuse import Fusion
 from amp_compiler.onnx.lowering.fuse import fuse as fuse_compounds
@@ -20,7 +20,6 @@ from amp_compiler.onnx.model.infer import Sizes
 from amp_compiler.onnx.model.model import OnnxFile, Source, open_model, read_model
 from amp_compiler.onnx.model.retype import make_fp32, types_of
 from amp_compiler.onnx.model.validate import told_as_onnx
-from amp_compiler.onnx.whole_norms import with_fewer_casts
 from amp_compiler.passes.pipeline import Stages
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.rules import RuleSet
@@ -37,7 +36,7 @@ def explain_onnx(
     sizes: Sizes | None = None,
     as_fp32: Iterable[str] | str = (),
     opset: int | None = None,
-    fuse: bool | None = None,
+    fuse: bool = False,
 ) -> PrecisionPlan:
     """The plan that `convert_onnx` would carry out.
 
@@ -77,7 +76,7 @@ def plan_onnx(
     opset: int | None = None,
     sizes: Sizes | None = None,
     as_fp32: Iterable[str] | str = (),
-    fused: bool | None = None,
+    fused: bool = False,
 ) -> tuple[PrecisionPlan, Lowered, Ranges]:
     """The plan of a model, the lowered model that `lowering.apply` carries it out on, and what ranges demand.
 
@@ -107,18 +106,12 @@ def plan_onnx(
         "named": names_ops(rules), "keep_io_types": keep_io_types, "keep_quantized": rules.keeps("quantized"),
     }  # fmt: skip
 
-    def lowered_from(
-        file: OnnxFile, checked: bool, only: frozenset[str] | None = None
-    ) -> tuple[Lowered, Fusion | None]:
-        fuses = bool(fused) or only is not None
+    def lowered_from(file: OnnxFile, checked: bool) -> tuple[Lowered, Fusion | None]:
         model = read_model(file, check=checked, sizes=sizes)
         if wide:
             make_fp32(model, wide, keep_io_types=keep_io_types)
-        fusion = fuse_compounds(model, only) if fuses else None
+        fusion = fuse_compounds(model) if fused else None
         return lower(model, low, **options), fusion
-
-    def decided(lowered: Lowered, fusion: Fusion | None) -> Decided:
-        return decide(lowered, fusion, rules, ranges, None if stages is None else Stages())
 
     with told_as_onnx(opened.name, "it cannot be planned"):
         lowered, fusion = lowered_from(opened, check)
@@ -126,12 +119,7 @@ def plan_onnx(
         if raised is not None:
             opened = raised
             lowered, fusion = lowered_from(raised, False)
-        found = decided(lowered, fusion)
-        if fused is None:
-            found = with_fewer_casts(found, rules, lambda torn: decided(*lowered_from(opened, False, torn)))
-    if stages is not None:
-        for stage in found.stages or ():
-            stages.note(*stage)
+        found = decide(lowered, fusion, rules, ranges, stages)
     return found.plan, found.lowered, found.ranges
 
 

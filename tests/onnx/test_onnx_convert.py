@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import onnx
 import pytest
@@ -23,6 +25,7 @@ from onnx_models import (
     weight,
 )
 
+from amp_compiler.errors import OnnxError
 from amp_compiler.onnx.convert import convert_onnx
 
 
@@ -222,3 +225,18 @@ def test_a_name_given_to_a_duplicate_is_nobodys():
     made = check(both, "fp16").model
     for attribute in next(entry for entry in made.graph.node if entry.op_type == "If").attribute:
         assert "inner" in [entry.name for entry in attribute.g.node]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_left_as_it_was(enabled):
+    """It pauses while a model is converted."""
+    was, wrong = gc.isenabled(), mlp()
+    wrong.graph.node[0].op_type = "Nothing"
+    try:
+        (gc.enable if enabled else gc.disable)()
+        convert_onnx(mlp(), check=False)
+        with pytest.raises(OnnxError):
+            convert_onnx(wrong)
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if was else gc.disable)()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -58,7 +58,7 @@ class _Unfit(Exception):
     """Why a compound is not what the one op computes."""
 
 
-def fuse(model: OnnxModel, only: Collection[str] | None = None) -> Fusion:
+def fuse(model: OnnxModel) -> Fusion:
     """Write each norm and GELU as `LayerNormalization`, `RMSNormalization` or `Gelu`, where that computes the same.
 
     The result keeps its name, and the node that of the last one that it replaces. Stored data that nothing reads any
@@ -66,7 +66,6 @@ def fuse(model: OnnxModel, only: Collection[str] | None = None) -> Fusion:
 
     Args:
         model: as `read_model` gives it.
-        only: the names of the results of what is to be written so; all by default.
 
     Example:
         ```python
@@ -77,8 +76,6 @@ def fuse(model: OnnxModel, only: Collection[str] | None = None) -> Fusion:
     done = Fusion()
     fuser = _Fuser(model)
     for ways in list(find_compounds(model.ir.graph)):
-        if only is not None and ways[0].last.outputs[0].name not in only:
-            continue
         if any(node in fuser.gone or node in done.made for node in ways[0].nodes):
             continue
         op, since = OPS[ways[0].kind]
