@@ -56,7 +56,8 @@ def forward(inputs: Sequence[Tensor], kind: str, reverse: bool) -> tuple[Tensor,
     cell = h.new_empty(h.shape if kind == "lstm" else 0)
     sizes = (*data.shape, h.shape[-1], int(reverse))
     _call("amp_recurrent_forward", kind, sizes, whole, (out, last, cell), memory)
-    out, last, cell = (one[..., :hidden].contiguous() for one in (out, last, cell))
+    if h.shape[-1] != hidden:
+        out, last, cell = (one[..., :hidden].contiguous() for one in (out, last, cell))
     return out, last, cell, *memory
 
 
@@ -80,6 +81,8 @@ def sums_backward(
     sums = [w_hh.new_empty(steps, batch, len(whole[0])) for _ in range(1 + (kind == "gru"))]
     sizes = (steps, batch, 0, units, int(reverse))
     _call("amp_recurrent_backward", kind, sizes, whole, (states[0], states[-1], sums[0], sums[-1]), memory)
+    if units == hidden:
+        return [*states, *sums]
     by_gate = (one.unflatten(-1, (-1, units))[..., :hidden].flatten(-2) for one in sums)
     return [*(one[..., :hidden].contiguous() for one in states), *by_gate]
 
