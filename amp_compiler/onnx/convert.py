@@ -14,8 +14,8 @@ import onnx
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import LowArgument, low_type
+from amp_compiler.ir.facts import unknown_numbers
 from amp_compiler.ir.files import output_file
-from amp_compiler.ir.graph import unknown_magnitude
 from amp_compiler.ir.plan import PrecisionPlan
 from amp_compiler.onnx.check.batches import Sizes
 from amp_compiler.onnx.check.loads import MOST_NODES, Refusal, is_installed, is_long, refusal_of, told_crash
@@ -32,6 +32,7 @@ from amp_compiler.onnx.model.model import OnnxFile, Source, open_model
 from amp_compiler.onnx.model.save import save, to_proto
 from amp_compiler.onnx.model.validate import told_as_onnx
 from amp_compiler.onnx.plan import plan_onnx
+from amp_compiler.passes.onnx_plan.find_masks import mask_floors
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.unused import warn_of_unused
 
@@ -143,7 +144,7 @@ def convert_onnx(
         ranges = calibrate(opened, sizes.watch(calibration), engine=engine)
     converted = None
     with _paused_collector():
-        plan, lowered, found = plan_onnx(
+        plan, lowered = plan_onnx(
             opened,
             rule_set,
             low,
@@ -161,7 +162,7 @@ def convert_onnx(
         with told_as_onnx(opened.name, "it cannot be converted"):
             open_touched(lowered, plan)
             _rename_duplicates(lowered)
-            floors = found.floors(plan.labels, low)
+            floors = mask_floors(lowered.graph, plan.labels, low)
             changed = apply_plan(lowered, plan, floors=floors, keep_io_types=keep_io_types)
             if changed:
                 guard_norms(lowered)
@@ -241,7 +242,7 @@ def _release(lowered: Lowered) -> None:
 
     Every tensor of it holds the whole message that it was read from.
     """
-    lowered.graph.magnitude_of = unknown_magnitude
+    lowered.graph.stored_numbers = unknown_numbers
     if lowered.model.condensed is not None:
         lowered.model.condensed.graph.release()
     for graph in lowered.model.graphs():
