@@ -10,7 +10,7 @@ from typing import Any
 from amp_compiler.errors import PassError
 from amp_compiler.passes.base import Pass
 
-_ROOMS = ("capture", "plan", "precision", "step", "device", "onnx_export", "diagnose")
+_ROOMS = ("capture", "onnx_plan", "plan", "precision", "step", "device", "onnx_export", "diagnose")
 
 
 def _class_of(name: str) -> str:

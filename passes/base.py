@@ -1,5 +1,7 @@
 """The contract of a pass, enforced here for all of them: what it requires and ensures, and an honest `modified`.
 
+A pipeline holds its passes to it where somebody asks for the stages, with `AMP_VERIFY=1`, and for a pass of the user's.
+
 A pass changes its subject in place (`InPlacePass`, graphs of torch.fx) or leaves it as it is and returns another
 (`FunctionalPass`, drafts of plans and passes that trace anew). `modified` is true exactly if a graph's text changed, as
 `fx.text.format_fx` writes it; for a draft, if what its text is made of changed, `Draft.state()`.
@@ -7,7 +9,9 @@ A pass changes its subject in place (`InPlacePass`, graphs of torch.fx) or leave
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -116,8 +120,19 @@ class Pass(ABC, Generic[Subject]):
 
     def checked(self, subject: Subject, before: Any, texts: Texts) -> tuple[PassResult[Subject], Any]:
         """As `__call__`, for those who have the state of the subject already; returns that of the result as well."""
-        try:
+        with self._named():
             return self._run_checked(subject, before, texts)
+
+    def unchecked(self, subject: Subject) -> PassResult[Subject]:
+        """Run the pass where nobody asks for its contract, or the text behind it; an error still names the pass."""
+        with self._named():
+            return self.run(subject)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Let errors that are no `AmpError` name the pass."""
+        try:
+            yield
         except AmpError:
             raise
         except Exception as cause:  # a pass, the user's too, may raise anything

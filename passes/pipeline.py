@@ -114,7 +114,7 @@ class Pipeline:
     """A list of passes, each by its name in `PASSES`, or as an object: a pass of one's own.
 
     Args:
-        name: `CAPTURE`, `PLAN`, `FORWARD`, `STEP`, `DEVICE`, `ONNX_EXPORT`.
+        name: `CAPTURE`, `ONNX_PLAN`, `PLAN`, `FORWARD`, `STEP`, `DEVICE`, `ONNX_EXPORT`.
         steps: the passes.
         about: what it makes of what, and who runs it.
 
@@ -194,13 +194,17 @@ class Pipeline:
         Raises:
             PassError: a pass broke its contract, or an option is missing; its `stages` are those until then.
         """
+        verifies = os.environ.get("AMP_VERIFY") == "1"
         texts = Texts() if stages is None else stages.texts
-        state = texts.state(subject)
+        state = None  # of the subject, as long as it is known
         for step in self.steps:
             run = self._made(step, options, subject)
+            if isinstance(step, str) and stages is None and not verifies:
+                subject, state = run.unchecked(subject).subject, None
+                continue
             whole = not isinstance(step, str) and self._complaint(subject) is None
             try:
-                result, state = run.checked(subject, state, texts)
+                result, state = run.checked(subject, texts.state(subject) if state is None else state, texts)
             except PassError as error:
                 error.stages = stages
                 raise
@@ -209,7 +213,7 @@ class Pipeline:
                 stages.note(run.name, state if isinstance(state, str) else texts.of(subject))
             if not isinstance(step, str):
                 self._verify(subject, run.name, whole)
-        if os.environ.get("AMP_VERIFY") == "1":
+        if verifies:
             self._verify(subject, self.names[-1] if self.names else "")
         return subject
 
@@ -275,6 +279,22 @@ CAPTURE = Pipeline(
         "fold_masks",
     ),
     "From a captured graph to its normal form. Run by every call.",
+)
+ONNX_PLAN = Pipeline(
+    "ONNX_PLAN",
+    (
+        "find_masks",
+        "pin_stored_numbers",
+        "pin_overflows",
+        "pin_calibrated",
+        "pin_whole_numbers",
+        "pin_batch_norms",
+        "pin_scales",
+        "pin_running_sums",
+        "pin_norms",
+        "pin_means",
+    ),
+    "What an ONNX model demands of its nodes, before PLAN: `amp.convert_onnx`, and `amp.explain` of a file.",
 )
 PLAN = Pipeline(
     "PLAN",
@@ -368,6 +388,7 @@ ONNX_EXPORT = Pipeline(
 )
 PIPELINES = (
     CAPTURE,
+    ONNX_PLAN,
     PLAN,
     FORWARD,
     INFERENCE,

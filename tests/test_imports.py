@@ -51,6 +51,7 @@ NO_TORCH = (
     "passes.base",
     "passes.pipeline",
     "passes.plan*",
+    "passes.onnx_plan*",
 )
 ONNX = ("onnx*", "cli*")
 PRIVATE = "fx.torch_private"
@@ -179,3 +180,18 @@ def test_only_what_is_onnx_imports_onnx() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_what_plans_does_not_ask_for_what_kind_of_graph_it_plans() -> None:
+    """How a graph is run stands in `PrecisionGraph.execution`, by what it says; no device is compared with a name."""
+    for name, path in ALL:
+        if room(name) not in ("planner", "policy") and not name.startswith(("passes.plan", "passes.onnx_plan")):
+            continue
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.Compare):
+                sides = [node.left, *node.comparators]
+                named = any(isinstance(side, ast.Constant) and side.value in ("onnx", "cpu", "cuda") for side in sides)
+                assert not (named and "device" in ast.unparse(node)), f"{name}: {ast.unparse(node)}"
+            elif isinstance(node, ast.Attribute):
+                asked = node.attr == "folds" or ast.unparse(node).endswith("graph.is_file")
+                assert not asked, f"{name}: {ast.unparse(node)}"

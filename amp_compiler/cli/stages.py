@@ -21,7 +21,7 @@ from amp_compiler.forward import api as forward
 from amp_compiler.fx.examples import split_example
 from amp_compiler.ir.dtypes import ShortName
 from amp_compiler.passes.base import FunctionalPass, PassResult
-from amp_compiler.passes.pipeline import DEVICE, PIPELINES, PLAN, STEP, Pipeline, Stage, Stages
+from amp_compiler.passes.pipeline import DEVICE, ONNX_PLAN, PIPELINES, PLAN, STEP, Pipeline, Stage, Stages
 from amp_compiler.training import setup
 from amp_compiler.training.step import training_step
 
@@ -99,7 +99,7 @@ def _where_it_runs(name: str) -> str:
         "LATE": "it runs inside of Inductor, and TORCH_LOGS=post_grad_graphs prints what comes out",
         "": "amp.export_onnx runs it, this command does not",
     }
-    hint = hints.get(" ".join(here), "see `amp-compiler passes`")
+    hint = "name an ONNX file" if ONNX_PLAN.name in homes else hints.get(" ".join(here), "see `amp-compiler passes`")
     return f"it belongs to {' and '.join(homes)}: {hint}" if homes else "no pipeline has it"
 
 
@@ -179,9 +179,10 @@ def _of_onnx(path: str, options: StageOptions) -> Stages:
     """The stages of a file: the neutral passes alone, because it is converted and not compiled."""
     from amp_compiler.onnx.plan import explain_onnx
 
+    known = (CAPTURED, *ONNX_PLAN.names, *PLAN.names)
     for option, name in (("--print-after", options.show), ("--stop-after", options.stop)):
-        if name not in (ALL, "", CAPTURED, *PLAN.names):
-            mend = f"use {', '.join((CAPTURED, *PLAN.names))}"
+        if name not in (ALL, "", *known):
+            mend = f"use {', '.join(known)}"
             raise UsageError(f"'{name}' does not run on an ONNX file", where=option, mend=mend)
     if options.skip or options.loss is not None:
         option = "--skip" if options.skip else "--loss"

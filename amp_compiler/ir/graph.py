@@ -6,14 +6,16 @@ nothing of torch or ONNX: a frontend lowers its own graph to this one and carrie
 
 from __future__ import annotations
 
+import copy
 import enum
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import field, replace
 from typing import TYPE_CHECKING
 
 from amp_compiler.errors import GraphError
 from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.facts import Execution, Mask, StoredNumbers, unknown_numbers
 from amp_compiler.ir.value_class import value_class
 
 if TYPE_CHECKING:
@@ -101,6 +103,10 @@ class Pin:
 
 LOSS_FUNCTION = "<loss_fn>"  # the module of a node of a step's loss function, which stands in no module of the model
 PIN_PRECISIONS = ("fp32", "keep", "cast")
+RMS_NORM, LAYER_NORM, GELU = "rms_norm", "layer_norm", "gelu"
+"""What a node may be a part of (`Node.part`)."""
+CARRIED = "carried"
+"""The attribute of a loop that holds (state, its next value) of each state that it carries, as names of values."""
 
 
 @value_class
@@ -136,23 +142,20 @@ class Node:
     part: str = ""
 
 
-def unknown_magnitude(value: str) -> float | None:
-    """What is known of the numbers of a graph without data: nothing."""
-    return None
-
-
 class PrecisionGraph:
     """Nodes in execution order, the values between them, and the graph's outputs.
 
     Args:
         device: type of the device that it runs on: `cpu`, `cuda`, …
-        folds: a cast of a parameter or constant is done once on the stored data and costs nothing at run time.
+        execution: how it is run.
 
     Attributes:
         lists: values that are lists of tensors of one type, as a name of each: no cast takes such a value, so all that
             reads or makes one list has one type.
-        magnitude_of: the largest finite magnitude of the numbers stored under a value's name; `None` where there are
-            none, or they are not known. What lowers a model sets it.
+        stored_numbers: what is known of the numbers stored under a value's name; `None` where there are none, or they
+            are not known. What lowers a model sets it.
+        masks: stored values that hide scores from a softmax.
+        compounds: the nodes of each norm and GELU that stands in parts, by name, in execution order.
 
     Example:
         >>> graph = PrecisionGraph()
@@ -163,9 +166,11 @@ class PrecisionGraph:
         >>> graph.verify()
     """
 
-    def __init__(self, device: str = "cpu", *, folds: bool = False) -> None:
-        self.device, self.folds = device, folds
-        self.magnitude_of: Callable[[str], float | None] = unknown_magnitude
+    def __init__(self, device: str = "cpu", execution: Execution | None = None) -> None:
+        self.device, self.execution = device, execution or Execution()
+        self.stored_numbers: Callable[[str], StoredNumbers | None] = unknown_numbers
+        self.masks: Mapping[str, Mask] = {}
+        self.compounds: list[tuple[str, ...]] = []
         self.values: dict[str, Value] = {}
         self.nodes: dict[str, Node] = {}
         self.outputs: list[str] = []
@@ -230,12 +235,25 @@ class PrecisionGraph:
 
     def is_folded(self, value: str) -> bool:
         """True where a cast of `value` costs nothing at run time."""
-        return self.folds and self.values[value].kind in _FOLDED
+        return self.execution.stored_casts_free and self.values[value].kind in _FOLDED
 
-    @property
-    def is_file(self) -> bool:
-        """True where what is planned is a file, which runtimes run node by node: each cast is a node of its own."""
-        return self.device == "onnx"
+    def with_pins(self, pins: Mapping[str, str]) -> PrecisionGraph:
+        """The graph with more nodes pinned to FP32; this one stays as it is.
+
+        Args:
+            pins: by name of the node, why it must run in FP32.
+        """
+        made = copy.copy(self)
+        made.nodes = dict(self.nodes)
+        for name, reason in pins.items():
+            made.nodes[name] = replace(made.nodes[name], pin=Pin("fp32", reason))
+        return made
+
+    def with_masks(self, masks: Mapping[str, Mask]) -> PrecisionGraph:
+        """The graph with these masks; this one stays as it is."""
+        made = copy.copy(self)
+        made.masks = masks
+        return made
 
     def producer(self, value: str) -> Node | None:
         """The node that makes `value`; `None` for inputs, parameters, buffers and constants."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import fields
+from typing import TypeVar
 
 from amp_compiler.errors import AmpError, GraphError
 from amp_compiler.ir.dtypes import DType, dtype_from_short
+from amp_compiler.ir.facts import Execution, Mask, StoredNumbers
 from amp_compiler.ir.graph import Attr, Node, Operand, Pin, Value, ValueKind
 
-KEYWORDS = frozenset({"graph", "return", "volatile", *(kind.value for kind in ValueKind)})
+KEYWORDS = frozenset({"graph", "return", "volatile", "compound", *(kind.value for kind in ValueKind)})
 _NUMBER = r"-?(?:[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?|inf|nan)(?![A-Za-z0-9_./])"
 _TOKEN = re.compile(rf'\s*(?:("(?:[^"\\]|\\.)*")|({_NUMBER})|([A-Za-z0-9_./]+)|(->|[(){{}}\[\]=,:|~?]))')
 _FACTS = ("name", "module", "type", "source", "region", "phase", "part", "pin")
@@ -128,7 +131,40 @@ def parse_value_names(line: Line) -> list[str]:
     return names
 
 
-def parse_source(line: Line) -> Value:
+_Facts = TypeVar("_Facts", Execution, StoredNumbers)
+
+
+def parse_facts(line: Line, kind: type[_Facts]) -> _Facts:
+    """The fields of `Execution` or `StoredNumbers` up to the end of the line: a name alone says that it is so.
+
+    Raises:
+        GraphError: a field is unknown, given twice, or no number or truth value.
+    """
+    return _facts_of(line, kind, _words(line))
+
+
+def _words(line: Line) -> dict[str, Attr]:
+    """What stands up to the end of the line as `name` or `name=value`."""
+    found: dict[str, Attr] = {}
+    while line.peek():
+        key = line.name()
+        if key in found:
+            raise line.error(f"'{key}' is given twice")
+        found[key] = _attr(line) if line.skip("=") else True
+    return found
+
+
+def _facts_of(line: Line, kind: type[_Facts], words: dict[str, Attr]) -> _Facts:
+    types = {one.name: one.default.__class__ for one in fields(kind)}
+    for key, value in words.items():
+        if key not in types:
+            raise line.error(f"'{key}' is unknown", f"use {', '.join(types)}")
+        if isinstance(value, bool) != (types[key] is bool) or not isinstance(value, int | float):
+            raise line.error(f"'{key}' is no {'truth value' if types[key] is bool else 'number'}")
+    return kind(**words)  # type: ignore[arg-type]  # they were looked at
+
+
+def parse_source(line: Line) -> tuple[Value, StoredNumbers | None, Mask | None]:
     """An `input`, `param`, `buffer` or `const` line.
 
     Raises:
@@ -138,8 +174,14 @@ def parse_source(line: Line) -> Value:
     name = line.name()
     line.take(":")
     value = _typed(line, name, kind)
-    line.end()
-    return value
+    words = _words(line)
+    path, terms = words.pop("mask", None), words.pop("terms", 1.0)
+    mask = None
+    if path is not None:
+        if not isinstance(path, tuple) or not isinstance(terms, int | float):
+            raise line.error("a mask is not understood", 'write mask=("node", "node") terms=2.0')
+        mask = Mask(tuple(str(node) for node in path), float(terms))
+    return value, _facts_of(line, StoredNumbers, words) if words else None, mask
 
 
 def parse_node(line: Line) -> tuple[Node, list[Value]]:

@@ -10,8 +10,11 @@ r"""A `PrecisionGraph` as text, and back: for reading, for golden files, for dif
 Blank lines and lines that begin with `#` say nothing. A dimension may be a name (`fp32[s0, 8]~64`: 64 elements by
 the hint), the rank unknown (`fp32[?]~64`). An operand may list the types that its op takes (`X=x:fp16|fp32`). A node is
 named after its first output unless `name=` says otherwise, and one without outputs is written `() = op(…)`. After the
-allowed types may stand `tied` (`X=x:fp16|fp32|tied`), and after the device `folds`. After the result
-types may stand `module`, `type`, `source`, `region`, `phase`, `part` and `pin`. Names with characters other than
+allowed types may stand `tied` (`X=x:fp16|fp32|tied`), and after the device what is said of how the graph is run, by the
+names of `Execution` (`graph onnx stored_casts_free cast_overhead=4096`). After a source may stand what is known of its
+numbers, by the names of `StoredNumbers`, and the way of a mask (`const m: fp32[2] least=-1e+09 mask=("a", "b")
+terms=2.0`). Behind the nodes stand the `compound` lines: the nodes of one norm or GELU. After the result types of
+a node may stand `module`, `type`, `source`, `region`, `phase`, `part` and `pin`. Names with characters other than
 letters, digits, `_`, `.` and `/` are written as JSON strings, and so are values with the name of a keyword.
 """
 
@@ -20,10 +23,12 @@ from __future__ import annotations
 import json
 import math
 import re
+from dataclasses import fields
 
 from amp_compiler.errors import AmpError
+from amp_compiler.ir.facts import Execution, StoredNumbers
 from amp_compiler.ir.graph import Attr, Node, Operand, PrecisionGraph, Value, ValueKind
-from amp_compiler.ir.graph_parser import KEYWORDS, Line, parse_node, parse_source, parse_value_names
+from amp_compiler.ir.graph_parser import KEYWORDS, Line, parse_facts, parse_node, parse_source, parse_value_names
 
 _BARE = re.compile(r"[A-Za-z0-9_./]+\Z")
 _WORDS = {True: "true", False: "false", None: "none"}
@@ -44,11 +49,16 @@ def format_graph(graph: PrecisionGraph) -> str:
         input x: fp32[2, s0]~6
         return
     """
-    lines = [f"graph {_word(graph.device)}" + (" folds" if graph.folds else "")]
+    lines = [" ".join(("graph", _word(graph.device), *_said(graph.execution)))]
     for value in graph.values.values():
         if value.kind is not ValueKind.RESULT:
-            lines.append(f"{value.kind.value} {_name(value.name)}: {_type(value)}")
+            words = [f"{value.kind.value} {_name(value.name)}: {_type(value)}"]
+            numbers, mask = graph.stored_numbers(value.name), graph.masks.get(value.name)
+            words += [] if numbers is None else _said(numbers) or ["least=0.0"]
+            words += [] if mask is None else [f"mask={_attr(mask.path)} terms={mask.terms}"]
+            lines.append(" ".join(words))
     lines += [_node(graph, node) for node in graph.nodes.values()]
+    lines += [f"compound {', '.join(map(_name, names))}" for names in graph.compounds]
     lines.append(f"return {', '.join(map(_name, graph.outputs))}".rstrip())
     return "\n".join(lines) + "\n"
 
@@ -68,6 +78,7 @@ def parse_graph(text: str) -> PrecisionGraph:
         ['y']
     """
     graph: PrecisionGraph | None = None
+    known: dict[str, StoredNumbers] = {}
     line = Line("", 1)
     returned = False
     for number, content in enumerate(text.splitlines(), start=1):
@@ -76,13 +87,13 @@ def parse_graph(text: str) -> PrecisionGraph:
         line = Line(content, number)
         if graph is None:
             line.take("graph")
-            graph = PrecisionGraph(line.name(), folds=line.skip("folds"))
-            line.end()
+            graph = PrecisionGraph(line.name(), parse_facts(line, Execution))
+            graph.stored_numbers = known.get
             continue
         if returned:
             raise line.error("nothing may follow 'return'")
         try:
-            returned = _statement(graph, line)
+            returned = _statement(graph, line, known)
         except AmpError as cause:
             raise cause if cause.where else line.error(cause.what, cause.mend) from cause
     if graph is None:
@@ -91,7 +102,7 @@ def parse_graph(text: str) -> PrecisionGraph:
     return graph
 
 
-def _statement(graph: PrecisionGraph, line: Line) -> bool:
+def _statement(graph: PrecisionGraph, line: Line, known: dict[str, StoredNumbers]) -> bool:
     """Read one line into the graph; True for the `return` line."""
     word = line.peek()
     if word == "return":
@@ -103,8 +114,17 @@ def _statement(graph: PrecisionGraph, line: Line) -> bool:
         graph.outputs = outputs
         line.end()
         return True
-    if word in {kind.value for kind in ValueKind if kind is not ValueKind.RESULT}:
-        graph.add_value(parse_source(line))
+    if word == "compound":
+        line.take("compound")
+        graph.compounds.append(tuple(parse_value_names(line)))
+        line.end()
+    elif word in {kind.value for kind in ValueKind if kind is not ValueKind.RESULT}:
+        value, numbers, mask = parse_source(line)
+        graph.add_value(value)
+        if numbers is not None:
+            known[value.name] = numbers
+        if mask is not None:
+            graph.masks = {**graph.masks, value.name: mask}
     else:
         node, made = parse_node(line)
         graph.add_node(node, made)
@@ -136,6 +156,16 @@ def _node(graph: PrecisionGraph, node: Node) -> str:
     if node.pin is not None:
         facts.append(f"pin={_word(node.pin.precision)} {_string(node.pin.reason)}")
     return text + ("  " + " ".join(facts) if facts else "")
+
+
+def _said(facts: Execution | StoredNumbers) -> list[str]:
+    """The fields that are not as they are by default."""
+    told = []
+    for one in fields(facts):
+        value = getattr(facts, one.name)
+        if value != one.default:
+            told.append(one.name if value is True else f"{one.name}={_attr(value)}")
+    return told
 
 
 def _name(value: str) -> str:

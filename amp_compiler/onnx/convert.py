@@ -30,6 +30,7 @@ from amp_compiler.onnx.model.model import OnnxFile, Source, open_model
 from amp_compiler.onnx.model.save import save, to_proto
 from amp_compiler.onnx.model.validate import told_as_onnx
 from amp_compiler.onnx.plan import plan_onnx
+from amp_compiler.passes.onnx_plan.find_masks import mask_floors
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.unused import warn_of_unused
 
@@ -139,7 +140,7 @@ def convert_onnx(
         ranges = calibrate(opened, sizes.watch(calibration), engine=engine)
     converted = None
     with _paused_collector():
-        plan, lowered, found = plan_onnx(
+        plan, lowered = plan_onnx(
             opened,
             rule_set,
             low,
@@ -156,7 +157,7 @@ def convert_onnx(
         warn_of_unused(plan.unused_rules, lowered.model.ir.graph.name or "the ONNX model")
         with told_as_onnx(opened.name, "it cannot be converted"):
             _rename_duplicates(lowered)
-            floors = found.floors(plan.labels, low)
+            floors = mask_floors(lowered.graph, plan.labels, low)
             changed = apply_plan(lowered, plan, floors=floors, keep_io_types=keep_io_types)
             if changed:
                 guard_norms(lowered)

@@ -30,10 +30,11 @@ from amp_compiler.onnx.exporting.from_fx import (
     onnx_typing,
     pin_misfits,
     settle,
-    stored_magnitudes,
+    stored_numbers,
     value_kinds,
 )
 from amp_compiler.onnx.exporting.misfits import unfit_nodes
+from amp_compiler.onnx.lowering.lower import FILE
 from amp_compiler.onnx.model.model import OnnxModel
 from amp_compiler.onnx.model.save import save
 from amp_compiler.passes.pipeline import CAPTURE, ONNX_CAPTURE, ONNX_EXPORT
@@ -168,8 +169,8 @@ def _rewrite(
     graph_module = program.graph_module
     rules = replace(rules, ops=onnx_typing(rules.ops))
     graph = lower_graph(graph_module, kinds)
-    graph.device, graph.folds = "onnx", True
-    graph.magnitude_of = stored_magnitudes(program, low)
+    graph.device, graph.execution = "onnx", FILE
+    graph.stored_numbers = stored_numbers(program, low)
     pin_misfits(graph, program, low, rules.ops)
     pin_calibrated(graph, ranges, low)
     for name, why in pins.items():

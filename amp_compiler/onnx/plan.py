@@ -15,7 +15,6 @@ from amp_compiler.onnx.lowering.fuse import Fusion
 from amp_compiler.onnx.lowering.fuse import fuse as fuse_compounds
 from amp_compiler.onnx.lowering.lower import lower
 from amp_compiler.onnx.lowering.lowered import Lowered
-from amp_compiler.onnx.lowering.ranges import Ranges
 from amp_compiler.onnx.model.infer import Sizes
 from amp_compiler.onnx.model.model import OnnxFile, Source, open_model, read_model
 from amp_compiler.onnx.model.retype import make_fp32, types_of
@@ -56,7 +55,7 @@ def explain_onnx(
         OnnxError: the model cannot be read, or its opset not be raised.
     """
     low = low_type(dtype)
-    plan, _, _ = plan_onnx(
+    plan, _ = plan_onnx(
         open_model(source), load_rules(rules), low, ranges,
         stages=stages, check=check, opset=opset, sizes=sizes, as_fp32=as_fp32, fused=fuse,
     )  # fmt: skip
@@ -77,8 +76,8 @@ def plan_onnx(
     sizes: Sizes | None = None,
     as_fp32: Iterable[str] | str = (),
     fused: bool = False,
-) -> tuple[PrecisionPlan, Lowered, Ranges]:
-    """The plan of a model, the lowered model that `lowering.apply` carries it out on, and what ranges demand.
+) -> tuple[PrecisionPlan, Lowered]:
+    """The plan of a model, and the lowered model that `lowering.apply` carries it out on.
 
     Args:
         opened: the model, as `open_model` gives it.
@@ -120,7 +119,7 @@ def plan_onnx(
             opened = raised
             lowered, fusion = lowered_from(raised, False)
         found = decide(lowered, fusion, rules, ranges, stages)
-    return found.plan, found.lowered, found.ranges
+    return found.plan, found.lowered
 
 
 def names_ops(rules: RuleSet) -> Callable[[str, str], bool]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import PrecisionGraph
+from amp_compiler.ir.graph_text import format_graph
 from amp_compiler.ir.plan import PlannedCast
 from amp_compiler.planner.typing import TypingRules
 from amp_compiler.policy.rules import Context, Decision, RuleSet
@@ -17,7 +18,7 @@ class Draft:
     """What is known so far.
 
     Args:
-        graph: the captured graph; no neutral pass changes it.
+        graph: the captured graph; a pass that pins nodes of it hands on a copy.
         rules: the rules.
         context: low type and device.
         ranges: calibrated largest magnitude by value name; empty without calibration.
@@ -42,12 +43,14 @@ class Draft:
     )
 
     def to_text(self) -> str:
-        """What was found out last, one line a node or cast: decisions, then labels, then casts."""
+        """What was found out last: the graph with its pins, then a line a node or cast: decisions, labels, casts."""
         if self.casts is not None:
             return "".join(f"{cast}\n" for cast in self.casts) or "no casts\n"
         if self.labels:
             notes = {name: f"  ({note})" for name, note in self.notes.items() if note}
             return "".join([f"{label} {name}{notes.get(name, '')}\n" for name, label in self.labels.items()])
+        if not self.decisions:
+            return format_graph(self.graph)
         told: dict[int, str] = {}  # few decisions are common to many nodes
         lines: list[str] = []
         for name, decision in self.decisions.items():
@@ -63,7 +66,7 @@ class Draft:
         Args:
             kept: it stays as it is, whatever becomes of the draft; else it is to be compared at once.
         """
-        held = (self.labels, self.decisions, self.notes)  # what differs behind a pass stands before what does not
+        held = (self.labels, self.decisions, self.notes, self.graph.nodes, self.graph.masks)  # what differs comes first
         return (self.casts, *(dict(one) if kept and isinstance(one, dict) else one for one in held))
 
     @property

@@ -93,7 +93,7 @@ class _Walk:
         for value in draft.graph.values.values():
             if value.kind is not ValueKind.RESULT and value.dtype in typing.flexible:
                 self.found.wide[value.name] = value.dtype is DType.FLOAT32
-                if draft.graph.folds and value.kind is not ValueKind.INPUT:
+                if draft.graph.execution.stored_casts_free and value.kind is not ValueKind.INPUT:
                     self.found.stored.add(value.name)
         self.free: set[str] = set()
         self.memory_wide: dict[str, bool] = {}
@@ -187,12 +187,12 @@ class _Walk:
         return KEEP if precision is Precision.FOLLOW else FP32
 
     def _is_behind_free(self, data: list[str]) -> bool:
-        """True in a file for what reads a free node: in the widest type of its inputs, which may come to be FP32.
+        """True for what reads a free node, which may come to be FP32, where the widest type is open then.
 
-        Torch graphs keep what autocast would do there, whose tensors have no type to choose.
+        It is not in torch graphs: they keep what autocast would do there, whose tensors have no type to choose.
         """
         graph = self.draft.graph
-        makers = (graph.producer(name) for name in data) if graph.is_file else ()
+        makers = (graph.producer(name) for name in data) if graph.execution.widest_is_open else ()
         return any(maker is not None and maker.name in self.free for maker in makers)
 
     def _agree(self, made: tuple[str, ...], writes: str) -> None:

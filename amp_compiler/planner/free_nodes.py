@@ -58,7 +58,7 @@ class FollowProblem:
         self.free = dict.fromkeys(semantics.free)
         self.notes: dict[str, str] = {}
         self.returned = set(self.graph.outputs)
-        self.overhead = CAST_OVERHEAD if self.graph.is_file else 0
+        self.overhead = self.graph.execution.cast_overhead
         self._anchors: dict[str, int | None] = {}
         self._demands: dict[str, dict[str, Demand]] = {}
 
@@ -226,7 +226,7 @@ def cast_origin(typing: TypingRules, value: str) -> Value | None:
 
     A low reader has it cast to the low type from the start. The result is the same: whole numbers that FP32 rounds are
     beyond FP16, and BF16 is made of them by way of FP32 in every kernel. FP64 is rounded once instead of twice, so that
-    is done in files alone, where nothing has to agree with eager execution.
+    is done where casts may join: where nothing has to agree with eager execution.
     """
     if value not in typing.cast_results:
         return None
@@ -238,7 +238,7 @@ def cast_origin(typing: TypingRules, value: str) -> Value | None:
     source = graph.values[producer.inputs[0].value]
     if source.dtype in typing.flexible or source.volatile or source.numel != made.numel:
         return None
-    exact = source.dtype in _WHOLE or (source.dtype in _FLOATS and graph.is_file)
+    exact = source.dtype in _WHOLE or (source.dtype in _FLOATS and graph.execution.casts_join)
     return source if exact else None
 
 

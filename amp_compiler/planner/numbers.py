@@ -66,7 +66,7 @@ def find_numbers(graph: PrecisionGraph, rules: RuleSet) -> Numbers:
     Example:
         >>> from amp_compiler.ir.graph import Operand
         >>> from amp_compiler.policy.loader import load_rules
-        >>> graph = PrecisionGraph("onnx")
+        >>> graph = PrecisionGraph()
         >>> graph.add_value(Value("x", DType.FLOAT32, (2,), 2, ValueKind.INPUT))
         >>> for name, op, read, made in (("double", "onnx.Mul", "x", "y"), ("sine", "onnx.Sin", "y", "z")):
         ...     node = Node(name, op, (Operand(read, "input"),), (made,))
@@ -304,7 +304,7 @@ def _by_type(dtype: DType) -> Origin:
 def _sums_little(graph: PrecisionGraph, node: Node, info: OpInfo) -> bool:
     """True for a product of positions or coordinates: the outer one of two vectors, or one that sums few numbers.
 
-    A layer of a torch model, whose weight is a parameter, is none, however narrow it is.
+    A layer, whose weight was learned, is none, however narrow it is.
     """
     size: int | None
     equation = node.attrs.get("equation")
@@ -318,8 +318,8 @@ def _sums_little(graph: PrecisionGraph, node: Node, info: OpInfo) -> bool:
 
 
 def _is_learned(graph: PrecisionGraph, node: Node) -> bool:
-    """True for a layer of a torch model with a parameter; an ONNX file does not tell them from other stored numbers."""
-    return graph.device != "onnx" and any(
+    """True for a layer with a parameter, where parameters are known to be learned."""
+    return not graph.execution.weights_unknown and any(
         graph.values[operand.value].kind is ValueKind.PARAMETER for operand in node.inputs
     )
 

@@ -23,10 +23,10 @@ def makers_of_outputs(draft: Draft, decisions: Mapping[str, Decision]) -> frozen
     with other readers is none of them, nor is what a user's own rule asks the low type for.
 
     Args:
-        draft: the graph, the rules and what is planned for. An ONNX model is run, not trained: it has none.
+        draft: the graph, the rules and what is planned for. A graph that is only run has none.
         decisions: what the rules say, by node name.
     """
-    if draft.context.device == "onnx":
+    if draft.graph.execution.run_only:
         return frozenset()
     own = {rule.where for rule in draft.rules.rules if rule.own}
     graph, found = draft.graph, set()

@@ -249,7 +249,7 @@ class TypingRules:
         ]
         movable = bool(data) and not is_cast
         made = [values[name].dtype for name in node.outputs]
-        joins = movable and bool(foreign) and not self.graph.is_file
+        joins = movable and bool(foreign) and not self.graph.execution.halves_stay
         joins = joins and all(read[index][1].dtype in _HALVES for index in foreign)
         clashes = joins and any(dtype in _HALVES and dtype not in self.flexible for dtype in made)
         for index in foreign if joins else ():

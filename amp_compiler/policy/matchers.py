@@ -369,8 +369,8 @@ class WeightAbsMax(_Bound):
 
     def holds(self, node: Node, view: View) -> bool:
         """By the data in the file."""
-        known = [size for value in _stored(node, view) if (size := view.graph.magnitude_of(value.name)) is not None]
-        return bool(known) and self.bound.holds(max(known))
+        known = [found for value in _stored(node, view) if (found := view.graph.stored_numbers(value.name)) is not None]
+        return bool(known) and self.bound.holds(max(numbers.largest for numbers in known))
 
 
 @dataclass(frozen=True)

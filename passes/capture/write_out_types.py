@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -11,7 +11,7 @@ from torch import fx
 from amp_compiler.fx.graph import flat_arguments, node_tensor, schema_argument, user_source
 from amp_compiler.fx.meta import Key
 from amp_compiler.ir.graph import Pin
-from amp_compiler.passes.base import InPlacePass, PassResult, Texts
+from amp_compiler.passes.base import InPlacePass, PassResult
 
 aten = torch.ops.aten
 _LIKE_FACTORIES = frozenset(
@@ -52,41 +52,49 @@ class WriteOutTypes(InPlacePass):
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Rewrite in place."""
-        texts = Texts()
-        before = texts.of(subject)
-        _write_out_types(subject.graph)
-        modified = texts.of(subject) != before
-        if modified:
+        changed = [_write_out(node) for node in list(subject.graph.nodes) if node.op == "call_function"]
+        if any(changed):
             subject.recompile()
-        return PassResult(subject, modified)
+        return PassResult(subject, any(changed))
 
 
-def _write_out_types(graph: fx.Graph) -> None:
-    for node in list(graph.nodes):
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        if schema_argument(node, "sparse") is True:
-            node.meta.setdefault(Key.PIN, Pin("keep", _SPARSE))
-        made = node_tensor(node)
-        if made is None:
-            continue
-        name = node.target._schema.name.removeprefix("aten::")
-        if node.target is aten.view.dtype:
-            node.meta.setdefault(Key.PIN, Pin("keep", "it reads the bits of its operand as another type"))
-        elif name in _LIKE_FACTORIES and schema_argument(node, "dtype") is None:
-            node.update_kwarg("dtype", made.dtype)
-        elif name in _CASTING:
-            _write_out_cast(node, made)
-        elif _has_explicit_type(node):
-            node.meta.setdefault(Key.PIN, Pin("cast", "explicit dtype argument in the model"))
+def _write_out(node: fx.Node) -> bool:
+    """Change one call; whether anything changed."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    changed = schema_argument(node, "sparse") is True and _pin(node, "keep", _SPARSE)
+    made = node_tensor(node)
+    if made is None:
+        return changed
+    name = node.target._schema.name.removeprefix("aten::")
+    if node.target is aten.view.dtype:
+        return _pin(node, "keep", "it reads the bits of its operand as another type") or changed
+    if name in _LIKE_FACTORIES and schema_argument(node, "dtype") is None:
+        node.update_kwarg("dtype", made.dtype)
+        return True
+    if name in _CASTING:
+        return _write_out_cast(node, made) or changed
+    return (_has_explicit_type(node) and _pin(node, "cast", "explicit dtype argument in the model")) or changed
 
 
-def _write_out_cast(node: fx.Node, made: torch.Tensor) -> None:
+def _pin(node: fx.Node, precision: str, reason: str) -> bool:
+    """Pin a node that has no pin; whether it had none."""
+    pinned = Key.PIN in node.meta
+    if not pinned:
+        node.meta[Key.PIN] = Pin(precision, reason)
+    return not pinned
+
+
+def _write_out_cast(node: fx.Node, made: torch.Tensor) -> bool:
     source = node.args[0]
     before = node_tensor(source) if isinstance(source, fx.Node) else None
-    node.meta.setdefault(Key.PIN, Pin("cast", _cast_reason(node)))
-    if before is not None and before.device == made.device and schema_argument(node, "memory_format") is None:
-        node.target, node.args, node.kwargs = aten.to.dtype, (source, made.dtype), {}
+    changed = _pin(node, "cast", _cast_reason(node))
+    if before is None or before.device != made.device or schema_argument(node, "memory_format") is not None:
+        return changed
+    form = aten.to.dtype, (source, made.dtype), dict[str, Any]()
+    changed = changed or (node.target, node.args, dict(node.kwargs)) != form
+    node.target, node.args, node.kwargs = form
+    return changed
 
 
 def _cast_reason(node: fx.Node) -> str:

@@ -1,4 +1,24 @@
-"""`classify`: what the rules, and the model itself, ask of every node."""
+"""`classify`: what the rules, and the model itself, ask of every node.
+
+What decides the type of a node, in the order in which it does. A later line changes what an earlier one said only where
+it is told so.
+
+| what decides | it gives | where |
+|---|---|---|
+| the model: its casts, `autocast(enabled=False)`, ops of one type | pin | `fx/lower.py`, `onnx/lowering/pins.py` |
+| ONNX_PLAN, on a file: numbers, overflows, calibration, parameters, norms | pin | `passes/onnx_plan/`, in its order |
+| a pin, of either | FP32, kept | `_decide` |
+| data that no plan converts: FP64, complex numbers, no FP32 at all | kept | `_why_untouchable` |
+| the rules, the last that matches; without one it is kept | any | `policy/matching.py` |
+| a number among the arguments that the low type does not hold | FP32 | `_too_large`, of what is not kept or FP32 |
+| a loss in FP32 that takes the logarithm of a probability | FP32 | `planner/probabilities.py`, of what was open |
+| an output between bounds, of a graph that may be trained | FP32 | the same file, of what no own rule asks |
+| sizes, indices, angles | kept, widest | `planner/numbers.py`, of what would be rounded |
+| `between` | low, FP32 | `planner/between.py` |
+| lists of tensors | one for all | `planner/lists.py`, of every node of one list |
+| what a node can do: no operand to cast, shared memory, `widest` | low, FP32, kept | `planner/fixed_labels.py` |
+| what is still free: least memory traffic | low, FP32 | `planner/cut.py` |
+"""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import amp_compiler as amp
 from amp_compiler.cli.stages import StageOptions, make_stages, print_stages, stages_text
-from amp_compiler.passes.pipeline import CAPTURE, DEVICE, FORWARD, INFERENCE, PIECE, PLAN, STEP
+from amp_compiler.passes.pipeline import CAPTURE, DEVICE, FORWARD, INFERENCE, ONNX_PLAN, PIECE, PLAN, STEP
 
 MODEL = """
 import torch
@@ -285,14 +285,15 @@ def onnx_file(tmp_path):
 def test_an_onnx_file_has_the_stages_of_its_plan(shell, onnx_file):
     code, out, _ = shell("explain", onnx_file, "--print-after", "all")
     assert code == 0
-    assert names(out) == ["capture", *PLAN.names]
+    assert names(out) == ["capture", *ONNX_PLAN.names, *PLAN.names]
+    assert shell("explain", onnx_file, "--print-after", "pin_means")[1].startswith("graph onnx")
     code, text, _ = shell("explain", onnx_file, "--print-after", "place_casts")
     assert code == 0
     assert text and out.endswith(text)
     assert shell("explain", onnx_file, "--stop-after", "classify")[1].count("by default.yaml") > 1
     assert shell("explain", onnx_file, "--print-after", "capture")[1].startswith("graph onnx")
     out = shell("explain", onnx_file, "--print-after", "all", "--stop-after", "classify")[1]
-    assert names(out) == ["capture", "classify"]
+    assert names(out)[-1] == "classify" and len(names(out)) == len(ONNX_PLAN.names) + 2
 
 
 @pytest.mark.parametrize("options", [["--print-after", "apply_plan"], ["--print-after", "all", "--skip", "legalize"]])

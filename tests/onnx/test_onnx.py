@@ -71,9 +71,9 @@ def test_types_come_from_the_schema_of_the_opset():
 def test_a_lowered_graph_can_be_written_and_read(opset):
     graph = norm(opset).graph
     text = format_graph(graph)
-    assert text.startswith("graph onnx folds\n")
+    assert text.startswith("graph onnx stored_casts_free cast_overhead=4096 widest_is_open ")
     again = parse_graph(text)
-    assert format_graph(again) == text and again.folds and again.nodes == graph.nodes
+    assert format_graph(again) == text and again.execution == graph.execution and again.nodes == graph.nodes
 
 
 def test_kinds_of_values():
@@ -127,7 +127,7 @@ def test_data_are_examined_and_rounded(low, numpy):
     finite = data[np.isfinite(data)]
     want = data.astype(numpy or ml_dtypes.bfloat16)
     assert held.largest == np.abs(finite).max() and held.infinite
-    assert held.over == bool((np.abs(finite) > fmt.max).any())
+    assert (held.largest > fmt.max) == bool((np.abs(finite) > fmt.max).any())
     assert held.lost == int(((want.astype(np.float32) == 0) & (data != 0)).sum())
     made = convert(ir.tensor(data), low, name="w")
     assert made.tobytes() == want.tobytes()

@@ -1,12 +1,14 @@
 """Golden text of the neutral passes: `tests/golden/<pass>/*.txt`, what goes in and what comes out.
 
-For `classify`: rules, a graph, and the decisions. For the others: a graph, perhaps decisions, and the outcome.
-Decisions come from the small table in `planning.py`; lines `node: precision` after `--- decisions` override them.
+For `classify`: rules, a graph, and the decisions. For ONNX_PLAN: a graph, perhaps ranges, and the graph. For the
+others: a graph, perhaps decisions, and the outcome. Decisions come from the small table in `planning.py`; lines
+`node: precision` after `--- decisions` override them.
 `AMP_REGENERATE=1 pytest tests/test_golden.py` writes the expected part anew: read the diff before you keep it.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
@@ -15,7 +17,8 @@ from planning import FP16, draft_of, finish
 from ruamel.yaml import YAML
 
 from amp_compiler.ir.graph_text import parse_graph
-from amp_compiler.passes import PASSES
+from amp_compiler.passes import PASSES, find_pass
+from amp_compiler.passes.pipeline import ONNX_PLAN
 from amp_compiler.passes.plan.assign_precision import AssignPrecision
 from amp_compiler.passes.plan.classify import Classify
 from amp_compiler.passes.plan.make_plan import plan_of
@@ -24,7 +27,7 @@ from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.rules import Context
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-MARK, DECISIONS, GRAPH = "---\n", "--- decisions\n", "--- graph\n"
+MARK, DECISIONS, GRAPH, RANGES = "---\n", "--- decisions\n", "--- graph\n", "--- ranges\n"
 
 
 def classify(text: str, _: dict[str, str]) -> str:
@@ -51,7 +54,25 @@ def place(graph: str, decisions: dict[str, str]) -> str:
     return "".join(line for line in lines if line.startswith(("cast ", "read ", "model's own cast "))) or "no casts\n"
 
 
-RUNNERS = {"classify": classify, "assign_precision": assign, "place_casts": place}
+def pin(name: str, text: str, _: dict[str, str]) -> str:
+    """The graph behind a pass of ONNX_PLAN, for FP16 and the preset `default`; magnitudes stand behind the graph."""
+    graph, _, lines = text.partition(RANGES)
+    ranges = {key: float(largest) for key, largest in (line.split(": ") for line in lines.splitlines())}
+    draft = Draft(parse_graph(graph), load_rules("default"), Context(FP16, "onnx"), ranges=ranges)
+    assert draft.to_text() == graph, "the text does not read back as itself"
+    run = find_pass(name)()
+    found = run(draft).subject
+    again = run(found)
+    assert not again.modified and again.subject is found
+    return found.to_text()
+
+
+RUNNERS = {
+    "classify": classify,
+    "assign_precision": assign,
+    "place_casts": place,
+    **{name: functools.partial(pin, name) for name in ONNX_PLAN.names},
+}
 FILES = [path for name in RUNNERS for path in sorted((GOLDEN / name).glob("*.txt"))]
 
 
@@ -65,6 +86,12 @@ def test_golden(path: Path) -> None:
         path.write_text(given + MARK + found, encoding="utf-8")
         return
     assert found == expected
+
+
+@pytest.mark.parametrize("name", ONNX_PLAN.names)
+def test_a_pass_that_pins_has_a_case_that_changes_and_one_that_is_left_alone(name: str) -> None:
+    texts = [path.read_text(encoding="utf-8").rpartition(MARK) for path in FILES if path.parent.name == name]
+    assert {given.partition(RANGES)[0] != expected for given, _, expected in texts} == {True, False}
 
 
 def test_every_pass_with_golden_files_has_a_runner() -> None:

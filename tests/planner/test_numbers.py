@@ -6,7 +6,7 @@ from amp_compiler.ir.graph_text import parse_graph
 from amp_compiler.planner.numbers import find_numbers
 from amp_compiler.policy.loader import load_rules
 
-HEAD = """graph onnx
+HEAD = """graph onnx weights_unknown
 input ids: i64[4]
 input mask: bool[4, 8]
 input x: fp32[4, 8]

@@ -10,6 +10,7 @@ import pytest
 from amp_compiler.cli import main as cli
 from amp_compiler.errors import RuleError
 from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.facts import StoredNumbers
 from amp_compiler.ir.graph import Node, Operand, PrecisionGraph, Value, ValueKind
 from amp_compiler.policy.exclusions import import_rules
 from amp_compiler.policy.loader import load_rules
@@ -34,7 +35,7 @@ def asked(path, ranges=None, magnitude=None):
         op = f"onnx.{name.rpartition('/')[2]}" if "/" in name else "onnx.Conv"
         node = Node(name, op, (Operand("x", "A"), Operand("w", "B")), ("y",))
         graph.add_node(node, [Value("y", DType.FLOAT32, (2, 3), 6)])
-        graph.magnitude_of = lambda value: magnitude
+        graph.stored_numbers = lambda value: None if magnitude is None else StoredNumbers(most=magnitude)
         decision = RuleMatcher(loaded, graph, Context(DType.FLOAT16, "onnx"), ranges or {}).decide(node)
         found[name] = decision.precision.value
     return {name for name, precision in found.items() if precision == "fp32"}

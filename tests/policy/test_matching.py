@@ -3,6 +3,7 @@
 import pytest
 
 from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.facts import StoredNumbers
 from amp_compiler.ir.graph import Node, Operand, PrecisionGraph, Value, ValueKind
 from amp_compiler.policy.loader import load_rules
 from amp_compiler.policy.matching import RuleMatcher
@@ -22,7 +23,9 @@ def graph_of(op, inputs, output=(2, 3), attrs=None, stored=None, **facts):
         operands.append(Operand(slot, slot))
     node = Node("y", op, tuple(operands), ("y",), attrs or {}, **facts)
     graph.add_node(node, [value("y", output, F32)])
-    graph.magnitude_of = (stored or {}).get
+    graph.stored_numbers = {
+        name: StoredNumbers(most=size) for name, size in (stored or {}).items() if size is not None
+    }.get
     return graph, node
 
 

@@ -16,7 +16,7 @@ from amp_compiler.fx.examples import split_example
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import Pin, PrecisionGraph
 from amp_compiler.onnx.exporting.from_fx import stored_tensor
-from amp_compiler.onnx.lowering.ranges import MARGIN
+from amp_compiler.passes.onnx_plan.pinning import MARGIN
 
 _MASK = -1e30  # what lies below stands for minus infinity
 

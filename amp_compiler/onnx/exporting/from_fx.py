@@ -16,6 +16,7 @@ from amp_compiler.fx.alias import written_operands
 from amp_compiler.fx.graph import neutral_dtype, node_tensor, results_of, schema_argument
 from amp_compiler.fx.meta import Key
 from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.facts import StoredNumbers
 from amp_compiler.ir.graph import Pin, PrecisionGraph, ValueKind
 from amp_compiler.policy.rules import OpTable
 
@@ -93,18 +94,19 @@ def pin_misfits(graph: PrecisionGraph, program: torch.export.ExportedProgram, lo
         if value is None or tensor is None or value.dtype is not DType.FLOAT32 or not tensor.numel():
             continue
         held = examine(ir.tensor(tensor.detach().cpu().contiguous().numpy()), low)
-        if not held.over and not held.lost:
+        over = held.largest > low.format.max
+        if not over and not held.lost:
             continue
         readers = _readers(graph, value.name, ops)
         infos = [ops.info(graph.nodes[name].op) for name in readers]
         embedded = any(info.name == "aten.embedding" for info in infos)
         sinks = [info for info in infos if info.moves not in ("shape", "place")]
         tolerant = held.largest >= low.format.smallest_normal and (embedded or all(info.factors for info in sinks))
-        if not held.over and tolerant:
+        if not over and tolerant:
             continue
         what = (
             f"'{spec.target}' holds numbers up to {held.largest:g}, beyond {low.short}"
-            if held.over
+            if over
             else f"{held.lost} of the numbers in '{spec.target}' would become zero in {low.short}"
         )
         for name in readers:
@@ -112,8 +114,8 @@ def pin_misfits(graph: PrecisionGraph, program: torch.export.ExportedProgram, lo
                 graph.nodes[name] = replace(graph.nodes[name], pin=Pin("fp32", what))
 
 
-def stored_magnitudes(program: torch.export.ExportedProgram, low: DType) -> Callable[[str], float | None]:
-    """What gives the largest finite magnitude of the data behind a placeholder; `None` where there are no floats.
+def stored_numbers(program: torch.export.ExportedProgram, low: DType) -> Callable[[str], StoredNumbers | None]:
+    """What says of the data behind a placeholder what is known of them; `None` where there are no floats.
 
     Args:
         program: where the data are.
@@ -126,13 +128,13 @@ def stored_magnitudes(program: torch.export.ExportedProgram, low: DType) -> Call
     specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
 
     @functools.cache
-    def magnitude_of(name: str) -> float | None:
+    def numbers_of(name: str) -> StoredNumbers | None:
         tensor = stored_tensor(program, specs[name]) if name in specs else None
         if tensor is None or not tensor.numel() or not tensor.is_floating_point():
             return None
-        return examine(ir.tensor(tensor.detach().cpu().float().contiguous().numpy()), low).largest
+        return examine(ir.tensor(tensor.detach().cpu().float().contiguous().numpy()), low)
 
-    return magnitude_of
+    return numbers_of
 
 
 def _readers(graph: PrecisionGraph, name: str, ops: OpTable) -> list[str]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import onnx_ir as ir
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import DType
-from amp_compiler.ir.graph import Attr, Node, Operand, Value, ValueKind
+from amp_compiler.ir.graph import CARRIED, Attr, Node, Operand, Value, ValueKind
 from amp_compiler.ir.plan import RETURN
 from amp_compiler.onnx.lowering.lowered import EMPTY_LIST, FOLDED, LOOPS, Lowered, Site
 from amp_compiler.onnx.lowering.pins import Demanded, Demands
@@ -87,7 +87,7 @@ class Builder:
                 op,
                 tuple(operands),
                 tuple([value.name for value in outputs]),
-                attributes_of(held) if held else NO_ATTRIBUTES,
+                self._attributes_of(node, inner) if held else NO_ATTRIBUTES,
                 module_of(node.name or "", props),
                 source=source_of(props) if props else "",
                 region=region,
@@ -96,6 +96,15 @@ class Builder:
             outputs,
         )
         self.lowered.nodes[name] = node
+
+    def _attributes_of(self, node: ir.Node, inner: dict[str, ir.Graph]) -> dict[str, Attr]:
+        """The attributes of a node; of a loop also which states it carries."""
+        found = attributes_of(node.attributes.data)
+        for body in inner.values() if node.op_type in LOOPS else ():
+            pairs = [(self.names[before], self.names[after]) for before, after in _states(node, body)
+                     if before in self.names and after in self.names]  # fmt: skip
+            found.update({CARRIED: tuple(pairs)} if pairs else {})
+        return found
 
     def _op(self, node: ir.Node) -> tuple[str, bool]:
         """The neutral name of the op of a node, and whether it quantises."""
@@ -186,6 +195,15 @@ class Builder:
             number += 1
         self._next[name] = number + 1
         return f"{name}.{number}"
+
+
+def _states(node: ir.Node, body: ir.Graph) -> Iterator[tuple[ir.Value, ir.Value]]:
+    """Each state that the body of a Loop or Scan takes, with the value that it hands to the next step."""
+    if node.op_type == "Loop":  # it takes number and condition before the states, and gives the condition
+        return zip(body.inputs[2:], body.outputs[1:], strict=False)
+    scanned = node.attributes.get("num_scan_inputs")
+    count = len(body.inputs) - (scanned.value if scanned is not None else 0)
+    return zip(body.inputs[:count], body.outputs[:count], strict=False)
 
 
 def is_folded(node: ir.Node, model: OnnxModel) -> bool:

@@ -18,11 +18,12 @@ from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
+from amp_compiler.ir.graph import GELU as GELU
+from amp_compiler.ir.graph import LAYER_NORM as LAYER_NORM
+from amp_compiler.ir.graph import RMS_NORM as RMS_NORM
 from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.model.model import all_graphs
 from amp_compiler.onnx.model.terms import Either, Found, Made, Number, Stored, Term, Whatever, is_op, scalar_of
-
-RMS_NORM, LAYER_NORM, GELU = "rms_norm", "layer_norm", "gelu"
 
 _ANCHORS = {"ReduceMean": (LAYER_NORM, RMS_NORM), "Erf": (GELU,), "Tanh": (GELU,)}
 _BETWEEN = frozenset({"Add", "Mul", "Div", "Sqrt", "Reciprocal", "Pow", "Cast"})  # from an anchor to the last node
@@ -152,7 +153,7 @@ def _anchors(graph: ir.Graph) -> Iterator[ir.Node]:
 
 
 def mark_compounds(lowered: Lowered) -> None:
-    """Say of each node which kind of compound it is part of (`Node.part`). Changes `lowered.graph`, fills `lowered`."""
+    """Say of each node which kind of compound it is part of (`Node.part`, `compounds`). Changes `lowered.graph`."""
     names: dict[ir.Node, str] = {}
     order: dict[str, int] = {}
     for ways in find_compounds(lowered.model.ir.graph):
@@ -165,7 +166,7 @@ def mark_compounds(lowered: Lowered) -> None:
         for name in own:
             if not nodes[name].part and nodes[name].op != "onnx.Cast":
                 nodes[name] = replace(nodes[name], part=ways[0].kind)
-        lowered.compounds.append(own)
+        lowered.compounds.append(tuple(own))
 
 
 def _guard(data: ir.Value) -> tuple[ir.Node, ...]:

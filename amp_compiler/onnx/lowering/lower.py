@@ -19,14 +19,26 @@ import functools
 from collections.abc import Callable
 
 from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.facts import Execution, StoredNumbers
 from amp_compiler.ir.graph import PrecisionGraph
 from amp_compiler.onnx.lowering.builder import Builder
 from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.model.data import examine, tensor_of
 from amp_compiler.onnx.model.model import OnnxModel
 from amp_compiler.onnx.model.types import neutral_type
+from amp_compiler.planner.free_nodes import CAST_OVERHEAD
 
-_EXAMINED = (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16, DType.FLOAT64)
+FILE = Execution(
+    stored_casts_free=True,
+    cast_overhead=CAST_OVERHEAD,
+    widest_is_open=True,
+    halves_stay=True,
+    casts_join=True,
+    weights_unknown=True,
+    run_only=True,
+)
+"""How a file is run: node by node, each cast being one, and anywhere."""
+_NO_NUMBERS = (DType.OTHER, DType.COMPLEX32, DType.COMPLEX64, DType.COMPLEX128)
 
 
 def lower(
@@ -55,7 +67,7 @@ def lower(
         plan = make_plan(lowered.graph, load_rules("default"), DType.FLOAT16)
         ```
     """
-    lowered = Lowered(model, PrecisionGraph("onnx", folds=True), low)
+    lowered = Lowered(model, PrecisionGraph("onnx", FILE), low)
     main = model.ir.graph
     builder = Builder(lowered, named or (lambda op, name: False), keep_quantized)
     builder.add_graph(main, "")
@@ -66,14 +78,14 @@ def lower(
         if keep_io_types or name in lowered.graph.lists or lowered.graph.values[name].dtype not in (DType.FLOAT32, low):
             lowered.graph.outputs.append(name)
             lowered.returned.append(index)
-    lowered.graph.magnitude_of = functools.cache(lambda name: _magnitude(lowered, name))
+    lowered.graph.stored_numbers = functools.cache(lambda name: _numbers(lowered, name))
     return lowered
 
 
-def _magnitude(lowered: Lowered, name: str) -> float | None:
-    """The largest finite magnitude of what is stored under a name; `None` where that is no FP32 or 16-bit data."""
+def _numbers(lowered: Lowered, name: str) -> StoredNumbers | None:
+    """What is known of the data stored under a name; `None` where these are no real numbers, or there are none."""
     value = lowered.values.get(name)
     tensor = tensor_of(value) if value is not None else None
-    if tensor is None or tensor.size == 0 or neutral_type(tensor.dtype.value) not in _EXAMINED:
+    if tensor is None or tensor.size == 0 or neutral_type(tensor.dtype.value) in _NO_NUMBERS:
         return None
-    return examine(tensor, lowered.low).largest
+    return examine(tensor, lowered.low)

@@ -38,7 +38,6 @@ class Lowered:
         sites: where the operands of neutral nodes stand that leave inputs out or have bodies; see `sites_of`.
         returned: for each output of the neutral graph, its index among the outputs of the model.
         owners: by body, the node that holds it.
-        compounds: the nodes of each norm and GELU that stands in parts, as names in the order of the graph.
         late: nodes kept only since their opset does not admit the low type, with the first opset that does.
         fused: how many norms and GELUs were made one op each before the model was lowered.
         notes: what there is to say of that, in a sentence each.
@@ -53,11 +52,15 @@ class Lowered:
     sites: dict[str, list[Site]] = field(default_factory=dict)
     returned: list[int] = field(default_factory=list)
     owners: dict[ir.Graph, ir.Node] = field(default_factory=dict)
-    compounds: list[list[str]] = field(default_factory=list)
     late: dict[str, int] = field(default_factory=dict)
     fused: int = 0
     notes: list[str] = field(default_factory=list)
     renamed: bool = False
+
+    @property
+    def compounds(self) -> list[tuple[str, ...]]:
+        """The nodes of each norm and GELU that stands in parts, as names in the order of the graph."""
+        return self.graph.compounds
 
     def sites_of(self, name: str) -> list[Site]:
         """Where the operands of a neutral node stand; none for a name that no node has."""

@@ -1,33 +1,13 @@
-"""What is done with norms that stand in parts: FP32 as a whole, and kept apart from the casts in front of them."""
+"""Norms that stand in parts are kept apart from the casts in front of them."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import onnx_ir as ir
 
-from amp_compiler.ir.graph import Pin
-from amp_compiler.onnx.lowering.compounds import GELU
 from amp_compiler.onnx.lowering.lowered import Lowered
 from amp_compiler.onnx.model.edit import names_of, unique
 
 _ONE_TYPE = 17  # the first opset whose LayerNormalization ties the types of data and scale
-
-
-def pin_norm(lowered: Lowered, norm: list[str], cause: str) -> None:
-    """Pin what is not pinned yet of a norm or GELU to FP32. Changes `lowered.graph`.
-
-    Args:
-        lowered: the lowered model.
-        norm: its nodes.
-        cause: the one that is FP32, for the reason.
-    """
-    nodes = lowered.graph.nodes
-    for name in norm:
-        if nodes[name].pin is None and name != cause:
-            what = "GELU" if nodes[name].part == GELU else "normalisation"
-            reason = f"part of one {what} with '{cause}', which is FP32"
-            nodes[name] = replace(nodes[name], pin=Pin("fp32", reason))
 
 
 def guard_norms(lowered: Lowered) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
@@ -12,6 +11,7 @@ import onnx_ir as ir
 
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.facts import StoredNumbers
 from amp_compiler.onnx.model.types import ir_type
 
 _CHUNK = 1 << 20  # elements looked at in one go
@@ -21,25 +21,6 @@ _NUMPY = {
     DType.BFLOAT16: np.dtype(ml_dtypes.bfloat16),
     DType.FLOAT32: np.dtype(np.float32),
 }
-
-
-@dataclass(frozen=True)
-class Stored:
-    """What a rounding of stored data to a low type would come to.
-
-    Args:
-        largest: largest finite magnitude.
-        highest: largest finite element.
-        over: some finite elements become infinite.
-        lost: elements, not zero, that become zero.
-        infinite: some elements are infinite or not a number.
-    """
-
-    largest: float = 0.0
-    highest: float = 0.0
-    over: bool = False
-    lost: int = 0
-    infinite: bool = False
 
 
 def tensor_of(value: ir.Value) -> ir.TensorProtocol | None:
@@ -75,17 +56,20 @@ def array_of(tensor: ir.TensorProtocol) -> np.ndarray:
     return array
 
 
-def examine(tensor: ir.TensorProtocol, low: DType) -> Stored:
-    """What rounding FP32 data to a low type would come to, looked at piece by piece.
+def examine(tensor: ir.TensorProtocol, low: DType) -> StoredNumbers:
+    """What is known of stored data, and what rounding them to a low type would come to, looked at piece by piece.
 
     Args:
-        tensor: FP32 data.
+        tensor: real numbers or whole ones.
         low: FP16 or BF16. Ties go to even, so a magnitude of half the smallest subnormal becomes zero.
     """
     fmt = low.format
-    tiny = np.float32(fmt.smallest_subnormal / 2)
-    lowest, highest, lost, infinite = math.inf, -math.inf, 0, False
-    for piece in _pieces(array_of(tensor)):
+    normal, tiny = np.float32(fmt.smallest_normal), np.float32(fmt.smallest_subnormal / 2)
+    array = array_of(tensor)
+    number = float(np.asarray(array, np.float64).reshape(())) if array.size == 1 else None
+    lowest, highest, lost, subnormal, infinite = math.inf, -math.inf, 0, False, False
+    for stored in _pieces(array):
+        piece = stored if stored.dtype == np.float32 else stored.astype(np.float64)
         size = np.abs(piece)
         finite = piece
         if not math.isfinite(float(size.max())):
@@ -93,14 +77,14 @@ def examine(tensor: ir.TensorProtocol, low: DType) -> Stored:
             finite = piece[np.isfinite(size)]
         if finite.size:
             lowest, highest = min(lowest, float(finite.min())), max(highest, float(finite.max()))
-        below = size <= tiny
+        below = size < normal
         if below.any():
-            lost += int(np.count_nonzero(piece[below]))
+            small = size[below]
+            subnormal = subnormal or bool(small.any())
+            lost += int(np.count_nonzero(small[small <= tiny]))
     if lowest > highest:  # there is no finite element
-        return Stored(lost=lost, infinite=infinite)
-    # What lies beyond the largest number counts as not fitting even where it would round down to it.
-    largest = max(-lowest, highest)
-    return Stored(largest, highest, largest > fmt.max, lost, infinite)
+        lowest = highest = 0.0
+    return StoredNumbers(lowest, highest, number, lost, subnormal, infinite)
 
 
 def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:

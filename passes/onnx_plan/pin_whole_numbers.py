@@ -1,20 +1,18 @@
-"""Whole numbers that become floating-point ones: sizes, positions, lengths, ids and samples may be beyond FP16."""
+"""`pin_whole_numbers`: FP32 for whole numbers that became floating-point ones and may be beyond fp16."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-
-import numpy as np
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 from amp_compiler.ir.dtypes import DType
-from amp_compiler.ir.graph import Node, Pin
-from amp_compiler.onnx.lowering.lowered import Lowered
-from amp_compiler.onnx.lowering.masks import mask_path
-from amp_compiler.onnx.lowering.walk import Walker
-from amp_compiler.onnx.model.data import array_of, tensor_of
+from amp_compiler.ir.graph import Node
+from amp_compiler.passes.onnx_plan.mask_path import mask_path
+from amp_compiler.passes.onnx_plan.pinning import PinPass, Walker
+from amp_compiler.planner.draft import Draft
 from amp_compiler.planner.numbers import find_numbers
-from amp_compiler.policy.rules import RuleSet
 
 _Bounds = tuple[float, float]
 _ANY: _Bounds = (-math.inf, math.inf)
@@ -29,29 +27,44 @@ _KEEPING = frozenset({"onnx.Add", "onnx.Sub", "onnx.Sum", "onnx.Max", "onnx.Min"
 _DEPTH = 16  # nodes behind a value that are looked at
 
 
-def pin_whole_numbers(lowered: Lowered, rules: RuleSet) -> None:
-    """Pin to FP32 what reads floating-point numbers that were whole ones and may be beyond FP16. Changes the graph.
+@dataclass(frozen=True)
+class PinWholeNumbers(PinPass):
+    """Pin to FP32, in fp16, what reads floating-point numbers that were whole ones and may be beyond fp16.
 
-    Sums, differences and products of nothing but such numbers are as large, and so what reads them is pinned too. What
-    is kept as it was captured (`find_numbers`) is not touched.
+    Sizes, positions, lengths, ids and samples are such numbers. Sums, differences and products of nothing but them are
+    as large, and so what reads these is pinned too. What is kept as it was captured (`find_numbers`) is not touched.
+    The rules' `keep: {powers: false}` leaves it to the rules.
 
-    Args:
-        lowered: the lowered model.
-        rules: what is kept.
+    Before:
+
+        input n: i64[2, 1]
+        f = onnx.Cast(input=n) {to=1} -> fp32[2, 1]  pin=cast "the model's own cast"
+        y = onnx.Div(A=x, B=f) -> fp32[2, 8]
+
+    After:
+
+        y = … pin=fp32 "it reads what 'f' makes, whole numbers that may be beyond fp16"
+
+    Left alone: numbers whose type or size bounds them; zeros and ones that hide scores from a softmax; all in bf16.
     """
-    nodes = lowered.graph.nodes
-    pins = _WholeNumbers(lowered, {}).unbounded()
-    kept = find_numbers(lowered.graph, rules).kept if pins else {}
-    for name, reason in pins.items():
-        if name not in kept:
-            nodes[name] = replace(nodes[name], pin=Pin("fp32", reason))
+
+    name: ClassVar[str] = "pin_whole_numbers"
+    idempotent: ClassVar[bool] = True
+
+    def pins(self, draft: Draft) -> Mapping[str, str]:
+        """Those of each such number, in execution order."""
+        if draft.context.low is not DType.FLOAT16 or not draft.rules.keeps("powers"):
+            return {}
+        pins = _WholeNumbers(draft.graph, draft.context.low).unbounded()
+        kept = find_numbers(draft.graph, draft.rules).kept if pins else {}
+        return {name: reason for name, reason in pins.items() if name not in kept}
 
 
 class _WholeNumbers(Walker):
     def unbounded(self) -> dict[str, str]:
         """The pins, by node."""
         for node in self.graph.nodes.values():
-            if node.op not in _MAKERS or not self._float_result(node) or not self._may_overflow(node):
+            if node.op not in _MAKERS or not self.makes_floats(node) or not self._may_overflow(node):
                 continue
             reason = f"it reads what '{node.name}' makes, whole numbers that may be beyond {self.low.short}"
             pending, wide = list(node.outputs), set(node.outputs)
@@ -87,9 +100,9 @@ class _WholeNumbers(Walker):
         dtype, maker = self.graph.values[name].dtype, self.graph.producer(name)
         known = _ANY
         if self.holds_data(name):
-            tensor = tensor_of(self.lowered.values[name])
-            if tensor is not None and tensor.size:
-                known = _ends(array_of(tensor))
+            numbers = self.graph.stored_numbers(name)
+            if numbers is not None and not numbers.infinite:
+                known = numbers.least, numbers.most
         elif maker is not None and depth:
             known = self._made_by(maker, depth - 1)
         least, largest = _BY_TYPE.get(dtype, _ANY)
@@ -149,10 +162,6 @@ class _WholeNumbers(Walker):
 
     def _is_added_to_scores(self, node: Node) -> bool:
         return bool(mask_path(self, node.outputs[0])[0])
-
-
-def _ends(array: np.ndarray) -> _Bounds:
-    return float(array.min()), float(array.max())
 
 
 def _combined(op: str, one: _Bounds, other: _Bounds) -> _Bounds:

@@ -1,9 +1,9 @@
-"""Masks of attention: numbers far below the scores, which are added to them or take their place before a softmax."""
+"""The way of a mask: numbers far below the scores, which are added to them or take their place before a softmax."""
 
 from __future__ import annotations
 
 from amp_compiler.ir.graph import Node
-from amp_compiler.onnx.lowering.walk import Walker
+from amp_compiler.passes.onnx_plan.pinning import Walker
 
 _ADDING = frozenset({"onnx.Add", "onnx.Sub", "onnx.Sum"})
 _MASKING = _ADDING | {"onnx.Mul", "onnx.Min", "onnx.Max"}

@@ -1,19 +1,14 @@
-"""Running sums and products that a Loop or Scan carries: what is added to at each step stays in FP32, as `CumSum` does.
-
-A sum in 16 bits stops growing once what is added is below half of its last digit: after 4,000 additions of ones BF16
-has come to 256. A product is rounded at each step, and a decay of 0.9999 is 1.
-"""
+"""`pin_running_sums`: FP32 for what a loop adds to, or multiplies, at each step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
-import onnx_ir as ir
-
-from amp_compiler.ir.graph import Node, Pin
-from amp_compiler.onnx.lowering.lowered import LOOPS, Lowered
-from amp_compiler.onnx.lowering.walk import Walker
+from amp_compiler.ir.graph import CARRIED, Node
+from amp_compiler.passes.onnx_plan.pinning import PinPass, Walker
+from amp_compiler.planner.draft import Draft
 
 _ADDING = frozenset({"onnx.Add", "onnx.Sub", "onnx.Sum", "onnx.Mean"})
 _MULTIPLYING = frozenset({"onnx.Mul", "onnx.Div"})
@@ -21,50 +16,56 @@ _SCATTERING = frozenset({"onnx.ScatterElements", "onnx.ScatterND"})
 _HOLDERS = frozenset({"onnx.If", "onnx.Loop", "onnx.Scan"})
 
 
-def pin_running_sums(lowered: Lowered) -> None:
-    """Pin to FP32 what lies between a state of a Loop or Scan and its next value, where something is added to it, or
-    it is multiplied.
+@dataclass(frozen=True)
+class PinRunningSums(PinPass):
+    """Pin to FP32 what lies between a state of a Loop or Scan and its next value, where that is a sum or a product.
 
-    What lies between is arithmetic, logarithms and the like, selection and moves of elements, and other states of the
-    same body: a state that goes through a product of matrices or an activation, as that of a recurrent cell, is no sum.
-    Changes `lowered.graph`.
+    What is added to at each step stays in FP32, as `CumSum` does: a sum in 16 bits stops growing once what is added is
+    below half of its last digit. After 4,000 additions of ones BF16 has come to 256. A product is rounded at each step,
+    and a decay of 0.9999 is 1. What lies between is arithmetic, logarithms and the like, selection and moves of
+    elements, and other states of the same body. The rules' `keep: {running_sums: false}` leaves it to the rules.
 
-    Args:
-        lowered: the lowered model.
+    Before:
+
+        after = onnx.Add(A=before, B=x) -> fp32[8]
+        y = onnx.Loop(M=n, cond=c, v_initial.0=start, body.0=c, body.1=after) {carried=(("before", "after"))} -> fp32[8]
+
+    After:
+
+        after = onnx.Add(…) -> fp32[8]  pin=fp32 "part of the running sum 'before' that 'y' (onnx.Loop) carries"
+
+    Left alone: a state that goes through a product of matrices or an activation, as that of a recurrent cell.
     """
-    nodes = lowered.graph.nodes
-    finder = _Finder(lowered, {})
-    names = {value: name for name, value in lowered.values.items()} if lowered.owners else {}
-    for body, holder in lowered.owners.items():
-        states = [(names[before], names[after]) for before, after in _states(body, holder)
-                  if before in names and after in names]  # fmt: skip
-        for before, after in states:
-            path = finder.between(before, after, states)
-            kind = finder.kind(path)
-            for name in path if kind else ():
-                finder.pin(nodes[name], f"part of the running {kind} '{before}' that {_told(holder)} carries")
-    for name, reason in finder.pins.items():
-        nodes[name] = replace(nodes[name], pin=Pin("fp32", reason))
+
+    name: ClassVar[str] = "pin_running_sums"
+    idempotent: ClassVar[bool] = True
+
+    def pins(self, draft: Draft) -> Mapping[str, str]:
+        """Those of each loop, in execution order."""
+        if not draft.rules.keeps("running_sums"):
+            return {}
+        finder, nodes = _Finder(draft.graph, draft.context.low), draft.graph.nodes
+        for holder in [node for node in nodes.values() if CARRIED in node.attrs]:
+            states = _states(holder)
+            for before, after in states:
+                path = finder.between(before, after, states)
+                kind = finder.kind(path)
+                for name in path if kind else ():
+                    finder.pin(
+                        nodes[name], f"part of the running {kind} '{before}' that '{holder.name}' ({holder.op}) carries"
+                    )
+        return finder.pins
 
 
-def _states(body: ir.Graph, holder: ir.Node) -> Iterator[tuple[ir.Value, ir.Value]]:
-    """Each state that a body takes, with the value that it hands to the next step."""
-    if holder.op_type not in LOOPS:
-        return
-    if holder.op_type == "Loop":  # it takes number and condition before the states, and gives the condition
-        yield from zip(body.inputs[2:], body.outputs[1:], strict=False)
-        return
-    scanned = holder.attributes.get("num_scan_inputs")
-    count = len(body.inputs) - (scanned.value if scanned is not None else 0)
-    yield from zip(body.inputs[:count], body.outputs[:count], strict=False)
-
-
-def _told(holder: ir.Node) -> str:
-    return f"'{holder.name}' (onnx.{holder.op_type})" if holder.name else f"a {holder.op_type}"
+def _states(holder: Node) -> list[tuple[str, str]]:
+    """The states of a loop, each with its next value."""
+    held = holder.attrs[CARRIED]
+    pairs = held if isinstance(held, tuple) else ()
+    return [(str(pair[0]), str(pair[1])) for pair in pairs if isinstance(pair, tuple)]
 
 
 class _Finder(Walker):
-    def between(self, before: str, after: str, states: list[tuple[str, str]]) -> list[str]:
+    def between(self, before: str, after: str, states: Sequence[tuple[str, str]]) -> list[str]:
         """The nodes on the ways from one value to another that arithmetic and moves of elements make up.
 
         Args:

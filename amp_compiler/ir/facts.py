@@ -1,0 +1,83 @@
+"""What a frontend says of a graph beside its nodes: how it is run, and what the numbers are that are stored with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from amp_compiler.ir.value_class import value_class
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a graph is run, as far as that decides what a cast costs, and what a plan may choose.
+
+    The defaults are those of a graph that torch runs, eagerly or compiled, and may train.
+
+    Args:
+        stored_casts_free: a cast of a parameter or constant is done once, on the stored data, and costs nothing at run
+            time.
+        cast_overhead: what starting a cast costs, in bytes that are moved in that time.
+        widest_is_open: what runs in the widest type of its inputs, behind a node whose type is chosen, has one to
+            choose too.
+        halves_stay: an operand of the other 16-bit type is never cast.
+        casts_join: what the model casts to FP32 from FP64, or from the other 16-bit type, may be cast to the low type
+            at once: no eager execution has to be matched to the bit.
+        weights_unknown: parameters are stored numbers of any kind, not only what was learned.
+        run_only: no loss reads its outputs.
+
+    Example:
+        >>> Execution(run_only=True).cast_overhead
+        0
+    """
+
+    stored_casts_free: bool = False
+    cast_overhead: int = 0
+    widest_is_open: bool = False
+    halves_stay: bool = False
+    casts_join: bool = False
+    weights_unknown: bool = False
+    run_only: bool = False
+
+
+@value_class
+class StoredNumbers:
+    """What is known of the numbers that are stored under a name.
+
+    Args:
+        least: the least finite one; 0 where there is none.
+        most: the largest finite one; 0 where there is none.
+        number: the one that they all are, where but one is stored.
+        lost: how many, not zero, the low type makes zero.
+        subnormal: some, not zero, lie below the normal numbers of the low type, which hold them to all their digits.
+        infinite: some are infinite or not a number.
+    """
+
+    least: float = 0.0
+    most: float = 0.0
+    number: float | None = None
+    lost: int = 0
+    subnormal: bool = False
+    infinite: bool = False
+
+    @property
+    def largest(self) -> float:
+        """The largest finite magnitude."""
+        return max(-self.least, self.most)
+
+
+def unknown_numbers(value: str) -> StoredNumbers | None:
+    """What is known of the numbers of a graph without data: nothing."""
+    return None
+
+
+@value_class
+class Mask:
+    """Stored numbers that hide scores from a softmax.
+
+    Args:
+        path: the names of the nodes that they pass through on their way to it.
+        terms: how many terms of a size their sum has there, they counted.
+    """
+
+    path: tuple[str, ...]
+    terms: float

@@ -1,0 +1,1 @@
+"""Passes that pin nodes of an ONNX model before the rules decide."""

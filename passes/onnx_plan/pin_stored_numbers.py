@@ -1,0 +1,95 @@
+"""`pin_stored_numbers`: FP32 for what reads stored numbers that the low type does not hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.facts import StoredNumbers
+from amp_compiler.ir.graph import Node
+from amp_compiler.passes.onnx_plan.pinning import PinPass, Walker
+from amp_compiler.planner.draft import Draft
+
+
+@dataclass(frozen=True)
+class PinStoredNumbers(PinPass):
+    """Pin to FP32 what reads stored numbers beyond the low type, or such that would become zero in it.
+
+    The arithmetic behind that is pinned too, up to the next product, norm or softmax: it may be as huge or as tiny.
+    Numbers that become zero do not count in a factor of a product or a table of rows whose largest number is a normal
+    one of the low type: there they are below the rounding of the others.
+
+    Before (low type fp16):
+
+        const c: fp32[] number=100000.0
+        a = onnx.Add(A=x, B=c) -> fp32[2, 8]
+        b = onnx.Relu(X=a) -> fp32[2, 8]
+
+    After:
+
+        a = onnx.Add(A=x, B=c) -> fp32[2, 8]  pin=fp32 "'c' holds numbers up to 100000, beyond fp16"
+        b = onnx.Relu(X=a) -> fp32[2, 8]  pin=fp32 "works on what was made of 'c', which fp16 does not hold"
+
+    Left alone: what reads a mask (`find_masks`), or numbers that fit.
+    """
+
+    name: ClassVar[str] = "pin_stored_numbers"
+    idempotent: ClassVar[bool] = True
+
+    def pins(self, draft: Draft) -> Mapping[str, str]:
+        """Those of each misfit, in the order of the values."""
+        finder = _Finder(draft.graph, draft.context.low)
+        for name, numbers in finder.stored():
+            if name not in draft.graph.masks:
+                finder.misfit(name, numbers)
+        return finder.pins
+
+
+class _Finder(Walker):
+    def misfit(self, name: str, numbers: StoredNumbers) -> None:
+        """Pin what reads numbers that do not fit."""
+        over = numbers.largest > self.low.format.max
+        if not over and not numbers.lost:
+            return
+        moves, sinks = self._spread(name)
+        if over:
+            self._pin_onward(
+                moves, sinks, f"'{name}' holds numbers up to {numbers.largest:g}, beyond {self.low.short}", name
+            )
+            return
+        tolerant = numbers.largest >= self.low.format.smallest_normal
+        gathered = any(self.info(node).moves == "index" for node in moves)
+        if tolerant and (gathered or all(self.info(node).factors for node in sinks)):
+            return
+        reason = f"{numbers.lost} of the numbers in '{name}' would become zero in {self.low.short}"
+        self._pin_onward(moves, sinks, reason, name)
+
+    def _pin_onward(self, moves: list[Node], sinks: list[Node], reason: str, name: str) -> None:
+        """Pin what reads a value, and the arithmetic behind it; a softmax too, of which a mask may hide a whole row."""
+        for node in (*moves, *sinks):
+            self.pin(node, reason)
+        pending = list(sinks)
+        while pending:
+            made = pending.pop()
+            for node, index in [user for value in made.outputs for user in self.graph.users(value)]:
+                masked = node.inputs[index].slot in self.info(node).masks
+                onward = self.passes(node) or self.info(node).carries
+                if (onward or masked) and node.pin is None and node.name not in self.pins:
+                    self.pin(node, f"works on what was made of '{name}', which {self.low.short} does not hold")
+                    pending += [node] if onward else []
+
+    def _spread(self, name: str) -> tuple[list[Node], list[Node]]:
+        """The nodes that give the elements of a value on as they are, and those that work on them."""
+        moves: dict[str, Node] = {}
+        sinks: dict[str, Node] = {}
+        pending = [name]
+        while pending:
+            for node, _ in self.graph.users(pending.pop()):
+                if not self.passes(node):
+                    sinks[node.name] = node
+                elif node.name not in moves:
+                    moves[node.name] = node
+                    pending += [out for out in node.outputs if self.graph.values[out].dtype is DType.FLOAT32]
+        return list(moves.values()), list(sinks.values())
