@@ -1,4 +1,4 @@
-"""The exceptions of the library. Every one says what was wrong, where, and the mend."""
+"""The exceptions of the library. Every one says what was wrong, where, and the hint."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ class AmpError(Exception):
     Args:
         what: what is wrong, in one sentence.
         where: the place: a file with its line, a node, a user's source line.
-        mend: what the reader can do about it.
+        hint: what the reader can do about it.
 
     Example:
-        >>> str(AmpError("the rule matches no op", where="my.yaml:3", mend="use 'aten.linear'"))
+        >>> str(AmpError("the rule matches no op", where="my.yaml:3", hint="use 'aten.linear'"))
         "my.yaml:3: the rule matches no op; use 'aten.linear'"
     """
 
-    def __init__(self, what: str, *, where: str = "", mend: str = "") -> None:
-        self.what, self.where, self.mend = what, where, mend
+    def __init__(self, what: str, *, where: str = "", hint: str = "") -> None:
+        self.what, self.where, self.hint = what, where, hint
         text = f"{where}: {what}" if where else what
-        super().__init__(f"{text}; {mend}" if mend else text)
+        super().__init__(f"{text}; {hint}" if hint else text)
 
 
 class RuleError(AmpError):
@@ -34,7 +34,7 @@ class RuleError(AmpError):
         line: line of the offending key or value, from 1; `None` where there is none.
         column: column of it, from 1.
         key: dotted path of the key in the file, such as `rules.0.match.op`.
-        mend: what to write instead.
+        hint: what to write instead.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class RuleError(AmpError):
         line: int | None = None,
         column: int | None = None,
         key: str = "",
-        mend: str = "",
+        hint: str = "",
     ) -> None:
         self.file, self.line, self.column, self.key = file, line, column, key
         where = ":".join(str(part) for part in (file, line, column) if part not in ("", None))
-        super().__init__(f"{what} (at key '{key}')" if key else what, where=where, mend=mend)
+        super().__init__(f"{what} (at key '{key}')" if key else what, where=where, hint=hint)
 
 
 class RankError(AmpError):
@@ -79,12 +79,12 @@ class NumberError(CaptureError):
         what: what was done.
         labels: what the user calls the numbers that it was done with; empty where that is not known.
         where: the line.
-        mend: what to do.
+        hint: what to do.
     """
 
-    def __init__(self, what: str, *, labels: frozenset[str] = frozenset(), where: str = "", mend: str = "") -> None:
+    def __init__(self, what: str, *, labels: frozenset[str] = frozenset(), where: str = "", hint: str = "") -> None:
         self.labels = labels
-        super().__init__(what, where=where, mend=mend)
+        super().__init__(what, where=where, hint=hint)
 
 
 class CustomFunctionError(CaptureError):
@@ -94,12 +94,12 @@ class CustomFunctionError(CaptureError):
         what: what is wrong.
         functions: the classes.
         where: the model.
-        mend: what to do.
+        hint: what to do.
     """
 
-    def __init__(self, what: str, *, functions: tuple[type, ...] = (), where: str = "", mend: str = "") -> None:
+    def __init__(self, what: str, *, functions: tuple[type, ...] = (), where: str = "", hint: str = "") -> None:
         self.functions = functions
-        super().__init__(what, where=where, mend=mend)
+        super().__init__(what, where=where, hint=hint)
 
 
 class GraphError(AmpError):
@@ -139,7 +139,7 @@ class LossScaleError(AmpError):
         what: what is wrong.
         parameters: qualified names of the parameters with non-finite gradients, the first ones first.
         nodes: names of the graph nodes that made the first non-finite values.
-        mend: what the reader can do about it.
+        hint: what the reader can do about it.
 
     Attributes:
         report: what `step.nonfinite_report()` found in the last step; `None` where nobody looked.
@@ -149,7 +149,7 @@ class LossScaleError(AmpError):
         no finite gradient in 20 steps (first non-finite parameters: fc.weight; nodes: exp_1)
     """
 
-    def __init__(self, what: str, *, parameters: Iterable[str] = (), nodes: Iterable[str] = (), mend: str = "") -> None:
+    def __init__(self, what: str, *, parameters: Iterable[str] = (), nodes: Iterable[str] = (), hint: str = "") -> None:
         self.parameters, self.nodes = tuple(parameters), tuple(nodes)
         self.report: Any = None
         listed = [
@@ -157,7 +157,7 @@ class LossScaleError(AmpError):
             for kind, names in (("parameters", self.parameters), ("nodes", self.nodes))
             if names
         ]
-        super().__init__(f"{what} (first non-finite {'; '.join(listed)})" if listed else what, mend=mend)
+        super().__init__(f"{what} (first non-finite {'; '.join(listed)})" if listed else what, hint=hint)
 
     def add_report(self, report: Any) -> None:
         """Put a report behind the text."""

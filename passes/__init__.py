@@ -50,7 +50,7 @@ def find_pass(name: str) -> type[Pass[Any]]:
     if name not in PASSES:
         near = difflib.get_close_matches(name, PASSES, 1)
         raise PassError(
-            f"'{name}' is no pass", mend=f"did you mean '{near[0]}'?" if near else f"there are {', '.join(PASSES)}"
+            f"'{name}' is no pass", hint=f"did you mean '{near[0]}'?" if near else f"there are {', '.join(PASSES)}"
         )
     module, _, attribute = PASSES[name].partition(":")
     found: type[Pass[Any]] = getattr(import_module(module), attribute)

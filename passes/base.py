@@ -20,7 +20,7 @@ from amp_compiler.errors import AmpError, LoweringError, PassError, first_line
 Subject = TypeVar("Subject")
 _ORDER = "run the passes in the order of the pipeline"
 _ON_VALUES = ("GuardOnDataDependentSymNode", "DataDependentOutputException")  # of torch, which is not imported here
-_BUG = "this is a bug of the pass: mend it, or report it where it is one of amp_compiler's own"
+_BUG = "this is a bug of the pass: correct it, or report it where it is one of amp_compiler's own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,26 +140,26 @@ class Pass(ABC, Generic[Subject]):
                 raise LoweringError(
                     f"a size that depends on values must be known here: {first_line(cause)}",
                     where=f"in pass '{self.name}'",
-                    mend="keep such sizes out of the graph",
+                    hint="keep such sizes out of the graph",
                 ) from cause
-            raise PassError(f"{type(cause).__name__}: {cause}", where=f"in pass '{self.name}'", mend=_BUG) from cause
+            raise PassError(f"{type(cause).__name__}: {cause}", where=f"in pass '{self.name}'", hint=_BUG) from cause
 
     def _run_checked(self, subject: Subject, before: Any, texts: Texts) -> tuple[PassResult[Subject], Any]:
         wrong = self.requires(subject)
         if wrong is not None:
-            raise PassError(wrong, where=f"before pass '{self.name}'", mend=_ORDER)
+            raise PassError(wrong, where=f"before pass '{self.name}'", hint=_ORDER)
         remembered = self.remember(subject)
         result = self.run(subject)
         if not isinstance(result, PassResult):
             wrong = f"it returned a {type(result).__name__}, not a PassResult"
-            raise PassError(wrong, where=f"after pass '{self.name}'", mend=_BUG)
+            raise PassError(wrong, where=f"after pass '{self.name}'", hint=_BUG)
         after = texts.state(result.subject)
         wrong = self._kept_its_kind(subject, before, result, texts) or self.ensures(result.subject, remembered)
         if wrong is None and result.modified != (before != after):
             change = "changed" if before != after else "did not change"
             wrong = f"it says modified={result.modified}, and the text {change}"
         if wrong is not None:
-            raise PassError(wrong, where=f"after pass '{self.name}'", mend=_BUG)
+            raise PassError(wrong, where=f"after pass '{self.name}'", hint=_BUG)
         return result, after
 
 

@@ -149,15 +149,15 @@ class Pipeline:
     def _with(self, place: int, step: Pass[Any]) -> Pipeline:
         if not isinstance(step, Pass):
             raise PassError(
-                f"{step!r} is no pass", mend="give an object of a class derived from InPlacePass, such as MyPass()"
+                f"{step!r} is no pass", hint="give an object of a class derived from InPlacePass, such as MyPass()"
             )
         if not isinstance(getattr(step, "name", None), str) or not isinstance(getattr(step, "exact", None), bool):
             raise PassError(
                 f"the pass {type(step).__name__} lacks `name` or `exact`",
-                mend='write them in its class: name: ClassVar[str] = "my_pass"; exact: ClassVar[bool] = False',
+                hint='write them in its class: name: ClassVar[str] = "my_pass"; exact: ClassVar[bool] = False',
             )
         if step.name in self.names:
-            raise PassError(f"the pipeline {self.name} has a pass '{step.name}'", mend="give yours another name")
+            raise PassError(f"the pipeline {self.name} has a pass '{step.name}'", hint="give yours another name")
         return replace(self, steps=(*self.steps[:place], step, *self.steps[place:]))
 
     def skip(self, name: str) -> Pipeline:
@@ -169,7 +169,7 @@ class Pipeline:
         place = _found(name, self.names, f"pass of the pipeline {self.name}")
         step = self.steps[place]
         if not (find_pass(step) if isinstance(step, str) else step).skippable:
-            raise PassError(f"pass '{name}' cannot be skipped: what follows relies on it", mend=_skippable(self.steps))
+            raise PassError(f"pass '{name}' cannot be skipped: what follows relies on it", hint=_skippable(self.steps))
         return replace(self, steps=(*self.steps[:place], *self.steps[place + 1 :]))
 
     def stop_after(self, name: str) -> Pipeline:
@@ -234,7 +234,7 @@ class Pipeline:
                 raise PassError(
                     f"pass '{step}' needs the option '{option.name}'",
                     where=f"pipeline {self.name}",
-                    mend=f"put '{option.name}' into the options of the run",
+                    hint=f"put '{option.name}' into the options of the run",
                 )
         return cls(**given)
 
@@ -247,7 +247,7 @@ class Pipeline:
         """Check that the graph is a legal one behind this pipeline; if not `whole`, what holds on the way there."""
         wrong = self._complaint(subject, whole)
         if wrong is not None:
-            raise PassError(wrong, where=f"after pass '{name}'", mend=f"see SPECS['{self.name}'] in passes/spec.py")
+            raise PassError(wrong, where=f"after pass '{name}'", hint=f"see SPECS['{self.name}'] in passes/spec.py")
 
 
 def _skippable(steps: Sequence[str | Pass[Any]]) -> str:
@@ -262,7 +262,7 @@ def _found(name: str, names: Sequence[str], kind: str) -> int:
         return list(names).index(name)
     near = difflib.get_close_matches(name, names, 1)
     known = "it belongs to another pipeline" if name in PASSES else f"there are {', '.join(names)}"
-    raise PassError(f"'{name}' is no {kind}", mend=f"did you mean '{near[0]}'?" if near else known)
+    raise PassError(f"'{name}' is no {kind}", hint=f"did you mean '{near[0]}'?" if near else known)
 
 
 CAPTURE = Pipeline(
@@ -417,11 +417,11 @@ def pipelines_with(given: Any, allowed: Sequence[Pipeline]) -> dict[str, Pipelin
     several = [] if given is None else [given] if isinstance(given, Pipeline) else list(given)
     for one in several:
         if not isinstance(one, Pipeline):
-            raise PassError(f"{one!r} is no pipeline", mend="give one such as amp.pipelines.FORWARD.insert_after(...)")
+            raise PassError(f"{one!r} is no pipeline", hint="give one such as amp.pipelines.FORWARD.insert_after(...)")
         if one.name not in found:
-            raise PassError(f"the pipeline {one.name} is not run here", mend=f"those that are: {', '.join(found)}")
+            raise PassError(f"the pipeline {one.name} is not run here", hint=f"those that are: {', '.join(found)}")
         for step in found[one.name].steps:
             if step not in one.steps and isinstance(step, str) and not find_pass(step).skippable:
-                raise PassError(f"the pipeline {one.name} lacks the pass '{step}'", mend="what follows relies on it")
+                raise PassError(f"the pipeline {one.name} lacks the pass '{step}'", hint="what follows relies on it")
         found[one.name] = one
     return found

@@ -30,5 +30,5 @@ def find_backend(name: str) -> Backend:
     if not isinstance(name, str) or name not in BACKENDS:
         near = difflib.get_close_matches(str(name), BACKENDS, 1)
         known = f"use one of {', '.join(map(repr, BACKENDS))}"
-        raise AmpError(f"backend={name!r} is not known", mend=f"did you mean '{near[0]}'?" if near else known)
+        raise AmpError(f"backend={name!r} is not known", hint=f"did you mean '{near[0]}'?" if near else known)
     return BACKENDS[name]

@@ -57,9 +57,9 @@ class Backend:
         if isinstance(mode, str) and mode in known:
             return known[mode]
         near = difflib.get_close_matches(str(mode), known, 1)
-        mend = f"did you mean '{near[0]}'?" if near else f"use one of {', '.join(map(repr, known))}"
+        hint = f"did you mean '{near[0]}'?" if near else f"use one of {', '.join(map(repr, known))}"
         if mode == _CUDA_GRAPHS:
-            mend = f"a training step is one CUDA graph in every mode, and amp.compile makes none; {mend}"
+            hint = f"a training step is one CUDA graph in every mode, and amp.compile makes none; {hint}"
         elif mode == TUNED:
-            mend = "leave it out, or use backend='inductor'"
-        raise AmpError(f"mode={mode!r} is not known to backend '{self.name}'", mend=mend)
+            hint = "leave it out, or use backend='inductor'"
+        raise AmpError(f"mode={mode!r} is not known to backend '{self.name}'", hint=hint)

@@ -106,7 +106,7 @@ class _KeptNarrow:
             if low._version != packed.version and outer is None:
                 raise LoweringError(
                     "a 16-bit value that the backward needs was changed in place after the forward",
-                    mend="call backward first, or change a copy of it",
+                    hint="call backward first, or change a copy of it",
                 )
             return low.float().as_strided(packed.size, packed.stride, packed.offset)  # type: ignore[no-any-return]
 

@@ -91,7 +91,7 @@ def compile_graph(
     """
     if not torch_private.has_inductor():
         raise LoweringError(
-            f"torch {torch.__version__} has no Inductor that this version knows", mend="use backend='eager'"
+            f"torch {torch.__version__} has no Inductor that this version knows", hint="use backend='eager'"
         )
     options = _options(graph_module, round_exactly) | (_TUNING if tuned else {})
     for node in graph_module.graph.nodes:
@@ -119,7 +119,7 @@ def compile_graph(
 def _not_compiled(cause: Exception) -> LoweringError:
     return LoweringError(
         f"Inductor cannot compile the graph: {type(cause).__name__}: {first_line(cause)}",
-        mend="use backend='eager' to run the same graph node by node",
+        hint="use backend='eager' to run the same graph node by node",
     )
 
 

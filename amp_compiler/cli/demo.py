@@ -102,7 +102,7 @@ def load_digits(device: torch.device | str = "cpu", train_images: int | None = N
         from sklearn import datasets, model_selection
     except ImportError as cause:
         raise AmpError(
-            "the demo's images come with scikit-learn, which is not installed", mend="pip install 'amp_compiler[demo]'"
+            "the demo's images come with scikit-learn, which is not installed", hint="pip install 'amp_compiler[demo]'"
         ) from cause
     data = datasets.load_digits()
     parts = model_selection.train_test_split(
@@ -141,7 +141,7 @@ def run_demo(
     data = load_digits(place, train_images)
     steps = epochs * (len(data.train_images) // BATCH)
     if steps <= WARM_UP:
-        raise AmpError(f"{steps} training steps are too few to time", mend="train more epochs")
+        raise AmpError(f"{steps} training steps are too few to time", hint="train more epochs")
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description:<38}"),
@@ -167,9 +167,9 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if name not in ("cpu", "cuda"):
-        raise AmpError(f"the demo knows no device '{name}'", mend="use cpu, cuda or auto")
+        raise AmpError(f"the demo knows no device '{name}'", hint="use cpu, cuda or auto")
     if name == "cuda" and not torch.cuda.is_available():
-        raise AmpError("torch sees no CUDA device", mend="use --device cpu, or install a torch build with CUDA")
+        raise AmpError("torch sees no CUDA device", hint="use --device cpu, or install a torch build with CUDA")
     return torch.device(name)
 
 

@@ -84,19 +84,19 @@ class ExplainOptions:
             check_pass(name, "--skip")
         for option, page in (("--html", self.html), ("--svg", self.svg)):
             if self.stages and page is not None:
-                raise UsageError("stages are not written as a page", where=option, mend="use --output")
+                raise UsageError("stages are not written as a page", where=option, hint="use --output")
         for option, plans in (("--fuse", self.fuse), ("--opset", self.opset is not None)):
             if self.stages and plans:
-                raise UsageError("it is for the plan, not for the stages", where=option, mend="leave it out")
+                raise UsageError("it is for the plan, not for the stages", where=option, hint="leave it out")
         if self.stages and self.device != "auto":
-            raise UsageError("stages are of where the model is", where="--device", mend="leave it out")
+            raise UsageError("stages are of where the model is", where="--device", hint="leave it out")
         for option, given in (
             ("--skip", self.skip),
             ("--loss", self.loss),
             ("--backend", self.backend != NODE_BY_NODE),
         ):
             if given and not self.stages:
-                raise UsageError("it is for the stages of a graph", where=option, mend="give --print-after as well")
+                raise UsageError("it is for the stages of a graph", where=option, hint="give --print-after as well")
 
 
 def run_explain(options: ExplainOptions) -> None:
@@ -194,14 +194,14 @@ def _read_plan(path: Path) -> Any:
 
     from amp_compiler.ir.plan import PrecisionPlan
 
-    mend = "name a file that `amp-compiler explain --format json --output` wrote"
+    hint = "name a file that `amp-compiler explain --format json --output` wrote"
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as cause:
-        raise UsageError(f"it cannot be read: {cause}", where=str(path), mend=mend) from cause
+        raise UsageError(f"it cannot be read: {cause}", where=str(path), hint=hint) from cause
     if not isinstance(data, dict):
-        raise UsageError("it is no plan", where=str(path), mend=mend)
+        raise UsageError("it is no plan", where=str(path), hint=hint)
     try:
         return PrecisionPlan.from_dict(data)
     except AmpError as wrong:
-        raise AmpError(wrong.what, where=str(path), mend=wrong.mend) from wrong
+        raise AmpError(wrong.what, where=str(path), hint=wrong.hint) from wrong

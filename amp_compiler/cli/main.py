@@ -272,7 +272,7 @@ def convert(
     named = {"the input": source, "the output": output, "the data of the output": Path(f"{output}.data")}
     check_place("--report", report, named | {"the rules": Path(rules), "the calibration data": calibrate})
     if tolerance is not None and not verify:
-        raise UsageError("it says which --verify passes", where="--tolerance", mend="give --verify as well")
+        raise UsageError("it says which --verify passes", where="--tolerance", hint="give --verify as well")
     options = ConvertOptions(
         source,
         output,

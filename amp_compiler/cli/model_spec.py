@@ -52,7 +52,7 @@ def load_model(
         raise AmpError(
             "the model needs example arguments",
             where=spec,
-            mend="give --args 'fp32[8,64]' once for each, or let the factory give (model, example_args)",
+            hint="give --args 'fp32[8,64]' once for each, or let the factory give (model, example_args)",
         )
     if loss is None:
         _check_fit(model.forward, (), example, "forward", "--args" if given is not None else spec)
@@ -63,9 +63,9 @@ def load_model(
 
 def _onnx_file(spec: str, eval_mode: bool) -> str:
     if not Path(spec).is_file():
-        raise AmpError("there is no such file", where=spec, mend="name an ONNX file that exists")
+        raise AmpError("there is no such file", where=spec, hint="name an ONNX file that exists")
     if eval_mode:
-        raise UsageError("an ONNX file says its own mode", where="--eval", mend="leave it out")
+        raise UsageError("an ONNX file says its own mode", where="--eval", hint="leave it out")
     return spec
 
 
@@ -78,8 +78,8 @@ def load_loss(spec: str) -> Callable[..., Any]:
     """
     found = _find(spec)
     if not callable(found):
-        mend = "name a function that is called as loss(model, *args)"
-        raise UsageError(f"it is a {type(found).__name__}, not a function", where=f"--loss {spec}", mend=mend)
+        hint = "name a function that is called as loss(model, *args)"
+        raise UsageError(f"it is a {type(found).__name__}, not a function", where=f"--loss {spec}", hint=hint)
     return found  # type: ignore[no-any-return]
 
 
@@ -94,8 +94,8 @@ def _check_fit(function: Callable[..., Any], before: tuple[Any, ...], example: A
         signature.bind(*before, *args, **kwargs)
     except TypeError as cause:
         kind = UsageError if where == "--args" else AmpError
-        what, mend = f"the example arguments do not fit {name}{signature}: {cause}", "give one for each, in its order"
-        raise kind(what, where=where, mend=mend) from cause
+        what, hint = f"the example arguments do not fit {name}{signature}: {cause}", "give one for each, in its order"
+        raise kind(what, where=where, hint=hint) from cause
 
 
 def example_arguments(specs: Sequence[str]) -> Any:
@@ -118,10 +118,10 @@ def example_arguments(specs: Sequence[str]) -> Any:
         match, where = _ARGUMENT.match(spec.strip()), f"--args {spec}"
         if match is None:
             raise UsageError(
-                "an argument is a type with its sizes", where=where, mend="write 'fp32[8,64]' or 'labels=i64[8]'"
+                "an argument is a type with its sizes", where=where, hint="write 'fp32[8,64]' or 'labels=i64[8]'"
             )
         if match["name"] in keywords:
-            raise UsageError(f"'{match['name']}' is given twice", where=where, mend="leave one out")
+            raise UsageError(f"'{match['name']}' is given twice", where=where, hint="leave one out")
         sizes = [int(size) for size in match["shape"].split(",") if size.strip()]
         tensor = _tensor(match["dtype"], sizes, generator, where)
         if match["name"]:
@@ -137,28 +137,28 @@ def _tensor(short: str, shape: list[int], generator: torch.Generator, where: str
     try:
         dtype = getattr(torch, dtype_from_short(short).value, None)
     except AmpError as cause:
-        raise UsageError(cause.what, where=where, mend=cause.mend) from cause
+        raise UsageError(cause.what, where=where, hint=cause.hint) from cause
     if not isinstance(dtype, torch.dtype):
-        raise UsageError(f"torch makes no tensors of type '{short}'", where=where, mend="use fp32, i64 or bool")
+        raise UsageError(f"torch makes no tensors of type '{short}'", where=where, hint="use fp32, i64 or bool")
     try:
         if dtype.is_floating_point or dtype.is_complex:
             return torch.randn(shape, generator=generator).to(dtype)
         return torch.ones(shape, dtype=dtype) if dtype is torch.bool else torch.zeros(shape, dtype=dtype)
     except (RuntimeError, OverflowError) as cause:  # sizes that no memory holds
         reason = str(cause).partition("\n")[0]
-        raise UsageError(f"torch cannot make it: {reason}", where=where, mend="write smaller sizes") from cause
+        raise UsageError(f"torch cannot make it: {reason}", where=where, hint="write smaller sizes") from cause
 
 
 def _find(spec: str) -> Any:
     place, _, name = spec.rpartition(":")
     if not place or not name:
-        raise AmpError(f"'{spec}' names no model", mend=_SPEC_MEND)
+        raise AmpError(f"'{spec}' names no model", hint=_SPEC_MEND)
     found: Any = _import(place)
     for part in name.split("."):
         if not hasattr(found, part):
             near = difflib.get_close_matches(part, [known for known in dir(found) if not known.startswith("_")], n=1)
-            mend = f"did you mean '{near[0]}'?" if near else "name a model, a class or a function of that module"
-            raise AmpError(f"there is no '{part}' in it", where=place, mend=mend)
+            hint = f"did you mean '{near[0]}'?" if near else "name a model, a class or a function of that module"
+            raise AmpError(f"there is no '{part}' in it", where=place, hint=hint)
         found = getattr(found, part)
     return found
 
@@ -167,17 +167,17 @@ def _import(place: str) -> ModuleType:
     path = Path(place)
     is_file = path.suffix == ".py"
     if is_file and not path.is_file():
-        raise AmpError("there is no such file", where=place, mend=_SPEC_MEND)
+        raise AmpError("there is no such file", where=place, hint=_SPEC_MEND)
     # A model's own imports must work as they do when its file is run, or when Python is started in this folder.
     sys.path.insert(0, str(path.resolve().parent if is_file else Path.cwd()))
     try:
         return _import_file(path) if is_file else importlib.import_module(place)
     except SystemExit as cause:
-        mend = "put what it does when it is run under `if __name__ == '__main__':`"
-        raise AmpError("it ends the program when it is imported", where=place, mend=mend) from cause
+        hint = "put what it does when it is run under `if __name__ == '__main__':`"
+        raise AmpError("it ends the program when it is imported", where=place, hint=hint) from cause
     except Exception as cause:
         raise AmpError(
-            f"importing it failed: {_describe(cause)}", where=place, mend="see that it imports in a Python prompt"
+            f"importing it failed: {_describe(cause)}", where=place, hint="see that it imports in a Python prompt"
         ) from cause
 
 
@@ -196,13 +196,13 @@ def _build(found: Any, spec: str) -> tuple[torch.nn.Module, Any]:
         try:
             found = found()
         except SystemExit as cause:
-            mend = "name a function without arguments that gives the model"
-            raise AmpError("calling it ends the program", where=spec, mend=mend) from cause
+            hint = "name a function without arguments that gives the model"
+            raise AmpError("calling it ends the program", where=spec, hint=hint) from cause
         except Exception as cause:
             raise AmpError(
                 f"calling it without arguments failed: {_describe(cause)}",
                 where=spec,
-                mend="name a function without arguments that gives the model",
+                hint="name a function without arguments that gives the model",
             ) from cause
     example = None
     if isinstance(found, tuple) and len(found) == 2:
@@ -213,7 +213,7 @@ def _build(found: Any, spec: str) -> tuple[torch.nn.Module, Any]:
         raise AmpError(
             f"it is a {type(found).__name__}, not an nn.Module",
             where=spec,
-            mend="name a model, or a function that gives a model or (model, example_args)",
+            hint="name a model, or a function that gives a model or (model, example_args)",
         )
     return found, example
 

@@ -79,11 +79,11 @@ def _where(
     """The pipelines that have the pass, changed."""
     found = [pipeline for pipeline in pipelines.values() if name in pipeline.names]
     if not found:
-        raise UsageError(f"no pass '{name}' runs here", where=option, mend=_where_it_runs(name))
+        raise UsageError(f"no pass '{name}' runs here", where=option, hint=_where_it_runs(name))
     try:
         return {pipeline.name: change(pipeline) for pipeline in found}
     except PassError as cause:
-        raise UsageError(cause.what, where=option, mend=cause.mend) from cause
+        raise UsageError(cause.what, where=option, hint=cause.hint) from cause
 
 
 def _where_it_runs(name: str) -> str:
@@ -132,7 +132,7 @@ def make_stages(model: Any, example: Any, options: StageOptions) -> Stages:
     """
     if isinstance(model, str):
         if example is not None:
-            raise UsageError("the stages of an ONNX file do not hang on it", where="--args", mend="leave it out")
+            raise UsageError("the stages of an ONNX file do not hang on it", where="--args", hint="leave it out")
         return _of_onnx(model, options)
     args, kwargs = split_example(example)
     try:
@@ -156,7 +156,7 @@ def _of_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], optio
 def _of_step(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: StageOptions) -> Stages:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:
-        raise UsageError("the model has no parameter to train", where="--print-after", mend="give --eval")
+        raise UsageError("the model has no parameter to train", where="--print-after", hint="give --eval")
     names, loss, width = tuple(kwargs), options.loss or mean_of_first, len(args)
 
     def called(model: Any, *batch: Any) -> Any:
@@ -182,11 +182,11 @@ def _of_onnx(path: str, options: StageOptions) -> Stages:
     known = (CAPTURED, *ONNX_PLAN.names, *PLAN.names)
     for option, name in (("--print-after", options.show), ("--stop-after", options.stop)):
         if name not in (ALL, "", *known):
-            mend = f"use {', '.join(known)}"
-            raise UsageError(f"'{name}' does not run on an ONNX file", where=option, mend=mend)
+            hint = f"use {', '.join(known)}"
+            raise UsageError(f"'{name}' does not run on an ONNX file", where=option, hint=hint)
     if options.skip or options.loss is not None:
         option = "--skip" if options.skip else "--loss"
-        raise UsageError("there is nothing of that in the plan of an ONNX file", where=option, mend="leave it out")
+        raise UsageError("there is nothing of that in the plan of an ONNX file", where=option, hint="leave it out")
     stages, until = Stages(), Stages()
     explain_onnx(path, rules=options.rules, dtype="fp16" if options.dtype == "auto" else options.dtype, stages=stages)
     for stage in stages:
@@ -205,7 +205,7 @@ def mean_of_first(model: Callable[..., Any], *args: Any, **kwargs: Any) -> torch
     for value in pytree.tree_leaves(model(*args, **kwargs)):
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             return value.float().mean()
-    raise UsageError("the model returns no floating-point number to train on", where="--loss", mend="give a loss")
+    raise UsageError("the model returns no floating-point number to train on", where="--loss", hint="give a loss")
 
 
 def _copied(model: Any) -> Any:
@@ -213,7 +213,7 @@ def _copied(model: Any) -> Any:
         return copy.deepcopy(model)
     except Exception as cause:  # whatever a user's module raises
         raise AmpError(
-            f"the model cannot be copied: {type(cause).__name__}: {cause}", mend="name a function that makes it"
+            f"the model cannot be copied: {type(cause).__name__}: {cause}", hint="name a function that makes it"
         ) from cause
 
 
@@ -225,10 +225,10 @@ def chosen(stages: Stages, options: StageOptions) -> list[Stage]:
     """
     found = [stage for stage in stages if options.show in (ALL, stage.name.rpartition("/")[2])]
     if not found:
-        mend = _where_it_runs(options.show)
+        hint = _where_it_runs(options.show)
         if options.stop:
-            mend = f"it comes behind '{options.stop}', or not at all: leave out --stop-after"
-        raise UsageError(f"the pass '{options.show}' did not run", where="--print-after", mend=mend)
+            hint = f"it comes behind '{options.stop}', or not at all: leave out --stop-after"
+        raise UsageError(f"the pass '{options.show}' did not run", where="--print-after", hint=hint)
     return found
 
 

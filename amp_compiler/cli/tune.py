@@ -52,9 +52,9 @@ class TuneOptions:
         check_place("OUT.yaml", self.output, read)
         is_onnx = self.model.endswith(".onnx")
         if is_onnx and self.loss:
-            raise UsageError("an ONNX file has no backward", where="--loss", mend="leave it out")
+            raise UsageError("an ONNX file has no backward", where="--loss", hint="leave it out")
         if not is_onnx and self.data is not None:
-            raise UsageError("it is for an ONNX file", where="--data", mend="give --args, or a factory that gives them")
+            raise UsageError("it is for an ONNX file", where="--data", hint="give --args, or a factory that gives them")
 
 
 def run_tune(options: TuneOptions) -> Any:
@@ -81,7 +81,7 @@ def run_tune(options: TuneOptions) -> Any:
     if loss is None:
         return tune(model, [batch], dtype=options.dtype, **asked)
     if not isinstance(batch, tuple):
-        raise UsageError("a loss is called by position", where="--args", mend="leave the names away")
+        raise UsageError("a loss is called by position", where="--args", hint="leave the names away")
     return tune(_step(model, loss, options), [batch], **asked)
 
 
@@ -104,7 +104,7 @@ def _batch(example: Any, options: TuneOptions) -> Any:
     args, named = split_example(example)
     if args and named:
         where = "--args" if options.args else options.model
-        raise UsageError("a batch is by position or by name", where=where, mend="name all of the arguments, or none")
+        raise UsageError("a batch is by position or by name", where=where, hint="name all of the arguments, or none")
     return named or args
 
 
@@ -116,6 +116,6 @@ def _step(model: Any, loss: Any, options: TuneOptions) -> Any:
 
     trained = [one for one in model.parameters() if one.requires_grad]
     if not trained:
-        raise UsageError("the model has no parameter to train", where="--loss", mend="leave it out")
+        raise UsageError("the model has no parameter to train", where="--loss", hint="leave it out")
     optimizer = torch.optim.SGD(trained, 1e-3)
     return training_step(model, loss, optimizer, rules=options.rules, dtype=options.dtype, backend="eager")

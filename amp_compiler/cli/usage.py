@@ -58,8 +58,8 @@ def check_pass(name: str, option: str) -> None:
 
     if name not in PASSES:
         near = difflib.get_close_matches(name, PASSES, 1)
-        mend = f"did you mean '{near[0]}'?" if near else "`amp-compiler passes` lists them"
-        raise UsageError(f"there is no pass '{name}'", where=option, mend=mend)
+        hint = f"did you mean '{near[0]}'?" if near else "`amp-compiler passes` lists them"
+        raise UsageError(f"there is no pass '{name}'", where=option, hint=hint)
 
 
 def check_place(option: str, path: Path | None, others: Mapping[str, Path | None] = MappingProxyType({})) -> None:
@@ -75,18 +75,18 @@ def check_place(option: str, path: Path | None, others: Mapping[str, Path | None
     """
     if path is None:
         return
-    where, mend = f"{option} {path}", "name a file in a folder that exists"
+    where, hint = f"{option} {path}", "name a file in a folder that exists"
     if not path.parent.is_dir():
-        raise UsageError(f"there is no folder '{path.parent}'", where=where, mend=mend)
+        raise UsageError(f"there is no folder '{path.parent}'", where=where, hint=hint)
     from amp_compiler.ir.files import output_file  # here, so that help does not wait
 
     try:
         target = output_file(path)
     except AmpError as wrong:
-        raise UsageError(wrong.what, where=where, mend=mend) from wrong
+        raise UsageError(wrong.what, where=where, hint=hint) from wrong
     for name, other in others.items():
         if other is not None and _same(target, other):
-            raise UsageError(f"it is {name}, which it would overwrite", where=where, mend="name another file")
+            raise UsageError(f"it is {name}, which it would overwrite", where=where, hint="name another file")
 
 
 def check_data_files(model: str, places: Mapping[str, Path | None]) -> None:
@@ -133,8 +133,8 @@ def emit(text: str, output: Path | None) -> None:
 
 
 def print_error(error: AmpError) -> None:
-    """Tell an error on the standard error: what and where, and the mend on a line of its own."""
+    """Tell an error on the standard error: what and where, and the hint on a line of its own."""
     lines = [f"error: {f'{error.where}: ' if error.where else ''}{error.what}"]
-    if error.mend:
-        lines.append(f"  mend: {error.mend}")
+    if error.hint:
+        lines.append(f"  hint: {error.hint}")
     typer.echo("\n".join(lines), err=True)

@@ -95,12 +95,12 @@ def find_nonfinite(
     if not is_onnx(subject):
         raise AmpError(
             f"nothing can be found in a {type(subject).__name__}",
-            mend="pass what amp.training_step gave, a module or an ONNX model",
+            hint="pass what amp.training_step gave, a module or an ONNX model",
         )
     if backward or loss_fn is not None:
-        raise AmpError("an ONNX model has no backward", mend="train it with amp.training_step, and pass the step")
+        raise AmpError("an ONNX model has no backward", hint="train it with amp.training_step, and pass the step")
     if not isinstance(batch, Mapping):
-        raise AmpError(f"the batch of an ONNX model is a {type(batch).__name__}", mend="pass a dict: {input: array}")
+        raise AmpError(f"the batch of an ONNX model is a {type(batch).__name__}", hint="pass a dict: {input: array}")
     from amp_compiler.onnx.check.nonfinite import OnnxTrials  # here, so that nobody else waits for ONNX
 
     low = low_type("fp16" if dtype == AUTO else dtype)

@@ -52,7 +52,7 @@ def batches_of(batches: Any) -> Iterable[Any]:
     """
     if not isinstance(batches, Iterable) or isinstance(batches, (Tensor, np.ndarray, Mapping, str)):
         raise AmpError(
-            f"there are no batches in a {type(batches).__name__}", mend="pass a list of batches, or what gives them"
+            f"there are no batches in a {type(batches).__name__}", hint="pass a list of batches, or what gives them"
         )
     return batches
 
@@ -63,7 +63,7 @@ def _tensor(one: Any) -> Any:
     try:
         return torch.from_numpy(one)
     except TypeError as cause:
-        raise AmpError(f"an array of {one.dtype} is no tensor", mend="pass arrays of numbers") from cause
+        raise AmpError(f"an array of {one.dtype} is no tensor", hint="pass arrays of numbers") from cause
 
 
 def check_given(
@@ -85,16 +85,16 @@ def check_given(
     """
     number = float(loss_scale) if isinstance(loss_scale, Real) and not isinstance(loss_scale, bool) else math.nan
     if not 0 < number < math.inf:
-        raise AmpError(f"loss_scale={loss_scale!r} is no scale", mend="pass a number above 0: scaler.get_scale()")
+        raise AmpError(f"loss_scale={loss_scale!r} is no scale", hint="pass a number above 0: scaler.get_scale()")
     given = {"loss_fn": loss_fn is not None, "loss_scale": number != 1} if isinstance(subject, TrainingStep) else {}
     if isinstance(subject, (TrainingStep, CompiledModule)):
         low = subject._low if isinstance(subject, TrainingStep) else _low_of(subject)
         given |= {"rules": rules, "dtype": dtype != AUTO and low_type(dtype) != low}
     if not isinstance(subject, TrainingStep) and number != 1 and loss_fn is None and not backward:
-        raise AmpError(f"loss_scale={loss_scale!r} without a loss", mend="pass loss_fn= as well")
+        raise AmpError(f"loss_scale={loss_scale!r} without a loss", hint="pass loss_fn= as well")
     kind = "training step" if isinstance(subject, TrainingStep) else "compiled module"
     for name in (name for name, is_given in given.items() if is_given):
-        raise AmpError(f"{name}= is given with a {kind}, which has its own", mend="leave it out")
+        raise AmpError(f"{name}= is given with a {kind}, which has its own", hint="leave it out")
 
 
 def _low_of(compiled: CompiledModule) -> DType:
@@ -132,7 +132,7 @@ class LossCall:
     def __post_init__(self) -> None:
         if not callable(self.loss_fn):
             raise AmpError(
-                f"loss_fn is a {type(self.loss_fn).__name__}", mend="pass a function: loss_fn(model, *batch)"
+                f"loss_fn is a {type(self.loss_fn).__name__}", hint="pass a function: loss_fn(model, *batch)"
             )
         try:
             self._run(_give_up)
@@ -141,7 +141,7 @@ class LossCall:
             return
         raise AmpError(
             "loss_fn does not call the model that it is given",
-            mend="write loss_fn(model, *batch), as for amp.training_step, with model(...) in it",
+            hint="write loss_fn(model, *batch), as for amp.training_step, with model(...) in it",
         )
 
     def of(self, output: Any) -> Any:
@@ -154,7 +154,7 @@ class LossCall:
 
         def give(args: tuple[Any, ...], named: dict[str, Any]) -> Any:
             if not outputs:
-                raise AmpError("loss_fn calls the model more than once", mend="pass a training step with this loss")
+                raise AmpError("loss_fn calls the model more than once", hint="pass a training step with this loss")
             return outputs.pop()
 
         made = self._run(give)
@@ -172,7 +172,7 @@ class LossCall:
                 raise AmpError(
                     f"loss_fn raises {type(error).__name__}: {first_line(error)}",
                     where=user_frame(error),
-                    mend="call it as loss_fn(model, *batch) yourself: if it raises the same, it or the batch is wrong",
+                    hint="call it as loss_fn(model, *batch) yourself: if it raises the same, it or the batch is wrong",
                 ) from error
 
 

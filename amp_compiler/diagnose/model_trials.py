@@ -53,7 +53,7 @@ class Backward:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise AmpError(
                 "there is no loss to begin the backward from",
-                mend="pass loss_fn=, which returns one number with a gradient",
+                hint="pass loss_fn=, which returns one number with a gradient",
             )
         return loss.float() * self.scale
 

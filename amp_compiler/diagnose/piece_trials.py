@@ -88,7 +88,7 @@ class ModelPieceTrials:
             raise AmpError(
                 f"{name_of(self._model)} raised {type(error).__name__}: {first_line(error)}",
                 where=user_frame(error),
-                mend="call the model itself with this batch first",
+                hint="call the model itself with this batch first",
             ) from error
         return _Seen(pieces.plan, replay.origins(pieces.plan), results, parameters)
 

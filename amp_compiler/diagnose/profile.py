@@ -235,7 +235,7 @@ class Profile:
                 raise TypeError(f"dtype is {data['dtype']!r}")
             return cls(tuple(rows), tuple(updates), int(data["batches"]), int(data["skipped"]), data["dtype"])
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as cause:
-            raise AmpError(f"this is no profile: {cause!r}", mend="pass what Profile.to_dict() gave") from cause
+            raise AmpError(f"this is no profile: {cause!r}", hint="pass what Profile.to_dict() gave") from cause
 
     def to_json(self, path: str | Path) -> None:
         """Write it to a file, atomically.
@@ -250,7 +250,7 @@ def _range(dtype: object) -> Range:
     known = element_type(dtype)
     name = known.short if known else str(dtype)
     if name not in RANGES:
-        raise AmpError(f"dtype={dtype!r}", mend=f"pass one of {', '.join(RANGES)}")
+        raise AmpError(f"dtype={dtype!r}", hint=f"pass one of {', '.join(RANGES)}")
     return RANGES[name]
 
 

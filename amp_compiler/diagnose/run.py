@@ -110,7 +110,7 @@ def profile(
     else:
         raise AmpError(
             f"there is no profile of {type(subject).__name__}",
-            mend="pass what amp.training_step gave, a module or an ONNX model",
+            hint="pass what amp.training_step gave, a module or an ONNX model",
         )
     for batch in batches_of(batches):
         run.take(batch)
@@ -209,7 +209,7 @@ class _Run(ABC):
     def profile(self) -> Profile:
         """All of it."""
         if not self.batches:
-            raise AmpError("there is no batch to profile", mend="pass at least one")
+            raise AmpError("there is no batch to profile", hint="pass at least one")
         rows = [
             Row(*key, Histogram(true), Histogram(stored), key in self.vanished and not stored[:ZERO].any())
             for key, (true, stored) in self.rows.items()
@@ -245,7 +245,7 @@ class _StepRun(_Run):
         if not isinstance(program, StepProgram):
             raise AmpError(
                 f"the step runs {self.step.execution}: what its pieces compute is not counted",
-                mend="profile a loss that is one graph",
+                hint="profile a loss that is one graph",
             )
         self.batches += 1
         weights = {}
@@ -301,7 +301,7 @@ class _LossRun(_Run):
         self.loss_fn, self.settings, self.scale = loss_fn, settings, loss_scale
         self.trained = [one for one in model.parameters() if one.requires_grad]
         if not self.trained:
-            raise AmpError("no parameter of the model has a gradient", mend="leave loss_fn= out")
+            raise AmpError("no parameter of the model has a gradient", hint="leave loss_fn= out")
         self.step = self.step_with(loss_fn)
         self.by_name = self.step_with(lambda model, named: loss_fn(model, **named))
 
@@ -347,7 +347,7 @@ def _told_of(subject: str) -> Iterator[None]:
         yield
     except (CaptureError, LoweringError) as cause:
         what = f"exponents are counted in one graph, which {subject} is not: {cause.what}"
-        raise AmpError(what, where=cause.where, mend=cause.mend) from cause
+        raise AmpError(what, where=cause.where, hint=cause.hint) from cause
 
 
 def _count(values: Sequence[Tensor]) -> Counts:

@@ -101,7 +101,7 @@ class JSONLines(Writer):
             self._open()
         except OSError as cause:
             raise AmpError(
-                f"it cannot be written: {cause.strerror}", where=str(path), mend="name a file that can be written"
+                f"it cannot be written: {cause.strerror}", where=str(path), hint="name a file that can be written"
             ) from cause
         self._last = _last_step(self._file)
 
@@ -187,7 +187,7 @@ class TensorBoard(Writer):
         try:
             from torch.utils import tensorboard
         except ImportError as cause:
-            raise AmpError("TensorBoard is not installed", mend="pip install tensorboard") from cause
+            raise AmpError("TensorBoard is not installed", hint="pip install tensorboard") from cause
         self._make: Any = tensorboard.SummaryWriter
         self._writer: Any = None
         if "://" in str(log_dir):  # of a store that TensorBoard knows how to write to
@@ -196,9 +196,9 @@ class TensorBoard(Writer):
             Path(log_dir).mkdir(parents=True, exist_ok=True)
         except OSError as cause:
             told = "it is a file" if isinstance(cause, FileExistsError) else f"it cannot be written: {cause.strerror}"
-            raise AmpError(told, where=str(log_dir), mend="name a folder that can be written") from cause
+            raise AmpError(told, where=str(log_dir), hint="name a folder that can be written") from cause
         if not os.access(log_dir, os.W_OK):
-            raise AmpError("it cannot be written", where=str(log_dir), mend="name a folder that can be written")
+            raise AmpError("it cannot be written", where=str(log_dir), hint="name a folder that can be written")
 
     def _write(self, record: StepRecord) -> None:
         if self._writer is None:

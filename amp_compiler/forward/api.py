@@ -83,7 +83,7 @@ def compile(
     if not isinstance(model, nn.Module):
         raise AmpError(
             f"amp.compile takes an nn.Module, not a {type(model).__name__}",
-            mend="wrap a function in a module whose forward calls it",
+            hint="wrap a function in a module whose forward calls it",
         )
     return CompiledModule(model, make_settings(rules, dtype, backend, dynamic_shapes, passes, RUN, mode))
 
@@ -106,14 +106,14 @@ def dynamo_backend(
     unknown = sorted(set(given) - {"rules", "dtype", "backend", "mode"})
     if unknown:
         raise AmpError(
-            f"unknown option {unknown[0]!r} of backend 'amp_compiler'", mend="use 'rules', 'dtype', 'backend', 'mode'"
+            f"unknown option {unknown[0]!r} of backend 'amp_compiler'", hint="use 'rules', 'dtype', 'backend', 'mode'"
         )
     if mode is not None:
-        raise AmpError(f"backend 'amp_compiler' has no mode {mode!r}", mend="write options={'mode': ...} instead")
+        raise AmpError(f"backend 'amp_compiler' has no mode {mode!r}", hint="write options={'mode': ...} instead")
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         raise AmpError(
             "backend 'amp_compiler' was called inside torch.autocast",
-            mend="leave the autocast context out: the rules decide",
+            hint="leave the autocast context out: the rules decide",
         )
     return compile_piece(piece, inputs, make_settings(**given))[0]
 
@@ -162,13 +162,13 @@ def explain(
     dtype = low_name(dtype)
     if device is not None:
         if device not in DEVICES:
-            raise AmpError(f"device={device!r}", mend=f"pass one of {', '.join(DEVICES)}, or None for where it is")
+            raise AmpError(f"device={device!r}", hint=f"pass one of {', '.join(DEVICES)}, or None for where it is")
         if dtype == AUTO:
             there = device == "cpu" or torch.cuda.is_available()
             dtype = "bf16" if not there or has_native_bf16(torch.device(device)) else "fp16"
     if (fuse or opset is not None) and not is_onnx(model):
         told = "fuse=True" if fuse else f"opset={opset!r}"
-        raise AmpError(f"{told} for a {type(model).__name__}", mend="leave it out: it is for ONNX models")
+        raise AmpError(f"{told} for a {type(model).__name__}", hint="leave it out: it is for ONNX models")
     settings = make_settings(rules, dtype, "eager", dynamic_shapes)
     model = unwrapped_model(model, PARALLEL)
     if isinstance(model, fx.GraphModule) and example_args is None:
@@ -177,13 +177,13 @@ def explain(
         return plan_captured(captured, settings, settings.low(device_of(tensors)), device=device or "")
     if is_onnx(model):
         if device is not None:
-            raise AmpError(f"device={device!r} for an ONNX model", mend="leave it out: a file is not of one device")
+            raise AmpError(f"device={device!r} for an ONNX model", hint="leave it out: a file is not of one device")
         low = low_type("fp16" if dtype == AUTO else dtype)
         return _explain_onnx(model, example_args, settings, low, fuse=fuse, opset=opset)
     if not isinstance(model, nn.Module):
         raise AmpError(
             f"amp.explain cannot read a {type(model).__name__}",
-            mend="pass an nn.Module, an FX GraphModule, or an ONNX path or ModelProto",
+            hint="pass an nn.Module, an FX GraphModule, or an ONNX path or ModelProto",
         )
     args, kwargs = split_example(example_args)
     low = settings.low(device_of([*pytree.tree_leaves((args, kwargs)), *model.parameters()]))
@@ -218,7 +218,7 @@ def _tensor(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array)
     except TypeError as cause:
         raise AmpError(
-            f"an array of {array.dtype} in example_args is no tensor", mend="pass arrays of numbers"
+            f"an array of {array.dtype} in example_args is no tensor", hint="pass arrays of numbers"
         ) from cause
 
 

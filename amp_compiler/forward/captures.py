@@ -104,7 +104,7 @@ class Captures:
                 raise CaptureError(
                     f"a number that changes ({', '.join(refused)}) cannot be an input of one graph: more than"
                     " arithmetic is done with it",
-                    mend="pass it as a tensor, or compute with it outside",
+                    hint="pass it as a tensor, or compute with it outside",
                 )
         while taken := self._changing - self._refused:
             changing = Changing(frozenset(taken - {ARGUMENTS}), ARGUMENTS in taken)
@@ -189,11 +189,11 @@ class Captures:
         if before is None:
             logger.info("captured %s in %.1f s", self._name, seconds)
             return
-        level, mend = logging.INFO, "keep modes and parameters as they are between calls"
+        level, hint = logging.INFO, "keep modes and parameters as they are between calls"
         new = "modes, hooks or parameters of the model, or the form of its inputs"
         if changed:
             new = f"numbers that it read have changed ({', '.join(sorted(changed))})"
-            mend = (
+            hint = (
                 "pass them as tensors, or compute with them outside"
                 if changed & self._refused
                 else "from now on they are inputs"
@@ -202,16 +202,16 @@ class Captures:
             pairs = list(zip(self._last[1], before[1], strict=True))
             place = next((place for place, (now, then) in enumerate(pairs) if now != then), 0)
             new = f"{self._path(tree, place)} is {pairs[place][0]}, it was {pairs[place][1]}"
-            mend = "pad the inputs to one size" if isinstance(leaves[place], torch.Tensor) else "pass it as a tensor"
+            hint = "pad the inputs to one size" if isinstance(leaves[place], torch.Tensor) else "pass it as a tensor"
             if form.is_dynamic:
-                mend = (
+                hint = (
                     "from now on such sizes are dynamic; give dynamic_shapes= for dynamic ones from the first call on"
                 )
             elif self._settings.dynamic_shapes is None:
-                mend += ", or give dynamic_shapes='auto'"
+                hint += ", or give dynamic_shapes='auto'"
         if why:
-            level, mend = logging.WARNING, f"no dynamic sizes: {why}; {mend}"
-        logger.log(level, "captured %s again in %.1f s: %s; %s", self._name, seconds, new, mend)
+            level, hint = logging.WARNING, f"no dynamic sizes: {why}; {hint}"
+        logger.log(level, "captured %s again in %.1f s: %s; %s", self._name, seconds, new, hint)
 
     def _path(self, tree: Any, place: int) -> str:
         path = pytree.tree_flatten_with_path(tree)[0][place][0]

@@ -172,7 +172,7 @@ class CompiledModule(StandIn):
         if exports_here(leaves):
             raise CaptureError(
                 "a compiled module cannot be exported by torch.export",
-                mend="export `model.original`, the module behind it",
+                hint="export `model.original`, the module behind it",
             )
         if transforms_here():
             return self._transformed(args, kwargs, leaves)
@@ -286,7 +286,7 @@ class CompiledModule(StandIn):
         if not last.plans:
             raise AmpError(
                 "the model runs as it is written: there is no graph of any piece",
-                mend="mend what the warning of the logger 'amp_compiler' names",
+                hint="do what the warning of the logger 'amp_compiler' names",
             )
         return last.plans[-1][1]
 
@@ -302,7 +302,7 @@ class CompiledModule(StandIn):
 
     def _called(self) -> Program | Pieces:
         if self._last is None:
-            raise AmpError("the model has not been called yet", mend="call it once, or use amp.explain")
+            raise AmpError("the model has not been called yet", hint="call it once, or use amp.explain")
         return self._last  # type: ignore[no-any-return]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:

@@ -205,7 +205,7 @@ class Pieces:
             raise CaptureError(
                 f"nothing of {self._model} was captured: Dynamo gave up on its forward; export: {self.cause.what}",
                 where=self.cause.where,
-                mend="call amp.compile on the submodules that can be captured, or change what export names",
+                hint="call amp.compile on the submodules that can be captured, or change what export names",
             )
         self._tell_if_compiled_anew(made)
         if not self._told and functions_given_up() > before:
@@ -224,7 +224,7 @@ class Pieces:
             f"{self._model} runs in pieces, and one of them was compiled for {limit} forms of its inputs (Dynamo's"
             f" recompile_limit){last}",
             where=self.cause.where,
-            mend=f"{_FEWER_FORMS}, or raise torch._dynamo.config.recompile_limit",
+            hint=f"{_FEWER_FORMS}, or raise torch._dynamo.config.recompile_limit",
         )
 
     def _tell_if_compiled_anew(self, made: int) -> None:
@@ -248,7 +248,7 @@ class Pieces:
         return CaptureError(
             f"neither torch.export nor Dynamo can take the model; export: {self.cause.what}; Dynamo: {said}",
             where=(inner.where if isinstance(inner, CaptureError) else "") or user_frame(error) or self.cause.where,
-            mend="if the call is right, move that code out of forward or put it under torch.compiler.disable",
+            hint="if the call is right, move that code out of forward or put it under torch.compiler.disable",
         )
 
     @property

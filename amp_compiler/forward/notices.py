@@ -38,8 +38,8 @@ def set_level(wanted: str | None) -> None:
         return
     if wanted.lower() not in _LEVELS:
         near = difflib.get_close_matches(wanted.lower(), _LEVELS, 1)
-        mend = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(_LEVELS)}"
-        raise AmpError(f"AMP_LOG={wanted!r} is no level", mend=mend)
+        hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(_LEVELS)}"
+        raise AmpError(f"AMP_LOG={wanted!r} is no level", hint=hint)
     level = getattr(logging, wanted.upper())
     logger.setLevel(level)
     if level < logging.WARNING and not logger.hasHandlers():  # Python itself shows warnings and worse

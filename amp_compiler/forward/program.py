@@ -369,7 +369,7 @@ def _build_program(
         raise CaptureError(
             f"capture saw {users} inputs where the call has {len(leaves)}",
             where=type(model).__name__,
-            mend="pass arguments that pytree can flatten (tensors, numbers, lists, dicts, dataclasses)",
+            hint="pass arguments that pytree can flatten (tensors, numbers, lists, dicts, dataclasses)",
         )
     form = InputForm.of(captured, leaves)
     if not form.is_dynamic:

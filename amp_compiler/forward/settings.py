@@ -85,7 +85,7 @@ def make_settings(
     if not known_form and not (isinstance(dynamic_shapes, str) and dynamic_shapes == AUTO):
         raise AmpError(
             f"dynamic_shapes={dynamic_shapes!r} is not known",
-            mend=f"use {AUTO!r} (what differs from call to call becomes dynamic), None (every shape by itself) or, as"
+            hint=f"use {AUTO!r} (what differs from call to call becomes dynamic), None (every shape by itself) or, as"
             " for torch.export.export, one entry for each argument: ({0: torch.export.Dim.AUTO}, None)",
         )
     known = find_backend(backend)

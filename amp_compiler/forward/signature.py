@@ -81,7 +81,7 @@ def leaves_key(leaves: Sequence[Any]) -> tuple[Any, ...]:
         raise UnknownFormError(
             f"an input of type {', '.join(kinds)} is not hashable, so calls cannot be told apart"
             + (" (of dict() of it they can)" if any(isinstance(leaf, Mapping) for leaf in leaves) else ""),
-            mend="pass tensors, numbers, strings, or containers of them",
+            hint="pass tensors, numbers, strings, or containers of them",
         ) from cause
     return key
 

@@ -15,12 +15,12 @@ _COMPILED = "_orig_mod"  # where `torch.compile` keeps what it compiles
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def unwrapped_model(model: Any, mend: str) -> Any:
+def unwrapped_model(model: Any, hint: str) -> Any:
     """A model without what `torch.compile`, `amp.compile` and a `DataParallel` of one device put around it.
 
     Args:
         model: an `nn.Module`, or a dict, list or tuple of them; anything else is returned as it is.
-        mend: what to do about a model that is spread over devices or processes.
+        hint: what to do about a model that is spread over devices or processes.
 
     Raises:
         AmpError: where what was put around it has hooks or a forward of its own; for a model in `DataParallel` over
@@ -28,13 +28,13 @@ def unwrapped_model(model: Any, mend: str) -> Any:
 
     Example:
         >>> model = nn.Linear(4, 2)
-        >>> unwrapped_model(torch.compile(model), mend="") is model
+        >>> unwrapped_model(torch.compile(model), hint="") is model
         True
     """
     if isinstance(model, dict):
-        return {key: unwrapped_model(one, mend) for key, one in model.items()}
+        return {key: unwrapped_model(one, hint) for key, one in model.items()}
     if type(model) in (list, tuple):
-        return type(model)(unwrapped_model(one, mend) for one in model)
+        return type(model)(unwrapped_model(one, hint) for one in model)
     while isinstance(model, nn.Module):
         inner = _inside(model)
         if not isinstance(inner, nn.Module):
@@ -42,28 +42,28 @@ def unwrapped_model(model: Any, mend: str) -> Any:
         if added := _added(model):
             raise AmpError(
                 f"the model is in a {type(model).__name__}, which has {added} of its own that would be lost",
-                mend=f"put that on the {type(inner).__name__} inside and pass it, or into a module around it",
+                hint=f"put that on the {type(inner).__name__} inside and pass it, or into a module around it",
             )
         model = inner
     if isinstance(model, torch.jit.ScriptModule):
         raise AmpError(
             "the model is scripted or traced (torch.jit), which a graph cannot look into",
-            mend="pass the module that it was made of",
+            hint="pass the module that it was made of",
         )
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise AmpError(
             f"the model is in a {type(model).__name__}, whose copies and messages a captured graph would lose",
-            mend=mend,
+            hint=hint,
         )
     return model
 
 
-def refuse_spread(model: nn.Module, mend: str) -> None:
+def refuse_spread(model: nn.Module, hint: str) -> None:
     """Refuse a loss of which something is spread over devices or processes already, wherever it is in it.
 
     Args:
         model: the loss as a module, which holds the model under a name of its own.
-        mend: what to do about it.
+        hint: what to do about it.
 
     Raises:
         AmpError: names the module, the parameter or the buffer.
@@ -71,11 +71,11 @@ def refuse_spread(model: nn.Module, mend: str) -> None:
     for name, module in model.named_modules():
         if spread := spread_over(module):
             called = f"module '{name}'" if (name := name.partition(".")[2]) else "the model"
-            raise AmpError(f"{called} is {spread}, whose messages a captured graph would lose", mend=mend)
+            raise AmpError(f"{called} is {spread}, whose messages a captured graph would lose", hint=hint)
     for kind, name in spread_tensors(model):
         raise AmpError(
             f"{kind} '{name.partition('.')[2]}' is a DTensor, spread over processes already",
-            mend="pass a model whose parameters and buffers are whole on every rank; tensor parallelism is not taken",
+            hint="pass a model whose parameters and buffers are whole on every rank; tensor parallelism is not taken",
         )
 
 

@@ -162,12 +162,12 @@ class WriteWatch:
             lost = any(isinstance(one, random.Random) and new != old for one, new, old in drawn)
             raise (HookError if lost else CaptureError)(  # a random.Random of its own Dynamo freezes too
                 "forward draws from Python's or NumPy's random numbers, which one graph would freeze",
-                mend="draw from torch, or draw before the call and pass a tensor",
+                hint="draw from torch, or draw before the call and pass a tensor",
             )
         if [content_of(one) for one in self.state.arrays] != self._arrays:
             raise CaptureError(
                 "forward writes to an array that is no tensor, which one graph would freeze",
-                mend="keep what it holds in a tensor",
+                hint="keep what it holds in a tensor",
             )
         if self.state.environment and environment() != self._environment:
             raise _refused("os.environ", "changes")
@@ -392,5 +392,5 @@ def _refused(label: str, what: str, line: str = "") -> CaptureError:
     return CaptureError(
         f"forward {what} '{label}', which one graph cannot do",
         where=line,
-        mend="return the value, keep it as a tensor in a buffer, or write it after the call",
+        hint="return the value, keep it as a tensor in a buffer, or write it after the call",
     )

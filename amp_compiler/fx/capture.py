@@ -147,7 +147,7 @@ def _captured(
         raise CaptureError(
             f"forward may read '{state.iterators[0]}', which is used up by reading it, and one graph would freeze it",
             where=name_of(model),
-            mend="take the next value before the call, and pass it",
+            hint="take the next value before the call, and pass it",
         )
     watch, numbers = WriteWatch(model, state), NumberInputs(model, state, changing)
     with (
@@ -223,7 +223,7 @@ def _export(
             f"the model applies the torch.autograd.Function {names}, whose backward a captured graph would lose",
             functions=tuple(custom),
             where=name_of(model),
-            mend="make it a torch.library custom op with register_autograd; amp.compile runs it between its pieces",
+            hint="make it a torch.library custom op with register_autograd; amp.compile runs it between its pieces",
         )
     refuse_transforms(program.graph)
     return program
@@ -246,7 +246,7 @@ def captured_from_program(program: torch.export.ExportedProgram, dynamic: bool =
     for spec in program.graph_signature.input_specs:
         if spec.kind not in kinds:
             raise CaptureError(
-                f"the model has an input of kind {spec.kind.name}", where=str(spec.arg.name), mend="pass tensors only"
+                f"the model has an input of kind {spec.kind.name}", where=str(spec.arg.name), hint="pass tensors only"
             )
         source, target = kinds[spec.kind], spec.target or ""
         if source is Source.USER:
@@ -276,12 +276,12 @@ def captured_from_graph_module(graph_module: fx.GraphModule) -> Captured:
         if node.op in ("call_module", "call_method"):
             raise CaptureError(
                 f"node '{node.name}' is a {node.op}, not an ATen op",
-                mend="pass the nn.Module itself, or torch.export.export(...).graph_module",
+                hint="pass the nn.Module itself, or torch.export.export(...).graph_module",
             )
         if node.op == "placeholder" and "val" not in node.meta:
             raise CaptureError(
                 f"placeholder '{node.name}' carries no example value in its meta",
-                mend="pass the graph of torch.export.export(...), which does",
+                hint="pass the graph of torch.export.export(...), which does",
             )
     inputs = tuple(
         Input(node.name, Source.USER, index=index)

@@ -1,4 +1,4 @@
-"""What is said where a model cannot be captured: its own cause, the user's line, and a mend that fits."""
+"""What is said where a model cannot be captured: its own cause, the user's line, and a hint that fits."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class _Kind:
 
     Args:
         what: what is wrong, behind the name of the model.
-        mend: what the reader can do.
+        hint: what the reader can do.
         errors: names of the exceptions that say so.
         text: what stands in the message of an exception that says so, as a regular expression.
         line: what stands in the user's line, as a regular expression.
     """
 
     what: str
-    mend: str
+    hint: str
     errors: tuple[str, ...] = ()
     text: str = ""
     line: str = ""
@@ -130,18 +130,18 @@ def capture_error(cause: Exception, model: object) -> CaptureError:
                 return CaptureError(
                     f"{name} {kind.what}{shown}, so torch.export cannot take it as one graph: {_said(error)}",
                     where=where,
-                    mend=kind.mend,
+                    hint=kind.hint,
                 )
     if _is_torchs(cause):
         return CaptureError(
             f"torch.export cannot take {name} as one graph: {_said(cause)}",
             where=where,
-            mend="write that part otherwise, or put it under torch.compiler.disable",
+            hint="write that part otherwise, or put it under torch.compiler.disable",
         )
     return CaptureError(
         f"{name} raises {_said(cause)}",
         where=where,
-        mend="call the model as it is, without capture: if it raises the same, the call or the model is wrong",
+        hint="call the model as it is, without capture: if it raises the same, the call or the model is wrong",
     )
 
 
@@ -155,7 +155,7 @@ def shapes_do_not_fit(name: str, cause: CaptureError) -> CaptureError:
     return CaptureError(
         f"{name} cannot be captured for the dynamic_shapes= that were asked for: {cause.what}",
         where=cause.where,
-        mend="change them to what holds for the model, or leave dynamic_shapes at 'auto'",
+        hint="change them to what holds for the model, or leave dynamic_shapes at 'auto'",
     )
 
 

@@ -32,7 +32,7 @@ def refused_checkpoints() -> Iterator[None]:
             raise CaptureError(
                 "the model checkpoints activations, which one graph would keep",
                 where=calling_line(),
-                mend="leave it, and it runs in pieces that compute them again; or call it without checkpointing",
+                hint="leave it, and it runs in pieces that compute them again; or call it without checkpointing",
             )
         return function
 

@@ -57,7 +57,7 @@ def trace_piece(
             raise CaptureError(
                 "the model applies a custom torch.autograd.Function, whose backward a traced graph would lose",
                 where=user_source(node.meta.get("stack_trace")),
-                mend="put the call under torch.compiler.disable, or use amp.compile, which does that",
+                hint="put the call under torch.compiler.disable, or use amp.compile, which does that",
             )
     # The piece's own fake mode: constants that it makes while it is traced must be of the same.
     fake_mode = next((value.fake_mode for value in examples if isinstance(value, FakeTensor)), None)
@@ -78,14 +78,14 @@ def trace_piece(
         raise CaptureError(
             f"a piece of the model cannot be traced to ATen: {type(cause).__name__}: {cause}",
             where=user_frame(cause),
-            mend="exclude that part with torch.compiler.disable, or keep it out of the compiled module",
+            hint="exclude that part with torch.compiler.disable, or keep it out of the compiled module",
         ) from cause
     for node in traced.graph.find_nodes(op="call_function", target=torch.ops.aten.item.default):
         if "val" not in node.meta:
             raise ValuesReadError(
                 "an index or a size is read from a tensor while the graph is made",
                 where=user_source(node.meta.get("stack_trace")),
-                mend="index with a tensor of one dimension, or use index_select",
+                hint="index with a tensor of one dimension, or use index_select",
             )
     if torch.is_grad_enabled():
         detach_what_enters(traced.graph)

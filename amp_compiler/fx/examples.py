@@ -27,5 +27,5 @@ def split_example(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return tuple(example), {}
     raise AmpError(
         f"example_args is a {type(example).__name__}",
-        mend="pass a tuple of arguments, a dict of keyword arguments, or both",
+        hint="pass a tuple of arguments, a dict of keyword arguments, or both",
     )

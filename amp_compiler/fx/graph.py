@@ -423,10 +423,10 @@ class _Propagator(FakeTensorProp):
                 raise ValuesReadError(
                     f"node '{n.name}' ({canonical_op(n.target)}) reads the values of a tensor while the graph is made",
                     where=user_source(n.meta.get("stack_trace")),
-                    mend="give it Python numbers, or tensors that need not be read, such as a mask in torch.where",
+                    hint="give it Python numbers, or tensors that need not be read, such as a mask in torch.where",
                 ) from cause
             raise LoweringError(
                 f"node '{n.name}' ({canonical_op(n.target)}) cannot run on the planned types: {cause}",
                 where=user_source(n.meta.get("stack_trace")),
-                mend=f"add a rule that keeps it in fp32: match: {{op: {canonical_op(n.target)}}}, precision: fp32",
+                hint=f"add a rule that keeps it in fp32: match: {{op: {canonical_op(n.target)}}}, precision: fp32",
             ) from cause

@@ -34,12 +34,12 @@ def refuse_module_hooks(model: nn.Module) -> None:
         if module._backward_hooks or module._backward_pre_hooks:
             raise CaptureError(
                 f"module '{name or type(model).__name__}' has a backward hook, which one graph cannot run",
-                mend="remove it with the handle that register_full_backward_hook gave, or hang it on a tensor outside",
+                hint="remove it with the handle that register_full_backward_hook gave, or hang it on a tensor outside",
             )
     if global_module_hooks(backward=True):
         raise CaptureError(
             "there is a global backward hook for all modules, which one graph cannot run",
-            mend="remove the handle that torch.nn.modules.module.register_module_full_backward_hook gave",
+            hint="remove the handle that torch.nn.modules.module.register_module_full_backward_hook gave",
         )
 
 
@@ -59,14 +59,14 @@ def refuse_tensor_hook(function: Any, arguments: Sequence[Any] = ()) -> None:
         raise CaptureError(
             "forward reads grad_fn of a tensor, which one graph has none of",
             where=calling_line(),
-            mend="hang the hook on a tensor that goes into the model or comes out of it, or on a parameter",
+            hint="hang the hook on a tensor that goes into the model or comes out of it, or on a parameter",
         )
     name = _ON_TENSORS.get(function)
     if name is not None:
         raise CaptureError(
             f"forward calls {name} on a tensor, which one graph cannot do",
             where=calling_line(),
-            mend="hang the hook on a tensor that goes into the model or comes out of it, or on a parameter",
+            hint="hang the hook on a tensor that goes into the model or comes out of it, or on a parameter",
         )
 
 
@@ -90,7 +90,7 @@ class SavedTensorHooks:
             raise CaptureError(
                 "forward sets hooks for saved tensors (saved_tensors_hooks, save_on_cpu), which one graph would lose",
                 where=calling_line(),
-                mend="set them around the call of the model",
+                hint="set them around the call of the model",
             )
 
 
@@ -117,7 +117,7 @@ def refuse_parameter_hooks(named: Iterable[tuple[str, torch.Tensor]]) -> None:
         if has_hooks(parameter):
             raise CaptureError(
                 f"parameter '{name}' has a hook on its gradient, which one graph cannot run",
-                mend="remove it with the handle that register_hook gave, or do in loss_fn what it does",
+                hint="remove it with the handle that register_hook gave, or do in loss_fn what it does",
             )
 
 

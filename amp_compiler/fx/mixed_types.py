@@ -40,5 +40,5 @@ def refuse_mixed_types(graph_module: fx.GraphModule, casts: bool = True) -> None
         raise AmpError(
             f"{canonical_op(node.target)} reads {named}, which torch does not mix",
             where=user_source(node.meta.get("stack_trace")),
-            mend="bring them to one type in front of it, the batch's data to that of the weights: x.float()",
+            hint="bring them to one type in front of it, the batch's data to that of the weights: x.float()",
         )

@@ -80,7 +80,7 @@ def _wrap(graph_module: fx.GraphModule, region: Region, nodes: list[fx.Node], de
         raise LoweringError(
             f"the model switches gradients within torch.autocast('{region.device}', dtype={region.dtype}), in pieces",
             where=next((source for node in nodes if (source := user_source(node.meta.get("stack_trace")))), ""),
-            mend="open torch.no_grad around the region, or give it the type that is planned for",
+            hint="open torch.no_grad around the region, or give it the type that is planned for",
         )
     graph, within = graph_module.graph, set(nodes)
     operands = list(dict.fromkeys(one for node in nodes for one in node.all_input_nodes if one not in within))

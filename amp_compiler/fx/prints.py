@@ -40,5 +40,5 @@ def prints_refused() -> Iterator[None]:
         raise CaptureError(
             "forward prints, which one graph cannot do at every call",
             where=lines[0],
-            mend="print behind the call, or under `if not torch.compiler.is_compiling()`",
+            hint="print behind the call, or under `if not torch.compiler.is_compiling()`",
         )

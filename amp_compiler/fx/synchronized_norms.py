@@ -65,7 +65,7 @@ def _alone(norm: nn.SyncBatchNorm, data: Tensor) -> Tensor:
     norm._check_non_zero_input_channels(data)
     if data.numel() // data.shape[1] < 2:
         raise CaptureError(
-            "a SyncBatchNorm gets one number of each channel on this rank, or none", mend="give each rank two rows"
+            "a SyncBatchNorm gets one number of each channel on this rank, or none", hint="give each rank two rows"
         )
     mean, variance = norm.running_mean, norm.running_var
     if not norm.track_running_stats:
@@ -114,7 +114,7 @@ def mark_norms(
         name = next((name for name, one in names.items() if missing[one] > 0), "one that the model does not hold")
         raise CaptureError(
             f"the graph lacks a batch norm of the SyncBatchNorm '{name}'",
-            mend="call it as a module of the model, norm(x), and not norm.forward(x)",
+            hint="call it as a module of the model, norm(x), and not norm.forward(x)",
         )
 
 
@@ -137,5 +137,5 @@ def check_marks(before: int, graph_module: fx.GraphModule) -> None:
     if marked_norms(graph_module) != before:
         raise CaptureError(
             "a SyncBatchNorm stands in a region of autocast in another 16-bit type, where its ranks get lost",
-            mend="take it out of that region, or let the region name the type of the step",
+            hint="take it out of that region, or let the region name the type of the step",
         )

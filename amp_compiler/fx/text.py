@@ -317,7 +317,7 @@ class _Reader:
                 raise GraphError(
                     f"'{line}' is no line of an FX graph: {cause}",
                     where=f"line {number}",
-                    mend="see amp_compiler.fx.text",
+                    hint="see amp_compiler.fx.text",
                 ) from cause
         module = fx.GraphModule(self.root, self.graph)
         module.graph.lint()

@@ -1047,7 +1047,7 @@ def has_bf16_kernels() -> bool:
     """
     told = os.environ.get("AMP_PLAIN_CPU", "")
     if told not in ("", "0", "1"):
-        raise AmpError(f"AMP_PLAIN_CPU={told!r} is neither 0 nor 1", mend="unset it, or use one of them")
+        raise AmpError(f"AMP_PLAIN_CPU={told!r} is neither 0 nor 1", hint="unset it, or use one of them")
     if told:
         return told == "0"
     probe = (

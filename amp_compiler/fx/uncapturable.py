@@ -1,4 +1,4 @@
-"""Models that no graph can take, and what in a graph would be wrong: they are refused, with the mend."""
+"""Models that no graph can take, and what in a graph would be wrong: they are refused, with the hint."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def refuse_sharded(model: nn.Module) -> None:
         if is_sharded(module):
             raise HookError(
                 f"{_described(name)} is sharded over processes (FSDP): a graph would lose the messages between them",
-                mend="compile first and shard what you get, as in fully_shard(amp.compile(module)), block by block"
+                hint="compile first and shard what you get, as in fully_shard(amp.compile(module)), block by block"
                 " where the blocks are sharded",
             )
     for kind, name in spread_tensors(model):
         raise HookError(
             f"{kind} '{name}' is a DTensor, spread over processes already: a graph would lose the messages",
-            mend="pass a model whose parameters and buffers are whole, and shard what you get, as in"
+            hint="pass a model whose parameters and buffers are whole, and shard what you get, as in"
             " fully_shard(amp.compile(module)); under tensor parallelism train it without amp_compiler",
         )
 
@@ -34,7 +34,7 @@ def refuse_scripted(model: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(
                 f"{_described(name)} is scripted (torch.jit), which a graph cannot look into",
-                mend="put the module that it was made of in its place",
+                hint="put the module that it was made of in its place",
             )
 
 
@@ -46,7 +46,7 @@ def refuse_transforms(graph: fx.Graph) -> None:
                 "forward differentiates with torch.func or torch.autograd.forward_ad, which a captured graph cannot"
                 f" hold ({transform_of(node)})",
                 where=user_source(node.meta.get("stack_trace")),
-                mend="do it outside of the model, or in a part that is not captured",
+                hint="do it outside of the model, or in a part that is not captured",
             )
 
 

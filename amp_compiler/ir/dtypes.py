@@ -129,7 +129,7 @@ def dtype_from_short(short: str) -> DType:
         AmpError: for a name that no type has.
     """
     if short not in _BY_NAME:
-        raise AmpError(f"'{short}' names no element type", mend=f"use one of {', '.join(sorted(_BY_SHORT))}")
+        raise AmpError(f"'{short}' names no element type", hint=f"use one of {', '.join(sorted(_BY_SHORT))}")
     return _BY_NAME[short]
 
 
@@ -160,8 +160,8 @@ def _low_type(dtype: object, taken: str) -> DType:
     if found in (DType.FLOAT16, DType.BFLOAT16):
         return found
     near = [] if found or str(dtype) == AUTO else difflib.get_close_matches(str(dtype), [*get_args(LowName), AUTO], 1)
-    mend = f"did you mean '{near[0]}'?" if near else f"use {taken}; rules say what stays in FP32"
-    raise AmpError(f"dtype={dtype!r} is no 16-bit type", mend=mend)
+    hint = f"did you mean '{near[0]}'?" if near else f"use {taken}; rules say what stays in FP32"
+    raise AmpError(f"dtype={dtype!r} is no 16-bit type", hint=hint)
 
 
 def low_name(dtype: object) -> Literal[ShortName, "auto"]:

@@ -56,7 +56,7 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
         raise AmpError(
             f"cannot write there: {cause.strerror}",
             where=str(path),
-            mend="name a file in a folder that can be written",
+            hint="name a file in a folder that can be written",
         ) from cause
 
 
@@ -73,19 +73,19 @@ def output_file(path: str | Path, error: type[AmpError] = AmpError) -> Path:
     text = os.fspath(path)
     shown = str(path) or "''"
     if not text or "\0" in text:
-        raise error("it is no name of a file", where=repr(text), mend="name a file in a folder that exists")
+        raise error("it is no name of a file", where=repr(text), hint="name a file in a folder that exists")
     try:
         found = Path(os.path.realpath(text))
         mode = found.stat().st_mode
     except FileNotFoundError:
         if not found.parent.is_dir():
-            raise error("there is no such folder", where=shown, mend=f"create {found.parent} first") from None
+            raise error("there is no such folder", where=shown, hint=f"create {found.parent} first") from None
         return found
     except OSError as cause:
-        raise error(f"cannot write there: {cause.strerror}", where=shown, mend="name another file") from cause
+        raise error(f"cannot write there: {cause.strerror}", where=shown, hint="name another file") from cause
     kind = next((name for test, name in _KINDS if test(mode)), None)
     if kind is not None:
-        raise error(f"it is {kind}, and not a file", where=shown, mend="name a file in a folder that exists")
+        raise error(f"it is {kind}, and not a file", where=shown, hint="name a file in a folder that exists")
     return found
 
 

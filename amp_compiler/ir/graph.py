@@ -185,7 +185,7 @@ class PrecisionGraph:
             GraphError: where the name is taken.
         """
         if value.name in self.values:
-            raise GraphError(f"the value name '{value.name}' is taken", mend="give every value a name of its own")
+            raise GraphError(f"the value name '{value.name}' is taken", hint="give every value a name of its own")
         self.values[value.name] = value
         self._users[value.name] = []
 
@@ -197,7 +197,7 @@ class PrecisionGraph:
         """
         made, name, users = list(outputs), node.name, self._users
         if name in self.nodes:
-            raise GraphError(f"the node name '{name}' is taken", mend="give every node a name of its own")
+            raise GraphError(f"the node name '{name}' is taken", hint="give every node a name of its own")
         if tuple([value.name for value in made]) != node.outputs:
             raise GraphError(f"node '{name}' lists outputs {node.outputs} but makes other values")
         try:
@@ -205,7 +205,7 @@ class PrecisionGraph:
         except KeyError as missing:
             raise GraphError(
                 f"node '{name}' reads '{missing.args[0]}', which nothing before it makes",
-                mend="add nodes in execution order",
+                hint="add nodes in execution order",
             ) from None
         values, makers = self.values, self._producer
         for value in made:
@@ -340,15 +340,15 @@ class PrecisionGraph:
         maker = self._producer.get(value)
         what = f"node '{node.name}' reads '{value}'"
         if value not in self.values or maker not in self.nodes:
-            return GraphError(f"{what}, which nothing makes", mend="add the node that makes it, or read another value")
+            return GraphError(f"{what}, which nothing makes", hint="add the node that makes it, or read another value")
         whole = self.to_networkx()
         if nx.has_path(whole, node.name, maker):
             circle = [*nx.shortest_path(whole, node.name, maker), node.name]
             names = " -> ".join(f"'{name}'" for name in circle)
-            return GraphError(f"{what}, which is made of its own result: {names}", mend="break the circle")
+            return GraphError(f"{what}, which is made of its own result: {names}", hint="break the circle")
         needed = {maker} | nx.ancestors(whole, maker)
         names = ", ".join(f"'{name}'" for name in itertools.dropwhile(node.name.__ne__, self.nodes) if name in needed)
         return GraphError(
             f"{what}, which '{maker}' makes only later",
-            mend=f"nodes stand in execution order: put {names} before '{node.name}'",
+            hint=f"nodes stand in execution order: put {names} before '{node.name}'",
         )

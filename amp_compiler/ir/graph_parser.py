@@ -44,9 +44,9 @@ class Line:
             self.tokens.append(match.group().strip())
             place = match.end()
 
-    def error(self, what: str, mend: str = "") -> GraphError:
+    def error(self, what: str, hint: str = "") -> GraphError:
         """An error that names this line."""
-        return GraphError(what, where=f"line {self.number}", mend=mend)
+        return GraphError(what, where=f"line {self.number}", hint=hint)
 
     def peek(self) -> str:
         """The next token, empty at the end."""
@@ -300,7 +300,7 @@ def _dtype(line: Line) -> DType:
     except GraphError:
         raise
     except AmpError as cause:
-        raise line.error(cause.what, cause.mend) from cause
+        raise line.error(cause.what, cause.hint) from cause
 
 
 def _typed(line: Line, name: str, kind: ValueKind) -> Value:

@@ -95,7 +95,7 @@ def parse_graph(text: str) -> PrecisionGraph:
         try:
             returned = _statement(graph, line, known)
         except AmpError as cause:
-            raise cause if cause.where else line.error(cause.what, cause.mend) from cause
+            raise cause if cause.where else line.error(cause.what, cause.hint) from cause
     if graph is None:
         raise line.error("the text holds no graph", "begin with 'graph cpu'")
     graph.verify()

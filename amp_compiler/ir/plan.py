@@ -272,7 +272,7 @@ class PrecisionPlan:
         if data.get("version") != FORMAT_VERSION:
             raise AmpError(
                 f"this is a plan of version {data.get('version')!r}, not {FORMAT_VERSION}",
-                mend="make it again with amp.explain",
+                hint="make it again with amp.explain",
             )
         try:
             nodes = tuple(
@@ -297,7 +297,7 @@ class PrecisionPlan:
                 data["dtype"], data["rules"], data["device"], nodes, casts, inputs, outputs, unused, autocast, notes
             )
         except (KeyError, TypeError, ValueError) as cause:
-            raise AmpError(f"the plan is damaged: {cause!r}", mend="make it again with amp.explain") from cause
+            raise AmpError(f"the plan is damaged: {cause!r}", hint="make it again with amp.explain") from cause
 
     def to_json(self, path: str | Path | None = None) -> str:
         """The plan as JSON text, the same bytes on every run; written to `path` (atomically) where one is given."""

@@ -137,7 +137,7 @@ def read_run(path: str | Path) -> Run:
         lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError as cause:
         raise AmpError(
-            f"it cannot be read: {cause.strerror}", where=str(path), mend="name a file of amp.callbacks.JSONLines"
+            f"it cannot be read: {cause.strerror}", where=str(path), hint="name a file of amp.callbacks.JSONLines"
         ) from cause
     records: list[StepRecord] = []
     notes = []
@@ -158,5 +158,5 @@ def read_run(path: str | Path) -> Run:
             del records[kept:]
         records.append(record)
     if not records:
-        raise AmpError("there is no record of a step in it", where=str(path), mend="name a file of JSONLines")
+        raise AmpError("there is no record of a step in it", where=str(path), hint="name a file of JSONLines")
     return Run(tuple(records), tuple(notes))

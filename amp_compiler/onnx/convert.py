@@ -225,12 +225,12 @@ def _paused_collector() -> Iterator[None]:
 
 def _target(opened: OnnxFile, output: str | Path) -> Path:
     if not isinstance(output, str | Path):
-        raise OnnxError(f"amp_compiler cannot write to a {type(output).__name__}", mend="give a path, or no output")
+        raise OnnxError(f"amp_compiler cannot write to a {type(output).__name__}", hint="give a path, or no output")
     target, path = output_file(output, OnnxError), opened.path
     if path is not None:
         same = path.samefile(target) if path.exists() and target.exists() else path.resolve() == target
         if same:
-            raise OnnxError("the output is the input", where=str(output), mend="name another output file")
+            raise OnnxError("the output is the input", where=str(output), hint="name another output file")
     return Path(output)
 
 
@@ -268,6 +268,6 @@ def _check(lowered: Lowered, converted: onnx.ModelProto, folder: Path | None, lo
             return
         raise OnnxError(
             f"the converted model is not valid: {wrong.what}",
-            mend="report this as a bug, with the model; rules that keep the node in FP32 avoid it",
+            hint="report this as a bug, with the model; rules that keep the node in FP32 avoid it",
         ) from wrong
     loading(converted, folder)

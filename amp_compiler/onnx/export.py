@@ -122,7 +122,7 @@ def export_onnx(
     if not isinstance(model, nn.Module):
         raise CaptureError(
             f"amp.export_onnx takes an nn.Module, not a {type(model).__name__}",
-            mend="for an ONNX file there is amp.convert_onnx",
+            hint="for an ONNX file there is amp.convert_onnx",
         )
     target = None if output is None else Path(output)
     if output is not None:
@@ -131,7 +131,7 @@ def export_onnx(
     version = DEFAULT_OPSET[low] if opset is None else opset
     if not isinstance(version, int) or not 1 <= version <= onnx.defs.onnx_opset_version():
         raise OnnxError(
-            f"{version!r} is no opset", mend=f"give a number up to {onnx.defs.onnx_opset_version()}, or leave it out"
+            f"{version!r} is no opset", hint=f"give a number up to {onnx.defs.onnx_opset_version()}, or leave it out"
         )
     pins: dict[str, str] = {}
     ranges: dict[str, float] | None = None
@@ -227,9 +227,9 @@ def _check(model: onnx.ModelProto | Path) -> None:
     try:
         onnx.checker.check_model(model if isinstance(model, onnx.ModelProto) else str(model), full_check=True)
     except (ValueError, EncodeError) as cause:  # a message beyond 2 GiB
-        raise OnnxError(f"the exported model cannot be checked: {cause}", mend="name a file to write") from cause
+        raise OnnxError(f"the exported model cannot be checked: {cause}", hint="name a file to write") from cause
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as cause:
         raise OnnxError(
             f"the exported model is not valid: {str(cause).strip().splitlines()[0]}",
-            mend="give a later opset, or a rule that keeps the node in FP32",
+            hint="give a later opset, or a rule that keeps the node in FP32",
         ) from cause

@@ -24,18 +24,18 @@ def at_opset(opened: OnnxFile, opset: int, raising: bool) -> OnnxFile:
     present = opset_of(opened.proto)
     latest = onnx.defs.onnx_opset_version()
     if not isinstance(opset, int) or isinstance(opset, bool) or not 1 <= opset <= latest:
-        raise OnnxError(f"{opset!r} is no opset", where="opset", mend=f"give a number up to {latest}, or leave it out")
+        raise OnnxError(f"{opset!r} is no opset", where="opset", hint=f"give a number up to {latest}, or leave it out")
     if opset < present:
         raise OnnxError(
             f"the model's opset is {present}, and opset {opset} would lower it",
             where="opset",
-            mend=f"give {present} or more, or export the model with opset {opset}",
+            hint=f"give {present} or more, or export the model with opset {opset}",
         )
     if opset > present and not raising:
         raise OnnxError(
             f"opset {opset} raises the model's, which is {present}, and raise_opset=False forbids it",
             where="opset",
-            mend="leave one of the two out",
+            hint="leave one of the two out",
         )
     return raise_opset(opened, opset, f"opset {opset} is asked for") if opset > present else opened
 
@@ -108,12 +108,12 @@ def told_late(lowered: Lowered, rules: RuleSet, *, raising: bool, opset: int | N
     nodes = "1 node stays" if len(late) == 1 else f"{len(late)} nodes stay"
     latest = latest_opset()
     if not raising:
-        mend = "allow the opset to be raised"
+        hint = "allow the opset to be raised"
     elif opset is not None:
-        mend = "name a later opset, or none"
+        hint = "name a later opset, or none"
     elif latest is not None:
-        mend = f"the onnxruntime loads opsets up to {latest}, and not every op in all of them; opset= names another"
+        hint = f"the onnxruntime loads opsets up to {latest}, and not every op in all of them; opset= names another"
     else:
-        mend = "export the model with a later opset"
+        hint = "export the model with a later opset"
     present, short = lowered.model.opset(""), lowered.low.short
-    return f"{nodes} FP32 because the opset is {present}: {short} comes later for {listed}; {mend}"
+    return f"{nodes} FP32 because the opset is {present}: {short} comes later for {listed}; {hint}"

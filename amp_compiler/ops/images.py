@@ -76,7 +76,7 @@ def fold_patches(
         raise LoweringError(
             f"patches of images {list(size)} have the shape {list(expected)}, not {list(gradient.shape)}",
             where="amp_compiler.fold_patches",
-            mend="give it the gradient of what `patches` made of such images, with the same settings",
+            hint="give it the gradient of what `patches` made of such images, with the same settings",
         )
     if cpu_patches.can_run(gradient):
         return cpu_patches.fold(gradient.contiguous(), size, (rows, columns), kernel, stride, padding, dilation)
@@ -99,7 +99,7 @@ def _places(size: Sequence[int], *settings: Sequence[int]) -> tuple[int, int]:
         raise LoweringError(
             f"a patch of {settings[0]} with dilation {settings[3]} does not fit into images {list(size)}",
             where="amp_compiler.patches",
-            mend="use a smaller kernel, or more padding",
+            hint="use a smaller kernel, or more padding",
         )
     return rows, columns
 

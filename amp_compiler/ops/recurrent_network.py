@@ -67,7 +67,7 @@ def network(
     has_biases, layers, dropout, train, bidirectional, batch_first = rest
     low, dtype = data.dtype, _working_type(kind, data, states, parameters, *rest)
     if dtype is None:
-        raise LoweringError(f"cuDNN does not take the {kind}", mend="ask `takes` first")
+        raise LoweringError(f"cuDNN does not take the {kind}", hint="ask `takes` first")
     out = (data.transpose(0, 1) if batch_first else data).to(dtype)
     states, parameters = [one.to(dtype) for one in states], [one.to(dtype) for one in parameters]
     count = 1 if train and dropout and layers > 1 else layers  # layers of one call
@@ -196,7 +196,7 @@ def _(
         read = [one.shape for one in (data, h, c, *weights) if one is not None]
         size = _asked(form, read, data.dtype, data.device)
     if isinstance(size, str):
-        raise LoweringError(f"cuDNN refuses the {kind}: {size}", mend="capture the model again on this machine")
+        raise LoweringError(f"cuDNN refuses the {kind}: {size}", hint="capture the model again on this machine")
     return (
         data.new_empty(*data.shape[:2], h.shape[-1] * (2 if bidirectional else 1)),
         h.new_empty(h.shape),
@@ -253,7 +253,7 @@ def _backward(ctx: Any, *gradients: Tensor | None) -> Any:
     if torch.is_grad_enabled():
         raise LoweringError(
             "a recurrent network of cuDNN cannot be differentiated twice",
-            mend="run the model within torch.backends.cudnn.flags(enabled=False), as eager torch asks for too",
+            hint="run the model within torch.backends.cudnn.flags(enabled=False), as eager torch asks for too",
         )
     data, h, c, out, reserve, *weights = ctx.saved_tensors
     likes = (out, h, h.new_empty(0) if c is None else c)

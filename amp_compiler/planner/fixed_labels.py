@@ -145,7 +145,7 @@ class _Walk:
                 f"'{node.name}' ({node.op}) multiplies data of two 16-bit types, and torch gives its result in the one"
                 f" that is not {self.draft.context.low.short}",
                 where=node.source,
-                mend="cast the operand to FP32 in the model: .float()",
+                hint="cast the operand to FP32 in the model: .float()",
             )
         if not typing.is_cast and typing.made_by(node) and precision is not Precision.KEEP:
             self.found.notes[node.name] = "stays as captured: " + (

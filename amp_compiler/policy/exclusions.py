@@ -97,7 +97,7 @@ def import_rules(path: Path, *, extends: str = "default") -> Imported:
             reader.line(line.partition("#")[0].strip())
     rules = [*reader.fp32, *reader.low]
     if not rules:
-        raise RuleError("it names no node and no op", file=str(path), mend="write a name on each line")
+        raise RuleError("it names no node and no op", file=str(path), hint="write a name on each line")
     made = Imported({"version": 1, "extends": extends, "rules": rules}, reader.notes)
     load_rules(made.rules)  # whatever is wrong with it is told now
     return made
@@ -110,12 +110,12 @@ def _parsed(path: Path) -> Any:
         try:
             return json.loads(text)
         except ValueError as cause:
-            raise RuleError(f"it is no JSON: {cause}", file=str(path), mend="correct it") from cause
+            raise RuleError(f"it is no JSON: {cause}", file=str(path), hint="correct it") from cause
     if path.suffix in (".yaml", ".yml"):
         try:
             return YAML(typ="safe").load(text)
         except YAMLError as cause:
-            raise RuleError(f"it is no YAML: {cause}", file=str(path), mend="correct it") from cause
+            raise RuleError(f"it is no YAML: {cause}", file=str(path), hint="correct it") from cause
     return text
 
 
@@ -184,8 +184,8 @@ class _Reader:
         rules = self.fp32 if precision == "fp32" else self.low
         rules.append({"match": match, "precision": precision, "why": f"{source} in {self.path.name}"})
 
-    def _error(self, what: str, mend: str, key: str) -> RuleError:
-        return RuleError(what, file=str(self.path), key=key, mend=mend)
+    def _error(self, what: str, hint: str, key: str) -> RuleError:
+        return RuleError(what, file=str(self.path), key=key, hint=hint)
 
     def _listed(self, key: str, value: Any) -> list[str]:
         entries = value if isinstance(value, list) else str(value).split(",") if isinstance(value, str) else None

@@ -45,7 +45,7 @@ def load_rules(rules: str | Path | dict[str, Any] | RuleSet = "default") -> Rule
         The rules of the extended files and of this one, in the order in which they are read.
 
     Raises:
-        RuleError: anything is wrong with them; file, line, column and key say where, and the text says the mend.
+        RuleError: anything is wrong with them; file, line, column and key say where, and the text says the hint.
 
     Example:
         >>> load_rules({"version": 1, "extends": "default", "deny": ["softmax"]}).name
@@ -59,7 +59,7 @@ def load_rules(rules: str | Path | dict[str, Any] | RuleSet = "default") -> Rule
         return _load(from_path(rules), ())
     if not isinstance(rules, str):
         kind = type(rules).__name__
-        raise RuleError(f"rules cannot be of type {kind}", mend="give a preset name, a path, a dict or a RuleSet")
+        raise RuleError(f"rules cannot be of type {kind}", hint="give a preset name, a path, a dict or a RuleSet")
     if rules in preset_names():
         known = _load_preset(rules)
         return replace(
@@ -70,10 +70,10 @@ def load_rules(rules: str | Path | dict[str, Any] | RuleSet = "default") -> Rule
             reduce=dict(known.reduce),
         )
     if "\n" in rules:
-        raise RuleError("this looks like the text of a rule file", mend="write it to a file, or give it as a dict")
+        raise RuleError("this looks like the text of a rule file", hint="write it to a file, or give it as a dict")
     if looks_like_path(rules):
         return _load(from_path(Path(rules)), ())
-    raise RuleError(f"there is no preset '{rules}'", mend=nearest(rules, preset_names(), _OR_PATH))
+    raise RuleError(f"there is no preset '{rules}'", hint=nearest(rules, preset_names(), _OR_PATH))
 
 
 @functools.cache

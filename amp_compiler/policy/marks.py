@@ -30,13 +30,13 @@ class Mark:
         """`file:line`; for a dict, which has no lines, `<dict>:rules.0`."""
         return f"{self.file}:{self.line if self.line is not None else self.key}"
 
-    def error(self, what: str, mend: str) -> RuleError:
+    def error(self, what: str, hint: str) -> RuleError:
         """The error that says `what` at this place."""
-        return RuleError(what, file=self.file, line=self.line, column=self.column, key=self.key, mend=mend)
+        return RuleError(what, file=self.file, line=self.line, column=self.column, key=self.key, hint=hint)
 
 
 def nearest(name: str, known: Iterable[str], otherwise: str = "") -> str:
-    """The mend of a wrong name: the nearest known one, or all of them where they are few.
+    """The hint for a wrong name: the nearest known one, or all of them where they are few.
 
     Example:
         >>> nearest("matmull", ["matmul", "loss"])
@@ -50,14 +50,14 @@ def nearest(name: str, known: Iterable[str], otherwise: str = "") -> str:
     return ", ".join(part for part in (listed, otherwise) if part)
 
 
-def error_at(where: str, what: str, mend: str) -> RuleError:
+def error_at(where: str, what: str, hint: str) -> RuleError:
     """An error at a rule of which only `Rule.where` is known.
 
     Args:
         where: `file:line`, or `<dict>:rules.0`.
         what: what is wrong.
-        mend: what to do.
+        hint: what to do.
     """
     file, _, place = where.rpartition(":")
     line = int(place) if place.isdecimal() else None
-    return RuleError(what, file=file, line=line, key="" if line is not None else place, mend=mend)
+    return RuleError(what, file=file, line=line, key="" if line is not None else place, hint=hint)

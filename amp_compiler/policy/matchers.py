@@ -40,7 +40,7 @@ class Match(Condition):
 
     @classmethod
     def refusal(cls, given: Any) -> tuple[str, str] | None:
-        """What is wrong with what stands there, and the mend, where its form tells; `None` for pydantic's own words."""
+        """What is wrong with what stands there, and the hint, where its form tells; `None` for pydantic's own words."""
         return None
 
 
@@ -470,8 +470,8 @@ def _regex(text: str, mark: Mark) -> re.Pattern[str]:
         return re.compile(text)
     except (re.error, RecursionError, OverflowError) as cause:
         spot = getattr(cause, "pos", None)
-        mend = "correct it" if spot is None else f"correct it at character {spot + 1}"
-        raise mark.error(f"'{text}' is no regular expression: {cause}", mend) from cause
+        hint = "correct it" if spot is None else f"correct it at character {spot + 1}"
+        raise mark.error(f"'{text}' is no regular expression: {cause}", hint) from cause
 
 
 def _attribute_is(attrs: dict[str, Attr], name: str, wanted: Attr) -> bool:

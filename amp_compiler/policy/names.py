@@ -22,15 +22,15 @@ def check_family(name: str, mark: Mark, table: OpTable) -> None:
     """Check that there is such a family.
 
     Raises:
-        RuleError: there is none; the mend names the nearest.
+        RuleError: there is none; the hint names the nearest.
     """
     if name in table.families:
         return
     if name in {precision.value for precision in Precision}:
         raise mark.error(f"'{name}' is a precision, not an op family", "name a family here")
     ops = [op for op in table.ops if op.split(".", 1)[1] == name]
-    mend = f"an op is written '{ops[0]}'" if ops else nearest(name, sorted(table.families))
-    raise mark.error(f"there is no op family '{name}'", mend)
+    hint = f"an op is written '{ops[0]}'" if ops else nearest(name, sorted(table.families))
+    raise mark.error(f"there is no op family '{name}'", hint)
 
 
 def check_op(glob: str, mark: Mark, table: OpTable) -> None:
@@ -39,7 +39,7 @@ def check_op(glob: str, mark: Mark, table: OpTable) -> None:
     A literal namespace other than `aten` and `onnx` is a user's own, of which the table can know nothing.
 
     Raises:
-        RuleError: it matches none; the mend names the nearest.
+        RuleError: it matches none; the hint names the nearest.
     """
     namespace, dot, name = glob.partition(".")
     is_glob = _GLOB.search(glob) is not None

@@ -110,5 +110,5 @@ def _typed(tree: Tree, kind: type, file: str) -> Any:
     return tree.value
 
 
-def _wrong(what: str, file: str, tree: Tree, mend: str) -> RuleError:
-    return RuleError(what, file=file, line=tree.line, column=tree.column, mend=mend)
+def _wrong(what: str, file: str, tree: Tree, hint: str) -> RuleError:
+    return RuleError(what, file=file, line=tree.line, column=tree.column, hint=hint)

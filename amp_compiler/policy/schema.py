@@ -50,7 +50,7 @@ class RuleModel(Strict):
     precision: Literal["low", "fp32", "widest", "between", "follow", "keep"] = _optional("what the node runs in")
     math: Arithmetic = _optional("type that a node computes in between 16-bit inputs and outputs: fp32")
     backward: BackwardModel = _optional("precision of the gradients, where it differs")
-    refuse: Text = _optional("no precision: a model that holds such a node is an error, and this is its mend")
+    refuse: Text = _optional("no precision: a model that holds such a node is an error, and this is its hint")
     why: Text = _optional("the reason, shown with every decision of this rule")
 
 

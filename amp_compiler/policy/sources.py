@@ -94,8 +94,8 @@ def from_path(path: Path, asked_at: Mark | None = None) -> Source:
         size = path.stat().st_size
         raw = path.read_bytes() if size <= MAX_BYTES and path.is_file() else None
     except (OSError, ValueError) as cause:
-        mend = nearest(path.stem, preset_names(), "check the path")
-        raise mark.error(f"the rule file '{shown}' cannot be read ({cause})", mend) from cause
+        hint = nearest(path.stem, preset_names(), "check the path")
+        raise mark.error(f"the rule file '{shown}' cannot be read ({cause})", hint) from cause
     if raw is None:
         what = f"'{shown}' is no file" if size <= MAX_BYTES else f"the rule file '{shown}' has {size} bytes"
         raise mark.error(what, f"give a YAML file of at most {MAX_BYTES} bytes")
@@ -103,7 +103,7 @@ def from_path(path: Path, asked_at: Mark | None = None) -> Source:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as cause:
         line = raw[: cause.start].count(b"\n") + 1
-        raise RuleError("this is not UTF-8 text", file=shown, line=line, mend="save it as UTF-8") from cause
+        raise RuleError("this is not UTF-8 text", file=shown, line=line, hint="save it as UTF-8") from cause
     return Source(shown, shown, str(path.resolve()), path.parent, parse_yaml(text, shown))
 
 
@@ -132,8 +132,8 @@ def _translate(source: Source, error: Any) -> RuleError:
     """One error of pydantic in the words of the rule language."""
     path, kind = _path_in_file(source.tree, error["loc"]), error["type"]
     if kind == "extra_forbidden":
-        mend = nearest(str(path[-1]), known_keys(path[:-1]))
-        return source.mark(path, key=True).error(f"unknown key '{path[-1]}'", mend)
+        hint = nearest(str(path[-1]), known_keys(path[:-1]))
+        return source.mark(path, key=True).error(f"unknown key '{path[-1]}'", hint)
     mark = source.mark(path)
     if kind == "missing":
         mends = {"match": "write 'match: {}' to match every node", "version": "begin with 'version: 1'"}

@@ -113,11 +113,11 @@ def parse_yaml(text: str, file: str) -> Tree:
             file=file,
             line=None if mark is None else mark.line + 1,
             column=None if mark is None else mark.column + 1,
-            mend="correct the syntax",
+            hint="correct the syntax",
         ) from cause
     except (ValueError, OverflowError, RecursionError, IndexError, AttributeError, TypeError, AssertionError) as cause:
         # The parser lets these escape on malformed escapes and directives, without a position.
-        raise RuleError(f"this is not YAML: {cause}", file=file, mend="correct the syntax") from cause
+        raise RuleError(f"this is not YAML: {cause}", file=file, hint="correct the syntax") from cause
     return builder.root if builder.root is not None else Tree(None, 1, 1)
 
 
@@ -133,13 +133,13 @@ def tree_of(data: object, file: str) -> Tree:
 def _tree_of(data: object, file: str, path: tuple[str, ...]) -> Tree:
     key = ".".join(path)
     if len(path) > MAX_DEPTH:
-        raise RuleError("it is nested too deeply", file=file, key=".".join(path[:4]), mend="flatten it")
+        raise RuleError("it is nested too deeply", file=file, key=".".join(path[:4]), hint="flatten it")
     if data is None or isinstance(data, (bool, int, float, str)):
         return Tree(data)
     if isinstance(data, Mapping):
         wrong = next((name for name in data if not isinstance(name, str)), None)
         if wrong is not None:
-            raise RuleError(f"the key {wrong!r} is not text", file=file, key=key, mend="write the key as a str")
+            raise RuleError(f"the key {wrong!r} is not text", file=file, key=key, hint="write the key as a str")
         found = {name: _tree_of(item, file, (*path, name)) for name, item in data.items()}
         return Tree(found, keys={name: Tree(name) for name in found})
     if isinstance(data, (list, tuple)):
@@ -148,7 +148,7 @@ def _tree_of(data: object, file: str, path: tuple[str, ...]) -> Tree:
         f"a value of type {type(data).__name__} has no place in rules",
         file=file,
         key=key,
-        mend="use text, numbers, True, False, lists and dicts",
+        hint="use text, numbers, True, False, lists and dicts",
     )
 
 
@@ -162,9 +162,9 @@ class _Builder:
         self.stack: list[tuple[Tree, Tree | None, str | None]] = []  # container, pending key, anchor
         self.anchors: dict[str, Tree] = {}
 
-    def wrong(self, what: str, at: Tree | tuple[int, int], mend: str) -> RuleError:
+    def wrong(self, what: str, at: Tree | tuple[int, int], hint: str) -> RuleError:
         line, column = (at.line, at.column) if isinstance(at, Tree) else at
-        return RuleError(what, file=self.file, line=line, column=column, mend=mend)
+        return RuleError(what, file=self.file, line=line, column=column, hint=hint)
 
     def add(self, event: Any) -> None:
         if isinstance(event, DocumentStartEvent):

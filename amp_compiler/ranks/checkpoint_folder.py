@@ -70,7 +70,7 @@ def write(
         with _named(folder):
             if path.exists():
                 raise AmpError(
-                    "there is a checkpoint already", where=str(path), mend="delete it, or pass another number"
+                    "there is a checkpoint already", where=str(path), hint="delete it, or pass another number"
                 )
             if rank == 0:
                 for left in folder.glob(f"[0-9]*{PARTIAL}"):
@@ -96,7 +96,7 @@ def _finish(partial: Path, path: Path, contents: Mapping[str, Any]) -> None:
     """Give what was written its name, once all of it is on the disk."""
     missing = sorted(contents["files"].keys() - {one.name for one in partial.iterdir()})
     if missing:
-        raise AmpError(f"rank 0 does not see {missing[0]}, which another rank wrote", where=str(partial), mend=_SEEN)
+        raise AmpError(f"rank 0 does not see {missing[0]}, which another rank wrote", where=str(partial), hint=_SEEN)
     with (partial / ABOUT).open("w", encoding="utf-8") as file:
         json.dump({"told": contents, "checksum": _checksum(contents)}, file, indent=1)
         file.flush()
@@ -127,7 +127,7 @@ def choose(folder: Path, number: int | None, ranks: Ranks | None) -> tuple[Path,
             known = numbers(folder)
             if number is not None and number not in known:
                 there = ", ".join(map(str, known)) or "none"
-                raise AmpError(f"there is no checkpoint {number}", where=str(folder), mend=f"pass one of: {there}")
+                raise AmpError(f"there is no checkpoint {number}", where=str(folder), hint=f"pass one of: {there}")
             if not known:
                 return "none"
         path = folder / str(known[-1] if number is None else number) / ABOUT
@@ -157,17 +157,17 @@ def _checked(path: Path, rank: int, size: int) -> dict[str, Any]:
             raise ValueError("it is not what was written")
         files, version = about["files"], about["version"]
     except (OSError, ValueError, TypeError, KeyError) as cause:
-        raise AmpError(f"cannot be read: {first_line(cause)}", where=str(file), mend=_DAMAGED) from cause
+        raise AmpError(f"cannot be read: {first_line(cause)}", where=str(file), hint=_DAMAGED) from cause
     if version != VERSION:
-        mend = "load it with the version of amp_compiler that wrote it"
-        raise AmpError(f"is of version {version}, and this one reads {VERSION}", where=str(file), mend=mend)
+        hint = "load it with the version of amp_compiler that wrote it"
+        raise AmpError(f"is of version {version}, and this one reads {VERSION}", where=str(file), hint=hint)
     for name in (one for one in files if _owner(one) % size == rank):
         with _named(path / name, _DAMAGED):
             length, checksum = _sum(path / name)
         if [length, checksum] != files[name]:
             were = f"{files[name][0]} bytes with the checksum {files[name][1]:08x}"
             what = f"has {length} bytes with the checksum {checksum:08x}, and {were} were written"
-            raise AmpError(what, where=str(path / name), mend=_DAMAGED)
+            raise AmpError(what, where=str(path / name), hint=_DAMAGED)
     return about
 
 
@@ -205,10 +205,10 @@ def _sync(folder: Path) -> None:
 
 
 @contextmanager
-def _named(path: Path, mend: str = "see that it is there, and that all ranks may read and write it") -> Iterator[None]:
+def _named(path: Path, hint: str = "see that it is there, and that all ranks may read and write it") -> Iterator[None]:
     try:
         yield
     except OSError as cause:
         raise AmpError(
-            f"{type(cause).__name__}: {cause.strerror}", where=str(cause.filename or path), mend=mend
+            f"{type(cause).__name__}: {cause.strerror}", where=str(cause.filename or path), hint=hint
         ) from cause

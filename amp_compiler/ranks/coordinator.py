@@ -142,7 +142,7 @@ class RankCoordinator:
             goes = "goes on to train" if requests[other] is None else f"for {requests[other]}"
             raise RankError(
                 f"rank {rank} asks for {request}, and rank {other} {goes}",
-                mend=f"call {request} on all ranks: each has a part of the state only",
+                hint=f"call {request} on all ranks: each has a part of the state only",
             )
         return numbers
 
@@ -236,7 +236,7 @@ class RankCoordinator:
         if self._now is not None:
             if self._now[0] != state:
                 raise RankError(
-                    "the graph has other gradients when it is made again", mend="this is a bug; please report it"
+                    "the graph has other gradients when it is made again", hint="this is a bug; please report it"
                 )
             return self._now[1]
         messages = self.ranks.exchange({**state.message(), "compare": self._wants_comparison, "changes": self._changes})
@@ -280,7 +280,7 @@ def _union(messages: Sequence[Sequence[tuple[str, str, tuple[int, ...], int]]]) 
             if known[1] != dtype:
                 raise RankError(
                     f"rank {rank} makes the gradient of '{name}' in {dtype}, a rank before it in {known[1]}",
-                    mend=_SAME,
+                    hint=_SAME,
                 )
             merged[name] = (*known[:3], max(known[3], behind))
     return tuple(

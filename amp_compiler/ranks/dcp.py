@@ -232,7 +232,7 @@ def contents(folder: Path) -> Contents:
     try:
         found = FileSystemReader(folder).read_metadata()
     except Exception as cause:  # unpickling raises whatever it likes
-        raise AmpError(f"cannot be read: {first_line(cause)}", where=str(folder / ".metadata"), mend=_DELETE) from cause
+        raise AmpError(f"cannot be read: {first_line(cause)}", where=str(folder / ".metadata"), hint=_DELETE) from cause
     tensors = {
         name: (one.size, one.properties.dtype)
         for name, one in found.state_dict_metadata.items()
@@ -245,7 +245,7 @@ def _group(ranks: Ranks | None) -> dict[str, Any]:
     return {"no_dist": True} if ranks is None else {"process_group": ranks.host}
 
 
-def _run(run: Callable[[], None], folder: Path, ranks: Ranks | None, mend: str) -> None:
+def _run(run: Callable[[], None], folder: Path, ranks: Ranks | None, hint: str) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # of one process
@@ -253,9 +253,9 @@ def _run(run: Callable[[], None], folder: Path, ranks: Ranks | None, mend: str) 
     except CheckpointException as cause:  # no subclass of Exception; the same on all ranks
         rank, (error, _) = min(cause.failures.items(), key=lambda one: one[0])
         if "pickle" in f"{type(error).__name__} {error}":
-            mend = "pass as `extra`, and have as extra state of modules, what can be pickled"
+            hint = "pass as `extra`, and have as extra state of modules, what can be pickled"
         raise AmpError(
-            f"rank {rank}: {type(error).__name__}: {first_line(error)}", where=str(folder), mend=mend
+            f"rank {rank}: {type(error).__name__}: {first_line(error)}", where=str(folder), hint=hint
         ) from cause
     except OSError as cause:
-        raise AmpError(f"{type(cause).__name__}: {first_line(cause)}", where=str(folder), mend=mend) from cause
+        raise AmpError(f"{type(cause).__name__}: {first_line(cause)}", where=str(folder), hint=hint) from cause

@@ -33,22 +33,22 @@ def ranks_of(process_group: Any, mesh: Any = None) -> Ranks | None:
         if process_group is not None or mesh is not None:
             argument = "process_group=" if mesh is None else "mesh="
             raise AmpError(
-                f"{argument} without torch.distributed", mend="call torch.distributed.init_process_group first"
+                f"{argument} without torch.distributed", hint="call torch.distributed.init_process_group first"
             )
         return None
     if mesh is not None:
         process_group = _group_of(mesh, process_group)
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise AmpError("this process is not in process_group", mend=f"pass a group that has it, such as {_ALONE}")
+        raise AmpError("this process is not in process_group", hint=f"pass a group that has it, such as {_ALONE}")
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise AmpError(
-            f"process_group is a {type(process_group).__name__}", mend=f"pass a ProcessGroup, such as {_TOGETHER}"
+            f"process_group is a {type(process_group).__name__}", hint=f"pass a ProcessGroup, such as {_TOGETHER}"
         )
     ranks = dist.get_world_size(process_group)
     if process_group is None and ranks > 1:
         raise AmpError(
             f"the default process group has {ranks} ranks, and this step was not told whether they train one model",
-            mend=f"pass {_TOGETHER} to average the gradients over them, or, where each rank is to train a model of its"
+            hint=f"pass {_TOGETHER} to average the gradients over them, or, where each rank is to train a model of its"
             f" own, {_ALONE}",
         )
     return Ranks(process_group) if process_group is not None and ranks > 1 else None
@@ -58,15 +58,15 @@ def _group_of(mesh: Any, process_group: Any) -> Any:
     from torch.distributed.device_mesh import DeviceMesh  # here: a torch without distributed has none
 
     if process_group is not None:
-        raise AmpError("process_group= and mesh= are two names of one thing", mend="pass one of them")
+        raise AmpError("process_group= and mesh= are two names of one thing", hint="pass one of them")
     if not isinstance(mesh, DeviceMesh):
-        raise AmpError(f"mesh is a {type(mesh).__name__}", mend="pass a DeviceMesh of one dimension")
+        raise AmpError(f"mesh is a {type(mesh).__name__}", hint="pass a DeviceMesh of one dimension")
     if mesh.ndim != 1:
         named = " or ".join(f'mesh["{name}"]' for name in mesh.mesh_dim_names or ())
         unnamed = 'name them, init_device_mesh(…, mesh_dim_names=("dp", …)), and pass mesh["dp"]'
         raise AmpError(
             f"the mesh has {mesh.ndim} dimensions, and gradients are averaged over one",
-            mend=f"pass that of data parallelism: {named}" if named else unnamed,
+            hint=f"pass that of data parallelism: {named}" if named else unnamed,
         )
     return mesh.get_group()
 
@@ -93,7 +93,7 @@ def ranks_of_norm(ranks: Ranks, norm: Any) -> list[int]:
     if not set(theirs) <= set(own) or own[ranks.rank] not in theirs:
         raise AmpError(
             f"a SyncBatchNorm takes its statistics over the ranks {theirs}; rank {own[ranks.rank]} trains with {own}",
-            mend="give it a group of ranks of the step with this one among them: "
+            hint="give it a group of ranks of the step with this one among them: "
             "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model, process_group)",
         )
     return sorted(map(own.index, theirs))
@@ -118,5 +118,5 @@ def check_groups(groups: Sequence[Sequence[list[int]]]) -> None:
                 raise RankError(
                     f"rank {rank} has a SyncBatchNorm over the ranks {group}, and rank {other} has it over"
                     f" {groups[other][place]}",
-                    mend="give it on all ranks of a group that group",
+                    hint="give it on all ranks of a group that group",
                 )

@@ -52,7 +52,7 @@ class Parts:
         """
         if id(parameter) in self._split and not fits:
             raise CaptureError(
-                f"the parameter '{name}' is split over the ranks in 16 bits, and is read in FP32 now", mend=UNSPLIT
+                f"the parameter '{name}' is split over the ranks in 16 bits, and is read in FP32 now", hint=UNSPLIT
             )
         if fits and id(parameter) not in self._whole and parameter.numel() >= self.count:
             self._split[id(parameter)] = name
@@ -107,7 +107,7 @@ class Parts:
             raise AmpError(
                 f"optimizer.state holds '{column}' of shape {list(value.shape)} for a parameter of"
                 f" {list(parameter.shape)}, split over {self.count} ranks",
-                mend="load what optimizer.state_dict() gave, which is whole",
+                hint="load what optimizer.state_dict() gave, which is whole",
             )
         return value
 

@@ -75,7 +75,7 @@ class Ranks:
         failed = [rank for rank, one in enumerate(received) if _ERROR in one]
         if failed and _ERROR not in message:
             raise RankError(
-                f"rank {failed[0]} failed: {received[failed[0]][_ERROR]}", mend="mend that; no rank went on"
+                f"rank {failed[0]} failed: {received[failed[0]][_ERROR]}", hint="correct that; no rank went on"
             )
         return received
 
@@ -160,7 +160,7 @@ class Ranks:
     def _lost(self, cause: Exception) -> RankError:
         return RankError(
             f"rank {self.rank} of {self.size} lost the others: {first_line(cause)}",
-            mend="see the error of the rank that stopped first; how long one waits is the group's timeout"
+            hint="see the error of the rank that stopped first; how long one waits is the group's timeout"
             " (init_process_group(timeout=…))",
         )
 
@@ -170,12 +170,12 @@ def _is_of_messages(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or any(word in text for word in ("gloo", "nccl", "timed out", "peer"))
 
 
-def check_equal(messages: Sequence[Mapping[str, Any]], mend: str) -> None:
+def check_equal(messages: Sequence[Mapping[str, Any]], hint: str) -> None:
     """Refuse ranks that differ, in the same words on each of them.
 
     Args:
         messages: what each rank says: under the name of a thing what it has there, text or lists of text.
-        mend: what to do.
+        hint: what to do.
 
     Raises:
         RankError: names the first rank that has something else than rank 0, and what.
@@ -190,7 +190,7 @@ def check_equal(messages: Sequence[Mapping[str, Any]], mend: str) -> None:
         for rank, one in enumerate(messages):
             if one[name] != messages[0][name]:
                 own, first = _difference(one[name], messages[0][name])
-                raise RankError(f"the ranks differ in {name}: rank {rank} has {own}, rank 0 has {first}", mend=mend)
+                raise RankError(f"the ranks differ in {name}: rank {rank} has {own}, rank 0 has {first}", hint=hint)
 
 
 def _difference(own: Any, first: Any) -> tuple[str, str]:

@@ -46,9 +46,9 @@ def plan_html(
     """
     for name, given, kind in (("other", other, PrecisionPlan), ("step", step, StepGraph)):
         if given is not None and not isinstance(given, kind):
-            raise AmpError(f"{name} is a {type(given).__name__}", mend=f"pass a {kind.__name__}")
+            raise AmpError(f"{name} is a {type(given).__name__}", hint=f"pass a {kind.__name__}")
     if not isinstance(names, (tuple, list)) or len(names) != 2 or not all(isinstance(one, str) for one in names):
-        raise AmpError(f"names is {names!r}", mend='pass what the two plans are called: names=("before", "after")')
+        raise AmpError(f"names is {names!r}", hint='pass what the two plans are called: names=("before", "after")')
     plans = (plan,) if other is None else (plan, other)
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True

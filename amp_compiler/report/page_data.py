@@ -199,7 +199,7 @@ def _of_profile(profile: Any, strings: Strings) -> dict[str, Any]:
         ]
     except AttributeError as cause:
         raise AmpError(
-            f"profile is a {type(profile).__name__}", mend="pass what amp.profile gave, or Profile.from_dict"
+            f"profile is a {type(profile).__name__}", hint="pass what amp.profile gave, or Profile.from_dict"
         ) from cause
     return {
         "batches": found["batches"],

@@ -61,7 +61,7 @@ def draw_runs(runs: Mapping[str, Sequence[StepRecord]], path: str | Path) -> Non
         raise AmpError(
             f"'{kind}' is no kind of picture that is drawn",
             where=str(path),
-            mend=f"end it in one of {', '.join(KINDS)}",
+            hint=f"end it in one of {', '.join(KINDS)}",
         )
     write_atomically(path, picture_of(runs, kind))
 
@@ -115,7 +115,7 @@ def drawing(draw: Callable[[Any], None], kind: str) -> bytes:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as cause:
-        raise AmpError("matplotlib is not installed, which draws runs", mend="pip install matplotlib") from cause
+        raise AmpError("matplotlib is not installed, which draws runs", hint="pip install matplotlib") from cause
     with matplotlib.rc_context(), io.BytesIO() as made:
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_SETTINGS)

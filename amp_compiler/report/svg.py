@@ -57,7 +57,7 @@ def plan_svg(plan: PrecisionPlan) -> str:
         AmpError: there is nothing to draw.
     """
     if not plan.nodes:
-        raise AmpError("the plan has no nodes to draw", mend="plan.to_html(path) shows what there is")
+        raise AmpError("the plan has no nodes to draw", hint="plan.to_html(path) shows what there is")
     rows = list(_rows(plan))
     wires, lanes = _wires(rows, plan.dtype)
     widths = [min(_LONGEST, max(map(cell_len, column))) for column in zip(*(row.columns for row in rows), strict=True)]

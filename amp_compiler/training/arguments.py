@@ -14,15 +14,15 @@ from amp_compiler.errors import AmpError
 def check_enabled(enabled: Any) -> None:
     """It is True or False."""
     if type(enabled) is not bool:
-        raise AmpError(f"enabled={enabled!r}", mend="pass True or False")
+        raise AmpError(f"enabled={enabled!r}", hint="pass True or False")
 
 
 def check_numbers(clip_norm: float | None, accumulate: Any) -> None:
     """The largest norm is positive or `None`, and the number of calls from 1 on."""
     if clip_norm is not None and (not isinstance(clip_norm, Real) or clip_norm is True or not clip_norm > 0):
-        raise AmpError(f"clip_norm={clip_norm!r}", mend="pass a positive number, or None for no clipping")
+        raise AmpError(f"clip_norm={clip_norm!r}", hint="pass a positive number, or None for no clipping")
     if type(accumulate) is not int or accumulate < 1:
-        raise AmpError(f"accumulate={accumulate!r}", mend="pass a whole number from 1 on")
+        raise AmpError(f"accumulate={accumulate!r}", hint="pass a whole number from 1 on")
 
 
 def shapes_of_batch(dynamic_shapes: Any) -> Any:
@@ -37,7 +37,7 @@ def shapes_of_batch(dynamic_shapes: Any) -> Any:
     if isinstance(dynamic_shapes, Mapping):
         raise AmpError(
             f"dynamic_shapes= of a training step is a dict, of {', '.join(map(repr, dynamic_shapes))}",
-            mend="give a tuple, one entry for each of *batch; for a batch that is a dict: ({'x': {0: Dim('n')}},)",
+            hint="give a tuple, one entry for each of *batch; for a batch that is a dict: ({'x': {0: Dim('n')}},)",
         )
     return (tuple(dynamic_shapes),) if isinstance(dynamic_shapes, (tuple, list)) else dynamic_shapes
 
@@ -47,7 +47,7 @@ def check_loss_function(loss_fn: Any) -> None:
     if not callable(loss_fn):
         raise AmpError(
             f"loss_fn is a {type(loss_fn).__name__}",
-            mend="pass a function that is called as loss_fn(model, *batch) and returns the loss, or (loss, aux)",
+            hint="pass a function that is called as loss_fn(model, *batch) and returns the loss, or (loss, aux)",
         )
 
 
@@ -60,10 +60,10 @@ def check_call(named: Mapping[str, Any]) -> None:
     if named:
         raise AmpError(
             f"a training step takes its batch by position, and was given {', '.join(map(repr, named))} by name",
-            mend="give them as one dict, step({'x': x, 'y': y}), which loss_fn takes as its second argument",
+            hint="give them as one dict, step({'x': x, 'y': y}), which loss_fn takes as its second argument",
         )
     if torch.is_inference_mode_enabled():
         raise AmpError(
             "a training step is called within torch.inference_mode(), in which nothing is differentiated",
-            mend="call it outside, or within torch.inference_mode(False); torch.no_grad() around it does no harm",
+            hint="call it outside, or within torch.inference_mode(False); torch.no_grad() around it does no harm",
         )

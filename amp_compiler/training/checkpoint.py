@@ -93,9 +93,9 @@ def save_checkpoint(
 
     def prepare() -> dict[str, Any]:
         if type(number) is not int or number < 0:
-            raise AmpError(f"number={number!r}", mend="pass a whole number from 0 on, such as that of the steps so far")
+            raise AmpError(f"number={number!r}", hint="pass a whole number from 0 on, such as that of the steps so far")
         if keep is not None and (type(keep) is not int or keep < 1):
-            raise AmpError(f"keep={keep!r}", mend="pass a whole number from 1 on, or None to keep all")
+            raise AmpError(f"keep={keep!r}", hint="pass a whole number from 1 on, or None to keep all")
         for name, one in named.items():
             own = one.saved()
             state.update({"steps": {**state.get("steps", {}), name: own}} if name else own)
@@ -160,7 +160,7 @@ def load_checkpoint(
                 "a step" if list(one) == [""] else f"the steps {', '.join(one)}" for one in (about["steps"], named)
             )
             raise AmpError(
-                f"holds {was}, not {now}", where=str(path), mend="pass to it what was saved: a step, or a dict of them"
+                f"holds {was}, not {now}", where=str(path), hint="pass to it what was saved: a step, or a dict of them"
             )
         found = dcp.contents(path)
         for name, one in named.items():
@@ -181,19 +181,19 @@ def _joined(steps: Any, called: str) -> tuple[dict[str, StepContents], Ranks | N
     """The steps by name, once all ranks call the same."""
     if not dist.is_available():
         raise AmpError(
-            f"{called} needs torch.distributed.checkpoint, which this torch lacks", mend="install another torch"
+            f"{called} needs torch.distributed.checkpoint, which this torch lacks", hint="install another torch"
         )
     given = {"": steps} if isinstance(steps, TrainingStep) else steps
     if not isinstance(given, Mapping) or not given or not all(isinstance(one, TrainingStep) for one in given.values()):
         raise AmpError(
-            f"{called} was given a {type(steps).__name__}", mend="pass a training step, or a dict of them by name"
+            f"{called} was given a {type(steps).__name__}", hint="pass a training step, or a dict of them by name"
         )
     if any(not isinstance(name, str) or (name == "") != (given is not steps) for name in given):
-        raise AmpError("the steps need names", mend='pass them as {"generator": step, …}')
+        raise AmpError("the steps need names", hint='pass them as {"generator": step, …}')
     ranks = next(iter(given.values()))._setup.ranks
     if len({None if one._setup.ranks is None else one._setup.ranks.name for one in given.values()}) > 1:
         raise AmpError(
-            "the steps are of different process groups", mend="give all of them one, or save them one by one"
+            "the steps are of different process groups", hint="give all of them one, or save them one by one"
         )
     for one in given.values():
         if one._coordinator is not None:

@@ -82,7 +82,7 @@ class StepContents:
         step = self._step
         if step._gathered and step._choice.pieces is not None:
             what = f"{step._gathered} of {step._accumulate} batches were gathered by a step in pieces"
-            raise AmpError(what, mend="save behind the last of them")
+            raise AmpError(what, hint="save behind the last of them")
         found: dict[str, Any] = {}
         seen, own_buffers = set(), self._own_buffers()
         for key, value in self._values().items():
@@ -218,11 +218,11 @@ class StepContents:
             what = (
                 f"it was saved with `weights: {{master: {about['master']}}}`, and the step's rules say {own['master']}"
             )
-            raise AmpError(what, where=where, mend=_OTHER)
+            raise AmpError(what, where=where, hint=_OTHER)
         was, now = about["optimizers"], own["optimizers"]
         kinds = [", ".join(one["type"] for one in some) for some in (was, now)]
         if kinds[0] != kinds[1]:
-            raise AmpError(f"it holds the state of {kinds[0]}, and the step has {kinds[1]}", where=where, mend=_OTHER)
+            raise AmpError(f"it holds the state of {kinds[0]}, and the step has {kinds[1]}", where=where, hint=_OTHER)
         if was == now:
             return
         names = [{name for one in some for group in one["groups"] for name in group} for some in (was, now)]
@@ -286,7 +286,7 @@ class StepContents:
                 f"it was saved behind {about['gathered']} of {about['accumulate']} gathered batches on {ranks} rank(s),"
                 f" and this step gathers {step._accumulate} on {self._size}",
                 where=where,
-                mend="load it as it was saved, or save behind the last of the batches",
+                hint="load it as it was saved, or save behind the last of the batches",
             )
         own, kinds = {}, ["sums"] if ranks != self._size else ["sums", "buffers"]
         for keys, entry in self._paths.items():
@@ -367,4 +367,4 @@ def _refuse(differ: list[str], where: str) -> None:
     if differ:
         shown = sorted(differ)[:_SHOWN]
         more = f" and {len(differ) - _SHOWN} more" if len(differ) > _SHOWN else ""
-        raise AmpError(f"does not fit the step: {'; '.join(shown)}{more}", where=where, mend=_OTHER)
+        raise AmpError(f"does not fit the step: {'; '.join(shown)}{more}", where=where, hint=_OTHER)

@@ -162,7 +162,7 @@ class BoundGroup:
             return
         if self.parts is not None:
             name = type(self.optimizer).__name__
-            raise AmpError(f"{name} with dampening asks for a whole momentum, and it is split", mend=UNSPLIT)
+            raise AmpError(f"{name} with dampening asks for a whole momentum, and it is split", hint=UNSPLIT)
         first = self.kind.states[0].name
         for number in range(len(self.parameters)):
             self.tensor(first, number)
@@ -174,7 +174,7 @@ class BoundGroup:
         if len(begun) > 1:
             raise AmpError(
                 f"optimizer.state holds '{first}' for some parameters of a group and not for others",
-                mend="make the training step anew, or give all of them one",
+                hint="make the training step anew, or give all of them one",
             )
         self._known_begun = begun.pop()
         self.started.fill_(self._known_begun)
@@ -240,13 +240,13 @@ def check_optimizers(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
     seen: set[int] = set()
     for one in given:
         if not isinstance(one, torch.optim.Optimizer):
-            raise AmpError(f"optimizer is a {type(one).__name__}", mend="pass a torch.optim object, or a dict of them")
+            raise AmpError(f"optimizer is a {type(one).__name__}", hint="pass a torch.optim object, or a dict of them")
         if type(one) not in KINDS:
             check_traceable(one)
         _check_l1(one)
         for parameter in _parameters(one):
             if id(parameter) in seen:
-                raise AmpError("a parameter stands in two optimizers or groups", mend="give each parameter one owner")
+                raise AmpError("a parameter stands in two optimizers or groups", hint="give each parameter one owner")
             seen.add(id(parameter))
     return given
 
@@ -266,11 +266,11 @@ def _check_l1(optimizer: torch.optim.Optimizer) -> None:
     kind = KINDS.get(type(optimizer))
     for decay in map(l1_of, optimizer.param_groups):
         if not isinstance(decay, Tensor) and (not isinstance(decay, (int, float)) or not decay >= 0):
-            raise AmpError(f"{L1_DECAY} is {decay!r}", mend="give a number of at least 0")
+            raise AmpError(f"{L1_DECAY} is {decay!r}", hint="give a number of at least 0")
         if (isinstance(decay, Tensor) or decay) and (kind is None or L1_DECAY not in kind.hyper):
             known = ", ".join(cls.__name__ for cls, one in KINDS.items() if L1_DECAY in one.hyper)
             raise AmpError(
-                f"{type(optimizer).__name__} knows no {L1_DECAY}", mend=f"use {known}, or remove the key from the group"
+                f"{type(optimizer).__name__} knows no {L1_DECAY}", hint=f"use {known}, or remove the key from the group"
             )
 
 
@@ -289,7 +289,7 @@ def check_storage(optimizers: Sequence[torch.optim.Optimizer], low: bool) -> Non
             known = ", ".join(kind.__name__ for kind in KINDS)
             raise AmpError(
                 f"{type(one).__name__} updates FP32 masters only, and the rules say weights: {{master: low}}",
-                mend=f"use one of {known}, or weights: {{master: fp32}}",
+                hint=f"use one of {known}, or weights: {{master: fp32}}",
             )
 
 
@@ -307,7 +307,7 @@ def check_split(optimizers: Sequence[torch.optim.Optimizer], low: bool) -> None:
     if low:
         raise AmpError(
             "the rules say reduce: {shard: update} and weights: {master: low}, which has no masters to split",
-            mend=f"write weights: {{master: fp32}}, or {UNSPLIT}",
+            hint=f"write weights: {{master: fp32}}, or {UNSPLIT}",
         )
     for one in optimizers:
         if type(one) not in KINDS:
@@ -315,7 +315,7 @@ def check_split(optimizers: Sequence[torch.optim.Optimizer], low: bool) -> None:
             raise AmpError(
                 f"the update of {type(one).__name__} may need whole weights (its own code is traced), and the rules say"
                 " reduce: {shard: update}",
-                mend=f"use one of {known}, or {UNSPLIT}",
+                hint=f"use one of {known}, or {UNSPLIT}",
             )
 
 

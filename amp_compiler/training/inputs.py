@@ -140,7 +140,7 @@ class StepInputs:
                 raise AmpError(
                     f"the {held[name].dtype} parameter '{self.entries[name].target.partition('.')[2]}' was frozen while"
                     " batches with gradients of it were gathered (accumulate=)",
-                    mend="freeze it behind the last of the calls that are gathered",
+                    hint="freeze it behind the last of the calls that are gathered",
                 )
         return found
 
@@ -375,5 +375,5 @@ def depends_on_nothing() -> CaptureError:
     """The error of a loss that trains no parameter."""
     return CaptureError(
         "the loss depends on no parameter of the optimizer",
-        mend="pass an optimizer over the parameters of this model, and detach nothing on the way to the loss",
+        hint="pass an optimizer over the parameters of this model, and detach nothing on the way to the loss",
     )

@@ -58,7 +58,7 @@ class Callback(ABC):
 
     def __init__(self, every: int = 1) -> None:
         if type(every) is not int or every < 1:
-            raise AmpError(f"every={every!r}", mend="pass a whole number of steps from 1 on")
+            raise AmpError(f"every={every!r}", hint="pass a whole number of steps from 1 on")
         self.every = every
 
     @abstractmethod
@@ -89,11 +89,11 @@ class StepLog:
 
     def __init__(self, callbacks: Any, dtype: str) -> None:
         if isinstance(callbacks, (str, Mapping)) or not isinstance(callbacks, Sequence):
-            raise AmpError(f"callbacks is a {type(callbacks).__name__}", mend=_MEND)
+            raise AmpError(f"callbacks is a {type(callbacks).__name__}", hint=_MEND)
         wrong = [one for one in callbacks if not isinstance(one, Callback)]
         if wrong:
             shown = wrong[0].__name__ if isinstance(wrong[0], type) else f"a {type(wrong[0]).__name__}"
-            raise AmpError(f"callbacks holds {shown}, which is no amp.callbacks.Callback", mend=_MEND)
+            raise AmpError(f"callbacks holds {shown}, which is no amp.callbacks.Callback", hint=_MEND)
         self._callbacks: tuple[Callback, ...] = tuple(callbacks)
         self._dtype = dtype
         self.steps = self._timed = 0
@@ -165,7 +165,7 @@ class StepLog:
         """
         steps = state.get(STEPS_KEY, self.steps)
         if type(steps) is not int or steps < 0:
-            raise AmpError(f"the saved number of steps is {steps!r}", mend="save it with step.state_dict()")
+            raise AmpError(f"the saved number of steps is {steps!r}", hint="save it with step.state_dict()")
         self.steps, self._losses = steps, []
 
 

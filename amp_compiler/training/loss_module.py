@@ -39,7 +39,7 @@ class LossModule(nn.Module):
                     f"model holds a {type(leaf).__name__} at {pytree.keystr(path)}"
                     if path
                     else f"model is a {type(leaf).__name__}",
-                    mend="pass an nn.Module, or a dict, list or tuple of them",
+                    hint="pass an nn.Module, or a dict, list or tuple of them",
                 )
             self._place(path, leaf)
 
@@ -57,7 +57,7 @@ class LossModule(nn.Module):
         except KeyError as cause:
             raise AmpError(
                 f"model holds a module at {pytree.keystr(path)} whose path is no name: {cause.args[0]}",
-                mend="use keys without dots, each another text",
+                hint="use keys without dots, each another text",
             ) from cause
 
     def adopt(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -90,7 +90,7 @@ class LossModule(nn.Module):
         result = self._call(batch)
         loss, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-            raise AmpError(f"loss_fn returned {_describe(loss)} as the loss", mend=_mend(loss))
+            raise AmpError(f"loss_fn returned {_describe(loss)} as the loss", hint=_mend(loss))
         # A 16-bit loss could not hold the loss scale that the backward starts from.
         return loss.float() if loss.dtype in LOW_TYPES else loss, aux
 

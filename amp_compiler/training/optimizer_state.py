@@ -74,7 +74,7 @@ def laid_out(state: dict[str, Any], column: str, parameter: Tensor) -> Tensor:
     if value.shape != parameter.shape:
         raise AmpError(
             f"optimizer.state holds '{column}' of shape {list(value.shape)} for a parameter of {list(parameter.shape)}",
-            mend="load the state_dict of an optimizer over the same parameters",
+            hint="load the state_dict of an optimizer over the same parameters",
         )
     if not is_laid_out_like(value, parameter):
         state[column] = empty_laid_out_like(parameter, value.dtype).copy_(value)
@@ -86,7 +86,7 @@ def narrowed(column: str, value: Tensor) -> AmpError:
     kind = str(value.dtype).removeprefix("torch.")
     return AmpError(
         f"optimizer.state holds '{column}' in {kind}: torch's load_state_dict narrows it to the parameter's type",
-        mend="make the training step first and load the optimizer's state after it; or delete the entry to start anew",
+        hint="make the training step first and load the optimizer's state after it; or delete the entry to start anew",
     )
 
 

@@ -76,7 +76,7 @@ class PieceProgram:
             AmpError: before the call.
         """
         if self._update is None:
-            raise AmpError("the step has not been called yet", mend="call it with a batch first")
+            raise AmpError("the step has not been called yet", hint="call it with a batch first")
         return self._update
 
     @property

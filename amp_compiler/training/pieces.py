@@ -105,7 +105,7 @@ class PieceStep:
             f"the step failed in pieces: {type(error).__name__}: {first_line(error)}; and as one graph: "
             f"{self.cause.what}",
             where=user_frame(error),
-            mend="see the error that this one comes from"
+            hint="see the error that this one comes from"
             + ("; loss_fn is called as loss_fn(model, *batch)" if isinstance(error, TypeError) else ""),
         )
 
@@ -130,7 +130,7 @@ class PieceStep:
         if self.pieces.given_up:
             raise CaptureError(
                 f"the step runs under torch.autocast, where no node can be looked into: {self.pieces.given_up}",
-                mend="do what the warning of the logger 'amp_compiler' says",
+                hint="do what the warning of the logger 'amp_compiler' says",
             )
         self._replay = PieceReplay()
         try:
@@ -168,7 +168,7 @@ class PieceStep:
             AmpError: it runs in plain FP32.
         """
         if self.pieces is None:
-            raise AmpError("there is no plan with enabled=False", mend="leave enabled at True")
+            raise AmpError("there is no plan with enabled=False", hint="leave enabled at True")
         return self.pieces.plan
 
     def _run(

@@ -105,7 +105,7 @@ class ProgramChoice:
             many = CaptureError(
                 f"the step was captured for {MOST_SIGNATURES} signatures (shapes and types of the batch, model modes, "
                 "Python values that loss and model read)",
-                mend="pad the batches to fewer shapes, and pass numbers that change as tensors",
+                hint="pad the batches to fewer shapes, and pass numbers that change as tensors",
             )
             if coordinator is not None:
                 raise many
@@ -189,7 +189,7 @@ class ProgramChoice:
             raise CaptureError(
                 f"a step in pieces cannot take the statistics of the SyncBatchNorm '{norms[0].partition('.')[2]}' over"
                 f" the ranks, and this one is no one graph: {step.cause}",
-                mend="do what that says, or use BatchNorm with broadcast_buffers=",
+                hint="do what that says, or use BatchNorm with broadcast_buffers=",
             ) from step.cause
 
         def decide(gradients: tuple[SharedGradient, ...], buffers: tuple[str, ...]) -> tuple[SharedGradient, ...]:
@@ -206,7 +206,7 @@ class ProgramChoice:
         if setup.reduction is not None and setup.reduction.shards:
             raise CaptureError(
                 f"a step in pieces cannot split its update over the ranks, and this one is no one graph: {cause}",
-                mend=UNSPLIT,
+                hint=UNSPLIT,
             ) from cause
         return PieceStep(setup.module, setup.settings, cause, setup.state, setup.enabled)
 
@@ -248,11 +248,11 @@ def _why_in_pieces(hooked: bool) -> CaptureError | None:
         return CaptureError(
             "hooks for saved tensors stand around the step (saved_tensors_hooks, save_on_cpu), which the backward"
             " of one graph would lose",
-            mend="leave them out: a step keeps no more than it needs",
+            hint="leave them out: a step keeps no more than it needs",
         )
     if hooked:
         return CaptureError(
             "an optimizer has hooks that run before its steps, for which gradients have to stand in `.grad`",
-            mend="write what they do to the loss, clip by clip_norm=, and read step.gradients()",
+            hint="write what they do to the loss, clip by clip_norm=, and read step.gradients()",
         )
     return None

@@ -51,7 +51,7 @@ class StepReadings(StepInspection):
 
     def _seen(self) -> tuple[StepProgram | PieceProgram, StepOutput, Tensor]:
         if self._last is None:
-            raise AmpError("there is no finished call of the step to read from", mend="call it with a batch first")
+            raise AmpError("there is no finished call of the step to read from", hint="call it with a batch first")
         program, output, constant = self._last
         state = self._scale.scale
         if output.scale is not None:
@@ -113,7 +113,7 @@ class StepReadings(StepInspection):
         """
         plan = self._seen()[0].plan
         if plan is None:
-            raise AmpError("there is no plan with enabled=False", mend="leave enabled at True")
+            raise AmpError("there is no plan with enabled=False", hint="leave enabled at True")
         return plan
 
     @property
@@ -147,7 +147,7 @@ class StepReadings(StepInspection):
                 written.
         """
         if not isinstance(self._seen()[0], StepProgram):
-            raise AmpError("a step in pieces is no one graph to draw", mend="write its plan: step.plan.to_html(path)")
+            raise AmpError("a step in pieces is no one graph to draw", hint="write its plan: step.plan.to_html(path)")
         batch = pytree.tree_unflatten(self._leaves, self._spec)[0]
         plan = replace(self.plan, autocast=self._autocast(batch))
         plan.to_html(path, profile=profile, other=other, names=names, step=step_graph_of(self.graph_module))
@@ -173,7 +173,7 @@ class StepReadings(StepInspection):
         """
         program, output, scale = self._seen()
         if program.update.report.parts:
-            raise AmpError("each rank has a part of the gradients only, as the update is split", mend=UNSPLIT)
+            raise AmpError("each rank has a part of the gradients only, as the update is split", hint=UNSPLIT)
         return {
             name: gradient.float() / (scale * program.update.report.divisor)
             for name, gradient in zip(program.update.report.updated, output.gradients, strict=True)
@@ -188,7 +188,7 @@ class StepReadings(StepInspection):
         that is not enough, until all is finite. Nothing is changed.
 
         Args:
-            cure: look for rules that mend it, for which the loss is captured again a few times.
+            cure: look for rules that hint it, for which the loss is captured again a few times.
         """
         program, output, scale = self._seen()
         leaves = self._leaves if self._scale_config.checks_finite else None

@@ -268,7 +268,7 @@ class TrainingStep(StepReadings):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise AmpError(
             "a training step can be neither copied nor pickled, as it holds compiled code and the optimizer itself",
-            mend="save model, optimizer and step.state_dict(), or use amp.save_checkpoint; for a copy make a step of"
+            hint="save model, optimizer and step.state_dict(), or use amp.save_checkpoint; for a copy make a step of"
             " copy.deepcopy((model, optimizer))",
         )
 
@@ -292,7 +292,7 @@ class TrainingStep(StepReadings):
         if not isinstance(state, Mapping):
             raise AmpError(
                 f"the saved state of a step is a {type(state).__name__}",
-                mend="give what step.state_dict(), or that of a torch.amp.GradScaler, has returned",
+                hint="give what step.state_dict(), or that of a torch.amp.GradScaler, has returned",
             )
         before = self._scale_config
         self._held.load(state)

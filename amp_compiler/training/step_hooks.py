@@ -43,7 +43,7 @@ def check_hooks(optimizers: Sequence[Optimizer], between: str) -> None:
         raise AmpError(
             f"{type(found[0][0]).__name__} has hooks that run before its steps, and {between} stands between them and"
             " the gradients of a training step",
-            mend="remove them, or leave that out and do it in a hook",
+            hint="remove them, or leave that out and do it in a hook",
         )
 
 
@@ -77,7 +77,7 @@ def with_hooks(
                 raise AmpError(
                     f"a hook before the steps of {type(optimizer).__name__} gives other arguments for step(), which a"
                     " training step never calls",
-                    mend="let it return None",
+                    hint="let it return None",
                 )
         OPTIMIZER_STEPS.note()  # what they wrote to `parameter.data` shows nowhere else
         return {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}

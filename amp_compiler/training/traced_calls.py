@@ -65,7 +65,7 @@ class StepCalls(TorchFunctionMode):
                 return args[0].double()
             raise OptimizerError(
                 f"step() of {self.name} reads the value of a tensor ({func.__name__}), which a graph cannot",
-                mend=f"compute with tensors, for example with torch.where, or use {FUSED_NAMES}",
+                hint=f"compute with tensors, for example with torch.where, or use {FUSED_NAMES}",
             )
         replaced = _NUMBERS.get(getattr(func, "__name__", "").removesuffix("_"))
         if replaced is not None:

@@ -38,14 +38,14 @@ def check_traceable(optimizer: Optimizer) -> None:
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise AmpError(
             f"{name} needs a closure that computes the loss again, and a training step computes it once",
-            mend="use an optimizer whose step() takes no closure, such as AdamW",
+            hint="use an optimizer whose step() takes no closure, such as AdamW",
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
-        raise AmpError(f"{name} needs sparse gradients, and a training step makes dense ones", mend="use Adam or AdamW")
+        raise AmpError(f"{name} needs sparse gradients, and a training step makes dense ones", hint="use Adam or AdamW")
     for group in optimizer.param_groups:
         for key, value in group.items():
             if isinstance(value, Tensor) and key != "lr":
-                raise AmpError(f"'{key}' of {name} is a tensor", mend="give it as a number")
+                raise AmpError(f"'{key}' of {name} is a tensor", hint="give it as a number")
 
 
 @dataclass
@@ -108,7 +108,7 @@ class TracedGroup:
             raise AmpError(
                 f"the state of {self.spec.name} has no '{key}' of shape {list(expected.shape)} and type"
                 f" {expected.dtype}",
-                mend="load a state_dict of the same optimizer over the same parameters",
+                hint="load a state_dict of the same optimizer over the same parameters",
             )
         if found.device != parameter.device or found.stride() != expected.stride:  # loaded from elsewhere
             device, dtype = parameter.device, expected.dtype
@@ -145,7 +145,7 @@ def bind_traced(
     if any(id(parameter) in stored for parameter in parameters):
         raise AmpError(
             f"{type(optimizer).__name__} needs FP32 masters, and the rules keep the weights in 16 bits",
-            mend=f"write `weights: {{master: fp32}}` in the rules, or use {FUSED_NAMES}",
+            hint=f"write `weights: {{master: fp32}}` in the rules, or use {FUSED_NAMES}",
         )
     initialise(optimizer, parameters)
     states = tuple(
@@ -156,7 +156,7 @@ def bind_traced(
     )
     odd = [entry.key for entry in states if not str(entry.key).isidentifier()]
     if odd:
-        raise OptimizerError(f"{odd[0]!r} is a key of the optimizer's state", mend="use names as keys")
+        raise OptimizerError(f"{odd[0]!r} is a key of the optimizer's state", hint="use names as keys")
     spec = TracedUpdate(
         type(optimizer).__name__,
         tuple(masters[id(parameter)] for parameter in parameters),
@@ -219,7 +219,7 @@ def _own_update(
                 extra = ", ".join(sorted(set(state[parameter]) ^ keys))
                 raise OptimizerError(
                     f"step() of {name} adds or removes '{extra}' in its state",
-                    mend="make all of the state before the first step, from zeros",
+                    hint="make all of the state before the first step, from zeros",
                 )
             for key, value in kept.items():
                 if state[parameter][key] != value:
@@ -232,7 +232,7 @@ def _own_update(
 def _keeps_numbers(name: str, what: str) -> OptimizerError:
     return OptimizerError(
         f"step() of {name} changes {what}, which is a number and would stay as it is in a graph",
-        mend="keep what changes as a tensor in the optimizer's state",
+        hint="keep what changes as a tensor in the optimizer's state",
     )
 
 

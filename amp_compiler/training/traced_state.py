@@ -73,7 +73,7 @@ def initialise(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
     except Exception as cause:
         raise OptimizerError(
             f"{type(optimizer).__name__} cannot make its state: {type(cause).__name__}: {cause}",
-            mend="use an optimizer that makes its state in step()",
+            hint="use an optimizer that makes its state in step()",
         ) from cause
     ordered = [parameter for group in groups for parameter in group["params"]]
     for parameter, entries in zip(ordered, made, strict=True):
@@ -164,6 +164,6 @@ def _record_first_step(optimizer: Optimizer, groups: list[dict[str, Any]]) -> li
             if not (torch.equal(value, other) if tensors else value == other):  # type: ignore[arg-type]
                 raise OptimizerError(
                     f"'{key}' in the state of {type(optimizer).__name__} begins from the first gradient",
-                    mend=f"let it begin as zeros, or use {FUSED_NAMES}",
+                    hint=f"let it begin as zeros, or use {FUSED_NAMES}",
                 )
     return found[0]

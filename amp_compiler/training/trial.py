@@ -163,7 +163,7 @@ class StepTrials:
     def _tried(self, rules: RuleSet, scale: Tensor, *, swallowed: bool = False) -> Trial:
         graph = self._build(rules)
         if graph.plan is None:
-            raise AmpError("there is no plan with enabled=False", mend="leave enabled at True")
+            raise AmpError("there is no plan with enabled=False", hint="leave enabled at True")
         seen = graph.run(scale)
         if swallowed:
             return Trial(graph.plan, seen.swallowed)

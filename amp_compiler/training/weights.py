@@ -49,13 +49,13 @@ def weight_storage(section: Mapping[str, Any]) -> WeightStorage:
     if not low and rounding is not Storage.NEAREST:
         raise AmpError(
             f"weights.rounding is '{rounding.name.lower()}' and weights.master is 'fp32'",
-            mend="write weights: {master: low, rounding: ...}; FP32 masters are never rounded to 16 bits",
+            hint="write weights: {master: low, rounding: ...}; FP32 masters are never rounded to 16 bits",
         )
     skips = section.get("overflow", "clip") == "skip"
     if not low and skips:
         raise AmpError(
             "weights.overflow is 'skip' and weights.master is 'fp32'",
-            mend="write weights: {master: low, overflow: skip}; FP32 masters are never clipped",
+            hint="write weights: {master: low, overflow: skip}; FP32 masters are never clipped",
         )
     return WeightStorage(low, rounding, skips)
 
@@ -79,7 +79,7 @@ def store_alone(named: Mapping[str, Tensor], low: torch.dtype, storage: WeightSt
         if storage.skips:
             raise AmpError(
                 f"{beyond}, and weights.overflow is 'skip'",
-                mend="write weights: {master: fp32}, or overflow: clip, or use dtype='bf16'",
+                hint="write weights: {master: fp32}, or overflow: clip, or use dtype='bf16'",
             )
         logger.warning("%s; they are stored as the largest that it holds", beyond)
     for name, parameter in named.items():
@@ -166,16 +166,16 @@ def check_types(named: Iterable[tuple[str, Tensor]], owned: set[int], low: torch
             continue
         if parameter.dtype not in LOW_TYPES:
             what = f"parameter '{name}' is {kind}, and updates are computed in FP32"
-            mend = "make it complex64" if parameter.is_complex() else "convert the model with .float()"
-            raise AmpError(what, mend=mend)
+            hint = "make it complex64" if parameter.is_complex() else "convert the model with .float()"
+            raise AmpError(what, hint=hint)
         if not enabled:
             what = f"enabled=False trains in plain FP32, and parameter '{name}' is {kind}"
-            raise AmpError(what, mend="convert the model with .float()")
+            raise AmpError(what, hint="convert the model with .float()")
         if parameter.dtype is not low:
             wanted = "fp16" if parameter.dtype is torch.float16 else "bf16"
             raise AmpError(
                 f"parameter '{name}' is {kind} and the low type is {str(low).removeprefix('torch.')}",
-                mend=f"pass dtype='{wanted}', or convert the model with .float()",
+                hint=f"pass dtype='{wanted}', or convert the model with .float()",
             )
 
 

@@ -24,7 +24,7 @@ EVERYBODY = "errors"  # imported by every room, so without arrows
 TITLES = {"": "amp_compiler", "errors": "errors.py"}
 ABOUT = {
     "": "The public API: `import amp_compiler as amp`.",
-    "errors": "Every error is an `AmpError`: what, where, and the mend. Every room imports it.",
+    "errors": "Every error is an `AmpError`: what, where, and the hint. Every room imports it.",
     "passes": "Every rewrite of a graph is a pass, and stands in one of these lists; each folder is one stage.",
 }
 

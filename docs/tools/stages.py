@@ -47,7 +47,7 @@ def changes(before: list[str], after: list[str], only: str | None) -> str:
     changed = [line for line in lines if not before or not line.startswith(("---", "+++", "@@"))]
     shown = [line for line in changed if not only or re.search(only, line)]
     if not shown:
-        raise SystemExit(f"nothing in this stage changes and matches '{only}': mend the page's marker")
+        raise SystemExit(f"nothing in this stage changes and matches '{only}': correct the marker of the page")
     short = [without_path(line) for line in shown]
     if len({line[1:] for line in short}) == len(short):  # else the paths are what changed
         shown = short

@@ -52,7 +52,7 @@ class NativeOps(LatePass):
 
     def __post_init__(self) -> None:
         if self.stage not in ("", *STAGES):
-            raise PassError(f"stage={self.stage!r} is not known", mend=f"use one of {', '.join(map(repr, STAGES))}")
+            raise PassError(f"stage={self.stage!r} is not known", hint=f"use one of {', '.join(map(repr, STAGES))}")
 
     @property
     def rows(self) -> tuple[NativeOp, ...]:

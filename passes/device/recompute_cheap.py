@@ -73,11 +73,11 @@ class RecomputeCheap(InPlacePass):
 
     def __post_init__(self) -> None:
         if isinstance(self.devices, str):
-            raise PassError(f"recompute_cheap: devices={self.devices!r}", mend=f"write devices=({self.devices!r},)")
+            raise PassError(f"recompute_cheap: devices={self.devices!r}", hint=f"write devices=({self.devices!r},)")
         for name in ("least", "most"):
             value = getattr(self, name)
             if type(value) not in (int, float) or not value >= 0:
-                raise PassError(f"recompute_cheap: {name}={value!r}", mend="give a number from 0 on")
+                raise PassError(f"recompute_cheap: {name}={value!r}", hint="give a number from 0 on")
 
     def run(self, subject: fx.GraphModule) -> PassResult[fx.GraphModule]:
         """Add copies to the backward, in place."""

@@ -103,7 +103,7 @@ def _attention(emit: _Emitter, node: fx.Node, hidden: float) -> fx.Node:
     width = query.meta["val"].shape[-1]
     if scale is None and not isinstance(width, int):
         raise CaptureError(
-            "the width of an attention head is dynamic", where=node.name, mend="give scale= in the call of attention"
+            "the width of an attention head is dynamic", where=node.name, hint="give scale= in the call of attention"
         )
     root = math.sqrt(1 / math.sqrt(width) if scale is None else scale)
     if schema_argument(node, "enable_gqa"):

@@ -50,7 +50,7 @@ def make_plan(
         ```
     """
     if low not in (DType.FLOAT16, DType.BFLOAT16):
-        raise PassError(f"{low.value} is no low-precision type", mend="use DType.FLOAT16 or DType.BFLOAT16")
+        raise PassError(f"{low.value} is no low-precision type", hint="use DType.FLOAT16 or DType.BFLOAT16")
     graph.verify()
     draft = Draft(graph, rules, Context(low, graph.device), ranges=dict(ranges or {}))
     return plan_of(pipeline.run(draft, {}, stages), later=later)
@@ -67,7 +67,7 @@ def plan_of(draft: Draft, *, later: bool = False) -> PrecisionPlan:
         PassError: where casts were not placed yet.
     """
     if draft.casts is None:
-        raise PassError("casts were not placed yet", mend="run 'place_casts' first")
+        raise PassError("casts were not placed yet", hint="run 'place_casts' first")
     verdicts = _Verdicts(draft)
     plan = PrecisionPlan(
         draft.context.low.short,

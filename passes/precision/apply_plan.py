@@ -98,7 +98,7 @@ class ApplyPlan(InPlacePass):
 
 def _find(by_name: dict[str, fx.Node], name: str) -> fx.Node:
     if name not in by_name:
-        raise LoweringError(f"the plan casts '{name}', which the graph does not have", mend="plan this graph again")
+        raise LoweringError(f"the plan casts '{name}', which the graph does not have", hint="plan this graph again")
     return by_name[name]
 
 
@@ -153,5 +153,5 @@ def check_types(graph_module: fx.GraphModule, plan: PrecisionPlan) -> None:
                     f"node '{planned.name}' ({planned.op}) gives {neutral_dtype(made.dtype).short},"
                     f" the plan says {promised}",
                     where=planned.source,
-                    mend=f"the entry of {planned.op} in rules/ops.yaml does not tell how it types its result",
+                    hint=f"the entry of {planned.op} in rules/ops.yaml does not tell how it types its result",
                 )

@@ -243,7 +243,7 @@ def _check(node: fx.Node) -> None:
         raise PassError(
             f"node '{node.name}' ({canonical_op(op)}) cannot have gradients of another type than its result: {why}",
             where=node.meta.get(Key.BACKWARD_RULE, ""),
-            mend=f"except it by a later rule: match: {{op: {canonical_op(op)}}}, with the precision and no 'backward'",
+            hint=f"except it by a later rule: match: {{op: {canonical_op(op)}}}, with the precision and no 'backward'",
         )
 
 

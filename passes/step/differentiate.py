@@ -141,7 +141,7 @@ class Differentiate(FunctionalPass[fx.GraphModule]):
                 raise LoweringError(
                     f"the backward is no one graph: {type(cause).__name__}: {first_line(cause)}",
                     where=user_frame(cause),
-                    mend="keep what decides about sizes by values out of the loss",
+                    hint="keep what decides about sizes by values out of the loss",
                 ) from cause
         sources = trace.tag(traced.graph)
         for made, original in zip(traced.graph.find_nodes(op="placeholder"), placeholders, strict=True):
@@ -256,7 +256,7 @@ def _tracer_graph() -> fx.Graph:
     """The graph in the making, with the size queries that tracing takes out again where nothing reads them."""
     mode = get_proxy_mode()
     if mode is None:
-        raise LoweringError("the backward was asked for outside of tracing", mend="this is a bug; please report it")
+        raise LoweringError("the backward was asked for outside of tracing", hint="this is a bug; please report it")
     return mode.tracer.graph
 
 

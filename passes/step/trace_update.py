@@ -106,7 +106,7 @@ def trace_update(update: TracedUpdate, values: Sequence[Tensor]) -> fx.GraphModu
             reason = str(cause).partition("\n")[0]
             raise OptimizerError(
                 f"the update of {update.name} cannot be traced: {type(cause).__name__}: {reason}",
-                mend=f"use an optimizer whose step() is made of tensor operations alone, or {FUSED_NAMES}",
+                hint=f"use an optimizer whose step() is made of tensor operations alone, or {FUSED_NAMES}",
             ) from cause
     _tidy(traced, values[-1], update.name)
     _commit(traced, update)
@@ -131,7 +131,7 @@ def _inline_constant(traced: fx.GraphModule, node: fx.Node, like: Tensor, name: 
     if not isinstance(value, Tensor) or value.dim():
         raise OptimizerError(
             f"the update of {name} uses a tensor that is neither a parameter nor its state",
-            mend="keep it in the optimizer's state",
+            hint="keep it in the optimizer's state",
         )
     with traced.graph.inserting_before(node):
         constant = traced.graph.call_function(
@@ -166,7 +166,7 @@ def _commit(traced: fx.GraphModule, update: TracedUpdate) -> None:
     if all(new is old for new, old in zip(news[:count], olds, strict=False)):
         raise OptimizerError(
             f"the update of {update.name} writes no parameter",
-            mend="let step() change the parameters in place, under torch.no_grad()",
+            hint="let step() change the parameters in place, under torch.no_grad()",
         )
     copies = iter(placeholders[2 * count + held : -3])
     lows = [None if name is None else next(copies) for name in update.lows] + [None] * held

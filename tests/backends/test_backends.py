@@ -70,11 +70,11 @@ def test_a_backend_that_does_not_compile_gets_a_step_whole(mine, monkeypatch):
     assert reason in str(step.execution)
 
 
-@pytest.mark.parametrize(("name", "mend"), [("inducter", "did you mean 'inductor'?"), ("tvm", "use one of 'inductor'")])
-def test_an_unknown_name_is_an_error_with_the_nearest(name, mend):
+@pytest.mark.parametrize(("name", "hint"), [("inducter", "did you mean 'inductor'?"), ("tvm", "use one of 'inductor'")])
+def test_an_unknown_name_is_an_error_with_the_nearest(name, hint):
     with pytest.raises(AmpError, match=f"backend='{name}' is not known") as caught:
         find_backend(name)
-    assert mend in caught.value.mend
+    assert hint in caught.value.hint
     with pytest.raises(AmpError, match="is not known"):
         amp.compile(linear(), backend=name)
 

@@ -25,7 +25,7 @@ CALLS = {"step": step_of, "compile": lambda model, **options: amp.compile(model,
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize(
-    ("mode", "mend"),
+    ("mode", "hint"),
     [
         ("max-autotun", "did you mean 'max-autotune'?"),
         ("max-autotune-no-cudagraphs", "did you mean 'max-autotune'?"),
@@ -34,10 +34,10 @@ CALLS = {"step": step_of, "compile": lambda model, **options: amp.compile(model,
         (None, "use one of 'default', 'max-autotune'"),
     ],
 )
-def test_an_unknown_mode_is_an_error(call, mode, mend):
+def test_an_unknown_mode_is_an_error(call, mode, hint):
     with pytest.raises(AmpError, match="is not known to backend 'inductor'") as error:
         call(nn.Linear(4, 4), mode=mode)
-    assert mend in str(error.value)
+    assert hint in str(error.value)
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)

@@ -181,7 +181,7 @@ def test_a_model_that_cannot_be_found(run, model_file, spec, words):
     assert code == 1
     assert not out
     assert err.startswith("error: ")
-    assert "\n  mend: " in err
+    assert "\n  hint: " in err
     for word in words:
         assert word in err
 
@@ -202,12 +202,12 @@ def test_a_model_that_cannot_be_found(run, model_file, spec, words):
     ],
 )
 def test_an_option_that_cannot_be(run, model_file, tmp_path, options, words):
-    """Told with the mend and exit code 2, before anything is written."""
+    """Told with the hint and exit code 2, before anything is written."""
     code, out, err = run("explain", f"{model_file}:with_example", *(one.format(tmp=tmp_path) for one in options))
     assert code == 2
     assert not out
     assert err.startswith("error: --")
-    assert "\n  mend: " in err
+    assert "\n  hint: " in err
     for word in words:
         assert word in err
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["tiny_model.py"]

@@ -147,7 +147,7 @@ def test_wrong_arguments(run, benign, tmp_path, monkeypatch, arguments, code, wo
     found, out, err = run(*arguments)
     assert (found, out) == (code, "")
     assert words in err
-    assert code != 1 or (err.startswith("error: ") and "mend: " in err)
+    assert code != 1 or (err.startswith("error: ") and "hint: " in err)
     assert benign.read_bytes() == before
     assert not Path("out.onnx").exists()
 

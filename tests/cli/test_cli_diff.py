@@ -50,7 +50,7 @@ def test_what_is_no_plan_is_refused(plans: Any, content: str | None, shell: Any)
     if content is not None:
         wrong.write_text(content, encoding="utf-8")
     code, _, err = shell("diff", str(wrong), str(plans[1]))
-    assert code in (1, 2) and str(wrong) in err and "\n  mend: " in err
+    assert code in (1, 2) and str(wrong) in err and "\n  hint: " in err
 
 
 def test_a_laptop_shows_the_plan_of_a_gpu() -> None:

@@ -20,4 +20,4 @@ def test_what_is_wrong_is_told_with_its_line(shell, tmp_path):
     net = tmp_path / "net.prototxt"
     net.write_text("default_forward_type: FLOAT16\ndefault_forward_math: FLOAT16\n")
     code, said, told = shell("rules", "import", net)
-    assert code == 1 and not said and "net.prototxt:2:" in told and "mend:" in told
+    assert code == 1 and not said and "net.prototxt:2:" in told and "hint:" in told

@@ -266,11 +266,11 @@ def test_stages_are_written_to_a_file(explain, tmp_path):
     ],
 )
 def test_what_cannot_be_printed(explain, name, options, words):
-    """Each is told with its mend and exit code 2, and nothing is printed."""
+    """Each is told with its hint and exit code 2, and nothing is printed."""
     code, out, err = explain(name, *options)
     assert (code, out) == (2, "")
     assert err.startswith("error: --")
-    assert "\n  mend: " in err
+    assert "\n  hint: " in err
     for word in words:
         assert word in err
 
@@ -300,4 +300,4 @@ def test_an_onnx_file_has_the_stages_of_its_plan(shell, onnx_file):
 def test_what_an_onnx_file_does_not_go_through(shell, onnx_file, options):
     code, out, err = shell("explain", onnx_file, *options)
     assert (code, out) == (2, "")
-    assert "mend: " in err
+    assert "hint: " in err

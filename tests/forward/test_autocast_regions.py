@@ -168,7 +168,7 @@ class WithoutGradients(Region):
 def test_where_gradients_are_switched_within_it_is_refused_in_pieces():
     with pytest.raises(amp.LoweringError, match="switches gradients within") as caught:
         called(WithoutGradients(dtype=torch.bfloat16), "fp16")
-    assert "test_autocast_regions.py:" in caught.value.where and "torch.no_grad around" in caught.value.mend
+    assert "test_autocast_regions.py:" in caught.value.where and "torch.no_grad around" in caught.value.hint
 
 
 @pytest.mark.parametrize("run", [trained, called, explained])

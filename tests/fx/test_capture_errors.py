@@ -1,4 +1,4 @@
-"""What is said where a model cannot be captured: its own cause, the user's line, and a mend that fits."""
+"""What is said where a model cannot be captured: its own cause, the user's line, and a hint that fits."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def plain_assert(x):
     return x
 
 
-# What is said, what is not, and the mend.
+# What is said, what is not, and the hint.
 TABLE = {
     branch: ("branches on the values of a tensor", "use torch.cond"),
     loop: ("branches on the values of a tensor", "use torch.cond"),
@@ -118,15 +118,15 @@ TABLE = {
 
 @pytest.mark.parametrize("function", TABLE, ids=lambda function: function.__name__)
 def test_each_failure_says_its_own_cause_and_mend(function):
-    what, mend = TABLE[function]
+    what, hint = TABLE[function]
     line = function.__code__.co_firstlineno
     with pytest.raises(amp.CaptureError) as raised:
         amp.explain(Model(function), X)
     error = raised.value
-    assert what in error.what and mend in error.mend
+    assert what in error.what and hint in error.hint
     file, _, number = error.where.rpartition(":")
     assert file.endswith("test_capture_errors.py") and 0 <= int(number) - line <= 2
-    assert ("branch" in error.mend) == (function in (branch, loop))
+    assert ("branch" in error.hint) == (function in (branch, loop))
     assert "\n" not in str(error)
 
 

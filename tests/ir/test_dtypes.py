@@ -25,7 +25,7 @@ def test_types_of_torch_and_numpy_are_names_too(dtype):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "mend"),
+    ("dtype", "hint"),
     [
         ("bflaot16", "did you mean 'bfloat16'"),
         ("fp17", "did you mean 'fp16'"),
@@ -38,10 +38,10 @@ def test_types_of_torch_and_numpy_are_names_too(dtype):
         (["fp16"], "did you mean 'fp16'"),
     ],
 )
-def test_anything_else_is_refused_with_the_nearest(dtype, mend):
+def test_anything_else_is_refused_with_the_nearest(dtype, hint):
     with pytest.raises(AmpError, match="is no 16-bit type") as caught:
         low_name(dtype)
-    assert mend in caught.value.mend and repr(dtype) in caught.value.what
+    assert hint in caught.value.hint and repr(dtype) in caught.value.what
 
 
 def test_auto_is_for_whoever_knows_the_device():

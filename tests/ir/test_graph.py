@@ -62,7 +62,7 @@ def test_verify_says_what_must_come_before_a_node_that_is_too_early() -> None:
     chain("abcd", d="c", c="b", b="a").verify()
     with pytest.raises(GraphError, match=r"node 'd' reads 'c', which 'c' makes only later") as caught:
         chain("adbc", d="c", c="b", b="a").verify()
-    assert caught.value.mend == "nodes stand in execution order: put 'b', 'c' before 'd'"
+    assert caught.value.hint == "nodes stand in execution order: put 'b', 'c' before 'd'"
 
 
 def test_verify_names_a_circle() -> None:

@@ -297,7 +297,7 @@ def outcome(way: Callable[[Any], Any], source: Any) -> str:
     try:
         way(source)
     except OnnxError as error:
-        return "refused" if error.what and error.mend else f"FAULT no mend: {error}"
+        return "refused" if error.what and error.hint else f"FAULT no hint: {error}"
     except Exception as error:  # noqa: BLE001  what this test is for
         return f"FAULT {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return "made"

@@ -1,4 +1,4 @@
-"""Calibration: ranges against NumPy, batches in every form, errors with their mend, bounded memory."""
+"""Calibration: ranges against NumPy, batches in every form, errors with their hint, bounded memory."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Every damaged model is refused with an `OnnxError` that names the place and the mend: three ways in, one answer."""
+"""Every damaged model is refused with an `OnnxError` that names the place and the hint: three ways in, one answer."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def refused(source: Any, told: str, way: str) -> OnnxError:
     with pytest.raises(OnnxError, match=told) as raised:
         WAYS[way](source)
     error = raised.value
-    assert error.mend and error.what, str(error)
+    assert error.hint and error.what, str(error)
     return error
 
 
@@ -255,7 +255,7 @@ def test_a_cast_to_a_narrow_type_is_converted_and_not_run_by_torch(kind, way):
     onnx.checker.check_model(source, full_check=True)
     if way == "to_fx":
         error = refused(source, kind, way)
-        assert "'bad'" in error.where and error.mend
+        assert "'bad'" in error.where and error.hint
     else:
         WAYS[way](source)
 
@@ -424,7 +424,7 @@ def test_the_mend_of_a_damaged_file_stands_in_the_shell(tmp_path, capsys, monkey
         with pytest.raises(SystemExit) as stop:
             cli.main()
         err = capsys.readouterr().err
-        assert stop.value.code == 1 and "node 'bad' (Relu)" in err and "mend: " in err
+        assert stop.value.code == 1 and "node 'bad' (Relu)" in err and "hint: " in err
         assert not (tmp_path / "o.onnx").exists()
 
 

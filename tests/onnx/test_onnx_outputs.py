@@ -299,7 +299,7 @@ def test_a_report_never_takes_the_place_of_another_file(place, shell, tmp_path, 
     os.mkfifo("pipe")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file() and not path.is_symlink()}
     code, err = shell("convert", "in.onnx", "out.onnx", "--rules", "rules.yaml", "--report", place)
-    assert code == 2 and "mend: " in err and ("overwrite" in err or "not a file" in err)
+    assert code == 2 and "hint: " in err and ("overwrite" in err or "not a file" in err)
     after = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file() and not path.is_symlink()}
     assert after == before
 

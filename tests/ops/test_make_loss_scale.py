@@ -1,4 +1,4 @@
-"""Settings of a loss scale as a user or a rule file gives them: read, or refused with the mend."""
+"""Settings of a loss scale as a user or a rule file gives them: read, or refused with the hint."""
 
 from __future__ import annotations
 
@@ -72,4 +72,4 @@ def test_make_loss_scale_reads_arguments_and_rule_files() -> None:
 def test_wrong_settings_are_refused_with_the_mend(wrong: object, message: str) -> None:
     with pytest.raises(AmpError) as caught:
         make_loss_scale(wrong)
-    assert message in str(caught.value) and caught.value.mend
+    assert message in str(caught.value) and caught.value.hint

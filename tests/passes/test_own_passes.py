@@ -1,4 +1,4 @@
-"""Pipelines are run, printed, stopped, skipped in and added to; what cannot be is an error with the mend."""
+"""Pipelines are run, printed, stopped, skipped in and added to; what cannot be is an error with the hint."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_skipping_and_stopping() -> None:
 def test_what_cannot_be_is_an_error_with_the_mend(make: Any, says: str) -> None:
     with pytest.raises(PassError, match=says) as caught:
         make()
-    assert caught.value.mend
+    assert caught.value.hint
 
 
 def test_late_options_see_the_graph_as_it_is_then() -> None:

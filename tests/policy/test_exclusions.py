@@ -110,7 +110,7 @@ def test_options_that_are_no_rules_are_told(tmp_path):
 def test_what_cannot_be_read_is_refused(name, content, told, tmp_path):
     with pytest.raises(RuleError, match=told) as raised:
         import_rules(written(tmp_path, name, content))
-    assert "a." in raised.value.where and raised.value.mend
+    assert "a." in raised.value.where and raised.value.hint
 
 
 def test_no_file_and_no_text(tmp_path):

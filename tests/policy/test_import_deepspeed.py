@@ -166,4 +166,4 @@ def test_tabs_between_values_are_json(tmp_path):
 def test_what_cannot_be_read_is_refused(config, told, tmp_path):
     with pytest.raises(RuleError, match=told) as raised:
         imported(tmp_path, config)
-    assert raised.value.mend and "ds_config.json" in raised.value.where
+    assert raised.value.hint and "ds_config.json" in raised.value.where

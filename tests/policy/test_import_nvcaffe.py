@@ -224,7 +224,7 @@ def test_extends_stands_below(tmp_path):
 def test_what_cannot_be_read_is_refused_by_line(text, told, tmp_path):
     with pytest.raises(RuleError, match=f"(?s){told}") as raised:
         imported(tmp_path, text)
-    assert raised.value.mend and "net.prototxt" in raised.value.where
+    assert raised.value.hint and "net.prototxt" in raised.value.where
 
 
 def test_no_file_and_no_text(tmp_path):

@@ -1,4 +1,4 @@
-"""The rule language: what loads, in which order, and that every mistake is told with its place and a mend."""
+"""The rule language: what loads, in which order, and that every mistake is told with its place and a hint."""
 
 import json
 from importlib import resources
@@ -281,7 +281,7 @@ def test_mistakes_in_a_file_have_a_place(write, text, message, line, column):
     with pytest.raises(RuleError, match=message) as caught:
         load_rules(path)
     assert (caught.value.file, caught.value.line, caught.value.column) == (str(path), line, column)
-    assert "; " in str(caught.value), "every error says its mend"
+    assert "; " in str(caught.value), "every error says its hint"
 
 
 def test_errors_come_in_file_order(write):

@@ -150,7 +150,7 @@ def differences_later(place: Place) -> dict[str, Any]:
 
 @scenario
 def loaded_later(place: Place) -> dict[str, Any]:
-    """Behind a call, something is loaded or written on one rank alone, or otherwise on each; then the mend is done."""
+    """Behind a call, something is loaded or written on one rank alone, or otherwise on each; then the hint is done."""
     odd, found = place.rank == 1, dict[str, Any]()
     x, y = map(place.part, rows(1)[0])
 

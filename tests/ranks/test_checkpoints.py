@@ -294,7 +294,7 @@ def test_another_steps_checkpoint_is_refused_by_name(case, tmp_path):
     with pytest.raises(amp.AmpError, match=told) as caught:
         amp.load_checkpoint(misfit, tmp_path)
     assert caught.value.where == str(tmp_path / "1")
-    assert caught.value.mend == "give the step the model, optimizer, dtype and rules that it was saved with"
+    assert caught.value.hint == "give the step the model, optimizer, dtype and rules that it was saved with"
     assert equal(everything(other, misfit), before)
 
 

@@ -1,4 +1,4 @@
-"""What a training step is made of, called with and asked for by mistake: each is told by its own mend."""
+"""What a training step is made of, called with and asked for by mistake: each is told by its own hint."""
 
 from __future__ import annotations
 

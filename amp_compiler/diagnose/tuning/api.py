@@ -83,5 +83,5 @@ def tune(
 
 def _path(output: Any) -> Path | None:
     if output is not None and not isinstance(output, (str, Path)):
-        raise AmpError(f"output={output!r} is no path", mend="pass the name of the rule file to write")
+        raise AmpError(f"output={output!r} is no path", hint="pass the name of the rule file to write")
     return None if output is None else Path(output)

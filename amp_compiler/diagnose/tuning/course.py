@@ -56,7 +56,7 @@ class Tuning:
             raise AmpError(
                 "the rules came as a dict, which no file can extend",
                 where=str(asked.output),
-                mend="pass rules= with the dict, or write it to a file",
+                hint="pass rules= with the dict, or write it to a file",
             )
         self.limit = run_limit(len(self.names))
         self.worst: dict[frozenset[str], str] = {}
@@ -138,7 +138,7 @@ class Tuning:
             raise AmpError(
                 f"with every node that the rules put low in FP32 the error is still {out.error:.3g}"
                 f"{f' ({worst})' if worst else ''}, and the tolerance is {self.tolerance:g}",
-                mend="pass a tolerance above that; what the model itself casts, or computes from other random numbers, "
+                hint="pass a tolerance above that; what the model itself casts, or computes from other random numbers, "
                 "no rule changes",
             ) from out
 
@@ -161,7 +161,7 @@ class Tuning:
             raise AmpError(
                 f"with the rules read from the file the error is {measured.error:.3g} ({measured.worst}), and "
                 f"{found.error:.3g} was measured for the same nodes",
-                mend="if the model gives other numbers from run to run, use deterministic kernels "
+                hint="if the model gives other numbers from run to run, use deterministic kernels "
                 "(torch.use_deterministic_algorithms); else report this as a bug, with the model",
             )
         counts = [sum(node.precision == one for node in plan.nodes) for one in (FP32, LOW)]
@@ -189,7 +189,7 @@ class Tuning:
             raise AmpError(
                 "the rules that were written make another plan than those that were measured",
                 where=str(place),
-                mend="report this as a bug, with the model and the rules",
+                hint="report this as a bug, with the model and the rules",
             )
 
     def _tried(self, entries: list[Entry]) -> tuple[Measured, PrecisionPlan]:

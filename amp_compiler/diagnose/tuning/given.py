@@ -67,21 +67,21 @@ class Asked:
             AmpError: an option is none of those that there are, or the output cannot be written.
         """
         if self.start not in _STARTS:
-            raise AmpError(f"start={self.start!r} is not known", mend="use 'low' or 'fp32'")
+            raise AmpError(f"start={self.start!r} is not known", hint="use 'low' or 'fp32'")
         if self.tolerance is not None and not (_is_above_zero(self.tolerance) and math.isfinite(self.tolerance)):
-            raise AmpError(f"tolerance={self.tolerance!r} is no error", mend="pass a number above 0, such as 0.01")
+            raise AmpError(f"tolerance={self.tolerance!r} is no error", hint="pass a number above 0, such as 0.01")
         if self.budget is not None and not _is_above_zero(self.budget):
-            raise AmpError(f"budget={self.budget!r} is no time", mend="pass seconds, or leave it out")
+            raise AmpError(f"budget={self.budget!r} is no time", hint="pass seconds, or leave it out")
         if self.max_runs is not None and (type(self.max_runs) is not int or self.max_runs < LEAST_RUNS):
             raise AmpError(
                 f"max_runs={self.max_runs!r} is too few runs",
-                mend=f"pass {LEAST_RUNS} or more (profile, both ends of the search, the file), or leave it out",
+                hint=f"pass {LEAST_RUNS} or more (profile, both ends of the search, the file), or leave it out",
             )
         if self.output is not None:
             target = output_file(self.output)
             given = Path(self.rules) if isinstance(self.rules, (str, Path)) else None
             if given is not None and given.is_file() and given.resolve() == target:
-                raise AmpError("the output is the rule file", where=str(self.output), mend="name another output")
+                raise AmpError("the output is the rule file", where=str(self.output), hint="name another output")
 
     def settings(self) -> Settings:
         """Those of a module that is not compiled yet."""
@@ -125,10 +125,10 @@ def subject_of(
     if not is_onnx(subject):
         raise AmpError(
             f"a {type(subject).__name__} cannot be tuned",
-            mend="pass what amp.training_step gave, a module or an ONNX model",
+            hint="pass what amp.training_step gave, a module or an ONNX model",
         )
     if loss_fn is not None:
-        raise AmpError("an ONNX model has no backward", mend="train it with amp.training_step, and pass the step")
+        raise AmpError("an ONNX model has no backward", hint="train it with amp.training_step, and pass the step")
     from amp_compiler.diagnose.tuning.onnx_model import OnnxSubject  # here, so that nobody else waits for ONNX
 
     low = low_type("fp16" if asked.dtype == AUTO else asked.dtype)
@@ -137,7 +137,7 @@ def subject_of(
 
 def _of_step(step: TrainingStep, batches: Any, asked: Asked) -> tuple[Subject, RuleSet]:
     if not step._enabled:
-        raise AmpError("this step runs in FP32 (enabled=False)", mend="leave enabled at True")
+        raise AmpError("this step runs in FP32 (enabled=False)", hint="leave enabled at True")
     settings = step._settings
     settings = settings if asked.rules is None else replace(settings, rules=load_rules(asked.rules))
     falls = step._scale_config.constant is None
@@ -149,7 +149,7 @@ def _of_step(step: TrainingStep, batches: Any, asked: Asked) -> tuple[Subject, R
 def _listed(batches: Any) -> list[Any]:
     found = list(batches_of(batches))
     if not found:
-        raise AmpError("there is no batch to tune on", mend="pass at least one")
+        raise AmpError("there is no batch to tune on", hint="pass at least one")
     return found
 
 
@@ -157,6 +157,6 @@ def _loss(loss: Any) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
         raise AmpError(
             f"loss_fn returned a {type(loss).__name__}" if not isinstance(loss, Tensor) else "loss_fn returned no loss",
-            mend="return one floating-point number",
+            hint="return one floating-point number",
         )
     return loss.float().reshape(())

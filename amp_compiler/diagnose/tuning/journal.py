@@ -65,7 +65,7 @@ class Journal:
             raise AmpError(
                 "this journal is of another model, loss or batches: FP32 gives other numbers",
                 where=str(self.path),
-                mend=_MEND,
+                hint=_MEND,
             )
 
     def get(self, kept: Sequence[int]) -> Measured | None:
@@ -93,10 +93,10 @@ class Journal:
             lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
             head = lines[0]
             if head["version"] != _VERSION:
-                raise AmpError(f"this journal is of version {head['version']}", where=where, mend=_MEND)
+                raise AmpError(f"this journal is of version {head['version']}", where=where, hint=_MEND)
             if head["subject"] != subject:
                 raise AmpError(
-                    "this journal is of another model, other rules or other batches", where=where, mend=_MEND
+                    "this journal is of another model, other rules or other batches", where=where, hint=_MEND
                 )
             for line in lines[1:]:
                 if "estimates" in line:
@@ -106,7 +106,7 @@ class Journal:
                 else:
                     self._measured[tuple(line["kept"])] = Measured(_read_number(line["error"]), line["worst"])
         except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as cause:
-            raise AmpError(f"this is no journal of amp.tune: {cause!r}", where=where, mend=_MEND) from cause
+            raise AmpError(f"this is no journal of amp.tune: {cause!r}", where=where, hint=_MEND) from cause
         self._lines = [json.dumps(line) for line in lines]
 
 

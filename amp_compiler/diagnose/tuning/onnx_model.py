@@ -59,7 +59,7 @@ class OnnxSubject(Subject):
             raise OnnxError(
                 "it has 16-bit parts already, so that nothing says what FP32 gives",
                 where=self._opened.name,
-                mend="tune the FP32 model that it was made of",
+                hint="tune the FP32 model that it was made of",
             )
         self._batches = list(iterate_batches(batches, self._opened))
         self.batches = len(self._batches)
@@ -98,7 +98,7 @@ class OnnxSubject(Subject):
             raise OnnxError(
                 f"in FP32 the output {bad[0]} is not finite: {told} is the first that is not",
                 where=self._opened.name,
-                mend="no precision mends that: the model or its batches have to (amp.find_nonfinite tells more)",
+                hint="no precision mends that: the model or its batches have to (amp.find_nonfinite tells more)",
             )
 
     def profile(self, plan: PrecisionPlan, names: frozenset[str]) -> dict[str, Estimate]:
@@ -146,7 +146,7 @@ class OnnxSubject(Subject):
         """All batches through a conversion under some rules, against FP32."""
         self.runs += 1
         if self._expected is None:
-            raise AmpError("there is nothing to compare with", mend="call reference() first")
+            raise AmpError("there is nothing to compare with", hint="call reference() first")
         done = convert_onnx(self._opened, rules=rules, dtype=short_name(self.low), check=False)
         if done.model is None:
             raise OnnxError("the conversion gave no model", where=self._opened.name)

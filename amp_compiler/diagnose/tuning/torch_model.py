@@ -108,7 +108,7 @@ class TorchSubject(Subject):
         if len(ways) > 1:
             raise AmpError(
                 "the batches go different ways through the model",
-                mend="tune on the batches of one way, then on those of the next with rules= of the file that it gave",
+                hint="tune on the batches of one way, then on those of the next with rules= of the file that it gave",
             )
 
     @contextmanager
@@ -193,7 +193,7 @@ class TorchSubject(Subject):
             loss = goal.loss_of(self._output(form, results), number)
             self._check(run, [(LOSS, loss)])
             if not loss.requires_grad:
-                raise AmpError("the loss has no gradient", mend="leave detach() and torch.no_grad() out of loss_fn")
+                raise AmpError("the loss has no gradient", hint="leave detach() and torch.no_grad() out of loss_fn")
             trained = self._trained(form, inputs)
             gradients = run.spread_to_gradients(loss, [one for _, one in trained], goal.scale, falls=goal.falls)
         made = [
@@ -214,7 +214,7 @@ class TorchSubject(Subject):
         raise AmpError(
             f"in FP32 {bad[0]} is not finite: {told}",
             where="" if node is None else user_source(node.meta.get("stack_trace")),
-            mend="no precision mends that: the model or its batches have to (amp.find_nonfinite tells more)",
+            hint="no precision mends that: the model or its batches have to (amp.find_nonfinite tells more)",
         )
 
     # ---- 16 bits
@@ -293,7 +293,7 @@ class TorchSubject(Subject):
         if not found:
             raise AmpError(
                 "the loss depends on no parameter that requires a gradient",
-                mend="leave loss_fn away, so that the outputs are compared",
+                hint="leave loss_fn away, so that the outputs are compared",
             )
         return list(found.values())
 
@@ -310,7 +310,7 @@ class TorchSubject(Subject):
             if isinstance(one, Tensor)
         ]
         if not named:
-            raise AmpError("the model returns no tensor", mend="pass loss_fn=, or a model that returns one")
+            raise AmpError("the model returns no tensor", hint="pass loss_fn=, or a model that returns one")
         return named
 
 

@@ -46,7 +46,7 @@ def iterate_batches(batches: Batches, model: OnnxFile) -> Iterator[dict[str, Any
         _check_batch(batch, types, set(required), where)
         yield dict(batch)
     if empty:
-        raise OnnxError("there is no batch in it", where=_place(batches), mend="give at least one batch of inputs")
+        raise OnnxError("there is no batch in it", where=_place(batches), hint="give at least one batch of inputs")
 
 
 class Sizes:
@@ -105,7 +105,7 @@ def sizes_of(model: OnnxFile, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     names = required_inputs(model.proto)
     if len(args) > len(names):
         what = f"{len(args)} example_args for {len(names)} inputs"
-        raise OnnxError(what, where=model.name, mend=f"pass {', '.join(names)}")
+        raise OnnxError(what, where=model.name, hint=f"pass {', '.join(names)}")
     given = dict(zip(names, args, strict=False)) | dict(kwargs)
     arrays = {
         name: TorchTensor(one.detach()).numpy() if isinstance(one, torch.Tensor) else one for name, one in given.items()
@@ -131,7 +131,7 @@ def _npz_files(path: Path) -> list[Path]:
         return sorted(file for file in path.glob("*.npz") if file.is_file())  # a pipe would be waited for
     if path.is_file():
         return [path]
-    raise OnnxError("no such file or folder", where=str(path), mend="name an npz file or a folder of npz files")
+    raise OnnxError("no such file or folder", where=str(path), hint="name an npz file or a folder of npz files")
 
 
 def _named_batches(batches: Batches) -> Iterator[tuple[str, Batch]]:
@@ -144,18 +144,18 @@ def _named_batches(batches: Batches) -> Iterator[tuple[str, Batch]]:
                 raise OnnxError(
                     f"it cannot be read as an npz file: {cause}",
                     where=str(file),
-                    mend="write it with numpy.savez(path, **inputs)",
+                    hint="write it with numpy.savez(path, **inputs)",
                 ) from cause
             yield str(file), arrays
         return
     if isinstance(batches, Mapping):
-        raise OnnxError("it is one dict", where="batches", mend="give a list of dicts: [inputs]")
+        raise OnnxError("it is one dict", where="batches", hint="give a list of dicts: [inputs]")
     if not isinstance(batches, Iterable):
-        raise OnnxError(f"it is a {type(batches).__name__}", where="batches", mend="give a list of dicts: [inputs]")
+        raise OnnxError(f"it is a {type(batches).__name__}", where="batches", hint="give a list of dicts: [inputs]")
     for index, batch in enumerate(batches):
         if not isinstance(batch, Mapping):
             raise OnnxError(
-                f"it is a {type(batch).__name__}, not a dict", where=f"batch {index}", mend="give {input name: array}"
+                f"it is a {type(batch).__name__}, not a dict", where=f"batch {index}", hint="give {input name: array}"
             )
         yield f"batch {index}", batch
 
@@ -166,17 +166,17 @@ def _check_batch(batch: Batch, types: Mapping[str, onnx.TypeProto], required: se
         raise OnnxError(
             f"the input '{missing[0]}' is missing",
             where=where,
-            mend=f"give all of {', '.join(sorted(required))}",
+            hint=f"give all of {', '.join(sorted(required))}",
         )
     for name, value in batch.items():
         if name not in types:
-            raise OnnxError(f"the model has no input '{name}'", where=where, mend=suggestion(name, types))
+            raise OnnxError(f"the model has no input '{name}'", where=where, hint=suggestion(name, types))
         if types[name].HasField("tensor_type"):
             _check_tensor(name, value, types[name].tensor_type, where)
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """The mend for a name that is not known: the nearest one, else some of them."""
+    """The hint for a name that is not known: the nearest one, else some of them."""
     names = sorted(known)
     near = difflib.get_close_matches(name, names, n=1)
     if near:
@@ -187,7 +187,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 def _check_tensor(name: str, value: Any, declared: onnx.TypeProto.Tensor, where: str) -> None:
     if not isinstance(value, np.ndarray | np.generic):
         raise OnnxError(
-            f"the input '{name}' is a {type(value).__name__}", where=where, mend="give a numpy.ndarray for it"
+            f"the input '{name}' is a {type(value).__name__}", where=where, hint="give a numpy.ndarray for it"
         )
     wanted = helper.tensor_dtype_to_np_dtype(declared.elem_type)
     text = declared.elem_type == TensorProto.STRING and value.dtype.kind in "OUS"
@@ -195,7 +195,7 @@ def _check_tensor(name: str, value: Any, declared: onnx.TypeProto.Tensor, where:
         raise OnnxError(
             f"the input '{name}' is {value.dtype}, and the model takes {wanted}",
             where=where,
-            mend=f"convert it: array.astype('{wanted}')",
+            hint=f"convert it: array.astype('{wanted}')",
         )
     if not declared.HasField("shape"):
         return
@@ -208,7 +208,7 @@ def _check_tensor(name: str, value: Any, declared: onnx.TypeProto.Tensor, where:
         raise OnnxError(
             f"the input '{name}' has the shape {list(value.shape)}, and the model takes [{shown}]",
             where=where,
-            mend="give it that shape",
+            hint="give it that shape",
         )
 
 
@@ -230,7 +230,7 @@ def random_batch(model: Source) -> dict[str, Any]:
 
 def _random(name: str, declared: onnx.TypeProto, generator: np.random.Generator) -> np.ndarray:
     if not declared.HasField("tensor_type") or not declared.tensor_type.HasField("shape"):
-        raise OnnxError(f"no random values can be made for the input '{name}'", mend="give batches of inputs")
+        raise OnnxError(f"no random values can be made for the input '{name}'", hint="give batches of inputs")
     dims = declared.tensor_type.shape.dim
     shape = [dim.dim_value if dim.HasField("dim_value") else _OPEN for dim in dims]
     dtype = helper.tensor_dtype_to_np_dtype(declared.tensor_type.elem_type)
@@ -238,4 +238,4 @@ def _random(name: str, declared: onnx.TypeProto, generator: np.random.Generator)
         return generator.integers(0, 2, shape).astype(dtype)
     if declared.tensor_type.elem_type in FLOAT_TYPES:
         return generator.standard_normal(shape).astype(dtype)
-    raise OnnxError(f"no random values can be made for the input '{name}' ({dtype})", mend="give batches of inputs")
+    raise OnnxError(f"no random values can be made for the input '{name}' ({dtype})", hint="give batches of inputs")

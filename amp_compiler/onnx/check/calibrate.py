@@ -58,7 +58,7 @@ def calibrate(
         for name in chosen:
             if name not in known:
                 raise OnnxError(
-                    f"the main graph has no float value '{name}'", where=loaded.name, mend=suggestion(name, known)
+                    f"the main graph has no float value '{name}'", where=loaded.name, hint=suggestion(name, known)
                 )
     tapped, taps = add_taps(loaded.proto, chosen, types)
     del tapped.graph.output[: len(graph.output)]  # only the numbers are wanted

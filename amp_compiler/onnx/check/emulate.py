@@ -170,7 +170,7 @@ class _Writer:
             raise OnnxError(
                 f"the type of '{unknown[0]}' cannot be known ({node.op_type} of domain '{node.domain}')",
                 where=node.name,
-                mend="give the model a value_info for it",
+                hint="give the model a value_info for it",
             )
         if node.op_type in SOURCES and not node.domain and low[0]:
             # Straight to the 16-bit type: from FP64 by way of FP32 it would be rounded twice.

@@ -30,7 +30,7 @@ class MemoryLimitError(OnnxError):
     def on_batch(cls, model: str) -> MemoryLimitError:
         """That of the values between."""
         what = f"its values take more than {told_limit()} on this batch"
-        return cls(what, where=model, mend="give batches of smaller inputs")
+        return cls(what, where=model, hint="give batches of smaller inputs")
 
 
 @functools.cache
@@ -47,7 +47,7 @@ def limited_arena() -> None:
         ort.create_and_register_allocator(place, ort.OrtArenaCfg({"max_mem": MEMORY, "arena_extend_strategy": 1}))
     except Exception as cause:
         raise OnnxError(
-            f"onnxruntime takes no allocator with a limit: {cause}", mend="give batches of inputs"
+            f"onnxruntime takes no allocator with a limit: {cause}", hint="give batches of inputs"
         ) from cause
 
 

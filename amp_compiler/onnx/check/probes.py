@@ -85,7 +85,7 @@ class Probes:
         small = self._sizes(None)
         yield from self._give("small", small, "small")
         if self._refused:
-            raise OnnxError(f"it does not run on random inputs: {self._refused.what}", mend="give batches of inputs")
+            raise OnnxError(f"it does not run on random inputs: {self._refused.what}", hint="give batches of inputs")
         opened = any(self._open.values())
         counted = any(map(self._counts, self._inputs))
         numbers = range(self._first, len(LENGTHS)) if opened else range(int(counted or bool(self._limits)))
@@ -206,10 +206,10 @@ class Probes:
 
 def _check_drawable(name: str, declared: onnx.TypeProto) -> None:
     if not declared.HasField("tensor_type") or not declared.tensor_type.HasField("shape"):
-        raise OnnxError(f"no random values can be made for the input '{name}'", mend="give batches of inputs")
+        raise OnnxError(f"no random values can be made for the input '{name}'", hint="give batches of inputs")
     dtype = helper.tensor_dtype_to_np_dtype(declared.tensor_type.elem_type)
     if dtype.kind not in "iub" and declared.tensor_type.elem_type not in FLOAT_TYPES:
-        raise OnnxError(f"no random values can be made for the input '{name}' ({dtype})", mend="give batches of inputs")
+        raise OnnxError(f"no random values can be made for the input '{name}' ({dtype})", hint="give batches of inputs")
 
 
 def _open_dimensions(declared: onnx.TypeProto) -> Iterator[tuple[int, str]]:

@@ -63,12 +63,12 @@ def make_engine(providers: Sequence[str] | None = None, custom_ops: Sequence[str
             raise OnnxError(
                 f"the installed onnxruntime has no execution provider '{name}'",
                 where="providers",
-                mend=f"use one of {', '.join(known)}, or install the onnxruntime that has it",
+                hint=f"use one of {', '.join(known)}, or install the onnxruntime that has it",
             )
     libraries = tuple(str(path) for path in _listed(custom_ops or ()))
     for path in libraries:
         if not Path(path).is_file():
-            raise OnnxError("there is no such library", where=path, mend="give the path of a shared library")
+            raise OnnxError("there is no such library", where=path, hint="give the path of a shared library")
     return Engine(chosen or Engine().providers, libraries)
 
 
@@ -103,7 +103,7 @@ def session_options(engine: Engine, folder: Path | None) -> Any:
             raise OnnxError(
                 f"onnxruntime cannot load the ops in it: {_one_line(cause)}",
                 where=path,
-                mend="give a library that was built for this onnxruntime",
+                hint="give a library that was built for this onnxruntime",
             ) from cause
     return options
 
@@ -120,7 +120,7 @@ def check_providers(session: Any, engine: Engine) -> None:
             f"the execution provider '{engine.providers[0]}' does not start on this machine; onnxruntime would run on"
             f" {', '.join(running)}",
             where="providers",
-            mend="install what it needs (drivers and libraries of the device), or leave it out",
+            hint="install what it needs (drivers and libraries of the device), or leave it out",
         )
 
 
@@ -137,7 +137,7 @@ def open_to_run(source: Source) -> OnnxFile:
     if opened.path is None and any(_external(tensor) for tensor in opened.proto.graph.initializer):
         raise OnnxError(
             "the ModelProto refers to external data, and not to where it is",
-            mend="give the model's path, or load it with onnx.load(path)",
+            hint="give the model's path, or load it with onnx.load(path)",
         )
     return opened
 
@@ -153,7 +153,7 @@ def stored_bytes(opened: OnnxFile) -> int:
         OnnxError: the model has no file, or a file of it is missing.
     """
     if opened.path is None:
-        raise OnnxError("a model in memory has no files", where=opened.name, mend="give its path")
+        raise OnnxError("a model in memory has no files", where=opened.name, hint="give its path")
     names = {
         entry.value
         for tensor in opened.proto.graph.initializer
@@ -164,7 +164,7 @@ def stored_bytes(opened: OnnxFile) -> int:
     files = [opened.path, *(opened.path.parent / name for name in sorted(names))]
     for file in files:
         if not file.is_file():
-            raise OnnxError("a file of the model is missing", where=str(file), mend="put it beside the model")
+            raise OnnxError("a file of the model is missing", where=str(file), hint="put it beside the model")
     return sum(file.stat().st_size for file in files)
 
 
@@ -235,7 +235,7 @@ class Runner:
             raise OnnxError(
                 f"the model cannot be run: {_one_line(why)}",
                 where=self.name,
-                mend="check it with onnx.checker, or use a newer onnxruntime",
+                hint="check it with onnx.checker, or use a newer onnxruntime",
             ) from cause
 
     def run(self, batch: Batch) -> dict[str, Any]:
@@ -258,7 +258,7 @@ class Runner:
             raise OnnxError(
                 f"the model cannot be run on this batch: {_one_line(cause)}",
                 where=self.name,
-                mend="give inputs of the shapes and values that the model is made for",
+                hint="give inputs of the shapes and values that the model is made for",
             ) from cause
         return dict(zip(names or self._session.output_names, made, strict=True))
 
@@ -280,9 +280,9 @@ def _bytes(proto: onnx.ModelProto, name: str) -> bytes:
     try:
         data: bytes = proto.SerializeToString()
     except Exception as cause:  # protobuf raises its own error over 2 GB
-        raise OnnxError("it is too large for one proto", where=name, mend="save it with external data") from cause
+        raise OnnxError("it is too large for one proto", where=name, hint="save it with external data") from cause
     if len(data) > LIMIT:
-        raise OnnxError("it is over 2 GB", where=name, mend="save it with external data, and give its path")
+        raise OnnxError("it is over 2 GB", where=name, hint="save it with external data, and give its path")
     return data
 
 

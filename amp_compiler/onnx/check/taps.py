@@ -55,7 +55,7 @@ def add_taps(model: onnx.ModelProto, values: Iterable[str], types: dict[str, int
     version = opset_versions(model).get("", OWN)
     if version < OLDEST:
         raise OnnxError(
-            f"the model's opset is {version}", mend=f"raise it with onnx.version_converter to {OLDEST} or later"
+            f"the model's opset is {version}", hint=f"raise it with onnx.version_converter to {OLDEST} or later"
         )
     made = onnx.ModelProto()
     made.CopyFrom(model)

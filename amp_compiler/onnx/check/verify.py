@@ -190,7 +190,7 @@ def _same_interface(before: OnnxFile, after: OnnxFile) -> None:
             raise OnnxError(
                 f"the {what}s are {', '.join(two)}, and the original's are {', '.join(one)}",
                 where=after.name,
-                mend=_COMPARE,
+                hint=_COMPARE,
             )
 
 

@@ -50,10 +50,10 @@ def measure(
             raise OnnxError(
                 f"the model does not run on it: {first_line(cause)}",
                 where=where,
-                mend="give batches of the example's shapes, or say with dynamic_shapes= which dimensions differ",
+                hint="give batches of the example's shapes, or say with dynamic_shapes= which dimensions differ",
             ) from cause
     if meter is None:
-        raise OnnxError("there is no batch in it", where="calibration", mend="give at least one batch of arguments")
+        raise OnnxError("there is no batch in it", where="calibration", hint="give at least one batch of arguments")
     return meter.ranges
 
 
@@ -63,7 +63,7 @@ def _listed(batches: Iterable[Any]) -> Iterable[Any]:
         raise OnnxError(
             f"it is a {type(batches).__name__}",
             where="calibration",
-            mend="give a list of batches, each as the example arguments: [(x,), (x,)]",
+            hint="give a list of batches, each as the example arguments: [(x,), (x,)]",
         )
     return batches
 
@@ -75,7 +75,7 @@ def _inputs(
     flat, spec = pytree.tree_flatten((args, dict(kwargs)))
     if spec != program.call_spec.in_spec:
         raise OnnxError(
-            "its arguments are not those of the example", where=where, mend="give them in the form of example_args"
+            "its arguments are not those of the example", where=where, hint="give them in the form of example_args"
         )
     given = iter(flat)
     return [

@@ -39,10 +39,10 @@ def run_exporter(
             lines = [line for line in str(cause).splitlines() if line.strip()]
             raise OnnxError(
                 f"torch.onnx.export cannot export it: {_told(cause, lines)}",
-                mend="export the FP32 model with torch.onnx.export to see whether it can be exported at all",
+                hint="export the FP32 model with torch.onnx.export to see whether it can be exported at all",
             ) from cause
         if made is None:
-            raise OnnxError("torch.onnx.export gave no model", mend="use a torch with the dynamo exporter")
+            raise OnnxError("torch.onnx.export gave no model", hint="use a torch with the dynamo exporter")
     _name_ends(made.model, inputs, outputs)
     return made.model
 
@@ -57,7 +57,7 @@ def _name_ends(model: ir.Model, inputs: Sequence[str] | None, outputs: Sequence[
         if len(values) != len(names) or len(set(names)) < len(names):
             raise OnnxError(
                 f"the names {', '.join(map(str, names))} are not one for each of {len(values)} values",
-                mend="give as many different names as the model has inputs, or tensors that it returns",
+                hint="give as many different names as the model has inputs, or tensors that it returns",
             )
     wanted = {value: name for values, names in ends for value, name in zip(values, names, strict=True)}
     everything = [*model.graph.inputs, *model.graph.initializers.values()]

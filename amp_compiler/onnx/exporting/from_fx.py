@@ -64,7 +64,7 @@ def value_kinds(program: torch.export.ExportedProgram) -> dict[str, ValueKind]:
                 raise CaptureError(
                     f"the model changes '{stored[operand.name]}' when it runs, which a model file cannot hold",
                     where=node.name,
-                    mend="call model.eval() before the export",
+                    hint="call model.eval() before the export",
                 )
     return {spec.arg.name: _KINDS[spec.kind] for spec in specs if spec.kind in _KINDS}
 

@@ -53,7 +53,7 @@ def onnx_to_fx(
     if trainable is not None and not callable(trainable):
         raise AmpError(
             f"trainable= is a {type(trainable).__name__}, not a function",
-            mend="give one of (name, tensor), or leave it out",
+            hint="give one of (name, tensor), or leave it out",
         )
     if isinstance(model, ir.Model):
         with told_as_onnx(model.graph.name or "the model", "it cannot be read"):
@@ -126,7 +126,7 @@ def trained_module(model: Any, optimizer: Any) -> tuple[Any, Any]:
             name = getattr(optimizer, "__qualname__", str(optimizer))
             raise AmpError(
                 f"{name} makes no optimizer of a list of parameters: {cause}",
-                mend="pass model, loss_fn and optimizer in this order",
+                hint="pass model, loss_fn and optimizer in this order",
             ) from cause
     if made is model or not _has_onnx(model):
         return model, optimizer
@@ -136,7 +136,7 @@ def trained_module(model: Any, optimizer: Any) -> tuple[Any, Any]:
         raise AmpError(
             "the optimizer owns no parameter of the ONNX model",
             where=str(model) if isinstance(model, str) or hasattr(model, "__fspath__") else "",
-            mend="pass a function such as `lambda parameters: torch.optim.AdamW(parameters)`, or "
+            hint="pass a function such as `lambda parameters: torch.optim.AdamW(parameters)`, or "
             "`module = amp.onnx_to_fx(path)` with an optimizer over module.parameters()",
         )
     return made, optimizer

@@ -11,7 +11,7 @@ import onnx_ir as ir
 from torch import fx
 
 from amp_compiler.errors import OnnxCaptureError
-from amp_compiler.onnx.importing.check import MEND, schema_of
+from amp_compiler.onnx.importing.check import HINT, schema_of
 from amp_compiler.onnx.importing.ops import control
 from amp_compiler.onnx.importing.scope import Entry, Scope
 
@@ -69,7 +69,7 @@ class ControlFlow:
 
     def _scan(self) -> None:
         if self.opset < 9:
-            raise OnnxCaptureError("Scan before opset 9 has another meaning", mend=MEND)
+            raise OnnxCaptureError("Scan before opset 9 has another meaning", hint=HINT)
         count = self._attribute("num_scan_inputs").as_int()
         tensors = [self.scope.tensor(self._operand(value)) for value in self.node.inputs]
         states, scanned = tuple(tensors[: len(tensors) - count]), tuple(tensors[len(tensors) - count :])
@@ -86,7 +86,7 @@ class ControlFlow:
     def _operand(self, value: ir.Value | None) -> Entry:
         entry = self.scope.find(value)
         if entry is None:
-            raise OnnxCaptureError("an operand is missing", mend="check the model with onnx.checker")
+            raise OnnxCaptureError("an operand is missing", hint="check the model with onnx.checker")
         return entry
 
     def _optional(self, place: int) -> Entry | None:
@@ -94,7 +94,7 @@ class ControlFlow:
 
     def _attribute(self, name: str) -> ir.Attr:
         if name not in self.attributes:
-            raise OnnxCaptureError(f"the attribute '{name}' is missing", mend="check the model with onnx.checker")
+            raise OnnxCaptureError(f"the attribute '{name}' is missing", hint="check the model with onnx.checker")
         return self.attributes[name]
 
     def _graph(self, name: str) -> ir.Graph:
@@ -178,6 +178,6 @@ def _type_of(value: ir.Value | None) -> bytes:
         return onnx.TypeProto().SerializeToString()  # type: ignore[no-any-return]
     if value.type is None:
         raise OnnxCaptureError(
-            f"the type of '{value.name}' is not known", mend="run onnx.shape_inference.infer_shapes on the model first"
+            f"the type of '{value.name}' is not known", hint="run onnx.shape_inference.infer_shapes on the model first"
         )
     return ir.to_proto(value).type.SerializeToString()  # type: ignore[no-any-return]

@@ -15,7 +15,7 @@ from torch import fx
 
 from amp_compiler.errors import AmpError, CaptureError, OnnxCaptureError, OnnxError
 from amp_compiler.onnx.importing.bodies import CONTROL, ControlFlow, schema_function
-from amp_compiler.onnx.importing.check import MEND, check_operators, node_label, opset_versions, schema_has_body
+from amp_compiler.onnx.importing.check import HINT, check_operators, node_label, opset_versions, schema_has_body
 from amp_compiler.onnx.importing.load import attribute_value, constant_of
 from amp_compiler.onnx.importing.ops.registry import Op, find_host_op, find_op
 from amp_compiler.onnx.importing.ops.values import DTYPES
@@ -73,12 +73,12 @@ class Builder:
                 if error.where:
                     raise
                 kind = OnnxCaptureError if isinstance(error, CaptureError) else OnnxError
-                raise kind(error.what, where=where, mend=error.mend) from error
+                raise kind(error.what, where=where, hint=error.hint) from error
             except Exception as cause:  # torch and NumPy refuse constants that do not fit together
                 raise OnnxCaptureError(
                     f"it cannot be converted: {type(cause).__name__}: {cause}",
                     where=where,
-                    mend=_CHECK,
+                    hint=_CHECK,
                 ) from cause
 
     def _add_node(self, node: ir.Node) -> None:
@@ -125,7 +125,7 @@ class Builder:
         if op is None or (op.when is not None and not op.when(literal, given, used)):
             if not schema_has_body(domain, node.op_type, self.opsets):
                 raise OnnxCaptureError(
-                    f"there is no conversion for this form of the operator{_foreign_type(literal)}", mend=MEND
+                    f"there is no conversion for this form of the operator{_foreign_type(literal)}", hint=HINT
                 )
             self._inline(schema_function(node, domain, self.opsets, attributes), node, attributes)
             return
@@ -188,12 +188,12 @@ class _Call:
         """
         unknown = sorted(set(self.literal) - self.op.attributes)
         if unknown:
-            raise OnnxCaptureError(f"attribute '{unknown[0]}' is not supported here", mend=MEND)
+            raise OnnxCaptureError(f"attribute '{unknown[0]}' is not supported here", hint=HINT)
         for name, allowed in self.op.choices.items():
             held = self.literal.get(name, allowed[0])
             if held not in allowed:
                 known = ", ".join(f"'{one}'" for one in allowed if one)
-                raise OnnxCaptureError(f"attribute {name}='{held}' is none of {known}", mend=_CHECK)
+                raise OnnxCaptureError(f"attribute {name}='{held}' is none of {known}", hint=_CHECK)
         asked = {"kind": self.node.op_type, "opset": self.opset, "outputs": len(self.node.outputs)}
         options = {**self.literal, **{name: asked[name] for name in self.op.asked if name in asked}}
         folded = self._fold(options)

@@ -14,7 +14,7 @@ from amp_compiler.onnx.model.types import canonical_domain
 
 BUILT_IN = ("If", "Loop", "Scan", "Constant")
 """Operators that are no function: see `bodies` and `load.constant_of`."""
-MEND = (
+HINT = (
     "write a function with @op in a module of amp_compiler/onnx/importing/ops (registry.py shows how), or replace the "
     "node by operators that have one"
 )
@@ -41,7 +41,7 @@ def check_operators(model: ir.Model) -> None:
             missing.setdefault(label, []).append(node_label(node))
     if missing:
         listed = "; ".join(f"{name} (node {', '.join(nodes[:3])})" for name, nodes in sorted(missing.items())[:_SHOWN])
-        raise OnnxCaptureError(f"there is no conversion for {len(missing)} operator(s): {listed}", mend=MEND)
+        raise OnnxCaptureError(f"there is no conversion for {len(missing)} operator(s): {listed}", hint=HINT)
 
 
 def every_node(graph: Any) -> Iterator[ir.Node]:

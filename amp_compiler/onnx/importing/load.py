@@ -32,13 +32,13 @@ def tensor_of(value: ir.TensorProtocol) -> torch.Tensor:
         return torch.from_numpy(array.copy())
     except TypeError as cause:
         raise OnnxError(
-            f"torch has no tensors of type {name}", where=str(value.name), mend="store it in a type that torch has"
+            f"torch has no tensors of type {name}", where=str(value.name), hint="store it in a type that torch has"
         ) from cause
     except (OSError, ValueError) as cause:
         raise OnnxError(
             f"its data cannot be read: {cause}",
             where=str(value.name),
-            mend="keep the data files beside the model, and give the path of the model",
+            hint="keep the data files beside the model, and give the path of the model",
         ) from cause
 
 
@@ -71,7 +71,7 @@ def constant_of(attributes: dict[str, ir.Attr]) -> torch.Tensor:
         return torch.tensor(attribute.value, dtype=torch.int64)
     if attribute is not None and name in ("value_float", "value_floats"):
         return torch.tensor(attribute.value, dtype=torch.float32)
-    raise OnnxCaptureError(f"a Constant with '{name}'", mend="only numbers in dense tensors are supported")
+    raise OnnxCaptureError(f"a Constant with '{name}'", hint="only numbers in dense tensors are supported")
 
 
 def is_weight(value: ir.Value, tensor: torch.Tensor) -> bool:

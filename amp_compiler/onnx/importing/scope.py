@@ -99,7 +99,7 @@ class Scope:
         for name, value in graph.initializers.items():
             if value.const_value is None:
                 raise OnnxCaptureError(
-                    "an initializer has no value", where=name, mend="load the model with its external data"
+                    "an initializer has no value", where=name, hint="load the model with its external data"
                 )
             tensor = tensor_of(value.const_value)
             decide = is_weight(value, tensor) if self.trainable is None else self.trainable(name, tensor)
@@ -165,7 +165,7 @@ class Scope:
             return entry
         if self.parent is None:
             raise OnnxCaptureError(
-                "a value has no producer", where=str(value.name), mend="check the model with onnx.checker"
+                "a value has no producer", where=str(value.name), hint="check the model with onnx.checker"
             )
         return self._from_outside(self.parent.entry(value))
 

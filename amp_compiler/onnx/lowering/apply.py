@@ -93,7 +93,7 @@ class _Writer:
         producer = value.producer()
         graph = self._given[value] if producer is None else producer.graph
         if not isinstance(graph, ir.Graph):
-            raise LoweringError(f"'{value.name}' is made in no graph", mend="plan this model again")
+            raise LoweringError(f"'{value.name}' is made in no graph", hint="plan this model again")
         return graph
 
     def _first(self, nodes: list[ir.Node], graph: ir.Graph) -> ir.Node:
@@ -124,7 +124,7 @@ class _Writer:
 
     def _value(self, name: str) -> ir.Value:
         if name not in self.lowered.values:
-            raise LoweringError(f"the plan casts '{name}', which the model does not have", mend="plan this model again")
+            raise LoweringError(f"the plan casts '{name}', which the model does not have", hint="plan this model again")
         return self.lowered.values[name]
 
     def _retype(self) -> bool:
@@ -163,7 +163,7 @@ class _Writer:
             sites = self.lowered.sites_of(name)
             if index >= len(sites):
                 raise LoweringError(
-                    f"the plan casts operand {index} of '{name}', which the model lacks", mend="plan this model again"
+                    f"the plan casts operand {index} of '{name}', which the model lacks", hint="plan this model again"
                 )
             yield sites[index]
 
@@ -254,7 +254,7 @@ class _Writer:
             return self._fold_list(name, old, dst)
         tensor = tensor_of(old)
         if tensor is None:
-            raise LoweringError(f"'{name}' holds no data", mend="plan this model again")
+            raise LoweringError(f"'{name}' holds no data", hint="plan this model again")
         title = unique(f"{old.name}_{dst.short}", self.value_names)
         made = convert(tensor, dst, name=title, floor=self.floors.get(name))
         new = ir.Value(name=title, type=ir.TensorType(ir_type(dst)), shape=old.shape)
@@ -272,7 +272,7 @@ class _Writer:
         """An empty list of another type, beside the one that there is."""
         producer = old.producer()
         if producer is None:
-            raise LoweringError(f"'{name}' is no empty list", mend="plan this model again")
+            raise LoweringError(f"'{name}' is no empty list", hint="plan this model again")
         new = ir.Value(
             name=unique(f"{old.name}_{dst.short}", self.value_names), type=ir.SequenceType(ir.TensorType(ir_type(dst)))
         )
@@ -288,7 +288,7 @@ class _Writer:
         value = self._value(name)
         tensor = tensor_of(value)
         if tensor is None:
-            raise LoweringError(f"'{name}' holds no data", mend="plan this model again")
+            raise LoweringError(f"'{name}' holds no data", hint="plan this model again")
         unique(f"{value.name}_{dst.short}", self.value_names)  # so that names do not depend on how it is rounded
         value.const_value = convert(tensor, dst, name=value.name or "", floor=self.floors.get(name))
         set_type(value, dst)

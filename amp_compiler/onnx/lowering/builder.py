@@ -128,7 +128,7 @@ class Builder:
             raise OnnxError(
                 f"it reads '{missing.args[0].name}', which nothing makes",
                 where=f"node '{node.name}' ({node.op_type})",
-                mend="run onnx.checker.check_model on the model",
+                hint="run onnx.checker.check_model on the model",
             ) from None
         if len(operands) == len(inputs) and not inner:
             return operands

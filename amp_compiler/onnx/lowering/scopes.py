@@ -27,13 +27,13 @@ class Scopes:
         """The graph that a reader stands in."""
         graph = site.body if site.body is not None else site.node.graph
         if not isinstance(graph, ir.Graph):
-            raise LoweringError(f"node '{site.node.name}' stands in no graph", mend="plan this model again")
+            raise LoweringError(f"node '{site.node.name}' stands in no graph", hint="plan this model again")
         return graph
 
     def _parent(self, graph: ir.Graph) -> ir.Graph:
         outer = self.owners[graph].graph
         if not isinstance(outer, ir.Graph):
-            raise LoweringError(f"the body '{graph.name}' stands in no graph", mend="plan this model again")
+            raise LoweringError(f"the body '{graph.name}' stands in no graph", hint="plan this model again")
         return outer
 
     def common(self, graphs: list[ir.Graph], home: ir.Graph) -> ir.Graph:

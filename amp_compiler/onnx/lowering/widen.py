@@ -111,7 +111,7 @@ class _Writer:
         )
         graph = node.graph
         if not isinstance(graph, ir.Graph):
-            raise LoweringError(f"node '{node.name}' stands in no graph", mend="plan this model again")
+            raise LoweringError(f"node '{node.name}' stands in no graph", hint="plan this model again")
         if before:
             graph.insert_before(node, cast)
         else:

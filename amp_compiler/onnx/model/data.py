@@ -48,7 +48,7 @@ def array_of(tensor: ir.TensorProtocol) -> np.ndarray:
     except (OSError, ValueError) as cause:
         raise OnnxError(
             f"the data of '{tensor.name}' cannot be read: {cause}",
-            mend="keep the data files beside the model, and give the path of the model",
+            hint="keep the data files beside the model, and give the path of the model",
         ) from cause
     if isinstance(tensor, ir.ExternalTensor):
         tensor.raw = None  # which `release` would close beneath the array: it is closed with its last reader

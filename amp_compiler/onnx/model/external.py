@@ -167,5 +167,5 @@ def _locations(proto: onnx.ModelProto) -> Iterator[str]:
             yield place_of(tensor).location
 
 
-def _wrong(tensor: onnx.TensorProto, what: str, mend: str = "export the model again") -> OnnxError:
-    return OnnxError(what, where=f"tensor '{tensor.name}'", mend=mend)
+def _wrong(tensor: onnx.TensorProto, what: str, hint: str = "export the model again") -> OnnxError:
+    return OnnxError(what, where=f"tensor '{tensor.name}'", hint=hint)

@@ -164,20 +164,20 @@ def open_model(source: Source) -> OnnxFile:
     if not isinstance(source, str | Path):
         raise OnnxError(
             f"amp_compiler cannot read a {type(source).__name__} as an ONNX model",
-            mend="give a path or an onnx.ModelProto",
+            hint="give a path or an onnx.ModelProto",
         )
     path = Path(source)
     try:
         if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
-            raise OnnxError("it is no regular file", where=str(path), mend="name an ONNX file")
+            raise OnnxError("it is no regular file", where=str(path), hint="name an ONNX file")
         proto = onnx.load(path, load_external_data=False)
     except OnnxError:
         raise
     except OSError as cause:
         why = (cause.strerror or str(cause)).lower()
-        raise OnnxError(f"cannot be read: {why}", where=str(path), mend="name an ONNX file") from cause
+        raise OnnxError(f"cannot be read: {why}", where=str(path), hint="name an ONNX file") from cause
     except Exception as cause:  # protobuf and ONNX's readers of its text forms raise errors of their own
-        raise OnnxError("this is no ONNX model, or a damaged one", where=str(path), mend="export it again") from cause
+        raise OnnxError("this is no ONNX model, or a damaged one", where=str(path), hint="export it again") from cause
     return _checked(OnnxFile(proto, path))
 
 
@@ -185,7 +185,7 @@ def _checked(opened: OnnxFile) -> OnnxFile:
     """The model, if it is one."""
     proto = opened.proto
     if not proto.HasField("graph") or not proto.opset_import:
-        raise OnnxError("this is no ONNX model: it has no graph or no opset", where=opened.name, mend="export it again")
+        raise OnnxError("this is no ONNX model: it has no graph or no opset", where=opened.name, hint="export it again")
     with told_as_onnx(opened.name, "it is damaged"):
         check_structure(proto, opened.folder)
     return opened
@@ -263,13 +263,13 @@ def read_model(opened: OnnxFile, *, check: bool = True, sizes: Sizes | None = No
             try:
                 model.graph.sort()
             except ValueError as cause:
-                raise OnnxError("its graph has a cycle", mend="run onnx.checker.check_model on it") from cause
+                raise OnnxError("its graph has a cycle", hint="run onnx.checker.check_model on it") from cause
     return found
 
 
 def _refuse(proto: onnx.ModelProto) -> None:
     if proto.training_info:
-        raise OnnxError("the model carries training_info, which a conversion would lose", mend="remove it first")
+        raise OnnxError("the model carries training_info, which a conversion would lose", hint="remove it first")
 
 
 def all_graphs(graph: onnx_ir.Graph) -> Iterator[onnx_ir.Graph]:

@@ -34,7 +34,7 @@ def raise_opset(opened: OnnxFile, version: int, why: str) -> OnnxFile:
     """
     proto, folder = opened.proto, opened.folder
     present = opset_of(proto)
-    mend = (
+    hint = (
         f"export the model with opset {version} or later, use dtype='fp16', or give raise_opset=False"
         " (--no-raise-opset), which keeps such nodes in FP32"
     )
@@ -45,18 +45,18 @@ def raise_opset(opened: OnnxFile, version: int, why: str) -> OnnxFile:
         raised = onnx.version_converter.convert_version(light, version)
     except Exception as cause:
         raise OnnxError(
-            f"{why}, and onnx's version converter cannot raise the model from {present}: {str(cause)[:300]}", mend=mend
+            f"{why}, and onnx's version converter cannot raise the model from {present}: {str(cause)[:300]}", hint=hint
         ) from cause
     try:
         keep_meaning(light, raised, (present, version))
     except OnnxError as wrong:
-        raise OnnxError(f"{why}, and {wrong.what}", where=wrong.where, mend=mend) from wrong
+        raise OnnxError(f"{why}, and {wrong.what}", where=wrong.where, hint=hint) from wrong
     _restore(proto, raised)
     if _is_sound(proto, folder) and not _is_sound(raised, folder):
-        raise OnnxError(f"{why}, and onnx's version converter makes an invalid model of it", mend=mend)
+        raise OnnxError(f"{why}, and onnx's version converter makes an invalid model of it", hint=hint)
     for left, right in ((proto.graph.input, raised.graph.input), (proto.graph.output, raised.graph.output)):
         if [info.name for info in left] != [info.name for info in right]:
-            raise OnnxError(f"{why}, and onnx's version converter changes its inputs or outputs", mend=mend)
+            raise OnnxError(f"{why}, and onnx's version converter changes its inputs or outputs", hint=hint)
     return replace(opened, proto=raised)
 
 

@@ -113,7 +113,7 @@ def _pairs(
     """The nodes of some ops behind the converter and before: it keeps their order, but not always their names."""
     before, after = ([node for node in graph.node if node.op_type in ops] for graph in (old, new))
     if len(before) != len(after):
-        raise OnnxError(f"the converter makes {len(after)} of {len(before)} nodes of {sorted(ops)}", mend=_MEND)
+        raise OnnxError(f"the converter makes {len(after)} of {len(before)} nodes of {sorted(ops)}", hint=_MEND)
     yield from zip(after, before, strict=True)
 
 
@@ -129,7 +129,7 @@ def _nearest(node: onnx.NodeProto, graphs: tuple[onnx.GraphProto, ...]) -> str:
     what = "it shrinks and grows at once" if scales is not None else "its scales are computed"
     raise OnnxError(
         f"{what}, and which neighbour is nearest in such a Resize of opset 10 no later opset can say",
-        where=node_place(node), mend=_MEND,
+        where=node_place(node), hint=_MEND,
     )  # fmt: skip
 
 
@@ -141,7 +141,7 @@ def _last_axis(node: onnx.NodeProto, graphs: tuple[onnx.GraphProto, ...]) -> int
         return -1
     raise OnnxError(
         f"its axis {axis} stands for all dimensions from there on, which opset {_HARDMAX} cannot say",
-        where=node_place(node), mend=_MEND,
+        where=node_place(node), hint=_MEND,
     )  # fmt: skip
 
 
@@ -152,7 +152,7 @@ def _channels(node: onnx.NodeProto, graphs: tuple[onnx.GraphProto, ...]) -> int:
         raise OnnxError(
             f"its scale has a number for each group, and opset {_GROUPS} wants one for each channel: how many channels"
             f" '{node.input[0]}' has is not known",
-            where=node_place(node), mend=_MEND,
+            where=node_place(node), hint=_MEND,
         )  # fmt: skip
     return shape[1]
 

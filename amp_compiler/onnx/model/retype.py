@@ -34,8 +34,8 @@ def types_of(names: Iterable[str] | str) -> frozenset[DType]:
         if element not in _SOURCES:
             known = [one.short for one in _SOURCES]
             near = difflib.get_close_matches(str(name), known, 1)
-            mend = f"did you mean '{near[0]}'?" if near else f"use {', '.join(known)}"
-            raise OnnxError(f"'{name}' is no type that can be made FP32", where="as_fp32", mend=mend)
+            hint = f"did you mean '{near[0]}'?" if near else f"use {', '.join(known)}"
+            raise OnnxError(f"'{name}' is no type that can be made FP32", where="as_fp32", hint=hint)
         found.add(element)
     return frozenset(found)
 
@@ -111,7 +111,7 @@ class _Writer:
                 raise OnnxError(
                     f"{lost} of its numbers are none of FP32: they would become infinite or zero",
                     where=f"tensor '{tensor.name}'",
-                    mend="leave 'fp64' out of as_fp32 (--as-fp32)",
+                    hint="leave 'fp64' out of as_fp32 (--as-fp32)",
                 )
         return convert(tensor, DType.FLOAT32, name=tensor.name or "")
 
@@ -122,7 +122,7 @@ class _Writer:
             raise OnnxError(
                 f"'{touched[0].name}' is {kind.short if kind else '?'}, and what a custom op takes is not known",
                 where=f"node '{node.name}' ({node.domain}.{node.op_type})",
-                mend="leave that type out of as_fp32 (--as-fp32)",
+                hint="leave that type out of as_fp32 (--as-fp32)",
             )
         for name, attribute in list(node.attributes.items()):
             if attribute.type == ir.AttributeType.INT and name in TYPE_ATTRIBUTES:
@@ -200,7 +200,7 @@ class _Writer:
         if value.is_initializer():
             raise OnnxError(
                 f"the output '{value.name}' is stored data of {own.short}",
-                mend="leave that type out of as_fp32 (--as-fp32)",
+                hint="leave that type out of as_fp32 (--as-fp32)",
             )
         name = value.name or "output"
         cast = self._cast(value, own)

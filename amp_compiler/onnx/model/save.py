@@ -31,7 +31,7 @@ def to_proto(model: OnnxModel) -> onnx.ModelProto:
     """
     if _size(model) > _INLINE_LIMIT:
         raise OnnxError(
-            f"it holds {_size(model)} bytes of data, more than one message can", mend="name a file to write: output="
+            f"it holds {_size(model)} bytes of data, more than one message can", hint="name a file to write: output="
         )
     model.restore_text()
     _load_attributes(model)
@@ -70,14 +70,14 @@ def save(model: OnnxModel, path: Path, check: Check) -> None:
     for kept in model.external:
         if _same(Path(kept.path), target):
             raise OnnxError(
-                "a data file of the input would be overwritten", where=str(kept.path), mend="name another output file"
+                "a data file of the input would be overwritten", where=str(kept.path), hint="name another output file"
             )
     if external and target.parent != Path(path).parent.resolve():
         raise OnnxError(
             f"it is a symbolic link to another folder ({target}), and data beside the model would be found by one of"
             " the two names alone",
             where=str(path),
-            mend="name the file itself",
+            hint="name the file itself",
         )
     model.restore_text()
     _load_attributes(model)
@@ -96,7 +96,7 @@ def save(model: OnnxModel, path: Path, check: Check) -> None:
         raise OnnxError(
             f"cannot write there: {cause.strerror or cause}",
             where=str(path),
-            mend="name a file in a folder that can be written",
+            hint="name a file in a folder that can be written",
         ) from cause
 
 

@@ -85,5 +85,5 @@ def _sparse(tensor: TensorProto) -> onnx.SparseTensorProto:
     return onnx.helper.make_sparse_tensor(values, indices, list(tensor.dims))
 
 
-def _wrong(name: str, what: str, mend: str) -> OnnxError:
-    return OnnxError(what, where=f"sparse initializer '{name}'", mend=mend)
+def _wrong(name: str, what: str, hint: str) -> OnnxError:
+    return OnnxError(what, where=f"sparse initializer '{name}'", hint=hint)

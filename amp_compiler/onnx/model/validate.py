@@ -58,12 +58,12 @@ def check_structure(proto: onnx.ModelProto, folder: Path | None) -> None:
     _check_names("the model", (entry.domain for entry in proto.opset_import))
     for entry in proto.opset_import:
         if not 0 < entry.version < 2**31:
-            raise OnnxError(f"it imports version {entry.version} of the domain '{entry.domain}'", mend=_EXPORT)
+            raise OnnxError(f"it imports version {entry.version} of the domain '{entry.domain}'", hint=_EXPORT)
         latest = onnx.defs.onnx_opset_version()
         if entry.domain in ("", "ai.onnx") and entry.version > latest:
             raise OnnxError(
                 f"its opset is {entry.version}, and the installed onnx knows opsets up to {latest}",
-                mend="install a newer onnx, or export the model with an earlier opset",
+                hint="install a newer onnx, or export the model with an earlier opset",
             )
     _check_functions(proto)
     _Checker(folder).graph(proto.graph, "the graph")
@@ -74,7 +74,7 @@ def check_structure(proto: onnx.ModelProto, folder: Path | None) -> None:
 def _check_names(place: str, names: Iterator[Any]) -> None:
     for name in names:
         if not isinstance(name, str):  # protobuf gives the bytes of what is no text
-            raise OnnxError(f"a name in it is no UTF-8 text: {name[:60]!r}", where=place, mend=_EXPORT)
+            raise OnnxError(f"a name in it is no UTF-8 text: {name[:60]!r}", where=place, hint=_EXPORT)
 
 
 class _Checker:
@@ -87,14 +87,14 @@ class _Checker:
         for kind in ("input", "output", "value_info"):
             for info in getattr(graph, kind):
                 if not isinstance(info.name, str) or (kind != "value_info" and not info.name):
-                    raise OnnxError(f"an {kind} of it has no name", where=place, mend=_EXPORT)
+                    raise OnnxError(f"an {kind} of it has no name", where=place, hint=_EXPORT)
                 _check_type(info.type, f"value '{info.name}'")
         seen: set[str] = set()
         for tensor in graph.initializer:
             where = f"initializer '{tensor.name}'"
             self.tensor(tensor, where)
             if tensor.name in seen:
-                raise OnnxError("there are two of that name", where=where, mend=_EXPORT)
+                raise OnnxError("there are two of that name", where=where, hint=_EXPORT)
             seen.add(tensor.name)
         for sparse in graph.sparse_initializer:
             self.tensor(sparse.values, f"sparse initializer '{sparse.values.name}'")
@@ -104,7 +104,7 @@ class _Checker:
     def nodes(self, nodes: Sequence[onnx.NodeProto], place: str, depth: int) -> None:
         """Nodes with their attributes and bodies."""
         if depth > DEEPEST:
-            raise OnnxError(f"its bodies stand more than {DEEPEST} deep in one another", where=place, mend=_EXPORT)
+            raise OnnxError(f"its bodies stand more than {DEEPEST} deep in one another", where=place, hint=_EXPORT)
         for node in nodes:
             names = (node.name, node.op_type, node.domain, node.overload, *node.input, *node.output)
             try:
@@ -112,7 +112,7 @@ class _Checker:
             except TypeError:
                 _check_names(node_place(node), iter(names))
             if not node.op_type:
-                raise OnnxError("it names no op", where=node_place(node), mend=_EXPORT)
+                raise OnnxError("it names no op", where=node_place(node), hint=_EXPORT)
             for attribute in node.attribute:
                 self.attribute(attribute, node, depth)
 
@@ -120,13 +120,13 @@ class _Checker:
         """An attribute: what it names, the tensors and the bodies in it."""
         kind = attribute.type
         if type(attribute.name) is not str or type(attribute.ref_attr_name) is not str:
-            raise OnnxError("an attribute's name is no UTF-8 text", where=node_place(node), mend=_EXPORT)
+            raise OnnxError("an attribute's name is no UTF-8 text", where=node_place(node), hint=_EXPORT)
         if kind == AttributeProto.INT:
             if attribute.name in _TYPE_ATTRIBUTES and attribute.i not in _ELEMENTS and not attribute.ref_attr_name:
                 raise OnnxError(
                     f"its attribute '{attribute.name}' is {attribute.i}, which is no element type",
                     where=node_place(node),
-                    mend="use a newer onnx, or " + _EXPORT,
+                    hint="use a newer onnx, or " + _EXPORT,
                 )
             return
         if kind in (AttributeProto.GRAPH, AttributeProto.GRAPHS):
@@ -147,7 +147,7 @@ class _Checker:
         for dim in dims:
             size *= dim
         if size < 0 or any(dim < 0 for dim in dims) or size >= 2**60:
-            raise OnnxError(f"its shape is {list(dims)}, which no tensor has", where=where, mend=_EXPORT)
+            raise OnnxError(f"its shape is {list(dims)}, which no tensor has", where=where, hint=_EXPORT)
         bits = onnx_ir.DataType(tensor.data_type).bitwidth if tensor.data_type != TensorProto.STRING else 0
         needed = bytes_of(tensor)
         if is_external(tensor):
@@ -156,7 +156,7 @@ class _Checker:
         held, asked, unit = _held(tensor, size, needed, bits)
         if held != asked:
             raise OnnxError(
-                f"it holds {held} {unit} of data, and its type and shape ask for {asked}", where=where, mend=_EXPORT
+                f"it holds {held} {unit} of data, and its type and shape ask for {asked}", where=where, hint=_EXPORT
             )
 
 
@@ -176,7 +176,7 @@ def _check_element(element: int, where: str) -> None:
         raise OnnxError(
             f"its element type is number {element}, which nobody knows",
             where=where,
-            mend="use a newer onnx, or " + _EXPORT,
+            hint="use a newer onnx, or " + _EXPORT,
         )
 
 
@@ -190,7 +190,7 @@ def _check_type(proto: onnx.TypeProto, where: str) -> None:
                 _check_element(tensor.elem_type, where)
             for dim in tensor.shape.dim:
                 if not isinstance(dim.dim_param, str):
-                    raise OnnxError("a dimension's name is no UTF-8 text", where=where, mend=_EXPORT)
+                    raise OnnxError("a dimension's name is no UTF-8 text", where=where, hint=_EXPORT)
             return
         if kind in ("sequence_type", "optional_type"):
             proto = getattr(proto, kind).elem_type
@@ -199,7 +199,7 @@ def _check_type(proto: onnx.TypeProto, where: str) -> None:
             proto = proto.map_type.value_type
         else:
             return
-    raise OnnxError(f"its type is nested more than {DEEPEST} deep", where=where, mend=_EXPORT)
+    raise OnnxError(f"its type is nested more than {DEEPEST} deep", where=where, hint=_EXPORT)
 
 
 # ---- functions
@@ -213,7 +213,7 @@ def _check_functions(proto: onnx.ModelProto) -> None:
         _check_names("a function", iter(names))
         key = (_domain(function.domain), function.name, function.overload)
         if key in found:
-            raise OnnxError("there are two functions of that name", where=_told(key), mend="remove one, or " + _EXPORT)
+            raise OnnxError("there are two functions of that name", where=_told(key), hint="remove one, or " + _EXPORT)
         found[key] = function
     if not found:
         return
@@ -229,7 +229,7 @@ def _check_functions(proto: onnx.ModelProto) -> None:
     if total > MOST_NODES:
         raise OnnxError(
             f"its functions make {total} nodes once they are written out where they are called",
-            mend="export the model without functions",
+            hint="export the model without functions",
         )
 
 
@@ -278,7 +278,7 @@ def _innermost_first(
             if key in done:
                 continue
             if key in path:
-                raise OnnxError("it calls itself", where=_told(key), mend="export the model without functions")
+                raise OnnxError("it calls itself", where=_told(key), hint="export the model without functions")
             path[key] = None
             pending.append((key, True))
             pending += [(called, False) for called in dict.fromkeys(calls[key]) if called not in done]
@@ -345,7 +345,7 @@ def refused(cause: BaseException, name: str, what: str) -> OnnxError:
     return OnnxError(
         f"{what}: {said[:400]}",
         where=_place_in(text) or name,
-        mend="run onnx.checker.check_model(model, full_check=True) on it, and export the model again",
+        hint="run onnx.checker.check_model(model, full_check=True) on it, and export the model again",
     )
 
 

@@ -131,7 +131,7 @@ def most_inner() -> int:
 def _loaded() -> ctypes.CDLL:
     found = library()
     if found is None:
-        raise LoweringError("the CPU updates are not compiled", mend="install a C++ compiler, or set CXX")
+        raise LoweringError("the CPU updates are not compiled", hint="install a C++ compiler, or set CXX")
     for name in FUNCTIONS:
         getattr(found, f"amp_{name}").restype = ctypes.c_double
     found.amp_most_inner.restype = ctypes.c_int64
@@ -255,7 +255,7 @@ def _checked_table(columns: Sequence[Tensors]) -> Any:
                 raise LoweringError(
                     f"tensors of shape {list(master.shape)} lie in memory with strides {master.stride()} and"
                     f" {tensor.stride()}",
-                    mend="make them dense and of equal strides, for example with torch.empty_like and copy_",
+                    hint="make them dense and of equal strides, for example with torch.empty_like and copy_",
                 )
     table = np.zeros((len(masters), len(_COLUMNS)), np.int64)
     table[:, 0] = [master.numel() for master in masters]

@@ -192,7 +192,7 @@ class TableCache:
         except RuntimeError as cause:
             raise LoweringError(
                 "the first update of these tensors falls into the capture of a CUDA graph",
-                mend="run the step once before capturing it",
+                hint="run the step once before capturing it",
             ) from cause
         pinned.copy_(torch.tensor(words, dtype=torch.int64))
         if self._graph is not None and table is not None:
@@ -252,11 +252,11 @@ def _require_one_layout(tensors: Sequence[Tensor | None], device: torch.device) 
         if tensor.device != device:
             raise LoweringError(
                 f"a tensor is on {tensor.device}, the others on {device}",
-                mend="move the optimizer's state to the device",
+                hint="move the optimizer's state to the device",
             )
         if not same_layout(tensor, present[0]) or not is_dense(tensor):
             raise LoweringError(
                 f"tensors of shape {list(tensor.shape)} lie in memory with strides {tensor.stride()} and"
                 f" {present[0].stride()}",
-                mend="make them dense and of equal strides, for example with torch.empty_like and copy_",
+                hint="make them dense and of equal strides, for example with torch.empty_like and copy_",
             )

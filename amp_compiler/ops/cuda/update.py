@@ -42,7 +42,7 @@ def _device_code() -> Any:
     except ImportError as cause:
         raise LoweringError(
             "the update kernels need Triton, which is not installed",
-            mend="pip install triton (it comes with torch's CUDA builds), or keep the training step on the CPU",
+            hint="pip install triton (it comes with torch's CUDA builds), or keep the training step on the CPU",
         ) from cause
     return triton_kernels
 
@@ -59,7 +59,7 @@ def _triton_type(dtype: torch.dtype | None) -> Any:
 
     known = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
     if dtype not in known:
-        raise LoweringError(f"the update kernels have no element type {dtype}", mend="use fp16, bf16 or fp32")
+        raise LoweringError(f"the update kernels have no element type {dtype}", hint="use fp16, bf16 or fp32")
     return known[dtype]
 
 
@@ -67,7 +67,7 @@ def _group_options(group: Group, mode: int) -> dict[str, Any]:
     """What a launch over one group is compiled for."""
     grad, weight, extra, first = (_triton_type(dtype) for dtype in group.types[:4])
     if len({*group.types[3:]} - {None}) > 1:
-        raise LoweringError("the moments of one tensor are of several types", mend="keep all of them in one type")
+        raise LoweringError("the moments of one tensor are of several types", hint="keep all of them in one type")
     types = {"GRAD_TYPE": grad, "WEIGHT_TYPE": weight, "EXTRA_TYPE": extra, "MOMENT_TYPE": first}
     return {**types, "MODE": int(mode), "ALIGNED": group.aligned, "BLOCK": BLOCK, **update_options(mode)}
 
@@ -197,7 +197,7 @@ def _prepared(optimizer: FusedOptimizer, given: Update, device: torch.device) ->
     prepare = getattr(_device_code(), f"{optimizer.name}_prepare_kernel")
     for group in TABLES.groups([given.steps], device, 1):
         if group.types != (torch.float32,):
-            raise LoweringError("a step count is not fp32", mend="keep every step count as an fp32 tensor")
+            raise LoweringError("a step count is not fp32", hint="keep every step count as an fp32 tensor")
         prepare[(-(-len(given.steps) // 128),)](
             group.rows, len(given.steps), given.hyper, given.skip, numbers, BLOCK=128, **_OPTIONS
         )

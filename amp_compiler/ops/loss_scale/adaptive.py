@@ -67,7 +67,7 @@ class NormAdaptiveLossScale(DynamicLossScale):
         super().with_scale(scale)
         if not is_power_of_two(scale):
             near = power_of_two(scale)
-            raise AmpError(f"loss_scale={scale!r} is no power of two", where=type(self).__name__, mend=f"assign {near}")
+            raise AmpError(f"loss_scale={scale!r} is no power of two", where=type(self).__name__, hint=f"assign {near}")
         return self
 
     def _bounds(self) -> tuple[float, float]:
@@ -149,11 +149,11 @@ class NvcaffeLossScale(LossScale):
     def _admit(self, saved: Mapping[str, Any], name: str, value: Any) -> float:
         if not isinstance(value, (int, float)) or not SMALLEST <= value <= LARGEST:
             what = f"the saved loss scale has {name}={value!r}"
-            raise AmpError(what, mend="it must be a positive number within fp32's normal range")
+            raise AmpError(what, hint="it must be a positive number within fp32's normal range")
         return float(value)
 
 
 def _given(norm: Tensor | None) -> Tensor:
     if norm is None:
-        raise AmpError("an adaptive loss scale needs the norm of the gradients", mend="pass norm=")
+        raise AmpError("an adaptive loss scale needs the norm of the gradients", hint="pass norm=")
     return norm

@@ -117,7 +117,7 @@ class LossScale(ABC):
         if self.constant is not None:
             raise AmpError(
                 f"loss_scale={scale!r} cannot be set on a loss scale of mode {self.mode!r}",
-                mend="make the step with loss_scale='dynamic' or a number",
+                hint="make the step with loss_scale='dynamic' or a number",
             )
         self._check_settable(scale, SMALLEST, LARGEST)
         return self
@@ -139,7 +139,7 @@ class LossScale(ABC):
                 f"{float(state.scale):g}{self._why_low(state)}",
                 parameters=parameters,
                 nodes=nodes,
-                mend="look for inf or NaN in data and weights, lower the learning rate, or run these nodes in fp32",
+                hint="look for inf or NaN in data and weights, lower the learning rate, or run these nodes in fp32",
             )
 
     def state_dict(self, state: LossScaleState) -> dict[str, Any]:
@@ -163,8 +163,8 @@ class LossScale(ABC):
             return self.init(device)
         missing = [key for key in ("scale", *FACTORS, "_growth_tracker") if key not in saved]
         if missing:
-            mend = "save the state of an enabled torch.amp.GradScaler or of a loss scale"
-            raise AmpError(f"the saved loss scale has no {missing[0]!r}", mend=mend)
+            hint = "save the state of an enabled torch.amp.GradScaler or of a loss scale"
+            raise AmpError(f"the saved loss scale has no {missing[0]!r}", hint=hint)
         own = saved.get(_OWN, {})
         state = self._state(device, self._admit(saved, "scale", saved["scale"]), _whole(saved, "_growth_tracker"))
         counters = {key: full(_whole(own, key), kind, device) for key, kind in _INTEGERS.items()}
@@ -195,7 +195,7 @@ class LossScale(ABC):
     def _check_settable(self, scale: float, low: float, high: float) -> None:
         if not low <= scale <= high:  # true for a NaN
             what = f"loss_scale={scale!r} is outside of {low:g} to {high:g}"
-            raise AmpError(what, where=type(self).__name__, mend="assign a number inside, or set min= and max= wider")
+            raise AmpError(what, where=type(self).__name__, hint="assign a number inside, or set min= and max= wider")
 
     def __getstate__(self) -> dict[str, Any]:
         """The settings alone: a copy of a loss scale is another one, with a state of its own."""
@@ -210,7 +210,7 @@ class LossScale(ABC):
         """Refuses the value of a field."""
         if not good:
             what = f"{name} must be {must}, not {getattr(self, name)!r}"
-            raise AmpError(what, where=type(self).__name__, mend=f"for example {name}={example}")
+            raise AmpError(what, where=type(self).__name__, hint=f"for example {name}={example}")
 
     def _check_real(self, name: str, low: float, high: float, must: str, example: object) -> None:
         """Takes a real number between two bounds, kept as a Python float."""
@@ -235,7 +235,7 @@ def _whole(saved: Mapping[str, Any], key: str) -> int:
     value = saved.get(key, 0)
     if isinstance(value, Integral) and not isinstance(value, bool) and 0 <= int(value) < 2**31:
         return int(value)
-    raise AmpError(f"the saved loss scale has {key}={value!r}", mend="it must be a whole number from 0")
+    raise AmpError(f"the saved loss scale has {key}={value!r}", hint="it must be a whole number from 0")
 
 
 def full(value: float, dtype: torch.dtype, device: torch.device | str) -> Tensor:

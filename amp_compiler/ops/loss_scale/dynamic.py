@@ -177,9 +177,9 @@ class DynamicLossScale(LossScale):
         for key, mine in self._factors().items():
             if saved[key] != mine and not constant:
                 what = f"the saved loss scale has {key}={saved[key]!r}, this one {mine!r}"
-                raise AmpError(what, mend="use the loss scale that matching(saved) gives")
+                raise AmpError(what, hint="use the loss scale that matching(saved) gives")
         if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-            raise AmpError(f"the saved loss scale has {name}={value!r}", mend="it must be a finite number from 0")
+            raise AmpError(f"the saved loss scale has {name}={value!r}", hint="it must be a finite number from 0")
         return self._inside(float(value))
 
 

@@ -52,7 +52,7 @@ class HeldScale:
         if held.device != device:
             raise AmpError(
                 f"one loss scale for steps on {held.device} and {device}",
-                mend="give each step a LossScale object of its own, or bring the models to one device",
+                hint="give each step a LossScale object of its own, or bring the models to one device",
             )
         return held
 
@@ -67,7 +67,7 @@ class HeldScale:
         """
         one = isinstance(scale, torch.Tensor) and scale.numel() == 1
         if isinstance(scale, bool) or not (one or isinstance(scale, Real)):
-            raise AmpError(f"loss_scale={scale!r} cannot be set", mend="assign one number, such as 1024.0")
+            raise AmpError(f"loss_scale={scale!r} cannot be set", hint="assign one number, such as 1024.0")
         number = float(scale)
         self.config = self.config.with_scale(number)
         self.state.scale.fill_(number)

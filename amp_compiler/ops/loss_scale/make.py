@@ -51,8 +51,8 @@ def make_loss_scale(value: object, section: Mapping[str, Any] | None = None) -> 
         return _from_section({**given, "mode": value})
     if isinstance(value, Mapping):
         return _from_section(value)
-    mend = "pass 'dynamic', a number, None, a LossScale, or the loss_scale section of a rule file"
-    raise AmpError(f"loss_scale={value!r} is not known", mend=mend)
+    hint = "pass 'dynamic', a number, None, a LossScale, or the loss_scale section of a rule file"
+    raise AmpError(f"loss_scale={value!r} is not known", hint=hint)
 
 
 def _from_section(section: Mapping[str, Any]) -> LossScale:
@@ -61,13 +61,13 @@ def _from_section(section: Mapping[str, Any]) -> LossScale:
     mode = given.pop("mode", "dynamic")
     kind = _KINDS.get(mode) if isinstance(mode, str) else None
     if kind is None:
-        raise AmpError(f"loss_scale mode {mode!r} is not known", mend=f"use one of {', '.join(map(repr, _KINDS))}")
+        raise AmpError(f"loss_scale mode {mode!r} is not known", hint=f"use one of {', '.join(map(repr, _KINDS))}")
     known = {_RULE_KEY.get(each.name, each.name): each.name for each in fields(kind)}
     for key in given:
         if key not in known:
             close = difflib.get_close_matches(str(key), known, n=1)
-            mend = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(map(repr, known))}"
-            raise AmpError(f"a loss scale of mode {mode!r} has no {key!r}", mend=mend)
+            hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(map(repr, known))}"
+            raise AmpError(f"a loss scale of mode {mode!r} has no {key!r}", hint=hint)
     if mode == "static" and "init" not in given:
-        raise AmpError("a static loss scale has no scale", mend="give 'init', or pass the number itself")
+        raise AmpError("a static loss scale has no scale", hint="give 'init', or pass the number itself")
     return kind(**{known[key]: setting for key, setting in given.items()})

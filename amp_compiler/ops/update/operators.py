@@ -143,7 +143,7 @@ def decomposition(operator: torch._ops.OpOverload) -> Callable[..., Any]:
     namespace, _, name = operator._schema.name.partition("::")
     if namespace != "amp_compiler" or name not in _OPENED:
         raise LoweringError(
-            f"'{operator}' is not an update of this library", mend=f"use one of {', '.join(sorted(_OPENED))}"
+            f"'{operator}' is not an update of this library", hint=f"use one of {', '.join(sorted(_OPENED))}"
         )
     return _OPENED[name]
 
@@ -153,17 +153,17 @@ def _check(optimizer: FusedOptimizer, name: str, given: Update) -> None:
     lists = (given.weights, given.grads, *given.states, given.lows, given.compensations, given.steps)
     counts = {len(item) for item in lists if len(item)}
     if len(counts) > 1:
-        raise LoweringError(f"{name} was given lists of {sorted(counts)} tensors", mend="give one entry per parameter")
+        raise LoweringError(f"{name} was given lists of {sorted(counts)} tensors", hint="give one entry per parameter")
     if given.hyper.numel() != len(optimizer.hyper):
         raise LoweringError(
             f"{name} was given {given.hyper.numel()} hyperparameters, not {len(optimizer.hyper)}",
-            mend=f"give {', '.join(optimizer.hyper)}, in this order",
+            hint=f"give {', '.join(optimizer.hyper)}, in this order",
         )
     for weight, grad in zip(given.weights, given.grads, strict=False):
         if weight.shape != grad.shape:
             raise LoweringError(
                 f"{name} was given a gradient of shape {list(grad.shape)} for a weight of shape {list(weight.shape)}",
-                mend="give the gradients in the order of the weights",
+                hint="give the gradients in the order of the weights",
             )
 
 

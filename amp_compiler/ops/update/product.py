@@ -109,14 +109,14 @@ class Product:
             raise LoweringError(
                 f"{len(flat)} rows of values are added at {len(places)} places",
                 where="Product.plus_rows",
-                mend="give one row for every place",
+                hint="give one row for every place",
             )
         ascending, order = torch.where(places < 0, places + rows, places).sort(stable=True)
         if ascending.numel() and not 0 <= int(ascending[0]) <= int(ascending[-1]) < rows:
             raise LoweringError(
                 f"places {int(ascending[0])} to {int(ascending[-1])} are not all among the {rows} rows of a weight",
                 where="Product.plus_rows",
-                mend="check the indices that the model looks up, such as its token ids",
+                hint="check the indices that the model looks up, such as its token ids",
             )
         if skipped >= 0:
             kept = ascending != skipped
@@ -134,7 +134,7 @@ class Product:
     def _check_bare(self, what: str) -> None:
         if self._added is not None:
             raise LoweringError(
-                f"a gradient with added rows cannot be {what}", where="Product", mend="do so before rows are added"
+                f"a gradient with added rows cannot be {what}", where="Product", hint="do so before rows are added"
             )
 
     def tensor(self) -> Tensor:

@@ -79,7 +79,7 @@ class RoundingState:
         if numbers is None or not self.used:
             return
         if not isinstance(numbers, (list, tuple)) or len(numbers) != 2 or any(type(n) is not int for n in numbers):
-            raise AmpError(f"the saved rounding state is {numbers!r}", mend="save it with step.state_dict()")
+            raise AmpError(f"the saved rounding state is {numbers!r}", hint="save it with step.state_dict()")
         self.tensor.copy_(torch.tensor(numbers, dtype=torch.int64))
 
 
@@ -167,7 +167,7 @@ def dropped_bits(dtype: torch.dtype) -> int:
         return 16
     if dtype is torch.float16:
         return 13
-    raise LoweringError(f"weights cannot be rounded stochastically to {dtype}", mend="store them as fp16 or bf16")
+    raise LoweringError(f"weights cannot be rounded stochastically to {dtype}", hint="store them as fp16 or bf16")
 
 
 def saturated(value: Tensor, dtype: torch.dtype) -> Tensor:
@@ -226,7 +226,7 @@ def narrow(value: Tensor, weight: Tensor, mode: int, rng: Tensor | None, index: 
     value = saturated(value, weight.dtype)
     if mode == Storage.STOCHASTIC:
         if rng is None:
-            raise LoweringError("stochastic rounding has no random state", mend="pass `rng`, int64 [2]")
+            raise LoweringError("stochastic rounding has no random state", hint="pass `rng`, int64 [2]")
         return round_stochastically(value, random_words(weight, rng, index), weight.dtype), None
     stored = value.to(weight.dtype)
     if mode == Storage.KAHAN:

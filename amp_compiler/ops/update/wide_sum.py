@@ -47,7 +47,7 @@ class WideSum:
         forms = {(one.dtype, one.shape) for one in given}
         if len(forms) != 1:
             raise LoweringError(
-                f"gradients of {len(forms)} types and shapes are added", mend="give some of one type and shape"
+                f"gradients of {len(forms)} types and shapes are added", hint="give some of one type and shape"
             )
         self.given = tuple(given)
         self.shape, self.dtype = given[0].shape, torch.float32

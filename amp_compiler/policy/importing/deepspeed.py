@@ -144,8 +144,8 @@ class _Config:
         """Refuses what is of another type than the default."""
         place = self.place(section, key)
         if value == "auto":
-            mend = f"write the value that the Trainer would fill in, such as {str(default).lower()}"
-            raise place.error("'auto' is for the Trainer of transformers to fill in", mend)
+            hint = f"write the value that the Trainer would fill in, such as {str(default).lower()}"
+            raise place.error("'auto' is for the Trainer of transformers to fill in", hint)
         if isinstance(default, bool):
             if not isinstance(value, bool):
                 raise place.error(f"it is {value!r}, and must be true or false", "correct it")
@@ -322,8 +322,8 @@ class _Config:
 
     def unknown(self, what: str, line: int | None, key: str, known: Sequence[str]) -> None:
         """Notes a key that is passed over."""
-        mend = nearest(key, known).removesuffix("?")
-        near = f" ({mend}?)" if mend.startswith("did") else ""
+        hint = nearest(key, known).removesuffix("?")
+        near = f" ({hint}?)" if hint.startswith("did") else ""
         self.notes.append(f"{what} (line {line}) is no key that is known of DeepSpeed, and is passed over{near}")
 
 

@@ -35,13 +35,13 @@ def read_text(path: Path) -> str:
     """
     try:
         if path.stat().st_size > _MOST:
-            raise RuleError("it is too large", file=str(path), mend="name a list, or what a run is set up with")
+            raise RuleError("it is too large", file=str(path), hint="name a list, or what a run is set up with")
         return path.read_text(encoding="utf-8")
     except OSError as cause:
         why = (cause.strerror or str(cause)).lower()
-        raise RuleError(f"it cannot be read: {why}", file=str(path), mend="name a file") from cause
+        raise RuleError(f"it cannot be read: {why}", file=str(path), hint="name a file") from cause
     except UnicodeDecodeError as cause:
-        raise RuleError("it is no UTF-8 text", file=str(path), mend="name a text file") from cause
+        raise RuleError("it is no UTF-8 text", file=str(path), hint="name a text file") from cause
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class Place:
     key: str
     column: int | None = None
 
-    def error(self, what: str, mend: str) -> RuleError:
+    def error(self, what: str, hint: str) -> RuleError:
         """What is wrong there."""
-        return RuleError(what, file=self.file, line=self.line, column=self.column, key=self.key, mend=mend)
+        return RuleError(what, file=self.file, line=self.line, column=self.column, key=self.key, hint=hint)
 
     def number(self, value: Any, good: Callable[[float], bool], must: str) -> float:
         """A number that fits, as it was given.

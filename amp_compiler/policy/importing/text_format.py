@@ -60,7 +60,7 @@ def parse_text(text: str, file: str) -> tuple[Field, ...]:
             file=file,
             line=cause.GetLine(),
             column=cause.GetColumn(),
-            mend="correct the syntax",
+            hint="correct the syntax",
         ) from cause
 
 

@@ -115,7 +115,7 @@ def _clip(
 def _where(condition: Tensor, a: Any, b: Any) -> Tensor:
     if not isinstance(a, Tensor) and not isinstance(b, Tensor):
         raise CaptureError(
-            "Where has two constant branches", mend="fold it: onnxscript.optimizer.fold_constants(model)"
+            "Where has two constant branches", hint="fold it: onnxscript.optimizer.fold_constants(model)"
         )
     return torch.where(condition, a, b)
 

@@ -34,7 +34,7 @@ def _activation(name: str, alpha: float | None, beta: float | None) -> Activatio
     }
     if name.lower() not in table:
         raise CaptureError(
-            f"a recurrent op with activation '{name}'", mend="add it to amp_compiler/onnx/importing/ops/recurrent.py"
+            f"a recurrent op with activation '{name}'", hint="add it to amp_compiler/onnx/importing/ops/recurrent.py"
         )
     return table[name.lower()]
 

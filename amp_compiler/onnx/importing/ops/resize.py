@@ -132,7 +132,7 @@ def _along(
 ) -> Tensor:
     size = x.shape[axis]
     if not isinstance(size, int):
-        raise CaptureError("Resize of this kind needs sizes that are known", mend="capture it without dynamic_shapes")
+        raise CaptureError("Resize of this kind needs sizes that are known", hint="capture it without dynamic_shapes")
     points = _points(size, length, scale, kind.coordinates, region)
     if kind.mode == "nearest":
         places = np.clip(_nearest(points, kind.nearest), 0, size - 1)
@@ -167,7 +167,7 @@ def _points(size: int, length: int, scale: float, coordinates: str, region: tupl
     if coordinates not in ("half_pixel", "pytorch_half_pixel"):
         raise CaptureError(
             f"Resize with coordinate_transformation_mode '{coordinates}'",
-            mend="add it to amp_compiler/onnx/importing/ops/resize.py",
+            hint="add it to amp_compiler/onnx/importing/ops/resize.py",
         )
     return centred
 
