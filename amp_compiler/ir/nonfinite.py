@@ -132,7 +132,7 @@ class NonfiniteReport:
         if not self:
             return (
                 "all was finite; what becomes zero or coarse in 16 bits is counted by amp.profile,"
-                " and amp.tune writes the rules that hint it"
+                " and amp.tune writes the rules that cure it"
             )
         title = "first made by" if self.repeated else "gradients made by"
         what = self._what() or "values between, and what is made of them is finite all the same, and may be wrong"

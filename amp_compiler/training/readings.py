@@ -134,7 +134,7 @@ class StepReadings(StepInspection):
     ) -> None:
         """Write the last step as one HTML page: its forward as planned, and the whole step as it runs.
 
-        Beside the plan's casts stand those of `torch.autocast` in the same forward, for which that is captured again.
+        Beside the plan's casts stand those of `torch.autocast` in the same forward, for which that is captured once more.
 
         Args:
             path: the file.
@@ -188,7 +188,7 @@ class StepReadings(StepInspection):
         that is not enough, until all is finite. Nothing is changed.
 
         Args:
-            cure: look for rules that hint it, for which the loss is captured again a few times.
+            cure: look for rules that cure it, for which the loss is captured a few times more.
         """
         program, output, scale = self._seen()
         leaves = self._leaves if self._scale_config.checks_finite else None
