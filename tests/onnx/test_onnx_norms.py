@@ -14,6 +14,8 @@ import amp_compiler as amp
 from amp_compiler.onnx.check.emulate import emulate
 from amp_compiler.onnx.check.verify import verify
 from amp_compiler.onnx.convert import convert_onnx
+from amp_compiler.onnx.plan import explain_onnx
+from amp_compiler.passes.pipeline import ONNX_PLAN, PLAN, Stages
 
 RNG = np.random.default_rng(7)
 WIDTH = 64
@@ -150,3 +152,10 @@ def test_norms_that_share_a_scale_go_on_sharing_it():
     converted = check(source, "fp16", fuse=True).model
     assert ops(converted) == ["MatMul", "RMSNormalization", "MatMul"] * 2
     assert len([one for one in converted.graph.initializer if one.name.startswith("scale")]) == 1
+
+
+def test_the_stages_of_a_plan_are_told_once():
+    stages = Stages()
+    explain_onnx(norm(opset=23), stages=stages)
+    assert [stage.name for stage in stages] == ["capture", *ONNX_PLAN.names, *PLAN.names]
+    assert "onnx.ReduceMean" in stages["capture"].text

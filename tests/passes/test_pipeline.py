@@ -18,6 +18,7 @@ from amp_compiler.errors import GraphError, PassError
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph_text import format_graph, parse_graph
 from amp_compiler.ir.plan import PrecisionPlan
+from amp_compiler.passes.pipeline import Stages
 from amp_compiler.passes.plan.make_plan import make_plan, plan_of
 from amp_compiler.planner.draft import Draft
 from amp_compiler.planner.free_nodes import own_elements
@@ -142,3 +143,20 @@ def test_what_cannot_be_planned_is_refused() -> None:
         make_plan(graph, RULES, FP16)
     with pytest.raises(PassError, match="casts were not placed yet"):
         plan_of(draft_of(GRAPH))
+
+
+def test_the_contract_is_checked_where_somebody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without stages and AMP_VERIFY no state of a draft is taken, and no text of it written."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("the state of a draft was taken")
+
+    monkeypatch.setattr(Draft, "state", refuse)
+    monkeypatch.setattr(Draft, "to_text", refuse)
+    monkeypatch.setenv("AMP_VERIFY", "0")
+    assert make_plan(parse_graph(GRAPH), RULES, FP16).nodes
+    with pytest.raises(AssertionError, match="was taken"):
+        make_plan(parse_graph(GRAPH), RULES, FP16, stages=Stages())
+    monkeypatch.setenv("AMP_VERIFY", "1")
+    with pytest.raises(AssertionError, match="was taken"):
+        make_plan(parse_graph(GRAPH), RULES, FP16)
