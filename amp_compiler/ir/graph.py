@@ -217,22 +217,6 @@ class PrecisionGraph:
             known.append((name, index))
         self.nodes[name] = node
 
-    def extend(self, nodes: Iterable[tuple[Node, Sequence[Value]]]) -> None:
-        """`add_node` without its checks, for those who know that names are new, and operands made before.
-
-        Args:
-            nodes: each with the values of its `outputs`; taken one by one, so that they may be made of those before.
-        """
-        known, users, values, makers = self.nodes, self._users, self.values, self._producer
-        for node, outputs in nodes:
-            name = node.name
-            for index, operand in enumerate(node.inputs):
-                users[operand.value].append((name, index))
-            for value in outputs:
-                own = value.name
-                values[own], users[own], makers[own] = value, [], name
-            known[name] = node
-
     def is_folded(self, value: str) -> bool:
         """True where a cast of `value` costs nothing at run time."""
         return self.execution.stored_casts_free and self.values[value].kind in _FOLDED
@@ -263,10 +247,6 @@ class PrecisionGraph:
     def users(self, value: str) -> list[tuple[Node, int]]:
         """Each (node, operand index) that reads `value`, in execution order."""
         return [(self.nodes[name], index) for name, index in self._users[value]]
-
-    def maker(self, value: str) -> str | None:
-        """The name of the node that makes `value`; `None` for inputs, parameters, buffers and constants."""
-        return self._producer.get(value)
 
     def readers(self, value: str) -> Sequence[tuple[str, int]]:
         """The name of each node that reads `value`, with the index of the operand, in execution order."""

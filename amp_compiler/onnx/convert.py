@@ -200,7 +200,7 @@ class _Loading:
         if is_installed() and is_long(proto):
             self.notes = (
                 f"it was not loaded in ONNX Runtime, which takes long with more than {MOST_NODES} nodes, or"
-                f" {MOST_DEPTH} behind one another",
+                f" a chain of more than {MOST_DEPTH}",
             )
         elif is_installed():
             told = told_crash(proto, self.engine)

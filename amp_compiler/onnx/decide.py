@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from amp_compiler.ir.graph_text import format_graph
 from amp_compiler.ir.plan import PrecisionPlan
@@ -16,24 +16,9 @@ from amp_compiler.planner.draft import Draft
 from amp_compiler.policy.rules import Context, RuleSet
 
 
-@dataclass(frozen=True)
-class Decided:
-    """A model with its plan.
-
-    Args:
-        plan: the plan.
-        lowered: what `lowering.apply` carries it out on.
-        stages: the graph that was planned, as text, and what each pass decided on it; `None` where nobody asked.
-    """
-
-    plan: PrecisionPlan
-    lowered: Lowered
-    stages: Stages | None
-
-
 def decide(
     lowered: Lowered, fusion: Fusion | None, rules: RuleSet, ranges: Mapping[str, float] | None, stages: Stages | None
-) -> Decided:
+) -> PrecisionPlan:
     """Plan a lowered model. Gives it the graph whose nodes are pinned.
 
     Args:
@@ -53,8 +38,7 @@ def decide(
     draft = Draft(graph, rules, Context(lowered.low, graph.device), ranges=known)
     lowered.graph = ONNX_PLAN.run(draft, {}, stages).graph
     plan = make_plan(lowered.graph, rules, lowered.low, ranges=known, stages=stages, later=True)
-    plan = plan if fusion is None else _with_fusion(plan, lowered, fusion)
-    return Decided(plan, lowered, stages)
+    return plan if fusion is None else _with_fusion(plan, lowered, fusion)
 
 
 def _mark_fused(lowered: Lowered, fusion: Fusion) -> None:

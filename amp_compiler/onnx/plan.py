@@ -118,8 +118,7 @@ def plan_onnx(
         if raised is not None:
             opened = raised
             lowered, fusion = lowered_from(raised, False)
-        found = decide(lowered, fusion, rules, ranges, stages)
-    return found.plan, found.lowered
+        return decide(lowered, fusion, rules, ranges, stages), lowered
 
 
 def names_ops(rules: RuleSet) -> Callable[[str, str], bool]:

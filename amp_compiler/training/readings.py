@@ -134,7 +134,7 @@ class StepReadings(StepInspection):
     ) -> None:
         """Write the last step as one HTML page: its forward as planned, and the whole step as it runs.
 
-        Beside the plan's casts stand those of `torch.autocast` in the same forward, for which that is captured once more.
+        Beside the plan's casts stand those of `torch.autocast` in the same forward, captured once more for it.
 
         Args:
             path: the file.

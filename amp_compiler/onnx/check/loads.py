@@ -24,7 +24,8 @@ WHOLE = 256_000_000
 MOST_NODES = 4000
 """Nodes up to which a model is loaded."""
 MOST_DEPTH = 1000
-"""Nodes behind one another up to which it is: the time that a load in FP16 takes on the CPU grows with their square."""
+"""Nodes of a chain up to which it is: the time that a load in FP16 takes on the CPU grows with their square."""
+_CHAIN = 0.75  # share of its nodes that stand behind one another in a chain; of a deep transformer it is about a half
 _CRASHING = "NchwcTransformer"
 """The optimization at which ONNX Runtime 1.31 and 1.32 crash, on the CPU and in FP16 alone: see `_crashing_node`."""
 _SWAPPED = ([1, 0, 2], [1, 2, 0])
@@ -112,15 +113,17 @@ def told_crash(proto: onnx.ModelProto, engine: Engine) -> str:
 
 
 def is_long(proto: onnx.ModelProto) -> bool:
-    """True for a model that is not loaded, because that would take long: it has many nodes, or many in a chain."""
+    """True for a model that is not loaded, because that would take long: it has many nodes, or is one long chain."""
     counts = itertools.accumulate(len(graph.node) for graph in proto_graphs(proto.graph))
     if any(count > MOST_NODES for count in counts):
         return True
+    if len(proto.graph.node) <= MOST_DEPTH:
+        return False
     depth: dict[str, int] = {}
     for node in proto.graph.node:
         here = 1 + max([depth.get(name, 0) for name in node.input], default=0)
         depth.update(dict.fromkeys(node.output, here))
-    return max(depth.values(), default=0) > MOST_DEPTH
+    return max(depth.values(), default=0) > max(MOST_DEPTH, _CHAIN * len(proto.graph.node))
 
 
 def _crashing_node(proto: onnx.ModelProto) -> str:
