@@ -55,16 +55,6 @@ def test_rows_are_added_in_their_order(rows, inner, columns, added, skipped, kin
     torch.testing.assert_close(gradient.tensor(), expected, rtol=2**-7, atol=1e-5)
 
 
-@pytest.mark.parametrize("added", [0, 5])
-def test_a_gradient_is_made_in_memory_that_is_there(added):
-    rooms = {torch.bfloat16: torch.full((400,), torch.nan).bfloat16(), torch.float32: torch.full((400,), torch.nan)}
-    gradient = product(9, 6, 33)
-    if added:
-        gradient = gradient.plus_rows(torch.randn(added, 33), torch.randint(0, 9, (added,)), -1)
-    found = gradient.tensor(lambda size, dtype: rooms[dtype][:size])
-    assert torch.equal(found, gradient.tensor()) and found.data_ptr() == rooms[gradient.dtype].data_ptr()
-
-
 def test_shapes_of_lookups_and_rows_counted_from_the_end():
     values, places = torch.randn(2, 3, 5), torch.tensor([[0, 3, 3], [-1, 1, 0]])
     weight, _ = made(Product.zeros(4, 5).plus_rows(values, places, -1))
