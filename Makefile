@@ -112,7 +112,7 @@ docs: $(STAMP) ## what is made from the code (pictures, passes/README.md), and a
 
 # The short runs do not replace the full ones, which the tables of the docs are made of: those are each script by itself.
 SHORT := --json benchmarks/results/short_
-bench: $(STAMP) ## every benchmark on the CPU, shortened to a model or two and 10 steps: under 10 minutes; writes results/short_*.json
+bench: $(STAMP) ## seven benchmarks on the CPU, shortened to a model or two and 10 steps: under 10 minutes; writes results/short_*.json
 	$(BIN)/python benchmarks/train_step.py --models mlp gpt2 --bounds gemm --steps 10 --seconds 10 $(SHORT)train_step_cpu.json
 	$(BIN)/python benchmarks/inference.py --models gpt2 --bounds gemm --steps 10 --seconds 10 $(SHORT)inference_cpu.json
 	$(BIN)/python benchmarks/update.py --steps 10 --seconds 10 $(SHORT)update_cpu.json

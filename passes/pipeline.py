@@ -114,7 +114,7 @@ class Pipeline:
     """A list of passes, each by its name in `PASSES`, or as an object: a pass of one's own.
 
     Args:
-        name: `CAPTURE`, `ONNX_PLAN`, `PLAN`, `FORWARD`, `STEP`, `DEVICE`, `ONNX_EXPORT`.
+        name: such as `FORWARD`; `PIPELINES` has them all.
         steps: the passes.
         about: what it makes of what, and who runs it.
 
@@ -122,7 +122,7 @@ class Pipeline:
         >>> import amp_compiler as amp
         >>> shorter = amp.pipelines.FORWARD.skip("multiply_convolutions")
         >>> shorter.names
-        ('apply_plan', 'mark_backward', 'mark_math', 'type_backward', 'widen_math', 'legalize')
+        ('apply_plan', 'mark_backward', 'mark_math', 'type_backward', 'widen_math', 'native_ops', 'legalize')
     """
 
     name: str

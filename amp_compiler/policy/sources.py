@@ -136,9 +136,9 @@ def _translate(source: Source, error: Any) -> RuleError:
         return source.mark(path, key=True).error(f"unknown key '{path[-1]}'", hint)
     mark = source.mark(path)
     if kind == "missing":
-        mends = {"match": "write 'match: {}' to match every node", "version": "begin with 'version: 1'"}
+        hints = {"match": "write 'match: {}' to match every node", "version": "begin with 'version: 1'"}
         name = str(error["loc"][-1])
-        return mark.error(f"the key '{name}' is missing", mends.get(name, f"add '{name}:'"))
+        return mark.error(f"the key '{name}' is missing", hints.get(name, f"add '{name}:'"))
     value = source.tree.locate(path).plain()
     matcher = MATCHERS.get(str(path[-1])) if len(path) > 1 and path[-2] == "match" else None
     refusal = None if matcher is None else matcher.refusal(value)

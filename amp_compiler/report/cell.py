@@ -1,4 +1,4 @@
-"""A plan as short tables for the cell of a notebook: of any plan a few kilobytes, with nothing beside them."""
+"""A plan as short tables for the cell of a notebook: of any plan some ten kilobytes, with nothing beside them."""
 
 from __future__ import annotations
 

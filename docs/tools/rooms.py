@@ -52,7 +52,7 @@ BANDS = ("what you call", "what you call", "what you call", "what runs, and ONNX
          "what decides, and what graphs are made of", "", "what all speak of", "")  # fmt: skip
 TOP, GAP = 78, 26
 HEIGHTS = (62, 62, 62, 62, 146, 62, 62, 62, 46)
-ORDER = ("capture", "plan", "precision", "step", "device", "onnx_export", "diagnose")  # the way of a graph
+ORDER = ("capture", "onnx_plan", "plan", "precision", "step", "device", "onnx_export", "diagnose")  # the way of a graph
 
 
 @dataclass(frozen=True)

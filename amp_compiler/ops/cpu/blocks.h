@@ -1,6 +1,6 @@
 // What the processor multiplies: 32 x 32 elements of a product of two 16-bit matrices, in AMX tiles, in AVX512-BF16
-// vectors, or one by one where it has neither. A file of its own because the LSTM loops, whose matrices are laid out
-// otherwise than the products of cpu_product.h, need this much and no more.
+// vectors, or one by one where it has neither. A file of its own because recurrent layers and attention, whose
+// matrices are laid out otherwise than the products of product.h, need this much and no more.
 
 #pragma once
 

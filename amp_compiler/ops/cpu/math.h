@@ -1,4 +1,4 @@
-// The functions of an LSTM's gates, on one number and written so that loops over them vectorise.
+// Exponentials and the functions of gates, on one number, written so that loops over them vectorise.
 
 #pragma once
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from amp_compiler.errors import LoweringError
 
-# The fields of a `Product` in cpu_product.h from here on; the last says whether the check has counted it in the norm.
+# The fields of a `Product` in product.h from here on; the last says whether the check has counted it in the norm.
 _ADDED = slice(9, 13)
 _COUNTED = 13
 
