@@ -3,7 +3,7 @@
 Variable 1 is `fp32`, 0 is `low`. A value is cast at most once to each type in each region, however many nodes read the
 cast. For a value v made by p and read by u1, u2, … that costs c where p is low and any u is fp32. With one more
 variable a this is a sum of pairs: a=1 beside p=0 costs c, and u=1 beside a=0 is forbidden; the other direction
-mirrors it. In a file each cast costs a constant more (`CAST_OVERHEAD`).
+mirrors it. Where casts are nodes that a runtime starts, each costs a constant more (`Execution.cast_overhead`).
 """
 
 from __future__ import annotations

@@ -9,9 +9,6 @@ from amp_compiler.ir.graph import Node, PrecisionGraph, Value
 from amp_compiler.planner.fixed_labels import Semantics
 from amp_compiler.planner.typing import FP32, KEEP, LOW, NodeTyping, Role, TypingRules
 
-# What starting a cast costs where a runtime runs a file node by node, in bytes that it moves in that time. The CPU
-# provider of ONNX Runtime takes 0.3 µs a node, in which it moves about 4 KB; a GPU starts no faster, and moves more.
-CAST_OVERHEAD = 4096
 _NEVER = 1 << 48  # bytes that a cast costs which there is not: more than all others together
 _WHOLE = frozenset(
     {

@@ -57,13 +57,6 @@ def test_a_weight_of_another_layout_gets_the_sum_made_before():
     assert float(cpu_update.grad_check([mixed], number(1.0))[0]) == pytest.approx(float(mixed.tensor().norm()))
 
 
-def test_a_sum_is_made_in_memory_that_is_given():
-    parts = [torch.randn(4, 6).bfloat16() for _ in range(3)]
-    memory = torch.empty(24)
-    made = WideSum(parts).tensor(lambda size, dtype: memory[:size])
-    assert made.data_ptr() == memory.data_ptr() and torch.equal(made, WideSum(parts).tensor())
-
-
 def test_what_cannot_be_added_is_refused():
     with pytest.raises(LoweringError, match="gradients of 2 types and shapes are added"):
         WideSum([torch.ones(2), torch.ones(2).half()])

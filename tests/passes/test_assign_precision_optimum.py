@@ -10,11 +10,13 @@ from planning import FP16, FP32, OPS, draft_of, finish
 from planning_random import random_graph
 
 from amp_compiler.ir.dtypes import DType
+from amp_compiler.ir.facts import Execution
 from amp_compiler.ir.graph import Node, PrecisionGraph
 from amp_compiler.ir.graph_text import format_graph
 from amp_compiler.ir.plan import RETURN
-from amp_compiler.planner import free_nodes
 from amp_compiler.planner.draft import Draft
+
+AS_TORCH_RUNS = Execution()
 
 
 class Oracle:
@@ -49,7 +51,7 @@ class Oracle:
     def _is_behind_free(self, node: Node) -> bool:
         """In a file, `widest` is free where what it reads is made by a free node."""
         makers = [self.graph.producer(operand.value) for operand in node.inputs]
-        return self.graph.device == "onnx" and any(maker and maker.name in self.free for maker in makers)
+        return self.graph.execution.widest_is_open and any(maker and maker.name in self.free for maker in makers)
 
     def widest_of(self, name: str) -> DType:
         node = self.graph.nodes[name]
@@ -161,9 +163,9 @@ def shared_bytes(draft: Draft, start: int) -> int:
     return total
 
 
-def check(seed: int, free: int, device: str = "cpu", start: int = 0) -> bool:
+def check(seed: int, free: int, execution: Execution = AS_TORCH_RUNS) -> bool:
     graph, decisions = random_graph(seed, free)
-    graph.device = device
+    graph.execution, start = execution, execution.cast_overhead
     draft = draft_of(graph, decisions)
     oracle = Oracle(graph, {name: decision.precision.value for name, decision in draft.decisions.items()}, start)
     draft = finish(draft)
@@ -192,8 +194,8 @@ def test_cost_is_the_optimum_on_fourteen_free_nodes(seed: int) -> None:
 
 
 @pytest.mark.parametrize("start", [0, 3, 17, 4096])
-def test_cost_is_the_optimum_in_files_whose_casts_are_nodes(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cost_is_the_optimum_in_files_whose_casts_are_nodes(start: int) -> None:
     """There each cast costs its start too, and what runs in the widest type behind what follows is free."""
-    monkeypatch.setattr(free_nodes, "CAST_OVERHEAD", start)
-    settled = [check(seed, seed % 6 + 1, "onnx", start) for seed in range(40)]
+    file = Execution(cast_overhead=start, widest_is_open=True, halves_stay=True, casts_join=True, run_only=True)
+    settled = [check(seed, seed % 6 + 1, file) for seed in range(40)]
     assert sum(settled) > 10
