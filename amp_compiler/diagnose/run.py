@@ -211,7 +211,7 @@ class _Run(ABC):
         if not self.batches:
             raise AmpError("there is no batch to profile", hint="pass at least one")
         rows = [
-            Row(*key, Histogram(true), Histogram(stored), key in self.vanished and not stored[:ZERO].any())
+            Row(*key, Histogram(true), Histogram(stored), key in self.vanished and _is_zero(stored))
             for key, (true, stored) in self.rows.items()
         ]
         named = list(self.parameters())

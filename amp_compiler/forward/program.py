@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from operator import is_not
 from typing import Any
 
 import torch
@@ -273,7 +272,7 @@ class KeptWeights:
         self._casts, self.written, self._turn = tuple(casts), "", 0
         self._seen: list[tuple[int, ...] | None] = [None] * len(self._casts)
         self._copies: list[torch.Tensor | None] = [None] * len(self._casts)
-        self._watched: tuple[list[torch.Tensor], CopyWatch] | None = None
+        self._watched: CopyWatch | None = None
 
     def current(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The copies for today's inputs."""
@@ -288,28 +287,28 @@ class KeptWeights:
                 copy = self._copies[slot] = tensor.detach().to(dtype)
                 self._seen[slot], fresh = mark, fresh + 1
             copies.append(copy)
-        if not copies or fresh == len(copies):
-            return copies
-        return self._compared(inputs, copies)
+        if fresh:
+            self._watched = None  # it holds the copies and weights that were
+        return copies if fresh == len(copies) else self._compared(inputs, copies)
 
     def _compared(self, inputs: Sequence[torch.Tensor], copies: list[torch.Tensor]) -> list[torch.Tensor]:
         """Make those again that their weights no longer agree with, though nothing has told of a write."""
         watched = self._watched
-        if watched is None or any(map(is_not, watched[0], copies)):
+        if watched is None:
             pairs = [(inputs[index], copy) for (index, *_), copy in zip(self._casts, copies, strict=True)]
-            self._watched = watched = copies, CopyWatch(pairs)
+            self._watched = watched = CopyWatch(pairs)
         self._turn += 1
-        stale = watched[1].look(self._turn)
+        stale = watched.look(self._turn)
         if not stale:
             return copies
-        self.written = self.written or self._casts[stale[0]][1]
+        self.written, self._watched = self.written or self._casts[stale[0]][1], None
         # A write is seldom of one weight alone, and sampling may see it in one alone.
         self._copies[:] = [inputs[index].detach().to(dtype) for index, _, dtype in self._casts]
         return [copy for copy in self._copies if copy is not None]
 
     def drop(self) -> None:
         """Forget the copies; the next call makes them again."""
-        self._seen = [None] * len(self._casts)
+        self._seen, self._copies, self._watched = [None] * len(self._casts), [None] * len(self._casts), None
 
 
 def kept_weights(captured: Captured) -> KeptWeights:

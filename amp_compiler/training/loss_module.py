@@ -90,7 +90,7 @@ class LossModule(nn.Module):
         result = self._call(batch)
         loss, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
-            raise AmpError(f"loss_fn returned {_describe(loss)} as the loss", hint=_mend(loss))
+            raise AmpError(f"loss_fn returned {_describe(loss)} as the loss", hint=_hint(loss))
         # A 16-bit loss could not hold the loss scale that the backward starts from.
         return loss.float() if loss.dtype in LOW_TYPES else loss, aux
 
@@ -103,7 +103,7 @@ def _describe(loss: Any) -> str:
     return "None" if loss is None else f"a {type(loss).__name__}"
 
 
-def _mend(loss: Any) -> str:
+def _hint(loss: Any) -> str:
     if isinstance(loss, Tensor) and loss.numel() != 1:
         return "return its mean() or sum(), one floating-point number, or (loss, aux)"
     if isinstance(loss, _NUMBERS):

@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from amp_compiler.training.change_detector import ChangeDetector
 
 _PAIR = pytree.tree_structure((0, 0))
-
-
-_Beside = tuple[Tensor, Tensor, tuple["Tensor | Product", ...], "Tensor | None"]
+_Beside = tuple[Tensor, Tensor, tuple[Tensor | Product, ...], Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,6 +125,8 @@ def _keeps_type(node: fx.Node, variant: torch._ops.OpOverload) -> bool:
     made = node_tensor(node)
     if made is None:
         return False
+    if any("val" not in one.meta for one in node.all_input_nodes):  # made by a pass of the user's
+        return False
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda one: one.meta["val"])  # type: ignore[no-untyped-call]
     with getattr(made, "fake_mode", nullcontext()), torch.no_grad():
         result = variant(*args, **kwargs)

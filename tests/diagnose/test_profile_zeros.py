@@ -101,3 +101,18 @@ def test_both_in_one_model() -> None:
     """A dead unit before a gradient that FP16 loses: what is lost behind says nothing of what is zero anyway."""
     found = profile(dead(), faint, True)
     assert set(found.loss_scale().unknown) == {"2.bias", "0.weight", "0.bias"}
+
+
+def test_a_gradient_that_was_infinite_too_is_not_told_as_zeros() -> None:
+    """One batch underflows, and another overflows: the infinite share is what counts."""
+    tiny = amp.training_step(
+        model := model_of(), lambda m, x: (m(x).float() * 1e-12).mean(), torch.optim.SGD(model.parameters(), 0.0),
+        dtype="fp16", loss_scale=1.0, backend="eager",
+    )  # fmt: skip
+
+    def first(batches: Any) -> Any:
+        rows = amp.profile(tiny, batches).of("weight gradient")
+        return next(row for row in rows if row.name.startswith("0.weight"))
+
+    assert first([(X,)]).vanished
+    assert not first([(X,), (X * float("inf"),)]).vanished

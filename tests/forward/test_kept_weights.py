@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from toys import small
 from weight_writes import WRITES, reset
 
 import amp_compiler as amp
+from amp_compiler.forward.program import KeptWeights
 from amp_compiler.ops import stale_copies
 from amp_compiler.ops.stale_copies import CopyWatch
 
@@ -128,3 +130,19 @@ def test_a_pair_of_other_types_is_compared_too():
     assert watch.look() == []
     weight.data[2] = 9
     assert watch.look() == [0]
+
+
+def test_of_weights_and_copies_that_were_nothing_is_kept():
+    weights = [torch.randn(4, 4) for _ in range(3)]
+    kept = KeptWeights([(place, f"w{place}", torch.bfloat16) for place in range(3)])
+    kept.current(weights)
+    kept.current(weights)  # which compares
+    copies = [weakref.ref(one) for one in kept.current(weights)]
+    for weight in weights:
+        weight.add_(1.0)
+    kept.current(weights)
+    assert all(one() is None for one in copies)
+    kept.current(weights)
+    copies = [weakref.ref(one) for one in kept.current(weights)]
+    kept.drop()
+    assert all(one() is None for one in copies)

@@ -248,3 +248,11 @@ def test_a_converted_model_that_gives_other_shapes_or_does_not_run_fails():
     assert "the converted model does not run, and the original does" in str(report)
     with pytest.raises(OnnxError, match="cannot be run on this batch"):
         verify(shorter, source, batches)
+
+
+def test_a_negative_size_is_an_open_one():
+    source = model([node("MatMul", ["x", "w"], ["y"])], [info("x", "n", 8)], [info("y", "n", 8)], [weight("w", 8, 8)])
+    for value in (source.graph.input[0], source.graph.output[0]):
+        value.type.tensor_type.shape.dim[0].dim_value = -1  # as some exporters write it
+    shapes = {batch["x"].shape for batch in Probes(source)}
+    assert len(shapes) > 1 and all(size > 0 and width == 8 for size, width in shapes)

@@ -28,6 +28,11 @@ def required_inputs(proto: onnx.ModelProto) -> dict[str, onnx.TypeProto]:
     return {value.name: value.type for value in proto.graph.input if value.name not in defaults}
 
 
+def is_open(dim: onnx.TensorShapeProto.Dimension) -> bool:
+    """Whether a model leaves a dimension open: it has no size, or a negative one, as some exporters write it."""
+    return not dim.HasField("dim_value") or dim.dim_value < 0
+
+
 def iterate_batches(batches: Batches, model: OnnxFile) -> Iterator[dict[str, Any]]:
     """The batches one by one, each checked against the model's inputs.
 
@@ -86,7 +91,7 @@ class Sizes:
             if not kind.HasField("tensor_type") or not kind.tensor_type.HasField("shape"):
                 continue
             for axis, (dim, size) in enumerate(zip(kind.tensor_type.shape.dim, np.shape(batch[name]), strict=True)):
-                if not dim.HasField("dim_value"):
+                if is_open(dim):
                     key = dim.dim_param or (name, axis)
                     self.known[key] = max(self.known.get(key, 0), size)
 
@@ -201,10 +206,10 @@ def _check_tensor(name: str, value: Any, declared: onnx.TypeProto.Tensor, where:
         return
     dims = declared.shape.dim
     fits = len(dims) == value.ndim and all(
-        not dim.HasField("dim_value") or dim.dim_value == size for dim, size in zip(dims, value.shape, strict=True)
+        is_open(dim) or dim.dim_value == size for dim, size in zip(dims, value.shape, strict=True)
     )
     if not fits:
-        shown = ", ".join(str(dim.dim_value) if dim.HasField("dim_value") else dim.dim_param or "?" for dim in dims)
+        shown = ", ".join(dim.dim_param or "?" if is_open(dim) else str(dim.dim_value) for dim in dims)
         raise OnnxError(
             f"the input '{name}' has the shape {list(value.shape)}, and the model takes [{shown}]",
             where=where,
@@ -232,7 +237,7 @@ def _random(name: str, declared: onnx.TypeProto, generator: np.random.Generator)
     if not declared.HasField("tensor_type") or not declared.tensor_type.HasField("shape"):
         raise OnnxError(f"no random values can be made for the input '{name}'", hint="give batches of inputs")
     dims = declared.tensor_type.shape.dim
-    shape = [dim.dim_value if dim.HasField("dim_value") else _OPEN for dim in dims]
+    shape = [_OPEN if is_open(dim) else dim.dim_value for dim in dims]
     dtype = helper.tensor_dtype_to_np_dtype(declared.tensor_type.elem_type)
     if dtype.kind in "iub":
         return generator.integers(0, 2, shape).astype(dtype)

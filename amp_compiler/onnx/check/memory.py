@@ -54,7 +54,7 @@ def limited_arena() -> None:
 def kept_bytes(proto: onnx.ModelProto, batch: Mapping[str, Any]) -> int:
     """What all values take on a batch, as far as their shapes can be inferred: the reference evaluator keeps them."""
     light = stripped(proto, external=False)
-    for value in light.graph.input:
+    for value in (one for one in light.graph.input if one.type.HasField("tensor_type")):
         for dim, size in zip(value.type.tensor_type.shape.dim, np.shape(batch.get(value.name, ())), strict=False):
             dim.dim_value = size
     graph = infer(light).graph

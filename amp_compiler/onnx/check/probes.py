@@ -11,7 +11,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from amp_compiler.errors import OnnxError
-from amp_compiler.onnx.check.batches import required_inputs
+from amp_compiler.onnx.check.batches import is_open, required_inputs
 from amp_compiler.onnx.check.memory import MEMORY, MemoryLimitError, told_limit
 from amp_compiler.onnx.check.run import FLOAT_TYPES, open_to_run
 from amp_compiler.onnx.model.model import Source
@@ -215,7 +215,7 @@ def _check_drawable(name: str, declared: onnx.TypeProto) -> None:
 def _open_dimensions(declared: onnx.TypeProto) -> Iterator[tuple[int, str]]:
     """Axis and name of the dimensions that a model leaves open."""
     for axis, dim in enumerate(declared.tensor_type.shape.dim):
-        if not dim.HasField("dim_value"):
+        if is_open(dim):
             yield axis, dim.dim_param
 
 
