@@ -27,7 +27,7 @@ BUDGET = {
     "ranks": 3_000,
     "backends": 1_200,
     "ops": 8_124,  # to come to 7,400
-    "onnx": 11_928,  # to come to 11,600
+    "onnx": 11_935,  # to come to 11,600
     "diagnose": 3_971,  # to come to 3,600
     "report": 3_165,  # to come to 2,900
     "cli": 2_263,  # to come to 1,900
@@ -35,8 +35,8 @@ BUDGET = {
     "passes": 9_400,
     "": 180,  # `amp_compiler` itself: the public names, and `python -m amp_compiler`
 }
-SOURCES = 67_982  # of all rooms together; to come to 66,500
-TESTS = 55_606  # to come to 50,000
+SOURCES = 67_984  # of all rooms together; to come to 66,500
+TESTS = 55_632  # to come to 50,000
 MODULES = 24  # in one folder
 CROWDED = {"fx", "forward", "training"}  # rooms that may have more, until models are captured through torch.compile
 IMPORTS_OF_STEP = 25  # modules of ours in training/step.py
