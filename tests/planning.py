@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from graph_reading import parse_graph
+
 from amp_compiler.ir.dtypes import DType, dtype_from_short
 from amp_compiler.ir.graph import Node, Operand, Pin, PrecisionGraph, Value
-from amp_compiler.ir.graph_text import parse_graph
 from amp_compiler.ir.plan import RETURN, PlannedCast, PrecisionPlan
 from amp_compiler.passes.plan.assign_precision import AssignPrecision
 from amp_compiler.passes.plan.make_plan import plan_of

@@ -1,4 +1,4 @@
-r"""A `PrecisionGraph` as text, and back: for reading, for golden files, for diffs.
+"""A `PrecisionGraph` as text: for reading, for golden files, for diffs.
 
     graph cpu
     input x: fp32[2, 8]
@@ -7,15 +7,15 @@ r"""A `PrecisionGraph` as text, and back: for reading, for golden files, for dif
     a, b = aten.split(self=y) {split_size=4} -> fp32[2, 4], fp32[2, 4] volatile  name=split
     return a, b
 
-Blank lines and lines that begin with `#` say nothing. A dimension may be a name (`fp32[s0, 8]~64`: 64 elements by
-the hint), the rank unknown (`fp32[?]~64`). An operand may list the types that its op takes (`X=x:fp16|fp32`). A node is
-named after its first output unless `name=` says otherwise, and one without outputs is written `() = op(…)`. After the
-allowed types may stand `tied` (`X=x:fp16|fp32|tied`), and after the device what is said of how the graph is run, by the
-names of `Execution` (`graph onnx stored_casts_free cast_overhead=4096`). After a source may stand what is known of its
-numbers, by the names of `StoredNumbers`, and the way of a mask (`const m: fp32[2] least=-1e+09 mask=("a", "b")
-terms=2.0`). Behind the nodes stand the `compound` lines: the nodes of one norm or GELU. After the result types of
-a node may stand `module`, `type`, `source`, `region`, `phase`, `part` and `pin`. Names with characters other than
-letters, digits, `_`, `.` and `/` are written as JSON strings, and so are values with the name of a keyword.
+A dimension may be a name (`fp32[s0, 8]~64`: 64 elements by the hint), the rank unknown (`fp32[?]~64`). An operand may
+list the types that its op takes (`X=x:fp16|fp32`). A node is named after its first output unless `name=` says
+otherwise, and one without outputs is written `() = op(…)`. After the allowed types may stand `tied`
+(`X=x:fp16|fp32|tied`), and after the device what is said of how the graph is run, by the names of `Execution`
+(`graph onnx stored_casts_free cast_overhead=4096`). After a source may stand what is known of its numbers, by the names
+of `StoredNumbers`, and the way of a mask (`const m: fp32[2] least=-1e+09 mask=("a", "b") terms=2.0`). Behind the nodes
+stand the `compound` lines: the nodes of one norm or GELU. After the result types of a node may stand `module`, `type`,
+`source`, `region`, `phase`, `part` and `pin`. Names with characters other than letters, digits, `_`, `.` and `/` are
+written as JSON strings, and so are values with the name of a keyword.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ import math
 import re
 from dataclasses import fields
 
-from amp_compiler.errors import AmpError
 from amp_compiler.ir.facts import Execution, StoredNumbers
 from amp_compiler.ir.graph import Attr, Node, Operand, PrecisionGraph, Value, ValueKind
-from amp_compiler.ir.graph_parser import KEYWORDS, Line, parse_facts, parse_node, parse_source, parse_value_names
 
+_KEYWORDS = frozenset({"graph", "return", "volatile", "compound", *(kind.value for kind in ValueKind)})
 _BARE = re.compile(r"[A-Za-z0-9_./]+\Z")
 _WORDS = {True: "true", False: "false", None: "none"}
 
@@ -61,74 +60,6 @@ def format_graph(graph: PrecisionGraph) -> str:
     lines += [f"compound {', '.join(map(_name, names))}" for names in graph.compounds]
     lines.append(f"return {', '.join(map(_name, graph.outputs))}".rstrip())
     return "\n".join(lines) + "\n"
-
-
-def parse_graph(text: str) -> PrecisionGraph:
-    """The graph that `format_graph` wrote, or that was written by hand.
-
-    Args:
-        text: the whole text; its first line says `graph` and the device.
-
-    Raises:
-        GraphError: the text is malformed or breaks an invariant of graphs; the message names the line.
-
-    Example:
-        >>> graph = parse_graph("graph cpu\\ninput x: fp32[2]\\ny = aten.relu(self=x) -> fp32[2]\\nreturn y")
-        >>> graph.outputs
-        ['y']
-    """
-    graph: PrecisionGraph | None = None
-    known: dict[str, StoredNumbers] = {}
-    line = Line("", 1)
-    returned = False
-    for number, content in enumerate(text.splitlines(), start=1):
-        if not content.strip() or content.lstrip().startswith("#"):
-            continue
-        line = Line(content, number)
-        if graph is None:
-            line.take("graph")
-            graph = PrecisionGraph(line.name(), parse_facts(line, Execution))
-            graph.stored_numbers = known.get
-            continue
-        if returned:
-            raise line.error("nothing may follow 'return'")
-        try:
-            returned = _statement(graph, line, known)
-        except AmpError as cause:
-            raise cause if cause.where else line.error(cause.what, cause.hint) from cause
-    if graph is None:
-        raise line.error("the text holds no graph", "begin with 'graph cpu'")
-    graph.verify()
-    return graph
-
-
-def _statement(graph: PrecisionGraph, line: Line, known: dict[str, StoredNumbers]) -> bool:
-    """Read one line into the graph; True for the `return` line."""
-    word = line.peek()
-    if word == "return":
-        line.take("return")
-        outputs = parse_value_names(line) if line.peek() else []
-        for name in outputs:
-            if name not in graph.values:
-                raise line.error(f"the graph returns '{name}', which is not a value of it")
-        graph.outputs = outputs
-        line.end()
-        return True
-    if word == "compound":
-        line.take("compound")
-        graph.compounds.append(tuple(parse_value_names(line)))
-        line.end()
-    elif word in {kind.value for kind in ValueKind if kind is not ValueKind.RESULT}:
-        value, numbers, mask = parse_source(line)
-        graph.add_value(value)
-        if numbers is not None:
-            known[value.name] = numbers
-        if mask is not None:
-            graph.masks = {**graph.masks, value.name: mask}
-    else:
-        node, made = parse_node(line)
-        graph.add_node(node, made)
-    return False
 
 
 def _node(graph: PrecisionGraph, node: Node) -> str:
@@ -169,7 +100,7 @@ def _said(facts: Execution | StoredNumbers) -> list[str]:
 
 
 def _name(value: str) -> str:
-    return _string(value) if value in KEYWORDS else _word(value)
+    return _string(value) if value in _KEYWORDS else _word(value)
 
 
 def _word(text: str) -> str:

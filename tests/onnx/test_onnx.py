@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx
 import pytest
+from graph_reading import parse_graph
 from onnx import TensorProto as T
 from onnx import helper as h
 from onnx import numpy_helper as nh
@@ -12,7 +13,7 @@ from onnx import numpy_helper as nh
 from amp_compiler.errors import OnnxError
 from amp_compiler.ir.dtypes import DType
 from amp_compiler.ir.graph import ValueKind
-from amp_compiler.ir.graph_text import format_graph, parse_graph
+from amp_compiler.ir.graph_text import format_graph
 from amp_compiler.onnx.convert import convert_onnx
 from amp_compiler.onnx.lowering.lower import lower
 from amp_compiler.onnx.model.data import convert, examine

@@ -13,10 +13,10 @@ import os
 from pathlib import Path
 
 import pytest
+from graph_reading import parse_graph
 from planning import FP16, draft_of, finish
 from ruamel.yaml import YAML
 
-from amp_compiler.ir.graph_text import parse_graph
 from amp_compiler.passes import PASSES, find_pass
 from amp_compiler.passes.pipeline import ONNX_PLAN
 from amp_compiler.passes.plan.assign_precision import AssignPrecision

@@ -1,8 +1,8 @@
 """Which nodes compute sizes, indices and angles: where the analysis begins and where it ends."""
 
 import pytest
+from graph_reading import parse_graph
 
-from amp_compiler.ir.graph_text import parse_graph
 from amp_compiler.planner.numbers import find_numbers
 from amp_compiler.policy.loader import load_rules
 
